@@ -1,0 +1,20 @@
+"""The weight algebra: pure array operations, exact inverses, no rank state, no torch import."""
+
+from mca_models.weights.layouts import Concat, GroupedHeads, Layout, Separate, Transposed
+from mca_models.weights.rules import COLUMN, GATED, REPLICATED, ROW, Param, Shard, Stage, each
+
+__all__ = [
+    "COLUMN",
+    "GATED",
+    "REPLICATED",
+    "ROW",
+    "Concat",
+    "GroupedHeads",
+    "Layout",
+    "Param",
+    "Separate",
+    "Shard",
+    "Stage",
+    "Transposed",
+    "each",
+]

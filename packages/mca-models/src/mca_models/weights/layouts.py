@@ -1,0 +1,90 @@
+"""Layouts: invertible arrangements of parts inside stored tensors.
+
+    stored tensors --unpack--> parts --pack--> stored tensors
+
+A layout knows no rank and no file; both directions are pure and each is the other's exact inverse.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Protocol
+
+from mca_models.weights.arrays import Array, concat, split, split_ratio, swap_axes
+
+
+class Layout(Protocol):
+    """An invertible arrangement of parts inside stored tensors."""
+
+    def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
+        """The stored tensors that hold ``parts``."""
+
+    def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        """The parts inside ``stored``."""
+
+
+@dataclass(frozen=True)
+class Separate:
+    """Each part is its own tensor."""
+
+    def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
+        return tuple(parts)
+
+    def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        return tuple(stored)
+
+
+@dataclass(frozen=True)
+class Concat:
+    """Parts one after the other on axis 0, their lengths in the proportion ``ratio``."""
+
+    ratio: tuple[int, ...]
+
+    def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
+        return (concat(parts, 0),)
+
+    def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        (x,) = stored
+        divisor = gcd(*self.ratio)
+        return split_ratio(x, 0, tuple(r // divisor for r in self.ratio))
+
+
+@dataclass(frozen=True)
+class GroupedHeads:
+    """Rows regrouped by query group, ``[q..q k v] [q..q k v] ...``, for weights and biases alike.
+
+    Args:
+        heads: How many heads each part has in one group, e.g. ``(4, 1, 1)`` for q, k, v.
+        head_dim: Rows of one head.
+    """
+
+    heads: tuple[int, ...]
+    head_dim: int
+
+    def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
+        rest = tuple(parts[0].shape[1:])
+        grouped = [
+            part.reshape((-1, n * self.head_dim, *rest))
+            for part, n in zip(parts, self.heads, strict=True)
+        ]
+        return (concat(grouped, 1).reshape((-1, *rest)),)
+
+    def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        (x,) = stored
+        rest = tuple(x.shape[1:])
+        sizes = [n * self.head_dim for n in self.heads]
+        parts = split(x.reshape((-1, sum(sizes), *rest)), 1, sizes)
+        return tuple(part.reshape((-1, *rest)) for part in parts)
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """The one part with its last two axes exchanged, e.g. ``[in, out]`` stored for ``[out, in]``."""
+
+    def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
+        (x,) = parts
+        return (swap_axes(x),)
+
+    def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        (x,) = stored
+        return (swap_axes(x),)
