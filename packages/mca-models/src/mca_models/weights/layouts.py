@@ -28,9 +28,11 @@ class Separate:
     """Each part is its own tensor."""
 
     def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
+        """See ``Layout.pack``."""
         return tuple(parts)
 
     def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        """See ``Layout.unpack``."""
         return tuple(stored)
 
 
@@ -41,9 +43,11 @@ class Concat:
     ratio: tuple[int, ...]
 
     def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
+        """See ``Layout.pack``."""
         return (concat(parts, 0),)
 
     def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        """See ``Layout.unpack``."""
         (x,) = stored
         divisor = gcd(*self.ratio)
         return split_ratio(x, 0, tuple(r // divisor for r in self.ratio))
@@ -62,14 +66,15 @@ class GroupedHeads:
     head_dim: int
 
     def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
+        """See ``Layout.pack``."""
         rest = tuple(parts[0].shape[1:])
         grouped = [
-            part.reshape((-1, n * self.head_dim, *rest))
-            for part, n in zip(parts, self.heads, strict=True)
+            part.reshape((-1, n * self.head_dim, *rest)) for part, n in zip(parts, self.heads, strict=True)
         ]
         return (concat(grouped, 1).reshape((-1, *rest)),)
 
     def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        """See ``Layout.unpack``."""
         (x,) = stored
         rest = tuple(x.shape[1:])
         sizes = [n * self.head_dim for n in self.heads]
@@ -82,9 +87,14 @@ class Transposed:
     """The one part with its last two axes exchanged, e.g. ``[in, out]`` stored for ``[out, in]``."""
 
     def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
+        """See ``Layout.pack``."""
         (x,) = parts
         return (swap_axes(x),)
 
     def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        """See ``Layout.unpack``."""
         (x,) = stored
         return (swap_axes(x),)
+
+
+SEPARATE = Separate()

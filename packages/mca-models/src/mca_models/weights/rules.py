@@ -15,7 +15,7 @@ from enum import Enum
 from itertools import product
 
 from mca_models.weights.arrays import Array, concat, cut, split_ratio
-from mca_models.weights.layouts import Layout, Separate
+from mca_models.weights.layouts import SEPARATE, Layout
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Shard:
             length, rest = divmod(segment.shape[self.axis], size)
             if rest:
                 raise ValueError(
-                    f"axis {self.axis} of {tuple(segment.shape)} does not divide by {size} tensor-parallel ranks"
+                    f"axis {self.axis} of {tuple(segment.shape)} does not divide by {size} ranks"
                 )
             shares.append(cut(segment, self.axis, rank * length, (rank + 1) * length))
         return concat(shares, self.axis)
@@ -99,8 +99,8 @@ class Param:
     mca: str
     hf: tuple[str, ...]
     shard: Shard = REPLICATED
-    layout: Layout = Separate()
-    hf_layout: Layout = Separate()
+    layout: Layout = SEPARATE
+    hf_layout: Layout = SEPARATE
     stage: Stage = Stage.LAYER
     vocab: bool = False
     alias_of: str | None = None
@@ -126,7 +126,7 @@ class Param:
         return whole
 
     def from_whole(self, whole: Array) -> tuple[Array, ...]:
-        """The HF tensors inside the unsharded parameter (a stacked one's own entry, without the expert axis)."""
+        """The HF tensors inside the unsharded parameter (a stacked one's entry, without its expert axis)."""
         return self.hf_layout.pack(self.layout.unpack((whole,)))
 
     def to_mca(self, hf: Sequence[Array], rank: int = 0, size: int = 1) -> Array:

@@ -1,0 +1,49 @@
+"""Weight templates: one short file for each model family, and the table of them."""
+
+from typing import Any
+
+from mca_config.errors import McaError
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import llama, mistral, qwen2, qwen3
+from mca_models.templates.config_table import HfConfig
+from mca_models.templates.family import Family
+
+__all__ = ["FAMILIES", "Family", "config_from_hf", "config_to_hf", "family_of"]
+
+FAMILIES: dict[str, Family] = {
+    "llama": llama.FAMILY,
+    "mistral": mistral.FAMILY,
+    "qwen2": qwen2.FAMILY,
+    "qwen3": qwen3.FAMILY,
+}
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a HF ``model_type``.
+
+    Raises:
+        McaError: It is not supported.
+    """
+    if model_type not in FAMILIES:
+        raise McaError(
+            f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[model_type]
+
+
+def config_from_hf(hf: dict[str, Any]) -> McaModelConfig:
+    """The model that a parsed ``config.json`` describes.
+
+    Raises:
+        McaError: Its family or one of its values cannot be represented.
+    """
+    if "model_type" not in hf:
+        raise McaError("config.json has no 'model_type'; it names the model family")
+    return family_of(hf["model_type"]).config.to_mca(hf)
+
+
+def config_to_hf(config: McaModelConfig) -> HfConfig:
+    """``config.json`` of the model: the source's own, with what changed brought up to date."""
+    family = family_of(config.model_type)
+    return family.config.to_hf(config, family.architecture)

@@ -1,0 +1,163 @@
+"""Tables that carry a HF ``config.json`` to a ``McaModelConfig`` and back."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mca_config.errors import McaError
+
+from mca_config.model_config import McaModelConfig
+
+HfConfig = dict[str, Any]
+REQUIRED: Any = object()
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Field:
+    """One fact under both names.
+
+    Args:
+        mca: Field of ``McaModelConfig``.
+        hf: Key of ``config.json``.
+        default: What an absent key means to ``transformers``; a function is called with the whole dict.
+    """
+
+    mca: str
+    hf: str
+    default: Any = REQUIRED
+
+    def read(self, hf: Mapping[str, Any]) -> Any:
+        """The value in ``hf`` (lists become tuples), or the default."""
+        value = hf.get(self.hf)
+        if value is None and self.default is not REQUIRED:
+            value = self.default(hf) if callable(self.default) else self.default
+        if value is None and self.default is REQUIRED:
+            raise McaError(f"config.json has no '{self.hf}'; a {hf.get('model_type')} model needs it")
+        return tuple(value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A HF key for which only some values can be represented.
+
+    Args:
+        hf: Key of ``config.json``.
+        allowed: The values that can be; the first is what an absent key means.
+        why: What is missing otherwise.
+    """
+
+    hf: str
+    allowed: tuple[Any, ...]
+    why: str
+
+    def check(self, hf: Mapping[str, Any]) -> None:
+        """Refuses a value that is not allowed, by name."""
+        value = hf.get(self.hf, self.allowed[0])
+        if value not in self.allowed:
+            raise McaError(
+                f"config.json: '{self.hf}' is {value!r}; supported: {_words(self.allowed)} ({self.why})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigTable:
+    """How one family's ``config.json`` and ``McaModelConfig`` say the same.
+
+    Args:
+        fields: Facts that both name.
+        constants: ``McaModelConfig`` fields that follow from the family alone.
+        fixed: HF keys with values that cannot be represented.
+        derive: Further fields computed from the HF dict.
+        restore: The HF keys for what ``derive`` computed; used only when there is no source ``config.json``.
+        config_class: ``McaModelConfig`` or its MLA subclass.
+    """
+
+    fields: tuple[Field, ...]
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: tuple[Fixed, ...] = ()
+    derive: Callable[[HfConfig], dict[str, Any]] = lambda hf: {}
+    restore: Callable[[Any], HfConfig] = lambda config: {}
+    config_class: type[McaModelConfig] = McaModelConfig
+
+    def to_mca(self, hf: HfConfig) -> McaModelConfig:
+        """The model that ``hf`` describes."""
+        for fixed in self.fixed:
+            fixed.check(hf)
+        values = {field.mca: field.read(hf) for field in self.fields}
+        values |= dict(self.constants) | read_rope(hf) | self.derive(hf)
+        return self.config_class(model_type=hf["model_type"], dtype=read_dtype(hf), hf_config=hf, **values)
+
+    def to_hf(self, config: McaModelConfig, architecture: str) -> HfConfig:
+        """``config.hf_config`` with every fact that changed since brought up to date."""
+        if not config.hf_config:
+            hf = {"architectures": [architecture], "model_type": config.model_type, "dtype": config.dtype}
+            hf |= {field.hf: _plain(getattr(config, field.mca)) for field in self.fields}
+            rope = {"rope_theta": config.rotary_base, "rope_type": "default", **(config.rope_scaling or {})}
+            return hf | {"rope_parameters": rope, "hidden_act": config.hidden_act} | self.restore(config)
+        hf = dict(config.hf_config)
+        before = self.to_mca(hf)
+        for field in self.fields:
+            value = getattr(config, field.mca)
+            if value != getattr(before, field.mca):
+                hf[field.hf] = _plain(value)
+        if config.dtype != before.dtype:
+            for key in [key for key in ("dtype", "torch_dtype") if key in hf] or ["dtype"]:
+                hf[key] = config.dtype
+        return hf
+
+
+def read_dtype(hf: Mapping[str, Any]) -> Literal["float32", "bfloat16", "float16"]:
+    """The weights' dtype: ``dtype``, or ``torch_dtype`` as transformers 4 spelled it; float32 if neither."""
+    value = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    name = str(value).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise McaError(f"config.json: 'dtype' is {value!r}; supported: {_words(_DTYPES)}")
+    return name  # type: ignore[return-value]
+
+
+def read_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """``rotary_base`` and ``rope_scaling`` from transformers 5's ``rope_parameters`` or 4's two keys."""
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    base = rope.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope.pop("type", None)
+    percent = rope.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0
+    scaling = None if kind == "default" else {"rope_type": kind, **rope}
+    return {"rotary_base": float(base), "rope_scaling": scaling, "rotary_percent": float(percent)}
+
+
+def head_dim(hf: Mapping[str, Any]) -> int:
+    """HF's default head dimension."""
+    return int(hf["hidden_size"] // hf["num_attention_heads"])
+
+
+def dense_fields(*, tied: bool = False, eps: str = "rms_norm_eps") -> tuple[Field, ...]:
+    """What every decoder-only transformer says about its size."""
+    return (
+        Field("num_layers", "num_hidden_layers"),
+        Field("hidden_size", "hidden_size"),
+        Field("ffn_hidden_size", "intermediate_size"),
+        Field("num_attention_heads", "num_attention_heads"),
+        Field("num_query_groups", "num_key_value_heads", lambda hf: hf["num_attention_heads"]),
+        Field("kv_channels", "head_dim", head_dim),
+        Field("vocab_size", "vocab_size"),
+        Field("max_position_embeddings", "max_position_embeddings"),
+        Field("layernorm_epsilon", eps, 1e-6),
+        Field("tie_word_embeddings", "tie_word_embeddings", tied),
+        Field("init_method_std", "initializer_range", 0.02),
+        Field("attention_dropout", "attention_dropout", 0.0),
+    )
+
+
+SILU = Fixed("hidden_act", ("silu",), "this family's gated MLP is built with SwiGLU")
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _words(values: Iterable[Any]) -> str:
+    return ", ".join(repr(value) for value in values)

@@ -1,0 +1,25 @@
+"""Qwen 2 and 2.5: HF ``Qwen2ForCausalLM``, Llama's weights with biases on q, k and v."""
+
+from typing import Any
+
+from mca_models.templates.config_table import SILU, ConfigTable, dense_fields
+from mca_models.templates.family import Family
+from mca_models.templates.llama import ignored_hf, params
+
+
+def window(hf: dict[str, Any]) -> dict[str, Any]:
+    """The sliding window, which only layers from ``max_window_layers`` on have, and only if switched on."""
+    if not hf.get("use_sliding_window"):
+        return {"window_size": None, "layer_types": None}
+    first = hf.get("max_window_layers", 28)
+    kinds = hf.get("layer_types") or [
+        "sliding_attention" if i >= first else "full_attention" for i in range(hf["num_hidden_layers"])
+    ]
+    return {"window_size": hf.get("sliding_window", 4096), "layer_types": tuple(kinds)}
+
+
+CONFIG = ConfigTable(fields=dense_fields(), constants={"add_qkv_bias": True}, fixed=(SILU,), derive=window)
+
+FAMILY = Family(
+    model_type="qwen2", architecture="Qwen2ForCausalLM", config=CONFIG, params=params, ignored_hf=ignored_hf
+)
