@@ -1,9 +1,26 @@
 """The architecture of a model as data, under Megatron's field names, with no Megatron import."""
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+from mca_config import _fields, _roll
+from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
+from mca_config.pipeline import PipelinePlan, pipeline_plan
+
+FILE_NAME = "mca_config.json"
+VERSION = 1
+_COUNTS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +99,112 @@ class McaModelConfig:
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     """The parallel sizes a checkpoint was written with."""
 
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise McaError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("moe_layer_freq", "layer_types"):
+            values = getattr(self, name)
+            if values is not None and len(values) != self.num_layers:
+                raise McaError(f"{name} has {len(values)} entries, expected num_layers {self.num_layers}")
+        if self.num_attention_heads % self.num_query_groups:
+            raise McaError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_query_groups "
+                f"{self.num_query_groups}"
+            )
+
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder ``layer`` has experts."""
         if self.num_moe_experts is None:
             return False
         return self.moe_layer_freq is None or bool(self.moe_layer_freq[layer])
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Vocabulary rows of all tensor ranks together: the least multiple of tp that holds the true ones."""
+        return -(-self.vocab_size // self.layout.tp) * self.layout.tp
+
+    def pipeline_plan(self) -> PipelinePlan:
+        """Which layers stand on which pipeline rank and virtual stage of :attr:`layout`."""
+        return pipeline_plan(self.layout, self.num_layers, self.mtp_num_layers)
+
+    def distribute_config_match(self, other: "McaModelConfig") -> bool:
+        """Whether every rank holds the same pieces under both layouts, so that files map directly.
+
+        Data- and context-parallel sizes do not matter, nor does the virtual size as long as each pipeline
+        rank keeps its layers; expert sizes matter only with experts.
+        """
+        mine, its = self.layout, other.layout
+        experts = self.num_moe_experts is not None and (mine.ep, mine.etp) != (its.ep, its.etp)
+        return mine.tp == its.tp and not experts and self._held_by_rank() == other._held_by_rank()
+
+    def _held_by_rank(self) -> list[tuple[set[int], set[int]]]:
+        plan = self.pipeline_plan()
+        return [
+            (set(plan.layers_of_rank(pp)), {index for chunk in chunks for index in chunk.mtp_layers})
+            for pp, chunks in enumerate(plan.chunks)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contents of ``mca_config.json``."""
+        model = _fields.to_mapping(self)
+        layout = _fields.to_mapping(model.pop("layout"))
+        hf_config = model.pop("hf_config")
+        return {"mca_version": VERSION, "model": model, "layout": layout, "hf_config": hf_config}
+
+    def to_json(self) -> str:
+        """The text of ``mca_config.json``."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
+
+    @staticmethod
+    def from_dict(document: dict[str, Any], where: str = FILE_NAME) -> "McaModelConfig":
+        """Reads what :meth:`to_dict` or ROLL's mcore_adapter wrote; ``where`` names it in errors.
+
+        Returns an :class:`MlaMcaModelConfig` if the model has a ``kv_lora_rank``.
+        """
+        if "mca_version" not in document and _roll.is_roll(document):
+            document = _roll.document_from_roll(document, where)
+        version = document.get("mca_version")
+        if version != VERSION:
+            raise McaError(
+                f"{where}: mca_version must be {VERSION}, not {version!r}; read it with a matching mca"
+            )
+        expected = {"mca_version", "model", "layout", "hf_config"}
+        for key in sorted(document.keys() ^ expected):
+            state = "missing" if key in expected else "unknown"
+            raise McaError(f"{where}: {state} key {key}; expected {', '.join(sorted(expected))}")
+        for key in ("model", "layout", "hf_config"):
+            if not isinstance(document[key], dict):
+                raise McaError(f"{where}: {key} must be an object, not {document[key]!r}")
+        model = {**document["model"], "hf_config": document["hf_config"]}
+        model["layout"] = _fields.from_mapping(ParallelLayout, document["layout"], f"{where}: layout")
+        cls = MlaMcaModelConfig if "kv_lora_rank" in model else McaModelConfig
+        return _fields.from_mapping(cls, model, f"{where}: model")
+
+    @staticmethod
+    def from_json(text: str, where: str = FILE_NAME) -> "McaModelConfig":
+        """:meth:`from_dict` of JSON ``text``."""
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise McaError(f"{where}: not valid JSON: {error}; restore or rewrite the file") from error
+        if not isinstance(document, dict):
+            raise McaError(f"{where}: expected a JSON object, not {type(document).__name__}")
+        return McaModelConfig.from_dict(document, where)
+
+    def save(self, directory: str | Path) -> Path:
+        """Writes ``mca_config.json`` into ``directory`` and returns its path."""
+        path = Path(directory) / FILE_NAME
+        path.write_text(self.to_json(), encoding="utf-8")
+        return path
+
+    @staticmethod
+    def load(directory: str | Path) -> "McaModelConfig":
+        """Reads ``directory``'s ``mca_config.json``."""
+        path = Path(directory) / FILE_NAME
+        if not path.is_file():
+            raise McaError(f"{path}: no such file; expected an MCA checkpoint directory")
+        return McaModelConfig.from_json(path.read_text(encoding="utf-8"), str(path))
 
 
 @dataclass(frozen=True, kw_only=True)

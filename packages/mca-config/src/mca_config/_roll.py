@@ -1,0 +1,130 @@
+"""Reads the flat ``mca_config.json`` of ROLL's mcore_adapter as version 1 of ours.
+
+It is a dump of Megatron's configuration of the day, so keys that say nothing about the model or its
+layout are passed over. Facts that it lacks come from the HF config that it carries as a string.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mca_config.errors import McaError
+
+_SAME_NAME = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "init_method_std",
+    "attention_dropout",
+    "hidden_dropout",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_shared_expert_intermediate_size",
+    "moe_aux_loss_coeff",
+)
+_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "pipeline_model_parallel_layout",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+def is_roll(document: Mapping[str, Any]) -> bool:
+    """Whether ``document`` is a configuration that mcore_adapter wrote."""
+    return {"hf_model_type", "hf_config_json", "num_layers"} <= document.keys()
+
+
+def document_from_roll(roll: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Version 1's ``mca_config.json`` with the same meaning."""
+    hf_config = _hf_config(roll, where)
+    text = hf_config.get("text_config", hf_config)
+    model = {name: roll[name] for name in _SAME_NAME if name in roll}
+    if roll.get("multi_latent_attention"):
+        model |= {name: roll[name] for name in _MLA if name in roll}
+    model |= {
+        "model_type": roll["hf_model_type"],
+        "num_query_groups": roll.get("num_query_groups") or roll["num_attention_heads"],
+        "vocab_size": text.get("vocab_size", roll.get("padded_vocab_size")),
+        "max_position_embeddings": text.get("max_position_embeddings", roll.get("max_sequence_length")),
+        "dtype": _dtype(roll),
+        "gated_linear_unit": roll.get("gated_linear_unit") or roll.get("swiglu", False),
+        "hidden_act": text.get("hidden_act", "silu"),
+        "tie_word_embeddings": bool(roll.get("tie_embeddings_and_output_weights")),
+        "rope_scaling": _rope_scaling(text),
+        "window_size": _window(roll.get("window_size")),
+        "layer_types": text.get("layer_types"),
+        "moe_layer_freq": _moe_layer_freq(roll, where),
+        "moe_shared_expert_gate": bool(
+            roll.get("moe_use_shared_expert_gate") or roll.get("moe_shared_expert_gate")
+        ),
+        "mtp_num_layers": roll.get("mtp_num_layers") or 0,
+    }
+    layout = {name: roll[name] for name in _LAYOUT if name in roll}
+    return {"mca_version": 1, "model": model, "layout": layout, "hf_config": hf_config}
+
+
+def _hf_config(roll: Mapping[str, Any], where: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(roll["hf_config_json"])
+    except (TypeError, json.JSONDecodeError) as error:
+        raise McaError(f"{where}: hf_config_json is not a JSON text: {error}") from error
+    if not isinstance(parsed, dict):
+        raise McaError(f"{where}: hf_config_json must hold a JSON object")
+    return parsed
+
+
+def _dtype(roll: Mapping[str, Any]) -> str:
+    if roll.get("bf16"):
+        return "bfloat16"
+    return "float16" if roll.get("fp16") else "float32"
+
+
+def _rope_scaling(text: Mapping[str, Any]) -> dict[str, Any] | None:
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    scaling = {key: value for key, value in scaling.items() if key != "rope_theta"}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    return None if kind == "default" else scaling
+
+
+def _window(window: Any) -> int | None:
+    """Megatron counts the tokens before the query; ours count it too."""
+    return None if window is None else int(window[0]) + 1
+
+
+def _moe_layer_freq(roll: Mapping[str, Any], where: str) -> list[int] | None:
+    """Megatron: a number n puts experts on every n-th layer from the first, a list says it layer by layer."""
+    freq = roll.get("moe_layer_freq")
+    if roll.get("num_moe_experts") is None or freq in (None, 1):
+        return None
+    if isinstance(freq, int):
+        return [int(layer % freq == 0) for layer in range(roll["num_layers"])]
+    if isinstance(freq, list):
+        return [int(on) for on in freq]
+    raise McaError(f"{where}: moe_layer_freq must be a number or a list of 0 and 1, not {freq!r}")

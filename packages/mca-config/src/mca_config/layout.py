@@ -1,0 +1,250 @@
+"""Parallel sizes and the rank grid, in Megatron's order tp-cp-ep-dp-pp; pure arithmetic."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mca_config.errors import McaError
+from mca_config.layout_string import parse_layout
+
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+_STAGE_SIZES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout:
+    """The sizes that say which rank holds which piece of a model.
+
+    A virtual size of 1 is stored as None, and a layout string fixes the virtual size, so that equal
+    layouts compare equal.
+    """
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    """None: as ``tensor_model_parallel_size`` (Megatron's default)."""
+    pipeline_model_parallel_layout: str | None = None
+    """Megatron's layout string, such as ``Et*3|t*4|t*4L``."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (*_SIZES, *_STAGE_SIZES):
+            _require_count(name, getattr(self, name))
+        self._require_one_way_of_splitting()
+        if self.pipeline_model_parallel_layout is not None:
+            self._take_virtual_size_from_string(self.pipeline_model_parallel_layout)
+        if self.virtual_pipeline_model_parallel_size == 1:
+            object.__setattr__(self, "virtual_pipeline_model_parallel_size", None)
+        if self.vpp > 1 and self.pp == 1:
+            raise McaError(
+                f"virtual_pipeline_model_parallel_size {self.vpp} needs pipeline_model_parallel_size of at "
+                "least 2; leave the virtual size out or raise the pipeline size"
+            )
+
+    def _require_one_way_of_splitting(self) -> None:
+        uneven = [name for name in _STAGE_SIZES if getattr(self, name) is not None]
+        accounts = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+        accounted = [name for name in accounts if getattr(self, name)]
+        if self.pipeline_model_parallel_layout is not None and (uneven or accounted):
+            raise McaError(
+                f"pipeline_model_parallel_layout already says how layers are split; remove "
+                f"{', '.join(uneven + accounted)}"
+            )
+        if uneven and accounted:
+            raise McaError(
+                f"{', '.join(uneven)} cannot be combined with {', '.join(accounted)}; keep one of the two"
+            )
+        if uneven and self.pp == 1:
+            raise McaError(
+                f"{', '.join(uneven)} needs pipeline_model_parallel_size of at least 2; remove it or raise "
+                "the pipeline size"
+            )
+
+    def _take_virtual_size_from_string(self, text: str) -> None:
+        stages = len(parse_layout(text))
+        if stages % self.pp:
+            raise McaError(
+                f"pipeline_model_parallel_layout {text!r} has {stages} stages, which "
+                f"pipeline_model_parallel_size {self.pp} does not divide; change one of the two"
+            )
+        size = stages // self.pp
+        given = self.virtual_pipeline_model_parallel_size
+        if given is not None and given != size:
+            raise McaError(
+                f"pipeline_model_parallel_layout {text!r} has {stages} stages, so at pipeline_model_parallel_size"
+                f" {self.pp} the virtual size is {size}; remove virtual_pipeline_model_parallel_size {given}"
+            )
+        object.__setattr__(self, "virtual_pipeline_model_parallel_size", size)
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel size."""
+        return self.tensor_model_parallel_size
+
+    @property
+    def pp(self) -> int:
+        """Pipeline-parallel size."""
+        return self.pipeline_model_parallel_size
+
+    @property
+    def vpp(self) -> int:
+        """Model chunks on each pipeline rank; 1 without virtual pipelining."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def cp(self) -> int:
+        """Context-parallel size."""
+        return self.context_parallel_size
+
+    @property
+    def ep(self) -> int:
+        """Expert-parallel size."""
+        return self.expert_model_parallel_size
+
+    @property
+    def etp(self) -> int:
+        """Tensor-parallel size within an expert."""
+        return self.expert_tensor_parallel_size or self.tp
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that share one replica of the dense parameters: tp x cp x pp."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def expert_model_size(self) -> int:
+        """Ranks that share one replica of the expert parameters: etp x ep x pp."""
+        return self.etp * self.ep * self.pp
+
+    def __str__(self) -> str:
+        parts = [f"tp {self.tp}", f"pp {self.pp}"]
+        parts += [f"{name} {size}" for name, size in (("vpp", self.vpp), ("cp", self.cp)) if size > 1]
+        if self.ep > 1 or self.etp != self.tp:
+            parts += [f"ep {self.ep}", f"etp {self.etp}"]
+        if self.pipeline_model_parallel_layout is not None:
+            parts.append(f"layout {self.pipeline_model_parallel_layout}")
+        return " ".join(parts)
+
+
+def _require_count(name: str, value: object) -> None:
+    if value is None and name not in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise McaError(f"{name} must be an integer of at least 1, not {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coordinates:
+    """Where one rank stands in the dense grid (tp, cp, dp, pp) and in the expert grid (etp, ep, edp, pp)."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    ep: int
+    etp: int
+    edp: int
+
+
+class RankGrid:
+    """The ranks of ``world_size`` processes laid out as ``layout`` says.
+
+    The first axis varies fastest: neighbouring ranks share all but the tensor-parallel coordinate. The
+    expert grid lies over the same ranks; its pipeline axis is the same as the dense one.
+    """
+
+    def __init__(self, layout: ParallelLayout, world_size: int) -> None:
+        _require_divisible(layout, world_size)
+        self.layout = layout
+        self.world_size = world_size
+        self.data_parallel_size = world_size // layout.model_parallel_size
+        self.expert_data_parallel_size = world_size // layout.expert_model_size
+        dense = {"tp": layout.tp, "cp": layout.cp, "dp": self.data_parallel_size, "pp": layout.pp}
+        expert = {"etp": layout.etp, "ep": layout.ep, "edp": self.expert_data_parallel_size, "pp": layout.pp}
+        self._grids: tuple[dict[str, int], ...] = (dense, expert)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The place of ``rank`` in both grids."""
+        if not 0 <= rank < self.world_size:
+            raise McaError(
+                f"rank {rank} is not one of the {self.world_size} ranks 0 to {self.world_size - 1}"
+            )
+        places: dict[str, int] = {}
+        for sizes in self._grids:
+            places |= _place(rank, sizes)
+        return Coordinates(**places)
+
+    def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """The rank at a place in the dense grid."""
+        return _rank({"tp": tp, "cp": cp, "dp": dp, "pp": pp}, self._grids[0])
+
+    def expert_rank(self, *, etp: int = 0, ep: int = 0, edp: int = 0, pp: int = 0) -> int:
+        """The rank at a place in the expert grid."""
+        return _rank({"etp": etp, "ep": ep, "edp": edp, "pp": pp}, self._grids[1])
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """All groups of ranks that differ along ``axis`` only.
+
+        Args:
+            axis: One axis (``"tp"``) or several of one grid joined by ``-`` (``"dp-cp"``, ``"etp-ep"``).
+        """
+        wanted = axis.split("-")
+        sizes = next((grid for grid in self._grids if grid.keys() >= set(wanted)), None)
+        if sizes is None:
+            raise McaError(
+                f"axis {axis!r}: expected names of {set(self._grids[0])} or of {set(self._grids[1])}"
+            )
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = _place(rank, sizes)
+            key = tuple(index for name, index in place.items() if name not in wanted)
+            groups.setdefault(key, []).append(rank)
+        return tuple(tuple(ranks) for ranks in groups.values())
+
+    def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The group along ``axis`` that holds ``rank``."""
+        return next(group for group in self.groups(axis) if rank in group)
+
+
+def _require_divisible(layout: ParallelLayout, world_size: int) -> None:
+    if world_size < 1 or world_size % layout.model_parallel_size:
+        raise McaError(
+            f"{world_size} processes cannot be divided into tensor_model_parallel_size {layout.tp} x "
+            f"context_parallel_size {layout.cp} x pipeline_model_parallel_size {layout.pp} = "
+            f"{layout.model_parallel_size}; start a multiple of {layout.model_parallel_size} or change a size"
+        )
+    if world_size % layout.expert_model_size:
+        raise McaError(
+            f"{world_size} processes cannot be divided into expert_tensor_parallel_size {layout.etp} x "
+            f"expert_model_parallel_size {layout.ep} x pipeline_model_parallel_size {layout.pp} = "
+            f"{layout.expert_model_size}; start a multiple of {layout.expert_model_size} or change a size"
+        )
+
+
+def _place(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    place = {}
+    for name, size in sizes.items():
+        rank, place[name] = divmod(rank, size)
+    return place
+
+
+def _rank(place: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    rank, stride = 0, 1
+    for name, size in sizes.items():
+        if not 0 <= place[name] < size:
+            raise McaError(f"{name} {place[name]} is outside the {size} ranks of that axis")
+        rank += stride * place[name]
+        stride *= size
+    return rank

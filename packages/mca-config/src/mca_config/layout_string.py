@@ -1,0 +1,35 @@
+"""Megatron's pipeline layout strings, such as ``Et*3|(t*4|)*2m|L``, parsed to one list of letters per stage.
+
+``E`` embedding, ``t`` decoder layer, ``m`` multi-token-prediction layer, ``L`` loss; ``|`` ends a stage,
+``x*n`` repeats one letter or bar, ``(...)*n`` repeats a run of them; commas are for the eye only.
+"""
+
+import re
+
+from mca_config.errors import McaError
+
+LETTERS = "EtmL"
+_ATOM = re.compile(r"([EtmL|])(?:\*(\d+))?")
+_GROUP = re.compile(r"\(((?:[EtmL|](?:\*\d+)?)+)\)\*(\d+)")
+
+
+def parse_layout(text: str) -> tuple[str, ...]:
+    """The letters of each stage, in pipeline order: all ranks of virtual stage 0, then of stage 1, ..."""
+    compact = text.replace(",", "")
+    position, flat = 0, ""
+    while position < len(compact):
+        group = _GROUP.match(compact, position)
+        atom = group or _ATOM.match(compact, position)
+        if atom is None or compact[atom.end() : atom.end() + 1] == "*":
+            raise McaError(
+                f"pipeline_model_parallel_layout {text!r} cannot be read at {compact[position:]!r}; expected "
+                "E, t, m, L or | (each with *n at most once), or a group of them in one pair of parentheses "
+                "with *n"
+            )
+        flat += _unroll(group[1]) * int(group[2]) if group else _unroll(atom[0])
+        position = atom.end()
+    return tuple(flat.split("|"))
+
+
+def _unroll(run: str) -> str:
+    return "".join(letter * int(count or 1) for letter, count in _ATOM.findall(run))
