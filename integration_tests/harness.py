@@ -1,0 +1,261 @@
+"""Runs a function on 1 to 8 gloo ranks: Megatron is imported once, then every case forks its ranks.
+
+    from harness import run_ranks
+
+    @pytest.mark.ranks
+    def test_sum() -> None:
+        assert run_ranks(2, add_up, 3) == [6, 6]
+
+    def add_up(x: int) -> int:          # runs on every rank; what it returns is pickled back
+        t = torch.tensor([x]); torch.distributed.all_reduce(t); return int(t)
+
+``run_ranks(n, fn, *args, timeout=120, **kwargs)`` returns the results in rank order. In the rank torch.distributed
+is up (gloo, over a file store, no port), RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set,
+Megatron is importable and patched (``platform.prepare()`` ran in the parent), torch has one thread and the
+generators are seeded alike. ``process_group=False`` leaves torch.distributed to the function, as under torchrun.
+Do several checks in one function: a fork costs 0.1 s, starting the groups 0.1 to 0.5 s, a model build little
+more; ``mca_models.megatron.parallel.start(layout)`` may be called again with another layout of the same size.
+
+If a rank fails, all are killed and ``RanksFailed`` shows every rank's traceback; on a time-out it shows where
+each rank stood. Ranks also die with the process that forked them. Mark such tests ``ranks``: under pytest-xdist
+(``--dist loadgroup``) they then run one after the other in one worker, so that at most 8 processes run at once.
+"""
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import random
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from ctypes import CDLL
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+MAX_RANKS = 8
+_PR_SET_PDEATHSIG = 1
+_SEED = 1234
+
+
+class RanksFailed(AssertionError):
+    """One or more ranks raised, died or ran out of time."""
+
+
+@dataclass
+class _Rank:
+    """One forked process, as its parent sees it."""
+
+    number: int
+    pid: int
+    pipe: int
+    stacks: Path
+    received: bytearray
+    outcome: tuple[str, Any] | None = None
+
+
+def prepare_parent() -> None:
+    """Imports what ranks need, once in the process that forks them."""
+    if "mca_models.megatron.platform" in sys.modules and "megatron.core" in sys.modules:
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+
+    torch.set_num_threads(1)
+    from mca_models.megatron import platform
+
+    platform.prepare()
+
+
+def run_ranks(
+    size: int,
+    fn: Callable[..., Result],
+    *args: Any,
+    timeout: float = 120,
+    process_group: bool = True,
+    **kwargs: Any,
+) -> list[Result]:
+    """``fn(*args, **kwargs)`` on ``size`` ranks; their results in rank order.
+
+    Raises:
+        RanksFailed: A rank raised, died, or ``timeout`` seconds went by.
+    """
+    if not 1 <= size <= MAX_RANKS:
+        raise ValueError(f"run_ranks forks 1 to {MAX_RANKS} ranks, not {size}")
+    prepare_parent()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryDirectory(prefix="mca-ranks-") as folder:
+        call = _Call(size, fn, args, kwargs, Path(folder), process_group, timeout, _free_port())
+        ranks = [_fork(call, number) for number in range(size)]
+        try:
+            _collect(ranks, time.monotonic() + timeout)
+            return _results(ranks, timeout)
+        finally:
+            _kill(ranks)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What every rank of one ``run_ranks`` does."""
+
+    size: int
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    folder: Path
+    process_group: bool
+    timeout: float
+    port: int
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _fork(call: _Call, number: int) -> _Rank:
+    read, write = os.pipe()
+    stacks = call.folder / f"stacks.{number}"
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        _rank_main(call, number, write, stacks, parent)
+    os.close(write)
+    return _Rank(number, pid, read, stacks, bytearray())
+
+
+def _rank_main(call: _Call, number: int, pipe: int, stacks: Path, parent: int) -> None:
+    """The forked process: never returns."""
+    status = 1
+    try:
+        CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            return
+        with stacks.open("w") as file:
+            faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+            outcome = _outcome(call, number)
+        with os.fdopen(pipe, "wb") as sink:
+            sink.write(_pickled(outcome))
+        status = 0 if outcome[0] == "result" else 1
+    finally:
+        with contextlib.suppress(Exception):
+            from mca_models.megatron import platform
+
+            platform.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _pickled(outcome: tuple[str, Any]) -> bytes:
+    try:
+        return pickle.dumps(outcome)
+    except Exception:
+        return pickle.dumps(("traceback", f"the result cannot be pickled\n{traceback.format_exc()}"))
+
+
+def _outcome(call: _Call, number: int) -> tuple[str, Any]:
+    try:
+        _environment(call, number)
+        if call.process_group:
+            _start_process_group(call, number)
+        return "result", call.fn(*call.args, **call.kwargs)
+    except BaseException:
+        return "traceback", traceback.format_exc()
+
+
+def _environment(call: _Call, number: int) -> None:
+    import numpy as np
+    import torch
+
+    os.environ.update(
+        RANK=str(number),
+        LOCAL_RANK=str(number),
+        WORLD_SIZE=str(call.size),
+        LOCAL_WORLD_SIZE=str(call.size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(call.port),
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
+    )
+    torch.set_num_threads(1)
+    random.seed(_SEED)
+    np.random.seed(_SEED)
+    torch.manual_seed(_SEED)
+
+
+def _start_process_group(call: _Call, number: int) -> None:
+    import torch.distributed
+
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{call.folder / 'store'}",
+        rank=number,
+        world_size=call.size,
+        timeout=timedelta(seconds=call.timeout),
+    )
+
+
+def _collect(ranks: list[_Rank], deadline: float) -> None:
+    """Reads outcomes until all ranks have ended, one has failed, or time is up."""
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            selector.register(rank.pipe, selectors.EVENT_READ, rank)
+        while selector.get_map():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            for key, _ in selector.select(left):
+                rank: _Rank = key.data
+                if data := os.read(rank.pipe, 1 << 20):
+                    rank.received += data
+                    continue
+                selector.unregister(rank.pipe)
+                rank.outcome = pickle.loads(bytes(rank.received)) if rank.received else ("died", None)
+                if rank.outcome[0] != "result":
+                    # the other ranks hang in a collective or fail too: a moment for their tracebacks
+                    deadline = min(deadline, time.monotonic() + 1)
+
+
+def _results(ranks: list[_Rank], timeout: float) -> list[Any]:
+    if all(rank.outcome is not None and rank.outcome[0] == "result" for rank in ranks):
+        return [rank.outcome[1] for rank in ranks if rank.outcome]
+    unfinished = [rank for rank in ranks if rank.outcome is None]
+    for rank in unfinished:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.pid, signal.SIGUSR1)
+    if unfinished:
+        time.sleep(0.3)
+    raise RanksFailed("\n".join(_story(rank, len(ranks), timeout) for rank in ranks))
+
+
+def _story(rank: _Rank, size: int, timeout: float) -> str:
+    title = f"--- rank {rank.number} of {size}: "
+    if rank.outcome is None:
+        return f"{title}had not finished (limit {timeout:g} s); it stood here\n{rank.stacks.read_text()}"
+    kind, value = rank.outcome
+    if kind == "traceback":
+        return f"{title}raised\n{value}"
+    return f"{title}ended normally" if kind == "result" else f"{title}died without a word"
+
+
+def _kill(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        if rank.outcome is None or rank.outcome[0] != "result":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGKILL)
+    for rank in ranks:
+        os.close(rank.pipe)
+        os.waitpid(rank.pid, 0)

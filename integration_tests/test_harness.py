@@ -1,0 +1,75 @@
+"""The harness itself: results in order, tracebacks shown, nothing left behind."""
+
+import os
+import subprocess
+import time
+
+import pytest
+import torch
+from harness import RanksFailed, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def _sum_of_ranks(offset: int) -> tuple[int, int, torch.Tensor]:
+    rank = torch.distributed.get_rank()
+    total = torch.tensor([rank + offset])
+    torch.distributed.all_reduce(total)
+    return rank, int(total), torch.full((2,), rank)
+
+
+def test_results_come_back_in_rank_order() -> None:
+    results = run_ranks(3, _sum_of_ranks, 1)
+    assert [r[:2] for r in results] == [(0, 6), (1, 6), (2, 6)]
+    assert results[2][2].tolist() == [2, 2]
+
+
+def _one_fails() -> None:
+    if torch.distributed.get_rank() == 1:
+        raise ValueError("planted")
+    torch.distributed.barrier()
+
+
+def test_a_failing_rank_brings_all_down_and_shows_its_traceback() -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"(?s)rank 1 of 2: raised.*ValueError: planted"):
+        run_ranks(2, _one_fails)
+    assert time.monotonic() - start < 20
+
+
+def _hangs() -> None:
+    if os.environ["RANK"] == "0":
+        time.sleep(60)
+
+
+def test_a_hanging_rank_is_killed_and_its_stack_shown() -> None:
+    with pytest.raises(RanksFailed, match=r"(?s)rank 0 of 2: had not finished.*_hangs.*rank 1 of 2: ended normally"):
+        run_ranks(2, _hangs, timeout=2, process_group=False)
+
+
+def _dies() -> None:
+    os._exit(3)
+
+
+def test_a_dying_rank_is_noticed() -> None:
+    with pytest.raises(RanksFailed, match="rank 0 of 1: died without a word"):
+        run_ranks(1, _dies)
+
+
+def test_no_rank_is_left_behind() -> None:
+    run_ranks(2, _sum_of_ranks, 0)
+    children = subprocess.run(
+        ["ps", "--no-headers", "-o", "stat,args", "--ppid", str(os.getpid())], capture_output=True, text=True, check=False
+    ).stdout.splitlines()
+    assert not [line for line in children if "ps " not in line and "[ps]" not in line and "pytest" in line]
+
+
+def _backward() -> float:
+    x = torch.ones(3, requires_grad=True)
+    (x * x).sum().backward()
+    return float(x.grad.sum()) if x.grad is not None else 0.0
+
+
+def test_ranks_differentiate_even_if_their_parent_did() -> None:
+    _backward()
+    assert run_ranks(2, _backward) == [6.0, 6.0]

@@ -1,0 +1,1 @@
+"""The Megatron model factory: real megatron-core models from HF or MCA checkpoints, on any rank layout."""

@@ -1,0 +1,119 @@
+"""The device platform: makes megatron-core run on this machine, GPU or not.
+
+Call ``prepare()`` before anything imports ``megatron``. On a CPU it patches torch and Megatron, each patch in a
+small file of its own that says why; on a GPU only the repairs that no device can do without are made.
+"""
+
+import importlib
+import logging
+import sys
+import warnings
+from contextlib import nullcontext
+
+from mca_config.errors import McaError
+from mca_models.megatron.platform import (
+    checkpoint_queue,
+    cuda_calls,
+    cuda_tensors,
+    distributed_adam,
+    dp_reshardable_no_grad,
+    mla_flags,
+    rng_state,
+    router_gemm_name,
+    split_sizes,
+)
+from mca_models.megatron.platform._device import backend, current_device, device_type
+from mca_models.megatron.platform._patch import Patch
+from mca_models.megatron.platform.compile_at_import import without_compile
+from mca_models.megatron.platform.fused_adam import FusedAdam
+
+__all__ = [
+    "BEFORE_IMPORT",
+    "PATCHES",
+    "FusedAdam",
+    "Patch",
+    "backend",
+    "close",
+    "current_device",
+    "device_type",
+    "megatron_version",
+    "prepare",
+]
+
+_log = logging.getLogger(__name__)
+
+BEFORE_IMPORT: tuple[Patch, ...] = (cuda_calls.PATCH, cuda_tensors.PATCH)
+"""Patches of torch, made before Megatron is imported."""
+
+PATCHES: tuple[Patch, ...] = (
+    rng_state.PATCH,
+    router_gemm_name.PATCH,
+    split_sizes.PATCH,
+    distributed_adam.PATCH,
+    dp_reshardable_no_grad.PATCH,
+    mla_flags.PATCH,
+    checkpoint_queue.PATCH,
+)
+"""Patches of Megatron, made once it is imported."""
+
+_MODULES = (
+    "megatron.core.parallel_state",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.transformer.moe.moe_utils",
+    "megatron.core.transformer.multi_latent_attention",
+    "megatron.core.transformer.multi_token_prediction",
+)
+_QUIET = ("torch.utils.cpp_extension", "megatron.core.models.gpt.gpt_model")
+
+_applied: list[str] = []
+
+
+def prepare() -> None:
+    """Patches torch, imports megatron-core and patches that; does nothing the second time.
+
+    Raises:
+        McaError: On a CPU, when somebody has imported megatron-core already.
+    """
+    if _applied:
+        return
+    cpu = device_type() == "cpu"
+    if cpu and "megatron.core" in sys.modules:
+        raise McaError(
+            "megatron.core was imported before mca_models.megatron.platform.prepare(), which a machine without "
+            "a GPU does not survive; import mca_models.megatron first"
+        )
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    _make(BEFORE_IMPORT)
+    with warnings.catch_warnings(), without_compile() if cpu else nullcontext():
+        warnings.simplefilter("ignore")
+        for name in _MODULES:
+            importlib.import_module(name)
+    _make(PATCHES)
+    _applied.append("done")
+
+
+def _make(patches: tuple[Patch, ...]) -> None:
+    for patch in patches:
+        if device_type() in patch.devices and patch.needed():
+            patch.apply()
+            _applied.append(patch.name)
+            _log.debug("patched %s: %s", patch.name, patch.why)
+
+
+def megatron_version() -> tuple[int, ...]:
+    """The installed megatron-core's version, e.g. ``(0, 16, 1)``."""
+    from importlib.metadata import version
+
+    return tuple(int(part) for part in version("megatron-core").split(".")[:3] if part.isdigit())
+
+
+def close() -> None:
+    """Ends helper processes that the platform started; for ranks that leave with ``os._exit``."""
+    checkpoint_queue.close()

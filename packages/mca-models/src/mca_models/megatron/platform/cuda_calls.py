@@ -1,0 +1,82 @@
+"""``torch.cuda.*`` calls that Megatron makes unconditionally: current device, streams, events, RNG.
+
+Every name gets a function object of its own: ``torch._dynamo`` builds a table keyed by function and stops at
+duplicates. ``manual_seed_all`` is left alone, because ``torch.manual_seed`` calls it.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mca_models.megatron.platform._patch import CPU, Patch
+
+CPU_DEVICE = torch.device("cpu")
+
+
+class IdleStream:
+    """Stands for a CUDA stream: every method does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+    def __enter__(self) -> "IdleStream":
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+    def record_event(self, *args: Any) -> "IdleEvent":
+        """An event that has already happened."""
+        return IdleEvent()
+
+
+class IdleEvent:
+    """Stands for a CUDA event that has already happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+    def query(self) -> bool:
+        """True: the event has happened."""
+        return True
+
+    def elapsed_time(self, other: "IdleEvent") -> float:
+        """No time passes between idle events."""
+        return 0.0
+
+
+def _apply() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: CPU_DEVICE
+    cuda.set_device = lambda *a, **k: None
+    cuda.synchronize = lambda *a, **k: None
+    cuda.empty_cache = lambda: None
+    cuda.Stream, cuda.Event = IdleStream, IdleEvent
+    cuda.current_stream = lambda *a, **k: IdleStream()
+    cuda.default_stream = lambda *a, **k: IdleStream()
+    cuda.stream = lambda s: contextlib.nullcontext()
+    cuda.set_stream = lambda s: None
+    cuda.get_device_capability = lambda *a: (0, 0)
+    cuda.get_rng_state = lambda *a, **k: torch.get_rng_state()
+    cuda.set_rng_state = lambda s, *a, **k: torch.set_rng_state(s)
+    cuda.manual_seed = lambda s: torch.default_generator.manual_seed(s)
+    cuda.nvtx.range_push = lambda *a, **k: None
+    cuda.nvtx.range_pop = lambda *a, **k: None
+
+
+PATCH = Patch(
+    name="cuda-calls",
+    why="megatron-core calls torch.cuda.current_device() and friends unconditionally; they raise without CUDA",
+    megatron=">=0.16.1",
+    devices=CPU,
+    needed=lambda: not torch.cuda.is_available(),
+    apply=_apply,
+)

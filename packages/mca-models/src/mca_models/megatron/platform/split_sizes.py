@@ -1,0 +1,41 @@
+"""The all-to-all dispatcher's split sizes become integers on the CPU too.
+
+Megatron turns them into NumPy with ``maybe_move_tensor_to_cpu``, which acts on CUDA tensors only. A tensor that
+is on the CPU already stays a tensor, and ``all_to_all_single`` refuses that.
+"""
+
+from typing import Any
+
+import torch
+
+from mca_models.megatron.platform._patch import CPU, Patch
+
+
+def _needed() -> bool:
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    moved = token_dispatcher.maybe_move_tensor_to_cpu(torch.zeros(1, dtype=torch.int64), as_numpy=True)
+    return isinstance(moved, torch.Tensor)
+
+
+def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """``tensor``, or its NumPy view."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _apply() -> None:
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    moe_utils.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+    token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+
+
+PATCH = Patch(
+    name="split-sizes",
+    why="all_to_all_single refuses the alltoall dispatcher's split sizes, which stay CPU tensors",
+    megatron=">=0.16.1",
+    devices=CPU,
+    needed=_needed,
+    apply=_apply,
+)
