@@ -3,19 +3,35 @@
 from typing import Any
 
 from mca_config.errors import McaError
-
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import llama, mistral, qwen2, qwen3
+from mca_models.templates import (
+    deepseek_v3,
+    glm4_moe,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+)
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.family import Family
 
 __all__ = ["FAMILIES", "Family", "config_from_hf", "config_to_hf", "family_of"]
 
 FAMILIES: dict[str, Family] = {
+    "deepseek_v3": deepseek_v3.FAMILY,
+    "glm4_moe": glm4_moe.FAMILY,
     "llama": llama.FAMILY,
     "mistral": mistral.FAMILY,
+    "mixtral": mixtral.FAMILY,
     "qwen2": qwen2.FAMILY,
+    "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3": qwen3.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
+    "seed_oss": seed_oss.FAMILY,
 }
 
 

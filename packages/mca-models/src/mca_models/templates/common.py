@@ -3,15 +3,13 @@
 from typing import Any
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.family import HF_HEAD
+from mca_models.templates.names import HF, HF_ATTN, HF_EMBEDDING, HF_HEAD, HF_MLP
 from mca_models.weights import COLUMN, GATED, ROW, Concat, GroupedHeads, Param, Stage
 
-MCA, HF = "decoder.layers.{layer}.", "model.layers.{layer}."
+MCA = "decoder.layers.{layer}."
 ATTN, MLP = MCA + "self_attention.", MCA + "mlp."
-HF_ATTN, HF_MLP = HF + "self_attn.", HF + "mlp."
 
 EMBEDDING = "embedding.word_embeddings.weight"
-HF_EMBEDDING = "model.embed_tokens.weight"
 
 
 def inner(name: str, hf: str, **rule: Any) -> Param:

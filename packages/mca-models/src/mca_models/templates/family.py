@@ -1,14 +1,16 @@
 """One model family: its config table and its parameters."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.config_table import ConfigTable
+from mca_models.templates.names import HF_HEAD, MoeNames
 from mca_models.weights import Param
 
-HF_HEAD = "lm_head.weight"
+logger = logging.getLogger(__name__)
 
 
 def _none(config: Any) -> frozenset[str]:
@@ -25,6 +27,8 @@ class Family:
         config: Carries ``config.json`` both ways.
         params: Every parameter of a model, in checkpoint order.
         ignored_hf: HF tensors that old checkpoints carry and that hold no weight (computed buffers).
+        moe: Names inside an expert layer, if the family has any.
+        copies: HF tensors that may repeat another one, beside a tied head.
     """
 
     model_type: str
@@ -32,11 +36,34 @@ class Family:
     config: ConfigTable
     params: Callable[[Any], list[Param]]
     ignored_hf: Callable[[Any], frozenset[str]] = _none
+    moe: MoeNames | None = None
+    copies: Callable[[Any], Mapping[str, str]] = lambda config: {}
 
     def duplicate_hf(self, config: McaModelConfig) -> Mapping[str, str]:
         """HF tensors that may be present and must then equal another one: ``{name: the other}``.
 
-        A tied model's file may hold the output layer again.
+        A tied model's file may hold the output layer again, a prediction layer the embedding.
         """
         alias = next((param for param in self.params(config) if param.alias_of), None)
-        return {HF_HEAD: alias.hf_names()[0]} if alias else {}
+        head = {HF_HEAD: alias.hf_names()[0]} if alias else {}
+        return {**head, **self.copies(config)}
+
+    def as_found(self, config: McaModelConfig, names: Collection[str]) -> McaModelConfig:
+        """``config`` with what only the tensor ``names`` of a HF checkpoint can tell.
+
+        Whether experts lie stacked (``extra["fused_experts"]``), which tensors are there twice
+        (``extra["hf_duplicates"]``), and whether the prediction layers that ``config.json`` counts are
+        there at all: ``transformers`` saves models without them.
+        """
+        mtp = f"model.layers.{config.num_layers}."
+        if config.mtp_num_layers and not any(name.startswith(mtp) for name in names):
+            logger.warning(
+                "config.json counts %d prediction layers; the checkpoint holds none", config.mtp_num_layers
+            )
+            config = replace(config, mtp_num_layers=0)
+        extra = dict(config.extra)
+        if self.moe and any(self.moe.fused(layer) in names for layer in range(config.num_layers)):
+            extra["fused_experts"] = True
+        if doubled := sorted(name for name in self.duplicate_hf(config) if name in names):
+            extra["hf_duplicates"] = doubled
+        return replace(config, extra=extra)

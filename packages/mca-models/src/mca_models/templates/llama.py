@@ -1,9 +1,10 @@
 """Llama 2 and 3: HF ``LlamaForCausalLM``."""
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.common import HF_ATTN, attention, dense_mlp, embedding, head
+from mca_models.templates.common import attention, dense_mlp, embedding, head
 from mca_models.templates.config_table import SILU, ConfigTable, Fixed, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.names import HF_ATTN
 from mca_models.weights import Param, each
 
 CONFIG = ConfigTable(

@@ -1,0 +1,113 @@
+"""DeepSeek V3 and R1: HF ``DeepseekV3ForCausalLM``: latent attention, experts, multi-token prediction."""
+
+from dataclasses import replace
+from typing import Any
+
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_models.templates.common import ATTN, dense_mlp, embedding, head, inner
+from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
+from mca_models.templates.family import Family
+from mca_models.templates.moe import expert_fields, experts, mlp_layers, router, shared_experts
+from mca_models.templates.mtp import mtp_copies, mtp_params
+from mca_models.templates.names import HF_ATTN, MoeNames
+from mca_models.weights import COLUMN, ROW, Param, each
+
+NAMES = MoeNames()
+
+MLA_FIELDS = (
+    *(field for field in dense_fields() if field.mca != "kv_channels"),
+    *expert_fields(count="n_routed_experts"),
+    Field("q_lora_rank", "q_lora_rank", None),
+    Field("kv_lora_rank", "kv_lora_rank"),
+    Field("qk_head_dim", "qk_nope_head_dim"),
+    Field("qk_pos_emb_head_dim", "qk_rope_head_dim"),
+    Field("v_head_dim", "v_head_dim"),
+    Field("moe_router_topk_scaling_factor", "routed_scaling_factor", 1.0),
+)
+
+
+def grouped_experts(hf: HfConfig) -> dict[str, Any]:
+    """Dense first layers, shared experts as one wide one, and group-limited routing."""
+    layers, dense = hf["num_hidden_layers"], hf.get("first_k_dense_replace", 0)
+    groups = hf.get("n_group") or 1
+    return {
+        "moe_layer_freq": tuple(int(layer >= dense) for layer in range(layers)),
+        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * (hf.get("n_shared_experts") or 0)
+        or None,
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": hf.get("topk_group") if groups > 1 else None,
+        "mtp_num_layers": hf.get("num_nextn_predict_layers") or 0,
+    }
+
+
+def mla(hf: HfConfig) -> dict[str, Any]:
+    """What ``grouped_experts`` says, and the head dimension of a query or key."""
+    return {**grouped_experts(hf), "kv_channels": hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]}
+
+
+CONFIG = ConfigTable(
+    fields=MLA_FIELDS,
+    constants={
+        "qk_layernorm": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_pre_softmax": True,
+    },
+    fixed=(
+        SILU,
+        Fixed("attention_bias", (False,), "Megatron has no bias on the output projection alone"),
+        Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores over the chosen experts"),
+        Fixed("scoring_func", ("sigmoid",), "DeepSeek V3's router"),
+        Fixed("topk_method", ("noaux_tc",), "DeepSeek V3's router"),
+        Fixed("moe_layer_freq", (1,), "every layer after the first dense ones has experts"),
+    ),
+    derive=mla,
+    config_class=MlaMcaModelConfig,
+)
+
+
+def latent_attention(config: MlaMcaModelConfig) -> list[Param]:
+    """Pre-norm multi-head latent attention, its queries compressed or not."""
+    if config.q_lora_rank:
+        query = [
+            inner("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
+            inner("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight"),
+            inner("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", shard=COLUMN),
+        ]
+    else:
+        query = [inner("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", shard=COLUMN)]
+    return [
+        inner("input_layernorm.weight", "input_layernorm.weight"),
+        *query,
+        inner("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+        inner("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight"),
+        inner("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", shard=COLUMN),
+        Param(mca=f"{ATTN}linear_proj.weight", hf=(f"{HF_ATTN}o_proj.weight",), shard=ROW),
+    ]
+
+
+def last_layer(config: McaModelConfig, attention: list[Param]) -> list[Param]:
+    """The rules of one decoder layer as a prediction layer holds it: with experts if the model has any."""
+    if not config.num_moe_experts:
+        return [*attention, *dense_mlp()]
+    each_expert = range(config.num_moe_experts)
+    own = [replace(rule, expert=expert) for expert in each_expert for rule in experts(config, NAMES)]
+    return [*attention, *router(config, NAMES), *shared_experts(config, NAMES), *own]
+
+
+def params(config: MlaMcaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    attention = latent_attention(config)
+    layers = each(attention, layers=range(config.num_layers))
+    mtp = mtp_params(config, last_layer(config, attention))
+    return [embedding(), *layers, *mlp_layers(config, NAMES), *mtp, *head(config)]
+
+
+FAMILY = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    config=CONFIG,
+    params=params,
+    moe=NAMES,
+    copies=mtp_copies,
+)

@@ -1,0 +1,79 @@
+"""Rules of mixture-of-experts layers: router, experts, shared experts."""
+
+from collections.abc import Iterator, Sequence
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates.common import MLP, dense_mlp, down, gate_up, inner
+from mca_models.templates.config_table import Field, HfConfig
+from mca_models.templates.names import HF, MoeNames
+from mca_models.weights import GATED, ROW, Concat, Param, each
+
+
+def router(config: McaModelConfig, names: MoeNames) -> list[Param]:
+    """The norm before an expert layer, its router, and the bias that only chooses experts."""
+    rules = [
+        inner("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+        inner("mlp.router.weight", names.router),
+    ]
+    if config.moe_router_enable_expert_bias:
+        rules.append(inner("mlp.router.expert_bias", names.router_bias, keep_fp32=True))
+    return rules
+
+
+def experts(config: McaModelConfig, names: MoeNames) -> list[Param]:
+    """One expert's two matrices, from its own HF tensors or from the stacked ones."""
+    fc1, fc2 = f"{MLP}experts.linear_fc1.weight{{expert}}", f"{MLP}experts.linear_fc2.weight{{expert}}"
+    prefix = HF + names.experts
+    if config.extra.get("fused_experts"):
+        return [
+            Param(mca=fc1, hf=(f"{prefix}gate_up_proj",), shard=GATED, stacked=True),
+            Param(mca=fc2, hf=(f"{prefix}down_proj",), shard=ROW, stacked=True),
+        ]
+    own = f"{prefix}{{expert}}."
+    return [
+        Param(mca=fc1, hf=(own + names.gate, own + names.up), layout=Concat((1, 1)), shard=GATED),
+        Param(mca=fc2, hf=(own + names.down,), shard=ROW),
+    ]
+
+
+def shared_experts(config: McaModelConfig, names: MoeNames) -> list[Param]:
+    """The expert that every token passes, and the gate on it."""
+    if not config.moe_shared_expert_intermediate_size:
+        return []
+    mca = f"{MLP}shared_experts."
+    rules = [gate_up(mca, HF + names.shared), down(mca, HF + names.shared)]
+    if config.moe_shared_expert_gate:
+        rules.append(Param(mca=f"{mca}gate_weight", hf=(HF + names.shared_gate,)))
+    return rules
+
+
+def mlp_layers(config: McaModelConfig, names: MoeNames) -> Iterator[Param]:
+    """The MLP of every decoder layer, dense or with experts."""
+    layers = range(config.num_layers)
+    sparse = [layer for layer in layers if config.is_moe_layer(layer)]
+    yield from each(dense_mlp(), layers=[layer for layer in layers if not config.is_moe_layer(layer)])
+    yield from moe_layers(config, names, sparse)
+
+
+def moe_layers(config: McaModelConfig, names: MoeNames, layers: Sequence[int]) -> Iterator[Param]:
+    """The expert layers ``layers``."""
+    yield from each([*router(config, names), *shared_experts(config, names)], layers=layers)
+    yield from each(experts(config, names), layers=layers, experts=range(config.num_moe_experts or 0))
+
+
+def expert_fields(*, count: str, ffn: str = "moe_intermediate_size") -> tuple[Field, ...]:
+    """How many experts there are, how wide, and how many a token passes."""
+    return (
+        Field("num_moe_experts", count, lambda hf: hf.get("num_local_experts")),
+        Field("moe_ffn_hidden_size", ffn),
+        Field("moe_router_topk", "num_experts_per_tok"),
+    )
+
+
+def aux_loss(hf: HfConfig) -> dict[str, object]:
+    """The load-balancing loss, which HF models add only with ``output_router_logits``."""
+    on = hf.get("output_router_logits", False)
+    return {
+        "moe_aux_loss_coeff": float(hf.get("router_aux_loss_coef", 0.0)) if on else 0.0,
+        "moe_router_load_balancing_type": "aux_loss" if on else "none",
+    }

@@ -1,0 +1,25 @@
+"""The names that HF files give to the parts of a model."""
+
+from dataclasses import dataclass
+
+HF = "model.layers.{layer}."
+HF_ATTN, HF_MLP = HF + "self_attn.", HF + "mlp."
+HF_EMBEDDING, HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeNames:
+    """How a family's HF files name the inside of an expert layer, after ``model.layers.{layer}.``."""
+
+    router: str = "mlp.gate.weight"
+    router_bias: str = "mlp.gate.e_score_correction_bias"
+    experts: str = "mlp.experts."
+    gate: str = "gate_proj.weight"
+    up: str = "up_proj.weight"
+    down: str = "down_proj.weight"
+    shared: str = "mlp.shared_experts."
+    shared_gate: str = "mlp.shared_expert_gate.weight"
+
+    def fused(self, layer: int) -> str:
+        """The name whose presence shows that the experts of ``layer`` lie stacked in one tensor."""
+        return f"{HF}{self.experts}gate_up_proj".format(layer=layer)

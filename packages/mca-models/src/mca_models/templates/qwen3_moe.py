@@ -1,0 +1,40 @@
+"""Qwen 3 with experts: HF ``Qwen3MoeForCausalLM``."""
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates.common import attention, embedding, head
+from mca_models.templates.config_table import SILU, ConfigTable, Fixed, HfConfig, dense_fields
+from mca_models.templates.family import Family
+from mca_models.templates.moe import aux_loss, expert_fields, mlp_layers
+from mca_models.templates.names import MoeNames
+from mca_models.templates.qwen2 import window
+from mca_models.weights import Param, each
+
+NAMES = MoeNames()
+
+
+def sparse_layers(hf: HfConfig) -> dict[str, object]:
+    """Which layers have experts, and how the router weighs the chosen ones."""
+    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    freq = tuple(int(i not in dense and (i + 1) % step == 0) for i in range(hf["num_hidden_layers"]))
+    # weights normalised over the chosen experts are a softmax after the choice
+    pre_softmax = not hf.get("norm_topk_prob", False)
+    return {"moe_layer_freq": freq, "moe_router_pre_softmax": pre_softmax} | aux_loss(hf) | window(hf)
+
+
+CONFIG = ConfigTable(
+    fields=(*dense_fields(), *expert_fields(count="num_experts")),
+    constants={"qk_layernorm": True},
+    fixed=(SILU, Fixed("attention_bias", (False,), "Megatron has no bias on the output projection alone")),
+    derive=sparse_layers,
+)
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    layers = each(attention(config), layers=range(config.num_layers))
+    return [embedding(), *layers, *mlp_layers(config, NAMES), *head(config)]
+
+
+FAMILY = Family(
+    model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", config=CONFIG, params=params, moe=NAMES
+)

@@ -1,0 +1,122 @@
+"""Every family's template against checkpoints that transformers itself saved."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_hf
+import torch
+from safetensors.torch import load_file
+
+from mca_config.errors import McaError
+from mca_models.templates import FAMILIES, config_from_hf, config_to_hf, family_of
+from mca_models.weights import Param
+
+
+@pytest.fixture(scope="module", params=list(tiny_hf.CASES))
+def checkpoint(request: Any, tmp_path_factory: Any) -> Path:
+    return tiny_hf.save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def params_of(directory: Path, names: set[str]) -> list[Param]:
+    config = config_from_hf(tiny_hf.read_config(directory))
+    family = family_of(config.model_type)
+    return family.params(family.as_found(config, names))
+
+
+def test_every_family_has_a_case() -> None:
+    assert {model_type for model_type, _ in tiny_hf.CASES.values()} == set(FAMILIES)
+
+
+def test_names_are_exactly_those_of_the_checkpoint(checkpoint: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    params = params_of(checkpoint, set(tensors))
+    assert {name for param in params for name in param.hf_names()} == set(tensors)
+    mca = [param.mca_name() for param in params]
+    assert len(mca) == len(set(mca))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_round_trip_is_bit_exact_in_numpy_and_torch(checkpoint: Path, size: int) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    for param in params_of(checkpoint, set(tensors)):
+        source = [tensors[name] for name in param.hf_names()]
+        pieces = [param.to_mca(source, rank, size) for rank in range(size)]
+        as_numpy = [param.to_mca([x.numpy() for x in source], rank, size) for rank in range(size)]
+        assert all(np.array_equal(a.numpy(), b) for a, b in zip(pieces, as_numpy, strict=True))
+        for before, after in zip(source, param.to_hf(pieces), strict=True):
+            assert torch.equal(before, after), param.mca_name()
+
+
+def test_config_survives_both_ways(checkpoint: Path) -> None:
+    hf = tiny_hf.read_config(checkpoint)
+    assert config_to_hf(config_from_hf(hf)) == hf
+
+
+def test_unknown_fields_and_transformers_4_spelling_survive() -> None:
+    hf = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 1048576,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+        "torch_dtype": "bfloat16",
+        "a_field_of_tomorrow": {"kept": [1, 2]},
+    }
+    config = config_from_hf(json.loads(json.dumps(hf)))
+    assert (config.rotary_base, config.dtype, config.kv_channels) == (500000.0, "bfloat16", 16)
+    assert config.rope_scaling == {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+    }
+    assert config_to_hf(config) == hf
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: "),
+        ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; supported: 'silu'"),
+        ({"mlp_bias": True}, "'mlp_bias' is True"),
+        ({"hidden_size": None}, "config.json has no 'hidden_size'"),
+        ({"dtype": "int8"}, "'dtype' is 'int8'"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    hf = {**tiny_hf.SIZE, "model_type": "llama", **change}
+    with pytest.raises(McaError, match=message):
+        config_from_hf(hf)
+
+
+def test_stacked_experts_and_doubled_tensors_are_noticed(tmp_path: Path) -> None:
+    directory = tiny_hf.save("qwen3_moe", tmp_path)
+    config = config_from_hf(tiny_hf.read_config(directory))
+    family = family_of(config.model_type)
+    found = family.as_found(config, {"model.layers.0.mlp.experts.gate_up_proj"})
+    names = {name for param in family.params(found) for name in param.hf_names()}
+    assert "model.layers.3.mlp.experts.down_proj" in names
+    assert not any("experts.0." in name for name in names)
+
+
+def test_prediction_layers_use_the_checkpoint_not_the_count(tmp_path: Path) -> None:
+    directory = tiny_hf.save("deepseek_v3", tmp_path)
+    config = config_from_hf(tiny_hf.read_config(directory))
+    family = family_of(config.model_type)
+    assert config.mtp_num_layers == 1
+    assert family.as_found(config, set()).mtp_num_layers == 0
+    names = {name for param in family.params(config) for name in param.hf_names()}
+    found = family.as_found(config, names | {"model.layers.4.embed_tokens.weight"})
+    assert found.mtp_num_layers == 1
+    assert found.extra["hf_duplicates"] == ["model.layers.4.embed_tokens.weight"]
+    prediction = [param for param in family.params(found) if param.mca_name().startswith("mtp.")]
+    assert "model.layers.4.self_attn.kv_b_proj.weight" in {n for p in prediction for n in p.hf_names()}

@@ -1,0 +1,83 @@
+"""Tiny random HF checkpoints of every supported family, made and saved by transformers itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SIZE: dict[str, Any] = {
+    "vocab_size": 70,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GROUPED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+
+# name -> (model_type, what differs from SIZE)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": 8}),
+    "mistral-tied": ("mistral", {"tie_word_embeddings": True, "sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "seed_oss": ("seed_oss", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen2_moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]}),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
+    "glm4_moe": ("glm4_moe", {**GROUPED, "use_qk_norm": True, "attention_bias": True}),
+    "deepseek_v3": ("deepseek_v3", {**GROUPED, **LATENT}),
+    "deepseek_v3-no-q-lora": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": None}),
+}
+
+
+def save(case: str, directory: Path, dtype: str = "float32", seed: int = 0, **overrides: Any) -> Path:
+    """Writes the checkpoint of ``case`` to ``directory``; no weight is a constant."""
+    model_type, different = CASES[case]
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZE, **different, **overrides})
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *_saved_buffers(model)]:
+            if tensor.dim() < 2:
+                tensor.add_(torch.randn_like(tensor) * 0.1)
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
+    return directory
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The parsed ``config.json``."""
+    parsed: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return parsed
+
+
+def _saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
+    saved = model.state_dict()
+    return [buffer for name, buffer in model.named_buffers() if name in saved]
