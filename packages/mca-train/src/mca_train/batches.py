@@ -1,0 +1,181 @@
+"""Samples to the tensors of a training step: padded, shifted, and sliced for context parallelism."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from mca_train.token_dataset import IGNORED
+
+Collator = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What one forward pass takes on this rank. b: samples, s: tokens of a sample on this rank."""
+
+    input_ids: Tensor
+    """``[b, s]``"""
+    position_ids: Tensor
+    """``[b, s]``, counted over the whole sample (all context-parallel ranks)."""
+    labels: Tensor
+    """``[b, s]``: the *next* token; 0 where ``loss_mask`` is 0."""
+    loss_mask: Tensor
+    """``[b, s]`` fp32: 1 for a target, 0 for none."""
+    cu_seqlens: Tensor | None = None
+    """Packed sequences: where each begins in the whole pack, and its end, ``[sequences + 1]`` int32."""
+    max_seqlen: int = 0
+    """Tokens of the longest packed sequence, padding included."""
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same on ``device``."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(
+            self, **{k: v.to(device, non_blocking=True) for k, v in moved.items() if isinstance(v, Tensor)}
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """The micro-batches of one step (or of one evaluation round) on this data-parallel rank."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    seq_length: int
+    """Tokens of a sample before context-parallel slicing; the same for all of them."""
+    num_samples: int
+    """Samples that count, of this data-parallel rank."""
+    num_tokens: int
+    """Tokens that are not padding, of this data-parallel rank."""
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of each micro-batch."""
+        return int(self.micro_batches[0].input_ids.shape[0])
+
+
+class PadCollator:
+    """Pads ``input_ids`` and ``labels`` on the right to the longest of the micro-batch.
+
+    Without ``labels`` every token is a target.
+    """
+
+    def __init__(self, pad_token_id: int) -> None:
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
+        ids = [torch.as_tensor(feature["input_ids"]) for feature in features]
+        labels = [torch.as_tensor(feature.get("labels", feature["input_ids"])) for feature in features]
+        pad = torch.nn.utils.rnn.pad_sequence
+        return {
+            "input_ids": pad(ids, batch_first=True, padding_value=self.pad_token_id),
+            "labels": pad(labels, batch_first=True, padding_value=IGNORED),
+            "num_tokens": torch.tensor([len(x) for x in ids]),
+        }
+
+
+class CountedSamples(Dataset[tuple[Any, bool]]):
+    """A dataset whose index ``~i`` is sample ``i`` again, marked as one that does not count."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, bool]:
+        return self._dataset[max(index, ~index)], index >= 0
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, bool]]:
+        return [self[index] for index in indices]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCollator:
+    """Makes a `StepBatch` of the samples that a rank has in a step.
+
+    Args:
+        collate: Makes ``input_ids`` and ``labels`` (not shifted) ``[b, s]`` of the samples of a micro-batch;
+            any Hugging Face collator for causal language models does.
+        micro_batch_size: Samples per micro-batch.
+        multiple: The padded length is a multiple of this (tensor and context parallel sizes, fp8).
+        context_parallel_size: Ranks that share a sample.
+        context_parallel_rank: This one.
+        length: Pad to at least this; None: to the longest of the step.
+    """
+
+    collate: Collator
+    micro_batch_size: int
+    multiple: int = 1
+    context_parallel_size: int = 1
+    context_parallel_rank: int = 0
+    length: int | None = None
+    pad_token_id: int = 0
+
+    def __call__(self, samples: Sequence[tuple[Any, bool]]) -> StepBatch:
+        size = self.micro_batch_size
+        groups = [samples[start : start + size] for start in range(0, len(samples), size)]
+        batches = [self._collated(group) for group in groups]
+        longest = max(batch["input_ids"].shape[1] for batch in batches)
+        longest = max(longest, self.length or 0)
+        longest += -longest % self.multiple
+        return StepBatch(
+            micro_batches=tuple(self._micro_batch(batch, longest) for batch in batches),
+            seq_length=longest,
+            num_samples=sum(counts for _, counts in samples),
+            num_tokens=sum(int(batch["num_tokens"].sum()) for batch in batches),
+        )
+
+    def _collated(self, group: Sequence[tuple[Any, bool]]) -> dict[str, Tensor]:
+        batch = dict(self.collate([feature for feature, _ in group]))
+        counts = torch.tensor([real for _, real in group])
+        labels = batch.get("labels", batch["input_ids"]).clone()
+        labels[~counts] = IGNORED
+        batch["labels"] = labels
+        lengths = batch.get("num_tokens")
+        if lengths is None:
+            mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+            lengths = mask.sum(-1)
+        batch["num_tokens"] = lengths * counts
+        return batch
+
+    def _micro_batch(self, batch: dict[str, Tensor], length: int) -> MicroBatch:
+        ids = _pad(batch["input_ids"], length, self.pad_token_id)
+        labels = shift_labels(_pad(batch["labels"], length, IGNORED))
+        positions = torch.arange(length).expand_as(ids)
+        mask = labels != IGNORED
+        take = self._slice
+        return MicroBatch(
+            input_ids=take(ids),
+            position_ids=take(positions),
+            labels=take(labels.masked_fill(~mask, 0)),
+            loss_mask=take(mask.float()),
+        )
+
+    def _slice(self, whole: Tensor) -> Tensor:
+        return zigzag_slice(whole, self.context_parallel_rank, self.context_parallel_size)
+
+
+def shift_labels(labels: Tensor) -> Tensor:
+    """Labels ``[b, s]`` of each position to those of the position before: the next token; none at the end."""
+    shifted = torch.full_like(labels, IGNORED)
+    shifted[:, :-1] = labels[:, 1:]
+    return shifted
+
+
+def zigzag_slice(whole: Tensor, rank: int, size: int) -> Tensor:
+    """The tokens ``[b, s / size]`` of ``[b, s]`` that context-parallel ``rank`` of ``size`` holds.
+
+    Of 2 * size equal chunks, numbers ``rank`` and ``2 * size - 1 - rank``: so all ranks have as much causal
+    attention to compute.
+    """
+    if size == 1:
+        return whole.contiguous()
+    chunks = whole.chunk(2 * size, dim=1)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=1)
+
+
+def _pad(values: Tensor, length: int, value: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, length - values.shape[1]), value=value)

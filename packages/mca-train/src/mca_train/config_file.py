@@ -1,0 +1,232 @@
+"""A YAML file plus ``--key value`` overrides, checked against dataclasses and turned into them.
+
+Values take the types of the fields they fill, so ``learning_rate: 1e-4`` (a string to YAML 1.1) is a
+number, and a wrong value is named with its key and the type that was expected.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, Union
+
+import yaml
+
+from mca_config.errors import McaError
+
+
+class UsageError(McaError):
+    """The command line or the configuration file is wrong: exit code 2."""
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in ``path``.
+
+    Raises:
+        UsageError: The file is missing, is not YAML, or is not a mapping with string keys.
+    """
+    if not path.is_file():
+        raise UsageError(f"configuration file {path} does not exist")
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid YAML: {_one_line(error)}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise UsageError(f"{path} must hold 'key: value' lines; its top level is {type(data).__name__}")
+    return data
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """A safe loader that refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key '{key.value}' is given twice", key.start_mark
+                )
+            seen.add(key.value)
+        return dict(super().construct_mapping(node, deep))
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """``--key value``, ``--key=value``, ``--flag`` and ``--list a b`` as a mapping; dashes are underscores.
+
+    Raises:
+        UsageError: A word is not part of any ``--key``.
+    """
+    found: dict[str, list[str]] = {}
+    key = None
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            key = name.replace("-", "_")
+            if key in found:
+                raise UsageError(f"--{key} is given twice")
+            found[key] = [value] if equals else []
+        elif key is None:
+            raise UsageError(f"unexpected argument '{word}'; overrides look like --key value")
+        else:
+            found[key].append(word)
+    return {key: _scalar(values) for key, values in found.items()}
+
+
+def _scalar(words: list[str]) -> Any:
+    if not words:
+        return True
+    values = [yaml.safe_load(word) if _is_plain(word) else word for word in words]
+    return values[0] if len(values) == 1 else values
+
+
+def _is_plain(word: str) -> bool:
+    """Whether YAML can read ``word`` as a value (a path such as ``a: b`` or ``@x`` cannot be one)."""
+    try:
+        yaml.safe_load(word)
+    except yaml.YAMLError:
+        return False
+    return ": " not in word
+
+
+def build(
+    classes: Sequence[type], values: Mapping[str, Any], *, where: str, only: Iterable[str] = ()
+) -> tuple[Any, ...]:
+    """One instance of each of ``classes`` from ``values``; every key must be a field of one of them.
+
+    Args:
+        classes: Dataclasses; a key that several have goes to all of them.
+        values: Keys and values of the YAML file and the command line together.
+        where: What to name in an error: the file, or the file and the command line.
+        only: Names that must have a value although some class has a default for them.
+
+    Raises:
+        UsageError: An unknown key (with the nearest known one), a missing one, or a value of a wrong type.
+    """
+    fields = [_init_fields(cls) for cls in classes]
+    known = {name for table in fields for name in table}
+    unknown = [key for key in values if key not in known]
+    if unknown:
+        raise UsageError(
+            "; ".join(f"unknown key '{key}' in {where}{_nearest(key, known)}" for key in unknown)
+        )
+    required = {name for table in fields for name, (_, needed) in table.items() if needed} | set(only)
+    missing = sorted(name for name in required if values.get(name) in (None, [], ""))
+    if missing:
+        raise UsageError(f"{where}: missing {', '.join(missing)}")
+    return tuple(
+        cls(**{name: cast(name, values[name], hint) for name, (hint, _) in table.items() if name in values})
+        for cls, table in zip(classes, fields, strict=True)
+    )
+
+
+def _init_fields(cls: type) -> dict[str, tuple[Any, bool]]:
+    hints = typing.get_type_hints(cls)
+    return {
+        f.name: (
+            hints.get(f.name, Any),
+            f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING,
+        )
+        for f in dataclasses.fields(cls)
+        if f.init
+    }
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else "; see docs/training.md for the keys"
+
+
+def cast(name: str, value: Any, hint: Any) -> Any:
+    """``value`` as the type that ``hint`` says, in the first of its alternatives that takes it.
+
+    Raises:
+        UsageError: None takes it.
+    """
+    for alternative in _alternatives(hint):
+        try:
+            return _as(alternative, value)
+        except (TypeError, ValueError, KeyError):
+            continue
+    raise UsageError(f"{name} is {value!r}; expected {_describe(hint)}")
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, those that take a value as it is before those that convert it."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        members = typing.get_args(hint)
+    else:
+        members = (hint,)
+    order = {type(None): 0, bool: 1, dict: 2, list: 3, int: 4, float: 5}
+    return tuple(sorted(members, key=lambda m: order.get(typing.get_origin(m) or m, 6)))
+
+
+def _as(kind: Any, value: Any) -> Any:
+    origin = typing.get_origin(kind)
+    if kind is Any:
+        return value
+    if kind in (None, type(None)):
+        return _require(value is None or value in ("None", "none", "null"), None)
+    if origin is Literal:
+        return _require(value in typing.get_args(kind), value)
+    if kind in _SCALARS:
+        return _SCALARS[kind](value)
+    if (origin or kind) in (list, tuple):
+        item = (typing.get_args(kind) or (Any,))[0]
+        words = value if isinstance(value, (list, tuple)) else [value]
+        return [cast("item", word, item) for word in words]
+    if (origin or kind) is dict:
+        return _require(isinstance(value, dict), value)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
+    return value
+
+
+def _require(holds: bool, value: Any) -> Any:
+    if not holds:
+        raise ValueError(value)
+    return value
+
+
+def _bool(value: Any) -> bool:
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    return value if isinstance(value, bool) else words[str(value).lower()]
+
+
+def _int(value: Any) -> int:
+    number = float(_require(not isinstance(value, bool), value))
+    return int(_require(number.is_integer(), number)) if not isinstance(value, int) else value
+
+
+def _float(value: Any) -> float:
+    return float(_require(not isinstance(value, bool), value))
+
+
+def _str(value: Any) -> str:
+    return str(_require(not isinstance(value, (dict, list)) and value is not None, value))
+
+
+_SCALARS: dict[Any, Any] = {bool: _bool, int: _int, float: _float, str: _str}
+
+
+def _describe(hint: Any) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a mapping"}
+    words = []
+    for member in _alternatives(hint):
+        if member in (None, type(None)):
+            words.append("null")
+        elif typing.get_origin(member) is Literal:
+            words.extend(repr(choice) for choice in typing.get_args(member))
+        elif isinstance(member, type) and issubclass(member, Enum):
+            words.extend(str(choice.value) for choice in member)
+        else:
+            words.append(names.get(typing.get_origin(member) or member, str(member)))
+    return " or ".join(dict.fromkeys(words))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

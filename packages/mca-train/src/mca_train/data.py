@@ -1,0 +1,205 @@
+"""Files to tokenized samples: JSONL, JSON, parquet and text, for pre-training and for fine-tuning."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mca_config.errors import McaError
+from mca_train.arguments import DataArguments
+from mca_train.chat import tokenize_chat
+from mca_train.token_dataset import TokenDataset
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["pretrain", "sft"]
+_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+
+
+def load_rows(files: Sequence[str], key: str, limit: int | None = None) -> Any:
+    """The rows of ``files``, as a ``datasets.Dataset``.
+
+    A ``.txt`` file is one row; the others have a row per record.
+
+    Args:
+        files: Paths.
+        key: The argument that named them, for errors.
+        limit: Rows to keep; None: all.
+
+    Raises:
+        McaError: A file is missing, of another type, or not readable as its type; or there are no rows.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    parts = [_load_file(Path(file), key) for file in files]
+    rows = parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+    if len(rows) == 0:
+        raise McaError(f"{key}: {', '.join(files)} has no rows")
+    return rows if limit is None else rows.select(range(min(limit, len(rows))))
+
+
+def _load_file(path: Path, key: str) -> Any:
+    import datasets
+
+    if not path.is_file():
+        raise McaError(f"{key}: file {path} does not exist")
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise McaError(f"{key}: {path} ends in '{path.suffix}'; expected one of {', '.join(_READERS)}")
+    if path.stat().st_size == 0:
+        raise McaError(f"{key}: {path} is empty")
+    options = {"sample_by": "document"} if reader == "text" else {}
+    try:
+        return datasets.load_dataset(reader, data_files=str(path), split="train", **options)
+    except (datasets.exceptions.DatasetGenerationError, ValueError, TypeError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise McaError(f"{key}: {path} cannot be read as {reader}: {reason[:200]}") from error
+
+
+def load_tokenized(
+    kind: Kind, files: Sequence[str], tokenizer: Any, arguments: DataArguments, *, evaluation: bool = False
+) -> TokenDataset:
+    """The samples of ``files``, tokenized.
+
+    Args:
+        kind: ``pretrain`` cuts all text into blocks; ``sft`` makes a sample of each row.
+        files: Paths.
+        tokenizer: Hugging Face tokenizer.
+        arguments: Columns, lengths and limits.
+        evaluation: Whether these are the evaluation files.
+    """
+    key = "eval_file" if evaluation else "train_file"
+    limit = arguments.max_eval_samples if evaluation else arguments.max_train_samples
+    rows = load_rows(files, key, limit)
+    if kind == "pretrain":
+        return pretrain_blocks(rows, tokenizer, arguments, key)
+    return sft_samples(rows, tokenizer, arguments, key)
+
+
+def pretrain_blocks(rows: Any, tokenizer: Any, arguments: DataArguments, key: str) -> TokenDataset:
+    """All texts one after another, each ended by EOS, cut into blocks of ``seq_length`` tokens."""
+    column = arguments.text_column
+    if column not in rows.column_names:
+        raise McaError(f"{key}: no column '{column}' (columns: {_names(rows)}); set text_column")
+    eos = _eos(tokenizer)
+
+    def tokenize(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
+        texts = [text for text in batch[column] if text]
+        ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        return {"input_ids": [[*tokens, eos] for tokens in ids]}
+
+    tokenized = rows.map(
+        tokenize,
+        batched=True,
+        remove_columns=rows.column_names,
+        num_proc=arguments.preprocessing_num_workers,
+        keep_in_memory=True,
+    )
+    blocks = TokenDataset.in_blocks(_flatten(tokenized), arguments.seq_length)
+    if not len(blocks):
+        raise McaError(f"{key}: the texts have fewer than two tokens together")
+    return blocks
+
+
+def _flatten(tokenized: Any) -> NDArray[np.int32]:
+    """Column ``input_ids`` as one array, without passing through Python lists."""
+    chunks = tokenized.data.column("input_ids").chunks
+    parts = [chunk.flatten().to_numpy(zero_copy_only=False).astype(np.int32) for chunk in chunks]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+
+def sft_samples(rows: Any, tokenizer: Any, arguments: DataArguments, key: str) -> TokenDataset:
+    """A sample of each row; only answers are targets. Rows without a target left are dropped and counted."""
+    encode = _encoder(rows, tokenizer, arguments, key)
+    length = arguments.seq_length
+
+    def tokenize(row: dict[str, Any], index: int) -> dict[str, Any]:
+        try:
+            tokens, targets = encode(row)
+        except McaError as error:
+            raise McaError(f"{key}, row {index}: {error}") from error
+        return {"input_ids": tokens[:length], "is_target": targets[:length]}
+
+    tokenized = rows.map(
+        tokenize,
+        with_indices=True,
+        remove_columns=rows.column_names,
+        num_proc=arguments.preprocessing_num_workers,
+        keep_in_memory=True,
+    )
+    columns = zip(tokenized["input_ids"], tokenized["is_target"], strict=True)
+    samples = [(tokens, targets) for tokens, targets in columns if any(targets[1:])]
+    if not samples:
+        raise McaError(f"{key}: no row has an answer within seq_length {length}")
+    if len(samples) < len(tokenized):
+        logger.warning(
+            "%s: %d of %d rows have no answer within seq_length %d and are left out",
+            key,
+            len(tokenized) - len(samples),
+            len(tokenized),
+            length,
+        )
+    return TokenDataset.from_samples(samples)
+
+
+def _encoder(rows: Any, tokenizer: Any, arguments: DataArguments, key: str) -> Any:
+    """The function from a row to ``(tokens, is_target)``, by the columns that the rows have."""
+    names = set(rows.column_names)
+    if arguments.messages_column in names:
+        return lambda row: tokenize_chat(tokenizer, check_messages(row[arguments.messages_column]))
+    if {arguments.prompt_column, arguments.completion_column} <= names:
+        return lambda row: tokenize_answer(
+            tokenizer, row[arguments.prompt_column], row[arguments.completion_column]
+        )
+    if arguments.text_column in names:
+        return lambda row: tokenize_answer(tokenizer, "", row[arguments.text_column])
+    raise McaError(
+        f"{key}: columns {_names(rows)}; expected '{arguments.messages_column}', "
+        f"'{arguments.prompt_column}' with '{arguments.completion_column}', or '{arguments.text_column}' "
+        "(set messages_column, prompt_column, completion_column or text_column)"
+    )
+
+
+def tokenize_answer(tokenizer: Any, prompt: Any, completion: Any) -> tuple[list[int], list[bool]]:
+    """Prompt and answer as text, or as two lists of chat messages; the answer ends with EOS."""
+    if isinstance(prompt, list):
+        turns = check_messages([*prompt, *completion])
+        return tokenize_chat(tokenizer, turns, first=len(prompt))
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        raise McaError(f"prompt and completion must be text; got {prompt!r} and {completion!r}")
+    context = tokenizer(prompt, verbose=False)["input_ids"] if prompt else []
+    eos = tokenizer.eos_token_id
+    if context and context[-1] == eos:  # a tokenizer that ends what it encodes: the prompt is not the end
+        context = context[:-1]
+    answer = tokenizer(completion, add_special_tokens=not prompt, verbose=False)["input_ids"]
+    if not answer or answer[-1] != eos:
+        answer = [*answer, _eos(tokenizer)]
+    return [*context, *answer], [False] * len(context) + [True] * len(answer)
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """``messages`` with the keys that are not set left out.
+
+    Raises:
+        McaError: Not a list of messages with a role and content.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise McaError(f"messages must be a list of turns; got {messages!r:.80}")
+    for turn, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise McaError(f"messages, turn {turn}: expected a mapping with 'role' and 'content'")
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _eos(tokenizer: Any) -> int:
+    if tokenizer.eos_token_id is None:
+        raise McaError("the tokenizer has no end-of-sequence token; set `eos_token` in its directory")
+    return int(tokenizer.eos_token_id)
+
+
+def _names(rows: Any) -> str:
+    return ", ".join(rows.column_names)

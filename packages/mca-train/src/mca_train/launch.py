@@ -1,0 +1,216 @@
+"""Starts the local ranks of a run and looks after them.
+
+Without a GPU the ranks are forked from a process that has imported everything and read the data, so that
+four ranks start as fast as one. With GPUs each rank is a new process, because CUDA does not survive a fork.
+One failing rank brings all down; what it said is printed once.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from mca_config.errors import McaError
+
+_GRACE = 1.0  # seconds in which the rank that failed first can be told from those that it pulled down
+_POLL = 0.02
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank said when it failed."""
+
+    time: float
+    rank: int
+    text: str
+
+
+def started_by_launcher(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun (or SLURM, or this module) started this process as one of several ranks."""
+    return "RANK" in environment and "WORLD_SIZE" in environment
+
+
+def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """The variables by which a rank finds the others."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def fork_ranks(target: Callable[[], None], num_ranks: int) -> int:
+    """Runs ``target`` in ``num_ranks`` forks of this process; 0 if all succeed, else an exit code."""
+
+    def start(rank: int, environment: dict[str, str], folder: Path) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        _become_rank(rank, environment, folder)
+        os._exit(report_failure(target, folder, rank))
+
+    return _supervise(start, num_ranks)
+
+
+def spawn_ranks(command: Sequence[str], num_ranks: int) -> int:
+    """Runs ``command`` as ``num_ranks`` new processes; each must call its work through `report_failure`."""
+
+    def start(rank: int, environment: dict[str, str], folder: Path) -> int:
+        variables = {**os.environ, **environment, "MCA_TRAIN_REPORTS": str(folder)}
+        with (folder / f"output_{rank}.log").open("wb") as log:
+            output = None if rank == 0 else log
+            process = subprocess.Popen(command, env=variables, stdout=output, stderr=output, process_group=0)
+        return process.pid
+
+    return _supervise(start, num_ranks)
+
+
+def _become_rank(rank: int, environment: dict[str, str], folder: Path) -> None:
+    """In a fresh fork: a process group of its own, the rank's variables, and silence unless rank 0."""
+    os.setpgid(0, 0)  # Ctrl-C reaches the launcher only, which passes it on once
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    os.environ.update(environment)
+    if rank:
+        with (folder / f"output_{rank}.log").open("wb") as log:
+            os.dup2(log.fileno(), sys.stdout.fileno())
+            os.dup2(log.fileno(), sys.stderr.fileno())
+
+
+def report_failure(target: Callable[[], None], folder: Path | None, rank: int) -> int:
+    """Runs ``target``; a failure goes to ``folder`` for the launcher to print, or to stderr. The exit code."""
+    try:
+        target()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except McaError as error:
+        text = f"error: {error}"
+    except BaseException:
+        text = f"rank {rank} failed:\n{traceback.format_exc()}"
+    else:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return 0
+    if folder is None:
+        sys.stderr.write(text.rstrip() + "\n")
+    else:
+        _write_report(folder, _Report(time.time(), rank, text))
+    return 1
+
+
+def _write_report(folder: Path, report: _Report) -> None:
+    path = folder / f"report_{report.rank}.json"
+    path.with_suffix(".tmp").write_text(json.dumps([report.time, report.rank, report.text]))
+    path.with_suffix(".tmp").rename(path)
+
+
+def _supervise(start: Callable[[int, dict[str, str], Path], int], num_ranks: int) -> int:
+    port = _free_port()
+    with tempfile.TemporaryDirectory(prefix="mca-train-") as name:
+        folder = Path(name)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pids = {
+            start(rank, rank_environment(rank, num_ranks, port), folder): rank for rank in range(num_ranks)
+        }
+        with _forward_signals(list(pids)) as received:
+            try:
+                failed = _wait(pids, until_failure=True)
+                if failed:
+                    _wait(pids, seconds=_GRACE)
+            finally:
+                for pid in pids:
+                    _signal_group(pid, signal.SIGKILL)
+                _wait(pids)
+        if failed:
+            return _explain(folder, failed, received)
+    return 0
+
+
+def _wait(pids: dict[int, int], seconds: float = float("inf"), until_failure: bool = False) -> dict[int, int]:
+    """Reaps ranks for up to ``seconds``; returns the status of those that failed and drops them all."""
+    failed: dict[int, int] = {}
+    end = time.monotonic() + seconds
+    while pids and time.monotonic() < end and not (until_failure and failed):
+        for pid in list(pids):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                rank = pids.pop(pid)
+                if status:
+                    failed[rank] = os.waitstatus_to_exitcode(status)
+        time.sleep(_POLL)
+    return failed
+
+
+@contextlib.contextmanager
+def _forward_signals(pids: Sequence[int]):  # type: ignore[no-untyped-def]
+    """SIGTERM goes on to every rank; SIGINT ends them. Yields the list of signals that came."""
+    received: list[int] = []
+
+    def handle(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        for pid in pids:
+            _signal_group(pid, signal.SIGKILL if number == signal.SIGINT else number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _signal_group(pid: int, number: int) -> None:
+    for send in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            send(pid, number)
+            return
+
+
+def _explain(folder: Path, failed: dict[int, int], received: Sequence[int]) -> int:
+    """Prints what the rank that failed first said, and returns the launcher's exit code."""
+    if received:
+        name = signal.Signals(received[0]).name
+        sys.stderr.write(f"stopped by {name}\n")
+        return 128 + received[0]
+    reports = sorted(
+        (_Report(*json.loads(path.read_text())) for path in folder.glob("report_*.json")),
+        key=lambda report: report.time,
+    )
+    if reports:
+        sys.stderr.write(reports[0].text.rstrip() + "\n")
+        return 1
+    rank, code = next(iter(failed.items()))
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    sys.stderr.write(f"error: rank {rank} {how} without a report\n{_tail(folder, rank)}")
+    return code if code > 0 else 1
+
+
+def _tail(folder: Path, rank: int, lines: int = 20) -> str:
+    path = folder / f"output_{rank}.log"
+    text = path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
+    return "".join(f"[rank {rank}] {line}\n" for line in text)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

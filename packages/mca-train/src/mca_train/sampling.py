@@ -1,0 +1,94 @@
+"""Which samples a data-parallel rank sees in a training step: seeded, sliced, resumable."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """How a global batch is dealt out: ``micro_batch_size x num_micro_batches x data_parallel_size``."""
+
+    micro_batch_size: int
+    num_micro_batches: int
+    data_parallel_size: int
+    data_parallel_rank: int
+    micro_batch_multiple: int = 1
+    """The schedule takes numbers of micro-batches that this divides (interleaved pipelines: pp)."""
+
+    @property
+    def row_size(self) -> int:
+        """Samples in one micro-batch of all data-parallel ranks together."""
+        return self.micro_batch_size * self.data_parallel_size
+
+    @property
+    def global_size(self) -> int:
+        """Samples in a step."""
+        return self.row_size * self.num_micro_batches
+
+
+class StepSampler:
+    """Yields, for each step, this rank's sample indices: micro-batch after micro-batch.
+
+    The order of samples depends on seed and epoch only, never on the layout, so every layout with the same
+    global batch trains on the same batches. The last step of an epoch may be short: it has as few
+    micro-batches as hold its samples, and places without a sample hold ``~index`` (negative): a repeated
+    sample that must not count.
+
+    Args:
+        num_samples: Samples in the dataset.
+        shape: How they are dealt out.
+        seed: Of the shuffle; None keeps the dataset's order.
+        drop_last: Leave out the samples that do not fill a step.
+    """
+
+    def __init__(
+        self, num_samples: int, shape: BatchShape, *, seed: int | None = None, drop_last: bool = False
+    ) -> None:
+        self.num_samples = num_samples
+        self.shape = shape
+        self._seed = seed
+        self._drop_last = drop_last and num_samples >= shape.global_size
+        self._epoch = 0
+        self._first_step = 0
+
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        """Shuffle for ``epoch`` and leave out its first ``first_step`` steps, which were trained already."""
+        self._epoch = epoch
+        self._first_step = first_step
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in a whole epoch."""
+        steps, rest = divmod(self.num_samples, self.shape.global_size)
+        return steps + int(rest > 0 and not self._drop_last)
+
+    def __len__(self) -> int:
+        return max(self.num_steps - self._first_step, 0)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self._order()
+        size = self.shape.global_size
+        for step in range(self._first_step, self.num_steps):
+            yield self._deal(order[step * size : (step + 1) * size])
+
+    def _order(self) -> Indices:
+        if self._seed is None:
+            return np.arange(self.num_samples)
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        return torch.randperm(self.num_samples, generator=generator).numpy()
+
+    def _deal(self, samples: Indices) -> list[int]:
+        """This rank's part of one step's samples."""
+        shape = self.shape
+        micro_batches = -(-len(samples) // shape.row_size)
+        micro_batches += -micro_batches % shape.micro_batch_multiple
+        places = np.full(micro_batches * shape.row_size, ~samples[0])
+        places[: len(samples)] = samples
+        grid = places.reshape(micro_batches, shape.data_parallel_size, shape.micro_batch_size)
+        return [int(index) for index in grid[:, shape.data_parallel_rank].reshape(-1)]

@@ -1,0 +1,74 @@
+"""Tokenized samples in two flat arrays: what the trainer reads, shared between forked ranks."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+IGNORED = -100  # the label of a token that is not a target, as in Hugging Face
+
+
+class TokenDataset(Dataset[dict[str, torch.Tensor]]):
+    """Samples of tokens, with the positions that count in the loss.
+
+    Each item is ``{"input_ids": [length], "labels": [length]}``; labels are *not* shifted (the label of a
+    position is the token at that position), as in Hugging Face.
+
+    Args:
+        tokens: All samples one after another.
+        offsets: Where each sample begins, and the end of the last: ``[num_samples + 1]``.
+        is_target: Which of ``tokens`` count; None: all.
+    """
+
+    def __init__(
+        self,
+        tokens: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+        is_target: NDArray[np.bool_] | None = None,
+    ) -> None:
+        self.tokens = tokens
+        self.offsets = offsets
+        self.is_target = is_target
+
+    @classmethod
+    def from_samples(cls, samples: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> "TokenDataset":
+        """From ``(tokens, is_target)`` of each sample."""
+        tokens, targets, lengths = [], [], [0]
+        for ids, mask in samples:
+            tokens.append(np.asarray(ids, dtype=np.int32))
+            targets.append(np.asarray(mask, dtype=np.bool_))
+            lengths.append(len(ids))
+        if not tokens:
+            return cls(np.zeros(0, np.int32), np.zeros(1, np.int64), np.zeros(0, np.bool_))
+        return cls(np.concatenate(tokens), np.cumsum(lengths, dtype=np.int64), np.concatenate(targets))
+
+    @classmethod
+    def in_blocks(cls, tokens: NDArray[np.int32], length: int) -> "TokenDataset":
+        """``tokens`` cut every ``length``; the last block holds what is left, if it can have a target."""
+        offsets = np.arange(0, len(tokens), length, dtype=np.int64)
+        tail = len(tokens) - int(offsets[-1]) if len(tokens) else 0
+        if tail < 2:
+            return cls(tokens, offsets if len(tokens) else np.zeros(1, np.int64))
+        return cls(tokens, np.append(offsets, len(tokens)).astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens in each sample."""
+        return np.diff(self.offsets)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        start, end = int(self.offsets[index]), int(self.offsets[index + 1])
+        ids = torch.from_numpy(self.tokens[start:end].astype(np.int64))
+        labels = ids.clone()
+        if self.is_target is not None:
+            labels[torch.from_numpy(~self.is_target[start:end])] = IGNORED
+        return {"input_ids": ids, "labels": labels}
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        return [self[index] for index in indices]

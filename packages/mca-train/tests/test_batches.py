@@ -1,0 +1,90 @@
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from mca_train.batches import CountedSamples, PadCollator, StepCollator, zigzag_slice
+from mca_train.token_dataset import TokenDataset
+
+SAMPLES = [([1, 2, 3], [False, True, True]), ([4, 5, 6, 7, 8], [True] * 5), ([9, 9], [True, True])]
+
+
+def dataset():
+    return TokenDataset.from_samples(SAMPLES)
+
+
+def collator(**options):
+    return StepCollator(collate=PadCollator(0), micro_batch_size=2, **options)
+
+
+def batch(indices, **options):
+    data = CountedSamples(dataset())
+    return collator(**options)(data.__getitems__(indices))
+
+
+def test_pads_to_the_longest_of_the_step_and_shifts_the_labels():
+    step = batch([0, 1])
+    (micro,) = step.micro_batches
+    assert micro.input_ids.tolist() == [[1, 2, 3, 0, 0], [4, 5, 6, 7, 8]]
+    assert micro.labels.tolist() == [[2, 3, 0, 0, 0], [5, 6, 7, 8, 0]]
+    assert micro.loss_mask.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]
+    assert (step.seq_length, step.num_samples, step.num_tokens) == (5, 2, 8)
+
+
+def test_length_is_rounded_up():
+    assert batch([0, 1], multiple=8).seq_length == 8
+    assert batch([0, 1], length=12).seq_length == 12
+
+
+def test_micro_batches_have_one_length():
+    step = batch([0, 0, 2, 1])
+    assert [m.input_ids.shape for m in step.micro_batches] == [(2, 5), (2, 5)]
+
+
+def test_a_repeated_sample_does_not_count():
+    step = batch([0, ~1])
+    assert step.micro_batches[0].loss_mask.sum() == 2
+    assert (step.num_samples, step.num_tokens) == (1, 3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_context_parallel_slices_hold_every_token_once(size):
+    whole = batch([0, 1], multiple=2 * size)
+    parts = [
+        batch([0, 1], multiple=2 * size, context_parallel_size=size, context_parallel_rank=rank)
+        for rank in range(size)
+    ]
+    for name in ("input_ids", "labels", "loss_mask", "position_ids"):
+        got = torch.cat([getattr(part.micro_batches[0], name) for part in parts], 1)
+        want = getattr(whole.micro_batches[0], name)
+        assert got.sort(1).values.equal(want.sort(1).values)
+
+
+def test_zigzag_is_megatrons():
+    whole = torch.arange(8)[None]
+    assert zigzag_slice(whole, 0, 2).tolist() == [[0, 1, 6, 7]]
+    assert zigzag_slice(whole, 1, 2).tolist() == [[2, 3, 4, 5]]
+
+
+def test_through_a_data_loader_with_workers():
+    loader = DataLoader(
+        CountedSamples(dataset()),
+        batch_sampler=[[0, 1], [2, ~2]],
+        collate_fn=collator(),
+        num_workers=1,
+        multiprocessing_context="fork",
+    )
+    assert [step.num_samples for step in loader] == [2, 1]
+
+
+def test_a_hugging_face_collator_does():
+    def features(samples):
+        ids = torch.tensor([[5, 6], [7, 0]])
+        return {
+            "input_ids": ids,
+            "labels": torch.tensor([[5, 6], [7, -100]]),
+            "attention_mask": (ids != 0).long(),
+        }
+
+    step = StepCollator(collate=features, micro_batch_size=2)(CountedSamples(dataset()).__getitems__([0, 2]))
+    assert step.micro_batches[0].loss_mask.tolist() == [[1, 0], [0, 0]]
+    assert step.num_tokens == 3

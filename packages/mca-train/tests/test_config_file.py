@@ -1,0 +1,90 @@
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from mca_train.config_file import UsageError, build, cast, parse_overrides, read_yaml
+
+
+@dataclass
+class Example:
+    name: str
+    rate: float = 0.1
+    steps: int = 1
+    fast: bool = False
+    files: list[str] = field(default_factory=list)
+    kind: Literal["a", "b"] | None = None
+    ratio: float | str = 1.0
+
+
+def make(values):
+    return build([Example], values, where="c.yaml")[0]
+
+
+def test_values_take_the_types_of_their_fields():
+    made = make({"name": "n", "rate": "1e-4", "steps": "3", "fast": "true", "files": "x", "kind": "a"})
+    assert made == Example("n", rate=1e-4, steps=3, fast=True, files=["x"], kind="a")
+    assert make({"name": 5}).name == "5"
+    assert make({"name": "n", "kind": None}).kind is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "n", "rte": 1}, "unknown key 'rte' in c.yaml; did you mean 'rate'?"),
+        ({"name": "n", "zzzz": 1}, "unknown key 'zzzz' in c.yaml; see docs/training.md"),
+        ({}, "c.yaml: missing name"),
+        ({"name": "n", "rate": "fast"}, "rate is 'fast'; expected a number"),
+        ({"name": "n", "steps": 1.5}, "steps is 1.5; expected a whole number"),
+        ({"name": "n", "kind": "c"}, "kind is 'c'; expected null or 'a' or 'b'"),
+        ({"name": "n", "fast": "maybe"}, "fast is 'maybe'; expected true or false"),
+        ({"name": "n", "files": {"a": 1}}, "files is {'a': 1}"),
+    ],
+)
+def test_wrong_values_are_named(values, message):
+    if "files" in values:
+        with pytest.raises(UsageError):
+            make(values)
+        return
+    with pytest.raises(UsageError) as error:
+        make(values)
+    assert message in str(error.value)
+
+
+def test_overrides():
+    words = "--learning-rate 1e-4 --bf16 --files a b --name=x=y --off false".split()
+    assert parse_overrides(words) == {
+        "learning_rate": "1e-4",
+        "bf16": True,
+        "files": ["a", "b"],
+        "name": "x=y",
+        "off": False,
+    }
+
+
+@pytest.mark.parametrize("words", [["stray"], ["--a", "1", "--a", "2"]])
+def test_bad_overrides(words):
+    with pytest.raises(UsageError):
+        parse_overrides(words)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "not valid YAML"), ("- a", "top level is list"), ("a: 1\na: 2", "key 'a' is given twice")],
+)
+def test_bad_yaml(tmp_path, text, message):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_yaml(file)
+
+
+def test_missing_yaml(tmp_path):
+    with pytest.raises(UsageError, match="does not exist"):
+        read_yaml(tmp_path / "none.yaml")
+
+
+def test_a_union_prefers_the_value_as_it_is():
+    assert cast("x", "cosine", float | str) == "cosine"
+    assert cast("x", 0.5, float | str) == 0.5
+    assert cast("x", {"a": 1}, dict[str, int] | str | None) == {"a": 1}

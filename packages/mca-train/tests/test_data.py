@@ -1,0 +1,140 @@
+import json
+
+import datasets
+import pytest
+from tokenizers_for_tests import CHATML, THINKING, byte_tokenizer
+
+from mca_config.errors import McaError
+from mca_train.arguments import DataArguments
+from mca_train.chat import tokenize_chat
+from mca_train.data import load_tokenized
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def arguments(**changes):
+    return DataArguments(model_name_or_path="m", **changes)
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def targets(tokenizer, tokens, mask):
+    return tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m])
+
+
+def sample(tokenizer, dataset, index):
+    item = dataset[index]
+    kept = item["input_ids"][item["labels"] != -100]
+    return tokenizer.decode(item["input_ids"]), tokenizer.decode(kept)
+
+
+def test_pretrain_joins_texts_with_eos_and_keeps_every_token(tmp_path):
+    tokenizer = byte_tokenizer()
+    file = jsonl(tmp_path / "a.jsonl", [{"text": "abcde"}, {"text": ""}, {"text": "fgh"}])
+    blocks = load_tokenized("pretrain", [file], tokenizer, arguments(seq_length=4))
+    assert blocks.lengths.tolist() == [4, 4, 2]
+    joined = "".join(tokenizer.decode(blocks[i]["input_ids"]) for i in range(3))
+    assert joined == "abcde<|eos|>fgh<|eos|>"
+    assert (blocks[0]["labels"] == blocks[0]["input_ids"]).all()
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "txt"])
+def test_other_file_types_read_the_same(tmp_path, suffix):
+    file = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        datasets.Dataset.from_dict({"text": ["one\ntwo"]}).to_parquet(str(file))
+    else:
+        file.write_text("one\ntwo")
+    tokenizer = byte_tokenizer()
+    blocks = load_tokenized("pretrain", [str(file)], tokenizer, arguments(seq_length=64))
+    assert tokenizer.decode(blocks[0]["input_ids"]) == "one\ntwo<|eos|>"
+
+
+def test_prompt_and_completion_train_on_the_completion_only(tmp_path):
+    tokenizer = byte_tokenizer()
+    file = jsonl(tmp_path / "a.jsonl", [{"prompt": "2+2=", "completion": "4"}])
+    data = load_tokenized("sft", [file], tokenizer, arguments())
+    assert sample(tokenizer, data, 0) == ("2+2=4<|eos|>", "4<|eos|>")
+
+
+TURNS = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "bye"},
+    {"role": "assistant", "content": "ciao"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "answers"),
+    [
+        (CHATML, "hello<|im_end|>\nciao<|im_end|>\n"),
+        (THINKING, "hello<|im_end|>\n<think>\n\n</think>\n\nciao<|im_end|>\n"),
+    ],
+)
+def test_every_assistant_turn_is_a_target_and_nothing_else(template, answers):
+    tokenizer = byte_tokenizer(template)
+    tokens, mask = tokenize_chat(tokenizer, TURNS)
+    assert targets(tokenizer, tokens, mask) == answers
+    rendered = tokenizer.apply_chat_template(TURNS, tokenize=False)
+    assert tokenizer.decode(tokens) == rendered
+
+
+def test_messages_of_a_file(tmp_path):
+    tokenizer = byte_tokenizer()
+    file = jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}, {"messages": TURNS[:2]}])
+    data = load_tokenized("sft", [file], tokenizer, arguments())
+    assert sample(tokenizer, data, 1)[1] == "hello<|im_end|>\n"
+
+
+def test_conversational_prompt_is_context(tmp_path):
+    tokenizer = byte_tokenizer()
+    row = {"prompt": TURNS[:3], "completion": TURNS[3:]}
+    data = load_tokenized("sft", [jsonl(tmp_path / "a.jsonl", [row])], tokenizer, arguments())
+    assert sample(tokenizer, data, 0)[1] == "ciao<|im_end|>\n"
+
+
+def test_rows_whose_answer_is_cut_off_are_dropped(tmp_path, caplog):
+    rows = [{"prompt": "x" * 50, "completion": "y"}, {"prompt": "x", "completion": "y"}]
+    data = load_tokenized(
+        "sft", [jsonl(tmp_path / "a.jsonl", rows)], byte_tokenizer(), arguments(seq_length=8)
+    )
+    assert len(data) == 1
+    assert "1 of 2 rows have no answer within seq_length 8" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "content", "message"),
+    [
+        ("pretrain", "a.jsonl", '{"txt": "a"}\n', "no column 'text' (columns: txt); set text_column"),
+        ("pretrain", "a.csv", "text\na\n", "ends in '.csv'; expected one of .jsonl"),
+        ("pretrain", "a.jsonl", "", "is empty"),
+        ("pretrain", "a.jsonl", '{"text": "a"\n', "cannot be read as json"),
+        ("sft", "a.jsonl", '{"question": "a"}\n', "columns question; expected 'messages'"),
+        ("sft", "a.jsonl", '{"prompt": "a", "completion": 3}\n', "row 0: prompt and completion must be text"),
+        ("sft", "a.jsonl", '{"messages": []}\n', "row 0: messages must be a list of turns"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, kind, name, content, message):
+    file = tmp_path / name
+    file.write_text(content)
+    with pytest.raises(McaError) as error:
+        load_tokenized(kind, [str(file)], byte_tokenizer(), arguments())
+    assert message in str(error.value)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(McaError, match=r"eval_file: file .*none\.jsonl does not exist"):
+        load_tokenized("sft", [str(tmp_path / "none.jsonl")], byte_tokenizer(), arguments(), evaluation=True)
+
+
+def test_chat_without_a_template_says_so(tmp_path):
+    file = jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
+    with pytest.raises(McaError, match="has no chat template"):
+        load_tokenized("sft", [file], byte_tokenizer(None), arguments())

@@ -1,0 +1,122 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+from mca_train.launch import report_failure
+
+
+def run(body, ranks=2, **options):
+    code = textwrap.dedent(
+        f"""
+        import os, sys, time
+        from mca_config.errors import McaError
+        from mca_train.launch import fork_ranks
+        def target():
+            rank = int(os.environ["RANK"])
+{textwrap.indent(textwrap.dedent(body), " " * 12)}
+        sys.exit(fork_ranks(target, {ranks}))
+        """
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, **options)
+
+
+def test_ranks_have_their_variables_and_only_rank_0_speaks():
+    done = run("print(rank, os.environ['WORLD_SIZE'], os.environ['LOCAL_RANK'])", ranks=3)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 3 0\n", "")
+
+
+def test_the_rank_that_failed_first_is_told_and_the_others_end_at_once():
+    body = """
+    if rank == 1:
+        raise RuntimeError("broken here")
+    time.sleep(60)
+    """
+    start = time.monotonic()
+    done = run(body, ranks=3)
+    assert time.monotonic() - start < 10
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.startswith("rank 1 failed:")
+    assert "RuntimeError: broken here" in done.stderr
+
+
+def test_users_errors_are_one_line():
+    done = run("raise McaError('no such file')")
+    assert (done.returncode, done.stderr) == (1, "error: no such file\n")
+
+
+def test_a_killed_rank_is_told_with_its_last_words():
+    body = """
+    print("last words", flush=True)
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    time.sleep(60)
+    """
+    done = run(body)
+    assert done.returncode == 1
+    assert "rank 1 was killed by SIGKILL without a report" in done.stderr
+    assert "[rank 1] last words" in done.stderr
+
+
+def _started(body):
+    code = textwrap.dedent(
+        f"""
+        import os, signal, sys, time
+        from mca_train.launch import fork_ranks
+        def target():
+{textwrap.indent(textwrap.dedent(body), " " * 12)}
+        sys.exit(fork_ranks(target, 2))
+        """
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.2)
+    return process
+
+
+def test_sigterm_reaches_every_rank():
+    body = """
+    def stop(*_):
+        os._exit(0)
+    signal.signal(signal.SIGTERM, stop)
+    print("ready", flush=True)
+    time.sleep(60)
+    """
+    process = _started(body)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 0
+
+
+def test_sigint_ends_all_ranks():
+    process = _started("print('ready', flush=True)\ntime.sleep(60)")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == 130
+
+
+def test_ranks_die_with_a_killed_launcher(tmp_path):
+    process = _started(
+        f"open(r'{tmp_path}/' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
+        "time.sleep(0.3)\nprint('ready', flush=True)\ntime.sleep(60)"
+    )
+    process.kill()
+    process.wait()
+    time.sleep(0.3)
+    for rank in "01":
+        pid = int((tmp_path / rank).read_text())
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            continue
+        with open(f"/proc/{pid}/stat") as stat:
+            assert stat.read().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_without_a_launcher_the_failure_goes_to_stderr(capsys):
+    def target():
+        raise ValueError("x")
+
+    assert report_failure(target, None, 3) == 1
+    assert "rank 3 failed" in capsys.readouterr().err

@@ -1,0 +1,60 @@
+import pytest
+
+from mca_train.sampling import BatchShape, StepSampler
+
+
+def steps(num_samples, *, mbs=1, micro=1, dp=1, multiple=1, epoch=0, first=0, **options):
+    """For each step, all ranks' samples, micro-batch after micro-batch."""
+    ranks = []
+    for rank in range(dp):
+        shape = BatchShape(
+            micro_batch_size=mbs,
+            num_micro_batches=micro,
+            data_parallel_size=dp,
+            data_parallel_rank=rank,
+            micro_batch_multiple=multiple,
+        )
+        sampler = StepSampler(num_samples, shape, **options)
+        sampler.set_epoch(epoch, first)
+        ranks.append(list(sampler))
+        assert len(ranks[-1]) == len(sampler)
+    return ranks
+
+
+def real(step_lists):
+    return sorted(i for step in step_lists for i in step if i >= 0)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("num_samples", [1, 7, 16, 23])
+def test_every_sample_counts_once_whatever_the_layout(num_samples, seed):
+    for mbs, micro, dp, multiple in [(1, 8, 1, 1), (2, 2, 2, 2), (1, 2, 4, 2), (8, 1, 1, 1)]:
+        ranks = steps(num_samples, mbs=mbs, micro=micro, dp=dp, multiple=multiple, seed=seed)
+        assert real(sum(ranks, [])) == list(range(num_samples))
+
+
+def test_the_global_batch_is_the_same_on_every_layout():
+    single = steps(23, micro=8, seed=3)[0]
+    for mbs, micro, dp in [(2, 2, 2), (1, 2, 4), (4, 1, 2)]:
+        ranks = steps(23, mbs=mbs, micro=micro, dp=dp, seed=3)
+        for number, step in enumerate(single):
+            assert real([rank[number] for rank in ranks]) == real([step])
+
+
+def test_all_ranks_have_as_many_micro_batches_also_in_a_short_step():
+    ranks = steps(9, mbs=1, micro=4, dp=2, multiple=2, seed=1)
+    assert {len(rank[-1]) for rank in ranks} == {2}
+
+
+def test_epochs_differ_and_repeat():
+    first, again, second = (steps(16, micro=4, seed=1, epoch=e)[0] for e in (0, 0, 1))
+    assert first == again != second
+
+
+def test_resuming_skips_exactly_the_trained_steps():
+    assert steps(23, micro=4, seed=1, first=2)[0] == steps(23, micro=4, seed=1)[0][2:]
+
+
+def test_drop_last_leaves_out_the_short_step():
+    assert len(steps(23, micro=4, seed=1, drop_last=True)[0]) == 5
+    assert len(steps(3, micro=4, seed=1, drop_last=True)[0]) == 1, "a lone short step is not dropped"
