@@ -83,8 +83,9 @@ class ParallelLayout:
         given = self.virtual_pipeline_model_parallel_size
         if given is not None and given != size:
             raise McaError(
-                f"pipeline_model_parallel_layout {text!r} has {stages} stages, so at pipeline_model_parallel_size"
-                f" {self.pp} the virtual size is {size}; remove virtual_pipeline_model_parallel_size {given}"
+                f"pipeline_model_parallel_layout {text!r} has {stages} stages, so at "
+                f"pipeline_model_parallel_size {self.pp} the virtual size is {size}; remove "
+                f"virtual_pipeline_model_parallel_size {given}"
             )
         object.__setattr__(self, "virtual_pipeline_model_parallel_size", size)
 

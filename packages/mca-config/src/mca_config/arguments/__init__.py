@@ -1,0 +1,6 @@
+"""The arguments of loading, converting and training, as plain dataclasses without transformers."""
+
+from mca_config.arguments.distributing import DistributingParallelArguments
+from mca_config.arguments.megatron import MegatronArguments
+
+__all__ = ["DistributingParallelArguments", "MegatronArguments"]

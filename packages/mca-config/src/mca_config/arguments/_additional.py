@@ -1,0 +1,97 @@
+"""Settings of Megatron beyond the declared arguments: read, checked by name, without importing Megatron."""
+
+import dataclasses
+import json
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from mca_config import _megatron_keys as keys
+from mca_config.errors import McaError
+
+_NAME = "additional_configs"
+
+
+def read(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """The settings of a dict, of inline JSON, or of the file at a path."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = _parse_text(value)
+    if not isinstance(value, dict):
+        raise McaError(f"{_NAME} must be an object of settings, not {value!r}")
+    return dict(value)
+
+
+def _parse_text(text: str) -> Any:
+    if text.lstrip().startswith("{"):
+        return _parse_json(text, _NAME)
+    path = Path(text)
+    if not path.is_file():
+        raise McaError(f"{_NAME}: {text!r} is neither inline JSON nor an existing file; give one of the two")
+    contents = path.read_text(encoding="utf-8")
+    return (
+        _parse_yaml(contents, path)
+        if path.suffix in (".yaml", ".yml")
+        else _parse_json(contents, f"{_NAME}: {path}")
+    )
+
+
+def _parse_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise McaError(f"{where}: not valid JSON: {error}") from error
+
+
+def _parse_yaml(text: str, path: Path) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise McaError(
+            f"{_NAME}: reading {path} needs pyyaml; install it or write the file as JSON"
+        ) from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise McaError(f"{_NAME}: {path} is not valid YAML: {str(error).splitlines()[0]}") from error
+
+
+def move_to_arguments(args: Any, settings: dict[str, Any] | None) -> None:
+    """Checks the names in ``settings``; those that are arguments too become ``args``' own."""
+    if not settings:
+        return
+    own = {field.name for field in dataclasses.fields(args)} - {_NAME}
+    known = settable_keys()
+    for name in list(settings):
+        if name in keys.ARCHITECTURE:
+            raise McaError(f"{_NAME}: {name} belongs to the model, not to its computation; remove it")
+        if name not in own and name not in known:
+            raise McaError(
+                f"{_NAME}: unknown key {name}{_suggestion(name, known | own)}; rename or remove it"
+            )
+        if name not in own:
+            continue
+        value = settings.pop(name)
+        if getattr(args, name) not in (None, value):
+            raise McaError(
+                f"{_NAME}: {name} is {value!r} here and {getattr(args, name)!r} as its own; keep one"
+            )
+        setattr(args, name, value)
+
+
+def settable_keys() -> frozenset[str]:
+    """Settings of the installed megatron-core; without one, of any supported version."""
+    from importlib import metadata  # slow to import, rarely needed
+
+    try:
+        version = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        version = ""
+    only = {"0.16": keys.ONLY_0_16, "0.19": keys.ONLY_0_19}
+    return keys.COMMON | only.get(".".join(version.split(".")[:2]), keys.ONLY_0_16 | keys.ONLY_0_19)
+
+
+def _suggestion(name: str, known: frozenset[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -1,0 +1,199 @@
+"""Which arguments contradict one another: pure tables and functions from arguments to messages."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mca_config.arguments.distributing import DistributingParallelArguments
+    from mca_config.arguments.megatron import MegatronArguments
+
+RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+SEQUENCE_PARALLEL_OFF = (
+    "sequence_parallel cannot be off while tensor_model_parallel_size and expert_model_parallel_size are both "
+    "above 1; remove sequence_parallel, or set expert_model_parallel_size to 1"
+)
+
+
+def of_distribution(args: "DistributingParallelArguments") -> list[str]:
+    """Contradictions among the arguments of :class:`DistributingParallelArguments`."""
+    return [*_sequence(args), *_recompute(args), *_experts(args), *_precision(args), *_ranges(args)]
+
+
+def _sequence(args: "DistributingParallelArguments") -> list[str]:
+    problems = []
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        problems.append(
+            "sequence_parallel needs tensor_model_parallel_size of at least 2; remove sequence_parallel or "
+            "raise the size"
+        )
+    both = (args.tensor_model_parallel_size or 1) > 1 and (args.expert_model_parallel_size or 1) > 1
+    if args.sequence_parallel is False and both:
+        problems.append(SEQUENCE_PARALLEL_OFF)
+    if args.sequence_parallel and args.distribute_saved_activations:
+        problems.append("distribute_saved_activations excludes sequence_parallel; remove one of the two")
+    if args.overlap_p2p_comm and args.batch_p2p_comm:
+        problems.append("overlap_p2p_comm excludes batch_p2p_comm; remove one of the two")
+    return problems
+
+
+def _recompute(args: "DistributingParallelArguments") -> list[str]:
+    problems = []
+    kind = args.recompute_granularity
+    if kind == "full" and (args.recompute_method is None or args.recompute_num_layers is None):
+        problems.append(
+            "recompute_granularity full needs recompute_method (uniform or block) and recompute_num_layers; "
+            "add them"
+        )
+    if kind != "full":
+        given = [
+            name for name in ("recompute_method", "recompute_num_layers") if getattr(args, name) is not None
+        ]
+        if given:
+            problems.append(
+                f"{' and '.join(given)} needs recompute_granularity full; add it or remove {given[0]}"
+            )
+    if args.recompute_modules is not None and kind != "selective":
+        problems.append(
+            "recompute_modules needs recompute_granularity selective; add it or remove the modules"
+        )
+    unknown = [name for name in args.recompute_modules or () if name not in RECOMPUTE_MODULES]
+    if unknown:
+        problems.append(f"recompute_modules: {', '.join(unknown)} is none of {', '.join(RECOMPUTE_MODULES)}")
+    if args.cpu_offloading and (kind is not None or (args.pipeline_model_parallel_size or 1) > 1):
+        problems.append(
+            "cpu_offloading excludes recompute_granularity and pipeline_model_parallel_size above 1; remove it"
+        )
+    return problems
+
+
+def _experts(args: "DistributingParallelArguments") -> list[str]:
+    problems = []
+    dispatcher = args.moe_token_dispatcher_type
+    if args.variable_seq_lengths and dispatcher == "allgather":
+        problems.append(
+            "variable_seq_lengths excludes moe_token_dispatcher_type allgather; use alltoall or remove "
+            "variable_seq_lengths"
+        )
+    if args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor is None:
+        problems.append(
+            "moe_pad_expert_input_to_capacity needs moe_expert_capacity_factor; add it (1.0 is an even share)"
+        )
+    if args.moe_expert_capacity_factor is not None and args.moe_router_load_balancing_type == "sinkhorn":
+        problems.append(
+            "moe_expert_capacity_factor excludes moe_router_load_balancing_type sinkhorn; use aux_loss or none"
+        )
+    if args.moe_shared_expert_overlap and dispatcher not in (None, "alltoall"):
+        problems.append(
+            f"moe_shared_expert_overlap needs moe_token_dispatcher_type alltoall, not {dispatcher}; change it "
+            "or remove the overlap"
+        )
+    if args.overlap_moe_expert_parallel_comm:
+        problems += _expert_overlap(args)
+    return problems
+
+
+def _expert_overlap(args: "DistributingParallelArguments") -> list[str]:
+    name = "overlap_moe_expert_parallel_comm"
+    wrong = {
+        "expert_model_parallel_size 1": args.expert_model_parallel_size == 1,
+        "moe_token_dispatcher_type allgather": args.moe_token_dispatcher_type == "allgather",
+        "recompute_granularity full": args.recompute_granularity == "full",
+        "moe_shared_expert_overlap": bool(args.moe_shared_expert_overlap),
+    }
+    return [f"{name} excludes {what}; remove one of the two" for what, is_so in wrong.items() if is_so]
+
+
+def _precision(args: "DistributingParallelArguments") -> list[str]:
+    needing = [name for name in ("fp8_param", "fp8_recipe") if getattr(args, name) and args.fp8 is None]
+    problems = [f"{name} needs fp8 (e4m3 or hybrid); add it or remove {name}" for name in needing]
+    if args.transformer_impl == "local":
+        te_only = ("fp8", "tp_comm_overlap", "moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")
+        problems += [
+            f"{name} needs transformer_impl transformer_engine; change it or remove {name}"
+            for name in te_only
+            if getattr(args, name)
+        ]
+    return problems
+
+
+_AT_LEAST_ZERO = (
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_input_jitter_eps",
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
+    "cpu_offloading_num_layers",
+)
+_AT_LEAST_ONE = ("recompute_num_layers", "microbatch_group_size_per_vp_stage")
+
+
+def _ranges(args: "DistributingParallelArguments") -> list[str]:
+    problems = []
+    for names, least in ((_AT_LEAST_ZERO, 0), (_AT_LEAST_ONE, 1)):
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and value < least:
+                problems.append(f"{name} must be at least {least}, not {value}")
+    for name in ("attention_dropout", "hidden_dropout"):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < 1:
+            problems.append(f"{name} must be at least 0 and below 1, not {value}")
+    factor = args.moe_expert_capacity_factor
+    if factor is not None and factor <= 0:
+        problems.append(f"moe_expert_capacity_factor must be above 0, not {factor}; remove it for no limit")
+    return problems
+
+
+def of_training(args: "MegatronArguments") -> list[str]:
+    """Contradictions among the arguments that :class:`MegatronArguments` adds."""
+    return [*_overlap(args), *_optimizer(args), *_saving(args)]
+
+
+def _overlap(args: "MegatronArguments") -> list[str]:
+    problems = []
+    missing = [
+        name for name in ("use_distributed_optimizer", "overlap_grad_reduce") if not getattr(args, name)
+    ]
+    if args.overlap_param_gather and missing:
+        problems.append(
+            f"overlap_param_gather needs {' and '.join(missing)}; set to true, or remove overlap_param_gather"
+        )
+    if args.ddp_average_in_collective and args.calculate_per_token_loss:
+        problems.append("ddp_average_in_collective excludes calculate_per_token_loss; remove one of the two")
+    if args.ddp_bucket_size is not None and args.ddp_bucket_size < 1:
+        problems.append(f"ddp_bucket_size must be at least 1 parameter, not {args.ddp_bucket_size}")
+    return problems
+
+
+def _optimizer(args: "MegatronArguments") -> list[str]:
+    problems = []
+    fraction = args.optimizer_offload_fraction
+    if fraction is not None and not 0 <= fraction <= 1:
+        problems.append(f"optimizer_offload_fraction must be between 0 and 1, not {fraction}")
+    if fraction is not None and not args.optimizer_cpu_offload:
+        problems.append(
+            "optimizer_offload_fraction needs optimizer_cpu_offload; add it or remove the fraction"
+        )
+    if args.optimizer_cpu_offload and args.optimizer not in (None, "adam"):
+        problems.append(
+            f"optimizer_cpu_offload needs optimizer adam, not {args.optimizer}; remove one of the two"
+        )
+    if args.optimizer == "muon" and (args.use_distributed_optimizer or args.overlap_param_gather):
+        problems.append(
+            "optimizer muon excludes use_distributed_optimizer and overlap_param_gather; remove them or use adam"
+        )
+    if args.use_precision_aware_optimizer and not (
+        args.use_distributed_optimizer and args.optimizer in (None, "adam")
+    ):
+        problems.append(
+            "use_precision_aware_optimizer needs use_distributed_optimizer and optimizer adam; set them or "
+            "remove it"
+        )
+    return problems
+
+
+def _saving(args: "MegatronArguments") -> list[str]:
+    if args.async_save and args.ckpt_format != "torch_dist":
+        return [
+            f"async_save needs ckpt_format torch_dist, not {args.ckpt_format}; change it or remove async_save"
+        ]
+    return []

@@ -1,0 +1,37 @@
+"""How an argument is declared and how its value is brought to the declared type."""
+
+from dataclasses import field
+from typing import Any, get_args, get_type_hints
+
+from mca_config import _fields
+
+
+def option(help: str, default: Any = None) -> Any:
+    """A dataclass field with a help text; None stands for what the checkpoint (or Megatron) says."""
+    return field(default=default, metadata={"help": help})
+
+
+def switch(help: str) -> Any:
+    """An optional bool: ``--name`` alone means true, ``--name false`` false, absence None."""
+    return field(default=None, metadata={"help": help, "nargs": "?", "const": True})
+
+
+def coerce_options(args: object, cls: type) -> None:
+    """Brings the fields that ``cls`` itself declares to their types, or raises naming the field.
+
+    YAML reads ``1e-4`` as a string, so that a string which spells a number is taken as one where a
+    number is declared.
+    """
+    hints = get_type_hints(cls)
+    for name in cls.__annotations__:
+        value = getattr(args, name)
+        if isinstance(value, str) and float in get_args(hints[name]):
+            value = _number(value)
+        setattr(args, name, _fields.coerce(value, hints[name], name))
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,139 @@
+"""Whether a model fits a layout, told before any process group or device is touched, all problems at once."""
+
+import math
+from collections.abc import Callable
+
+from mca_config.errors import McaError, list_problems
+from mca_config.layout import ParallelLayout, RankGrid
+from mca_config.model_config import McaModelConfig
+from mca_config.pipeline import pipeline_plan
+
+
+def check_layout(
+    model: McaModelConfig,
+    layout: ParallelLayout,
+    world_size: int | None = None,
+    seq_length: int | None = None,
+    *,
+    sequence_parallel: bool | None = None,
+) -> list[str]:
+    """Every reason why ``model`` cannot stand on ``layout``; empty if it can.
+
+    The vocabulary never is one: it is padded. ``model.layout`` does not matter.
+
+    Args:
+        model: The architecture.
+        layout: The sizes to check.
+        world_size: Processes, if known.
+        seq_length: Tokens in a sequence, if known.
+        sequence_parallel: None: as Megatron needs it, on with both tensor and expert parallelism.
+    """
+    problems = [*_layers(model, layout), *_heads(model, layout), *_dense_mlp(model, layout)]
+    problems += _experts(model, layout)
+    if world_size is not None:
+        problems += _message_of(lambda: RankGrid(layout, world_size))
+    if seq_length is not None:
+        problems += _sequence(layout, seq_length, sequence_parallel)
+    return problems
+
+
+def require_layout(
+    model: McaModelConfig,
+    layout: ParallelLayout,
+    world_size: int | None = None,
+    seq_length: int | None = None,
+    *,
+    sequence_parallel: bool | None = None,
+) -> None:
+    """Raises one :class:`McaError` with all that :func:`check_layout` finds."""
+    problems = check_layout(model, layout, world_size, seq_length, sequence_parallel=sequence_parallel)
+    error = list_problems(problems, f"{model.model_type} cannot be laid out as {layout}")
+    if error:
+        raise error
+
+
+def sequence_multiple(layout: ParallelLayout, sequence_parallel: bool | None = None) -> int:
+    """What the length of a sequence must be a multiple of: two slices per context rank, each cut by tp."""
+    slices = 2 if layout.cp > 1 else 1
+    return layout.cp * math.lcm(slices, layout.tp if _is_sequence_parallel(layout, sequence_parallel) else 1)
+
+
+def _is_sequence_parallel(layout: ParallelLayout, asked: bool | None) -> bool:
+    return (layout.tp > 1 and layout.ep > 1) if asked is None else asked
+
+
+def _message_of(build: Callable[[], object]) -> list[str]:
+    try:
+        build()
+    except McaError as error:
+        return [str(error)]
+    return []
+
+
+def _layers(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
+    return _message_of(lambda: pipeline_plan(layout, model.num_layers, model.mtp_num_layers))
+
+
+def _heads(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
+    problems = _indivisible(
+        "num_attention_heads", model.num_attention_heads, "tensor_model_parallel_size", layout.tp
+    )
+    groups = model.num_query_groups
+    if groups % layout.tp and layout.tp % groups:
+        problems.append(
+            f"num_query_groups {groups} is neither a multiple nor a divisor of tensor_model_parallel_size {layout.tp}; "
+            "change tensor_model_parallel_size"
+        )
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):
+        if name in model.extra:
+            problems += _indivisible(name, int(model.extra[name]), "tensor_model_parallel_size", layout.tp)
+    if "linear_num_key_heads" in model.extra and layout.cp > 1:
+        problems.append(
+            f"linear attention cannot be cut along the sequence; set context_parallel_size to 1, not {layout.cp}"
+        )
+    return problems
+
+
+def _dense_mlp(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
+    if all(model.is_moe_layer(layer) for layer in range(model.num_layers)):
+        return []
+    return _indivisible("ffn_hidden_size", model.ffn_hidden_size, "tensor_model_parallel_size", layout.tp)
+
+
+def _experts(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
+    if model.num_moe_experts is None:
+        if layout.ep == 1:
+            return []
+        return [f"the model has no experts; set expert_model_parallel_size to 1, not {layout.ep}"]
+    problems = _indivisible("num_moe_experts", model.num_moe_experts, "expert_model_parallel_size", layout.ep)
+    width = model.moe_ffn_hidden_size or model.ffn_hidden_size
+    problems += _indivisible("moe_ffn_hidden_size", width, "expert_tensor_parallel_size", layout.etp)
+    shared = model.moe_shared_expert_intermediate_size
+    if shared:
+        name = "moe_shared_expert_intermediate_size"
+        problems += _indivisible(name, shared, "tensor_model_parallel_size", layout.tp)
+    if model.add_bias_linear and layout.etp > 1:
+        problems.append(
+            f"experts with biases cannot be cut; set expert_tensor_parallel_size to 1, not {layout.etp}"
+        )
+    return problems
+
+
+def _sequence(layout: ParallelLayout, seq_length: int, sequence_parallel: bool | None) -> list[str]:
+    multiple = sequence_multiple(layout, sequence_parallel)
+    if seq_length % multiple == 0:
+        return []
+    flags = ["context_parallel_size"] if layout.cp > 1 else []
+    if _is_sequence_parallel(layout, sequence_parallel):
+        flags.append("tensor_model_parallel_size (with sequence_parallel)")
+    return [
+        f"the sequence length {seq_length} is not a multiple of {multiple}, as {' and '.join(flags)} asks; change "
+        f"it to {-(-seq_length // multiple) * multiple}, or change {flags[0]}"
+    ]
+
+
+def _indivisible(what: str, value: int, flag: str, size: int) -> list[str]:
+    if value % size == 0:
+        return []
+    fitting = next(divisor for divisor in range(size, 0, -1) if value % divisor == 0)
+    return [f"{what} {value} cannot be divided by {flag} {size}; change {flag}, for example to {fitting}"]

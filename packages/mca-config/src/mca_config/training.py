@@ -1,0 +1,141 @@
+"""The training arguments: Hugging Face's, widened by Megatron's. The only module that needs transformers."""
+
+import logging
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import transformers
+from transformers.training_args import OptimizerNames
+
+from mca_config.arguments import MegatronArguments
+from mca_config.errors import McaError
+
+_logger = logging.getLogger(__name__)
+
+_REFUSED = {
+    "deepspeed": "training runs on Megatron",
+    "fsdp": "training runs on Megatron; use_distributed_optimizer splits optimizer state",
+    "auto_find_batch_size": "the batch size must be the same on every rank",
+    "torch_compile": "Megatron compiles what it can by itself",
+}
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+
+
+@dataclass(kw_only=True, repr=False)
+class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # type: ignore[misc]
+    """Hugging Face's ``TrainingArguments`` with Megatron's parallelism, optimizer and checkpoints.
+
+    Sizes: ``per_device_train_batch_size`` is Megatron's micro batch, ``gradient_accumulation_steps`` the
+    number of micro batches in a step. Ranks of one model replica share their samples, so that a step takes
+    micro batch x accumulation x ``data_parallel_size`` samples (:attr:`global_train_batch_size`), not x
+    ``world_size``. ``world_size`` and ``process_index`` keep their meaning, all processes. A process drives
+    one device: ``n_gpu`` is at most 1.
+
+    ``bf16`` turns ``accumulate_allreduce_grads_in_fp32`` on unless that is set to false;
+    ``gradient_checkpointing`` (``activation_checkpointing``) stands for full recomputation of every layer;
+    ``optim`` chooses ``optimizer`` if that is left out.
+
+    Everything is checked before Hugging Face's own set-up, which may touch devices and process groups.
+    """
+
+    def __post_init__(self) -> None:
+        if self.bf16 and self.accumulate_allreduce_grads_in_fp32 is None:
+            self.accumulate_allreduce_grads_in_fp32 = True
+        self._take_over_checkpointing()
+        if self.optimizer is None:
+            self.optimizer = _optimizer_of(self.optim)
+        MegatronArguments.__post_init__(self)
+        transformers.TrainingArguments.__post_init__(self)
+
+    __repr__ = transformers.TrainingArguments.__repr__
+
+    def _take_over_checkpointing(self) -> None:
+        """Megatron recomputes; the HF flags, under either name, would make the Trainer do it again."""
+        present = {field.name for field in fields(self)}
+        asked = [name for name in _CHECKPOINTING if name in present and getattr(self, name)]
+        for name in asked:
+            setattr(self, name, False)
+        if asked and self.recompute_granularity is None:
+            _logger.info("%s: recomputing every layer (recompute_granularity full, uniform, 1)", asked[0])
+            self.recompute_granularity, self.recompute_method, self.recompute_num_layers = (
+                "full",
+                "uniform",
+                1,
+            )
+
+    def _problems(self) -> list[str]:
+        problems = super()._problems()
+        if self.bf16 and self.fp16:
+            problems.append("bf16 excludes fp16; remove one of the two")
+        problems += [
+            f"{name} is not supported ({why}); remove it"
+            for name, why in _REFUSED.items()
+            if self._is_on(name)
+        ]
+        for name in (
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "gradient_accumulation_steps",
+        ):
+            if getattr(self, name) < 1:
+                problems.append(f"{name} must be at least 1, not {getattr(self, name)}")
+        if (self.virtual_pipeline_model_parallel_size or 1) > 1:
+            problems += self._interleaving_problems()
+        return problems
+
+    def _is_on(self, name: str) -> bool:
+        return getattr(self, name) not in (None, False, "", [], {})
+
+    def _interleaving_problems(self) -> list[str]:
+        """The interleaved schedule hands out micro batches in groups of at least the pipeline size."""
+        size, steps = self.pipeline_model_parallel_size or 1, self.gradient_accumulation_steps
+        group = self.microbatch_group_size_per_vp_stage or size
+        if group < size:
+            return [
+                f"microbatch_group_size_per_vp_stage {group} is below pipeline_model_parallel_size {size}; raise it"
+            ]
+        if steps < group or 0 < steps % group < size:
+            return [
+                f"gradient_accumulation_steps {steps} must be at least {group} and leave a remainder of 0 or of "
+                f"{size} and more when divided by it, as virtual pipelining at pipeline_model_parallel_size "
+                f"{size} asks; change it, for example to {-(-steps // group) * group}"
+            ]
+        return []
+
+    @property
+    def n_gpu(self) -> int:
+        """Devices of this process: at most one, so that batch sizes are per rank."""
+        return min(int(super().n_gpu), 1)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Model replicas that train on different samples: world / (tp x pp x cp)."""
+        return self.grid(self.world_size).data_parallel_size
+
+    @property
+    def global_train_batch_size(self) -> int:
+        """Samples in one optimizer step: micro batch x accumulation x data-parallel size."""
+        return int(self.train_batch_size * self.gradient_accumulation_steps * self.data_parallel_size)
+
+    @property
+    def global_eval_batch_size(self) -> int:
+        """Samples that all replicas evaluate at once."""
+        return int(self.eval_batch_size * self.data_parallel_size)
+
+
+def _optimizer_of(optim: str) -> Literal["adam", "sgd"]:
+    name = str(OptimizerNames(optim).value)
+    if name.startswith("adamw_torch"):
+        return "adam"
+    if name == "sgd":
+        return "sgd"
+    raise McaError(
+        f"optim {name} is none of Megatron's; use adamw_torch or sgd, or set optimizer to adam, sgd or muon"
+    )
+
+
+@dataclass(kw_only=True, repr=False)
+class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingArguments):  # type: ignore[misc]
+    """:class:`TrainingArguments` with the generation settings of Hugging Face's sequence-to-sequence ones."""
+
+    __repr__ = transformers.TrainingArguments.__repr__
