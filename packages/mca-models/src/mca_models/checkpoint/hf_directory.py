@@ -1,0 +1,191 @@
+"""A Hugging Face checkpoint directory: ``config.json`` and one or more safetensors files."""
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint.moves import HF, Rule, Side, whole_shape
+from mca_models.checkpoint.placement import stored
+from mca_models.checkpoint.runs import Shape
+from mca_models.checkpoint.safetensors import TensorInfo, read_header
+from mca_models.checkpoint.shapes import expected_shape
+from mca_models.checkpoint.source import Part, check_whole, checked_parts, require_same_names
+from mca_models.templates import config_from_hf, family_of
+from mca_models.weights import Param
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+
+class HfSource:
+    """A HF directory, opened: every tensor that its configuration demands is there, with its shape.
+
+    Args:
+        path: The directory.
+
+    Raises:
+        McaError: Files or tensors are missing, unexpected, damaged or of another shape.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        hf_config = read_config(path)
+        self._infos = {info.name: info for info in _all_tensors(path)}
+        config = config_from_hf(hf_config)
+        family = family_of(config.model_type)
+        self.config: McaModelConfig = family.as_found(config, self._infos.keys())
+        self.params: Sequence[Param] = stored(family.params(self.config))
+        self._require_names()
+        self._parts = {param.mca_name(): self._checked(param) for param in self.params}
+
+    def _require_names(self) -> None:
+        family = family_of(self.config.model_type)
+        expected = {name for param in self.params for name in param.hf_names()}
+        optional = family.ignored_hf(self.config) | self.duplicates.keys()
+        require_same_names(self._infos.keys() - (optional - expected), expected, self.path)
+
+    def _checked(self, param: Param) -> tuple[Part, ...]:
+        infos = [self._infos[name] for name in param.hf_names()]
+        whole = self._whole(param, infos)
+        check_whole(param, whole, self.config, self.path, (info.name for info in infos))
+        return checked_parts(param, whole, HF, infos, self.config.num_moe_experts or 0)
+
+    def _whole(self, param: Param, infos: Sequence[TensorInfo]) -> Shape:
+        expected = expected_shape(param, self.config)
+        if expected is not None:
+            return expected
+        shapes = [info.shape[1:] if param.stacked else info.shape for info in infos]
+        try:
+            return whole_shape(Rule.of(param), shapes)
+        except (ValueError, IndexError) as error:
+            names = ", ".join(info.name for info in infos)
+            raise McaError(f"{self.path}: {names} do not fit together: {error}") from None
+
+    @cached_property
+    def duplicates(self) -> dict[str, str]:
+        """Tensors that are present though they repeat another one, and which: a tied model's head."""
+        known = family_of(self.config.model_type).duplicate_hf(self.config)
+        return {name: other for name, other in known.items() if name in self._infos}
+
+    def check_duplicates(self) -> None:
+        """Raises if a repeated tensor differs from the one it repeats. Reads both."""
+        for name, other in self.duplicates.items():
+            first, second = self._infos[name], self._infos[other]
+            if not same_bytes(first, second):
+                raise McaError(
+                    f"{first.file}: tensor {name} must repeat {other} in this model (tied), but differs from "
+                    "it; if the two are meant to differ, set tie_word_embeddings to false in config.json"
+                )
+
+    def info(self, name: str) -> TensorInfo:
+        """Where tensor ``name`` lies."""
+        return self._infos[name]
+
+    def tensors(self) -> Iterable[TensorInfo]:
+        """All tensors of the directory, those without weights (computed buffers) included."""
+        return self._infos.values()
+
+    def side(self, param: Param) -> Side:
+        """See ``ModelSource``."""
+        return HF
+
+    def parts(self, param: Param) -> tuple[Part, ...]:
+        """See ``ModelSource``."""
+        return self._parts[param.mca_name()]
+
+    def whole_shape(self, param: Param) -> Shape:
+        """See ``ModelSource``."""
+        return self._whole(param, [part.info for part in self.parts(param)])
+
+
+def same_bytes(first: TensorInfo, second: TensorInfo, chunk: int = 8 << 20) -> bool:
+    """Whether two tensors have the same type, shape and bytes."""
+    import numpy as np
+
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    a, b = (info.array().reshape(-1).view(np.uint8) for info in (first, second))
+    return all(np.array_equal(a[i : i + chunk], b[i : i + chunk]) for i in range(0, a.size, chunk))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The parsed ``config.json`` of directory ``path``."""
+    if not path.is_dir():
+        raise McaError(f"{path}: no such directory; expected a Hugging Face or MCA checkpoint directory")
+    return read_json(path / CONFIG, "the directory is no Hugging Face checkpoint")
+
+
+def read_json(file: Path, absent: str) -> dict[str, Any]:
+    """The JSON object in ``file``; ``absent`` says what a missing file means."""
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise McaError(f"{file}: no such file; {absent}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise McaError(f"{file}: cannot be read ({error})") from None
+    if not isinstance(document, dict):
+        raise McaError(f"{file}: expected a JSON object")
+    return document
+
+
+def _all_tensors(path: Path) -> list[TensorInfo]:
+    if (path / SINGLE).exists():
+        return list(read_header(_inside(path, SINGLE)).tensors.values())
+    if (path / INDEX).exists():
+        return _indexed_tensors(path)
+    if binaries := sorted(file.name for file in path.glob("*.bin")):
+        raise McaError(
+            f"{path}: holds {binaries[0]}, a pickle, which is not read; save it as safetensors first: "
+            f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{path}', "
+            "dtype='auto').save_pretrained('<new directory>')\""
+        )
+    raise McaError(f"{path}: neither {SINGLE} nor {INDEX} is there; the directory holds no weights")
+
+
+def _indexed_tensors(path: Path) -> list[TensorInfo]:
+    weight_map = read_json(path / INDEX, "").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise McaError(f"{path / INDEX}: has no 'weight_map' from tensor to file names")
+    files = sorted(set(weight_map.values()))
+    paths = {name: _inside(path, name) for name in files}
+    absent = [name for name in files if not paths[name].exists()]
+    if absent:
+        raise McaError(
+            f"{path}: {len(absent)} of {len(files)} files named in {INDEX} are missing ({', '.join(absent[:4])}"
+            f"{', ...' if len(absent) > 4 else ''}); download them again"
+        )
+    tensors: dict[str, TensorInfo] = {}
+    for name in files:
+        for info in read_header(paths[name]).tensors.values():
+            if info.name in tensors:
+                raise McaError(
+                    f"{path}: tensor {info.name} is in {tensors[info.name].file.name} and in {name}"
+                )
+            tensors[info.name] = info
+    _require_index(path, weight_map, tensors)
+    return list(tensors.values())
+
+
+def _require_index(path: Path, weight_map: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
+    require_same_names(tensors.keys(), weight_map.keys(), path / INDEX)
+    for name, file in weight_map.items():
+        if tensors[name].file.name != PurePosixPath(file).name:
+            raise McaError(
+                f"{path / INDEX}: says that {name} is in {file}, it is in {tensors[name].file.name}"
+            )
+
+
+def _inside(path: Path, name: str) -> Path:
+    """File ``name`` of ``path``; neither its name nor a link may lead elsewhere.
+
+    A snapshot of the Hugging Face cache links to the ``blobs`` beside its ``snapshots``, which is allowed.
+    """
+    file = path / name
+    resolved, root = file.resolve(), path.resolve()
+    allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    if not any(resolved.is_relative_to(folder) for folder in allowed):
+        raise McaError(f"{file}: leads out of the directory, to {resolved}; put the file itself there")
+    return file

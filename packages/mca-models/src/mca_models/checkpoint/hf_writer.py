@@ -1,0 +1,95 @@
+"""The layout of a HF checkpoint that is to be written: shards, index, and what tensor lies where."""
+
+import json
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+
+from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint.atomic import write_file
+from mca_models.checkpoint.dtypes import ITEM_SIZES
+from mca_models.checkpoint.hf_directory import CONFIG, INDEX, SINGLE
+from mca_models.checkpoint.moves import HF, Rule, part_shapes
+from mca_models.checkpoint.placement import stored
+from mca_models.checkpoint.runs import Shape
+from mca_models.templates import config_to_hf, family_of
+from mca_models.weights import Param
+
+MAX_SHARD_BYTES = 5 * 10**9
+METADATA = {"format": "pt"}  # transformers refuses files without it
+
+
+class HfLayout:
+    """All tensors of a HF checkpoint and the files they go to, before any byte is written.
+
+    Tensors keep the parameters' order; a file is closed when the next tensor would take it over
+    ``max_shard_bytes``.
+
+    Args:
+        params: All parameters of the model.
+        config: Of the model, with its final dtype.
+        dtypes: Safetensors code of each parameter, by canonical name.
+        wholes: Whole shape of each, without vocabulary padding.
+        max_shard_bytes: Size limit of one file's tensors.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Param],
+        config: McaModelConfig,
+        dtypes: Mapping[str, str],
+        wholes: Mapping[str, Shape],
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> None:
+        self.params, self.config = stored(params), config
+        self.tensors: dict[str, tuple[str, Shape]] = {}
+        for param in self.params:
+            name = param.mca_name()
+            self._add(param, dtypes[name], wholes[name])
+        self.duplicates = self._duplicates()
+        for name, other in self.duplicates.items():
+            self.tensors[name] = self.tensors[other]
+        self.files = self._shards(max_shard_bytes)
+
+    def _add(self, param: Param, dtype: str, whole: Shape) -> None:
+        experts = self.config.num_moe_experts or 0
+        for name, shape in zip(param.hf_names(), part_shapes(Rule.of(param), whole, HF), strict=True):
+            spec = (dtype, (experts, *shape) if param.stacked else shape)
+            if self.tensors.setdefault(name, spec) != spec:
+                raise McaError(f"{name}: parameters disagree about its type or shape")
+
+    def _duplicates(self) -> dict[str, str]:
+        """Tensors that the source held twice and that are written twice again: {copy: original}."""
+        known = family_of(self.config.model_type).duplicate_hf(self.config)
+        return {name: known[name] for name in self.config.extra.get("hf_duplicates", ()) if name in known}
+
+    def _shards(self, limit: int) -> dict[str, list[str]]:
+        shards: list[list[str]] = [[]]
+        filled = 0
+        for name, (dtype, shape) in self.tensors.items():
+            nbytes = prod(shape) * ITEM_SIZES[dtype]
+            if filled and filled + nbytes > limit:
+                shards.append([])
+                filled = 0
+            shards[-1].append(name)
+            filled += nbytes
+        if len(shards) == 1:
+            return {SINGLE: shards[0]}
+        count = len(shards)
+        return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(shards, 1)}
+
+    def specs(self, file: str) -> list[tuple[str, str, Shape]]:
+        """What ``plan_file`` needs for ``file`` (with ``METADATA``): (name, dtype code, shape)."""
+        return [(name, *self.tensors[name]) for name in self.files[file]]
+
+    def finish(self, directory: Path) -> None:
+        """Writes ``config.json`` and, with several files, the index into ``directory``."""
+        text = json.dumps(config_to_hf(self.config), indent=2, ensure_ascii=False)
+        write_file(directory / CONFIG, text.encode() + b"\n")
+        if len(self.files) == 1:
+            return
+        total = sum(prod(shape) * ITEM_SIZES[dtype] for dtype, shape in self.tensors.values())
+        weight_map = {name: file for file, names in self.files.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_file(directory / INDEX, json.dumps(index, indent=2).encode() + b"\n")

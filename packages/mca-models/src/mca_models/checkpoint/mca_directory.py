@@ -1,0 +1,192 @@
+"""An MCA checkpoint directory (design: one file of dense and one of expert pieces for each rank).
+
+<dir>/mca_config.json
+      latest_checkpointed_iteration.txt
+      iter_0000001/manifest.json, pp_000/tp_00.safetensors, pp_000/ep_000_etp_00.safetensors, ...
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+from mca_config.errors import McaError
+from mca_config.model_config import FILE_NAME as CONFIG
+from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint.atomic import write_file
+from mca_models.checkpoint.hf_directory import HfSource
+from mca_models.checkpoint.manifest import FILE_NAME as MANIFEST
+from mca_models.checkpoint.manifest import FileRecord, Manifest, TensorRecord
+from mca_models.checkpoint.moves import Rule, Side, part_shapes
+from mca_models.checkpoint.placement import cut_size, files_of, pieces_by_file, stored
+from mca_models.checkpoint.runs import Shape
+from mca_models.checkpoint.safetensors import TensorInfo, read_header
+from mca_models.checkpoint.source import Part, check_whole, checked_parts, require_same_names
+from mca_models.templates import family_of
+from mca_models.weights import Param
+
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+def iteration_name(iteration: int) -> str:
+    """Directory of one iteration, relative to the checkpoint."""
+    return f"iter_{iteration:07d}"
+
+
+class McaSource:
+    """An MCA directory, opened: every file and piece that its configuration and manifest demand is there.
+
+    Args:
+        path: The directory.
+        iteration: Which one; None is the latest.
+
+    Raises:
+        McaError: Something is missing, unexpected, damaged or of another shape.
+    """
+
+    def __init__(self, path: Path, iteration: int | None = None) -> None:
+        self.path = path
+        self.config: McaModelConfig = McaModelConfig.load(path)
+        self.iteration = latest_iteration(path) if iteration is None else iteration
+        self.folder = path / iteration_name(self.iteration)
+        self.manifest = Manifest.load(self.folder)
+        self.params: Sequence[Param] = stored(family_of(self.config.model_type).params(self.config))
+        self._infos = self._read_headers()
+        names = [param.mca_name() for param in self.params]
+        require_same_names(self.manifest.tensors.keys(), names, self.folder / MANIFEST)
+        plan = self.config.pipeline_plan()
+        self._parts = {
+            name: self._checked(param, files_of(param, self.config, plan))
+            for name, param in zip(names, self.params, strict=True)
+        }
+
+    def _read_headers(self) -> dict[str, dict[str, TensorInfo]]:
+        expected = pieces_by_file(self.params, self.config)
+        if self.manifest.files.keys() != expected.keys():
+            faults = sorted(self.manifest.files.keys() ^ expected.keys())
+            raise McaError(
+                f"{self.folder / MANIFEST}: its files are not those of layout {self.config.layout} "
+                f"({', '.join(faults[:4])}{', ...' if len(faults) > 4 else ''})"
+            )
+        infos = {}
+        for name, record in self.manifest.files.items():
+            file = self.folder / name
+            header = read_header(file)
+            if file.stat().st_size != record.nbytes:
+                raise McaError(f"{file}: has {file.stat().st_size} bytes, the manifest says {record.nbytes}")
+            require_same_names(header.tensors, (param.mca_name() for param, _ in expected[name]), file)
+            infos[name] = header.tensors
+        return infos
+
+    def _checked(self, param: Param, files: Sequence[str]) -> tuple[Part, ...]:
+        name = param.mca_name()
+        record = self.manifest.tensors[name]
+        infos = [self._infos[file][name] for file in files]
+        if record.files != tuple(files) or any(info.dtype != record.dtype for info in infos):
+            raise McaError(f"{self.folder / MANIFEST}: {name} is not as its files hold it; they are damaged")
+        check_whole(param, record.shape, self.config, self.folder, (name,))
+        side = cut_size(param, self.config.layout)
+        return checked_parts(param, record.shape, side, infos, self.config.num_moe_experts or 0)
+
+    def tensors(self) -> Iterable[TensorInfo]:
+        """All pieces."""
+        for infos in self._infos.values():
+            yield from infos.values()
+
+    def side(self, param: Param) -> Side:
+        """See ``ModelSource``."""
+        return cut_size(param, self.config.layout)
+
+    def parts(self, param: Param) -> tuple[Part, ...]:
+        """See ``ModelSource``."""
+        return self._parts[param.mca_name()]
+
+    def whole_shape(self, param: Param) -> Shape:
+        """See ``ModelSource``."""
+        return self.manifest.tensors[param.mca_name()].shape
+
+
+def is_mca(path: Path) -> bool:
+    """Whether ``path`` looks like an MCA checkpoint rather than a Hugging Face one."""
+    return (path / CONFIG).is_file()
+
+
+def latest_iteration(path: Path) -> int:
+    """The iteration that ``latest_checkpointed_iteration.txt`` names."""
+    file = path / LATEST
+    try:
+        return int(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise McaError(f"{file}: no such file; the checkpoint is incomplete, write it again") from None
+    except (OSError, ValueError) as error:
+        raise McaError(f"{file}: cannot be read as a number ({error})") from None
+
+
+class McaLayout:
+    """The names, types and shapes of an MCA checkpoint that is to be written, before any byte is.
+
+    Args:
+        params: All parameters of the model.
+        config: With the target layout.
+        dtypes: Safetensors code of each stored parameter, by canonical name.
+        wholes: Whole shape of each, without vocabulary padding.
+
+    Raises:
+        McaError: The layout does not divide the model.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Param],
+        config: McaModelConfig,
+        dtypes: Mapping[str, str],
+        wholes: Mapping[str, Shape],
+    ) -> None:
+        self.params, self.config = stored(params), config
+        self.dtypes, self.wholes = dtypes, wholes
+        self.files = pieces_by_file(self.params, config)
+
+    def piece_shape(self, param: Param, rank: int) -> Shape:
+        """The shape of the piece that ``rank`` holds."""
+        whole = self.wholes[param.mca_name()]
+        try:
+            return part_shapes(Rule.of(param), whole, cut_size(param, self.config.layout))[rank]
+        except ValueError as error:
+            flag = "tensor_model_parallel_size" if param.expert is None else "expert_tensor_parallel_size"
+            raise McaError(
+                f"{param.mca_name()} of shape {list(whole)} cannot be cut as {self.config.layout}: {error}; "
+                f"choose another --{flag}"
+            ) from None
+
+    def specs(self, file: str) -> list[tuple[str, str, Shape]]:
+        """What ``plan_file`` needs for ``file``: (name, dtype code, shape)."""
+        return [
+            (param.mca_name(), self.dtypes[param.mca_name()], self.piece_shape(param, rank))
+            for param, rank in self.files[file]
+        ]
+
+    @cached_property
+    def manifest_tensors(self) -> dict[str, TensorRecord]:
+        """The tensors of the manifest."""
+        plan = self.config.pipeline_plan()
+        return {
+            name: TensorRecord(self.dtypes[name], self.wholes[name], files_of(param, self.config, plan))
+            for name, param in ((param.mca_name(), param) for param in self.params)
+        }
+
+    def finish(self, directory: Path, records: Mapping[str, FileRecord], iteration: int = 1) -> None:
+        """Writes everything but the pieces into ``directory``, once all files are written and synced.
+
+        Args:
+            directory: The (partial) checkpoint directory.
+            records: Size and checksum of every file, by its name relative to the iteration.
+            iteration: Which one was written.
+        """
+        require_same_names(records.keys(), self.files.keys(), directory)
+        Manifest(records, self.manifest_tensors).save(directory / iteration_name(iteration))
+        write_file(directory / CONFIG, self.config.to_json().encode())
+        write_file(directory / LATEST, f"{iteration}\n".encode())
+
+
+def open_checkpoint(path: Path) -> McaSource | HfSource:
+    """The checkpoint in directory ``path``, whichever kind it is."""
+    return McaSource(path) if is_mca(path) else HfSource(path)

@@ -1,0 +1,80 @@
+"""Which file of an MCA checkpoint holds which piece of which parameter.
+
+    pp_PPP/tp_TT.safetensors            dense parameters of pipeline rank PPP, tensor rank TT
+    pp_PPP/ep_EEE_etp_TT.safetensors    its experts, by expert and expert-tensor rank
+
+Every piece is stored once: a replicated parameter stands in the file of tensor rank 0, a tied output
+layer (``alias_of``) nowhere.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
+from mca_config.model_config import McaModelConfig
+from mca_config.pipeline import PipelinePlan
+from mca_models.weights import Param, Stage
+
+
+def dense_file(pp: int, tp: int) -> str:
+    """The file of the dense pieces that ranks (``pp``, ``tp``) hold, relative to the iteration."""
+    return f"pp_{pp:03d}/tp_{tp:02d}.safetensors"
+
+
+def expert_file(pp: int, ep: int, etp: int) -> str:
+    """The file of the expert pieces that ranks (``pp``, ``ep``, ``etp``) hold."""
+    return f"pp_{pp:03d}/ep_{ep:03d}_etp_{etp:02d}.safetensors"
+
+
+def stage_of(param: Param, plan: PipelinePlan) -> int:
+    """The pipeline rank that holds ``param``."""
+    if param.stage is Stage.FIRST:
+        return plan.first.pp
+    if param.stage is Stage.LAST:
+        return plan.last.pp
+    if param.layer is None:
+        raise ValueError(f"{param.mca}: a parameter of stage {param.stage} needs a layer")
+    chunk = plan.chunk_of_mtp if param.stage is Stage.MTP else plan.chunk_of_layer
+    return chunk(param.layer).pp
+
+
+def cut_size(param: Param, layout: ParallelLayout) -> int:
+    """Over how many ranks ``param`` is cut: etp for an expert, else tp; 1 if replicated."""
+    if param.shard.axis is None:
+        return 1
+    return layout.tp if param.expert is None else layout.etp
+
+
+def expert_rank(param: Param, config: McaModelConfig) -> int:
+    """The expert-parallel rank that holds ``param``, an expert's."""
+    if param.expert is None:
+        raise ValueError(f"{param.mca_name()} is no expert's")
+    count = config.num_moe_experts or 0
+    if count % config.layout.ep:
+        raise McaError(
+            f"{count} experts do not divide by --expert_model_parallel_size {config.layout.ep}; choose a divisor"
+        )
+    return param.expert // (count // config.layout.ep)
+
+
+def files_of(param: Param, config: McaModelConfig, plan: PipelinePlan) -> tuple[str, ...]:
+    """The files that hold the pieces of ``param``, in the order of the ranks it is cut over."""
+    pp, size = stage_of(param, plan), cut_size(param, config.layout)
+    if param.expert is None:
+        return tuple(dense_file(pp, tp) for tp in range(size))
+    ep = expert_rank(param, config)
+    return tuple(expert_file(pp, ep, etp) for etp in range(size))
+
+
+def stored(params: Iterable[Param]) -> list[Param]:
+    """Those of ``params`` that a checkpoint stores: all but second copies."""
+    return [param for param in params if param.alias_of is None]
+
+
+def pieces_by_file(params: Sequence[Param], config: McaModelConfig) -> dict[str, list[tuple[Param, int]]]:
+    """Every file of the checkpoint with the pieces in it: (parameter, rank it is cut for), in stored order."""
+    plan, files = config.pipeline_plan(), dict[str, list[tuple[Param, int]]]()
+    for param in stored(params):
+        for rank, file in enumerate(files_of(param, config, plan)):
+            files.setdefault(file, []).append((param, rank))
+    return dict(sorted(files.items()))

@@ -1,0 +1,94 @@
+"""Element numbers compressed to strided runs."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Move(NamedTuple):
+    """``repeat`` runs of ``run`` elements from part ``part`` of the source, all counted in elements."""
+
+    part: int
+    source: int
+    target: int
+    run: int
+    repeat: int
+    source_stride: int
+    target_stride: int
+
+
+@dataclass(frozen=True)
+class Gather:
+    """How one target tensor is filled: by moves, and with zeros where nothing is moved to (padding)."""
+
+    shape: Shape
+    moves: tuple[Move, ...]
+    zeros: tuple[tuple[int, int], ...] = ()
+    """Ranges of elements, start and stop."""
+
+    @property
+    def size(self) -> int:
+        """Elements of the target."""
+        return prod(self.shape)
+
+
+def gather_of(positions: Any, part: Any, starts: Sequence[int], block: int) -> Gather:
+    """How to fill a target tensor.
+
+    Args:
+        positions: For each block number its position in the source, whose parts lie one after the other
+            with gaps between them.
+        part: The block numbers of the target tensor; -1 is padding.
+        starts: Position at which each source part begins.
+        block: Elements of one block.
+    """
+    import numpy as np
+
+    numbers = part.reshape(-1)
+    found = np.where(numbers < 0, -1, positions[numbers]) if positions.size else numbers
+    padding = found < 0
+    joined = np.where(padding[1:], padding[:-1], (np.diff(found) == 1) & ~padding[:-1])
+    targets = np.flatnonzero(np.concatenate([[True], ~joined])) if found.size else np.zeros(0, np.int64)
+    lengths = np.diff(np.append(targets, found.size))
+    sources, padding = found[targets], padding[targets]
+    zeros = tuple(
+        (int(start) * block, int(start + length) * block)
+        for start, length in zip(targets[padding], lengths[padding], strict=True)
+    )
+    owners = np.searchsorted(starts, sources, "right") - 1
+    moves: list[Move] = []
+    for index, start in enumerate(starts):
+        mine = np.flatnonzero((owners == index) & ~padding)
+        runs = np.stack([sources[mine] - start, targets[mine], lengths[mine]]) * block
+        moves += (Move(index, *move) for move in _strided(runs))
+    shape = (*part.shape[:-1], part.shape[-1] * block) if part.ndim else ()
+    return Gather(shape, tuple(sorted(moves, key=lambda move: (move.target, move.part))), zeros)
+
+
+def _strided(runs: Any) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Joins runs (rows: source, target, length) of equal length at constant distances."""
+    import numpy as np
+
+    count = runs.shape[1]
+    if not count:
+        return
+    steps = np.diff(runs, axis=1)
+    # a step begins a new series where it differs from the one before it
+    breaks = np.flatnonzero((steps[:, 1:] != steps[:, :-1]).any(axis=0)) + 1
+    ends = [*breaks.tolist(), count - 1]
+    table, step_table = runs.T.tolist(), steps.T.tolist()
+    first, series = 0, 0
+    while first < count:
+        while series < len(ends) and ends[series] <= first:
+            series += 1
+        source, target, length = table[first]
+        if series == len(ends) or step_table[first][2] != 0:
+            yield source, target, length, 1, length, length
+            first += 1
+            continue
+        last = ends[series]  # runs first..last have equal steps
+        yield source, target, length, last - first + 1, step_table[first][0], step_table[first][1]
+        first = last + 1

@@ -1,0 +1,32 @@
+"""The small files of a checkpoint directory that go along with the weights both ways."""
+
+import shutil
+from pathlib import Path
+
+from mca_models.checkpoint.atomic import write_file
+
+_WRITTEN = {"config.json", "mca_config.json", "latest_checkpointed_iteration.txt"}
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_LARGEST = 64 << 20  # a tokenizer's files stay far below
+
+
+def side_files(source: Path) -> list[Path]:
+    """Tokenizer, generation config, chat template, remote code, licence: all but weights and configs."""
+    return sorted(
+        file
+        for file in source.iterdir()
+        if file.is_file()
+        and file.name not in _WRITTEN
+        and not file.name.startswith(".")
+        and not file.name.endswith(_WEIGHTS)
+        and file.stat().st_size <= _LARGEST
+    )
+
+
+def copy_side_files(source: Path, target: Path) -> list[str]:
+    """Copies and syncs them; returns their names."""
+    files = side_files(source)
+    for file in files:
+        write_file(target / file.name, file.read_bytes())
+        shutil.copymode(file, target / file.name)
+    return [file.name for file in files]

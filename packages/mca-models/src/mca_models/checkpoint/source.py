@@ -1,0 +1,159 @@
+"""A checkpoint as something to read parameters from, whatever lies on disk.
+
+A source knows its model (``config``, ``params``) and where the parts of each parameter are. Reading a
+piece for one rank touches only the bytes of that piece.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint.moves import Rule, Side, part_shapes, plan_moves
+from mca_models.checkpoint.runs import Gather, Move, Shape
+from mca_models.checkpoint.safetensors import TensorInfo
+from mca_models.checkpoint.shapes import expected_shape
+from mca_models.weights import Param
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor, or one expert's entry of a stacked one."""
+
+    info: TensorInfo
+    shape: Shape
+    start: int = 0
+    """First element, counted from the tensor's own first."""
+
+    def flat(self) -> "np.ndarray[Any, Any]":
+        """The elements, mapped from the file, in one axis."""
+        return self.info.array().reshape(-1)[self.start : self.start + prod(self.shape)]
+
+
+class ModelSource(Protocol):
+    """A checkpoint that has been opened and found complete.
+
+    ``params`` are those that the checkpoint stores: all of the model's but second copies (``alias_of``).
+    """
+
+    path: Path
+    config: McaModelConfig
+    params: Sequence[Param]
+
+    def side(self, param: Param) -> Side:
+        """On which side of ``param``'s rule the parts lie."""
+
+    def parts(self, param: Param) -> tuple[Part, ...]:
+        """The parts that hold ``param``, in the side's order."""
+
+    def whole_shape(self, param: Param) -> Shape:
+        """Shape of the whole parameter, without vocabulary padding."""
+
+    def tensors(self) -> Iterable[TensorInfo]:
+        """All that is stored."""
+
+
+def gather_piece(source: ModelSource, param: Param, rank: int, size: int) -> tuple[Gather, tuple[Part, ...]]:
+    """What to copy for the piece that ``rank`` of ``size`` (tp, or etp for an expert) holds."""
+    target: Side = 1 if param.shard.axis is None else size
+    whole = source.whole_shape(param)
+    try:
+        gathers = plan_moves(Rule.of(param), whole, source.side(param), target)
+    except ValueError as error:
+        raise McaError(f"{param.mca_name()} of shape {list(whole)}: {error}") from None
+    return gathers[0 if param.shard.axis is None else rank], source.parts(param)
+
+
+def read_piece(source: ModelSource, param: Param, rank: int = 0, size: int = 1) -> "np.ndarray[Any, Any]":
+    """The piece of ``param`` that ``rank`` of ``size`` (tp, or etp for an expert) holds, as a fresh array.
+
+    Vocabulary rows beyond the true ones are zero. Pass ``alias_of``'s parameter for a tied output layer.
+    """
+    import numpy as np
+
+    gather, parts = gather_piece(source, param, rank, size)
+    flats = [part.flat() for part in parts]
+    out = np.empty(gather.size, flats[0].dtype)
+    for start, stop in gather.zeros:
+        out[start:stop] = 0
+    for move in gather.moves:
+        copy_move(flats[move.part], out, move)
+    return out.reshape(gather.shape)
+
+
+def copy_move(source: "np.ndarray[Any, Any]", target: "np.ndarray[Any, Any]", move: Move) -> None:
+    """Carries out one move between flat arrays."""
+    import numpy as np
+
+    views = []
+    for flat, start, stride in (
+        (source, move.source, move.source_stride),
+        (target, move.target, move.target_stride),
+    ):
+        span = flat[start : start + (move.repeat - 1) * stride + move.run]
+        strides = (stride * flat.itemsize, flat.itemsize)
+        views.append(np.lib.stride_tricks.as_strided(span, (move.repeat, move.run), strides))
+    np.copyto(views[1], views[0])
+
+
+def check_whole(
+    param: Param, whole: Shape, config: McaModelConfig, where: Path, names: Iterable[str]
+) -> None:
+    """Raises unless ``whole`` is the shape that ``config`` gives ``param``."""
+    expected = expected_shape(param, config)
+    if expected is not None and whole != expected:
+        raise McaError(
+            f"{where}: {', '.join(names)} make up {param.mca_name()} of shape {list(whole)}; the "
+            f"configuration says {list(expected)}"
+        )
+
+
+def checked_parts(
+    param: Param, whole: Shape, side: Side, infos: Sequence[TensorInfo], experts: int
+) -> tuple[Part, ...]:
+    """The parts of ``param`` in ``infos``, whose shapes must be those that its rule demands.
+
+    Args:
+        param: The parameter.
+        whole: Its whole shape.
+        side: What ``infos`` are.
+        infos: Its tensors in the side's order.
+        experts: Leading size of stacked tensors.
+    """
+    try:
+        shapes = part_shapes(Rule.of(param), whole, side)
+    except ValueError as error:
+        raise McaError(f"{param.mca_name()} of shape {list(whole)}: {error}") from None
+    stacked = param.stacked and side is None
+    parts = []
+    for info, shape in zip(infos, shapes, strict=True):
+        expected = (experts, *shape) if stacked else shape
+        if info.shape != expected:
+            raise McaError(
+                f"{info.file}: tensor {info.name} has shape {list(info.shape)}, expected {list(expected)}"
+            )
+        parts.append(Part(info, shape, (param.expert or 0) * prod(shape) if stacked else 0))
+    return tuple(parts)
+
+
+def require_same_names(present: Iterable[str], expected: Iterable[str], where: Path) -> None:
+    """Raises one error with all missing and unexpected names: their count and the first few."""
+    have, want = set(present), set(expected)
+    faults = [
+        f"{len(names)} {what} {'tensor' if len(names) == 1 else 'tensors'} ({_first_few(names)})"
+        for what, names in (("missing", want - have), ("unexpected", have - want))
+        if names
+    ]
+    if faults:
+        raise McaError(f"{where}: {' and '.join(faults)}; the checkpoint and its config.json do not agree")
+
+
+def _first_few(names: set[str], count: int = 4) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:count]) + (", ..." if len(listed) > count else "")
