@@ -1,4 +1,8 @@
-"""Keeps `uv.lock` free of index addresses: `lock.py strip` rewrites it, `lock.py check` proves it (CI).
+"""Keeps `uv.lock` free of index addresses.
+
+    python tools/lock.py strip     takes the addresses out of uv.lock (before committing it)
+    python tools/lock.py update    locks anew after a pyproject.toml changed, and strips
+    python tools/lock.py check     proves that what git is about to commit is clean (CI)
 
 The committed lock pins every version and hash and names no index, so it works behind any mirror. `uv` fills the
 addresses of the machine it runs on into the working copy (the flat index `wheelhouse` in pyproject.toml is what
@@ -125,11 +129,13 @@ def check() -> int:
 def main() -> int:
     """Runs one of the two commands."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("command", choices=["strip", "check"])
-    if parser.parse_args().command == "check":
+    parser.add_argument("command", choices=["strip", "update", "check"])
+    command = parser.parse_args().command
+    if command == "check":
         return check()
     path = ROOT / "uv.lock"
-    path.write_text(strip(path.read_text()))
+    text = strip(path.read_text())
+    path.write_text(_relock(text) if command == "update" else text)
     return 0
 
 
