@@ -51,10 +51,10 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # t
 
     def _take_over_checkpointing(self) -> None:
         """Megatron recomputes; the HF flags, under either name, would make the Trainer do it again."""
-        present = {field.name for field in fields(self)}
-        asked = [name for name in _CHECKPOINTING if name in present and getattr(self, name)]
+        unset = {field.name: field.default for field in fields(self) if field.name in _CHECKPOINTING}
+        asked = [name for name in unset if getattr(self, name)]
         for name in asked:
-            setattr(self, name, False)
+            setattr(self, name, unset[name])
         if asked and self.recompute_granularity is None:
             _logger.info("%s: recomputing every layer (recompute_granularity full, uniform, 1)", asked[0])
             self.recompute_granularity, self.recompute_method, self.recompute_num_layers = (

@@ -204,6 +204,13 @@ class DistributingParallelArguments:
             inherited["expert_tensor_parallel_size"] = None
         return ParallelLayout(**(inherited | given))
 
+    def adopt_layout(self, base: ParallelLayout) -> ParallelLayout:
+        """Writes :meth:`layout` of ``base`` into the arguments, so that none of the sizes stays None."""
+        layout = self.layout(base)
+        for name in LAYOUT_FIELDS:
+            setattr(self, name, getattr(layout, name))
+        return layout
+
     def grid(self, world_size: int, base: ParallelLayout | None = None) -> RankGrid:
         """The ranks of ``world_size`` processes laid out as :meth:`layout` says."""
         return RankGrid(self.layout(base), world_size)

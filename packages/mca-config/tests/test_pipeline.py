@@ -1,0 +1,181 @@
+"""Where layers stand: laws that hold for every plan, and examples small enough to read."""
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from mca_config import McaError, ParallelLayout, PipelinePlan, pipeline_plan
+from mca_config.layout_string import parse_layout
+
+
+def layers_by_chunk(plan: PipelinePlan) -> list[list[tuple[int, ...]]]:
+    return [[chunk.layers for chunk in of_rank] for of_rank in plan.chunks]
+
+
+def pp(size: int, **more: object) -> ParallelLayout:
+    return ParallelLayout(pipeline_model_parallel_size=size, **more)  # type: ignore[arg-type]
+
+
+def test_even() -> None:
+    assert layers_by_chunk(pipeline_plan(pp(2), 4)) == [[(0, 1)], [(2, 3)]]
+
+
+def test_virtual_stages_interleave() -> None:
+    plan = pipeline_plan(pp(2, virtual_pipeline_model_parallel_size=2), 8)
+    assert layers_by_chunk(plan) == [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]
+    assert plan.layers_of_rank(1) == (2, 3, 6, 7)
+
+
+def test_uneven_first_and_last() -> None:
+    layout = pp(3, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=2)
+    assert layers_by_chunk(pipeline_plan(layout, 6)) == [[(0,)], [(1, 2, 3)], [(4, 5)]]
+
+
+def test_embedding_and_loss_take_a_layers_place() -> None:
+    layout = pp(2, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
+    assert layers_by_chunk(pipeline_plan(layout, 4)) == [[(0, 1)], [(2, 3)]]
+    layout = pp(2, account_for_embedding_in_pipeline_split=True)
+    assert layers_by_chunk(pipeline_plan(layout, 5)) == [[(0, 1)], [(2, 3, 4)]]
+
+
+def test_a_layout_string() -> None:
+    layout = pp(3, pipeline_model_parallel_layout="Et*3|t*4|t*4L")
+    assert layers_by_chunk(pipeline_plan(layout, 11)) == [[(0, 1, 2)], [(3, 4, 5, 6)], [(7, 8, 9, 10)]]
+
+
+def test_a_layout_string_with_virtual_stages_and_mtp() -> None:
+    layout = pp(2, pipeline_model_parallel_layout="E|tt|t|mL")
+    plan = pipeline_plan(layout, 3, mtp_num_layers=1)
+    assert layers_by_chunk(plan) == [[(), (2,)], [(0, 1), ()]]
+    assert plan.chunk_of_mtp(0) is plan.last
+
+
+def test_mtp_stands_with_the_loss_unless_the_string_says_otherwise() -> None:
+    plan = pipeline_plan(pp(2, virtual_pipeline_model_parallel_size=2), 4, mtp_num_layers=2)
+    assert plan.chunk_of_mtp(1) is plan.last
+    alone = pipeline_plan(pp(3, pipeline_model_parallel_layout="Ett|mm|L"), 2, mtp_num_layers=2)
+    assert alone.chunk_of_mtp(0).pp == 1
+    assert alone.chunk_of_mtp(0).mtp_layers == (0, 1)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[PipelinePlan, int]:
+    size, virtual = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    layers = draw(st.integers(1, 40))
+    kind = draw(st.sampled_from(["even", "uneven", "account", "string"]))
+    more: dict[str, object] = {"virtual_pipeline_model_parallel_size": virtual}
+    if kind == "uneven":
+        more["num_layers_in_first_pipeline_stage"] = draw(st.one_of(st.none(), st.integers(1, 12)))
+        more["num_layers_in_last_pipeline_stage"] = draw(st.one_of(st.none(), st.integers(1, 12)))
+    if kind == "account":
+        more["account_for_embedding_in_pipeline_split"] = draw(st.booleans())
+        more["account_for_loss_in_pipeline_split"] = draw(st.booleans())
+    if kind == "string":
+        cuts = sorted(
+            draw(st.lists(st.integers(0, layers), min_size=size * virtual - 1, max_size=size * virtual - 1))
+        )
+        runs = [after - before for before, after in zip([0, *cuts], [*cuts, layers], strict=True)]
+        more["pipeline_model_parallel_layout"] = "E" + "|".join(f"t*{run}" for run in runs) + "L"
+    try:
+        return pipeline_plan(pp(size, **more), layers), layers
+    except McaError:
+        assume(False)
+        raise
+
+
+@given(plans())
+def test_every_layer_stands_on_exactly_one_chunk_in_order(case: tuple[PipelinePlan, int]) -> None:
+    plan, layers = case
+    assert [layer for chunk in plan for layer in chunk.layers] == list(range(layers))
+    for layer in range(layers):
+        chunk = plan.chunk_of_layer(layer)
+        assert layer in plan.chunks[chunk.pp][chunk.vp].layers
+
+
+@given(plans())
+def test_one_chunk_begins_and_one_ends_the_model(case: tuple[PipelinePlan, int]) -> None:
+    plan, _ = case
+    assert [chunk for chunk in plan if chunk.has_embedding] == [plan.first]
+    assert [chunk for chunk in plan if chunk.has_loss] == [plan.last]
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers", "words"),
+    [
+        (
+            pp(4),
+            30,
+            ["num_layers 30", "pipeline_model_parallel_size 4", "num_layers_in_first_pipeline_stage"],
+        ),
+        (pp(2, virtual_pipeline_model_parallel_size=2), 6, ["virtual_pipeline_model_parallel_size 2"]),
+        (pp(2, account_for_loss_in_pipeline_split=True), 4, ["with embedding or loss counted: 5"]),
+        (
+            pp(2, num_layers_in_first_pipeline_stage=3, num_layers_in_last_pipeline_stage=4),
+            8,
+            ["leaves 1 layers for 0 further", "num_layers_in_first_pipeline_stage 3"],
+        ),
+        (pp(4, num_layers_in_first_pipeline_stage=3), 10, ["leaves 7 layers for 3 further"]),
+        (
+            pp(2, virtual_pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=3),
+            7,
+            ["3 layers", "virtual_pipeline_model_parallel_size 2"],
+        ),
+        (pp(2, pipeline_model_parallel_layout="Ett|ttL"), 5, ["has 4 decoder layers", "the model has 5"]),
+        (pp(2, pipeline_model_parallel_layout="tt|ttL"), 4, ["must begin with its one E"]),
+        (pp(2, pipeline_model_parallel_layout="Ett|tt"), 4, ["must end with its one L"]),
+        (pp(2, pipeline_model_parallel_layout="EttL|ttL"), 4, ["must end with its one L", "has 2"]),
+        (pp(2, pipeline_model_parallel_layout="Ettm|ttL"), 4, ["(m), the model has 0"]),
+    ],
+)
+def test_what_does_not_divide_names_the_flag(layout: ParallelLayout, layers: int, words: list[str]) -> None:
+    with pytest.raises(McaError) as error:
+        pipeline_plan(layout, layers)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "words"),
+    [
+        ("Etm|tL", 2, "move m behind the last t"),
+        ("Ett|m|mL", 3, "m stands in 2 stages"),
+        ("Ett|m|m|L", 2, "m stands in 2 stages"),
+        ("Ett|mm||L", 2, "last virtual stage"),
+    ],
+)
+def test_misplaced_mtp_is_an_error(text: str, size: int, words: str) -> None:
+    with pytest.raises(McaError, match=words):
+        pipeline_plan(pp(size, pipeline_model_parallel_layout=text), 2, mtp_num_layers=text.count("m"))
+
+
+def test_layers_outside_the_model_are_errors() -> None:
+    plan = pipeline_plan(pp(2), 4)
+    with pytest.raises(McaError, match="layer 4"):
+        plan.chunk_of_layer(4)
+    with pytest.raises(McaError, match="layer 0 is outside"):
+        plan.chunk_of_mtp(0)
+    with pytest.raises(McaError, match="num_layers must be at least 1"):
+        pipeline_plan(pp(1), 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "stages"),
+    [
+        ("EttL", ("EttL",)),
+        ("Et*3|t*4|t*4L", ("Ettt", "tttt", "ttttL")),
+        ("Ettt|(tt|)*3,m|L", ("Ettt", "tt", "tt", "tt", "m", "L")),
+        ("E|(t|tt)*2|L", ("E", "t", "ttt", "tt", "L")),
+        ("E(t*2|)*2L", ("Ett", "tt", "L")),
+        ("E|*3L", ("E", "", "", "L")),
+        ("Et*0|tL", ("E", "tL")),
+    ],
+)
+def test_layout_strings_unroll(text: str, stages: tuple[str, ...]) -> None:
+    assert parse_layout(text) == stages
+
+
+@pytest.mark.parametrize(
+    "text", ["Ex|L", "E t|L", "Et*|L", "E(t)L", "E((t)*2)*2L", "Et*2*3L", "E()*3L", "et|L", "*3tL"]
+)
+def test_what_is_no_layout_string_is_an_error(text: str) -> None:
+    with pytest.raises(McaError, match="cannot be read at"):
+        parse_layout(text)
