@@ -58,6 +58,26 @@ class McaModelConfig:
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
+    qk_layernorm_full_width: bool = False
+    """The norms of q and k span all heads together and have a weight for each channel of each head."""
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    """Norms before attention and MLP, after them (before the residual is added), or both."""
+    attention_output_gate: bool = False
+    """A sigmoid gate, projected beside q, on each head's output."""
+    softmax_scale: float | None = None
+    """Factor on attention scores; None: ``kv_channels ** -0.5``."""
+    softmax_type: Literal["vanilla", "learnable"] = "vanilla"
+    """``learnable``: each head has a logit of its own beside its keys' (an attention sink)."""
+    glu_linear_offset: float = 0.0
+    """Added to the up half of a gated MLP: ``activation(gate) * (up + offset)``."""
+    activation_func_clamp_value: float | None = None
+    """The gate is clamped from above by it, the up half from both sides; None: neither."""
+    embedding_multiplier: float = 1.0
+    """Factor on the word embeddings, rounded to their dtype."""
+    residual_multiplier: float = 1.0
+    """Factor on what attention and MLP add to the residual."""
+    logits_scaling: float = 1.0
+    """The output layer's logits are divided by it."""
     tie_word_embeddings: bool = False
     """The output layer shares the embedding's weight."""
     init_method_std: float = 0.02
@@ -69,11 +89,22 @@ class McaModelConfig:
     rotary_interleaved: bool = False
     rope_scaling: dict[str, Any] | None = None
     """HF's rope parameters without ``rope_theta`` (``rope_type``, ``factor``, ...); None: unscaled."""
+    rotary_base_local: float | None = None
+    """Base of the unscaled rope of ``sliding_attention`` layers; None: all layers rotate alike."""
+    no_rope_freq: tuple[int, ...] | None = None
+    """1 for each decoder layer without rope, 0 for one with; None: all have it."""
     window_size: int | None = None
     """Tokens each query sees in a sliding-window layer, itself included; None: all before it."""
     layer_types: tuple[str, ...] | None = None
     """HF's kind of each decoder layer (``full_attention``, ``sliding_attention``, ``linear_attention``);
     None: all alike (sliding if ``window_size``)."""
+
+    linear_conv_kernel_dim: int | None = None
+    """Width of the causal convolution in ``linear_attention`` layers (gated delta net); None: there are none."""
+    linear_num_key_heads: int | None = None
+    linear_num_value_heads: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
 
     num_moe_experts: int | None = None
     moe_layer_freq: tuple[int, ...] | None = None
@@ -85,6 +116,8 @@ class McaModelConfig:
     moe_router_enable_expert_bias: bool = False
     moe_router_num_groups: int | None = None
     moe_router_group_topk: int | None = None
+    moe_router_group_score: Literal["top_sum", "max"] = "top_sum"
+    """A group's score: the sum of its ``topk / group_topk`` best experts', or its best one's."""
     moe_router_topk_scaling_factor: float | None = None
     moe_shared_expert_intermediate_size: int | None = None
     moe_shared_expert_gate: bool = False
@@ -103,7 +136,7 @@ class McaModelConfig:
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise McaError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("moe_layer_freq", "layer_types"):
+        for name in ("moe_layer_freq", "layer_types", "no_rope_freq"):
             values = getattr(self, name)
             if values is not None and len(values) != self.num_layers:
                 raise McaError(f"{name} has {len(values)} entries, expected num_layers {self.num_layers}")
@@ -112,6 +145,10 @@ class McaModelConfig:
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_query_groups "
                 f"{self.num_query_groups}"
             )
+
+    def is_linear_layer(self, layer: int) -> bool:
+        """Whether decoder ``layer`` has linear attention (a gated delta net)."""
+        return self.layer_types is not None and self.layer_types[layer] == "linear_attention"
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder ``layer`` has experts."""

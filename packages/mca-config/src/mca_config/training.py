@@ -79,9 +79,14 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # t
         ):
             if getattr(self, name) < 1:
                 problems.append(f"{name} must be at least 1, not {getattr(self, name)}")
-        if (self.virtual_pipeline_model_parallel_size or 1) > 1:
+        if not self._layout_problems() and self._virtual_size() > 1:
             problems += self._interleaving_problems()
         return problems
+
+    def _virtual_size(self) -> int:
+        if self.pipeline_model_parallel_size is None:
+            return self.virtual_pipeline_model_parallel_size or 1
+        return self.layout().vpp
 
     def _is_on(self, name: str) -> bool:
         return getattr(self, name) not in (None, False, "", [], {})

@@ -1,0 +1,138 @@
+"""Whether a model fits a layout: every reason at once, each naming the flag."""
+
+from typing import Any
+
+import pytest
+
+from mca_config import (
+    McaError,
+    McaModelConfig,
+    ParallelLayout,
+    check_layout,
+    require_layout,
+    sequence_multiple,
+)
+
+DENSE: dict[str, Any] = {
+    "model_type": "llama",
+    "num_layers": 8,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 8,
+    "num_query_groups": 2,
+    "kv_channels": 8,
+    "vocab_size": 101,
+    "max_position_embeddings": 512,
+}
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 8,
+    "moe_ffn_hidden_size": 48,
+    "moe_shared_expert_intermediate_size": 64,
+}
+
+
+def model(**more: Any) -> McaModelConfig:
+    return McaModelConfig(**(DENSE | more))
+
+
+def layout(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None) -> ParallelLayout:
+    return ParallelLayout(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "sizes", "world", "seq"),
+    [
+        ({}, layout(), None, None),
+        ({}, layout(tp=2, pp=2, cp=2), 16, 512),
+        ({"num_query_groups": 2}, layout(tp=4), None, None),
+        (EXPERTS, layout(tp=2, ep=4), 8, 512),
+        (EXPERTS, layout(tp=2, ep=8, etp=1), 8, None),
+        ({**EXPERTS, "ffn_hidden_size": 127}, layout(tp=2), None, None),
+        ({"vocab_size": 4099}, layout(tp=8), None, None),
+    ],
+)
+def test_what_fits(more: dict[str, Any], sizes: ParallelLayout, world: int | None, seq: int | None) -> None:
+    assert check_layout(model(**more), sizes, world, seq) == []
+    require_layout(model(**more), sizes, world, seq)
+
+
+@pytest.mark.parametrize(
+    ("more", "sizes", "words"),
+    [
+        ({"num_layers": 30}, layout(pp=4), ["num_layers 30", "pipeline_model_parallel_size 4"]),
+        ({}, layout(tp=16), ["num_attention_heads 8", "tensor_model_parallel_size 16", "for example to 8"]),
+        (
+            {"num_attention_heads": 12, "num_query_groups": 3},
+            layout(tp=2),
+            ["num_query_groups 3 is neither a multiple nor a divisor", "tensor_model_parallel_size 2"],
+        ),
+        ({"ffn_hidden_size": 127}, layout(tp=2), ["ffn_hidden_size 127", "tensor_model_parallel_size 2"]),
+        ({}, layout(ep=2), ["no experts", "expert_model_parallel_size to 1"]),
+        (EXPERTS, layout(ep=3), ["num_moe_experts 8", "expert_model_parallel_size 3", "for example to 2"]),
+        (EXPERTS, layout(etp=5), ["moe_ffn_hidden_size 48", "expert_tensor_parallel_size 5"]),
+        (
+            {**EXPERTS, "moe_shared_expert_intermediate_size": 63},
+            layout(tp=2),
+            ["moe_shared_expert_intermediate_size 63"],
+        ),
+        ({**EXPERTS, "add_bias_linear": True}, layout(tp=2), ["biases", "expert_tensor_parallel_size to 1"]),
+        (
+            {"extra": {"linear_num_key_heads": 2}},
+            layout(cp=2),
+            ["linear attention", "context_parallel_size to 1"],
+        ),
+        ({"extra": {"linear_num_key_heads": 2}}, layout(tp=4), ["linear_num_key_heads 2"]),
+    ],
+)
+def test_what_does_not_fit_names_the_flag(
+    more: dict[str, Any], sizes: ParallelLayout, words: list[str]
+) -> None:
+    problems = check_layout(model(**more), sizes)
+    assert len(problems) == 1, problems
+    assert all(word in problems[0] for word in words), problems
+
+
+def test_sequences_and_worlds_are_checked() -> None:
+    assert (
+        "multiple of 4, as context_parallel_size asks; change it to 104"
+        in check_layout(model(), layout(cp=2), None, 101)[0]
+    )
+    problem = check_layout(model(**EXPERTS), layout(tp=2, ep=2), None, 101)[0]
+    assert "multiple of 2, as tensor_model_parallel_size (with sequence_parallel)" in problem
+    assert check_layout(model(), layout(tp=2), None, 101) == []
+    assert len(check_layout(model(), layout(tp=2), None, 101, sequence_parallel=True)) == 1
+    assert "6 processes" in check_layout(model(), layout(tp=2, pp=2), 6)[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sequence_parallel", "multiple"),
+    [
+        (layout(), None, 1),
+        (layout(tp=4), None, 1),
+        (layout(tp=4), True, 4),
+        (layout(tp=4, ep=2), None, 4),
+        (layout(cp=4), None, 8),
+        (layout(tp=2, cp=2), True, 4),
+        (layout(tp=3, cp=2), True, 12),
+        (layout(tp=4, cp=2), True, 8),
+    ],
+)
+def test_the_multiple_of_a_sequence(
+    sizes: ParallelLayout, sequence_parallel: bool | None, multiple: int
+) -> None:
+    assert sequence_multiple(sizes, sequence_parallel) == multiple
+
+
+def test_all_problems_come_at_once() -> None:
+    with pytest.raises(McaError) as error:
+        require_layout(model(num_layers=30, ffn_hidden_size=127), layout(tp=16, pp=4, ep=2), 7, 101)
+    text = str(error.value)
+    assert text.startswith("llama cannot be laid out as tp 16 pp 4 ep 2 etp 16: ")
+    for words in ("num_layers 30", "num_attention_heads", "ffn_hidden_size", "no experts", "7 processes"):
+        assert words in text

@@ -1,0 +1,227 @@
+"""``mca_config.json``: what is written reads back, what is wrong is named, ROLL's file reads too."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mca_config import McaError, McaModelConfig, MlaMcaModelConfig, ParallelLayout
+
+DATA = Path(__file__).parent / "data"
+SIZES: dict[str, Any] = {
+    "model_type": "qwen3",
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "vocab_size": 101,
+    "max_position_embeddings": 512,
+}
+MLA: dict[str, Any] = {"kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+
+
+def config(**more: Any) -> McaModelConfig:
+    return McaModelConfig(**(SIZES | more))
+
+
+def document(**model: Any) -> dict[str, Any]:
+    return {"mca_version": 1, "model": SIZES | model, "layout": {}, "hf_config": {"x_unknown": [1, None]}}
+
+
+def test_a_saved_config_loads_equal(tmp_path: Path) -> None:
+    saved = config(
+        rope_scaling={"rope_type": "llama3", "factor": 8.0},
+        layer_types=("full_attention",) * 4,
+        hf_config={"torch_dtype": "bfloat16", "nested": {"list": [1, 2.5, None, "ä"]}},
+        layout=ParallelLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+        extra={"some_fact": 3},
+    )
+    assert saved.save(tmp_path).name == "mca_config.json"
+    assert McaModelConfig.load(tmp_path) == saved
+
+
+def test_the_mla_class_is_chosen_by_kv_lora_rank(tmp_path: Path) -> None:
+    saved = MlaMcaModelConfig(**SIZES, **MLA, q_lora_rank=None)
+    saved.save(tmp_path)
+    loaded = McaModelConfig.load(tmp_path)
+    assert isinstance(loaded, MlaMcaModelConfig)
+    assert loaded == saved
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "layernorm_epsilon": st.floats(1e-12, 1, allow_nan=False),
+            "rotary_base": st.floats(1, 1e9, allow_nan=False),
+            "tie_word_embeddings": st.booleans(),
+            "window_size": st.one_of(st.none(), st.integers(1, 10**6)),
+            "moe_layer_freq": st.lists(st.integers(0, 1), min_size=4, max_size=4).map(tuple),
+            "hf_config": st.dictionaries(
+                st.text(), st.one_of(st.none(), st.booleans(), st.integers(), st.text())
+            ),
+            "dtype": st.sampled_from(["float32", "bfloat16", "float16"]),
+        },
+    )
+)
+def test_json_round_trip(more: dict[str, Any]) -> None:
+    saved = config(**more)
+    assert McaModelConfig.from_json(saved.to_json()) == saved
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d["model"].update(num_layer=4), ["model", "unknown key num_layer"]),
+        (lambda d: d["model"].pop("hidden_size"), ["model", "missing key hidden_size"]),
+        (lambda d: d["model"].update(num_layers="4"), ["num_layers must be an integer", "'4'"]),
+        (lambda d: d["model"].update(num_layers=True), ["num_layers must be an integer"]),
+        (lambda d: d["model"].update(num_layers=0), ["num_layers must be at least 1"]),
+        (lambda d: d["model"].update(dtype="int8"), ["dtype must be 'float32' or"]),
+        (lambda d: d["model"].update(tie_word_embeddings=1), ["tie_word_embeddings must be true or false"]),
+        (lambda d: d["model"].update(moe_layer_freq=[1]), ["moe_layer_freq has 1 entries", "num_layers 4"]),
+        (lambda d: d["model"].update(num_query_groups=3), ["not a multiple of num_query_groups 3"]),
+        (lambda d: d["layout"].update(tp=2), ["layout", "unknown key tp"]),
+        (lambda d: d.update(mca_version=2), ["mca_version must be 1", "2"]),
+        (lambda d: d.pop("mca_version"), ["mca_version must be 1", "None"]),
+        (lambda d: d.pop("layout"), ["missing key layout"]),
+        (lambda d: d.update(more=1), ["unknown key more"]),
+        (lambda d: d.update(layout=[]), ["layout must be an object"]),
+    ],
+)
+def test_a_wrong_document_is_named(change: Any, words: list[str]) -> None:
+    wrong = json.loads(json.dumps(document()))
+    change(wrong)
+    with pytest.raises(McaError) as error:
+        McaModelConfig.from_dict(wrong, "some/mca_config.json")
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_files_that_are_not_there_or_not_json_are_named(tmp_path: Path) -> None:
+    with pytest.raises(McaError, match=r"mca_config\.json: no such file"):
+        McaModelConfig.load(tmp_path)
+    (tmp_path / "mca_config.json").write_text("{")
+    with pytest.raises(McaError, match=r"mca_config\.json: not valid JSON"):
+        McaModelConfig.load(tmp_path)
+    (tmp_path / "mca_config.json").write_text("[]")
+    with pytest.raises(McaError, match="expected a JSON object, not list"):
+        McaModelConfig.load(tmp_path)
+
+
+def test_a_checkpoint_of_roll_reads() -> None:
+    text = (DATA / "roll_mca_config.json").read_text()
+    loaded = McaModelConfig.from_json(text)
+    assert loaded.layout == ParallelLayout(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_tensor_parallel_size=2
+    )
+    assert loaded.hf_config == json.loads((DATA / "roll_hf_config.json").read_text())
+    expected = {
+        "model_type": "llama",
+        "num_layers": 4,
+        "hidden_size": 128,
+        "ffn_hidden_size": 352,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "kv_channels": 16,
+        "vocab_size": 1024,
+        "max_position_embeddings": 512,
+        "dtype": "bfloat16",
+        "layernorm_epsilon": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_scaling": None,
+        "num_moe_experts": None,
+    }
+    assert {name: getattr(loaded, name) for name in expected} == expected
+    assert McaModelConfig.from_json(loaded.to_json()) == loaded
+
+
+def roll(**more: Any) -> dict[str, Any]:
+    return json.loads((DATA / "roll_mca_config.json").read_text()) | more
+
+
+def test_rolls_experts_and_mla_read() -> None:
+    loaded = McaModelConfig.from_dict(
+        roll(
+            num_moe_experts=8,
+            moe_layer_freq=2,
+            moe_use_shared_expert_gate=True,
+            multi_latent_attention=True,
+            q_lora_rank=None,
+            mtp_num_layers=None,
+            window_size=[127, 0],
+            **MLA,
+        )
+    )
+    assert isinstance(loaded, MlaMcaModelConfig)
+    assert loaded.moe_layer_freq == (1, 0, 1, 0)
+    assert [loaded.is_moe_layer(layer) for layer in range(4)] == [True, False, True, False]
+    assert loaded.moe_shared_expert_gate
+    assert loaded.mtp_num_layers == 0
+    assert loaded.window_size == 128
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"hf_config_json": "{"}, "hf_config_json is not a JSON text"),
+        ({"hf_config_json": "[]"}, "hf_config_json must hold a JSON object"),
+        ({"num_moe_experts": 8, "moe_layer_freq": "[1]*2"}, "moe_layer_freq must be a number or a list"),
+        ({"num_layers": None}, "num_layers must be an integer"),
+    ],
+)
+def test_a_broken_checkpoint_of_roll_is_named(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(McaError, match=words):
+        McaModelConfig.from_dict(roll(**more))
+
+
+@pytest.mark.parametrize(
+    ("rows", "tp", "padded"), [(101, 1, 101), (101, 2, 102), (4099, 4, 4100), (8, 8, 8), (1, 8, 8)]
+)
+def test_the_vocabulary_is_padded_to_a_multiple_of_tp(rows: int, tp: int, padded: int) -> None:
+    model = config(vocab_size=rows, layout=ParallelLayout(tensor_model_parallel_size=tp))
+    assert model.padded_vocab_size == padded
+
+
+def layout(**sizes: Any) -> ParallelLayout:
+    return ParallelLayout(**sizes)
+
+
+PP2 = layout(pipeline_model_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("mine", "its", "experts", "match"),
+    [
+        (PP2, PP2, None, True),
+        (layout(), layout(context_parallel_size=2), None, True),
+        (layout(), layout(tensor_model_parallel_size=2), None, False),
+        (layout(), PP2, None, False),
+        (PP2, replace(PP2, virtual_pipeline_model_parallel_size=2), None, False),
+        (PP2, layout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|ttL"), None, True),
+        (
+            PP2,
+            layout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|t|t|tL"),
+            None,
+            False,
+        ),
+        (PP2, layout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|tt||L"), None, True),
+        (PP2, layout(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1), None, False),
+        (layout(), layout(expert_model_parallel_size=2), None, True),
+        (layout(), layout(expert_model_parallel_size=2), 4, False),
+        (layout(), layout(expert_tensor_parallel_size=2), 4, False),
+        (layout(), layout(expert_tensor_parallel_size=1), 4, True),
+    ],
+)
+def test_layouts_match_when_each_rank_holds_the_same(
+    mine: ParallelLayout, its: ParallelLayout, experts: int | None, match: bool
+) -> None:
+    left = config(layout=mine, num_moe_experts=experts)
+    right = config(layout=its, num_moe_experts=experts)
+    assert left.distribute_config_match(right) is match
+    assert right.distribute_config_match(left) is match

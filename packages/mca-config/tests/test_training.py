@@ -1,0 +1,224 @@
+"""The training arguments with transformers: parsing of every kind, the interplay with HF's, batch sizes."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from transformers import HfArgumentParser
+
+from mca_config import (
+    DistributingParallelArguments,
+    McaError,
+    MegatronArguments,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+)
+
+GIVEN: dict[str, Any] = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "moe_aux_loss_coeff": 0.01,
+    "sequence_parallel": True,
+    "recompute_granularity": "selective",
+    "recompute_modules": ["mlp", "layernorm"],
+    "additional_configs": {"moe_per_layer_logging": True},
+}
+TRAINING: dict[str, Any] = {
+    **GIVEN,
+    "use_cpu": True,
+    "use_distributed_optimizer": True,
+    "learning_rate": 0.001,
+}
+CLASSES = [
+    (DistributingParallelArguments, GIVEN),
+    (MegatronArguments, GIVEN),
+    (TrainingArguments, TRAINING),
+    (Seq2SeqTrainingArguments, TRAINING),
+]
+
+
+def flags(given: dict[str, Any], separator: str) -> list[str]:
+    words: list[str] = []
+    for name, value in given.items():
+        words.append("--" + name.replace("_", separator))
+        if isinstance(value, list):
+            words += value
+        elif value is not True:
+            words.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return words
+
+
+@pytest.mark.parametrize(("cls", "given"), CLASSES, ids=[cls.__name__ for cls, _ in CLASSES])
+def test_every_way_of_parsing_gives_the_same(cls: type, given: dict[str, Any], tmp_path: Path) -> None:
+    as_json, as_yaml = tmp_path / "args.json", tmp_path / "args.yaml"
+    as_json.write_text(json.dumps(given))
+    as_yaml.write_text("\n".join(f"{name}: {json.dumps(value)}" for name, value in given.items()))
+    parser = HfArgumentParser(cls)
+    parsed = [
+        parser.parse_args_into_dataclasses(flags(given, "_"), look_for_args_file=False)[0],
+        parser.parse_args_into_dataclasses(flags(given, "-"), look_for_args_file=False)[0],
+        parser.parse_dict(given)[0],
+        parser.parse_json_file(as_json)[0],
+        parser.parse_yaml_file(as_yaml)[0],
+    ]
+    for args in parsed:
+        assert {name: getattr(args, name) for name in given} == given
+        assert args.layout().tp == args.layout().pp == 2
+
+
+@pytest.mark.parametrize("cls", [cls for cls, _ in CLASSES])
+def test_no_flags_change_nothing(cls: Any) -> None:
+    (args,) = HfArgumentParser(cls).parse_args_into_dataclasses([], look_for_args_file=False)
+    declared = MegatronArguments() if isinstance(args, MegatronArguments) else DistributingParallelArguments()
+    names = {field.name for field in dataclasses.fields(declared)} - {"optimizer"}
+    assert {name: getattr(args, name) for name in names} == {name: getattr(declared, name) for name in names}
+
+
+def test_a_switch_can_be_turned_off() -> None:
+    parser = HfArgumentParser(MegatronArguments)
+    words = ["--moe_grouped_gemm", "false", "--bias_dropout_fusion"]
+    (args,) = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
+    assert (args.moe_grouped_gemm, args.bias_dropout_fusion, args.apply_rope_fusion) == (False, True, None)
+
+
+def test_an_unknown_flag_or_key_is_an_error() -> None:
+    parser = HfArgumentParser(TrainingArguments)
+    with pytest.raises(ValueError, match="--no_such_flag"):
+        parser.parse_args_into_dataclasses(["--no_such_flag", "1"], look_for_args_file=False)
+    with pytest.raises(ValueError, match="no_such_key"):
+        parser.parse_dict({"no_such_key": 1})
+
+
+def training(**given: Any) -> TrainingArguments:
+    return TrainingArguments(use_cpu=True, **given)
+
+
+def test_the_three_levels_are_one_hierarchy() -> None:
+    args = training()
+    assert isinstance(args, MegatronArguments) and isinstance(args, DistributingParallelArguments)
+    assert isinstance(args, transformers.TrainingArguments)
+    assert isinstance(Seq2SeqTrainingArguments(use_cpu=True), transformers.Seq2SeqTrainingArguments)
+
+
+def test_bf16_accumulates_gradients_in_fp32_unless_told_not_to() -> None:
+    assert training(bf16=True).ddp_config_overrides() == {"grad_reduce_in_fp32": True}
+    assert (
+        training(bf16=True, accumulate_allreduce_grads_in_fp32=False).accumulate_allreduce_grads_in_fp32
+        is False
+    )
+    assert training().accumulate_allreduce_grads_in_fp32 is None
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_checkpointing_recomputes_every_layer(name: str) -> None:
+    if name not in {field.name for field in dataclasses.fields(transformers.TrainingArguments)}:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    args = training(**{name: True})
+    assert args.transformer_config_overrides() == {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    assert not args.gradient_checkpointing
+    assert training(**{name: True}, recompute_granularity="selective").recompute_method is None
+
+
+def test_optim_chooses_the_optimizer() -> None:
+    assert training().optimizer == "adam"
+    assert training(optim="adamw_torch").optimizer == "adam"
+    assert training(optim="sgd").optimizer == "sgd"
+    assert training(optim="adafactor", optimizer="muon").optimizer == "muon"
+    with pytest.raises(McaError, match="optim adafactor is none of Megatron's"):
+        training(optim="adafactor")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"bf16": True, "fp16": True}, "bf16 excludes fp16"),
+        ({"deepspeed": "ds.json"}, "deepspeed is not supported"),
+        ({"fsdp": "full_shard"}, "fsdp is not supported"),
+        ({"torch_compile": True}, "torch_compile is not supported"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size is not supported"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1"),
+        ({"overlap_param_gather": True}, "overlap_param_gather needs"),
+    ],
+)
+def test_what_megatron_cannot_is_refused_before_anything_starts(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(McaError, match=words):
+        training(**given)
+
+
+@pytest.mark.parametrize(
+    ("pp", "group", "steps", "fits"),
+    [
+        (2, None, 1, False),
+        (2, None, 2, True),
+        (2, None, 3, False),
+        (4, None, 8, True),
+        (2, 3, 5, True),
+        (2, 3, 4, False),
+    ],
+)
+def test_virtual_pipelining_wants_enough_micro_batches(
+    pp: int, group: int | None, steps: int, fits: bool
+) -> None:
+    given = {
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": 2,
+        "microbatch_group_size_per_vp_stage": group,
+        "gradient_accumulation_steps": steps,
+    }
+    if fits:
+        training(**given)
+        return
+    with pytest.raises(McaError, match=f"gradient_accumulation_steps {steps} must be at least"):
+        training(**given)
+
+
+def test_a_layout_string_counts_as_virtual_pipelining() -> None:
+    given = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|t|t|tL"}
+    with pytest.raises(McaError, match="gradient_accumulation_steps 1"):
+        training(**given)
+    assert training(**given, gradient_accumulation_steps=2).layout().vpp == 2
+
+
+def test_batch_sizes_count_replicas_not_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = training(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=5,
+        per_device_eval_batch_size=4,
+    )
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 16)
+    assert args.data_parallel_size == 4
+    assert args.global_train_batch_size == 3 * 5 * 4
+    assert args.global_eval_batch_size == 16
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 6)
+    with pytest.raises(McaError, match="6 processes"):
+        args.data_parallel_size  # noqa: B018
+
+
+def test_a_process_drives_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = training(per_device_train_batch_size=3)
+    args._n_gpu = 8
+    assert args.n_gpu == 1
+    assert args.train_batch_size == 3
+
+
+def test_arguments_survive_a_dict_and_a_copy() -> None:
+    args = training(**GIVEN, bf16=True, optim="sgd")
+    again = TrainingArguments(**args.to_dict())
+    assert {name: getattr(again, name) for name in GIVEN} == GIVEN
+    assert again.optimizer == "sgd"
+    assert json.loads(args.to_json_string())["tensor_model_parallel_size"] == 2
+    assert dataclasses.replace(args, seed=1).layout() == args.layout()
+
+
+def test_secrets_do_not_print() -> None:
+    assert "secret" not in repr(training(hub_token="secret"))
+    assert "tensor_model_parallel_size=None" in repr(training())
