@@ -1,6 +1,6 @@
 """The weight algebra: pure array operations, exact inverses, no rank state, no torch import."""
 
-from mca_models.weights.layouts import Concat, GroupedHeads, Layout, Separate, Transposed
+from mca_models.weights.layouts import SEPARATE, Concat, Each, GroupedHeads, Layout, Separate, Transposed
 from mca_models.weights.rules import COLUMN, GATED, REPLICATED, ROW, Param, Shard, Stage, each
 
 __all__ = [
@@ -8,7 +8,9 @@ __all__ = [
     "GATED",
     "REPLICATED",
     "ROW",
+    "SEPARATE",
     "Concat",
+    "Each",
     "GroupedHeads",
     "Layout",
     "Param",

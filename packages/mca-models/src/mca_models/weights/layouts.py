@@ -36,6 +36,9 @@ class Separate:
         return tuple(stored)
 
 
+SEPARATE = Separate()
+
+
 @dataclass(frozen=True)
 class Concat:
     """Parts one after the other on axis 0, their lengths in the proportion ``ratio``."""
@@ -59,7 +62,8 @@ class GroupedHeads:
 
     Args:
         heads: How many heads each part has in one group, e.g. ``(4, 1, 1)`` for q, k, v.
-        head_dim: Rows of one head.
+        head_dim: Rows of one head; 1 where the parts of a group have heads of different sizes, and for
+            rows that alternate: ``((1, 1), 1)`` is [gate 0, up 0, gate 1, up 1, ...].
     """
 
     heads: tuple[int, ...]
@@ -84,17 +88,43 @@ class GroupedHeads:
 
 @dataclass(frozen=True)
 class Transposed:
-    """The one part with its last two axes exchanged, e.g. ``[in, out]`` stored for ``[out, in]``."""
+    """Stored tensors with their last two axes exchanged, e.g. ``[in, out]`` for ``[out, in]``.
+
+    Args:
+        inside: How the parts lie in the tensors once turned.
+    """
+
+    inside: Layout = SEPARATE
 
     def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
         """See ``Layout.pack``."""
-        (x,) = parts
-        return (swap_axes(x),)
+        return tuple(swap_axes(x) for x in self.inside.pack(parts))
 
     def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
         """See ``Layout.unpack``."""
-        (x,) = stored
-        return (swap_axes(x),)
+        return self.inside.unpack([swap_axes(x) for x in stored])
 
 
-SEPARATE = Separate()
+@dataclass(frozen=True)
+class Each:
+    """Every stored tensor holds some of the parts, in a layout of its own.
+
+    Args:
+        layouts: The layout of each stored tensor, with how many parts it holds.
+    """
+
+    layouts: tuple[tuple[Layout, int], ...]
+
+    def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
+        """See ``Layout.pack``."""
+        stored: list[Array] = []
+        start = 0
+        for layout, count in self.layouts:
+            stored += layout.pack(parts[start : start + count])
+            start += count
+        return tuple(stored)
+
+    def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        """See ``Layout.unpack``."""
+        pairs = zip(stored, self.layouts, strict=True)
+        return tuple(part for x, (layout, _) in pairs for part in layout.unpack((x,)))
