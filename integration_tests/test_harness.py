@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+
 from harness import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -43,7 +44,9 @@ def _hangs() -> None:
 
 
 def test_a_hanging_rank_is_killed_and_its_stack_shown() -> None:
-    with pytest.raises(RanksFailed, match=r"(?s)rank 0 of 2: had not finished.*_hangs.*rank 1 of 2: ended normally"):
+    with pytest.raises(
+        RanksFailed, match=r"(?s)rank 0 of 2: had not finished.*_hangs.*rank 1 of 2: ended normally"
+    ):
         run_ranks(2, _hangs, timeout=2, process_group=False)
 
 
@@ -59,7 +62,10 @@ def test_a_dying_rank_is_noticed() -> None:
 def test_no_rank_is_left_behind() -> None:
     run_ranks(2, _sum_of_ranks, 0)
     children = subprocess.run(
-        ["ps", "--no-headers", "-o", "stat,args", "--ppid", str(os.getpid())], capture_output=True, text=True, check=False
+        ["ps", "--no-headers", "-o", "stat,args", "--ppid", str(os.getpid())],
+        capture_output=True,
+        text=True,
+        check=False,
     ).stdout.splitlines()
     assert not [line for line in children if "ps " not in line and "[ps]" not in line and "pytest" in line]
 

@@ -6,6 +6,7 @@ small file of its own that says why; on a GPU only the repairs that no device ca
 
 import importlib
 import logging
+import os
 import sys
 import warnings
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from mca_models.megatron.platform import (
     cuda_tensors,
     distributed_adam,
     dp_reshardable_no_grad,
+    mla_down_projection,
     mla_flags,
     rng_state,
     router_gemm_name,
@@ -52,6 +54,7 @@ PATCHES: tuple[Patch, ...] = (
     distributed_adam.PATCH,
     dp_reshardable_no_grad.PATCH,
     mla_flags.PATCH,
+    mla_down_projection.PATCH,
     checkpoint_queue.PATCH,
 )
 """Patches of Megatron, made once it is imported."""
@@ -88,6 +91,7 @@ def prepare() -> None:
             "megatron.core was imported before mca_models.megatron.platform.prepare(), which a machine without "
             "a GPU does not survive; import mca_models.megatron first"
         )
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron orders communication by it
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
     _make(BEFORE_IMPORT)

@@ -27,7 +27,13 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         super().__init__(
             params,
-            {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            {
+                "lr": lr,
+                "bias_correction": bias_correction,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+            },
         )
         self.adam_w_mode = adam_w_mode
 

@@ -1,0 +1,98 @@
+"""``AutoModel``: a model from a checkpoint directory or from a configuration."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from mca_config.arguments import DistributingParallelArguments
+from mca_config.checks import require_layout
+from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint import ModelSource, open_checkpoint
+from mca_models.megatron import fill, parallel
+from mca_models.megatron.transformer_config import DTYPES
+from mca_models.megatron.virtual_models import VirtualModels
+
+_log = logging.getLogger(__name__)
+
+
+class AutoModel:
+    """Makes ``VirtualModels``; collective: all ranks call it with equal arguments.
+
+    Under a launcher's environment (torchrun, mca-train) the process groups are started if nobody has.
+    """
+
+    @staticmethod
+    def from_pretrained(
+        path: str | Path,
+        args: DistributingParallelArguments | None = None,
+        *,
+        dtype: str | None = None,
+        seed: int = 1234,
+    ) -> VirtualModels:
+        """The model of a Hugging Face or MCA directory, on any layout.
+
+        Args:
+            path: The checkpoint directory.
+            args: Layout and computation; sizes left out are those of an MCA checkpoint, else 1.
+            dtype: ``float32``, ``bfloat16`` or ``float16``; None: what ``args`` train in, else the checkpoint's.
+            seed: Of Megatron's random states (dropout).
+
+        Raises:
+            McaError: The checkpoint is incomplete or the layout does not fit it.
+        """
+        args = args or DistributingParallelArguments()
+        source: ModelSource = open_checkpoint(Path(path))
+        config = source.config
+        models = _build(config, args, dtype, seed, Path(path))
+        fill.from_source(source, models.held(), models.place.layout, models.place.at)
+        _log.info(
+            "loaded %s %s from %s as %s", config.model_type, models.config.dtype, path, models.place.layout
+        )
+        return models
+
+    @staticmethod
+    def from_config(
+        config: McaModelConfig,
+        args: DistributingParallelArguments | None = None,
+        *,
+        dtype: str | None = None,
+        seed: int = 1234,
+    ) -> VirtualModels:
+        """A randomly initialised model, the same on every layout for the same ``seed``."""
+        models = _build(config, args or DistributingParallelArguments(), dtype, seed, None)
+        fill.from_seed(seed, models.held(), models.config, models.place.at)
+        return models
+
+
+def _build(
+    config: McaModelConfig,
+    args: DistributingParallelArguments,
+    dtype: str | None,
+    seed: int,
+    source: Path | None,
+) -> VirtualModels:
+    if args.mtp_num_layers is not None and args.mtp_num_layers != config.mtp_num_layers:
+        config = _with_prediction_layers(config, args.mtp_num_layers)
+    layout = args.layout(config.layout)
+    require_layout(config, layout)
+    place = parallel.start(layout, seed)
+    return VirtualModels(config, args, place, dtype=_dtype(config, args, dtype), source=source)
+
+
+def _with_prediction_layers(config: McaModelConfig, count: int) -> McaModelConfig:
+    if count > config.mtp_num_layers:
+        raise McaError(
+            f"mtp_num_layers {count} is more than the model's {config.mtp_num_layers} prediction layers; lower it"
+        )
+    return replace(config, mtp_num_layers=count)
+
+
+def _dtype(config: McaModelConfig, args: DistributingParallelArguments, dtype: str | None) -> str:
+    """What was asked for, else what training arguments say, else the checkpoint's."""
+    if dtype is None:
+        flags = vars(args)  # bf16 and fp16 are there in training arguments only
+        dtype = "bfloat16" if flags.get("bf16") else "float16" if flags.get("fp16") else config.dtype
+    if dtype not in DTYPES:
+        raise McaError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+    return dtype

@@ -1,0 +1,77 @@
+"""Fills the live tensors of a model: from a checkpoint, or from a seed.
+
+Both ways give every layout the same model: a file's slices, or slices of whole parameters that are drawn from a
+generator of their own.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mca_config.layout import Coordinates, ParallelLayout
+from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint import ModelSource, read_piece
+from mca_models.megatron.names import Held
+from mca_models.megatron.tensors import to_torch
+from mca_models.weights import Param
+
+_NORMS = ("layernorm.weight", "layer_norm_weight", "norm.weight")
+_ZERO = ("bias",)
+
+
+def cut_of(param: Param, layout: ParallelLayout, at: Coordinates) -> tuple[int, int]:
+    """(rank, size) by which ``param`` is cut: etp for experts, else tp; (0, 1) if it is replicated."""
+    if param.shard.axis is None:
+        return 0, 1
+    return (at.tp, layout.tp) if param.expert is None else (at.etp, layout.etp)
+
+
+def whole_shape(param: Param, live: Tensor, config: McaModelConfig) -> tuple[int, ...]:
+    """Shape of the whole parameter, without vocabulary padding."""
+    shape = list(live.shape)
+    if param.shard.axis is not None:
+        shape[param.shard.axis] *= config.layout.tp if param.expert is None else config.layout.etp
+    if param.vocab:
+        shape[0] = config.vocab_size
+    return tuple(shape)
+
+
+@torch.no_grad()
+def from_source(
+    source: ModelSource, held: Sequence[tuple[Held, Tensor]], layout: ParallelLayout, at: Coordinates
+) -> None:
+    """Copies each live tensor's slice out of the checkpoint, which is open and complete."""
+    by_name = {param.mca_name(): param for param in source.params}
+    for item, live in held:
+        stored = by_name[item.param.alias_of or item.param.mca_name()]
+        live.copy_(to_torch(read_piece(source, stored, *cut_of(item.param, layout, at))))
+
+
+@torch.no_grad()
+def from_seed(
+    seed: int, held: Sequence[tuple[Held, Tensor]], config: McaModelConfig, at: Coordinates
+) -> None:
+    """Draws each whole parameter as HF initialises it and keeps this rank's piece.
+
+    Matrices are normal with ``init_method_std``, norms one (zero if zero-centred), biases zero.
+    """
+    for item, live in held:
+        rank, size = cut_of(item.param, config.layout, at)
+        whole = _drawn(seed, item.param, whole_shape(item.param, live, config), config)
+        if item.param.vocab and size > 1:
+            padding = config.padded_vocab_size - config.vocab_size
+            whole = torch.cat([whole, whole.new_zeros(padding, *whole.shape[1:])])
+        live.copy_(item.param.shard.take(whole, rank, size))
+
+
+def _drawn(seed: int, param: Param, shape: tuple[int, ...], config: McaModelConfig) -> Tensor:
+    name = param.alias_of or param.mca_name()
+    if name.endswith(_NORMS):
+        return torch.full(shape, 0.0 if config.layernorm_zero_centered_gamma else 1.0)
+    if name.endswith(_ZERO):
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    return torch.empty(shape).normal_(0.0, config.init_method_std, generator=generator)

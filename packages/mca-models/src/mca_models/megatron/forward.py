@@ -1,0 +1,129 @@
+"""Full logits through Megatron's forward pipeline schedule."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from mca_config.checks import sequence_multiple
+from mca_models.megatron import parallel, platform
+from mca_models.megatron.layers.zigzag import in_order, take
+
+if TYPE_CHECKING:
+    from mca_models.megatron.virtual_models import VirtualModels
+
+
+@torch.no_grad()
+def model_logits(models: "VirtualModels", input_ids: Tensor) -> Tensor:
+    """See ``VirtualModels.logits``."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    batch, length = input_ids.shape
+    tokens = _padded(models, input_ids.to(platform.current_device()))
+    steps = _micro_batches(models)
+    rows = tokens.shape[0] // steps
+    with _inference(models):
+        outputs = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=[_micro(tokens, rows) for _ in models.chunks],
+            model=list(models.chunks),
+            num_microbatches=steps,
+            seq_length=tokens.shape[1],
+            micro_batch_size=rows,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    shape = (tokens.shape[0], tokens.shape[1], models.config.vocab_size)
+    return _everywhere(models, outputs, shape)[:batch, :length]
+
+
+def _padded(models: "VirtualModels", tokens: Tensor) -> Tensor:
+    """Token 0 after each row up to what the layout can cut; rows of it up to the micro-batches."""
+    batch, length = tokens.shape
+    layout = models.place.layout
+    multiple = sequence_multiple(layout, models.megatron.sequence_parallel)
+    columns = -length % multiple
+    rows = -batch % _micro_batches(models)
+    return torch.nn.functional.pad(tokens, (0, columns, 0, rows))
+
+
+def _micro_batches(models: "VirtualModels") -> int:
+    """The interleaved schedule needs as many micro-batches as pipeline ranks."""
+    layout = models.place.layout
+    return layout.pp if layout.vpp > 1 else 1
+
+
+def _micro(tokens: Tensor, rows: int) -> Iterator[dict[str, Tensor]]:
+    """This context rank's part of each micro-batch: ``[rows, seq / cp]`` tokens and positions."""
+    group = parallel.context_group()
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand(rows, -1)
+    for micro in tokens.split(rows):
+        yield {
+            "input_ids": take(micro, 1, group.rank(), group.size()).contiguous(),
+            "position_ids": take(positions, 1, group.rank(), group.size()).contiguous(),
+        }
+
+
+def _forward_step(iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Any]:
+    output: Tensor = model(**next(iterator), attention_mask=None)
+
+    def collect(logits: Tensor, non_loss_data: bool = False) -> Tensor:
+        return logits
+
+    return output, collect
+
+
+@contextmanager
+def _inference(models: "VirtualModels") -> Iterator[None]:
+    """Evaluation mode, without the prediction layers, which only serve the loss."""
+    training, depth = models.training, models.megatron.mtp_num_layers
+    chunks: list[Any] = list(models.chunks)
+    predicting = [chunk.mtp_process for chunk in chunks]
+    models.eval()
+    models.megatron.mtp_num_layers = None
+    for chunk in chunks:
+        chunk.mtp_process = False
+    try:
+        yield
+    finally:
+        models.train(training)
+        models.megatron.mtp_num_layers = depth
+        for chunk, before in zip(chunks, predicting, strict=True):
+            chunk.mtp_process = before
+
+
+def _everywhere(models: "VirtualModels", outputs: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
+    """The last stage's logits, gathered over tensor and context ranks, on all pipeline ranks."""
+    group = parallel.pipeline_group()
+    if group.rank() == group.size() - 1:
+        logits = torch.cat([_whole(output.float(), shape[2]) for output in outputs])
+    else:
+        logits = torch.empty(shape, device=platform.current_device())
+    if group.size() > 1:
+        last = torch.distributed.get_global_rank(group, group.size() - 1)
+        torch.distributed.broadcast(logits, last, group=group)
+    return logits
+
+
+def _whole(logits: Tensor, vocab: int) -> Tensor:
+    """``[rows, seq, vocab]`` of one micro-batch from this rank's ``[rows, seq / cp, padded / tp]``."""
+    logits = torch.cat(_gathered(logits, parallel.tensor_group()), -1)[..., :vocab]
+    context = parallel.context_group()
+    if context.size() == 1:
+        return logits
+    by_rank = torch.cat(_gathered(logits.transpose(0, 1), context))
+    (ordered,) = in_order(by_rank, (by_rank.shape[0],), context.size())
+    return ordered.transpose(0, 1)
+
+
+def _gathered(x: Tensor, group: Any) -> list[Tensor]:
+    """``x`` of every rank of ``group``."""
+    if group.size() == 1:
+        return [x]
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, x, group=group)
+    return parts

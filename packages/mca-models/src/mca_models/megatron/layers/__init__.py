@@ -1,0 +1,1 @@
+"""Our own modules for Megatron's local layer spec, in plain PyTorch."""

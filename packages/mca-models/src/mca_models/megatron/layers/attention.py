@@ -1,0 +1,139 @@
+"""Core attention for the local spec: causal, grouped-query, windowed, packed and context parallel.
+
+Replaces Megatron's ``DotProductAttention``, which holds the whole score matrix and knows neither packing nor
+context parallelism nor windows. Context parallelism gathers keys and values (backward: reduce-scatter) and each
+rank computes its own queries.
+"""
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mca_config.errors import McaError
+from mca_models.megatron.layers.sdpa import causal_attention
+from mca_models.megatron.layers.zigzag import chunks_of_rank, in_order
+
+_CAUSAL = ("causal", "padding_causal")
+
+
+class CoreAttention(torch.nn.Module):
+    """softmax(scale * q k^T) v over the keys at or before each query; takes what Megatron's spec gives."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if attn_mask_type.name not in _CAUSAL or attention_type != "self":
+            raise McaError(
+                f"the local core attention is causal self-attention, not {attn_mask_type.name} {attention_type}; "
+                "set transformer_impl to transformer_engine"
+            )
+        self.config = config
+        self.scale = softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.window = _window(config, layer_number)
+        self.cp_group = _context_group(pg_collection)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """Attends; a mask is not looked at, because padding on the right is not seen by what is before it.
+
+        Args:
+            query: ``[q, b, h, d]``, or ``[t, h, d]`` if packed; q or t are this context rank's tokens.
+            key: ``[q, b, g, d]`` or ``[t, g, d]``.
+            value: ``[q, b, g, dv]`` or ``[t, g, dv]``.
+            attention_mask: Ignored.
+            attn_mask_type: Ignored: causal.
+            attention_bias: Must be None.
+            packed_seq_params: Megatron's ``PackedSeqParams``, or None.
+
+        Returns:
+            ``[q, b, h * dv]``, or ``[t, h * dv]`` if packed.
+        """
+        if attention_bias is not None:
+            raise McaError("the local core attention has no attention bias; use transformer_engine")
+        packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+        if packed and query.dim() == 3:
+            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        rows = query.shape[0] * self.cp_group.size()
+        lengths = _lengths(packed_seq_params, rows) if packed else (rows,)
+        out = self._attend(query, key, value, lengths)
+        return out.flatten(1) if packed else out.flatten(2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        keys, values = self._sequences(key, lengths), self._sequences(value, lengths)
+        outputs, row = [], 0
+        for chunk in chunks_of_rank(lengths, self.cp_group.rank(), self.cp_group.size()):
+            stop = chunk.start + chunk.length
+            out = causal_attention(
+                query[row : row + chunk.length].permute(1, 2, 0, 3),
+                keys[chunk.sequence][:stop].permute(1, 2, 0, 3),
+                values[chunk.sequence][:stop].permute(1, 2, 0, 3),
+                start=chunk.start,
+                window=self.window,
+                scale=self.scale,
+                dropout=self.dropout if self.training else 0.0,
+            )
+            outputs.append(out.permute(2, 0, 1, 3))
+            row += chunk.length
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _sequences(self, x: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
+        """Every whole sequence of ``x``, gathered over the context ranks."""
+        size = self.cp_group.size()
+        if size == 1:
+            return list(x.split(lengths))
+        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+        # forward all-gather, backward reduce-scatter, both on axis 0
+        return in_order(gather_from_sequence_parallel_region(x, group=self.cp_group), lengths, size)
+
+
+def _window(config: Any, layer_number: int) -> int | None:
+    """Keys that a query of this layer (numbered from 1) sees; None: all."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    left: int = config.window_size[0]
+    return left + 1
+
+
+def _context_group(pg_collection: Any) -> Any:
+    if pg_collection is not None:
+        return pg_collection.cp
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_group()
+
+
+def _lengths(packed_seq_params: Any, rows: int) -> tuple[int, ...]:
+    """Tokens of each packed sequence over all context ranks; rows after the last one are one more."""
+    ends = packed_seq_params.cu_seqlens_q_padded
+    ends = packed_seq_params.cu_seqlens_q if ends is None else ends
+    ends = ends.tolist()
+    if ends[-1] < rows:
+        ends.append(rows)
+    return tuple(stop - start for start, stop in itertools.pairwise(ends) if stop > start)

@@ -1,0 +1,163 @@
+"""Rotary frequencies as ``transformers`` computes them, on Megatron's rotary module.
+
+Megatron knows one scaling, Llama 3's, with fixed constants inside. Here the inverse frequencies come from the
+model's own rope parameters: default, linear, dynamic, yarn and llama3.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
+
+Rope = dict[str, Any]
+
+
+def rotary_dim(config: McaModelConfig) -> int:
+    """Channels of a head that are rotated."""
+    return int(config.kv_channels * config.rotary_percent)
+
+
+def inverse_frequencies(base: float, dim: int) -> Tensor:
+    """``base ** (-2 i / dim)`` for i = 0 .. dim / 2 - 1."""
+    return 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim))
+
+
+def _linear(config: McaModelConfig, rope: Rope) -> Tensor:
+    return inverse_frequencies(config.rotary_base, rotary_dim(config)) / rope["factor"]
+
+
+def _dynamic(config: McaModelConfig, rope: Rope) -> Tensor:
+    return inverse_frequencies(config.rotary_base, rotary_dim(config))
+
+
+def _llama3(config: McaModelConfig, rope: Rope) -> Tensor:
+    """Long wavelengths are stretched, short ones kept, those between mixed."""
+    frequencies = inverse_frequencies(config.rotary_base, rotary_dim(config))
+    original = rope["original_max_position_embeddings"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = original * frequencies / (2 * math.pi)  # how often each channel turns in the original context
+    stretched = frequencies / rope["factor"]
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - share) * stretched + share * frequencies
+
+
+def _yarn(config: McaModelConfig, rope: Rope) -> Tensor:
+    """Channels that turn often keep their frequency, slow ones are stretched, a ramp between."""
+    dim, base = rotary_dim(config), config.rotary_base
+    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+
+    def channel(turns: float) -> float:
+        """The channel that turns so often in the original context."""
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = channel(rope.get("beta_fast") or 32), channel(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low if high != low else 0.001
+    stretched_share = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    frequencies = inverse_frequencies(base, dim)
+    return frequencies / _yarn_factor(config, rope) * stretched_share + frequencies * (1 - stretched_share)
+
+
+def _yarn_factor(config: McaModelConfig, rope: Rope) -> float:
+    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    return float(rope.get("factor") or config.max_position_embeddings / original)
+
+
+_KINDS: dict[str, Callable[[McaModelConfig, Rope], Tensor]] = {
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (),
+}
+
+
+def check_rope(config: McaModelConfig) -> None:
+    """Refuses a rope scaling that cannot be computed, by name."""
+    rope = config.rope_scaling
+    if rope is None:
+        return
+    kind = rope.get("rope_type")
+    if kind not in _KINDS:
+        raise McaError(
+            f"rope_type {kind!r} is not supported by the model factory; supported: default, {', '.join(_KINDS)}"
+        )
+    missing = [name for name in _NEEDED[kind] if rope.get(name) is None]
+    if missing:
+        raise McaError(f"rope scaling {kind!r} needs {', '.join(missing)} in config.json's rope parameters")
+
+
+def frequencies(config: McaModelConfig) -> Tensor:
+    """The model's inverse frequencies, fp32 ``[rotary_dim / 2]``.
+
+    Raises:
+        McaError: The kind of scaling is not known, or lacks a parameter.
+    """
+    check_rope(config)
+    if config.rope_scaling is None:
+        return inverse_frequencies(config.rotary_base, rotary_dim(config))
+    return _KINDS[config.rope_scaling["rope_type"]](config, config.rope_scaling)
+
+
+def attention_factor(config: McaModelConfig) -> float:
+    """The factor on cosine and sine: 1 but for yarn."""
+    rope = config.rope_scaling
+    if rope is None or rope.get("rope_type") != "yarn":
+        return 1.0
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    factor = _yarn_factor(config, rope)
+    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if mscale and all_dim:
+        return _yarn_scale(factor, mscale) / _yarn_scale(factor, all_dim)
+    return _yarn_scale(factor, 1.0)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def dynamic_frequencies(config: McaModelConfig, length: int) -> Tensor:
+    """Dynamic scaling's frequencies for sequences of ``length`` tokens beyond the original context."""
+    rope, dim, context = config.rope_scaling or {}, rotary_dim(config), config.max_position_embeddings
+    stretch = rope["factor"] * length / context - (rope["factor"] - 1)
+    return inverse_frequencies(config.rotary_base * stretch ** (dim / (dim - 2)), dim)
+
+
+def rotary_module(config: McaModelConfig, cp_group: Any) -> torch.nn.Module:
+    """Megatron's ``RotaryEmbedding`` with this model's frequencies."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    class DynamicRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
+        """Frequencies that depend on the longest sequence, once it exceeds the original context."""
+
+        def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
+            inv_freq = self.inv_freq
+            if max_seq_len > config.max_position_embeddings:
+                inv_freq = dynamic_frequencies(config, max_seq_len).to(inv_freq)
+            positions = torch.arange(max_seq_len, device=inv_freq.device, dtype=inv_freq.dtype) + offset
+            return torch.outer(positions, inv_freq)
+
+    dynamic = config.rope_scaling is not None and config.rope_scaling["rope_type"] == "dynamic"
+    rotary: Any = (DynamicRotaryEmbedding if dynamic else RotaryEmbedding)(
+        kv_channels=config.kv_channels,
+        rotary_percent=config.rotary_percent,
+        rotary_interleaved=config.rotary_interleaved,
+        rotary_base=config.rotary_base,
+        cp_group=cp_group,
+    )
+    rotary.inv_freq = frequencies(config).to(rotary.inv_freq)
+    module: torch.nn.Module = rotary
+    return module

@@ -1,0 +1,79 @@
+"""How context parallelism cuts sequences: rank r of n holds chunks r and 2n-1-r of 2n equal ones.
+
+So every rank has the same share of causal work. Packed sequences are each cut in this way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from mca_config.errors import McaError
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A run of tokens that a rank holds.
+
+    Args:
+        sequence: Index of the packed sequence it belongs to.
+        start: Position of its first token within that sequence.
+        length: Tokens.
+    """
+
+    sequence: int
+    start: int
+    length: int
+
+
+@lru_cache(maxsize=64)
+def chunks_of_rank(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Chunk, ...]:
+    """What ``rank`` of ``size`` holds of sequences of these ``lengths``, in the order of its rows.
+
+    Raises:
+        McaError: A length is not a multiple of 2 x size.
+    """
+    if size == 1:
+        return tuple(Chunk(index, 0, length) for index, length in enumerate(lengths))
+    chunks = []
+    for index, length in enumerate(lengths):
+        share, rest = divmod(length, 2 * size)
+        if rest:
+            raise McaError(
+                f"a sequence of {length} tokens cannot be cut for context_parallel_size {size}; "
+                f"pad it to a multiple of {2 * size}"
+            )
+        chunks += [Chunk(index, r * share, share) for r in (rank, 2 * size - 1 - rank)]
+    return tuple(chunks)
+
+
+def in_order(gathered: Tensor, lengths: Sequence[int], size: int) -> list[Tensor]:
+    """The sequences in their own order, from the rows of all ranks one after the other.
+
+    Args:
+        gathered: ``[size * rows of a rank, ...]``.
+        lengths: Tokens of each sequence over all ranks.
+        size: Context-parallel ranks.
+    """
+    pieces: dict[tuple[int, int], Tensor] = {}
+    row = 0
+    for rank in range(size):
+        for chunk in chunks_of_rank(tuple(lengths), rank, size):
+            pieces[chunk.sequence, chunk.start] = gathered[row : row + chunk.length]
+            row += chunk.length
+    ordered: list[list[Tensor]] = [[] for _ in lengths]
+    for sequence, start in sorted(pieces):
+        ordered[sequence].append(pieces[sequence, start])
+    return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in ordered]
+
+
+def take(x: Tensor, axis: int, rank: int, size: int) -> Tensor:
+    """This rank's part of one unpacked sequence axis."""
+    if size == 1:
+        return x
+    parts = [
+        x.narrow(axis, chunk.start, chunk.length) for chunk in chunks_of_rank((x.shape[axis],), rank, size)
+    ]
+    return torch.cat(parts, axis)

@@ -1,0 +1,114 @@
+"""What the installed megatron-core, or this machine, would compute wrongly or not at all: refused by name.
+
+The facts are in ``docs/limits.md`` of the workspace; each function here has a test.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mca_config.errors import list_problems
+from mca_config.layout import ParallelLayout
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_models.megatron.layers.rope import check_rope
+
+Version = tuple[int, ...]
+FIXED_IN_0_17: Version = (0, 17)
+
+
+def require_supported(
+    config: McaModelConfig,
+    layout: ParallelLayout,
+    settings: Mapping[str, Any],
+    *,
+    device: str,
+    version: Version,
+    implementation: str,
+) -> None:
+    """Raises one error with all that cannot be run.
+
+    Args:
+        config: The model.
+        layout: The parallel sizes.
+        settings: What goes into Megatron's ``TransformerConfig``.
+        device: ``cpu`` or ``cuda``.
+        version: megatron-core's.
+        implementation: ``local`` or ``transformer_engine``.
+    """
+    check_rope(config)
+    problems = [
+        *_pipeline(layout, settings, device),
+        *_wrong_gradients(config, layout, settings, version),
+        *_wrong_losses(config, layout, settings, version),
+        *_machine(settings, device),
+        *_local(settings, implementation),
+    ]
+    error = list_problems(problems, f"{config.model_type} at {layout}")
+    if error:
+        raise error
+
+
+def _pipeline(layout: ParallelLayout, settings: Mapping[str, Any], device: str) -> Iterator[str]:
+    if layout.vpp > 1 and not settings.get("overlap_p2p_comm"):
+        yield (
+            "virtual pipelining computes wrong numbers without overlap_p2p_comm; remove overlap_p2p_comm and "
+            "batch_p2p_comm from the arguments"
+        )
+    if device == "cpu" and settings.get("deallocate_pipeline_outputs"):
+        yield (
+            "deallocate_pipeline_outputs frees what gloo still sends, which changes the numbers silently; remove it"
+        )
+
+
+def _wrong_gradients(
+    config: McaModelConfig, layout: ParallelLayout, settings: Mapping[str, Any], version: Version
+) -> Iterator[str]:
+    if version >= FIXED_IN_0_17:
+        return
+    if config.num_moe_experts and layout.tp > 1 and layout.etp == 1 and layout.ep == 1:
+        yield (
+            "megatron-core 0.16 does not reduce expert gradients with tensor_model_parallel_size above 1, "
+            "expert_tensor_parallel_size 1 and expert_model_parallel_size 1; set one of the expert sizes to "
+            f"{layout.tp}, or install megatron-core 0.17 or later"
+        )
+    if isinstance(config, MlaMcaModelConfig) and layout.tp > 1 and not settings.get("sequence_parallel"):
+        yield (
+            "megatron-core 0.16 computes wrong gradients of latent attention with tensor_model_parallel_size "
+            "above 1 and no sequence_parallel; set sequence_parallel to true"
+        )
+
+
+def _wrong_losses(
+    config: McaModelConfig, layout: ParallelLayout, settings: Mapping[str, Any], version: Version
+) -> Iterator[str]:
+    if not settings.get("mtp_num_layers") or layout.cp == 1:
+        return
+    if version >= FIXED_IN_0_17:
+        yield (
+            "this megatron-core normalises the multi-token-prediction loss by each context rank's own tokens; "
+            "set context_parallel_size to 1 or mtp_num_layers to 0"
+        )
+    elif not settings.get("calculate_per_token_loss"):
+        yield (
+            "the multi-token-prediction loss is only right under context parallelism with "
+            "calculate_per_token_loss; set it to true, or set mtp_num_layers to 0"
+        )
+
+
+def _machine(settings: Mapping[str, Any], device: str) -> Iterator[str]:
+    if device == "cuda":
+        return
+    for name in ("gradient_accumulation_fusion", "fp8", "tp_comm_overlap", "masked_softmax_fusion"):
+        if settings.get(name):
+            yield f"{name} needs CUDA; remove it"
+    if settings.get("moe_token_dispatcher_type") == "flex":
+        yield "moe_token_dispatcher_type flex needs CUDA; use alltoall or allgather"
+
+
+def _local(settings: Mapping[str, Any], implementation: str) -> Iterator[str]:
+    if implementation != "local":
+        return
+    if settings.get("cp_comm_type") not in (None, "all_gather"):
+        yield (
+            f"cp_comm_type {settings['cp_comm_type']} needs transformer_impl transformer_engine; the local "
+            "implementation gathers keys and values (all_gather)"
+        )

@@ -1,0 +1,148 @@
+"""Process groups: torch.distributed from the environment, Megatron's from a layout.
+
+The only file of this package that reads the launcher's environment and Megatron's global parallel state.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from mca_config.layout import Coordinates, ParallelLayout, RankGrid
+from mca_models.megatron import platform
+
+_log = logging.getLogger(__name__)
+
+_RANK, _WORLD_SIZE, _LOCAL_RANK = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands.
+
+    Args:
+        layout: The parallel sizes of all ranks.
+        rank: Global rank.
+        world_size: Number of ranks.
+        at: This rank's coordinates in the grid.
+    """
+
+    layout: ParallelLayout
+    rank: int
+    world_size: int
+    at: Coordinates
+
+    @property
+    def grid(self) -> RankGrid:
+        """All ranks' coordinates."""
+        return RankGrid(self.layout, self.world_size)
+
+
+def start(layout: ParallelLayout, seed: int = 1234) -> Place:
+    """Starts what is missing of torch.distributed and Megatron's groups for ``layout``.
+
+    Without a launcher's environment the world is this one process. Groups that stand already with the same sizes
+    are used; those of another layout are replaced.
+
+    Raises:
+        McaError: The layout does not fit the number of ranks.
+    """
+    platform.prepare()
+    _start_torch()
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    place = Place(layout, rank, world_size, RankGrid(layout, world_size).coordinates(rank))
+    _start_megatron(layout)
+    _seed(seed)
+    return place
+
+
+def _start_torch() -> None:
+    if platform.device_type() == "cuda":
+        torch.cuda.set_device(int(os.environ.get(_LOCAL_RANK, "0")))
+    if torch.distributed.is_initialized():
+        return
+    if _RANK in os.environ and _WORLD_SIZE in os.environ:
+        torch.distributed.init_process_group(platform.backend(), timeout=_TIMEOUT)
+        return
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group(platform.backend(), store=store, rank=0, world_size=1)
+
+
+def _start_megatron(layout: ParallelLayout) -> None:
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        if _megatron_sizes() == _wanted_sizes(layout):
+            return
+        _log.info("replacing Megatron's process groups by those of %s", layout)
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
+
+
+def _wanted_sizes(layout: ParallelLayout) -> tuple[int, ...]:
+    return (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.etp)
+
+
+def _megatron_sizes() -> tuple[int, ...]:
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+
+
+def _seed(seed: int) -> None:
+    """Megatron's random states (dropout differs over tensor ranks as it must); once for each process."""
+    from megatron.core import tensor_parallel
+
+    if not tensor_parallel.get_cuda_rng_tracker().is_initialized():
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def stop() -> None:
+    """Ends all process groups and the platform's helpers."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    platform.close()
+
+
+def context_group() -> Any:
+    """The context-parallel group of this rank."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_group()
+
+
+def pipeline_group() -> Any:
+    """The pipeline-parallel group of this rank."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_group()
+
+
+def tensor_group() -> Any:
+    """The tensor-parallel group of this rank."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()

@@ -1,0 +1,88 @@
+"""Layer specs: Megatron's own, with our modules put where the local ones fall short."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from mca_models.megatron.layers.attention import CoreAttention
+from mca_models.megatron.layers.latent import DuplicatedLinear
+from mca_models.megatron.layers.norm import Norm
+from mca_models.megatron.names import Implementation
+
+
+def block_spec(config: Any, implementation: Implementation, vp_stage: int | None) -> Any:
+    """The decoder layers of one chunk.
+
+    Args:
+        config: Megatron's ``TransformerConfig``.
+        implementation: Whose modules.
+        vp_stage: Virtual stage, None without virtual pipelining.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    engine = implementation == "transformer_engine"
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
+    )
+    return spec if engine else _with_own_modules(spec, config)
+
+
+def mtp_spec(config: Any, decoder: Any, implementation: Implementation, vp_stage: int | None) -> Any:
+    """The multi-token-prediction layers of one chunk, None if it has none."""
+    if not config.mtp_num_layers:
+        return None
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_layer_specs,
+        get_gpt_mtp_block_spec,
+    )
+
+    engine = implementation == "transformer_engine"
+    last = get_gpt_decoder_layer_specs(config, engine, normalization=config.normalization)[-1]
+    spec = get_gpt_mtp_block_spec(config, last, use_transformer_engine=engine, vp_stage=vp_stage)
+    return spec if engine or spec is None else _with_own_modules(spec, config)
+
+
+def _with_own_modules(spec: Any, config: Any) -> Any:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    replaced = _replace(spec, {WrappedTorchNorm: Norm, DotProductAttention: CoreAttention})
+    if config.multi_latent_attention:
+        names = ("linear_q_down_proj", "linear_kv_down_proj")
+        replaced = _replace_fields(replaced, dict.fromkeys(names, DuplicatedLinear), ColumnParallelLinear)
+    return replaced
+
+
+def _replace(spec: Any, classes: Mapping[Any, Any]) -> Any:
+    """``spec`` with module classes exchanged wherever they stand in it."""
+    if isinstance(spec, type):
+        return classes.get(spec, spec)
+    return _rebuilt(spec, lambda name, value: _replace(value, classes))
+
+
+def _replace_fields(spec: Any, fields: Mapping[str, Any], expected: type) -> Any:
+    """``spec`` with the named fields exchanged wherever they hold ``expected``."""
+
+    def exchange(name: str, value: Any) -> Any:
+        if name in fields and value is expected:
+            return fields[name]
+        return _replace_fields(value, fields, expected)
+
+    return _rebuilt(spec, exchange)
+
+
+def _rebuilt(spec: Any, change: Any) -> Any:
+    """A copy of a spec tree (dataclasses, lists, dicts, partials) with ``change(name, child)`` for children."""
+    if isinstance(spec, list | tuple):
+        return type(spec)(change("", item) for item in spec)
+    if isinstance(spec, dict):
+        return {name: change(name, value) for name, value in spec.items()}
+    if isinstance(spec, partial):
+        keywords = {name: change(name, value) for name, value in spec.keywords.items()}
+        return partial(change("", spec.func), *(change("", arg) for arg in spec.args), **keywords)
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        values = {f.name: change(f.name, getattr(spec, f.name)) for f in dataclasses.fields(spec) if f.init}
+        return type(spec)(**values)
+    return spec

@@ -1,0 +1,295 @@
+"""``McaModelConfig`` and arguments to Megatron's ``TransformerConfig``."""
+
+import dataclasses
+import importlib.util
+import logging
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from mca_config.arguments import DistributingParallelArguments
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_models.megatron import platform
+from mca_models.megatron.layers.rope import attention_factor
+from mca_models.megatron.limits import require_supported
+from mca_models.megatron.names import Implementation
+
+_log = logging.getLogger(__name__)
+
+Settings = dict[str, Any]
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_ACTIVATIONS: Mapping[str, Callable[..., Any]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "relu": functional.relu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+}
+_SAME_NAME = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "init_method_std",
+    "attention_dropout",
+    "hidden_dropout",
+    "rotary_interleaved",
+)
+_SAME_NAME_MOE = (
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_aux_loss_coeff",
+    "moe_router_load_balancing_type",
+)
+_SAME_NAME_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+def implementation_of(args: DistributingParallelArguments) -> Implementation:
+    """The layer spec to build: as asked, else Transformer Engine where it is installed and a GPU is there.
+
+    Raises:
+        McaError: Transformer Engine was asked for and is missing.
+    """
+    usable = importlib.util.find_spec("transformer_engine") is not None and platform.device_type() == "cuda"
+    if args.transformer_impl == "transformer_engine" and not usable:
+        raise McaError(
+            "transformer_impl transformer_engine needs a GPU and the package transformer-engine "
+            "(mca-models[te]); install it or set transformer_impl to local"
+        )
+    return args.transformer_impl or ("transformer_engine" if usable else "local")
+
+
+def transformer_config(
+    config: McaModelConfig, args: DistributingParallelArguments, layout: ParallelLayout, dtype: str
+) -> Any:
+    """Megatron's configuration of the model.
+
+    Args:
+        config: The architecture.
+        args: What the user asked for.
+        layout: The resolved parallel sizes.
+        dtype: ``float32``, ``bfloat16`` or ``float16``.
+
+    Raises:
+        McaError: Something that Megatron would compute wrongly or not at all.
+    """
+    implementation = implementation_of(args)
+    settings = {
+        **_architecture(config),
+        **_layout(config, args, layout),
+        **_precision(dtype),
+        **_machine(implementation),
+        **_pipeline(layout),
+        **_converted(args.transformer_config_overrides()),
+    }
+    settings["transformer_impl"] = implementation
+    settings["moe_grouped_gemm"] = _grouped(settings, implementation)
+    _require(config, layout, settings, implementation)
+    return _with_attention_factor(_construct(config, settings), config)
+
+
+def _require(
+    config: McaModelConfig, layout: ParallelLayout, settings: Settings, implementation: Implementation
+) -> None:
+    require_supported(
+        config,
+        layout,
+        settings,
+        device=platform.device_type(),
+        version=platform.megatron_version(),
+        implementation=implementation,
+    )
+
+
+def _construct(config: McaModelConfig, settings: Settings) -> Any:
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    cls: Any = MLATransformerConfig if isinstance(config, MlaMcaModelConfig) else TransformerConfig
+    known = {field.name for field in dataclasses.fields(cls)}
+    unknown = sorted(name for name, value in settings.items() if name not in known and value is not None)
+    if unknown:
+        raise McaError(
+            f"this megatron-core has no setting {', '.join(unknown)}; remove it from the arguments or install "
+            "another version"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron speaks of the default of a setting nobody touched
+            return cls(**{name: value for name, value in settings.items() if name in known})
+    except (AssertionError, ValueError) as error:
+        raise McaError(f"Megatron refuses the configuration of {config.model_type}: {error}") from error
+
+
+def _architecture(config: McaModelConfig) -> Settings:
+    settings: Settings = {name: getattr(config, name) for name in _SAME_NAME}
+    if config.hidden_act not in _ACTIVATIONS:
+        raise McaError(
+            f"hidden_act {config.hidden_act!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
+        )
+    settings["activation_func"] = _ACTIVATIONS[config.hidden_act]
+    settings["mtp_num_layers"] = config.mtp_num_layers or None
+    settings |= _window(config)
+    if config.num_moe_experts is not None:
+        settings |= {name: getattr(config, name) for name in _SAME_NAME_MOE}
+        settings["moe_layer_freq"] = [int(config.is_moe_layer(i)) for i in range(config.num_layers)]
+        settings["moe_router_dtype"] = "fp32"
+        settings["moe_token_dispatcher_type"] = "alltoall"
+    if isinstance(config, MlaMcaModelConfig):
+        settings |= {name: getattr(config, name) for name in _SAME_NAME_MLA}
+        settings |= _latent_rope(config)
+    return settings
+
+
+def _window(config: McaModelConfig) -> Settings:
+    """A query sees ``window_size`` keys, itself included: Megatron counts those to its left."""
+    if config.window_size is None:
+        return {}
+    kinds = config.layer_types or ("sliding_attention",) * config.num_layers
+    return {
+        "window_size": (config.window_size - 1, 0),
+        "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in kinds],
+    }
+
+
+def _latent_rope(config: MlaMcaModelConfig) -> Settings:
+    rope = config.rope_scaling
+    settings: Settings = {"rotary_base": config.rotary_base, "rotary_percent": config.rotary_percent}
+    if rope is None:
+        return settings | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+    if rope["rope_type"] != "yarn":
+        raise McaError(
+            f"rope_type {rope['rope_type']!r} with latent attention is not supported; supported: yarn"
+        )
+    return settings | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope["factor"],
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
+        "mscale": rope.get("mscale") or 1.0,
+        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+    }
+
+
+def _layout(config: McaModelConfig, args: DistributingParallelArguments, layout: ParallelLayout) -> Settings:
+    sequence_parallel = args.sequence_parallel_for(layout)
+    latent = isinstance(config, MlaMcaModelConfig) and layout.tp > 1 and args.sequence_parallel is None
+    if latent and not sequence_parallel:
+        _log.info("sequence_parallel is on: latent attention on several tensor ranks needs it")
+        sequence_parallel = True
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": sequence_parallel,
+        "num_layers_in_first_pipeline_stage": layout.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": layout.num_layers_in_last_pipeline_stage,
+        "account_for_embedding_in_pipeline_split": layout.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": layout.account_for_loss_in_pipeline_split,
+        "pipeline_model_parallel_layout": layout.pipeline_model_parallel_layout,
+    }
+
+
+def _precision(dtype: str) -> Settings:
+    return {
+        "params_dtype": DTYPES[dtype],
+        "pipeline_dtype": DTYPES[dtype],
+        "bf16": dtype == "bfloat16",
+        "fp16": dtype == "float16",
+    }
+
+
+def _machine(implementation: Implementation) -> Settings:
+    """Fusions need CUDA kernels; weights are always filled by us, from a file or from a seed."""
+    fused = implementation == "transformer_engine"
+    return {
+        "perform_initialization": False,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": fused,
+        "attention_softmax_in_fp32": True,
+    }
+
+
+def _pipeline(layout: ParallelLayout) -> Settings:
+    """Point-to-point sends overlap under virtual pipelining, where batched ones give wrong numbers.
+
+    Outputs are freed after sending on CUDA only: gloo reads them later.
+    """
+    interleaved = layout.vpp > 1
+    return {
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "deallocate_pipeline_outputs": layout.pp > 1 and platform.device_type() == "cuda",
+    }
+
+
+def _grouped(settings: Settings, implementation: Implementation) -> bool:
+    """Grouped expert products: Transformer Engine's, unless refused; the local spec has none."""
+    wanted = settings.get("moe_grouped_gemm")
+    if implementation == "local":
+        if wanted:
+            _log.info("moe_grouped_gemm is off: the local layers run experts one after the other")
+        return False
+    return wanted is not False
+
+
+def _converted(overrides: Mapping[str, Any]) -> Settings:
+    """User's settings with strings made into Megatron's objects; zero prediction layers mean none."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    settings = dict(overrides)
+    if isinstance(settings.get("attention_backend"), str):
+        settings["attention_backend"] = AttnBackend[settings["attention_backend"]]
+    if settings.get("mtp_num_layers") == 0:
+        settings["mtp_num_layers"] = None
+    return settings
+
+
+def _with_attention_factor(megatron: Any, config: McaModelConfig) -> Any:
+    """Tells Megatron yarn's factor on cosine and sine, whatever its value.
+
+    Megatron computes it as ``(0.1 m ln s + 1) / (0.1 a ln s + 1)`` from three attributes that its
+    ``TransformerConfig`` does not declare; with s = e^10, m = factor - 1 and a = 0 that is the factor itself.
+    """
+    factor = attention_factor(config)
+    if factor != 1.0 and not isinstance(config, MlaMcaModelConfig):
+        megatron.yarn_rotary_scaling_factor = math.exp(10)
+        megatron.yarn_mscale = factor - 1
+        megatron.yarn_mscale_all_dim = 0.0
+    return megatron

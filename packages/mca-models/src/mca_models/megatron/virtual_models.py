@@ -1,0 +1,127 @@
+"""All virtual pipeline stages of a rank as one module."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mca_config.arguments import DistributingParallelArguments
+from mca_config.checks import require_layout
+from mca_config.model_config import McaModelConfig
+from mca_models.megatron import parallel
+from mca_models.megatron.chunks import build_chunk, live_tensors
+from mca_models.megatron.forward import model_logits
+from mca_models.megatron.names import Held, Implementation, Spelling, chunk_params
+from mca_models.megatron.save import save_hf, save_mca
+from mca_models.megatron.transformer_config import implementation_of, transformer_config
+
+
+class VirtualModels(torch.nn.Module):
+    """One rank's part of a model: a Megatron ``GPTModel`` for each virtual pipeline stage.
+
+    Made by ``AutoModel``. Every rank of the world holds one; the methods marked collective are called by all.
+
+    Attributes:
+        config: The model, with the layout it stands on.
+        args: The arguments it was made with.
+        place: Where this rank stands in the layout.
+        megatron: Megatron's ``TransformerConfig``, shared by all chunks.
+        chunks: The ``GPTModel`` of each virtual stage, in model order.
+        implementation: ``local`` or ``transformer_engine`` layers.
+        source: The checkpoint directory it was loaded from, None for a random one.
+    """
+
+    def __init__(
+        self,
+        config: McaModelConfig,
+        args: DistributingParallelArguments,
+        place: parallel.Place,
+        *,
+        dtype: str,
+        source: Path | None = None,
+    ) -> None:
+        super().__init__()
+        sequence_parallel = args.sequence_parallel_for(place.layout)
+        require_layout(config, place.layout, place.world_size, sequence_parallel=sequence_parallel)
+        self.config = replace(config, layout=place.layout, dtype=dtype)
+        self.args = args
+        self.place = place
+        self.source = source
+        self.implementation: Implementation = implementation_of(args)
+        self.megatron: Any = transformer_config(self.config, args, place.layout, dtype)
+        self._parts = self.config.pipeline_plan().chunks[place.at.pp]
+        self.chunks = torch.nn.ModuleList(
+            build_chunk(self.config, self.megatron, part, self.implementation) for part in self._parts
+        )
+        self._held = [list(self._match(index)) for index in range(len(self.chunks))]
+
+    def _match(self, index: int) -> Iterator[tuple[Held, Tensor]]:
+        held = chunk_params(
+            self.config, self._parts[index], self.place.layout, self.place.at, self._spelling()
+        )
+        tensors = live_tensors(self.chunks[index], held)
+        for item in held:
+            yield item, tensors[item.live]
+
+    def _spelling(self) -> Spelling:
+        grouped = self.implementation == "transformer_engine" and self.megatron.moe_grouped_gemm
+        return Spelling(self.implementation, grouped, _mtp_layer_name())
+
+    def held(self) -> Sequence[tuple[Held, Tensor]]:
+        """Every parameter (and saved buffer) of this rank with its rule, second copies included."""
+        return [pair for chunk in self._held for pair in chunk]
+
+    def canonical_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names and live tensors of this rank, without second copies of tied weights."""
+        for item, tensor in self.held():
+            if not item.copy:
+                yield item.param.mca_name(), tensor
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return iter(self.chunks)
+
+    def logits(self, input_ids: Tensor) -> Tensor:
+        """The model's logits; collective, for checks and small models.
+
+        Runs Megatron's own forward schedule, so pipeline and virtual stages communicate as in training.
+
+        Args:
+            input_ids: ``[batch, seq]``, the same on every rank.
+
+        Returns:
+            fp32 ``[batch, seq, vocab]`` without padding rows, the same on every rank.
+        """
+        return model_logits(self, input_ids)
+
+    def save_pretrained(self, directory: str | Path, *, overwrite: bool = False) -> None:
+        """Writes an MCA checkpoint of this layout; collective. Complete or absent."""
+        save_mca(self, Path(directory), overwrite=overwrite)
+
+    def save_pretrained_as_hf(
+        self, directory: str | Path, *, overwrite: bool = False, max_shard_bytes: int | None = None
+    ) -> None:
+        """Writes a Hugging Face checkpoint; collective. No process holds more than a parameter beyond its own.
+
+        Args:
+            directory: Where it will stand, complete or absent.
+            overwrite: Replaces what stands there.
+            max_shard_bytes: Limit of one file's tensors; None: 5 GB.
+        """
+        save_hf(self, Path(directory), overwrite=overwrite, max_shard_bytes=max_shard_bytes)
+
+
+def _mtp_layer_name() -> str:
+    """Megatron's name for the decoder layer inside a prediction layer, which changed with 0.17."""
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayerSubmodules
+
+    return next(
+        name
+        for name in ("mtp_model_layer", "transformer_layer")
+        if name in MultiTokenPredictionLayerSubmodules.__annotations__
+    )
