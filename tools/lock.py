@@ -82,7 +82,11 @@ def _relock(lock: str) -> str:
             shutil.copy(source, target)
         environment = {key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV"}
         subprocess.run(
-            ["uv", "lock", "--quiet"], cwd=copy, check=True, env=environment, stdin=subprocess.DEVNULL
+            [os.environ.get("UV", "uv"), "lock", "--quiet"],
+            cwd=copy,
+            check=True,
+            env=environment,
+            stdin=subprocess.DEVNULL,
         )
         return strip((copy / "uv.lock").read_text())
 
