@@ -1,0 +1,87 @@
+"""What the READMEs and docs say is true: links resolve, examples without a model run and give what they promise."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/**/*.md"),
+    *ROOT.glob("packages/*/*.md"),
+    *ROOT.glob("wheelhouse/*.md"),
+]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for found, text in BLOCK.findall(page.read_text()) if found == language]
+
+
+def wrong_values(text: str) -> list[str]:
+    """Runs an example; each `expression  # value` in it must have that value (up to a colon)."""
+    names: dict[str, object] = {}
+    problems = []
+    for statement in ast.parse(text).body:
+        source = ast.get_source_segment(text, statement) or ""
+        if not isinstance(statement, ast.Expr):
+            exec(compile(source, "example", "exec"), names)
+            continue
+        value = eval(source, names)
+        line = text.splitlines()[(statement.end_lineno or statement.lineno) - 1]
+        if "  # " in line and repr(value) != (promised := line.partition("  # ")[2].partition(": ")[0]):
+            problems.append(f"{source} is {value!r}, not {promised}")
+    return problems
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_resolve(page):
+    targets = [target for target in LINK.findall(page.read_text()) if "://" not in target]
+    assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_python_examples_compile(page):
+    for text in blocks(page, "python"):
+        ast.parse(text)
+
+
+@pytest.mark.parametrize("package", ["mca-config", "mca-models"])
+def test_examples_without_torch_run_as_promised(package):
+    examples = [
+        text
+        for text in blocks(ROOT / "packages" / package / "README.md", "python")
+        if "TrainingArguments" not in text
+    ]
+    assert examples
+    for text in examples:
+        assert not wrong_values(text)
+
+
+def test_a_wrong_promise_is_caught():
+    assert wrong_values("x = 1\nx + 1  # 3\n") == ["x + 1 is 2, not 3"]
+    assert not wrong_values("x = 1\nx + 1  # 2: as ever\n")
+
+
+def _help(command: str, *arguments: str) -> str:
+    program = [str(Path(sys.executable).parent / command), *arguments, "--help"]
+    return subprocess.run(
+        program, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
+    ).stdout
+
+
+def test_flags_of_mca_convert_exist():
+    known = set(re.findall(r"--[a-z_0-9]+", _help("mca-convert")))
+    said = set()
+    for page in PAGES:
+        for text in blocks(page, "console"):
+            for line in text.replace("\\\n", " ").splitlines():
+                if line.startswith("$ mca-convert -"):
+                    said |= set(re.findall(r"--[a-z_0-9]+", line))
+    assert said and said <= known
