@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 from mca_train.launch import report_failure
 
@@ -110,8 +111,8 @@ def test_ranks_die_with_a_killed_launcher(tmp_path):
             os.kill(pid, 0)
         except ProcessLookupError:
             continue
-        with open(f"/proc/{pid}/stat") as stat:
-            assert stat.read().rsplit(")", 1)[1].split()[0] == "Z"
+        status = Path(f"/proc/{pid}/stat").read_text()
+        assert status.rsplit(")", 1)[1].split()[0] == "Z"
 
 
 def test_without_a_launcher_the_failure_goes_to_stderr(capsys):

@@ -1,1 +1,23 @@
-"""mca-train."""
+"""Megatron-core training on the Hugging Face Trainer's lifecycle.
+
+``McaTrainer`` is imported when first asked for: it needs torch, transformers and megatron-core.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mca_train.batches import MicroBatch
+    from mca_train.token_dataset import TokenDataset
+    from mca_train.trainer import McaTrainer
+
+__all__ = ["McaTrainer", "MicroBatch", "TokenDataset"]
+
+_HOME = {"McaTrainer": "trainer", "MicroBatch": "batches", "TokenDataset": "token_dataset"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        from importlib import import_module
+
+        return getattr(import_module(f"mca_train.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -32,10 +32,11 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on ``device``."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(
-            self, **{k: v.to(device, non_blocking=True) for k, v in moved.items() if isinstance(v, Tensor)}
-        )
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {
+            k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)
+        }
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,7 @@ class PadCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """``input_ids`` and ``labels`` ``[b, s]``, and ``num_tokens`` ``[b]`` without padding."""
         ids = [torch.as_tensor(feature["input_ids"]) for feature in features]
         labels = [torch.as_tensor(feature.get("labels", feature["input_ids"])) for feature in features]
         pad = torch.nn.utils.rnn.pad_sequence
@@ -115,6 +117,7 @@ class StepCollator:
     pad_token_id: int = 0
 
     def __call__(self, samples: Sequence[tuple[Any, bool]]) -> StepBatch:
+        """The step's batch, from ``(sample, whether it counts)`` of this rank."""
         size = self.micro_batch_size
         groups = [samples[start : start + size] for start in range(0, len(samples), size)]
         batches = [self._collated(group) for group in groups]
@@ -179,3 +182,12 @@ def zigzag_slice(whole: Tensor, rank: int, size: int) -> Tensor:
 
 def _pad(values: Tensor, length: int, value: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, length - values.shape[1]), value=value)
+
+
+def pad_token(tokenizer: Any) -> int:
+    """The tokenizer's padding token; any token does, as padding is neither attended to nor a target."""
+    for name in ("pad_token_id", "eos_token_id"):
+        token = getattr(tokenizer, name, None)
+        if token is not None:
+            return int(token)
+    return 0

@@ -6,6 +6,7 @@ the last turn differently from earlier ones.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from mca_config.errors import McaError
@@ -94,7 +95,7 @@ def _tokenize_pieces(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[
     tokens: list[int] = []
     targets: list[bool] = []
     edges = [0, *(edge for span in spans for edge in span), len(text)]
-    for number, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
+    for number, (start, end) in enumerate(pairwise(edges)):
         ids = tokenizer(text[start:end], add_special_tokens=False)["input_ids"] if end > start else []
         tokens += ids
         targets += [number % 2 == 1] * len(ids)

@@ -161,7 +161,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
         members = typing.get_args(hint)
     else:
         members = (hint,)
-    order = {type(None): 0, bool: 1, dict: 2, list: 3, int: 4, float: 5}
+    order: dict[Any, int] = {type(None): 0, bool: 1, dict: 2, list: 3, int: 4, float: 5}
     return tuple(sorted(members, key=lambda m: order.get(typing.get_origin(m) or m, 6)))
 
 
@@ -214,7 +214,13 @@ _SCALARS: dict[Any, Any] = {bool: _bool, int: _int, float: _float, str: _str}
 
 
 def _describe(hint: Any) -> str:
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a mapping"}
+    names: dict[Any, str] = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        dict: "a mapping",
+    }
     words = []
     for member in _alternatives(hint):
         if member in (None, type(None)):

@@ -1,0 +1,112 @@
+"""Small models, data and runs for the trainer's tests; the functions run on every rank."""
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+STEPS = 10
+VOCAB = 130  # not a multiple of 4: padded rows take part
+
+
+def tiny_checkpoint(folder: Path, **changes: Any) -> Path:
+    """A random Qwen3 of 4 layers with norms that are not all one."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(5)
+    settings = dict(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+    )
+    model = Qwen3ForCausalLM(Qwen3Config(**(settings | changes)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def samples(count: int, *, longest: int = 32, seed: int = 0) -> Any:
+    """Ragged samples with some tokens that are no targets."""
+    from mca_train import TokenDataset
+
+    draw = np.random.default_rng(seed)
+    rows = []
+    for _ in range(count):
+        length = int(draw.integers(8, longest + 1))
+        start = draw.integers(0, VOCAB)
+        tokens = (start + np.arange(length) * draw.integers(1, 4)) % VOCAB
+        mask = np.arange(length) >= draw.integers(0, 6)
+        rows.append((tokens, mask))
+    return TokenDataset.from_samples(rows)
+
+
+def arguments(output_dir: Path, **changes: Any) -> Any:
+    from mca_config import TrainingArguments
+
+    settings: dict[str, Any] = dict(
+        output_dir=str(output_dir),
+        max_steps=STEPS,
+        learning_rate=5e-3,
+        lr_scheduler_type="cosine",
+        warmup_steps=2,
+        weight_decay=0.1,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=8,
+        per_device_eval_batch_size=2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=3,
+    )
+    return TrainingArguments(**(settings | changes))
+
+
+def make_trainer(checkpoint: Path, output_dir: Path, *, count: int = 44, **changes: Any) -> Any:
+    """A trainer on this rank; ``count`` samples at 8 a step leave a short step in every epoch."""
+    logging.disable(logging.WARNING)
+    from mca_models.megatron.auto import AutoModel
+    from mca_train import McaTrainer
+
+    data = changes.pop("train_dataset", None)
+    args = arguments(output_dir, **changes)
+    model = AutoModel.from_pretrained(checkpoint, args)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        return McaTrainer(
+            model=model,
+            args=args,
+            train_dataset=samples(count) if data is None else data,
+            eval_dataset=samples(7, seed=9),
+        )
+
+
+def quietly(call: Any) -> Any:
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        return call()
+
+
+def history(trainer: Any, key: str) -> list[float]:
+    return [log[key] for log in trainer.state.log_history if key in log]
+
+
+def train_losses(checkpoint: Path, output_dir: Path, **changes: Any) -> dict[str, list[float]]:
+    """Trains and evaluates; losses and gradient norms of every step."""
+    trainer = make_trainer(checkpoint, output_dir, **changes)
+    quietly(trainer.train)
+    quietly(trainer.evaluate)
+    return {key: history(trainer, key) for key in ("loss", "grad_norm", "learning_rate", "eval_loss")}

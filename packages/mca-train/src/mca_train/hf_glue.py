@@ -1,0 +1,92 @@
+"""What Hugging Face's ``Trainer`` wants to see in place of the parts that Megatron replaces."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+
+class NoAccelerator:
+    """Stands where the Trainer keeps accelerate's ``Accelerator``: it wraps nothing and moves nothing."""
+
+    def unwrap_model(self, model: Any, **_: Any) -> Any:
+        """The model itself."""
+        return model
+
+    def free_memory(self, *objects: Any) -> tuple[Any, ...]:
+        """Nothing was taken."""
+        return objects
+
+
+class ConfigView:
+    """A model's Hugging Face configuration, for callbacks that log it."""
+
+    def __init__(self, hf_config: dict[str, Any]) -> None:
+        self._values = dict(hf_config)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields."""
+        return dict(self._values)
+
+    def to_json_string(self, *_: Any, **__: Any) -> str:
+        """All fields, as the ``config.json`` has them."""
+        return json.dumps(self._values, indent=2, sort_keys=True, default=str) + "\n"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._values.get(name)
+
+
+class ModelView(torch.nn.Module):
+    """The model as the Trainer's constructor and the callbacks look at it: a module with a configuration."""
+
+    accepts_loss_kwargs = True
+
+    def __init__(self, hf_config: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = ConfigView(hf_config)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Never called: the engine runs Megatron's schedule over the chunks."""
+        raise NotImplementedError("McaTrainer trains through Megatron's schedule; use VirtualModels.logits")
+
+
+class JsonlLog(TrainerCallback):  # type: ignore[misc]
+    """Every log as a line of ``<output_dir>/train_log.jsonl``: step, time, and what was logged.
+
+    On a resumed run, lines of steps after the checkpoint are taken out first.
+    """
+
+    name = "train_log.jsonl"
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Keeps the lines up to the step that the run starts from."""
+        if not state.is_world_process_zero:
+            return
+        path = Path(args.output_dir) / self.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text().splitlines() if path.exists() and state.global_step else []
+        kept = [line for line in lines if _step_of(line) <= state.global_step]
+        path.write_text("".join(line + "\n" for line in kept))
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
+        """Appends a line."""
+        if not state.is_world_process_zero or not logs:
+            return
+        path = Path(args.output_dir) / self.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps({"step": state.global_step, "time": round(time.time(), 3), **logs}) + "\n")
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return -1

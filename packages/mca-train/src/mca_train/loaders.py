@@ -1,0 +1,98 @@
+"""Data loaders that hand out whole steps."""
+
+from collections.abc import Sized
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from mca_config.checks import sequence_multiple
+from mca_config.errors import McaError
+from mca_train.batches import Collator, CountedSamples, StepBatch, StepCollator
+from mca_train.groups import Ranks
+from mca_train.sampling import BatchShape, StepSampler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaders:
+    """Makes the training and evaluation loaders of this rank.
+
+    Args:
+        args: Training arguments.
+        ranks: Where this rank stands.
+        sequence_parallel: Whether activations are cut along the sequence.
+        collate: Makes padded tensors of samples.
+        pad_token_id: Of the tokenizer.
+    """
+
+    args: Any
+    ranks: Ranks
+    sequence_parallel: bool
+    collate: Collator
+    pad_token_id: int
+
+    def train(self, dataset: Any) -> tuple[DataLoader[StepBatch], StepSampler]:
+        """An item is a step; the sampler says which epoch and where in it to begin."""
+        args = self.args
+        strategy = str(getattr(args, "train_sampling_strategy", "random"))
+        if strategy not in ("random", "sequential"):
+            raise McaError(f"train_sampling_strategy {strategy} is not supported; use random or sequential")
+        seed = args.seed if args.data_seed is None else args.data_seed
+        sampler = StepSampler(
+            _length(dataset, "train_dataset"),
+            self._shape(args.per_device_train_batch_size, args.gradient_accumulation_steps),
+            seed=seed if strategy == "random" else None,
+            drop_last=args.dataloader_drop_last,
+        )
+        return self._loader(dataset, sampler), sampler
+
+    def evaluation(self, dataset: Any) -> tuple[DataLoader[StepBatch], StepSampler]:
+        """An item is as many micro-batches as fill the pipeline; every sample comes once, in order."""
+        pipeline = self.ranks.layout.pp
+        shape = self._shape(self.args.per_device_eval_batch_size, pipeline)
+        sampler = StepSampler(_length(dataset, "eval_dataset"), shape)
+        return self._loader(dataset, sampler), sampler
+
+    def _shape(self, micro_batch_size: int, num_micro_batches: int) -> BatchShape:
+        layout = self.ranks.layout
+        interleaved = layout.vpp > 1
+        return BatchShape(
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=num_micro_batches,
+            data_parallel_size=self.ranks.data_parallel_size,
+            data_parallel_rank=self.ranks.data_parallel_rank,
+            micro_batch_multiple=self._group() if interleaved else 1,
+        )
+
+    def _group(self) -> int:
+        """Micro-batches that the interleaved schedule hands out together."""
+        return self.args.microbatch_group_size_per_vp_stage or self.ranks.layout.pp
+
+    def _loader(self, dataset: Any, sampler: StepSampler) -> DataLoader[StepBatch]:
+        args = self.args
+        workers = args.dataloader_num_workers
+        collator = StepCollator(
+            collate=self.collate,
+            micro_batch_size=sampler.shape.micro_batch_size,
+            multiple=sequence_multiple(self.ranks.layout, self.sequence_parallel),
+            context_parallel_size=self.ranks.layout.cp,
+            context_parallel_rank=self.ranks.context_parallel_rank,
+            pad_token_id=self.pad_token_id,
+        )
+        samples: Any = CountedSamples(dataset)  # the collator makes the items steps
+        return DataLoader(
+            samples,
+            batch_sampler=sampler,
+            collate_fn=collator,
+            num_workers=workers,
+            prefetch_factor=args.dataloader_prefetch_factor if workers else None,
+            persistent_workers=False,
+        )
+
+
+def _length(dataset: Any, name: str) -> int:
+    if not isinstance(dataset, Sized):
+        raise McaError(f"{name} has no length; streaming datasets are not supported")
+    if len(dataset) == 0:
+        raise McaError(f"{name} is empty")
+    return len(dataset)

@@ -1,0 +1,60 @@
+"""The random states of a rank, in files that hold no pickle."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from mca_config.errors import McaError
+
+
+def save_rng(folder: Path, rank: int) -> None:
+    """Writes every generator's state of this rank to ``folder/rng_<rank>.safetensors``."""
+    from megatron.core import tensor_parallel
+
+    tensors = {f"megatron.{k}": v for k, v in tensor_parallel.get_cuda_rng_tracker().get_states().items()}
+    tensors["torch"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    state: Any = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, gauss = state
+    tensors["numpy"] = torch.from_numpy(keys.astype(np.int64))
+    words = {
+        "python": json.dumps(random.getstate()),
+        "numpy": json.dumps([kind, int(position), int(has_gauss), float(gauss)]),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    copies = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+    save_file(copies, folder / f"rng_{rank}.safetensors", metadata=words)
+
+
+def load_rng(folder: Path, rank: int) -> bool:
+    """Restores what `save_rng` wrote; False if this rank has no file (another number of ranks)."""
+    from megatron.core import tensor_parallel
+    from safetensors import safe_open
+
+    path = folder / f"rng_{rank}.safetensors"
+    if not path.is_file():
+        return False
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        words: dict[str, Any] = {key: json.loads(text) for key, text in (file.metadata() or {}).items()}
+    if not {"torch", "numpy"} <= tensors.keys() or not {"python", "numpy"} <= words.keys():
+        raise McaError(f"{path}: is not a file of random states; the checkpoint is damaged")
+    version, state, gauss = words["python"]
+    random.setstate((version, tuple(state), gauss))
+    kind, position, has_gauss, cached = words["numpy"]
+    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(tensors["torch"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])
+    tracked = {
+        name.removeprefix("megatron."): t for name, t in tensors.items() if name.startswith("megatron.")
+    }
+    if tracked:
+        tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
+    return True

@@ -1,0 +1,57 @@
+"""Learning rate: Hugging Face's schedules, driving Megatron's parameter groups."""
+
+from typing import Any
+
+import torch
+
+
+class LearningRate:
+    """A Hugging Face scheduler over an optimizer of its own, and its rate written into Megatron's groups.
+
+    HF's schedulers want a ``torch.optim.Optimizer``; Megatron's optimizer is none, and holds groups whose rates
+    and decays are multiples (``max_lr``, ``wd_mult``) of the run's.
+
+    Args:
+        args: The training arguments.
+        num_steps: Optimizer steps of the run.
+    """
+
+    def __init__(self, args: Any, num_steps: int) -> None:
+        from transformers.optimization import get_scheduler
+
+        self._base = float(args.learning_rate)
+        self._least = float(args.min_lr or 0.0)
+        self._decay = float(args.weight_decay)
+        self._warmup = int(args.get_warmup_steps(num_steps))
+        carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=self._base)
+        self.scheduler: Any = get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=carrier,
+            num_warmup_steps=self._warmup,
+            num_training_steps=num_steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+        carrier.step()  # a scheduler that steps before its optimizer warns
+        self._carrier = carrier
+        self._by_metric = str(args.lr_scheduler_type.value) in ("reduce_lr_on_plateau", "greedy")
+
+    @property
+    def value(self) -> float:
+        """The rate of the coming step."""
+        rate = float(self._carrier.param_groups[0]["lr"])
+        if self._least and self.scheduler.last_epoch >= self._warmup:
+            rate = self._least + (self._base - self._least) * rate / self._base
+        return rate
+
+    def write(self, groups: list[dict[str, Any]]) -> None:
+        """Sets rate and decay of every one of Megatron's parameter groups."""
+        share = self.value / self._base if self._base else 0.0
+        for group in groups:
+            highest = group.get("max_lr")
+            group["lr"] = (self._base if highest is None else highest) * share * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self._decay * group.get("wd_mult", 1.0)
+
+    def step(self) -> None:
+        """One optimizer step was made. A schedule that follows a metric moves at evaluations instead."""
+        if not self._by_metric:
+            self.scheduler.step()

@@ -1,0 +1,412 @@
+"""``McaTrainer``: Hugging Face's Trainer on the outside, Megatron's engine inside.
+
+Callbacks, ``report_to``, the progress bar, ``TrainerState``, strategies for logging, evaluation and saving, and
+``resume_from_checkpoint`` work as in ``transformers.Trainer``. The loop, the optimizer, the data loaders,
+evaluation and checkpoints are this module's: nothing goes through accelerate.
+"""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import TrainOutput, speed_metrics
+
+from mca_config.errors import McaError
+from mca_train import checkpointing, groups
+from mca_train.batches import Collator, MicroBatch, PadCollator, StepBatch, pad_token
+from mca_train.engine import Engine, Pipeline, StepResult
+from mca_train.hf_glue import JsonlLog, ModelView, NoAccelerator
+from mca_train.loaders import Loaders
+from mca_train.losses import token_loss
+from mca_train.marks import mark_cut_parameters
+from mca_train.progress import Length, LossMeter
+from mca_train.sampling import StepSampler
+from mca_train.saving import load_weights, save_model
+from mca_train.schedule import LearningRate
+
+logger = logging.getLogger(__name__)
+
+
+class McaTrainer(Trainer):  # type: ignore[misc]
+    """Trains `VirtualModels` with Megatron.
+
+    Args:
+        model: What ``mca_models.AutoModel`` returns.
+        args: ``mca_config.TrainingArguments``.
+        data_collator: Makes ``input_ids`` and ``labels`` (not shifted) of a micro-batch's samples; None: pads
+            on the right.
+        train_dataset: Map-style; items have ``input_ids`` and, if not every token is a target, ``labels``.
+        eval_dataset: The same, or a dict of several by name.
+        processing_class: The tokenizer; saved with the model.
+        callbacks: Hugging Face ``TrainerCallback``s.
+
+    Override `compute_loss` to train on another loss.
+    """
+
+    control: Any
+    state: Any
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any,
+        data_collator: Collator | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+    ) -> None:
+        self.ranks = groups.here(model.config.layout)
+        view = ModelView(model.config.hf_config)
+        super().__init__(
+            model=view,
+            args=args,
+            data_collator=data_collator or PadCollator(pad_token(processing_class)),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=[JsonlLog(), *(callbacks or [])],
+        )
+        self.model = self.model_wrapped = model
+        self._view = view
+        self.engine: Engine | None = None
+        self._learning_rate: LearningRate | None = None
+        self._meter = LossMeter(self.ranks.context_parallel_rank)
+        self._last_logged = 0
+        self._loss_total = 0.0
+        self._loaders = Loaders(
+            args=args,
+            ranks=self.ranks,
+            sequence_parallel=model.megatron.sequence_parallel,
+            collate=self.data_collator,
+            pad_token_id=pad_token(processing_class),
+        )
+
+    # What Hugging Face's constructor and callbacks ask for.
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """No accelerate: Megatron owns process groups, placement and data parallelism."""
+        self.accelerator = NoAccelerator()
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
+        self.gather_function = None
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """The factory has placed it."""
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.ranks.is_first
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.ranks.is_first or int(self.args.local_process_index) == 0
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples in a step, all ranks together."""
+        return int(
+            args.per_device_train_batch_size
+            * args.gradient_accumulation_steps
+            * self.ranks.data_parallel_size
+        )
+
+    def get_train_dataloader(self) -> DataLoader[StepBatch]:
+        """Of this rank; an item is a step."""
+        return self._train_loader()[0]
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[StepBatch]:
+        """Of this rank; an item is a round of micro-batches."""
+        return self._loaders.evaluation(self._eval_dataset(eval_dataset))[0]
+
+    def _train_loader(self) -> tuple[DataLoader[StepBatch], StepSampler]:
+        if self.train_dataset is None:
+            raise McaError("training needs a train_dataset (train_file)")
+        return self._loaders.train(self.train_dataset)
+
+    def _eval_dataset(self, given: Any) -> Any:
+        dataset = self.eval_dataset if given is None else given
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        if dataset is None:
+            raise McaError("evaluation needs an eval_dataset (eval_file)")
+        return dataset
+
+    # The hook for another loss.
+
+    def compute_loss(self, output: Tensor, batch: MicroBatch, **_: Any) -> tuple[Tensor, Tensor]:
+        """The loss of one micro-batch on a rank of the last pipeline stage.
+
+        Args:
+            output: ``[b, s]`` fp32 cross entropy of each token (s: of this context-parallel rank), or, where
+                `wants_logits` is set, logits ``[b, s, vocab / tp]`` of this tensor-parallel rank.
+            batch: Labels (already the next token) and mask.
+
+        Returns:
+            The sum over the targets, and their number. The trainer divides by the number of the whole global
+            batch, so a loss that is a mean must be multiplied by its number.
+        """
+        return token_loss(output, batch)
+
+    # Training.
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **_: Any
+    ) -> TrainOutput:
+        """Trains; see ``transformers.Trainer.train``.
+
+        Args:
+            resume_from_checkpoint: A checkpoint's path, True for the last one, or ``"auto"`` for the last one if
+                there is any.
+            trial: Must be None: hyper-parameter search is not supported.
+        """
+        if trial is not None:
+            raise McaError("hyper-parameter search is not supported")
+        checkpoint = checkpointing.resolve(resume_from_checkpoint, Path(self.args.output_dir))
+        self.is_in_train = True
+        try:
+            return self._train(checkpoint)
+        finally:
+            self.is_in_train = False
+
+    def _train(self, checkpoint: Path | None) -> TrainOutput:
+        loader, sampler = self._train_loader()
+        length = Length.of(self.args, sampler.num_steps)
+        training = self._prepare(length, checkpoint)
+        self._log_plan(length, sampler)
+        start, started = self.state.global_step, time.time()
+        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        if checkpoint is not None:
+            training.load_rng(checkpoint)
+        if self.args.eval_on_start:
+            self._evaluate(None, None, skip_scheduler=True)
+        self._meter = LossMeter(self.ranks.context_parallel_rank)
+        for epoch in range(start // length.steps_per_epoch, length.num_epochs):
+            self._run_epoch(epoch, loader, sampler, length)
+            if self.control.should_training_stop:
+                break
+        return self._finish(start, started, sampler)
+
+    def _prepare(self, length: Length, checkpoint: Path | None) -> checkpointing.TrainingState:
+        """State, engine and schedule; restored from ``checkpoint`` if there is one."""
+        self._start_state(length, checkpoint)
+        if checkpoint is not None:
+            load_weights(self.model, checkpoint)
+        if self.engine is None:
+            mark_cut_parameters(self.model.held())
+            self.engine = Engine(self.model.chunks, self.args, self._loss)
+        self.optimizer = self.engine.optimizer
+        self._learning_rate = LearningRate(self.args, length.max_steps)
+        self.lr_scheduler = self._learning_rate.scheduler
+        training = self._training_state()
+        if checkpoint is not None:
+            training.load(checkpoint)
+        handler = self.callback_handler
+        handler.model, handler.optimizer, handler.lr_scheduler = self._view, self.optimizer, self.lr_scheduler
+        return training
+
+    def _training_state(self) -> checkpointing.TrainingState:
+        return checkpointing.TrainingState(self.engine, self.lr_scheduler, self.ranks.rank)
+
+    def _start_state(self, length: Length, checkpoint: Path | None) -> None:
+        """A fresh `TrainerState`, or that of the checkpoint."""
+        if checkpoint is None:
+            self.state = TrainerState(stateful_callbacks=self._exportable())
+        else:
+            self.state = TrainerState.load_from_json(str(checkpoint / checkpointing.STATE_FILE))
+            self._load_callback_state()
+        self.state.compute_steps(self.args, length.max_steps)
+        self.state.train_batch_size = self.args.per_device_train_batch_size
+        self.state.max_steps = length.max_steps
+        self.state.num_train_epochs = length.num_epochs
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.control._new_training()
+        self._last_logged = self.state.global_step
+        self._loss_total = 0.0
+
+    def _exportable(self) -> list[Any]:
+        return [
+            cb for cb in [*self.callback_handler.callbacks, self.control] if isinstance(cb, ExportableState)
+        ]
+
+    def _log_plan(self, length: Length, sampler: StepSampler) -> None:
+        layout, args = self.ranks.layout, self.args
+        logger.info(
+            "training %d steps (%d a epoch) of %d samples = %d micro x %d accumulated x %d data parallel; %s",
+            length.max_steps,
+            length.steps_per_epoch,
+            sampler.shape.global_size,
+            args.per_device_train_batch_size,
+            args.gradient_accumulation_steps,
+            self.ranks.data_parallel_size,
+            layout,
+        )
+        if self.state.global_step:
+            logger.info("continuing after step %d", self.state.global_step)
+
+    def _run_epoch(
+        self, epoch: int, loader: DataLoader[StepBatch], sampler: StepSampler, length: Length
+    ) -> None:
+        first = max(self.state.global_step - epoch * length.steps_per_epoch, 0)
+        sampler.set_epoch(epoch, 0 if self.args.ignore_data_skip else first)
+        self.callback_handler.train_dataloader = loader
+        self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
+        result = StepResult(True, None)
+        for batch in loader:
+            self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+            result = self.training_step(batch)
+            self.state.global_step += 1
+            done = self.state.global_step - epoch * length.steps_per_epoch
+            self.state.epoch = epoch + done / length.steps_per_epoch
+            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+            self._log_evaluate_save(result)
+            if self.control.should_epoch_stop or self.control.should_training_stop:
+                break
+        self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+        self._log_evaluate_save(result)
+
+    def training_step(self, batch: StepBatch, *_: Any, **__: Any) -> StepResult:
+        """One optimizer step on one step's batch."""
+        engine, rate = self._engine_and_rate()
+        rate.write(engine.optimizer.param_groups)
+        loss = engine.forward_backward(batch)
+        self._meter.add(loss, batch.num_tokens, batch.num_samples)
+        self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
+        result = engine.optimizer_step()
+        self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
+        self._rate_of_step = rate.value
+        if result.updated:
+            rate.step()
+        return result
+
+    def _engine_and_rate(self) -> tuple[Engine, LearningRate]:
+        if self.engine is None or self._learning_rate is None:
+            raise RuntimeError("training has not started")
+        return self.engine, self._learning_rate
+
+    def _loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        return self.compute_loss(output, batch)
+
+    def _log_evaluate_save(self, result: StepResult) -> None:
+        """Does what the callbacks asked for."""
+        if self.control.should_log and self.state.global_step > self._last_logged:
+            self._log_step(result)
+        if self.control.should_evaluate:
+            with self._meter.pause():
+                metrics = self._evaluate(None, None)
+            best = self._determine_best_metric(metrics=metrics, trial=None)
+            if self.args.save_strategy == "best":
+                self.control.should_save = best
+        if self.control.should_save:
+            with self._meter.pause():
+                self._save_checkpoint()
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def _log_step(self, result: StepResult) -> None:
+        report = self._meter.flush()
+        self._loss_total += sum(report.losses)
+        self._last_logged = self.state.global_step
+        self.state.num_input_tokens_seen += report.num_tokens
+        logs: dict[str, float] = {"loss": report.mean}
+        if result.grad_norm is not None:
+            logs["grad_norm"] = result.grad_norm
+        self.log(logs | {"learning_rate": self._rate_of_step} | report.speed())
+
+    def _finish(self, first: int, started: float, sampler: StepSampler) -> TrainOutput:
+        """The run's own metrics, the best model if asked for, and the last callback."""
+        steps = self.state.global_step - first
+        self._loss_total += sum(self._meter.flush().losses)
+        samples = steps * sampler.shape.global_size
+        metrics = speed_metrics("train", started, num_samples=samples, num_steps=steps)
+        metrics["train_loss"] = self._loss_total / max(steps, 1)
+        self.log(dict(metrics))
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            logger.info("loading the best model, %s", self.state.best_model_checkpoint)
+            load_weights(self.model, Path(self.state.best_model_checkpoint))
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    # Evaluation.
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The mean loss over all targets of ``eval_dataset``, every sample counted once."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, dict):
+            found: dict[str, float] = {}
+            for name, part in dataset.items():
+                found |= self.evaluate(part, metric_key_prefix=f"{metric_key_prefix}_{name}")
+            return found
+        started = time.time()
+        loader, sampler = self._loaders.evaluation(self._eval_dataset(eval_dataset))
+        loss = self._evaluate_loss(loader)
+        metrics = {f"{metric_key_prefix}_loss": loss}
+        metrics |= speed_metrics(
+            metric_key_prefix, started, num_samples=sampler.num_samples, num_steps=len(loader)
+        )
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _evaluate_loss(self, loader: DataLoader[StepBatch]) -> float:
+        pipeline = self._pipeline()
+        self.callback_handler.eval_dataloader = loader
+        meter = LossMeter(self.ranks.context_parallel_rank)
+        with pipeline.at_rest():
+            for batch in loader:
+                meter.add(pipeline.evaluate(batch), batch.num_tokens, batch.num_samples)
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        report = meter.flush()
+        return report.loss_sum / max(report.num_targets, 1)
+
+    def _pipeline(self) -> Pipeline:
+        return self.engine or Pipeline(self.model.chunks, self._loss)
+
+    # Saving.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the model as an MCA checkpoint, with the tokenizer; all ranks take part.
+
+        Args:
+            output_dir: None: the run's own.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        with self._pipeline().at_rest():
+            save_model(
+                self.model,
+                folder,
+                self.processing_class,
+                first=self.ranks.is_first,
+                hf=self.args.save_hf_model,
+            )
+
+    def _save_checkpoint(self, *_: Any, **__: Any) -> None:
+        """A complete checkpoint of this step."""
+        output_dir = Path(self.args.output_dir)
+        target = output_dir / f"{checkpointing.PREFIX}-{self.state.global_step}"
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(target)
+        with checkpointing.new_checkpoint(target, first=self.ranks.is_first) as folder:
+            self.save_model(str(folder), _internal_call=True)
+            if not self.args.save_only_model:
+                self._training_state().save(folder)
+            if self.ranks.is_first:
+                self._write_state(folder)
+        if self.ranks.is_first:
+            checkpointing.rotate(output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+        groups.barrier()
+
+    def _write_state(self, folder: Path) -> None:
+        states: dict[str, Any] = {}
+        for callback in self._exportable():
+            states.setdefault(type(callback).__name__, []).append(callback.state())
+        self.state.stateful_callbacks = {
+            name: found[0] if len(found) == 1 else found for name, found in states.items()
+        }
+        self.state.save_to_json(str(folder / checkpointing.STATE_FILE))
+        (folder / "training_args.json").write_text(self.args.to_json_string())
