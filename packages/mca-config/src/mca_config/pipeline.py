@@ -28,6 +28,15 @@ class PipelineChunk:
     mtp_layers: tuple[int, ...]
     """Multi-token-prediction layers, from 0. A chunk that has some needs the embedding too."""
 
+    def __str__(self) -> str:
+        parts = ["embedding"] if self.has_embedding else []
+        if self.layers:
+            first, last = self.layers[0], self.layers[-1]
+            parts.append(f"layer {first}" if first == last else f"layers {first}-{last}")
+        parts += [f"mtp {index}" for index in self.mtp_layers]
+        parts += ["loss"] if self.has_loss else []
+        return ", ".join(parts) or "(empty)"
+
 
 @dataclass(frozen=True)
 class PipelinePlan:
@@ -41,6 +50,15 @@ class PipelinePlan:
         for vp in range(len(self.chunks[0])):
             for of_rank in self.chunks:
                 yield of_rank[vp]
+
+    def __str__(self) -> str:
+        """A table: a row for each pipeline rank, a column for each virtual stage."""
+        rows = [[f"pp {pp}", *map(str, of_rank)] for pp, of_rank in enumerate(self.chunks)]
+        if len(self.chunks[0]) > 1:
+            rows.insert(0, ["", *(f"vp {vp}" for vp in range(len(self.chunks[0])))])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join(lines)
 
     @property
     def first(self) -> PipelineChunk:
