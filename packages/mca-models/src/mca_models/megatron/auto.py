@@ -10,6 +10,7 @@ from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint import ModelSource, open_checkpoint
 from mca_models.megatron import fill, parallel
+from mca_models.megatron.names import DtypeName
 from mca_models.megatron.transformer_config import DTYPES
 from mca_models.megatron.virtual_models import VirtualModels
 
@@ -27,7 +28,7 @@ class AutoModel:
         path: str | Path,
         args: DistributingParallelArguments | None = None,
         *,
-        dtype: str | None = None,
+        dtype: DtypeName | None = None,
         seed: int = 1234,
     ) -> VirtualModels:
         """The model of a Hugging Face or MCA directory, on any layout.
@@ -56,7 +57,7 @@ class AutoModel:
         config: McaModelConfig,
         args: DistributingParallelArguments | None = None,
         *,
-        dtype: str | None = None,
+        dtype: DtypeName | None = None,
         seed: int = 1234,
     ) -> VirtualModels:
         """A randomly initialised model, the same on every layout for the same ``seed``."""
@@ -68,7 +69,7 @@ class AutoModel:
 def _build(
     config: McaModelConfig,
     args: DistributingParallelArguments,
-    dtype: str | None,
+    dtype: DtypeName | None,
     seed: int,
     source: Path | None,
 ) -> VirtualModels:
@@ -88,11 +89,11 @@ def _with_prediction_layers(config: McaModelConfig, count: int) -> McaModelConfi
     return replace(config, mtp_num_layers=count)
 
 
-def _dtype(config: McaModelConfig, args: DistributingParallelArguments, dtype: str | None) -> str:
+def _dtype(config: McaModelConfig, args: DistributingParallelArguments, dtype: DtypeName | None) -> DtypeName:
     """What was asked for, else what training arguments say, else the checkpoint's."""
-    if dtype is None:
-        flags = vars(args)  # bf16 and fp16 are there in training arguments only
-        dtype = "bfloat16" if flags.get("bf16") else "float16" if flags.get("fp16") else config.dtype
+    flags = vars(args)  # bf16 and fp16 are there in training arguments only
+    trained: DtypeName = "bfloat16" if flags.get("bf16") else "float16" if flags.get("fp16") else config.dtype
+    dtype = dtype or trained
     if dtype not in DTYPES:
         raise McaError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
     return dtype

@@ -60,7 +60,7 @@ def _micro(tokens: Tensor, rows: int) -> Iterator[dict[str, Tensor]]:
     """This context rank's part of each micro-batch: ``[rows, seq / cp]`` tokens and positions."""
     group = parallel.context_group()
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand(rows, -1)
-    for micro in tokens.split(rows):
+    for micro in torch.split(tokens, rows):
         yield {
             "input_ids": take(micro, 1, group.rank(), group.size()).contiguous(),
             "position_ids": take(positions, 1, group.rank(), group.size()).contiguous(),

@@ -15,6 +15,7 @@ from mca_config.pipeline import PipelineChunk
 from mca_models.templates import family_of
 from mca_models.weights import Param, Stage
 
+DtypeName = Literal["float32", "bfloat16", "float16"]
 Implementation = Literal["transformer_engine", "local"]
 
 _LOCAL_SPELLING: Mapping[str, str] = {

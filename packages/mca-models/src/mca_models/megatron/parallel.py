@@ -69,7 +69,9 @@ def _start_torch() -> None:
     if _RANK in os.environ and _WORLD_SIZE in os.environ:
         torch.distributed.init_process_group(platform.backend(), timeout=_TIMEOUT)
         return
-    store = torch.distributed.HashStore()
+    from torch._C._distributed_c10d import HashStore
+
+    store = HashStore()
     torch.distributed.init_process_group(platform.backend(), store=store, rank=0, world_size=1)
 
 

@@ -137,7 +137,7 @@ class _Exchange:
         """All pieces in rank order, on the ``writers``; None on other ranks."""
         me, name = self.models.place.rank, self.param.mca_name()
         owners = [_owner(self.models, self.param, rank) for rank in range(self._size())]
-        pending = []
+        pending: list[Any] = []
         if me in owners:
             own = live[name].detach().contiguous()
             pending = [torch.distributed.isend(own, writer) for writer in sorted(writers - {me})]
@@ -202,10 +202,10 @@ def _split(facts: Facts) -> tuple[dict[str, str], dict[str, Shape]]:
     }
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _bytes(tensor: Tensor) -> Any:
     import numpy as np
 
-    return memoryview(to_numpy(tensor).reshape(-1).view(np.uint8))
+    return to_numpy(tensor).reshape(-1).view(np.uint8)
 
 
 def _all_gather(value: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.megatron import parallel
 from mca_models.megatron.chunks import build_chunk, live_tensors
 from mca_models.megatron.forward import model_logits
-from mca_models.megatron.names import Held, Implementation, Spelling, chunk_params
+from mca_models.megatron.names import DtypeName, Held, Implementation, Spelling, chunk_params
 from mca_models.megatron.save import save_hf, save_mca
 from mca_models.megatron.transformer_config import implementation_of, transformer_config
 
@@ -40,7 +40,7 @@ class VirtualModels(torch.nn.Module):
         args: DistributingParallelArguments,
         place: parallel.Place,
         *,
-        dtype: str,
+        dtype: DtypeName,
         source: Path | None = None,
     ) -> None:
         super().__init__()

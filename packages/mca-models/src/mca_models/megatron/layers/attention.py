@@ -104,7 +104,7 @@ class CoreAttention(torch.nn.Module):
         """Every whole sequence of ``x``, gathered over the context ranks."""
         size = self.cp_group.size()
         if size == 1:
-            return list(x.split(lengths))
+            return list(torch.split(x, list(lengths)))
         from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
         # forward all-gather, backward reduce-scatter, both on axis 0

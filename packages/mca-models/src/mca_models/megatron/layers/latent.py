@@ -40,7 +40,7 @@ class DuplicatedLinear(torch.nn.Module):
             return y
         from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
-        latent, key = y.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
+        latent, key = torch.split(y, [config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
         return torch.cat([latent, copy_to_tensor_model_parallel_region(key)], -1)
 
     def sharded_state_dict(

@@ -24,7 +24,9 @@ def rotary_dim(config: McaModelConfig) -> int:
 
 def inverse_frequencies(base: float, dim: int) -> Tensor:
     """``base ** (-2 i / dim)`` for i = 0 .. dim / 2 - 1."""
-    return 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim))
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
+    reciprocal: Tensor = torch.pow(torch.tensor(base), exponents).reciprocal()
+    return reciprocal
 
 
 def _linear(config: McaModelConfig, rope: Rope) -> Tensor:
@@ -43,7 +45,8 @@ def _llama3(config: McaModelConfig, rope: Rope) -> Tensor:
     turns = original * frequencies / (2 * math.pi)  # how often each channel turns in the original context
     stretched = frequencies / rope["factor"]
     share = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - share) * stretched + share * frequencies
+    mixed: Tensor = (1 - share) * stretched + share * frequencies
+    return mixed
 
 
 def _yarn(config: McaModelConfig, rope: Rope) -> Tensor:

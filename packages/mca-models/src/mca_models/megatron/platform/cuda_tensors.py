@@ -51,7 +51,7 @@ def _apply() -> None:
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *a, **k: self
     tensor.pin_memory = lambda self, *a, **k: self
-    mode = CudaToCpu()
+    mode: Any = CudaToCpu()
     mode.__enter__()
     _modes.append(mode)
 

@@ -1,0 +1,95 @@
+"""What would be computed wrongly is refused by name, on the versions and devices where it would be."""
+
+from typing import Any
+
+import pytest
+
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_models.megatron.limits import require_supported
+
+V16, V19 = (0, 16, 1), (0, 19, 2)
+SIZES: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+DENSE = McaModelConfig(model_type="llama", **SIZES)
+MOE = McaModelConfig(model_type="qwen3_moe", num_moe_experts=4, **SIZES)
+MLA = MlaMcaModelConfig(
+    model_type="deepseek_v3",
+    kv_lora_rank=16,
+    qk_head_dim=8,
+    qk_pos_emb_head_dim=8,
+    v_head_dim=16,
+    **SIZES,
+)
+TP2 = ParallelLayout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
+VPP = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+CP2 = ParallelLayout(context_parallel_size=2)
+
+
+def check(
+    config: McaModelConfig,
+    layout: ParallelLayout,
+    *,
+    device: str = "cpu",
+    version: tuple[int, ...] = V16,
+    implementation: str = "local",
+    **settings: Any,
+) -> None:
+    require_supported(config, layout, settings, device=device, version=version, implementation=implementation)
+
+
+REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
+    (DENSE, VPP, {"batch_p2p_comm": True}, "virtual pipelining.*overlap_p2p_comm"),
+    (
+        DENSE,
+        VPP,
+        {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": True},
+        "deallocate_pipeline_outputs",
+    ),
+    (MOE, TP2, {}, "expert_tensor_parallel_size 1"),
+    (MLA, TP2, {"sequence_parallel": False}, "set sequence_parallel"),
+    (DENSE, CP2, {"mtp_num_layers": 1}, "calculate_per_token_loss"),
+    (
+        DENSE,
+        CP2,
+        {"mtp_num_layers": 1, "calculate_per_token_loss": True, "version": V19},
+        "mtp_num_layers to 0",
+    ),
+    (DENSE, TP2, {"gradient_accumulation_fusion": True}, "gradient_accumulation_fusion needs CUDA"),
+    (DENSE, TP2, {"fp8": "hybrid"}, "fp8 needs CUDA"),
+    (MOE, ParallelLayout(), {"moe_token_dispatcher_type": "flex"}, "use alltoall or allgather"),
+    (DENSE, CP2, {"cp_comm_type": "p2p"}, "all_gather"),
+]
+
+
+@pytest.mark.parametrize("config,layout,settings,message", REFUSED)
+def test_refused(
+    config: McaModelConfig, layout: ParallelLayout, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(McaError, match=message):
+        check(config, layout, **settings)
+
+
+ACCEPTED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any]]] = [
+    (DENSE, VPP, {"overlap_p2p_comm": True}),
+    (MOE, TP2, {"version": V19}),
+    (MLA, TP2, {"sequence_parallel": True}),
+    (MLA, TP2, {"version": V19}),
+    (DENSE, CP2, {"mtp_num_layers": 1, "calculate_per_token_loss": True}),
+    (DENSE, TP2, {"gradient_accumulation_fusion": True, "device": "cuda"}),
+    (DENSE, CP2, {"cp_comm_type": "p2p", "implementation": "transformer_engine", "device": "cuda"}),
+]
+
+
+@pytest.mark.parametrize("config,layout,settings", ACCEPTED)
+def test_accepted(config: McaModelConfig, layout: ParallelLayout, settings: dict[str, Any]) -> None:
+    check(config, layout, **settings)

@@ -1,0 +1,81 @@
+"""Rotary frequencies equal those of transformers, for every kind of scaling."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from mca_config.errors import McaError
+from mca_models.megatron.layers.rope import attention_factor, dynamic_frequencies, frequencies
+from mca_models.templates import config_from_hf
+
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False},
+    {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 16,
+        "beta_slow": 2,
+    },
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 0.8},
+]
+
+
+def hf_config(rope: dict[str, Any]) -> Any:
+    return transformers.LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        rope_parameters={"rope_theta": 50000.0, **rope},
+    )
+
+
+@pytest.mark.parametrize("rope", SCALINGS, ids=lambda rope: "-".join(map(str, rope.values())))
+def test_frequencies_are_those_of_transformers(rope: dict[str, Any]) -> None:
+    hf = hf_config(rope)
+    expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf, "cpu")
+    config = config_from_hf(hf.to_dict())
+    torch.testing.assert_close(frequencies(config), expected, rtol=1e-6, atol=0)
+    assert attention_factor(config) == pytest.approx(factor, rel=1e-12)
+
+
+def test_unscaled_frequencies() -> None:
+    config = config_from_hf(hf_config({"rope_type": "default"}).to_dict())
+    expected = 1.0 / (50000.0 ** (torch.arange(0, 64, 2) / 64))
+    torch.testing.assert_close(frequencies(config), expected)
+
+
+def test_dynamic_frequencies_grow_with_the_sequence() -> None:
+    hf = hf_config({"rope_type": "dynamic", "factor": 2.0})
+    config = config_from_hf(hf.to_dict())
+    expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](hf, "cpu", seq_len=400)
+    torch.testing.assert_close(dynamic_frequencies(config, 400), expected)
+
+
+def test_an_unknown_kind_is_refused_by_name() -> None:
+    hf = hf_config({"rope_type": "default"}).to_dict()
+    hf["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "longrope"}
+    with pytest.raises(McaError, match=r"longrope.*supported"):
+        frequencies(config_from_hf(hf))
+
+
+def test_a_missing_parameter_is_named() -> None:
+    hf = hf_config({"rope_type": "default"}).to_dict()
+    hf["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "llama3", "factor": 8.0}
+    with pytest.raises(McaError, match="low_freq_factor, high_freq_factor, original_max_position_embeddings"):
+        frequencies(config_from_hf(hf))
