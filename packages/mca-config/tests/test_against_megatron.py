@@ -15,7 +15,17 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from mca_config import McaError, ParallelLayout, PipelinePlan, RankGrid, layout, pipeline, pipeline_plan
+from mca_config import (
+    McaError,
+    McaModelConfig,
+    ParallelLayout,
+    PipelinePlan,
+    RankGrid,
+    check_layout,
+    layout,
+    pipeline,
+    pipeline_plan,
+)
 from mca_config.layout_string import parse_layout
 
 SIZES = (1, 2, 3)
@@ -241,3 +251,49 @@ def test_layout_strings_unroll_as_megatrons(text: str) -> None:
     letter = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
     theirs = PipelineParallelLayerLayout.parse_str_to_list(text)
     assert parse_layout(text) == tuple("".join(letter[kind.name] for kind in stage) for stage in theirs)
+
+
+def megatron_accepts(heads: int, groups: int, tp: int, experts: int | None, ep: int) -> bool:
+    try:
+        TransformerConfig(
+            num_layers=2,
+            hidden_size=240,
+            num_attention_heads=heads,
+            num_query_groups=groups,
+            tensor_model_parallel_size=tp,
+            num_moe_experts=experts,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=1,
+            moe_ffn_hidden_size=32 if experts else None,
+            add_bias_linear=False,
+        )
+    except (AssertionError, ValueError):
+        return False
+    return True
+
+
+def test_the_checks_on_heads_and_experts_are_megatrons() -> None:
+    accepted = 0
+    for heads, groups, tp in itertools.product((1, 2, 4, 6, 12), (1, 2, 3, 4, 6), (1, 2, 3, 4, 6, 8)):
+        for experts, ep in ((None, 1), (None, 2), (8, 2)):
+            if heads % groups:
+                continue
+            model = McaModelConfig(
+                model_type="any",
+                num_layers=2,
+                hidden_size=240,
+                ffn_hidden_size=240,
+                num_attention_heads=heads,
+                num_query_groups=groups,
+                kv_channels=16,
+                vocab_size=10,
+                max_position_embeddings=16,
+                num_moe_experts=experts,
+            )
+            sizes = ParallelLayout(
+                tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1
+            )
+            theirs = megatron_accepts(heads, groups, tp, experts, ep)
+            assert (check_layout(model, sizes) == []) is theirs, (heads, groups, tp, experts, ep)
+            accepted += theirs
+    assert accepted > 40
