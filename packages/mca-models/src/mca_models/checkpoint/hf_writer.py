@@ -85,11 +85,16 @@ class HfLayout:
 
     def finish(self, directory: Path) -> None:
         """Writes ``config.json`` and, with several files, the index into ``directory``."""
-        text = json.dumps(config_to_hf(self.config), indent=2, ensure_ascii=False)
-        write_file(directory / CONFIG, text.encode() + b"\n")
+        write_config(directory, self.config)
         if len(self.files) == 1:
             return
         total = sum(prod(shape) * ITEM_SIZES[dtype] for dtype, shape in self.tensors.values())
         weight_map = {name: file for file, names in self.files.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_file(directory / INDEX, json.dumps(index, indent=2).encode() + b"\n")
+
+
+def write_config(directory: Path, config: McaModelConfig) -> None:
+    """Writes ``config.json`` into ``directory``."""
+    text = json.dumps(config_to_hf(config), indent=2, ensure_ascii=False)
+    write_file(directory / CONFIG, text.encode() + b"\n")

@@ -14,6 +14,7 @@ from mca_config.model_config import FILE_NAME as CONFIG
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.atomic import write_file
 from mca_models.checkpoint.hf_directory import HfSource
+from mca_models.checkpoint.hf_writer import write_config
 from mca_models.checkpoint.manifest import FILE_NAME as MANIFEST
 from mca_models.checkpoint.manifest import FileRecord, Manifest, TensorRecord
 from mca_models.checkpoint.moves import Rule, Side, part_shapes
@@ -176,6 +177,8 @@ class McaLayout:
     def finish(self, directory: Path, records: Mapping[str, FileRecord], iteration: int = 1) -> None:
         """Writes everything but the pieces into ``directory``, once all files are written and synced.
 
+        ``config.json`` goes along, for tokenizers and other readers of the Hugging Face directory layout.
+
         Args:
             directory: The (partial) checkpoint directory.
             records: Size and checksum of every file, by its name relative to the iteration.
@@ -184,6 +187,7 @@ class McaLayout:
         require_same_names(records.keys(), self.files.keys(), directory)
         Manifest(records, self.manifest_tensors).save(directory / iteration_name(iteration))
         write_file(directory / CONFIG, self.config.to_json().encode())
+        write_config(directory, self.config)
         write_file(directory / LATEST, f"{iteration}\n".encode())
 
 

@@ -3,16 +3,24 @@
 import os
 import threading
 import zlib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from mca_config.errors import McaError
 from mca_models.checkpoint.checksum import crc32_join
 from mca_models.checkpoint.manifest import FileRecord
 from mca_models.checkpoint.safetensors import FilePlan, TensorInfo
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+_Part = tuple[int, int, int]  # start, length, checksum
+
+
+def as_bytes(data: Any) -> memoryview:
+    """The bytes of a contiguous buffer or NumPy array (those of ``ml_dtypes`` too)."""
+    if hasattr(data, "dtype"):
+        data = data.reshape(-1).view("u1")
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 class SafetensorsWriter:
@@ -20,46 +28,75 @@ class SafetensorsWriter:
 
     Use as a context manager. Leaving it without an error checks that every byte has been written, and
     syncs the file to disk; ``record`` then holds its size and checksum.
+
+    Args:
+        plan: The file; its directory is made, the file must not exist.
+        checksum: Sum the bytes up; else ``record`` has checksum 0.
     """
 
-    def __init__(self, plan: FilePlan) -> None:
+    def __init__(self, plan: FilePlan, *, checksum: bool = True) -> None:
         self.plan = plan
-        self._parts: dict[str, list[tuple[int, int, int]]] = {name: [] for name in plan.tensors}
+        self._checksum = checksum
+        self._parts: dict[str, list[_Part]] = {name: [] for name in plan.tensors}
         self._lock = threading.Lock()
         self._crc32: int | None = None
         plan.file.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(plan.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
-            if plan.nbytes:
-                os.posix_fallocate(self._fd, 0, plan.nbytes)  # a full disk is found before any work
-            _pwrite_all(self._fd, plan.header, 0)
+            self._fd = os.open(plan.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise McaError(f"{plan.file}: cannot be written ({error.strerror})") from None
+        try:
+            os.posix_fallocate(self._fd, 0, plan.nbytes)  # a full disk is found before any work
+            self._put(plan.header, 0)
         except OSError as error:
             os.close(self._fd)
             raise McaError(f"{plan.file}: cannot be written ({error.strerror})") from None
 
-    def write(self, name: str, data: "Buffer", start: int = 0) -> None:
+    def write(self, name: str, data: Any, start: int = 0) -> None:
         """Writes ``data`` (anything with contiguous bytes) at byte ``start`` of tensor ``name``."""
-        view = memoryview(data).cast("B")
+        with self.stretch(name, start) as append:
+            append(data)
+
+    @contextmanager
+    def stretch(self, name: str, start: int = 0) -> Iterator[Callable[[Any], None]]:
+        """A function that appends data to tensor ``name``, from byte ``start`` on."""
         info = self.plan.tensors[name]
-        if start + len(view) > info.nbytes:
-            raise McaError(
-                f"{self.plan.file}: tensor {name!r} has {info.nbytes} bytes, got bytes {start} to "
-                f"{start + len(view)}"
-            )
-        try:
-            _pwrite_all(self._fd, view, info.offset + start)
-        except OSError as error:
-            raise McaError(f"{self.plan.file}: cannot be written ({error.strerror})") from None
-        part = (start, len(view), zlib.crc32(view))
+        position, crc = start, 0
+
+        def append(data: Any) -> None:
+            nonlocal position, crc
+            view = as_bytes(data)
+            if position + len(view) > info.nbytes:
+                raise McaError(
+                    f"{self.plan.file}: tensor {name} has {info.nbytes} bytes, got bytes {position} to "
+                    f"{position + len(view)}"
+                )
+            if self._checksum:
+                crc = zlib.crc32(view, crc)
+            self._put(view, info.offset + position)
+            position += len(view)
+
+        yield append
         with self._lock:
-            self._parts[name].append(part)
+            self._parts[name].append((start, position - start, crc))
+
+    def _put(self, data: Any, position: int) -> None:
+        view = memoryview(data)
+        while len(view):
+            try:
+                written = os.pwrite(self._fd, view, position)
+            except OSError as error:
+                raise McaError(f"{self.plan.file}: cannot be written ({error.strerror})") from None
+            view, position = view[written:], position + written
 
     def close(self) -> None:
-        """Checks completeness, computes the checksum, syncs and closes."""
+        """Checks completeness, computes the checksum, syncs and closes. A second call does nothing."""
+        if self._crc32 is not None:
+            return
         crc = zlib.crc32(self.plan.header)
         for name, info in sorted(self.plan.tensors.items(), key=lambda item: item[1].offset):
             for _, length, part in self._complete_parts(name, info):
-                crc = crc32_join(crc, part, length)
+                crc = crc32_join(crc, part, length) if self._checksum else 0
         os.fsync(self._fd)
         os.close(self._fd)
         self._crc32 = crc
@@ -71,16 +108,16 @@ class SafetensorsWriter:
             raise ValueError(f"{self.plan.file} is not closed yet")
         return FileRecord(self.plan.nbytes, self._crc32)
 
-    def _complete_parts(self, name: str, info: TensorInfo) -> Iterable[tuple[int, int, int]]:
-        parts, position = sorted(self._parts[name]), 0
+    def _complete_parts(self, name: str, info: TensorInfo) -> list[_Part]:
+        parts, position = sorted(part for part in self._parts[name] if part[1]), 0
         for start, length, _ in parts:
             if start != position:
                 break
             position += length
         if position != info.nbytes or sum(length for _, length, _ in parts) != info.nbytes:
             raise McaError(
-                f"{self.plan.file}: tensor {name!r} was not written completely and once (bytes {position} "
-                f"of {info.nbytes})"
+                f"{self.plan.file}: tensor {name} was not written completely and once (bytes {position} of "
+                f"{info.nbytes})"
             )
         return parts
 
@@ -90,12 +127,5 @@ class SafetensorsWriter:
     def __exit__(self, kind: object, *_: Any) -> None:
         if kind is None:
             self.close()
-        else:
+        elif self._crc32 is None:
             os.close(self._fd)
-
-
-def _pwrite_all(fd: int, data: "Buffer", position: int) -> None:
-    view = memoryview(data)
-    while len(view):
-        written = os.pwrite(fd, view, position)
-        view, position = view[written:], position + written

@@ -1,0 +1,81 @@
+"""A target tensor cut into stretches that fit a buffer, and the moves clipped to each stretch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import lcm
+
+from mca_models.checkpoint.runs import Gather, Move
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Elements ``start:stop`` of a target tensor; its moves count their targets from ``start``."""
+
+    start: int
+    stop: int
+    moves: tuple[Move, ...]
+    zeros: tuple[tuple[int, int], ...]
+
+
+class ChunkCache:
+    """Chunks by gather: layers and experts share gathers, so most tensors find theirs ready."""
+
+    def __init__(self, elements: int) -> None:
+        self.elements = elements
+        self._known: dict[int, tuple[Gather, tuple[Chunk, ...]]] = {}
+
+    def chunks(self, gather: Gather) -> tuple[Chunk, ...]:
+        """The chunks of at most ``elements`` that ``gather`` falls into."""
+        if id(gather) not in self._known:  # the gather is kept, so its id stays its own
+            self._known[id(gather)] = (gather, tuple(cut(gather, self.elements)))
+        return self._known[id(gather)][1]
+
+
+def cut(gather: Gather, elements: int) -> Iterator[Chunk]:
+    """Cuts ``gather`` every ``elements`` or a little before, where its strided moves are whole."""
+    step = elements
+    period = lcm(*(move.target_stride for move in gather.moves if move.repeat > 1), 1)
+    if period <= elements:
+        step -= elements % period
+    for start in range(0, gather.size, step):
+        stop = min(start + step, gather.size)
+        moves = tuple(part for move in gather.moves for part in clip(move, start, stop))
+        zeros = tuple(
+            (max(a, start) - start, min(b, stop) - start) for a, b in gather.zeros if a < stop and b > start
+        )
+        yield Chunk(start, stop, moves, zeros)
+
+
+def clip(move: Move, start: int, stop: int) -> Iterator[Move]:
+    """The parts of ``move`` whose targets lie in ``start:stop``, counted from ``start``."""
+    stride, run = move.target_stride, move.run
+    # runs first..last touch the stretch
+    first = max(0, (start - move.target - run) // stride + 1)
+    last = min(move.repeat - 1, (stop - 1 - move.target) // stride)
+    if first > last:
+        return
+    if first == last:
+        yield from _part_of_run(move, first, start, stop)
+        return
+    begin, end = first, last + 1
+    if move.target + first * stride < start:
+        yield from _part_of_run(move, first, start, stop)
+        begin += 1
+    if move.target + last * stride + run > stop:
+        end -= 1
+    if begin < end:
+        yield move._replace(
+            source=move.source + begin * move.source_stride,
+            target=move.target + begin * stride - start,
+            repeat=end - begin,
+        )
+    if end == last:
+        yield from _part_of_run(move, last, start, stop)
+
+
+def _part_of_run(move: Move, index: int, start: int, stop: int) -> Iterator[Move]:
+    target = move.target + index * move.target_stride
+    low, high = max(target, start), min(target + move.run, stop)
+    if low < high:
+        source = move.source + index * move.source_stride + low - target
+        yield Move(move.part, source, low - start, high - low, 1, high - low, high - low)

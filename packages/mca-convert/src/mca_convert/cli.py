@@ -1,0 +1,46 @@
+"""The ``mca-convert`` command.
+
+Only ``argparse`` and the flags are imported here; NumPy and the rest come with the work itself.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from mca_config.errors import McaError
+from mca_convert import __version__
+from mca_convert.flags import DEFAULT_COMMAND, build_parser, command_of
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command, rest = command_of(arguments)
+    parser = build_parser(command, __version__)
+    options = parser.parse_args(rest)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        return _run(command, parser, options)
+    except McaError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; nothing was left behind\n")
+        return 130
+
+
+def _run(command: str, parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if command == DEFAULT_COMMAND:
+        from mca_convert.commands.convert import convert
+
+        return convert(parser, options)
+    if command == "verify":
+        from mca_convert.commands.verify import verify
+
+        return verify(options)
+    raise AssertionError(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""``mca-convert --checkpoint_path SRC --output_path DST``."""
+
+import argparse
+import resource
+import sys
+import time
+from pathlib import Path
+
+from mca_config.arguments import DistributingParallelArguments
+from mca_config.arguments.distributing import LAYOUT_FIELDS
+from mca_config.command_line import from_namespace
+from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca, refuse_taken
+from mca_convert.pool import Limits, default_workers
+from mca_convert.progress import bar
+from mca_models.checkpoint import McaLayout, is_mca, open_checkpoint
+
+
+def convert(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Plans, converts and reports; returns the exit code."""
+    source_path, destination = Path(options.checkpoint_path), Path(options.output_path)
+    refuse_taken(source_path, destination)
+    started = time.monotonic()
+    conversion = plan(parser, options)
+    allow_open_files()
+    with bar(conversion.nbytes, "converting") as progress:
+        conversion.run(destination, limits_of(options), progress)
+    sys.stderr.write(_summary(conversion, destination, time.monotonic() - started))
+    return 0
+
+
+def plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Conversion:
+    """The conversion that the flags ask for; nothing is written."""
+    path = Path(options.checkpoint_path)
+    target = options.to or ("hf" if is_mca(path) else "mca")
+    given = [name for name in LAYOUT_FIELDS if name in vars(options)]
+    if target == "hf" and given:
+        hint = ", or add --to mca to write the same model in another layout" if is_mca(path) else ""
+        parser.error(f"--{given[0]} says how an MCA target is cut, the target is hf; remove it{hint}")
+    arguments = from_namespace(DistributingParallelArguments, options)
+    source = open_checkpoint(path)
+    if target == "hf":
+        return plan_to_hf(source, options.cast, options.max_shard_size)
+    return plan_to_mca(source, arguments.layout(source.config.layout), options.cast)
+
+
+def limits_of(options: argparse.Namespace) -> Limits:
+    """Threads and memory asked for."""
+    return Limits(workers=options.workers or default_workers(), memory=options.memory_limit)
+
+
+def allow_open_files() -> None:
+    """Raises the soft limit of open files to the hard one: large checkpoints have hundreds."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _summary(conversion: Conversion, destination: Path, seconds: float) -> str:
+    config = conversion.target.config
+    to_mca = isinstance(conversion.target, McaLayout)
+    what = f"MCA checkpoint, {config.layout}" if to_mca else "Hugging Face checkpoint"
+    size = conversion.nbytes / 1e9
+    return (
+        f"{destination}: {config.model_type}, {what}, {len(conversion.source.params)} parameters, "
+        f"{len(conversion.target.files)} files, {size:.2f} GB in {seconds:.1f} s ({size / seconds:.2f} GB/s)\n"
+    )

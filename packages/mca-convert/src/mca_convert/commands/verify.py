@@ -1,0 +1,43 @@
+"""``mca-convert verify A B``."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from mca_convert.commands.convert import allow_open_files, limits_of
+from mca_convert.compare import Comparison, compare
+from mca_convert.progress import bar
+from mca_models.checkpoint import open_checkpoint
+
+_SHOWN = 10
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Compares two checkpoints; prints what differs; 0 if they are the same model, else 1."""
+    allow_open_files()
+    first, second = (open_checkpoint(Path(path)) for path in (options.first, options.second))
+    total = sum(info.nbytes for info in first.tensors())
+    with bar(total, "comparing") as progress:
+        result = compare(first, second, limits_of(options), tolerance=options.tolerance, progress=progress)
+    sys.stdout.write(report(result, options))
+    return 0 if result.same else 1
+
+
+def report(result: Comparison, options: argparse.Namespace) -> str:
+    """What was found, for people."""
+    pair = f"{options.first} and {options.second}"
+    if result.same:
+        how = "bit for bit" if options.tolerance is None else f"within {options.tolerance:g}"
+        return f"same model, {how}: {pair}, {result.tensors} tensors, {result.elements} elements\n"
+    lines = [f"different models: {pair}"]
+    lines += [f"  {problem}" for problem in result.problems[:_SHOWN]]
+    for name, difference in sorted(result.differences.items())[:_SHOWN]:
+        _, index, mine, its = difference.first or (0, (), 0.0, 0.0)
+        lines.append(
+            f"  {name}: {difference.elements} elements differ, the first at {list(index)}: {mine:g} and "
+            f"{its:g}; largest difference {difference.largest:g}"
+        )
+    hidden = len(result.problems) + len(result.differences) - (len(lines) - 1)
+    if hidden:
+        lines.append(f"  and {hidden} more")
+    return "\n".join(lines) + "\n"

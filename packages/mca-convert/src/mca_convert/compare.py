@@ -1,0 +1,210 @@
+"""Compares two checkpoints as models, streaming: same parameters, same shapes, same elements.
+
+Both are read in the order of the Hugging Face tensors, so differences are told by names that everybody
+knows, whatever the two layouts are.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mca_config.model_config import McaModelConfig
+from mca_convert.chunks import Chunk, cut
+from mca_convert.collect import Buffers, Collector
+from mca_convert.pool import Limits, run_all
+from mca_convert.reader import SourceFiles
+from mca_convert.tasks import checksums, moves_of, source_dtypes
+from mca_models.checkpoint import HfSource, ModelSource
+from mca_models.checkpoint.dtypes import ITEM_SIZES
+from mca_models.checkpoint.moves import HF
+from mca_models.weights import Param
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_SAME_MODEL_MAY_DIFFER = {"layout", "hf_config", "extra", "dtype"}
+_Pair = tuple[str, str, "_Side", "_Side", tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One checkpoint's share of a comparison: a chunk of one tensor and where it comes from."""
+
+    source: ModelSource
+    param: Param
+    chunk: Chunk
+    dtype: str
+
+
+@dataclass
+class TensorDifference:
+    """How one tensor differs."""
+
+    elements: int = 0
+    first: tuple[int, tuple[int, ...], float, float] | None = None
+    """Position, index, and the two values of the first different element."""
+    largest: float = 0.0
+
+
+@dataclass
+class Comparison:
+    """The outcome: the same model if there are neither ``problems`` nor ``differences``."""
+
+    problems: list[str] = field(default_factory=list)
+    differences: dict[str, TensorDifference] = field(default_factory=dict)
+    tensors: int = 0
+    elements: int = 0
+
+    @property
+    def same(self) -> bool:
+        """Whether the two are the same model."""
+        return not self.problems and not self.differences
+
+
+def compare(
+    first: ModelSource,
+    second: ModelSource,
+    limits: Limits,
+    *,
+    tolerance: float | None = None,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> Comparison:
+    """Compares every element of two models.
+
+    Args:
+        first: One checkpoint.
+        second: The other.
+        limits: Threads and memory.
+        tolerance: Largest absolute difference allowed, and dtypes may differ; None compares bits.
+        progress: Called with the bytes of ``first`` that have been compared.
+    """
+    result = Comparison(problems=_different_models(first, second, tolerance))
+    for source in (first, second):
+        if isinstance(source, HfSource):
+            source.check_duplicates()
+    if result.problems:
+        return result
+    files = SourceFiles({**checksums(first), **checksums(second)})
+    worker = _Worker(files, limits, result, tolerance, progress)
+    try:
+        run_all(_pairs(first, second, result, limits), limits.workers, worker.start)
+        files.check()
+    finally:
+        files.close()
+    return result
+
+
+def _different_models(first: ModelSource, second: ModelSource, tolerance: float | None) -> list[str]:
+    problems = [
+        f"{name}: {mine!r} and {its!r}" for name, mine, its in _different_fields(first.config, second.config)
+    ]
+    mine = {param.mca_name(): param for param in first.params}
+    its = {param.mca_name(): param for param in second.params}
+    for path, names in ((first.path, mine.keys() - its.keys()), (second.path, its.keys() - mine.keys())):
+        if names:
+            problems.append(f"{len(names)} parameters only in {path} ({', '.join(sorted(names)[:4])})")
+    dtypes = source_dtypes(first), source_dtypes(second)
+    for name in mine.keys() & its.keys():
+        shapes = first.whole_shape(mine[name]), second.whole_shape(its[name])
+        if shapes[0] != shapes[1]:
+            problems.append(f"{name}: shapes {list(shapes[0])} and {list(shapes[1])}")
+        if dtypes[0][name] != dtypes[1][name] and tolerance is None:
+            problems.append(f"{name}: {dtypes[0][name]} and {dtypes[1][name]} (--tolerance allows this)")
+    return problems
+
+
+def _different_fields(first: McaModelConfig, second: McaModelConfig) -> Iterator[tuple[str, Any, Any]]:
+    names = {item.name for config in (first, second) for item in dataclasses.fields(config)}
+    for name in sorted(names - _SAME_MODEL_MAY_DIFFER):
+        mine, its = (vars(config).get(name) for config in (first, second))
+        if mine != its:
+            yield name, mine, its
+
+
+def _pairs(
+    first: ModelSource, second: ModelSource, result: Comparison, limits: Limits
+) -> Iterator[tuple[str, tuple[int, ...], _Side, _Side]]:
+    """Chunk by chunk what to compare, and the tensor's shape; counts tensors and elements."""
+    dtypes = source_dtypes(first), source_dtypes(second)
+    theirs = {param.mca_name(): param for param in second.params}
+    for mine in first.params:
+        name = mine.mca_name()
+        its = theirs[name]
+        size = max(ITEM_SIZES[table[name]] for table in dtypes)
+        gathers = zip(mine.hf_names(), moves_of(first, mine, HF), moves_of(second, its, HF), strict=True)
+        for tensor, gather, other in gathers:
+            label = f"{tensor}[{mine.expert}]" if mine.stacked else tensor
+            result.tensors += 1
+            result.elements += gather.size
+            step = limits.buffer_bytes // size
+            starts = range(0, gather.size, step)
+            for start, one, two in zip(starts, cut(gather, step), cut(other, step), strict=False):
+                assert one.start == two.start == start
+                sides = _Side(first, mine, one, dtypes[0][name]), _Side(second, its, two, dtypes[1][name])
+                yield label, gather.shape, *sides
+
+
+class _Worker:
+    """Compares chunks and notes differences."""
+
+    def __init__(
+        self,
+        files: SourceFiles,
+        limits: Limits,
+        result: Comparison,
+        tolerance: float | None,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._files, self._limits, self._result = files, limits, result
+        self._tolerance, self._progress = tolerance, progress
+        self._lock = threading.Lock()
+
+    def start(self) -> Callable[[tuple[str, tuple[int, ...], _Side, _Side]], None]:
+        """The function that one thread calls for each chunk."""
+        collector = Collector(self._files, Buffers(self._limits.buffer_bytes))
+        return lambda item: self._compare(*item, collector)
+
+    def _compare(
+        self, name: str, shape: tuple[int, ...], first: _Side, second: _Side, collector: Collector
+    ) -> None:
+        arrays = [
+            collector.collect(side.chunk, side.source.parts(side.param), side.dtype, buffer)
+            for side, buffer in ((first, "first"), (second, "second"))
+        ]
+        different = _different(arrays[0], arrays[1], self._tolerance)
+        if different.size:
+            self._note(name, shape, first.chunk.start, different, arrays)
+        self._progress(arrays[0].nbytes)
+
+    def _note(self, name: str, shape: tuple[int, ...], start: int, different: Any, arrays: Any) -> None:
+        import numpy as np
+
+        values = [array[different].astype(np.float64) for array in arrays]
+        largest = float(np.nanmax(np.abs(values[0] - values[1]), initial=0.0))
+        position = start + int(different[0])
+        index = tuple(int(i) for i in np.unravel_index(position, shape)) if shape else ()
+        with self._lock:
+            entry = self._result.differences.setdefault(name, TensorDifference())
+            entry.elements += different.size
+            entry.largest = max(entry.largest, largest)
+            if entry.first is None or position < entry.first[0]:
+                entry.first = position, index, float(values[0][0]), float(values[1][0])
+
+
+def _different(
+    first: "np.ndarray[Any, Any]", second: "np.ndarray[Any, Any]", tolerance: float | None
+) -> "np.ndarray[Any, Any]":
+    """Positions of different elements."""
+    import numpy as np
+
+    if tolerance is None:
+        bits = f"u{first.itemsize}"
+        same = first.view(bits) == second.view(bits)
+    else:
+        one, two = first.astype(np.float32), second.astype(np.float32)
+        with np.errstate(invalid="ignore"):
+            close = np.abs(one - two) <= tolerance
+        same = close | (one == two) | (np.isnan(one) & np.isnan(two))
+    return np.flatnonzero(~same)

@@ -1,0 +1,137 @@
+"""A conversion from one directory to another: planned and proven complete, then carried out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
+from mca_config.model_config import McaModelConfig
+from mca_convert.engine import Engine
+from mca_convert.pool import Limits
+from mca_convert.reader import SourceFiles
+from mca_convert.tasks import Fill, checksums, fills_to_hf, fills_to_mca, source_dtypes, target_dtypes
+from mca_models.checkpoint import (
+    METADATA,
+    FilePlan,
+    FileRecord,
+    HfLayout,
+    HfSource,
+    McaLayout,
+    ModelSource,
+    PartialDirectory,
+    copy_side_files,
+    iteration_name,
+    plan_file,
+    require_absent,
+)
+from mca_models.checkpoint.dtypes import DTYPE_NAMES
+from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A planned conversion: nothing has been written yet, and everything to write is known.
+
+    Args:
+        source: The opened checkpoint.
+        target: The layout of the new one.
+        fills: Every target tensor and where it comes from.
+        prefix: Of the weight files within the target directory.
+    """
+
+    source: ModelSource
+    target: McaLayout | HfLayout
+    fills: list[Fill]
+    prefix: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that will be written."""
+        return sum(fill.nbytes for fill in self.fills)
+
+    def file_plans(self, directory: Path) -> dict[str, FilePlan]:
+        """The target files as they will stand in ``directory``."""
+        metadata = METADATA if isinstance(self.target, HfLayout) else None
+        return {
+            name: plan_file(directory / self.prefix / name, self.target.specs(name), metadata)
+            for name in self.target.files
+        }
+
+    def run(self, destination: Path, limits: Limits, progress: Progress = lambda nbytes: None) -> Path:
+        """Writes the new checkpoint; it stands at ``destination`` completely or not at all.
+
+        Raises:
+            McaError: The destination is taken, or something cannot be read or written.
+        """
+        if isinstance(self.source, HfSource):
+            self.source.check_duplicates()
+        partial = PartialDirectory(destination)
+        try:
+            records = self._write_weights(partial.path, limits, progress)
+            copy_side_files(self.source.path, partial.path)
+            if isinstance(self.target, McaLayout):
+                self.target.finish(partial.path, records)
+            else:
+                self.target.finish(partial.path)
+            partial.publish()
+        except BaseException:
+            partial.discard()
+            raise
+        return destination
+
+    def _write_weights(self, directory: Path, limits: Limits, progress: Progress) -> dict[str, FileRecord]:
+        sources = SourceFiles(checksums(self.source))
+        to_mca = isinstance(self.target, McaLayout)
+        try:
+            engine = Engine(self.file_plans(directory), sources, limits, checksum=to_mca, progress=progress)
+            records = engine.run(self.fills)
+            sources.check()
+        finally:
+            sources.close()
+        return records
+
+
+def plan_to_mca(source: ModelSource, layout: ParallelLayout, cast: str | None = None) -> Conversion:
+    """A conversion to an MCA checkpoint of ``layout``; ``cast`` is a dtype code."""
+    config = replace(_with_dtype(source.config, cast), layout=layout)
+    dtypes = target_dtypes(source.params, source_dtypes(source), cast)
+    target = McaLayout(source.params, config, dtypes, _wholes(source))
+    for file in target.files:
+        target.specs(file)  # finds what does not divide, naming the flag
+    return Conversion(source, target, list(fills_to_mca(source, target)), iteration_name(1))
+
+
+def plan_to_hf(
+    source: ModelSource, cast: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> Conversion:
+    """A conversion to a Hugging Face checkpoint; ``cast`` is a dtype code."""
+    config = _with_dtype(source.config, cast)
+    dtypes = target_dtypes(source.params, source_dtypes(source), cast)
+    target = HfLayout(source.params, config, dtypes, _wholes(source), max_shard_bytes)
+    return Conversion(source, target, list(fills_to_hf(source, target)))
+
+
+def _wholes(source: ModelSource) -> dict[str, tuple[int, ...]]:
+    return {param.mca_name(): source.whole_shape(param) for param in source.params}
+
+
+def _with_dtype(config: McaModelConfig, cast: str | None) -> McaModelConfig:
+    if cast is None:
+        return config
+    names: dict[str, object] = {"dtype": DTYPE_NAMES[cast]}
+    return replace(config, **names)  # type: ignore[arg-type]
+
+
+def refuse_taken(source: Path, destination: Path) -> None:
+    """Raises if ``destination`` is not free, before any work."""
+    try:
+        require_absent(destination)
+    except McaError as error:
+        raise McaError(f"--output_path {error}") from None
+    if destination.resolve().is_relative_to(source.resolve()):
+        raise McaError(
+            f"--output_path {destination}: lies inside the source {source}; name another directory"
+        )

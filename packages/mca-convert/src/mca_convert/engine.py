@@ -1,0 +1,95 @@
+"""Carries out fills with a few threads and bounded buffers.
+
+Each thread takes a stretch of one target tensor, reads what makes it up into its own buffer, casts it if
+asked, and writes it in one piece; the checksum is summed up while the bytes are in the processor's cache.
+Memory is ``workers`` times the buffers, whatever the model's size.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+
+from mca_convert.cast import cast_into
+from mca_convert.chunks import Chunk, ChunkCache
+from mca_convert.collect import Buffers, Collector
+from mca_convert.pool import Limits, run_all
+from mca_convert.reader import SourceFiles
+from mca_convert.tasks import Fill
+from mca_models.checkpoint import FilePlan, FileRecord, SafetensorsWriter
+from mca_models.checkpoint.dtypes import ITEM_SIZES
+
+_STRETCH_CHUNKS = 32  # neighbouring chunks that one thread takes at a time
+Progress = Callable[[int], None]
+Stretch = tuple[Fill, Sequence[Chunk]]
+
+
+class Engine:
+    """Fills target files.
+
+    Args:
+        files: Every target file by the name that fills use.
+        sources: The source files.
+        limits: Threads and memory.
+        checksum: Sum up what is written.
+        progress: Called with the bytes of each written chunk, from any thread.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[str, FilePlan],
+        sources: SourceFiles,
+        limits: Limits,
+        *,
+        checksum: bool,
+        progress: Progress = lambda nbytes: None,
+    ) -> None:
+        self._plans, self._sources, self._limits = files, sources, limits
+        self._checksum, self._progress = checksum, progress
+        self._writers: dict[str, SafetensorsWriter] = {}
+        self._left: dict[str, int] = dict.fromkeys(files, 0)
+        self._lock = threading.Lock()
+        self._caches: dict[int, ChunkCache] = {}
+
+    def run(self, fills: Sequence[Fill]) -> dict[str, FileRecord]:
+        """Writes every file completely; returns size and checksum of each.
+
+        Raises:
+            McaError: Something could not be read or written; the first such error.
+        """
+        for fill in fills:
+            self._left[fill.file] += fill.nbytes
+        with ExitStack() as stack:
+            for name, plan in self._plans.items():
+                writer = SafetensorsWriter(plan, checksum=self._checksum)
+                self._writers[name] = stack.enter_context(writer)
+            run_all(self._stretches(fills), self._limits.workers, self._start_worker)
+        return {name: writer.record for name, writer in self._writers.items()}
+
+    def _start_worker(self) -> Callable[[Stretch], None]:
+        buffers = Buffers(self._limits.buffer_bytes)
+        collector = Collector(self._sources, buffers)
+        return lambda stretch: self._carry_out(*stretch, collector, buffers)
+
+    def _stretches(self, fills: Sequence[Fill]) -> Iterator[Stretch]:
+        for fill in fills:
+            size = max(ITEM_SIZES[fill.dtype], ITEM_SIZES[fill.source_dtype])
+            cache = self._caches.setdefault(size, ChunkCache(self._limits.buffer_bytes // size))
+            chunks = cache.chunks(fill.gather)
+            for first in range(0, len(chunks), _STRETCH_CHUNKS):
+                yield fill, chunks[first : first + _STRETCH_CHUNKS]
+
+    def _carry_out(self, fill: Fill, chunks: Sequence[Chunk], collector: Collector, buffers: Buffers) -> None:
+        writer, size = self._writers[fill.file], ITEM_SIZES[fill.dtype]
+        with writer.stretch(fill.tensor, (fill.start + chunks[0].start) * size) as append:
+            for chunk in chunks:
+                data = collector.collect(chunk, fill.parts, fill.source_dtype, "out")
+                if fill.dtype != fill.source_dtype:
+                    collected, data = data, buffers.array("cast", fill.dtype, data.size)
+                    cast_into(collected, data, fill.tensor)
+                append(data)
+                self._progress(data.nbytes)
+        with self._lock:
+            self._left[fill.file] -= (chunks[-1].stop - chunks[0].start) * size
+            done = self._left[fill.file] == 0
+        if done:
+            writer.close()

@@ -1,0 +1,156 @@
+"""The command line of ``mca-convert``: sub-commands and flags, with ``-`` or ``_`` alike."""
+
+import argparse
+import difflib
+import re
+import sys
+from typing import Any, NoReturn
+
+from mca_config.arguments import DistributingParallelArguments
+from mca_config.arguments.distributing import LAYOUT_FIELDS
+from mca_config.command_line import add_arguments
+
+DEFAULT_COMMAND = "convert"
+COMMANDS = {
+    DEFAULT_COMMAND: "convert a checkpoint between Hugging Face and MCA, or between MCA layouts",
+    "verify": "compare two checkpoints as models, tensor by tensor, bit for bit",
+}
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says which flag was probably meant; exits 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints one line and exits."""
+        unknown = re.search(r"unrecognized arguments: (\S+)", message)
+        if unknown:
+            message = f"unknown flag or argument {unknown[1]}{self._suggestion(unknown[1])}"
+        sys.stderr.write(f"error: {message}; see {self.prog} --help\n")
+        sys.exit(2)
+
+    def _suggestion(self, given: str) -> str:
+        flag = given.partition("=")[0]
+        name = flag.lstrip("-").replace("-", "_")
+        if name in DistributingParallelArguments.__dataclass_fields__:
+            return " (it does not change how weights are stored: give it to the training)"
+        known = [option for action in self._actions for option in action.option_strings]
+        close = difflib.get_close_matches(flag, known, 1)
+        return f", did you mean {close[0]}?" if close else ""
+
+
+def command_of(arguments: list[str]) -> tuple[str, list[str]]:
+    """The sub-command and its own arguments; without one, the conversion."""
+    if arguments and arguments[0] in COMMANDS:
+        return arguments[0], arguments[1:]
+    return DEFAULT_COMMAND, arguments
+
+
+def build_parser(command: str, version: str) -> Parser:
+    """The parser of one sub-command."""
+    prog = "mca-convert" if command == DEFAULT_COMMAND else f"mca-convert {command}"
+    others = "\n".join(f"  mca-convert {name:8} {text}" for name, text in COMMANDS.items())
+    parser = Parser(
+        prog=prog,
+        description=f"{COMMANDS[command][:1].upper()}{COMMANDS[command][1:]}.",
+        epilog=f"commands:\n{others}" if command == DEFAULT_COMMAND else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"mca-convert {version}")
+    _BUILDERS[command](parser)
+    return parser
+
+
+def _flag(parser: Any, name: str, **how: Any) -> None:
+    """Adds ``--name`` in both spellings."""
+    parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, **how)
+
+
+def _convert_flags(parser: argparse.ArgumentParser) -> None:
+    _flag(parser, "checkpoint_path", required=True, metavar="DIR", help="the checkpoint to read")
+    _flag(parser, "output_path", required=True, metavar="DIR", help="the new one; absent or empty before")
+    _flag(
+        parser,
+        "to",
+        choices=("mca", "hf"),
+        help="the target; default: hf from an MCA checkpoint, else mca. An MCA source can go to mca again, "
+        "in another layout",
+    )
+    _dtype_flags(parser)
+    _layout_flags(parser)
+    _engine_flags(parser)
+    _flag(
+        parser,
+        "max_shard_size",
+        type=byte_count,
+        metavar="SIZE",
+        default=5 * 10**9,
+        help="largest file of a Hugging Face target, e.g. 2G; default 5 GB",
+    )
+
+
+def _dtype_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("dtype", "cast floating-point weights; default: as they are")
+    choice = group.add_mutually_exclusive_group()
+    for flag, code in (("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32")):
+        choice.add_argument(f"--{flag}", dest="cast", action="store_const", const=code, help=f"to {flag}")
+
+
+def _layout_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "layout", "parallel sizes of an MCA target; default: the source's, else 1"
+    )
+    add_arguments(group, DistributingParallelArguments, LAYOUT_FIELDS)
+
+
+def _engine_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    _flag(group, "workers", type=_positive, metavar="N", help="threads; default: the processors, at most 8")
+    _flag(
+        group,
+        "memory_limit",
+        type=byte_count,
+        metavar="SIZE",
+        help="bytes of all buffers together, e.g. 64M; default 3 MB for each thread",
+    )
+
+
+def _verify_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", metavar="A", help="a checkpoint directory, of any kind and layout")
+    parser.add_argument("second", metavar="B", help="another one")
+    _flag(
+        parser,
+        "tolerance",
+        type=_tolerance,
+        metavar="X",
+        help="largest absolute difference allowed; dtypes may then differ. Default: bit for bit",
+    )
+    _engine_flags(parser)
+
+
+_BUILDERS = {DEFAULT_COMMAND: _convert_flags, "verify": _verify_flags}
+
+
+def byte_count(text: str) -> int:
+    """Bytes from ``512M``, ``2G``, ``1000000``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)i?b?", text.strip().lower())
+    if not match or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"expected a size such as 512M or 2G, not {text!r}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, not {text!r}")
+    return int(text)
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, not {text!r}")
+    return value

@@ -1,0 +1,85 @@
+"""A few threads that work through one list, and stop at the first failure."""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+BUFFER_BYTES = 1 << 20  # stays in the second-level cache between read, checksum and write
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much a conversion may use.
+
+    Args:
+        workers: Threads.
+        memory: Bytes of all buffers together; None is the default size.
+    """
+
+    workers: int
+    memory: int | None = None
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of one buffer: a thread has at most three."""
+        if self.memory is None:
+            return BUFFER_BYTES
+        return max(64 << 10, min(8 << 20, self.memory // (3 * self.workers)))
+
+
+def default_workers() -> int:
+    """Threads that keep a machine busy: its processors, at most 8."""
+    return max(1, min(8, len(os.sched_getaffinity(0))))
+
+
+def run_all(items: Iterable[Item], workers: int, start: Callable[[], Callable[[Item], None]]) -> None:
+    """Hands each of ``items`` to one of ``workers`` threads.
+
+    Args:
+        items: Taken one by one as threads become free.
+        workers: How many threads.
+        start: Called once in each thread; returns the function that does one item there.
+
+    Raises:
+        BaseException: The first that a thread raised, once all have stopped.
+    """
+    shared = _Shared(iter(items))
+    threads = [threading.Thread(target=shared.work, args=(start,), daemon=True) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # an interrupt: the threads stop after their present item
+        shared.failures.insert(0, error)
+        for thread in threads:
+            thread.join()
+    if shared.failures:
+        raise shared.failures[0]
+
+
+class _Shared(Generic[Item]):
+    """The rest of the list, and what went wrong."""
+
+    def __init__(self, items: Iterator[Item]) -> None:
+        self._items, self._lock = items, threading.Lock()
+        self.failures: list[BaseException] = []
+
+    def _take(self) -> tuple[Item] | None:
+        with self._lock:
+            if not self.failures:
+                for item in self._items:
+                    return (item,)
+        return None
+
+    def work(self, start: Callable[[], Callable[[Item], None]]) -> None:
+        """What each thread does."""
+        try:
+            do = start()
+            while (taken := self._take()) is not None:
+                do(*taken)
+        except BaseException as error:
+            self.failures.append(error)

@@ -1,0 +1,118 @@
+"""What a conversion does, as data: which target tensor is filled from which parts."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from mca_config.errors import McaError
+from mca_models.checkpoint import HfLayout, McaLayout, McaSource, ModelSource, Part
+from mca_models.checkpoint.dtypes import ITEM_SIZES
+from mca_models.checkpoint.moves import HF, Rule, Side, plan_moves
+from mca_models.checkpoint.placement import cut_size, files_of
+from mca_models.checkpoint.runs import Gather
+from mca_models.weights import Param
+
+FLOATS = frozenset({"F32", "BF16", "F16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """One target tensor (or an expert's entry in a stacked one) and where its elements come from."""
+
+    file: str
+    tensor: str
+    start: int
+    """First element within the tensor."""
+    gather: Gather
+    parts: tuple[Part, ...]
+    source_dtype: str
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that will be written."""
+        return self.gather.size * ITEM_SIZES[self.dtype]
+
+
+def source_dtypes(source: ModelSource) -> dict[str, str]:
+    """The dtype code of each stored parameter's parts.
+
+    Raises:
+        McaError: The parts of a parameter differ.
+    """
+    dtypes = {}
+    for param in source.params:
+        found = sorted({part.info.dtype for part in source.parts(param)})
+        if len(found) > 1:
+            names = ", ".join(part.info.name for part in source.parts(param))
+            raise McaError(
+                f"{source.path}: {names} have different dtypes ({', '.join(found)}) and cannot share one "
+                "parameter; save them in one dtype first"
+            )
+        dtypes[param.mca_name()] = found[0]
+    return dtypes
+
+
+def target_dtypes(params: Iterable[Param], found: Mapping[str, str], cast: str | None) -> dict[str, str]:
+    """The dtype code that each parameter is written in.
+
+    ``cast`` changes floating-point parameters but those that stay fp32 (router biases).
+    """
+    return {
+        name: cast if cast and found[name] in FLOATS and not keep else found[name]
+        for name, keep in ((param.mca_name(), param.keep_fp32) for param in params)
+    }
+
+
+def fills_to_mca(source: ModelSource, target: McaLayout) -> Iterator[Fill]:
+    """Fills of an MCA checkpoint's pieces."""
+    plan = target.config.pipeline_plan()
+    found = source_dtypes(source)
+    for param in target.params:
+        name = param.mca_name()
+        side = cut_size(param, target.config.layout)
+        gathers = moves_of(source, param, side)
+        files = files_of(param, target.config, plan)
+        for file, gather in zip(files, gathers, strict=True):
+            yield Fill(file, name, 0, gather, source.parts(param), found[name], target.dtypes[name])
+
+
+def fills_to_hf(source: ModelSource, target: HfLayout) -> Iterator[Fill]:
+    """Fills of a HF checkpoint's tensors, copies of a tied head included."""
+    file_of = {name: file for file, names in target.files.items() for name in names}
+    copies: dict[str, list[str]] = {}
+    for copy, original in target.duplicates.items():
+        copies.setdefault(original, []).append(copy)
+    found = source_dtypes(source)
+    for param in target.params:
+        gathers = moves_of(source, param, HF)
+        dtype = target.tensors[param.hf_names()[0]][0]
+        for name, gather in zip(param.hf_names(), gathers, strict=True):
+            start = (param.expert or 0) * prod(gather.shape) if param.stacked else 0
+            for written in (name, *copies.get(name, ())):
+                yield Fill(
+                    file_of[written],
+                    written,
+                    start,
+                    gather,
+                    source.parts(param),
+                    found[param.mca_name()],
+                    dtype,
+                )
+
+
+def checksums(source: ModelSource) -> Mapping[Path, int]:
+    """What the source's manifest says of its files; a HF checkpoint has none."""
+    if not isinstance(source, McaSource):
+        return {}
+    return {source.folder / name: record.crc32 for name, record in source.manifest.files.items()}
+
+
+def moves_of(source: ModelSource, param: Param, side: Side) -> tuple[Gather, ...]:
+    """How to fill the tensors of ``side`` that hold ``param``."""
+    whole = source.whole_shape(param)
+    try:
+        return plan_moves(Rule.of(param), whole, source.side(param), side)
+    except ValueError as error:
+        raise McaError(f"{param.mca_name()} of shape {list(whole)}: {error}") from None
