@@ -1,0 +1,118 @@
+"""An adapter as rules and something to read their tensors from, whatever lies on disk."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from mca_config.errors import McaError, list_problems
+from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint.moves import HF, Rule, part_shapes
+from mca_models.checkpoint.shapes import expected_shape
+from mca_models.lora.config import AdapterConfig
+from mca_models.lora.rules import AdapterRules, Factors, by_part
+from mca_models.weights import Param
+from mca_models.weights.arrays import Array
+
+Read = Callable[[Param], Array]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One LoRA adapter of one model.
+
+    Args:
+        model: The base model; its ``layout`` is the one that ``rules`` were made for.
+        config: PEFT's configuration of the adapter.
+        rules: Every tensor.
+        read: The whole tensor of a rule (without vocabulary padding).
+    """
+
+    model: McaModelConfig
+    config: AdapterConfig
+    rules: AdapterRules
+    read: Read
+
+    @property
+    def params(self) -> Sequence[Param]:
+        """The rules of all tensors, in checkpoint order."""
+        return self.rules.params
+
+    @cached_property
+    def factors_of(self) -> Mapping[str, Sequence[Factors]]:
+        """The factors on each Megatron weight, by its canonical name."""
+        return by_part(self.rules.factors)
+
+    @cached_property
+    def saved_of(self) -> Mapping[str, Param]:
+        """Parameters saved whole, by canonical name."""
+        return {param.mca_name(): param for param in self.rules.saved}
+
+    def piece(self, param: Param, rank: int, size: int) -> Array:
+        """What ``rank`` of ``size`` (tp, or etp for an expert) holds of ``param``."""
+        whole = self.read(param)
+        return param.shard.take(_padded(whole, size) if param.vocab else whole, rank, size)
+
+
+def _padded(whole: Any, size: int) -> Any:
+    import numpy as np
+
+    rows = -whole.shape[0] % size
+    if not rows:
+        return whole
+    return np.concatenate([whole, np.zeros((rows, *whole.shape[1:]), whole.dtype)])
+
+
+def check_shapes(adapter: Adapter, where: object) -> Adapter:
+    """``adapter``, once every factor has the rank of its configuration and the size of its linear.
+
+    Raises:
+        McaError: Some have not; the first few are named.
+    """
+    problems = [problem for pair in adapter.rules.factors for problem in _faults(adapter, pair)]
+    problems += [fault for param in adapter.rules.saved for fault in _saved_faults(adapter, param)]
+    error = list_problems(problems[:8], str(where))
+    if error:
+        raise error
+    return adapter
+
+
+def _faults(adapter: Adapter, pair: Factors) -> list[str]:
+    shapes = tuple(adapter.read(pair.a).shape), tuple(adapter.read(pair.b).shape)
+    expected = _expected(adapter.model, pair, shapes)
+    return [
+        f"{param.hf_names()[0]} has shape {list(shape)}, expected {list(right)} (rank {pair.rank})"
+        for param, shape, right in zip((pair.a, pair.b), shapes, expected, strict=True)
+        if shape != right
+    ]
+
+
+def _expected(
+    model: McaModelConfig, pair: Factors, shapes: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    whole = expected_shape(pair.target.base, model)
+    if whole is None:  # the configuration does not say
+        return (pair.rank, *shapes[0][1:]), (*shapes[1][:1], pair.rank)
+    rows, columns = part_shapes(Rule.of(pair.target.base), whole, HF)[pair.target.part]
+    return (pair.rank, columns), (rows, pair.rank)
+
+
+def _saved_faults(adapter: Adapter, param: Param) -> list[str]:
+    shape, expected = tuple(adapter.read(param).shape), expected_shape(param, adapter.model)
+    if expected is None or shape == expected:
+        return []
+    hint = "; resize the base model's vocabulary first" if param.vocab else ""
+    return [f"{param.hf_names()[0]} has shape {list(shape)}, the model's is {list(expected)}{hint}"]
+
+
+def require_untied(adapter: Adapter, what: str) -> None:
+    """Refuses ``what`` where a saved embedding would part from its tied output layer.
+
+    Raises:
+        McaError: The model is tied and the adapter saved its embedding.
+    """
+    if adapter.model.tie_word_embeddings and any(param.vocab for param in adapter.rules.saved):
+        raise McaError(
+            f"modules_to_save: embed_tokens is tied to the output layer, which PEFT leaves as it was; {what} would "
+            "need an untied model"
+        )

@@ -1,0 +1,186 @@
+"""``adapter_config.json`` of PEFT's LoRA: read, checked, matched against module names.
+
+Everything that decides what an adapter computes is either represented or refused by name; the document
+itself is kept verbatim, so that writing it again loses nothing.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mca_config.errors import McaError, list_problems
+
+FILE_NAME = "adapter_config.json"
+ALL_LINEAR = "all-linear"
+
+_REFUSED: Mapping[str, str] = {
+    "use_dora": "DoRA's magnitudes depend on whole columns of the merged weight",
+    "lora_bias": "a bias on lora_B has no place beside Megatron's linears",
+    "fan_in_fan_out": "no family here stores weights as [in, out] modules",
+    "use_qalora": "it pools the inputs",
+    "use_bdlora": "block-diagonal factors are laid out for one tensor-parallel size",
+    "alora_invocation_tokens": "activated LoRA depends on the prompt",
+    "arrow_config": "Arrow routes between several adapters",
+    "velora_config": "VeLoRA compresses activations",
+    "monteclora_config": "MonteCLoRA samples its factors",
+    "kasa_config": "KaSA changes the base weights",
+    "layer_replication": "it changes the number of layers",
+    "trainable_token_indices": "single trained rows have no place in the embedding; use modules_to_save",
+    "megatron_config": "this is for PEFT's own parallel linears; leave it out",
+    "loftq_config": "LoftQ quantises the base weights",
+}
+"""Settings that must be absent, null, false or empty."""
+
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initialisations that subtract the first adapter from the base weights."""
+
+_HARMLESS = frozenset(
+    "peft_type peft_version auto_mapping base_model_name_or_path revision task_type inference_mode r "
+    "target_modules exclude_modules target_parameters lora_alpha lora_dropout bias use_rslora "
+    "modules_to_save init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern "
+    "megatron_core eva_config corda_config lora_ga_config qalora_group_size ensure_weight_tying "
+    "runtime_config".split()
+)
+"""Keys that are read here, or that say nothing about what the finished adapter computes."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What a PEFT LoRA adapter is.
+
+    Args:
+        document: The parsed ``adapter_config.json``.
+    """
+
+    document: Mapping[str, Any]
+
+    @staticmethod
+    def from_dict(document: Mapping[str, Any], where: object = FILE_NAME) -> "AdapterConfig":
+        """Checks ``document``; ``where`` names it in errors.
+
+        Raises:
+            McaError: It is no LoRA adapter, or has settings that cannot be represented (all are named).
+        """
+        error = list_problems(list(_problems(document)), str(where))
+        if error:
+            raise error
+        return AdapterConfig(document)
+
+    @staticmethod
+    def load(directory: Path) -> "AdapterConfig":
+        """Reads ``adapter_config.json`` in ``directory``."""
+        path = directory / FILE_NAME
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise McaError(f"{path}: no such file; a PEFT adapter directory holds one") from None
+        except (OSError, ValueError) as error:
+            raise McaError(f"{path}: cannot be read ({error})") from None
+        if not isinstance(document, dict):
+            raise McaError(f"{path}: must hold a JSON object")
+        return AdapterConfig.from_dict(document, path)
+
+    def to_json(self) -> str:
+        """The text of ``adapter_config.json``."""
+        return json.dumps(dict(self.document), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+    @property
+    def modules_to_save(self) -> tuple[str, ...]:
+        """Ends of the names of modules that are trained and saved whole."""
+        return tuple(self.document.get("modules_to_save") or ())
+
+    @property
+    def dropout(self) -> float:
+        """Probability with which an input of lora_A is dropped in training."""
+        return float(self.document.get("lora_dropout") or 0.0)
+
+    def targets(self, module: str, *, linear: bool = True) -> bool:
+        """Whether HF ``module`` gets an adapter.
+
+        Args:
+            module: Full name, e.g. ``model.layers.0.self_attn.q_proj``.
+            linear: ``all-linear`` means it too (routers and the output layer are not meant).
+        """
+        if self._excluded(module):
+            return False
+        target = self.document.get("target_modules")
+        if isinstance(target, str):
+            if target.lower() == ALL_LINEAR:
+                return linear
+            return re.fullmatch(target, module) is not None
+        names = target or ()
+        return _ends_with(module, names) and (module in names or self._in_layers(module))
+
+    def targets_parameter(self, name: str) -> bool:
+        """Whether HF parameter ``name`` (``model.layers.0.mlp.experts.gate_up_proj``) gets an adapter."""
+        return _ends_with(name, self.document.get("target_parameters") or ())
+
+    def saves(self, tensor: str) -> bool:
+        """Whether HF ``tensor`` belongs to a module of ``modules_to_save``."""
+        parents = tensor.split(".")[:-1]
+        modules = [".".join(parents[: i + 1]) for i in range(len(parents))]
+        return any(module.endswith(entry) for module in modules for entry in self.modules_to_save)
+
+    def rank(self, module: str) -> int:
+        """Rank of the adapter on ``module``."""
+        return int(self._of_pattern("rank_pattern", module, "r", 8))
+
+    def scale(self, module: str) -> float:
+        """The factor of ``lora_B @ lora_A`` on ``module``."""
+        alpha, rank = self._of_pattern("alpha_pattern", module, "lora_alpha", 8), self.rank(module)
+        return float(alpha / math.sqrt(rank) if self.document.get("use_rslora") else alpha / rank)
+
+    def _of_pattern(self, patterns: str, module: str, default: str, otherwise: int) -> Any:
+        for pattern, value in (self.document.get(patterns) or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        return self.document.get(default, otherwise)
+
+    def _excluded(self, module: str) -> bool:
+        exclude = self.document.get("exclude_modules") or ()
+        if isinstance(exclude, str):
+            excluded = re.fullmatch(exclude, module) is not None
+        else:
+            excluded = _ends_with(module, exclude)
+        return excluded or any(re.match(rf"(^|.*\.){m}($|\..*)", module) for m in self.modules_to_save)
+
+    def _in_layers(self, module: str) -> bool:
+        wanted = self.document.get("layers_to_transform")
+        if wanted is None or wanted == []:
+            return True
+        patterns = self.document.get("layers_pattern") or [r"[^.]*"]
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            if match := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module):
+                return int(match[1]) in ([wanted] if isinstance(wanted, int) else wanted)
+        return False
+
+
+def _ends_with(name: str, ends: Any) -> bool:
+    return any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def _problems(document: Mapping[str, Any]) -> Iterator[str]:
+    kind = document.get("peft_type")
+    if kind != "LORA":
+        yield f"peft_type is {kind!r}; only LORA adapters are supported"
+        return
+    if document.get("bias", "none") != "none":
+        yield f"bias is {document['bias']!r}; only 'none' is supported (biases are not trained)"
+    for key, why in _REFUSED.items():
+        if document.get(key):
+            yield f"{key} is not supported: {why}"
+    start = document.get("init_lora_weights", True)
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        yield (
+            f"init_lora_weights {start!r} changed the base weights, so the adapter fits no published model; save it "
+            "with PEFT's path_initial_model_for_weight_conversion"
+        )
+    unknown = [key for key, value in document.items() if value and key not in _REFUSED.keys() | _HARMLESS]
+    for key in sorted(unknown):
+        yield f"{key} is not known here; a newer PEFT may mean something by it"
+    if not (document.get("target_modules") or document.get("target_parameters")):
+        yield "target_modules and target_parameters name nothing"

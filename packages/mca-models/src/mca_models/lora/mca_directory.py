@@ -1,0 +1,135 @@
+"""An MCA adapter directory: the tree of an MCA checkpoint with ``adapter_config.json`` beside it.
+
+    <dir>/mca_config.json          the base model and the layout of the pieces
+          adapter_config.json      PEFT's, verbatim
+          latest_checkpointed_iteration.txt
+          iter_0000001/manifest.json, pp_000/tp_00.safetensors, pp_000/ep_000_etp_00.safetensors, ...
+
+Every piece is stored once, as in a checkpoint of weights.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
+from mca_config.model_config import FILE_NAME as MODEL
+from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint.atomic import atomic_directory, write_file
+from mca_models.checkpoint.dtypes import code_of
+from mca_models.checkpoint.manifest import Manifest
+from mca_models.checkpoint.mca_directory import McaLayout, iteration_name, latest_iteration
+from mca_models.checkpoint.placement import cut_size, files_of
+from mca_models.checkpoint.safetensors import TensorInfo, plan_file, read_header
+from mca_models.checkpoint.side_files import copy_side_files
+from mca_models.checkpoint.source import require_same_names
+from mca_models.checkpoint.writer import SafetensorsWriter
+from mca_models.lora.adapter import Adapter, check_shapes
+from mca_models.lora.config import FILE_NAME, AdapterConfig
+from mca_models.lora.rules import rules_as_found
+from mca_models.weights import Param
+
+
+def is_mca_adapter(path: Path) -> bool:
+    """Whether ``path`` looks like an MCA adapter directory."""
+    return (path / FILE_NAME).is_file() and (path / MODEL).is_file()
+
+
+def open_mca_adapter(path: Path, iteration: int | None = None) -> Adapter:
+    """The adapter in ``path``.
+
+    Raises:
+        McaError: Files or tensors are missing, unexpected, damaged or of another shape.
+    """
+    model, config = McaModelConfig.load(path), AdapterConfig.load(path)
+    folder = path / iteration_name(latest_iteration(path) if iteration is None else iteration)
+    manifest = Manifest.load(folder)
+    rules = rules_as_found(model, config, manifest.tensors.keys())
+    require_same_names(manifest.tensors.keys(), (param.mca_name() for param in rules.params), folder)
+    pieces = _Pieces(folder, manifest, model)
+    return check_shapes(Adapter(model, config, rules, pieces.read), folder)
+
+
+class _Pieces:
+    """Joins the pieces of a tree."""
+
+    def __init__(self, folder: Path, manifest: Manifest, model: McaModelConfig) -> None:
+        self._folder, self._manifest, self._model = folder, manifest, model
+        self._plan = model.pipeline_plan()
+        self._headers: Mapping[str, Mapping[str, TensorInfo]] = {
+            name: self._header(name, record.nbytes) for name, record in manifest.files.items()
+        }
+
+    def _header(self, name: str, nbytes: int) -> Mapping[str, TensorInfo]:
+        file = self._folder / name
+        tensors = read_header(file).tensors
+        if file.stat().st_size != nbytes:
+            raise McaError(f"{file}: has {file.stat().st_size} bytes, the manifest says {nbytes}")
+        return tensors
+
+    def read(self, param: Param) -> Any:
+        name = param.mca_name()
+        files = files_of(param, self._model, self._plan)
+        record = self._manifest.tensors[name]
+        if record.files != files:
+            raise McaError(f"{self._folder}: the manifest does not place {name} as its layout demands")
+        missing = [file for file in files if name not in self._headers.get(file, ())]
+        if missing:
+            raise McaError(f"{self._folder / missing[0]}: holds no {name}")
+        pieces = [self._headers[file][name].array() for file in files]
+        whole = param.shard.join(pieces)
+        return whole[: record.shape[0]] if param.vocab else whole
+
+
+def write_mca_adapter(
+    adapter: Adapter, layout: ParallelLayout, destination: Path, *, side_files: Path | None = None
+) -> None:
+    """Writes ``adapter`` cut for ``layout``.
+
+    Args:
+        adapter: What to write.
+        layout: The parallel sizes of the ranks that will read it.
+        destination: The directory; must be absent or empty.
+        side_files: Where small files (tokenizer, model card) are copied from.
+    """
+    adapter = relaid(adapter, layout)
+    wholes = {param.mca_name(): adapter.read(param) for param in adapter.params}
+    plan = McaLayout(
+        adapter.params,
+        adapter.model,
+        {name: code_of(x.dtype) for name, x in wholes.items()},
+        {name: tuple(x.shape) for name, x in wholes.items()},
+    )
+    with atomic_directory(destination) as folder:
+        records = {}
+        for file, pieces in plan.files.items():
+            target = plan_file(folder / iteration_name(1) / file, plan.specs(file))
+            with SafetensorsWriter(target) as writer:
+                for param, rank in pieces:
+                    writer.write(param.mca_name(), _bytes(_piece(adapter, param, rank)))
+            records[file] = writer.record
+        if side_files is not None:
+            copy_side_files(side_files, folder)
+        write_file(folder / FILE_NAME, adapter.config.to_json().encode())
+        plan.finish(folder, records)
+
+
+def relaid(adapter: Adapter, layout: ParallelLayout) -> Adapter:
+    """``adapter`` with the rules that another layout needs; its tensors are the same."""
+    model = replace(adapter.model, layout=layout)
+    by_name = {param.mca_name(): param for param in adapter.params}
+    names = {*by_name, *(name for param in adapter.params for name in param.hf_names())}
+    rules = rules_as_found(model, adapter.config, names)
+    return Adapter(model, adapter.config, rules, lambda param: adapter.read(by_name[param.mca_name()]))
+
+
+def _piece(adapter: Adapter, param: Param, rank: int) -> Any:
+    return adapter.piece(param, rank, cut_size(param, adapter.model.layout))
+
+
+def _bytes(x: Any) -> Any:
+    import numpy as np
+
+    return np.ascontiguousarray(x).reshape(-1).view("uint8")

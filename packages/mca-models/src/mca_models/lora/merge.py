@@ -1,0 +1,175 @@
+"""Folding an adapter into the weights: ``W + scale * lora_B @ lora_A``, in fp32, then W's own dtype.
+
+That is what ``merge_and_unload`` computes. PEFT rounds the product of *stacked* experts to W's dtype
+before it adds; here everything is rounded once. Rows are done in blocks, so beyond the tensor itself only
+a few megabytes are held.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mca_config.errors import McaError
+from mca_models.checkpoint.atomic import atomic_directory
+from mca_models.checkpoint.hf_writer import METADATA, HfLayout
+from mca_models.checkpoint.moves import HF, Rule, plan_moves
+from mca_models.checkpoint.safetensors import plan_file
+from mca_models.checkpoint.side_files import copy_side_files
+from mca_models.checkpoint.source import ModelSource, copy_move
+from mca_models.checkpoint.writer import SafetensorsWriter
+from mca_models.lora.adapter import Adapter, require_untied
+from mca_models.lora.rules import Factors
+from mca_models.weights import Param
+
+_BLOCK = 1 << 22
+"""Elements of fp32 work at a time: 16 MiB."""
+
+
+class Merge:
+    """What an adapter does to the tensors of a HF model.
+
+    Args:
+        adapter: The adapter; its model need not have the layout of the weights.
+
+    Raises:
+        McaError: The merged model could not be written with the base model's tensors.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        require_untied(adapter, "merging")
+        self.adapter = adapter
+
+    def touches(self, param: Param) -> bool:
+        """Whether the HF tensors of base parameter ``param`` change."""
+        name = param.mca_name()
+        return name in self.adapter.factors_of or name in self.adapter.saved_of
+
+    def merge(self, param: Param, part: int, weight: Any) -> Any:
+        """HF tensor ``param.hf[part]`` (an expert's own entry of a stacked one) after merging.
+
+        Args:
+            param: The base parameter's rule.
+            part: Which of its HF tensors.
+            weight: That tensor; it is changed in place if it can be written to.
+        """
+        import numpy as np
+
+        name = param.mca_name()
+        if name in self.adapter.saved_of:
+            saved = self.adapter.saved_of[name]
+            weight = np.array(saved.from_whole(self.adapter.read(saved))[part]).astype(weight.dtype)
+        for pair, b, rows in self._on_part(param, part):
+            weight = weight if weight.flags.writeable else weight.copy()
+            add_product(weight[rows], self.adapter.read(pair.a), b, pair.scale)
+        return weight
+
+    def _on_part(self, param: Param, part: int) -> Iterator[tuple[Factors, Any, slice]]:
+        """The factors on one HF tensor, the rows of lora_B that matter, and the rows that they change.
+
+        Adapter and base may see the experts otherwise: each module its own tensor, or gate and up in one.
+        """
+        for pair in self.adapter.factors_of.get(param.mca_name(), ()):
+            b = pair.b.from_whole(self.adapter.read(pair.b))[0]
+            mine, its = len(param.hf), len(pair.target.base.hf)
+            if mine == its:
+                if pair.target.part == part:
+                    yield pair, b, slice(None)
+            elif mine == 1:  # the adapter's parts are rows of this one tensor
+                yield pair, b, slice(pair.target.part * len(b), (pair.target.part + 1) * len(b))
+            else:  # this tensor is some rows of the adapter's one
+                rows = len(b) // mine
+                yield pair, b[part * rows : (part + 1) * rows], slice(None)
+
+
+def add_product(weight: Any, a: Any, b: Any, scale: float) -> None:
+    """``weight += scale * b @ a`` in place, each element rounded to ``weight``'s dtype once."""
+    import numpy as np
+
+    columns, rows = a.astype(np.float32), max(1, _BLOCK // weight.shape[1])
+    for start in range(0, weight.shape[0], rows):
+        block = slice(start, start + rows)
+        delta = b[block].astype(np.float32) @ columns
+        delta *= np.float32(scale)
+        delta += weight[block].astype(np.float32)
+        weight[block] = delta.astype(weight.dtype)
+
+
+def merge_to_hf(base: ModelSource, adapter: Adapter, destination: Path) -> None:
+    """Writes the HF directory of ``base`` with ``adapter`` folded in.
+
+    Args:
+        base: A HF or MCA checkpoint, opened.
+        adapter: An adapter of that model.
+        destination: The directory; must be absent or empty.
+
+    Raises:
+        McaError: The adapter does not fit, or the merged weights are not finite.
+    """
+    merge, params = Merge(adapter), list(base.params)
+    _require_all(merge, params)
+    dtypes = {param.mca_name(): base.parts(param)[0].info.dtype for param in params}
+    layout = HfLayout(params, base.config, dtypes, {p.mca_name(): base.whole_shape(p) for p in params})
+    with atomic_directory(destination) as folder:
+        for file in layout.files:
+            with SafetensorsWriter(plan_file(folder / file, layout.specs(file), METADATA)) as writer:
+                _write_file(writer, layout, file, merge, base)
+        copy_side_files(base.path, folder)
+        layout.finish(folder)
+
+
+def _require_all(merge: Merge, params: list[Param]) -> None:
+    known = {param.mca_name() for param in params}
+    lost = sorted({*merge.adapter.factors_of, *merge.adapter.saved_of} - known)
+    if lost:
+        raise McaError(f"the adapter changes {lost[0]}, which the base model does not have")
+
+
+def _write_file(
+    writer: SafetensorsWriter, layout: HfLayout, file: str, merge: Merge, base: ModelSource
+) -> None:
+    """Writes every tensor of ``file``: a stacked one expert by expert."""
+    wanted = set(layout.files[file])
+    copies: dict[str, list[str]] = {}
+    for copy, original in layout.duplicates.items():
+        copies.setdefault(original, []).append(copy)
+    for param in layout.params:
+        for part, name in enumerate(param.hf_names()):
+            targets = [target for target in (name, *copies.get(name, ())) if target in wanted]
+            if not targets:
+                continue
+            data = _merged(merge, base, param, part)
+            start = (param.expert or 0) * data.nbytes if param.stacked else 0
+            for target in targets:
+                writer.write(target, data.reshape(-1).view("uint8"), start)
+
+
+def _merged(merge: Merge, base: ModelSource, param: Param, part: int) -> Any:
+    weight = _read_part(base, param, part)
+    if not merge.touches(param):
+        return weight
+    merged = merge.merge(param, part, weight)
+    _require_finite(param, part, merged)
+    return merged
+
+
+def _read_part(base: ModelSource, param: Param, part: int) -> Any:
+    import numpy as np
+
+    gathers = plan_moves(Rule.of(param), base.whole_shape(param), base.side(param), HF)
+    gather, flats = gathers[part], [p.flat() for p in base.parts(param)]
+    out = np.empty(gather.size, flats[0].dtype)
+    for start, stop in gather.zeros:
+        out[start:stop] = 0
+    for move in gather.moves:
+        copy_move(flats[move.part], out, move)
+    return out.reshape(gather.shape)
+
+
+def _require_finite(param: Param, part: int, weight: Any) -> None:
+    import numpy as np
+
+    for start in range(0, weight.shape[0], rows := max(1, _BLOCK // max(1, weight[0].size))):
+        if not np.isfinite(weight[start : start + rows].astype(np.float32)).all():
+            raise McaError(
+                f"{param.hf_names()[part]}: merging gives values that are not finite; the adapter is broken"
+            )

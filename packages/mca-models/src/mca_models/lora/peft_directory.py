@@ -1,0 +1,134 @@
+"""A PEFT adapter directory: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+Stacked expert parameters are kept by PEFT as two matrices for all experts:
+
+    lora_A [experts * rank, in]    the rows of expert 0, of expert 1, ...
+    lora_B [out, rank * experts]   column 0 of every expert, column 1 of every expert, ...
+
+and are seen here as ``[experts, rank, in]`` and ``[experts, out, rank]``.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint.atomic import atomic_directory, write_file
+from mca_models.checkpoint.dtypes import code_of
+from mca_models.checkpoint.hf_writer import METADATA
+from mca_models.checkpoint.safetensors import plan_file, read_header
+from mca_models.checkpoint.side_files import copy_side_files
+from mca_models.checkpoint.source import require_same_names
+from mca_models.checkpoint.writer import SafetensorsWriter
+from mca_models.lora.adapter import Adapter, check_shapes
+from mca_models.lora.config import FILE_NAME, AdapterConfig
+from mca_models.lora.rules import rules_as_found
+from mca_models.weights import Param
+
+WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+
+
+def is_peft(path: Path) -> bool:
+    """Whether ``path`` looks like a PEFT adapter directory."""
+    return (path / FILE_NAME).is_file() and not (path / "mca_config.json").exists()
+
+
+def open_peft(path: Path, model: McaModelConfig) -> Adapter:
+    """The adapter in ``path``, of ``model``.
+
+    Raises:
+        McaError: Its configuration cannot be represented, or its tensors are not those that it names.
+    """
+    config = AdapterConfig.load(path)
+    file = path / WEIGHTS
+    if not file.is_file() and (path / PICKLE).is_file():
+        raise McaError(
+            f"{path / PICKLE} is a pickle, which is not read; save the adapter with safe_serialization"
+        )
+    infos = read_header(file).tensors
+    refused = sorted(name for name in infos if ".lora_embedding_" in name)
+    if refused:
+        raise McaError(f"{file}: {refused[0]}: adapters on embeddings are not supported; use modules_to_save")
+    rules = rules_as_found(model, config, infos.keys())
+    expected = {name for param in rules.params for name in param.hf_names()}
+    require_same_names(infos.keys(), expected, path)
+    stack = _Stacks(infos, model.num_moe_experts or 1)
+    return check_shapes(Adapter(model, config, rules, stack.read), file)
+
+
+class _Stacks:
+    """Reads whole tensors, seeing PEFT's matrices of all experts as stacks."""
+
+    def __init__(self, infos: Mapping[str, Any], experts: int) -> None:
+        self._infos, self._experts = infos, experts
+
+    def read(self, param: Param) -> Any:
+        arrays = [self._infos[name].array() for name in param.hf_names()]
+        return param.to_whole([self._stack(param, x) for x in arrays] if param.stacked else arrays)
+
+    def _stack(self, param: Param, x: Any) -> Any:
+        if x.shape[_stacked_axis(param)] % self._experts:
+            raise McaError(
+                f"{param.hf_names()[0]}: shape {list(x.shape)} does not divide by {self._experts} experts"
+            )
+        if _stacked_axis(param) == 0:
+            return x.reshape(self._experts, -1, x.shape[1])
+        return x.reshape(x.shape[0], -1, self._experts).transpose(2, 0, 1)
+
+
+def _stacked_axis(param: Param) -> int:
+    return 0 if ".lora_A." in param.mca else 1
+
+
+class PeftTensors:
+    """The tensors of a PEFT file, made of those of an adapter.
+
+    Args:
+        adapter: Where they come from.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+
+    @cached_property
+    def sources(self) -> Mapping[str, tuple[tuple[Param, int], ...]]:
+        """For each name the rules that hold it and its place in each: one, or one for each expert."""
+        found: dict[str, list[tuple[Param, int]]] = {}
+        for param in self._adapter.params:
+            for place, name in enumerate(param.hf_names()):
+                found.setdefault(name, []).append((param, place))
+        return {name: tuple(sources) for name, sources in found.items()}
+
+    def array(self, name: str) -> Any:
+        """Tensor ``name`` as PEFT stores it."""
+        import numpy as np
+
+        sources = self.sources[name]
+        arrays = [param.from_whole(self._adapter.read(param))[place] for param, place in sources]
+        if not sources[0][0].stacked:
+            return np.ascontiguousarray(arrays[0])
+        if _stacked_axis(sources[0][0]) == 0:
+            return np.concatenate(arrays, 0)
+        return np.stack(arrays, 2).reshape(arrays[0].shape[0], -1)
+
+
+def write_peft(adapter: Adapter, destination: Path, *, side_files: Path | None = None) -> None:
+    """Writes a PEFT directory that ``peft`` loads onto the HF model.
+
+    Args:
+        adapter: What to write.
+        destination: The directory; must be absent or empty.
+        side_files: Where small files (tokenizer, model card) are copied from.
+    """
+    tensors = PeftTensors(adapter)
+    with atomic_directory(destination) as folder:
+        arrays = {name: tensors.array(name) for name in sorted(tensors.sources)}
+        specs = [(name, code_of(x.dtype), tuple(x.shape)) for name, x in arrays.items()]
+        with SafetensorsWriter(plan_file(folder / WEIGHTS, specs, METADATA)) as writer:
+            for name, x in arrays.items():
+                writer.write(name, x.reshape(-1).view("uint8"))
+        if side_files is not None:
+            copy_side_files(side_files, folder)
+        write_file(folder / FILE_NAME, adapter.config.to_json().encode())

@@ -1,0 +1,221 @@
+"""The rules of an adapter's tensors, derived from those of the base model.
+
+On a Megatron linear ``L`` that is made of HF modules ``q_proj``, ``k_proj``, ... each targeted one keeps
+its own two factors, so that training equals PEFT's on the HF model and conversion loses nothing:
+
+    L.lora_A.q_proj.weight   [rank, in]    cut like the columns of L (row-parallel), else replicated
+    L.lora_B.q_proj.weight   [out, rank]   cut like the rows of L (column-parallel), else replicated
+
+with ``out`` the rows of that module alone. Where the rows of one part do not fall evenly on the ranks
+(fewer query groups than tp: Megatron then cuts the packed rows anywhere) its lora_B is replicated, and a
+rank uses the rows it needs. An expert's factors carry its number at the end (``.weight17``); those of
+stacked HF parameters have the parameter's name (``linear_fc1.lora_A.gate_up_proj.weight17``), one lora_A
+for gate and up together. What ``modules_to_save`` saved keeps the canonical name of the base parameter.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
+from mca_models.lora.config import AdapterConfig
+from mca_models.lora.targets import Target, linear_targets, stacked_targets
+from mca_models.templates import family_of
+from mca_models.weights import COLUMN, REPLICATED, ROW, Param, Shard, Stage
+from mca_models.weights.layouts import SEPARATE, Concat, GroupedHeads
+
+PREFIX = "base_model.model."
+"""What PEFT puts before every name of the HF model."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The adapter on one target: its two tensors' rules and what multiplies their product."""
+
+    target: Target
+    a: Param
+    b: Param
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class AdapterRules:
+    """Every tensor of one adapter.
+
+    Args:
+        factors: By target, in checkpoint order.
+        saved: Base parameters that are saved whole; their HF names carry PEFT's prefix.
+    """
+
+    factors: tuple[Factors, ...]
+    saved: tuple[Param, ...] = ()
+
+    @property
+    def params(self) -> list[Param]:
+        """All rules."""
+        return [*(param for pair in self.factors for param in (pair.a, pair.b)), *self.saved]
+
+
+def rules_for_training(config: McaModelConfig, adapter: AdapterConfig) -> AdapterRules:
+    """The tensors of a new adapter: all that its configuration names.
+
+    Raises:
+        McaError: It names nothing of the model, or something that cannot carry an adapter.
+    """
+    stacked = _stacked_factors(config, adapter)
+    factors = (*_linear_factors(config, adapter), *stacked)
+    return _checked(config, adapter, AdapterRules(factors, tuple(_saved(config, adapter))))
+
+
+def rules_as_found(config: McaModelConfig, adapter: AdapterConfig, names: Collection[str]) -> AdapterRules:
+    """The tensors of the adapter that holds tensors ``names`` (PEFT's or canonical).
+
+    Names decide what the configuration leaves open: whether ``gate_proj`` meant the routed experts too
+    (not with transformers 5), and whether PEFT added embeddings that it saw resized.
+    """
+    linear = _linear_factors(config, adapter)
+    if not any(_is_in(pair.a, names) for pair in linear if pair.target.base.expert is not None):
+        linear = [pair for pair in linear if pair.target.base.expert is None]
+    saved = [*_saved(config, adapter), *_extra_saved(config, adapter, names)]
+    return _checked(
+        config, adapter, AdapterRules((*linear, *_stacked_factors(config, adapter)), tuple(saved))
+    )
+
+
+def _is_in(param: Param, names: Collection[str]) -> bool:
+    return param.mca_name() in names or param.hf_names()[0] in names
+
+
+def _linear_factors(config: McaModelConfig, adapter: AdapterConfig) -> list[Factors]:
+    return [
+        _factors(config, adapter, target, f"{PREFIX}{target.module}.")
+        for target in linear_targets(config)
+        if adapter.targets(target.module, linear=target.linear)
+        or adapter.targets_parameter(f"{target.module}.weight")
+    ]
+
+
+def _stacked_factors(config: McaModelConfig, adapter: AdapterConfig) -> list[Factors]:
+    """PEFT wraps the module once for each parameter, so the first of two lies a ``base_layer`` deeper."""
+    if not adapter.document.get("target_parameters") or not config.num_moe_experts:
+        return []
+    found = [t for t in stacked_targets(config) if adapter.targets_parameter(t.module)]
+    if found and adapter.dropout:
+        raise McaError("lora_dropout: must be 0 with target_parameters on stacked experts, as in PEFT")
+    labels = list(dict.fromkeys(target.label for target in found))
+    depth = {label: len(labels) - 1 - i for i, label in enumerate(labels)}
+    return [
+        _factors(
+            config,
+            adapter,
+            target,
+            f"{PREFIX}{target.module.removesuffix(target.label)}{'base_layer.' * depth[target.label]}",
+        )
+        for target in found
+    ]
+
+
+def _factors(config: McaModelConfig, adapter: AdapterConfig, target: Target, hf: str) -> Factors:
+    a = _factor(target, "lora_A", hf, _shard_a(target))
+    b = _factor(target, "lora_B", hf, _shard_b(target, config))
+    if target.alone:
+        b = replace(b, layout=target.base.layout, hf_layout=target.base.hf_layout)
+    b = replace(b, vocab=target.base.vocab)
+    return Factors(target, a, b, adapter.rank(target.module), adapter.scale(target.module))
+
+
+def _factor(target: Target, which: str, hf: str, shard: Shard) -> Param:
+    owner, _, leaf = target.base.mca.rpartition(".")
+    if not leaf.startswith("weight"):  # a bare parameter, as the shared expert's gate
+        owner, leaf = target.base.mca, "weight"
+    return replace(
+        target.base,
+        mca=f"{owner}.{which}.{target.label}.{leaf}",
+        hf=(f"{hf}{which}.weight",),
+        shard=shard,
+        layout=SEPARATE,
+        hf_layout=SEPARATE,
+        vocab=False,
+        stacked=target.stacked,
+    )
+
+
+def _shard_a(target: Target) -> Shard:
+    return ROW if target.base.shard.axis == 1 else REPLICATED
+
+
+def _shard_b(target: Target, config: McaModelConfig) -> Shard:
+    base = target.base
+    if base.shard.axis != 0:
+        return REPLICATED
+    if target.alone:
+        return base.shard
+    if isinstance(base.layout, GroupedHeads) and base.shard == COLUMN:
+        return COLUMN if config.num_query_groups % config.layout.tp == 0 else REPLICATED
+    if isinstance(base.layout, Concat) and base.shard.segments == base.layout.ratio:
+        return COLUMN
+    raise McaError(
+        f"{target.module}: the rows of {base.mca_name()} are cut in a way adapters do not follow yet"
+    )
+
+
+def _saved(config: McaModelConfig, adapter: AdapterConfig) -> Iterator[Param]:
+    """Base parameters that ``modules_to_save`` names; a fused one must be named in full."""
+    if not adapter.modules_to_save:
+        return
+    for param in _base_params(config):
+        found = [adapter.saves(name) for name in param.hf_names()]
+        if any(found) and param.expert is not None:
+            raise McaError(f"modules_to_save: routed experts ({param.hf_names()[0]}) cannot be saved whole")
+        if any(found) and not all(found):
+            raise McaError(
+                f"modules_to_save: {', '.join(param.hf_names())} make up one Megatron parameter, "
+                f"{param.mca_name()}; name all of them or none"
+            )
+        if all(found):
+            yield _with_prefix(param, "")
+
+
+def _extra_saved(config: McaModelConfig, adapter: AdapterConfig, names: Collection[str]) -> Iterator[Param]:
+    """Embedding and output layer that PEFT saved unasked: resized, or themselves targets."""
+    for param in _base_params(config):
+        module = param.hf_names()[0].removesuffix(".weight")
+        if not param.vocab or adapter.saves(f"{module}.weight"):
+            continue
+        wrapped = "base_layer." if adapter.targets(module, linear=False) else ""
+        found = _with_prefix(param, wrapped)
+        if _is_in(found, names):
+            yield found
+
+
+def _with_prefix(param: Param, wrapped: str) -> Param:
+    hf = (f"{PREFIX}{name.removesuffix('weight')}{wrapped}weight" for name in param.hf_names())
+    if wrapped:
+        return replace(param, hf=tuple(hf))
+    return replace(param, hf=tuple(PREFIX + name for name in param.hf_names()))
+
+
+def _base_params(config: McaModelConfig) -> Iterator[Param]:
+    params = family_of(config.model_type).params(config)
+    return (param for param in params if not param.alias_of and param.stage is not Stage.MTP)
+
+
+def _checked(config: McaModelConfig, adapter: AdapterConfig, rules: AdapterRules) -> AdapterRules:
+    if not rules.factors:
+        wanted = adapter.document.get("target_modules") or adapter.document.get("target_parameters")
+        raise McaError(f"target_modules: {wanted} matches no linear of this {config.model_type} model")
+    for name in ("model.embed_tokens", *(("lm_head",) if config.tie_word_embeddings else ())):
+        if adapter.targets(name, linear=False):
+            raise McaError(f"target_modules: {name} cannot carry an adapter here; use modules_to_save")
+    if config.tie_word_embeddings and adapter.saves("lm_head.weight"):
+        raise McaError("modules_to_save: lm_head is tied to the embedding in this model; name embed_tokens")
+    return rules
+
+
+def by_part(factors: Sequence[Factors]) -> dict[str, list[Factors]]:
+    """Factors by the canonical name of the Megatron weight they change."""
+    found: dict[str, list[Factors]] = {}
+    for pair in factors:
+        found.setdefault(pair.target.base.mca_name(), []).append(pair)
+    return found

@@ -1,0 +1,94 @@
+"""Which HF modules of a model can carry an adapter, and on which Megatron linear each of them lies.
+
+Derived from the rules of the base model, so a new family needs nothing here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import family_of
+from mca_models.weights import Param, Stage
+from mca_models.weights.layouts import SEPARATE
+
+_LINEARS = frozenset(
+    "linear_qkv linear_proj linear_fc1 linear_fc2 linear_q_proj linear_q_down_proj linear_q_up_proj "
+    "linear_kv_down_proj linear_kv_up_proj".split()
+)
+"""Megatron modules that are linears in HF models too."""
+
+_STACKED = "model.layers.{layer}.mlp.experts."
+"""Where transformers 5 keeps the stacked experts of every family."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One HF module (or stacked expert parameter) that can carry an adapter.
+
+    Args:
+        module: Its name in the HF model.
+        base: The rule of the Megatron weight that it is part of.
+        part: Which of ``base.hf`` it is.
+        linear: Whether ``all-linear`` means it.
+        stacked: A parameter with a leading expert axis, of which this is entry ``base.expert``.
+    """
+
+    module: str
+    base: Param
+    part: int
+    linear: bool = True
+    stacked: bool = False
+
+    @property
+    def label(self) -> str:
+        """The last word of its HF name: which part of the fused linear it is."""
+        return self.module.rpartition(".")[2]
+
+    @property
+    def alone(self) -> bool:
+        """Whether the Megatron weight has no other part."""
+        return len(self.base.hf) == 1
+
+
+def linear_targets(config: McaModelConfig) -> list[Target]:
+    """All modules of the HF model that can be named in ``target_modules``, in checkpoint order.
+
+    Routed experts appear as modules of their own, as files and transformers 4 name them.
+    Multi-token-prediction layers are not part of HF models.
+    """
+    params = family_of(config.model_type).params(_with_experts(config, fused=False))
+    return [target for param in params for target in _targets_of(param)]
+
+
+def stacked_targets(config: McaModelConfig) -> list[Target]:
+    """The stacked expert parameters that can be named in ``target_parameters``, expert by expert."""
+    params = family_of(config.model_type).params(_with_experts(config, fused=True))
+    return [_stacked(param) for param in params if param.stacked and param.stage is not Stage.MTP]
+
+
+def _with_experts(config: McaModelConfig, *, fused: bool) -> McaModelConfig:
+    if bool(config.extra.get("fused_experts")) == fused:
+        return config
+    return replace(config, extra={**config.extra, "fused_experts": fused})
+
+
+def _targets_of(param: Param) -> Iterator[Target]:
+    owner, _, leaf = param.mca.rpartition(".")
+    kind = owner.rpartition(".")[2]
+    head, router, gate = kind == "output_layer", kind == "router", leaf == "gate_weight"
+    weight = leaf in ("weight", "weight{expert}") and (kind in _LINEARS or head or router)
+    if param.stage is Stage.MTP or param.alias_of or param.stacked or not (weight or gate):
+        return
+    for part, name in enumerate(param.hf_names()):
+        yield Target(name.removesuffix(".weight"), param, part, linear=not (head or router))
+
+
+def _stacked(param: Param) -> Target:
+    if param.hf_layout is not SEPARATE or len(param.hf) != 1:
+        raise McaError(
+            f"target_parameters: {', '.join(param.hf_names())} are stored in an order of their own, which adapters "
+            "on stacked experts do not follow yet; target the experts' modules"
+        )
+    label = param.hf[0].rpartition(".")[2]
+    return Target(f"{_STACKED}{label}".format(layer=param.layer), param, 0, linear=False, stacked=True)

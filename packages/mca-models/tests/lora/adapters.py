@@ -1,0 +1,77 @@
+"""Random PEFT adapters on the tiny checkpoints, made and saved by peft itself."""
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import tiny_hf
+import torch
+import transformers
+
+STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+DENSE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+PATTERNS: dict[str, Any] = {
+    "rank_pattern": {"k_proj": 5, r"layers\.1\..*o_proj": 2},
+    "alpha_pattern": {"v_proj": 7},
+    "use_rslora": True,
+}
+
+# name -> (case of tiny_hf, settings of LoraConfig)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {"target_modules": DENSE, **PATTERNS}),
+    "qwen2-regex": ("qwen2", {"target_modules": r".*\.[02]\.self_attn\.[qv]_proj"}),
+    "llama-linear": ("llama", {"target_modules": "all-linear", "exclude_modules": ["up_proj"]}),
+    "llama-saved": (
+        "llama",
+        {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    ),
+    "llama-head": ("llama", {"target_modules": ["down_proj", "lm_head"]}),
+    "qwen3-layers": (
+        "qwen3",
+        {"target_modules": DENSE, "layers_to_transform": [1, 3], "layers_pattern": "layers"},
+    ),
+    "qwen3-norms": (
+        "qwen3",
+        {"target_modules": ["o_proj"], "modules_to_save": ["input_layernorm", "q_norm"]},
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"target_modules": DENSE[:4], "target_parameters": STACKED, "rank_pattern": {"experts.down_proj": 2}},
+    ),
+    "mixtral-down": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": STACKED[1:]}),
+    "qwen2_moe-linear": ("qwen2_moe", {"target_modules": "all-linear"}),
+    "glm4_moe-gate": (
+        "glm4_moe",
+        {"target_modules": ["o_proj"], "target_parameters": ["gate.weight", *STACKED]},
+    ),
+    "deepseek_v3": ("deepseek_v3", {"target_modules": LATENT, "target_parameters": STACKED}),
+    "deepseek_v3-no-q-lora": ("deepseek_v3-no-q-lora", {"target_modules": ["q_proj", *LATENT[2:]]}),
+}
+
+
+def base_model(directory: Path, dtype: str = "float32") -> Any:
+    """The HF model in ``directory``."""
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+
+
+def save(name: str, folder: Path, dtype: str = "float32") -> tuple[Path, Path]:
+    """Writes base model and adapter of case ``name``; no tensor of the adapter is zero."""
+    case, settings = CASES[name]
+    sizes = {"head_dim": 4} if case.startswith("deepseek") else {}
+    base = tiny_hf.save(case, folder / "base", dtype, **sizes)
+    config = peft.LoraConfig(**{"r": 3, "lora_alpha": 8, "init_lora_weights": False, **settings})
+    model = peft.get_peft_model(base_model(base, dtype), config)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder / "adapter")
+    return base, folder / "adapter"
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Of a fixed batch."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        return model(torch.randint(0, 70, (2, 12))).logits

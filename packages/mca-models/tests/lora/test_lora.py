@@ -1,0 +1,308 @@
+"""Adapters that peft saved: to MCA and back, cut, refused, and merged."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import adapters
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
+from mca_models.checkpoint import open_checkpoint
+from mca_models.lora import (
+    AdapterConfig,
+    merge_to_hf,
+    open_adapter,
+    rules_for_training,
+    write_mca_adapter,
+    write_peft,
+)
+from mca_models.lora.targets import linear_targets
+from mca_models.templates import config_from_hf
+
+DENSE_LAYOUTS = [
+    ParallelLayout(),
+    ParallelLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+    ParallelLayout(tensor_model_parallel_size=4),  # more ranks than query groups
+    ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+]
+EXPERT_LAYOUTS = [
+    ParallelLayout(expert_model_parallel_size=2),
+    ParallelLayout(tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1),
+    ParallelLayout(tensor_model_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=2),
+]
+
+
+@pytest.fixture(scope="module", params=list(adapters.CASES))
+def saved(request: Any, tmp_path_factory: Any) -> tuple[Path, Path]:
+    return adapters.save(request.param, tmp_path_factory.mktemp("adapter"))
+
+
+def layouts(base: Path) -> list[ParallelLayout]:
+    return DENSE_LAYOUTS + (EXPERT_LAYOUTS if open_checkpoint(base).config.num_moe_experts else [])
+
+
+def same_files(a: Path, b: Path) -> None:
+    ours, theirs = load_file(a / "adapter_model.safetensors"), load_file(b / "adapter_model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    configs = [json.loads((folder / "adapter_config.json").read_text()) for folder in (a, b)]
+    assert configs[0] == configs[1]
+
+
+def test_round_trip_is_bit_exact_in_every_layout(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    base, source = saved
+    adapter = open_adapter(source, open_checkpoint(base).config)
+    for i, layout in enumerate(layouts(base)):
+        write_mca_adapter(adapter, layout, tmp_path / f"mca{i}")
+        again = open_adapter(tmp_path / f"mca{i}")
+        assert again.model.layout == layout
+        write_peft(again, tmp_path / f"peft{i}")
+        same_files(source, tmp_path / f"peft{i}")
+
+
+def test_merging_equals_peft(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    base, source = saved
+    checkpoint = open_checkpoint(base)
+    merge_to_hf(checkpoint, open_adapter(source, checkpoint.config), tmp_path / "merged")
+    theirs = peft.PeftModel.from_pretrained(adapters.base_model(base), source)
+    ours = adapters.base_model(tmp_path / "merged")
+    torch.testing.assert_close(adapters.logits(ours), adapters.logits(theirs), atol=2e-5, rtol=1e-4)
+    merged = theirs.merge_and_unload().state_dict()
+    for name, tensor in ours.state_dict().items():
+        torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama-saved", "qwen3_moe"])
+def test_merging_in_bf16_rounds_once(name: str, tmp_path: Path) -> None:
+    base, source = adapters.save(name, tmp_path, "bfloat16")
+    checkpoint = open_checkpoint(base)
+    merge_to_hf(checkpoint, open_adapter(source, checkpoint.config), tmp_path / "merged")
+    ours = adapters.base_model(tmp_path / "merged", "bfloat16").state_dict()
+    theirs = peft.PeftModel.from_pretrained(adapters.base_model(base, "bfloat16"), source).merge_and_unload()
+    for key, tensor in theirs.state_dict().items():
+        assert ours[key].dtype == torch.bfloat16
+        if "experts" in key:  # peft rounds the product of stacked experts before it adds
+            torch.testing.assert_close(ours[key], tensor, atol=2**-9, rtol=2**-7)
+        else:
+            assert torch.equal(ours[key], tensor), key
+
+
+def test_merging_from_a_cut_checkpoint_and_a_cut_adapter_is_the_same(
+    saved: tuple[Path, Path], tmp_path: Path
+) -> None:
+    base, source = saved
+    checkpoint = open_checkpoint(base)
+    adapter = open_adapter(source, checkpoint.config)
+    write_mca_adapter(adapter, ParallelLayout(tensor_model_parallel_size=2), tmp_path / "mca")
+    merge_to_hf(checkpoint, adapter, tmp_path / "a")
+    merge_to_hf(checkpoint, open_adapter(tmp_path / "mca"), tmp_path / "b")
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(tensor_model_parallel_size=2, expert_model_parallel_size=2)]
+)
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3", "mixtral"])
+def test_adapters_on_single_experts(case: str, layout: ParallelLayout, tmp_path: Path) -> None:
+    base, source = single_experts(case, tmp_path)
+    checkpoint = open_checkpoint(base)
+    adapter = open_adapter(source, checkpoint.config)
+    write_mca_adapter(adapter, layout, tmp_path / "mca")
+    write_peft(open_adapter(tmp_path / "mca"), tmp_path / "peft")
+    same_files(source, tmp_path / "peft")
+    merge_to_hf(checkpoint, adapter, tmp_path / "merged")
+    if case == "deepseek_v3":
+        return  # on loading, peft drops the projections of dense layers and shared experts for the experts'
+    theirs = peft.PeftModel.from_pretrained(adapters.base_model(base), source)
+    ours = adapters.base_model(tmp_path / "merged")
+    torch.testing.assert_close(adapters.logits(ours), adapters.logits(theirs), atol=2e-5, rtol=1e-4)
+
+
+def single_experts(case: str, folder: Path) -> tuple[Path, Path]:
+    """An adapter as transformers 4 gave it to peft: every expert's projections are modules."""
+    import tiny_hf
+
+    base = tiny_hf.save(case, folder / "base")
+    model = open_checkpoint(base).config
+    names = {"mixtral": ["w1", "w2", "w3"]}.get(case, ["gate_proj", "up_proj", "down_proj"])
+    experts = [t.module for t in linear_targets(model) if t.base.expert is not None]
+    assert {name.rpartition(".")[2] for name in experts} == set(names)
+    document = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": [*names, "q_proj"]}
+    config = AdapterConfig.from_dict(document)
+    rules = rules_for_training(model, config)
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for pair in rules.factors:
+        rows, columns = shape_of(base, pair.target.module)
+        for param, shape in ((pair.a, (3, columns)), (pair.b, (rows, 3))):
+            tensors[param.hf_names()[0]] = torch.from_numpy(rng.normal(0, 0.1, shape).astype(np.float32))
+    (folder / "adapter").mkdir()
+    save_file(tensors, folder / "adapter" / "adapter_model.safetensors")
+    (folder / "adapter" / "adapter_config.json").write_text(config.to_json())
+    return base, folder / "adapter"
+
+
+def shape_of(base: Path, module: str) -> tuple[int, int]:
+    rows, columns = load_file(base / "model.safetensors")[f"{module}.weight"].shape
+    return rows, columns
+
+
+def test_single_experts_merge_into_stacked_files_and_the_other_way_round(tmp_path: Path) -> None:
+    """Base and adapter may each see the experts as modules or as stacks."""
+    _, stacked_adapter = adapters.save("qwen3_moe", tmp_path / "s")
+    base, single_adapter = single_experts("qwen3_moe", tmp_path / "e")
+    shutil.copytree(base, tmp_path / "fused")
+    tensors = load_file(base / "model.safetensors")
+    save_file(fused(tensors), tmp_path / "fused" / "model.safetensors", {"format": "pt"})
+    for i, source in enumerate((stacked_adapter, single_adapter)):
+        for kind, directory in (("each", base), ("fused", tmp_path / "fused")):
+            checkpoint = open_checkpoint(directory)
+            merge_to_hf(checkpoint, open_adapter(source, checkpoint.config), tmp_path / f"{kind}{i}")
+        each = load_file(tmp_path / f"each{i}" / "model.safetensors")
+        stacked = load_file(tmp_path / f"fused{i}" / "model.safetensors")
+        assert all(torch.equal(x, stacked[name]) for name, x in fused(each).items())
+        assert any(not torch.equal(x, each[name]) for name, x in tensors.items() if "experts" in name)
+
+
+def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    out = {name: x for name, x in tensors.items() if ".experts." not in name}
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        halves = [
+            torch.cat([tensors[f"{prefix}{e}.{x}_proj.weight"] for x in ("gate", "up")]) for e in range(4)
+        ]
+        out[f"{prefix}gate_up_proj"] = torch.stack(halves)
+        out[f"{prefix}down_proj"] = torch.stack([tensors[f"{prefix}{e}.down_proj.weight"] for e in range(4)])
+    return out
+
+
+def test_pieces_are_cut_as_the_base_is(tmp_path: Path) -> None:
+    base, source = adapters.save("qwen2", tmp_path)
+    adapter = open_adapter(source, open_checkpoint(base).config)
+    tp2 = replace(adapter.model, layout=ParallelLayout(tensor_model_parallel_size=2))
+    tp4 = replace(adapter.model, layout=ParallelLayout(tensor_model_parallel_size=4))
+    axes = {}
+    for name, model in (("tp2", tp2), ("tp4", tp4)):
+        rules = rules_for_training(model, adapter.config)
+        axes[name] = {p.mca_name().removeprefix("decoder.layers.0."): p.shard.axis for p in rules.params}
+    assert axes["tp2"]["self_attention.linear_qkv.lora_A.q_proj.weight"] is None
+    assert axes["tp2"]["self_attention.linear_qkv.lora_B.k_proj.weight"] == 0
+    assert axes["tp2"]["self_attention.linear_proj.lora_A.o_proj.weight"] == 1
+    assert axes["tp2"]["mlp.linear_fc1.lora_B.up_proj.weight"] == 0
+    assert axes["tp2"]["mlp.linear_fc2.lora_B.down_proj.weight"] is None
+    # two query groups on four ranks: the packed rows are cut inside a group
+    assert axes["tp4"]["self_attention.linear_qkv.lora_B.k_proj.weight"] is None
+    assert axes["tp4"]["mlp.linear_fc1.lora_B.up_proj.weight"] == 0
+
+
+def test_which_modules_match_is_as_in_peft(tmp_path: Path) -> None:
+    import transformers
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    base, _ = adapters.save("qwen2", tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    modules = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    assert modules == [target.module for target in linear_targets(open_checkpoint(base).config)]
+    for settings in (
+        {"target_modules": ["q_proj", "1.mlp.up_proj"]},
+        {"target_modules": ["q_proj", "lm_head"], "layers_to_transform": 2},
+        {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 3], "layers_pattern": "layers"},
+        {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 3], "layers_pattern": "h"},
+        {"target_modules": r".*[13].*_proj", "exclude_modules": r".*mlp.*"},
+        {
+            "target_modules": ["up_proj", "lm_head"],
+            "exclude_modules": ["3.mlp.up_proj"],
+            "modules_to_save": ["lm_head"],
+        },
+        {"target_modules": ["model.layers.1.self_attn.q_proj"], "layers_to_transform": [0]},
+    ):
+        theirs = peft.LoraConfig(**settings)
+        ours = AdapterConfig.from_dict({"peft_type": "LORA", **settings})
+        for module in modules:
+            assert ours.targets(module) == bool(check_target_module_exists(theirs, module)), (
+                settings,
+                module,
+            )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_dora": True}, "use_dora is not supported: DoRA"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"lora_bias": True}, "lora_bias is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
+        ({"peft_type": "VERA"}, "peft_type is 'VERA'"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"a_switch_of_tomorrow": True}, "a_switch_of_tomorrow is not known"),
+        ({"use_dora": True, "layer_replication": [[0, 1]]}, "2 problems"),
+        ({"target_modules": []}, "name nothing"),
+        ({"target_modules": ["c_attn"]}, "matches no linear of this llama model"),
+        ({"target_modules": ["embed_tokens", "q_proj"]}, "embed_tokens cannot carry an adapter"),
+        ({"modules_to_save": ["q_proj"], "target_modules": ["o_proj"]}, "name all of them or none"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    import tiny_hf
+
+    model = config_from_hf({**tiny_hf.SIZE, "model_type": "llama"})
+    with pytest.raises(McaError, match=message):
+        rules_for_training(
+            model, AdapterConfig.from_dict({"peft_type": "LORA", "target_modules": ["q_proj"], **settings})
+        )
+
+
+@pytest.mark.parametrize("fault", ["missing", "unexpected", "rank", "truncated", "pickle", "embedding"])
+def test_damaged_adapters_are_refused(fault: str, tmp_path: Path) -> None:
+    base, source = adapters.save("qwen2", tmp_path)
+    file = source / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    messages = {
+        "missing": "1 missing tensor",
+        "unexpected": "1 unexpected tensor",
+        "rank": r"has shape \[4, 32\], expected \[3, 32\]",
+        "truncated": "truncated",
+        "pickle": "is a pickle",
+        "embedding": "adapters on embeddings",
+    }
+    if fault == "missing":
+        del tensors[name]
+    elif fault == "unexpected":
+        tensors["base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight"] = tensors[name]
+    elif fault == "rank":
+        tensors[name] = torch.zeros(4, 32)
+    elif fault == "embedding":
+        tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.zeros(3, 70)
+    save_file({key: value.clone() for key, value in tensors.items()}, file)
+    if fault == "truncated":
+        file.write_bytes(file.read_bytes()[:-4])
+    elif fault == "pickle":
+        file.rename(source / "adapter_model.bin")
+    with pytest.raises(McaError, match=messages[fault]):
+        open_adapter(source, open_checkpoint(base).config)
+
+
+def test_a_tied_model_is_not_merged_with_a_saved_embedding(tmp_path: Path) -> None:
+    adapters.CASES["tied"] = (
+        "qwen2-tied",
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    )
+    base, source = adapters.save("tied", tmp_path)
+    checkpoint = open_checkpoint(base)
+    adapter = open_adapter(source, checkpoint.config)
+    write_mca_adapter(adapter, ParallelLayout(tensor_model_parallel_size=2), tmp_path / "mca")
+    write_peft(open_adapter(tmp_path / "mca"), tmp_path / "peft")
+    same_files(source, tmp_path / "peft")
+    with pytest.raises(McaError, match="embed_tokens is tied to the output layer"):
+        merge_to_hf(checkpoint, adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
