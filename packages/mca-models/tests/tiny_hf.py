@@ -37,6 +37,15 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 8,
     "num_key_value_heads": 4,
 }
+DELTA_NET: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+}
+SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 24}
+OLD_GROUPS: dict[str, Any] = {**GROUPED, "norm_topk_prob": False}
 
 # name -> (model_type, what differs from SIZE)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -54,6 +63,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
     "glm4_moe": ("glm4_moe", {**GROUPED, "use_qk_norm": True, "attention_bias": True}),
     "deepseek_v3": ("deepseek_v3", {**GROUPED, **LATENT}),
+    "deepseek_v2": ("deepseek_v2", {**OLD_GROUPS, **LATENT, "topk_method": "group_limited_greedy"}),
+    "deepseek_v2-no-q-lora": ("deepseek_v2", {**OLD_GROUPS, **LATENT, "q_lora_rank": None}),
+    "qwen3_next": ("qwen3_next", {**EXPERTS, **DELTA_NET, **SHARED, "mlp_only_layers": [1]}),
+    "qwen3_5_text": ("qwen3_5_text", DELTA_NET),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {**EXPERTS, **DELTA_NET, **SHARED}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "gemma3_text": ("gemma3_text", {"sliding_window": 8, "query_pre_attn_scalar": 24}),
+    "olmo2": ("olmo2", {"head_dim": 8}),
+    "phi3": ("phi3", {"head_dim": 8}),
+    "granite": (
+        "granite",
+        {
+            "head_dim": 8,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.0625,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "smollm3": ("smollm3", {"head_dim": 8}),
+    "exaone4": ("exaone4", {"sliding_window": 8}),
+    "exaone4-no-window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "deepseek_v3-no-q-lora": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": None}),
 }
 
@@ -66,7 +98,7 @@ def save(case: str, directory: Path, dtype: str = "float32", seed: int = 0, **ov
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for tensor in [*model.parameters(), *_saved_buffers(model)]:
-            if tensor.dim() < 2:
+            if tensor.dim() < 2 or tensor.min() == tensor.max():
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     model.to(getattr(torch, dtype)).save_pretrained(directory)
     return directory

@@ -5,16 +5,28 @@ from typing import Any
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import (
+    deepseek_v2,
     deepseek_v3,
+    exaone4,
+    gemma3_text,
     glm4_moe,
+    gpt_oss,
+    granite,
     llama,
     mistral,
     mixtral,
+    olmo2,
+    olmoe,
+    phi3,
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5_moe_text,
+    qwen3_5_text,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
+    smollm3,
 )
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.family import Family
@@ -22,16 +34,28 @@ from mca_models.templates.family import Family
 __all__ = ["FAMILIES", "Family", "config_from_hf", "config_to_hf", "family_of"]
 
 FAMILIES: dict[str, Family] = {
+    "deepseek_v2": deepseek_v2.FAMILY,
     "deepseek_v3": deepseek_v3.FAMILY,
+    "exaone4": exaone4.FAMILY,
+    "gemma3_text": gemma3_text.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
+    "granite": granite.FAMILY,
     "llama": llama.FAMILY,
     "mistral": mistral.FAMILY,
     "mixtral": mixtral.FAMILY,
+    "olmo2": olmo2.FAMILY,
+    "olmoe": olmoe.FAMILY,
+    "phi3": phi3.FAMILY,
     "qwen2": qwen2.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3": qwen3.FAMILY,
+    "qwen3_5_moe_text": qwen3_5_moe_text.FAMILY,
+    "qwen3_5_text": qwen3_5_text.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
+    "qwen3_next": qwen3_next.FAMILY,
     "seed_oss": seed_oss.FAMILY,
+    "smollm3": smollm3.FAMILY,
 }
 
 

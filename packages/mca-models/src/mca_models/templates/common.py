@@ -1,10 +1,25 @@
 """Rules that many families share, under the names that HF gives them."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.names import HF, HF_ATTN, HF_EMBEDDING, HF_HEAD, HF_MLP
-from mca_models.weights import COLUMN, GATED, ROW, Concat, GroupedHeads, Param, Stage
+from mca_models.weights import (
+    COLUMN,
+    GATED,
+    REPLICATED,
+    ROW,
+    SEPARATE,
+    Concat,
+    Each,
+    GroupedHeads,
+    Layout,
+    Param,
+    Stage,
+    each,
+)
 
 MCA = "decoder.layers.{layer}."
 ATTN, MLP = MCA + "self_attention.", MCA + "mlp."
@@ -18,33 +33,63 @@ def inner(name: str, hf: str, **rule: Any) -> Param:
 
 
 def qkv(config: McaModelConfig) -> list[Param]:
-    """Fused ``linear_qkv`` from q, k, v projections, with biases if the family has them."""
-    groups = GroupedHeads(
-        heads=(config.num_attention_heads // config.num_query_groups, 1, 1), head_dim=config.kv_channels
-    )
-    kinds = ("weight", "bias") if config.add_qkv_bias else ("weight",)
+    """Fused ``linear_qkv`` from q, k, v projections, with biases if the family has them.
+
+    With an output gate HF's ``q_proj`` holds each head's query and gate side by side, Megatron's group all
+    its queries, then all its gates: ``[q..q gate..gate k v]``.
+    """
+    heads, width = config.num_attention_heads // config.num_query_groups, config.kv_channels
+    layout: Layout = GroupedHeads((heads, 1, 1), width)
+    hf_layout: Layout = SEPARATE
+    if config.attention_output_gate:
+        layout = GroupedHeads((heads, heads, 1, 1), width)
+        hf_layout = Each(((GroupedHeads((1, 1), width), 2), (SEPARATE, 1), (SEPARATE, 1)))
+    kinds = ("weight", "bias") if config.add_qkv_bias or config.add_bias_linear else ("weight",)
     return [
         Param(
             mca=f"{ATTN}linear_qkv.{kind}",
             hf=tuple(f"{HF_ATTN}{x}_proj.{kind}" for x in "qkv"),
-            layout=groups,
+            layout=layout,
+            hf_layout=hf_layout,
             shard=COLUMN,
         )
         for kind in kinds
     ]
 
 
-def attention(config: McaModelConfig) -> list[Param]:
-    """Pre-norm grouped-query attention of a decoder layer."""
+def fused_qkv(config: McaModelConfig) -> list[Param]:
+    """``linear_qkv`` where HF too has one tensor, with all of q before k before v."""
+    heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
+    rule = inner("self_attention.linear_qkv.weight", "self_attn.qkv_proj.weight", shard=COLUMN)
+    in_groups = GroupedHeads((heads // groups, 1, 1), width)
+    return [replace(rule, layout=in_groups, hf_layout=Concat((heads, groups, groups)))]
+
+
+def attention(config: McaModelConfig, projections: Sequence[Param] | None = None) -> list[Param]:
+    """Grouped-query attention of a decoder layer with its norms.
+
+    Args:
+        config: The model.
+        projections: Rules of ``linear_qkv``; None: from ``qkv``.
+    """
+    # over all heads together the norm's weight is cut like the heads it belongs to
+    norm = COLUMN if config.qk_layernorm_full_width else REPLICATED
     norms = [
-        inner("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
-        inner("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+        inner("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", shard=norm),
+        inner("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", shard=norm),
     ]
+    before = [inner("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")]
+    after = [inner("self_attention.linear_proj.post_layernorm.weight", "post_attention_layernorm.weight")]
+    bias = [inner("self_attention.linear_proj.bias", "self_attn.o_proj.bias")]
+    sink = [inner("self_attention.core_attention.softmax_offset", "self_attn.sinks", shard=COLUMN)]
     return [
-        inner("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-        *qkv(config),
+        *(before if config.norm_placement != "post" else []),
+        *(qkv(config) if projections is None else projections),
         *(norms if config.qk_layernorm else []),
+        *(sink if config.softmax_type == "learnable" else []),
         inner("self_attention.linear_proj.weight", "self_attn.o_proj.weight", shard=ROW),
+        *(bias if config.add_bias_linear else []),
+        *(after if config.norm_placement != "pre" else []),
     ]
 
 
@@ -59,13 +104,29 @@ def down(mca: str, hf: str) -> Param:
     return Param(mca=f"{mca}linear_fc2.weight", hf=(f"{hf}down_proj.weight",), shard=ROW)
 
 
-def dense_mlp() -> list[Param]:
-    """Pre-norm gated MLP of a decoder layer."""
+def dense_mlp(config: McaModelConfig, projections: Sequence[Param] | None = None) -> list[Param]:
+    """Gated MLP of a decoder layer with its norms.
+
+    HF calls the norm before the MLP ``post_attention_layernorm``, unless there are norms after each block.
+
+    Args:
+        config: The model.
+        projections: Rules of ``linear_fc1`` and ``linear_fc2``; None: from separate gate and up.
+    """
+    own = "post_attention_layernorm" if config.norm_placement == "pre" else "pre_feedforward_layernorm"
+    before = [inner("mlp.linear_fc1.layer_norm_weight", f"{own}.weight")]
+    after = [inner("mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight")]
     return [
-        inner("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
-        gate_up(MLP, HF_MLP),
-        down(MLP, HF_MLP),
+        *(before if config.norm_placement != "post" else []),
+        *((gate_up(MLP, HF_MLP), down(MLP, HF_MLP)) if projections is None else projections),
+        *(after if config.norm_placement != "pre" else []),
     ]
+
+
+def dense_layers(config: McaModelConfig) -> list[Param]:
+    """Every parameter of a model whose layers all have attention and one MLP, in checkpoint order."""
+    layers = each([*attention(config), *dense_mlp(config)], layers=range(config.num_layers))
+    return [embedding(), *layers, *head(config)]
 
 
 def embedding() -> Param:

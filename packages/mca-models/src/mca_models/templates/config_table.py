@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mca_config.errors import McaError
-
 from mca_config.model_config import McaModelConfig
 
 HfConfig = dict[str, Any]
@@ -68,6 +67,7 @@ class ConfigTable:
 
     Args:
         fields: Facts that both name.
+        defaults: What absent HF keys mean, where it is not what the fields say.
         constants: ``McaModelConfig`` fields that follow from the family alone.
         fixed: HF keys with values that cannot be represented.
         derive: Further fields computed from the HF dict.
@@ -76,6 +76,7 @@ class ConfigTable:
     """
 
     fields: tuple[Field, ...]
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: tuple[Fixed, ...] = ()
     derive: Callable[[HfConfig], dict[str, Any]] = lambda hf: {}
@@ -84,19 +85,21 @@ class ConfigTable:
 
     def to_mca(self, hf: HfConfig) -> McaModelConfig:
         """The model that ``hf`` describes."""
+        full = {**self.defaults, **hf}
         for fixed in self.fixed:
-            fixed.check(hf)
-        values = {field.mca: field.read(hf) for field in self.fields}
-        values |= dict(self.constants) | read_rope(hf) | self.derive(hf)
+            fixed.check(full)
+        values = {field.mca: field.read(full) for field in self.fields}
+        values |= dict(self.constants) | read_rope(full) | self.derive(full)
         return self.config_class(model_type=hf["model_type"], dtype=read_dtype(hf), hf_config=hf, **values)
 
     def to_hf(self, config: McaModelConfig, architecture: str) -> HfConfig:
-        """``config.hf_config`` with every fact that changed since brought up to date."""
+        """``config.hf_config`` with every fact that changed since brought up to date.
+
+        Raises:
+            McaError: There is no source ``config.json``, and the family's HF keys cannot say what ``config`` does.
+        """
         if not config.hf_config:
-            hf = {"architectures": [architecture], "model_type": config.model_type, "dtype": config.dtype}
-            hf |= {field.hf: _plain(getattr(config, field.mca)) for field in self.fields}
-            rope = {"rope_theta": config.rotary_base, "rope_type": "default", **(config.rope_scaling or {})}
-            return hf | {"rope_parameters": rope, "hidden_act": config.hidden_act} | self.restore(config)
+            return self._from_scratch(config, architecture)
         hf = dict(config.hf_config)
         before = self.to_mca(hf)
         for field in self.fields:
@@ -106,6 +109,27 @@ class ConfigTable:
         if config.dtype != before.dtype:
             for key in [key for key in ("dtype", "torch_dtype") if key in hf] or ["dtype"]:
                 hf[key] = config.dtype
+        return hf
+
+    def _from_scratch(self, config: McaModelConfig, architecture: str) -> HfConfig:
+        hf: HfConfig = {
+            "architectures": [architecture],
+            "model_type": config.model_type,
+            "dtype": config.dtype,
+        }
+        hf |= {field.hf: _plain(getattr(config, field.mca)) for field in self.fields}
+        rope = {"rope_theta": config.rotary_base, "rope_type": "default", **(config.rope_scaling or {})}
+        if config.rotary_percent != 1.0:
+            rope["partial_rotary_factor"] = config.rotary_percent
+        hf |= {"rope_parameters": rope, "hidden_act": config.hidden_act} | self.restore(config)
+        back, beside = self.to_mca(hf), ("hf_config", "extra", "layout")
+        names = [each.name for each in dataclasses.fields(config) if each.name not in beside]
+        for name in names:
+            if getattr(back, name) != getattr(config, name):
+                raise McaError(
+                    f"config.json of a {config.model_type} model cannot say that {name} is "
+                    f"{getattr(config, name)!r}: it would mean {getattr(back, name)!r}"
+                )
         return hf
 
 
@@ -134,7 +158,7 @@ def head_dim(hf: Mapping[str, Any]) -> int:
     return int(hf["hidden_size"] // hf["num_attention_heads"])
 
 
-def dense_fields(*, tied: bool = False, eps: str = "rms_norm_eps") -> tuple[Field, ...]:
+def dense_fields(*, tied: bool = False, eps: float = 1e-6) -> tuple[Field, ...]:
     """What every decoder-only transformer says about its size."""
     return (
         Field("num_layers", "num_hidden_layers"),
@@ -145,13 +169,19 @@ def dense_fields(*, tied: bool = False, eps: str = "rms_norm_eps") -> tuple[Fiel
         Field("kv_channels", "head_dim", head_dim),
         Field("vocab_size", "vocab_size"),
         Field("max_position_embeddings", "max_position_embeddings"),
-        Field("layernorm_epsilon", eps, 1e-6),
+        Field("layernorm_epsilon", "rms_norm_eps", eps),
         Field("tie_word_embeddings", "tie_word_embeddings", tied),
         Field("init_method_std", "initializer_range", 0.02),
         Field("attention_dropout", "attention_dropout", 0.0),
     )
 
 
+def _no_bias(hf: str, alone: str) -> Fixed:
+    return Fixed(hf, (False,), f"Megatron has no bias on {alone}")
+
+
+NO_ATTENTION_BIAS = _no_bias("attention_bias", "the attention projections alone, output included")
+NO_MLP_BIAS = _no_bias("mlp_bias", "the MLP alone")
 SILU = Fixed("hidden_act", ("silu",), "this family's gated MLP is built with SwiGLU")
 
 

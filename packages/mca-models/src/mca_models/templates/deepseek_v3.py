@@ -1,13 +1,20 @@
 """DeepSeek V3 and R1: HF ``DeepseekV3ForCausalLM``: latent attention, experts, multi-token prediction."""
 
-from dataclasses import replace
 from typing import Any
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_models.templates.common import ATTN, dense_mlp, embedding, head, inner
-from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
+from mca_models.templates.common import ATTN, embedding, head, inner
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    SILU,
+    ConfigTable,
+    Field,
+    Fixed,
+    HfConfig,
+    dense_fields,
+)
 from mca_models.templates.family import Family
-from mca_models.templates.moe import expert_fields, experts, mlp_layers, router, shared_experts
+from mca_models.templates.moe import expert_fields, last_layer, mlp_layers
 from mca_models.templates.mtp import mtp_copies, mtp_params
 from mca_models.templates.names import HF_ATTN, MoeNames
 from mca_models.weights import COLUMN, ROW, Param, each
@@ -28,7 +35,7 @@ MLA_FIELDS = (
 
 def grouped_experts(hf: HfConfig) -> dict[str, Any]:
     """Dense first layers, shared experts as one wide one, and group-limited routing."""
-    layers, dense = hf["num_hidden_layers"], hf.get("first_k_dense_replace", 0)
+    layers, dense = hf["num_hidden_layers"], hf.get("first_k_dense_replace") or 0
     groups = hf.get("n_group") or 1
     return {
         "moe_layer_freq": tuple(int(layer >= dense) for layer in range(layers)),
@@ -40,6 +47,19 @@ def grouped_experts(hf: HfConfig) -> dict[str, Any]:
     }
 
 
+def restore_groups(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    shared, width = config.moe_shared_expert_intermediate_size or 0, config.moe_ffn_hidden_size or 1
+    dense = [layer for layer in range(config.num_layers) if not config.is_moe_layer(layer)]
+    return {
+        "first_k_dense_replace": len(dense),
+        "n_shared_experts": shared // width,
+        "n_group": config.moe_router_num_groups or 1,
+        "topk_group": config.moe_router_group_topk or 1,
+        "num_nextn_predict_layers": config.mtp_num_layers,
+    }
+
+
 def mla(hf: HfConfig) -> dict[str, Any]:
     """What ``grouped_experts`` says, and the head dimension of a query or key."""
     return {**grouped_experts(hf), "kv_channels": hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]}
@@ -47,6 +67,7 @@ def mla(hf: HfConfig) -> dict[str, Any]:
 
 CONFIG = ConfigTable(
     fields=MLA_FIELDS,
+    defaults={"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
     constants={
         "qk_layernorm": True,
         "moe_router_score_function": "sigmoid",
@@ -55,13 +76,15 @@ CONFIG = ConfigTable(
     },
     fixed=(
         SILU,
-        Fixed("attention_bias", (False,), "Megatron has no bias on the output projection alone"),
+        NO_ATTENTION_BIAS,
         Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores over the chosen experts"),
         Fixed("scoring_func", ("sigmoid",), "DeepSeek V3's router"),
         Fixed("topk_method", ("noaux_tc",), "DeepSeek V3's router"),
         Fixed("moe_layer_freq", (1,), "every layer after the first dense ones has experts"),
+        Fixed("rope_interleave", (True,), "Megatron's latent attention rotates pairs of neighbours"),
     ),
     derive=mla,
+    restore=restore_groups,
     config_class=MlaMcaModelConfig,
 )
 
@@ -86,20 +109,11 @@ def latent_attention(config: MlaMcaModelConfig) -> list[Param]:
     ]
 
 
-def last_layer(config: McaModelConfig, attention: list[Param]) -> list[Param]:
-    """The rules of one decoder layer as a prediction layer holds it: with experts if the model has any."""
-    if not config.num_moe_experts:
-        return [*attention, *dense_mlp()]
-    each_expert = range(config.num_moe_experts)
-    own = [replace(rule, expert=expert) for expert in each_expert for rule in experts(config, NAMES)]
-    return [*attention, *router(config, NAMES), *shared_experts(config, NAMES), *own]
-
-
 def params(config: MlaMcaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     attention = latent_attention(config)
     layers = each(attention, layers=range(config.num_layers))
-    mtp = mtp_params(config, last_layer(config, attention))
+    mtp = mtp_params(config, last_layer(config, NAMES, attention))
     return [embedding(), *layers, *mlp_layers(config, NAMES), *mtp, *head(config)]
 
 

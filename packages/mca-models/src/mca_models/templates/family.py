@@ -7,10 +7,24 @@ from typing import Any
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.config_table import ConfigTable
-from mca_models.templates.names import HF_HEAD, MoeNames
+from mca_models.templates.names import FUSED, HF, HF_HEAD, MoeNames
 from mca_models.weights import Param
 
 logger = logging.getLogger(__name__)
+
+
+def counted_layers(config: McaModelConfig, names: Collection[str]) -> int:
+    """The prediction layers that ``config.json`` counts; none if the checkpoint holds none.
+
+    HF numbers them after the decoder's; ``transformers`` saves models without them.
+    """
+    mtp = f"model.layers.{config.num_layers}."
+    if config.mtp_num_layers and not any(name.startswith(mtp) for name in names):
+        logger.warning(
+            "config.json counts %d prediction layers; the checkpoint holds none", config.mtp_num_layers
+        )
+        return 0
+    return config.mtp_num_layers
 
 
 def _none(config: Any) -> frozenset[str]:
@@ -27,7 +41,8 @@ class Family:
         config: Carries ``config.json`` both ways.
         params: Every parameter of a model, in checkpoint order.
         ignored_hf: HF tensors that old checkpoints carry and that hold no weight (computed buffers).
-        moe: Names inside an expert layer, if the family has any.
+        moe: Names inside an expert layer, if the family has any and files may hold them one by one.
+        prediction_layers: How many prediction layers a checkpoint with these tensor names holds.
         copies: HF tensors that may repeat another one, beside a tied head.
     """
 
@@ -37,6 +52,7 @@ class Family:
     params: Callable[[Any], list[Param]]
     ignored_hf: Callable[[Any], frozenset[str]] = _none
     moe: MoeNames | None = None
+    prediction_layers: Callable[[McaModelConfig, Collection[str]], int] = counted_layers
     copies: Callable[[Any], Mapping[str, str]] = lambda config: {}
 
     def duplicate_hf(self, config: McaModelConfig) -> Mapping[str, str]:
@@ -55,14 +71,10 @@ class Family:
         (``extra["hf_duplicates"]``), and whether the prediction layers that ``config.json`` counts are
         there at all: ``transformers`` saves models without them.
         """
-        mtp = f"model.layers.{config.num_layers}."
-        if config.mtp_num_layers and not any(name.startswith(mtp) for name in names):
-            logger.warning(
-                "config.json counts %d prediction layers; the checkpoint holds none", config.mtp_num_layers
-            )
-            config = replace(config, mtp_num_layers=0)
+        config = replace(config, mtp_num_layers=self.prediction_layers(config, names))
         extra = dict(config.extra)
-        if self.moe and any(self.moe.fused(layer) in names for layer in range(config.num_layers)):
+        fused = (HF + FUSED + "gate_up_proj").format
+        if self.moe and any(fused(layer=layer) in names for layer in range(config.num_layers)):
             extra["fused_experts"] = True
         if doubled := sorted(name for name in self.duplicate_hf(config) if name in names):
             extra["hf_duplicates"] = doubled

@@ -3,9 +3,9 @@
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.common import attention, embedding, head
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, dense_fields
-from mca_models.templates.deepseek_v3 import grouped_experts, last_layer
+from mca_models.templates.deepseek_v3 import grouped_experts, restore_groups
 from mca_models.templates.family import Family
-from mca_models.templates.moe import expert_fields, mlp_layers
+from mca_models.templates.moe import expert_fields, last_layer, mlp_layers
 from mca_models.templates.mtp import mtp_copies, mtp_params
 from mca_models.templates.names import MoeNames
 from mca_models.weights import Param, each
@@ -20,6 +20,7 @@ CONFIG = ConfigTable(
         Field("add_qkv_bias", "attention_bias", False),
         Field("moe_router_topk_scaling_factor", "routed_scaling_factor", 1.0),
     ),
+    defaults={"first_k_dense_replace": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
     constants={
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
@@ -30,6 +31,7 @@ CONFIG = ConfigTable(
         Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores over the chosen experts"),
     ),
     derive=grouped_experts,
+    restore=restore_groups,
 )
 
 
@@ -37,7 +39,7 @@ def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     rules = attention(config)
     layers = each(rules, layers=range(config.num_layers))
-    mtp = mtp_params(config, last_layer(config, rules))
+    mtp = mtp_params(config, last_layer(config, NAMES, rules))
     return [embedding(), *layers, *mlp_layers(config, NAMES), *mtp, *head(config)]
 
 

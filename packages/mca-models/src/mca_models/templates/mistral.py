@@ -1,8 +1,9 @@
 """Mistral 7B and its successors: HF ``MistralForCausalLM``, Llama's weights with a sliding window."""
 
+from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.llama import ignored_hf, params
+from mca_models.templates.llama import ignored_hf
 
 CONFIG = ConfigTable(fields=(*dense_fields(), Field("window_size", "sliding_window", None)), fixed=(SILU,))
 
@@ -10,6 +11,6 @@ FAMILY = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
     config=CONFIG,
-    params=params,
+    params=dense_layers,
     ignored_hf=ignored_hf,
 )

@@ -4,7 +4,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.templates.common import attention, embedding, head
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.moe import aux_loss, expert_fields, mlp_layers
+from mca_models.templates.moe import aux_loss, expert_fields, mlp_layers, restore_aux_loss
 from mca_models.templates.names import MoeNames
 from mca_models.weights import Param, each
 
@@ -14,8 +14,10 @@ CONFIG = ConfigTable(
         *expert_fields(count="num_local_experts", ffn="intermediate_size"),
         Field("window_size", "sliding_window", None),
     ),
+    defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5},
     fixed=(SILU,),
     derive=aux_loss,
+    restore=restore_aux_loss,
 )
 NAMES = MoeNames(
     router="block_sparse_moe.gate.weight",

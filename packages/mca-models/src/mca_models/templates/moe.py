@@ -1,11 +1,12 @@
 """Rules of mixture-of-experts layers: router, experts, shared experts."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.common import MLP, dense_mlp, down, gate_up, inner
 from mca_models.templates.config_table import Field, HfConfig
-from mca_models.templates.names import HF, MoeNames
+from mca_models.templates.names import FUSED, FUSED_ROUTER, HF, MoeNames
 from mca_models.weights import GATED, ROW, Concat, Param, each
 
 
@@ -13,7 +14,7 @@ def router(config: McaModelConfig, names: MoeNames) -> list[Param]:
     """The norm before an expert layer, its router, and the bias that only chooses experts."""
     rules = [
         inner("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
-        inner("mlp.router.weight", names.router),
+        inner("mlp.router.weight", FUSED_ROUTER if config.extra.get("fused_experts") else names.router),
     ]
     if config.moe_router_enable_expert_bias:
         rules.append(inner("mlp.router.expert_bias", names.router_bias, keep_fp32=True))
@@ -23,13 +24,12 @@ def router(config: McaModelConfig, names: MoeNames) -> list[Param]:
 def experts(config: McaModelConfig, names: MoeNames) -> list[Param]:
     """One expert's two matrices, from its own HF tensors or from the stacked ones."""
     fc1, fc2 = f"{MLP}experts.linear_fc1.weight{{expert}}", f"{MLP}experts.linear_fc2.weight{{expert}}"
-    prefix = HF + names.experts
     if config.extra.get("fused_experts"):
         return [
-            Param(mca=fc1, hf=(f"{prefix}gate_up_proj",), shard=GATED, stacked=True),
-            Param(mca=fc2, hf=(f"{prefix}down_proj",), shard=ROW, stacked=True),
+            Param(mca=fc1, hf=(f"{HF}{FUSED}gate_up_proj",), shard=GATED, stacked=True),
+            Param(mca=fc2, hf=(f"{HF}{FUSED}down_proj",), shard=ROW, stacked=True),
         ]
-    own = f"{prefix}{{expert}}."
+    own = f"{HF}{names.experts}{{expert}}."
     return [
         Param(mca=fc1, hf=(own + names.gate, own + names.up), layout=Concat((1, 1)), shard=GATED),
         Param(mca=fc2, hf=(own + names.down,), shard=ROW),
@@ -51,7 +51,7 @@ def mlp_layers(config: McaModelConfig, names: MoeNames) -> Iterator[Param]:
     """The MLP of every decoder layer, dense or with experts."""
     layers = range(config.num_layers)
     sparse = [layer for layer in layers if config.is_moe_layer(layer)]
-    yield from each(dense_mlp(), layers=[layer for layer in layers if not config.is_moe_layer(layer)])
+    yield from each(dense_mlp(config), layers=[layer for layer in layers if not config.is_moe_layer(layer)])
     yield from moe_layers(config, names, sparse)
 
 
@@ -61,6 +61,15 @@ def moe_layers(config: McaModelConfig, names: MoeNames, layers: Sequence[int]) -
     yield from each(experts(config, names), layers=layers, experts=range(config.num_moe_experts or 0))
 
 
+def last_layer(config: McaModelConfig, names: MoeNames, attention: Sequence[Param]) -> list[Param]:
+    """The rules of one decoder layer as a prediction layer holds it: with experts if the model has any."""
+    if not config.num_moe_experts:
+        return [*attention, *dense_mlp(config)]
+    each_expert = range(config.num_moe_experts)
+    own = [replace(rule, expert=expert) for expert in each_expert for rule in experts(config, names)]
+    return [*attention, *router(config, names), *shared_experts(config, names), *own]
+
+
 def expert_fields(*, count: str, ffn: str = "moe_intermediate_size") -> tuple[Field, ...]:
     """How many experts there are, how wide, and how many a token passes."""
     return (
@@ -68,6 +77,12 @@ def expert_fields(*, count: str, ffn: str = "moe_intermediate_size") -> tuple[Fi
         Field("moe_ffn_hidden_size", ffn),
         Field("moe_router_topk", "num_experts_per_tok"),
     )
+
+
+def restore_aux_loss(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    on = config.moe_router_load_balancing_type != "none"
+    return {"output_router_logits": on, "router_aux_loss_coef": config.moe_aux_loss_coeff}
 
 
 def aux_loss(hf: HfConfig) -> dict[str, object]:

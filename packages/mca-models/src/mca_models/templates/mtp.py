@@ -1,28 +1,49 @@
 """Rules of multi-token-prediction layers, which HF numbers after the decoder's."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.names import HF, HF_EMBEDDING, HF_HEAD
-from mca_models.weights import COLUMN, Param, Stage
+from mca_models.weights import COLUMN, REPLICATED, Param, Stage
 
 DECODER, MTP = "decoder.layers.{layer}.", "mtp.layers.{layer}."
 
 
-def mtp_params(config: McaModelConfig, inside: Sequence[Param]) -> list[Param]:
-    """Every prediction layer; ``inside`` are the rules of the decoder layer within it, expert by expert."""
-    own = [
-        Param(mca=f"{MTP}enorm.weight", hf=(f"{HF}enorm.weight",)),
-        Param(mca=f"{MTP}hnorm.weight", hf=(f"{HF}hnorm.weight",)),
-        Param(mca=f"{MTP}eh_proj.weight", hf=(f"{HF}eh_proj.weight",), shard=COLUMN),
-        Param(mca=f"{MTP}final_layernorm.weight", hf=(f"{HF}shared_head.norm.weight",)),
+OWN = {"enorm": f"{HF}enorm", "hnorm": f"{HF}hnorm", "eh_proj": f"{HF}eh_proj"}
+OWN["final_layernorm"] = f"{HF}shared_head.norm"
+
+
+def mtp_params(
+    config: McaModelConfig, inside: Sequence[Param], own: Mapping[str, str] = OWN, prefix: str = HF
+) -> list[Param]:
+    """Every prediction layer.
+
+    Args:
+        config: The model.
+        inside: The rules of the decoder layer within it, expert by expert.
+        own: HF's names of the parts around that layer.
+        prefix: What HF's names of that layer begin with; numbered after the decoder's if as those.
+    """
+    around = [
+        Param(
+            mca=f"{MTP}{name}.weight", hf=(f"{hf}.weight",), shard=COLUMN if name == "eh_proj" else REPLICATED
+        )
+        for name, hf in own.items()
     ]
-    moved = [replace(rule, mca=rule.mca.replace(DECODER, f"{MTP}transformer_layer.")) for rule in inside]
+    moved = [
+        replace(
+            rule,
+            mca=rule.mca.replace(DECODER, f"{MTP}transformer_layer."),
+            hf=tuple(name.replace(HF, prefix) for name in rule.hf),
+        )
+        for rule in inside
+    ]
+    first = config.num_layers if prefix == HF else 0
     return [
-        replace(rule, stage=Stage.MTP, layer=layer, hf_layer=config.num_layers + layer)
+        replace(rule, stage=Stage.MTP, layer=layer, hf_layer=first + layer)
         for layer in range(config.mtp_num_layers)
-        for rule in (*own, *moved)
+        for rule in (*around, *moved)
     ]
 
 

@@ -6,6 +6,9 @@ HF = "model.layers.{layer}."
 HF_ATTN, HF_MLP = HF + "self_attn.", HF + "mlp."
 HF_EMBEDDING, HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
+# where transformers' modules (5.x) have all experts of a layer in one tensor, and the router beside it
+FUSED, FUSED_ROUTER = "mlp.experts.", "mlp.gate.weight"
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoeNames:
@@ -19,7 +22,3 @@ class MoeNames:
     down: str = "down_proj.weight"
     shared: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate.weight"
-
-    def fused(self, layer: int) -> str:
-        """The name whose presence shows that the experts of ``layer`` lie stacked in one tensor."""
-        return f"{HF}{self.experts}gate_up_proj".format(layer=layer)

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from mca_config.model_config import McaModelConfig
+from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.llama import ignored_hf, params
+from mca_models.templates.llama import ignored_hf
 
 
 def window(hf: dict[str, Any]) -> dict[str, Any]:
@@ -18,8 +20,26 @@ def window(hf: dict[str, Any]) -> dict[str, Any]:
     return {"window_size": hf.get("sliding_window", 4096), "layer_types": tuple(kinds)}
 
 
-CONFIG = ConfigTable(fields=dense_fields(), constants={"add_qkv_bias": True}, fixed=(SILU,), derive=window)
+def restore_window(config: McaModelConfig) -> dict[str, Any]:
+    """See ``ConfigTable.restore``."""
+    if config.window_size is None:
+        return {"use_sliding_window": False}
+    kinds = {"layer_types": list(config.layer_types)} if config.layer_types else {}
+    return {"use_sliding_window": True, "sliding_window": config.window_size, **kinds}
+
+
+CONFIG = ConfigTable(
+    fields=dense_fields(),
+    constants={"add_qkv_bias": True},
+    fixed=(SILU,),
+    derive=window,
+    restore=restore_window,
+)
 
 FAMILY = Family(
-    model_type="qwen2", architecture="Qwen2ForCausalLM", config=CONFIG, params=params, ignored_hf=ignored_hf
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    config=CONFIG,
+    params=dense_layers,
+    ignored_hf=ignored_hf,
 )

@@ -6,7 +6,7 @@ from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, d
 from mca_models.templates.family import Family
 from mca_models.templates.moe import expert_fields, mlp_layers
 from mca_models.templates.names import MoeNames
-from mca_models.templates.qwen3_moe import sparse_layers
+from mca_models.templates.qwen3_moe import restore_sparse, sparse_layers
 from mca_models.weights import Param, each
 
 SHARED = Field("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
@@ -17,6 +17,7 @@ CONFIG = ConfigTable(
     constants={"add_qkv_bias": True, "moe_shared_expert_gate": True},
     fixed=(SILU, Fixed("qkv_bias", (True,), "all published models have it")),
     derive=sparse_layers,
+    restore=restore_sparse,
 )
 
 

@@ -2,11 +2,11 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.common import attention, embedding, head
-from mca_models.templates.config_table import SILU, ConfigTable, Fixed, HfConfig, dense_fields
+from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.moe import aux_loss, expert_fields, mlp_layers
+from mca_models.templates.moe import aux_loss, expert_fields, mlp_layers, restore_aux_loss
 from mca_models.templates.names import MoeNames
-from mca_models.templates.qwen2 import window
+from mca_models.templates.qwen2 import restore_window, window
 from mca_models.weights import Param, each
 
 NAMES = MoeNames()
@@ -21,11 +21,23 @@ def sparse_layers(hf: HfConfig) -> dict[str, object]:
     return {"moe_layer_freq": freq, "moe_router_pre_softmax": pre_softmax} | aux_loss(hf) | window(hf)
 
 
+def restore_sparse(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i in range(config.num_layers) if not config.is_moe_layer(i)],
+        "norm_topk_prob": not config.moe_router_pre_softmax,
+        **restore_aux_loss(config),
+        **restore_window(config),
+    }
+
+
 CONFIG = ConfigTable(
     fields=(*dense_fields(), *expert_fields(count="num_experts")),
     constants={"qk_layernorm": True},
-    fixed=(SILU, Fixed("attention_bias", (False,), "Megatron has no bias on the output projection alone")),
+    fixed=(SILU, NO_ATTENTION_BIAS),
     derive=sparse_layers,
+    restore=restore_sparse,
 )
 
 

@@ -1,16 +1,17 @@
 """Seed-OSS: HF ``SeedOssForCausalLM``, Llama's weights with biases on q, k and v."""
 
-from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, dense_fields
+from mca_models.templates.common import dense_layers
+from mca_models.templates.config_table import NO_MLP_BIAS, SILU, ConfigTable, Field, Fixed, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.llama import params
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(), Field("add_qkv_bias", "attention_bias", True)),
+    defaults={"head_dim": 128},
     fixed=(
         SILU,
         Fixed("attention_out_bias", (False,), "Megatron has no bias on the output projection alone"),
-        Fixed("mlp_bias", (False,), "Megatron has no bias on the MLP alone"),
+        NO_MLP_BIAS,
     ),
 )
 
-FAMILY = Family(model_type="seed_oss", architecture="SeedOssForCausalLM", config=CONFIG, params=params)
+FAMILY = Family(model_type="seed_oss", architecture="SeedOssForCausalLM", config=CONFIG, params=dense_layers)

@@ -1,0 +1,85 @@
+"""Rules of models that mix gated attention with linear attention layers (gated delta nets)."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates.common import ATTN, attention, inner
+from mca_models.templates.config_table import Field, HfConfig
+from mca_models.weights import COLUMN, ROW, Param, Shard, each
+
+DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
+CONSTANTS = {"qk_layernorm": True, "attention_output_gate": True, "layernorm_zero_centered_gamma": True}
+FIELDS = (
+    Field("linear_conv_kernel_dim", "linear_conv_kernel_dim", 4),
+    Field("linear_num_key_heads", "linear_num_key_heads", 16),
+    Field("linear_num_value_heads", "linear_num_value_heads", 32),
+    Field("linear_key_head_dim", "linear_key_head_dim", 128),
+    Field("linear_value_head_dim", "linear_value_head_dim", 128),
+)
+
+
+def mixed_layers(hf: HfConfig) -> dict[str, Any]:
+    """Which layers have linear attention: all but every fourth, unless listed."""
+    step = hf.get("full_attention_interval", 4)
+    kinds = hf.get("layer_types") or [
+        "linear_attention" if (i + 1) % step else "full_attention" for i in range(hf["num_hidden_layers"])
+    ]
+    return {"layer_types": tuple(kinds)}
+
+
+def restore_layers(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    return {"layer_types": list(config.layer_types or ())}
+
+
+def segments(config: Any) -> tuple[int, int, int, int, int, int]:
+    """Rows of the input projection's parts: q, k, v, z (output gate), b (beta), a (decay)."""
+    key = config.linear_num_key_heads * config.linear_key_head_dim
+    value = config.linear_num_value_heads * config.linear_value_head_dim
+    heads = config.linear_num_value_heads
+    return key, key, value, value, heads, heads
+
+
+def fused(sizes: Sequence[int]) -> Shard:
+    """A column cut of parts that lie one after the other."""
+    unit = gcd(*sizes)
+    return Shard(0, segments=tuple(size // unit for size in sizes))
+
+
+def delta_net(config: McaModelConfig, in_proj: Param) -> list[Param]:
+    """Linear attention with the norm before it; ``in_proj`` says how HF splits the input projection."""
+    sizes = segments(config)
+    return [
+        inner("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight"),
+        replace(in_proj, mca=f"{ATTN}in_proj.weight", shard=fused(sizes)),
+        inner("self_attention.conv1d.weight", "linear_attn.conv1d.weight", shard=fused(sizes[:3])),
+        inner("self_attention.dt_bias", "linear_attn.dt_bias", shard=COLUMN),
+        inner("self_attention.A_log", "linear_attn.A_log", shard=COLUMN),
+        inner("self_attention.out_norm.weight", "linear_attn.norm.weight"),
+        inner("self_attention.out_proj.weight", "linear_attn.out_proj.weight", shard=ROW),
+    ]
+
+
+def mixed_attention(config: McaModelConfig, in_proj: Param) -> Iterator[Param]:
+    """The attention of every decoder layer, linear or gated."""
+    layers = range(config.num_layers)
+    linear = [layer for layer in layers if config.is_linear_layer(layer)]
+    yield from each(delta_net(config, in_proj), layers=linear)
+    yield from each(attention(config), layers=[layer for layer in layers if layer not in linear])
+
+
+MTP_PREFIX = "mtp.layers.{layer}."
+MTP_OWN = {
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "eh_proj": "mtp.fc",
+    "final_layernorm": "mtp.norm",
+}
+
+
+def prediction_found(config: McaModelConfig, names: Collection[str]) -> int:
+    """How many prediction layers a checkpoint holds: ``config.json`` need not count them."""
+    return int("mtp.fc.weight" in names)

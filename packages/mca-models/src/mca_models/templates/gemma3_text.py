@@ -1,0 +1,81 @@
+"""Gemma 3, the text model: HF ``Gemma3ForCausalLM``: norms around each block, windows, two ropes."""
+
+from typing import Any
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates.common import dense_layers
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    ConfigTable,
+    Field,
+    Fixed,
+    HfConfig,
+    dense_fields,
+    read_rope,
+)
+from mca_models.templates.family import Family
+
+GELU = "gelu_pytorch_tanh"
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def derive(hf: HfConfig) -> dict[str, Any]:
+    """Kinds of layers, a rope for each kind, and the scales that HF computes from sizes."""
+    step = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
+    kinds = hf.get("layer_types") or [
+        SLIDING if (i + 1) % step else FULL for i in range(hf["num_hidden_layers"])
+    ]
+    rope = dict(hf.get("rope_parameters") or {})
+    full, local = rope.get(FULL) or hf.get("rope_scaling") or {}, rope.get(SLIDING) or {}
+    whole = read_rope({"rope_theta": hf.get("rope_theta", 1e6), "rope_parameters": full})
+    sliding = read_rope({"rope_theta": hf.get("rope_local_base_freq", 1e4), "rope_parameters": local})
+    if sliding["rope_scaling"] is not None or sliding["rotary_percent"] != 1.0:
+        Fixed("rope_parameters.sliding_attention", ({},), "layers with a window have an unscaled rope").check(
+            {"rope_parameters.sliding_attention": local}
+        )
+    return {
+        **whole,
+        "rotary_base_local": sliding["rotary_base"],
+        "layer_types": tuple(kinds),
+        "softmax_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5,
+        "embedding_multiplier": hf["hidden_size"] ** 0.5,
+    }
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    full = {"rope_theta": config.rotary_base, "rope_type": "default", **(config.rope_scaling or {})}
+    return {
+        "hidden_activation": GELU,
+        "rope_parameters": {
+            FULL: full,
+            SLIDING: {"rope_theta": config.rotary_base_local, "rope_type": "default"},
+        },
+        "layer_types": list(config.layer_types or ()),
+        "query_pre_attn_scalar": round((config.softmax_scale or 1.0) ** -2),
+    }
+
+
+CONFIG = ConfigTable(
+    fields=(*dense_fields(tied=True), Field("window_size", "sliding_window", None)),
+    defaults={"head_dim": 256, "sliding_window": 4096},
+    constants={
+        "hidden_act": GELU,
+        "layernorm_zero_centered_gamma": True,
+        "norm_placement": "sandwich",
+        "qk_layernorm": True,
+    },
+    fixed=(
+        NO_ATTENTION_BIAS,
+        Fixed("hidden_activation", (GELU,), "Gemma 3's gated MLP"),
+        Fixed("attn_logit_softcapping", (None,), "Gemma 3 has none"),
+        Fixed("final_logit_softcapping", (None,), "Gemma 3 has none"),
+        Fixed("use_bidirectional_attention", (False, None), "Megatron's decoder is causal"),
+    ),
+    derive=derive,
+    restore=restore,
+)
+
+FAMILY = Family(
+    model_type="gemma3_text", architecture="Gemma3ForCausalLM", config=CONFIG, params=dense_layers
+)

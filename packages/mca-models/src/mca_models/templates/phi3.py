@@ -1,0 +1,45 @@
+"""Phi 3 and 4: HF ``Phi3ForCausalLM``: q, k, v in one tensor, gate and up too, partial and long rope."""
+
+from typing import Any
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates.common import MLP, attention, dense_mlp, down, embedding, fused_qkv, head, inner
+from mca_models.templates.config_table import SILU, ConfigTable, Field, HfConfig, dense_fields, read_rope
+from mca_models.templates.family import Family
+from mca_models.templates.names import HF_MLP
+from mca_models.weights import GATED, Param, each
+
+ORIGINAL = "original_max_position_embeddings"
+
+
+def long_rope(hf: HfConfig) -> dict[str, Any]:
+    """The rope, its scaling by its present name and with the original context, which HF keeps beside it."""
+    rope = read_rope(hf)
+    if rope["rope_scaling"] is not None:
+        kind = rope["rope_scaling"]["rope_type"]
+        rope["rope_scaling"] |= {"rope_type": "longrope" if kind in ("su", "yarn") else kind}
+        rope["rope_scaling"].setdefault(ORIGINAL, hf.get(ORIGINAL, 4096))
+    return rope
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    return {ORIGINAL: (config.rope_scaling or {}).get(ORIGINAL, 4096)}
+
+
+CONFIG = ConfigTable(
+    fields=(*dense_fields(eps=1e-5), Field("window_size", "sliding_window", None)),
+    fixed=(SILU,),
+    derive=long_rope,
+    restore=restore,
+)
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    gate_up = inner("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", shard=GATED)
+    rules = [*attention(config, fused_qkv(config)), *dense_mlp(config, [gate_up, down(MLP, HF_MLP)])]
+    return [embedding(), *each(rules, layers=range(config.num_layers)), *head(config)]
+
+
+FAMILY = Family(model_type="phi3", architecture="Phi3ForCausalLM", config=CONFIG, params=params)

@@ -1,0 +1,71 @@
+"""Qwen 3.5 with experts, the text model: HF ``Qwen3_5MoeForCausalLM``."""
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import gated_delta_net as delta
+from mca_models.templates.common import attention, embedding, head
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    SILU,
+    ConfigTable,
+    Field,
+    HfConfig,
+    dense_fields,
+)
+from mca_models.templates.family import Family
+from mca_models.templates.moe import aux_loss, expert_fields, last_layer, mlp_layers, restore_aux_loss
+from mca_models.templates.mtp import mtp_params
+from mca_models.templates.qwen2_moe import SHARED
+from mca_models.templates.qwen3_5_text import OWN_EMBEDDING, in_proj
+from mca_models.templates.qwen3_next import NAMES
+from mca_models.weights import Param
+
+
+def derive(hf: HfConfig) -> dict[str, object]:
+    """Which layers have linear attention, and the load-balancing loss."""
+    return delta.mixed_layers(hf) | aux_loss(hf)
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    return delta.restore_layers(config) | restore_aux_loss(config)
+
+
+def width_of_expert(hf: HfConfig) -> int:
+    """No layer has a dense MLP, so its width is of no consequence."""
+    return int(hf["moe_intermediate_size"])
+
+
+SIZES = tuple(field for field in dense_fields() if field.mca != "ffn_hidden_size")
+
+CONFIG = ConfigTable(
+    fields=(
+        *SIZES,
+        Field("ffn_hidden_size", "intermediate_size", width_of_expert),
+        *expert_fields(count="num_experts"),
+        SHARED,
+        *delta.FIELDS,
+    ),
+    defaults=delta.DEFAULTS,
+    constants={**delta.CONSTANTS, "moe_shared_expert_gate": True},
+    fixed=(SILU, NO_ATTENTION_BIAS, OWN_EMBEDDING),
+    derive=derive,
+    restore=restore,
+)
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    inside = last_layer(config, NAMES, attention(config))
+    mtp = mtp_params(config, inside, delta.MTP_OWN, delta.MTP_PREFIX)
+    layers = delta.mixed_attention(config, in_proj(config))
+    return [embedding(), *layers, *mlp_layers(config, NAMES), *mtp, *head(config)]
+
+
+FAMILY = Family(
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    config=CONFIG,
+    params=params,
+    moe=NAMES,
+    prediction_layers=delta.prediction_found,
+)

@@ -1,0 +1,54 @@
+"""Qwen 3.5, the text model: HF ``Qwen3_5ForCausalLM``: gated delta nets and gated attention."""
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import gated_delta_net as delta
+from mca_models.templates.common import attention, dense_mlp, embedding, head
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    SILU,
+    ConfigTable,
+    Fixed,
+    dense_fields,
+)
+from mca_models.templates.family import Family
+from mca_models.templates.mtp import mtp_params
+from mca_models.templates.names import HF
+from mca_models.weights import Concat, Param, each
+
+OWN_EMBEDDING = Fixed(
+    "mtp_use_dedicated_embeddings", (False,), "Megatron's prediction layers share the model's embedding"
+)
+
+CONFIG = ConfigTable(
+    fields=(*dense_fields(), *delta.FIELDS),
+    defaults=delta.DEFAULTS,
+    constants=delta.CONSTANTS,
+    fixed=(SILU, NO_ATTENTION_BIAS, OWN_EMBEDDING),
+    derive=delta.mixed_layers,
+    restore=delta.restore_layers,
+)
+
+
+def in_proj(config: McaModelConfig) -> Param:
+    """The input projection: HF has q, k, v in one tensor."""
+    q, k, v, *others = delta.segments(config)
+    names = tuple(f"{HF}linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
+    return Param(mca="", hf=names, layout=Concat((q + k + v, *others)))
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    inside = [*attention(config), *dense_mlp(config)]
+    mtp = mtp_params(config, inside, delta.MTP_OWN, delta.MTP_PREFIX)
+    layers = delta.mixed_attention(config, in_proj(config))
+    mlp = each(dense_mlp(config), layers=range(config.num_layers))
+    return [embedding(), *layers, *mlp, *mtp, *head(config)]
+
+
+FAMILY = Family(
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    config=CONFIG,
+    params=params,
+    prediction_layers=delta.prediction_found,
+)

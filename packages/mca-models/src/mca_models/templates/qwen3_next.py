@@ -1,0 +1,64 @@
+"""Qwen 3 Next: HF ``Qwen3NextForCausalLM``: gated delta nets, gated attention, experts."""
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import gated_delta_net as delta
+from mca_models.templates.common import attention, embedding, head
+from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, HfConfig, dense_fields
+from mca_models.templates.family import Family
+from mca_models.templates.moe import expert_fields, last_layer, mlp_layers
+from mca_models.templates.mtp import mtp_params
+from mca_models.templates.names import HF, MoeNames
+from mca_models.templates.qwen2_moe import SHARED
+from mca_models.templates.qwen3_moe import restore_sparse, sparse_layers
+from mca_models.weights import Concat, Each, GroupedHeads, Param
+
+NAMES = MoeNames(shared="mlp.shared_expert.")
+
+
+def derive(hf: HfConfig) -> dict[str, object]:
+    """Which layers have linear attention, and which experts."""
+    return sparse_layers(hf) | delta.mixed_layers(hf)
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    return restore_sparse(config) | delta.restore_layers(config)
+
+
+CONFIG = ConfigTable(
+    fields=(*dense_fields(), *expert_fields(count="num_experts"), SHARED, *delta.FIELDS),
+    defaults={**delta.DEFAULTS, "norm_topk_prob": True},
+    constants={**delta.CONSTANTS, "moe_shared_expert_gate": True},
+    fixed=(SILU, NO_ATTENTION_BIAS),
+    derive=derive,
+    restore=restore,
+)
+
+
+def in_proj(config: McaModelConfig) -> Param:
+    """The input projection, which HF groups by key head: ``[q k v..v z..z]`` and ``[b..b a..a]``."""
+    q, k, v, z, b, a = (rows // (config.linear_num_key_heads or 1) for rows in delta.segments(config))
+    return Param(
+        mca="",
+        hf=(f"{HF}linear_attn.in_proj_qkvz.weight", f"{HF}linear_attn.in_proj_ba.weight"),
+        hf_layout=Each(((GroupedHeads((q, k, v, z), 1), 4), (GroupedHeads((b, a), 1), 2))),
+        layout=Concat(delta.segments(config)),
+    )
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    inside = last_layer(config, NAMES, attention(config))
+    mtp = mtp_params(config, inside, delta.MTP_OWN, delta.MTP_PREFIX)
+    layers = delta.mixed_attention(config, in_proj(config))
+    return [embedding(), *layers, *mlp_layers(config, NAMES), *mtp, *head(config)]
+
+
+FAMILY = Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    config=CONFIG,
+    params=params,
+    moe=NAMES,
+    prediction_layers=delta.prediction_found,
+)

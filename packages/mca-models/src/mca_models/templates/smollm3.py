@@ -1,0 +1,46 @@
+"""SmolLM 3: HF ``SmolLM3ForCausalLM``, Llama's weights; every fourth layer has no rope."""
+
+from typing import Any
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates.common import dense_layers
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    NO_MLP_BIAS,
+    SILU,
+    ConfigTable,
+    HfConfig,
+    dense_fields,
+)
+from mca_models.templates.family import Family
+from mca_models.templates.qwen2 import restore_window
+
+
+def derive(hf: HfConfig) -> dict[str, Any]:
+    """Layers without rope (HF lists those *with* it under ``no_rope_layers``), which may have a window."""
+    step = hf.get("no_rope_layer_interval", 4)
+    rotated = hf.get("no_rope_layers") or [int((i + 1) % step != 0) for i in range(hf["num_hidden_layers"])]
+    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
+    kinds = hf.get("layer_types") or ["full_attention" if yes else "sliding_attention" for yes in rotated]
+    return {
+        "no_rope_freq": tuple(1 - int(yes) for yes in rotated),
+        "window_size": window,
+        "layer_types": tuple(kinds) if window else None,
+    }
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    rotated = [1 - skip for skip in config.no_rope_freq or (0,) * config.num_layers]
+    return {"no_rope_layers": rotated, **restore_window(config)}
+
+
+CONFIG = ConfigTable(
+    fields=dense_fields(tied=True),
+    defaults={"rope_theta": 2e6},
+    fixed=(SILU, NO_ATTENTION_BIAS, NO_MLP_BIAS),
+    derive=derive,
+    restore=restore,
+)
+
+FAMILY = Family(model_type="smollm3", architecture="SmolLM3ForCausalLM", config=CONFIG, params=dense_layers)
