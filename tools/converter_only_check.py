@@ -179,8 +179,10 @@ def check_errors(folder: Path) -> None:
     convert("--checkpoint_path", folder / "hf", "--output_path", out, "--no_such_flag", "1", expect=2)
     (folder / "hf" / "model-00002-of-00002.safetensors").unlink()
     convert("--checkpoint_path", folder / "hf", "--output_path", out, expect=1)
-    if out.exists() or "missing" not in message:
-        sys.exit("error: a refused conversion left something behind or did not name the path")
+    if out.exists():
+        sys.exit("error: a refused conversion left something behind")
+    if not re.fullmatch(r"error: .*missing.*\n", message):
+        sys.exit(f"error: expected one line that names the missing directory, not\n{message}")
     print("errors: exit codes as documented")
 
 
