@@ -54,11 +54,8 @@ def test_python_examples_compile(page):
 
 @pytest.mark.parametrize("package", ["mca-config", "mca-models"])
 def test_examples_without_torch_run_as_promised(package):
-    examples = [
-        text
-        for text in blocks(ROOT / "packages" / package / "README.md", "python")
-        if "TrainingArguments" not in text
-    ]
+    texts = blocks(ROOT / "packages" / package / "README.md", "python")
+    examples = [text for text in texts if "TrainingArguments" not in text and '"checkpoint"' not in text]
     assert examples
     for text in examples:
         assert not wrong_values(text)
