@@ -8,6 +8,7 @@ from typing import Any
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.config_table import ConfigTable
 from mca_models.templates.names import FUSED, HF, HF_HEAD, MoeNames
+from mca_models.templates.shapes import Shape, hf_shapes
 from mca_models.weights import Param
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,10 @@ class Family:
     moe: MoeNames | None = None
     prediction_layers: Callable[[McaModelConfig, Collection[str]], int] = counted_layers
     copies: Callable[[Any], Mapping[str, str]] = lambda config: {}
+
+    def hf_shapes(self, config: McaModelConfig) -> dict[str, Shape]:
+        """Every HF tensor of a model and its shape, known without a checkpoint."""
+        return hf_shapes(self.params(config), config)
 
     def duplicate_hf(self, config: McaModelConfig) -> Mapping[str, str]:
         """HF tensors that may be present and must then equal another one: ``{name: the other}``.

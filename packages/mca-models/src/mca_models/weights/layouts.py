@@ -16,6 +16,9 @@ from mca_models.weights.arrays import Array, concat, split, split_ratio, swap_ax
 class Layout(Protocol):
     """An invertible arrangement of parts inside stored tensors."""
 
+    def __hash__(self) -> int:
+        """Layouts are values, equal when they arrange alike."""
+
     def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
         """The stored tensors that hold ``parts``."""
 

@@ -1,0 +1,161 @@
+"""The shape of every parameter and HF tensor, from the model's sizes alone.
+
+Families share Megatron's names, and a name with the sizes fixes the whole parameter's shape: it is said here
+once. The shapes of HF tensors follow through the layouts of a family's rules.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_models.weights import Layout, Param
+
+Shape = tuple[int, ...]
+
+
+def whole_shape(param: Param, config: McaModelConfig) -> Shape:
+    """Shape of the unsharded Megatron parameter, without vocabulary padding."""
+    inside = param.mca.rpartition("{layer}.")[2].removeprefix("transformer_layer.")
+    return _TABLES[type(config)][inside](config)
+
+
+def hf_shapes(params: Iterable[Param], config: McaModelConfig) -> dict[str, Shape]:
+    """Shape of every HF tensor that ``params`` are made of, by name."""
+    shapes: dict[str, Shape] = {}
+    for param in params:
+        parts = _parts(param.layout, param.hf_layout, whole_shape(param, config))
+        front = (config.num_moe_experts or 0,) if param.stacked else ()
+        shapes |= {name: front + part for name, part in zip(param.hf_names(), parts, strict=True)}
+    return shapes
+
+
+@cache
+def _parts(layout: Layout, hf_layout: Layout, whole: Shape) -> tuple[Shape, ...]:
+    """The shapes of what ``Param.from_whole`` gives, from an array that holds one byte."""
+    import numpy as np
+
+    empty = np.broadcast_to(np.zeros((), np.uint8), whole)
+    return tuple(tuple(part.shape) for part in hf_layout.pack(layout.unpack((empty,))))
+
+
+def _vocabulary(c: McaModelConfig) -> Shape:
+    return c.vocab_size, c.hidden_size
+
+
+def _hidden(c: McaModelConfig) -> Shape:
+    return (c.hidden_size,)
+
+
+def _fc1(width: Callable[[Any], int]) -> Callable[[Any], Shape]:
+    return lambda c: (width(c) * (1 + c.gated_linear_unit), c.hidden_size)
+
+
+def _fc2(width: Callable[[Any], int]) -> Callable[[Any], Shape]:
+    return lambda c: (c.hidden_size, width(c))
+
+
+def _first(shape: Callable[[Any], Shape]) -> Callable[[Any], Shape]:
+    """The shape of a bias."""
+    return lambda c: shape(c)[:1]
+
+
+def _qkv(c: McaModelConfig) -> Shape:
+    heads = c.num_attention_heads * (1 + c.attention_output_gate) + 2 * c.num_query_groups
+    return heads * c.kv_channels, c.hidden_size
+
+
+def _head_norm(heads: Callable[[Any], int]) -> Callable[[Any], Shape]:
+    return lambda c: (c.kv_channels * (heads(c) if c.qk_layernorm_full_width else 1),)
+
+
+def _delta_widths(c: Any) -> tuple[int, int, int]:
+    """Rows of q or k, rows of v, value heads of a gated delta net."""
+    values = c.linear_num_value_heads
+    return c.linear_num_key_heads * c.linear_key_head_dim, values * c.linear_value_head_dim, values
+
+
+def _in_proj(c: McaModelConfig) -> Shape:
+    key, value, heads = _delta_widths(c)
+    return 2 * key + 2 * value + 2 * heads, c.hidden_size
+
+
+def _conv(c: Any) -> Shape:
+    key, value, _ = _delta_widths(c)
+    return 2 * key + value, 1, c.linear_conv_kernel_dim
+
+
+_MLP = {
+    "mlp.linear_fc1.layer_norm_weight": _hidden,
+    "mlp.linear_fc1.weight": _fc1(lambda c: c.ffn_hidden_size),
+    "mlp.linear_fc2.weight": _fc2(lambda c: c.ffn_hidden_size),
+    "mlp.linear_fc2.post_layernorm.weight": _hidden,
+}
+_EXPERT_1, _EXPERT_2 = _fc1(lambda c: c.moe_ffn_hidden_size), _fc2(lambda c: c.moe_ffn_hidden_size)
+_EXPERTS = {
+    "pre_mlp_layernorm.weight": _hidden,
+    "mlp.router.weight": lambda c: (c.num_moe_experts, c.hidden_size),
+    "mlp.router.bias": lambda c: (c.num_moe_experts,),
+    "mlp.router.expert_bias": lambda c: (c.num_moe_experts,),
+    "mlp.experts.linear_fc1.weight{expert}": _EXPERT_1,
+    "mlp.experts.linear_fc1.bias{expert}": _first(_EXPERT_1),
+    "mlp.experts.linear_fc2.weight{expert}": _EXPERT_2,
+    "mlp.experts.linear_fc2.bias{expert}": _first(_EXPERT_2),
+    "mlp.shared_experts.linear_fc1.weight": _fc1(lambda c: c.moe_shared_expert_intermediate_size),
+    "mlp.shared_experts.linear_fc2.weight": _fc2(lambda c: c.moe_shared_expert_intermediate_size),
+    "mlp.shared_experts.gate_weight": lambda c: (1, c.hidden_size),
+}
+_ENDS = {
+    "embedding.word_embeddings.weight": _vocabulary,
+    "decoder.final_layernorm.weight": _hidden,
+    "output_layer.weight": _vocabulary,
+    "enorm.weight": _hidden,
+    "hnorm.weight": _hidden,
+    "eh_proj.weight": lambda c: (c.hidden_size, 2 * c.hidden_size),
+    "final_layernorm.weight": _hidden,
+}
+_ATTENTION = {
+    "self_attention.linear_qkv.layer_norm_weight": _hidden,
+    "self_attention.linear_qkv.weight": _qkv,
+    "self_attention.linear_qkv.bias": _first(_qkv),
+    "self_attention.q_layernorm.weight": _head_norm(lambda c: c.num_attention_heads),
+    "self_attention.k_layernorm.weight": _head_norm(lambda c: c.num_query_groups),
+    "self_attention.core_attention.softmax_offset": lambda c: (c.num_attention_heads,),
+    "self_attention.linear_proj.weight": lambda c: (c.hidden_size, c.num_attention_heads * c.kv_channels),
+    "self_attention.linear_proj.bias": _hidden,
+    "self_attention.linear_proj.post_layernorm.weight": _hidden,
+}
+_DELTA_NET = {
+    "self_attention.in_proj.layer_norm_weight": _hidden,
+    "self_attention.in_proj.weight": _in_proj,
+    "self_attention.conv1d.weight": _conv,
+    "self_attention.dt_bias": lambda c: (c.linear_num_value_heads,),
+    "self_attention.A_log": lambda c: (c.linear_num_value_heads,),
+    "self_attention.out_norm.weight": lambda c: (c.linear_value_head_dim,),
+    "self_attention.out_proj.weight": lambda c: (c.hidden_size, _delta_widths(c)[1]),
+}
+_LATENT = {
+    "input_layernorm.weight": _hidden,
+    "self_attention.linear_q_proj.weight": lambda c: (c.num_attention_heads * c.kv_channels, c.hidden_size),
+    "self_attention.linear_q_down_proj.weight": lambda c: (c.q_lora_rank, c.hidden_size),
+    "self_attention.linear_q_up_proj.layer_norm_weight": lambda c: (c.q_lora_rank,),
+    "self_attention.linear_q_up_proj.weight": lambda c: (
+        c.num_attention_heads * c.kv_channels,
+        c.q_lora_rank,
+    ),
+    "self_attention.linear_kv_down_proj.weight": lambda c: (
+        c.kv_lora_rank + c.qk_pos_emb_head_dim,
+        c.hidden_size,
+    ),
+    "self_attention.linear_kv_up_proj.layer_norm_weight": lambda c: (c.kv_lora_rank,),
+    "self_attention.linear_kv_up_proj.weight": lambda c: (
+        c.num_attention_heads * (c.qk_head_dim + c.v_head_dim),
+        c.kv_lora_rank,
+    ),
+    "self_attention.linear_proj.weight": lambda c: (c.hidden_size, c.num_attention_heads * c.v_head_dim),
+}
+_Table = Mapping[str, Callable[[Any], Shape]]
+_TABLES: Mapping[type[McaModelConfig], _Table] = {
+    McaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_ATTENTION, **_DELTA_NET},
+    MlaMcaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_LATENT},
+}
