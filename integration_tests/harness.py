@@ -33,6 +33,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from ctypes import CDLL
 from dataclasses import dataclass
@@ -128,7 +129,9 @@ def _fork(call: _Call, number: int) -> _Rank:
     read, write = os.pipe()
     stacks = call.folder / f"stacks.{number}"
     parent = os.getpid()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # idle threads of libraries; torch has one thread
+        pid = os.fork()
     if pid == 0:
         os.close(read)
         _rank_main(call, number, write, stacks, parent)

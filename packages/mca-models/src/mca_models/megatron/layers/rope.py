@@ -25,12 +25,12 @@ def rotary_dim(config: McaModelConfig) -> int:
 def inverse_frequencies(base: float, dim: int) -> Tensor:
     """``base ** (-2 i / dim)`` for i = 0 .. dim / 2 - 1."""
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
-    reciprocal: Tensor = torch.pow(torch.tensor(base), exponents).reciprocal()
-    return reciprocal
+    return torch.pow(torch.tensor(base), exponents).reciprocal()
 
 
 def _linear(config: McaModelConfig, rope: Rope) -> Tensor:
-    return inverse_frequencies(config.rotary_base, rotary_dim(config)) / rope["factor"]
+    slowed: Tensor = inverse_frequencies(config.rotary_base, rotary_dim(config)) / rope["factor"]
+    return slowed
 
 
 def _dynamic(config: McaModelConfig, rope: Rope) -> Tensor:

@@ -1,0 +1,29 @@
+"""Parallel layouts of tests, by short names such as ``tp2pp2vpp2``."""
+
+import re
+
+from mca_config.arguments import DistributingParallelArguments
+
+_FLAGS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+
+
+def arguments(name: str) -> DistributingParallelArguments:
+    """The arguments of layout ``name``; a trailing ``sp`` turns sequence parallelism on."""
+    sizes = {_FLAGS["tp"]: 1, _FLAGS["pp"]: 1}
+    sizes |= {_FLAGS[axis]: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", name) if axis != "dp"}
+    return DistributingParallelArguments(**sizes, sequence_parallel=True if name.endswith("sp") else None)
+
+
+def world_size(name: str) -> int:
+    """Ranks that layout ``name`` needs: tp x pp x cp x dp, and as many as ep x etp x pp needs."""
+    sizes = {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", name)}
+    pp, tp = sizes.get("pp", 1), sizes.get("tp", 1)
+    dense = tp * pp * sizes.get("cp", 1) * sizes.get("dp", 1)
+    return max(dense, sizes.get("ep", 1) * sizes.get("etp", tp if "ep" in sizes else 1) * pp)

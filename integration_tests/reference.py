@@ -1,0 +1,100 @@
+"""Tiny Hugging Face models with weights that matter, and what transformers computes with them."""
+
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "packages" / "mca-models" / "tests"))
+from tiny_hf import CASES as FAMILY_CASES
+from tiny_hf import SIZE
+
+Case = tuple[str, dict[str, Any]]
+
+_ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 16}
+ROPE_CASES: dict[str, Case] = {
+    "llama-linear": ("llama", {"rope_parameters": {**_ROPE, "rope_type": "linear", "factor": 3.0}}),
+    "llama-dynamic": (
+        "llama",
+        {"rope_parameters": {**_ROPE, "rope_type": "dynamic", "factor": 3.0}, "max_position_embeddings": 16},
+    ),
+    "llama-llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                **_ROPE,
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            }
+        },
+    ),
+    "qwen2-yarn": (
+        "qwen2",
+        {"rope_parameters": {**_ROPE, "rope_type": "yarn", "factor": 4.0, "beta_fast": 2.0}},
+    ),
+    "qwen3-mixed-windows": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    ),
+    "llama-one-group": ("llama", {"num_key_value_heads": 1}),
+}
+CASES: dict[str, Case] = {**FAMILY_CASES, **ROPE_CASES}
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+DENSE_CASES = tuple(case for case, (kind, _) in CASES.items() if kind in DENSE)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A checkpoint directory and the logits that belong to it.
+
+    Args:
+        case: Its name in ``CASES``.
+        path: The directory that transformers saved.
+        input_ids: ``[batch, seq]``.
+        logits: fp32 ``[batch, seq, vocab]``.
+    """
+
+    case: str
+    path: Path
+    input_ids: torch.Tensor
+    logits: torch.Tensor
+
+
+@cache
+def hf_model(case: str) -> Any:
+    """The model of ``case`` in fp32, its weights random and far from their initial ones."""
+    model_type, different = CASES[case]
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZE, **different})
+    generator = torch.Generator().manual_seed(len(case))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    saved = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name in saved:
+                noise = torch.randn(tensor.shape, generator=generator)
+                tensor.copy_(noise * 0.15 + (1 if tensor.dim() < 2 and "norm" in name else 0))
+    return model
+
+
+def make_reference(case: str, folder: Path, dtype: str = "float32") -> Reference:
+    """Saves the model of ``case`` under ``folder`` (cast to ``dtype``); the logits are those in fp32."""
+    path = folder / f"{case}-{dtype}"
+    model = hf_model(case)
+    generator = torch.Generator().manual_seed(7)
+    input_ids = torch.randint(0, SIZE["vocab_size"], (3, 24), generator=generator)
+    with torch.no_grad():
+        logits = model(input_ids, use_cache=False).logits
+    if not path.exists():
+        if dtype == "float32":
+            model.save_pretrained(path)
+        else:
+            import copy
+
+            copy.deepcopy(model).to(getattr(torch, dtype)).save_pretrained(path)
+    return Reference(case, path, input_ids, logits)

@@ -1,0 +1,61 @@
+"""The factory's models compute what transformers computes, on every layout."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from harness import run_ranks
+from layouts import arguments, world_size
+from reference import DENSE_CASES, Reference, make_reference
+
+pytestmark = pytest.mark.ranks
+
+LAYOUTS = ("tp1", "tp2", "pp2", "pp2vpp2", "tp2pp2", "tp2pp2vpp2")
+MORE_LAYOUTS = ("tp2sp", "cp2", "tp2cp2sp", "cp2pp2")
+TOLERANCE = 1e-4
+
+Differences = dict[tuple[str, str], float]
+
+
+def differences(references: list[Reference], layouts: list[str]) -> Differences:
+    """Largest absolute difference of the logits, by case and layout. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+
+    found = {}
+    for layout in layouts:
+        for reference in references:
+            model = AutoModel.from_pretrained(reference.path, arguments(layout))
+            logits = model.logits(reference.input_ids)
+            assert logits.shape == reference.logits.shape
+            found[reference.case, layout] = float((logits - reference.logits).abs().max())
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Differences]]:
+    """Every dense case on every layout of so many ranks, from one fork."""
+    folder: Path = tmp_path_factory.mktemp("references")
+
+    @cache
+    def of_world(size: int) -> list[Differences]:
+        references = [make_reference(case, folder) for case in DENSE_CASES]
+        layouts = [name for name in (*LAYOUTS, *MORE_LAYOUTS) if world_size(name) == size]
+        return run_ranks(size, differences, references, layouts, timeout=300)
+
+    return of_world
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *MORE_LAYOUTS])
+@pytest.mark.parametrize("case", DENSE_CASES)
+def test_logits_equal_transformers(
+    case: str, layout: str, measured: Callable[[int], list[Differences]]
+) -> None:
+    by_rank = measured(world_size(layout))
+    assert max(found[case, layout] for found in by_rank) <= TOLERANCE
+
+
+def test_references_are_not_trivial(tmp_path: Path) -> None:
+    for case in DENSE_CASES:
+        assert float(make_reference(case, tmp_path).logits.std()) > 0.5, case
