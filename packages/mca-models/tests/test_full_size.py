@@ -1,0 +1,81 @@
+"""Published models at full size: every tensor's name and shape, without a byte of weights."""
+
+import json
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import config_from_hf, family_of
+
+CONFIGS = Path(__file__).parent / "data/configs"
+# billions of parameters, prediction layers not counted, as published
+PUBLISHED = {
+    "llama-3.1-405b": 405.9,
+    "qwen3-235b-a22b": 235.1,
+    "mixtral-8x22b": 140.6,
+    "deepseek-v3": 671.0,
+    "glm-4.5": 352.8,
+    "gpt-oss-120b": 116.8,
+    "qwen3-next-80b-a3b": 79.7,
+}
+
+
+def read(name: str) -> dict[str, Any]:
+    hf: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text())
+    return hf
+
+
+def without_prediction(config: McaModelConfig) -> McaModelConfig:
+    return replace(config, mtp_num_layers=0)
+
+
+def test_every_config_is_checked() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.json")} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
+    hf = read(name)
+    hf_config = transformers.AutoConfig.for_model(
+        **{key: value for key, value in hf.items() if key != "quantization_config"}
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(hf_config)
+    expected = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    config = without_prediction(config_from_hf(hf))
+    family = family_of(config.model_type)
+    assert family.hf_shapes(family.as_found(config, expected.keys())) == expected
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_parameters_are_as_many_as_published(name: str) -> None:
+    config = without_prediction(config_from_hf(read(name)))
+    shapes = family_of(config.model_type).hf_shapes(config)
+    assert sum(map(prod, shapes.values())) / 1e9 == pytest.approx(PUBLISHED[name], abs=0.05)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("deepseek-v3", 11.5), ("glm-4.5", 3.9)])
+def test_prediction_layers_have_one_more_decoder_layer(name: str, billions: float) -> None:
+    config = config_from_hf(read(name))
+    assert config.mtp_num_layers == 1
+    family = family_of(config.model_type)
+    shapes, base = family.hf_shapes(config), family.hf_shapes(without_prediction(config))
+    beyond = {name: shape for name, shape in shapes.items() if name not in base}
+    last = f"model.layers.{config.num_layers - 1}."
+    inside = {
+        name.replace(last, f"model.layers.{config.num_layers}.") for name in base if name.startswith(last)
+    }
+    assert {name.split(".", 3)[3] for name in beyond.keys() - inside} == {
+        "enorm.weight",
+        "hnorm.weight",
+        "eh_proj.weight",
+        "shared_head.norm.weight",
+    }
+    assert inside <= beyond.keys()
+    assert sum(map(prod, beyond.values())) / 1e9 == pytest.approx(billions, abs=0.2)
