@@ -1,0 +1,47 @@
+"""Reads and writes checkpoints in tests, by means other than the code under test."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+
+def hf_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors, through the reference library."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8 if tensor.dim() else tensor.dtype)
+
+
+def assert_same_tensors(first: Path, second: Path) -> None:
+    one, two = hf_tensors(first), hf_tensors(second)
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == two[name].dtype and tensor.shape == two[name].shape, name
+        assert torch.equal(bits(tensor), bits(two[name])), name
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    """Every file's bytes."""
+    return {
+        str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()
+    }
+
+
+def read_raw(file: Path) -> tuple[dict[str, Any], bytes]:
+    raw = file.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def write_raw(file: Path, header: Any, data: bytes) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)

@@ -1,0 +1,352 @@
+"""Every bad input gives one clear line, the right exit code, and nothing at the output path."""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from files import read_raw, write_raw
+
+from mca_convert.cli import main
+
+
+@pytest.fixture
+def source(tiny, tmp_path: Path) -> Path:
+    copy = tmp_path / "source"
+    shutil.copytree(tiny("llama"), copy)
+    return copy
+
+
+@pytest.fixture
+def sharded(tiny, tmp_path: Path) -> Path:
+    assert main(["--checkpoint_path", str(tiny("llama")), "--output_path", str(tmp_path / "mca")]) == 0
+    target = tmp_path / "sharded"
+    flags = ["--max_shard_size", "20K"]
+    assert main(["--checkpoint_path", str(tmp_path / "mca"), "--output_path", str(target), *flags]) == 0
+    return target
+
+
+def refused(source: Path, tmp_path: Path, capsys, *flags: str) -> str:
+    """The one line that a conversion of ``source`` fails with; asserts that it leaves nothing."""
+    capsys.readouterr()
+    output = tmp_path / "parent" / "out"
+    assert main(["--checkpoint_path", str(source), "--output_path", str(output), *flags]) == 1
+    assert not list((tmp_path / "parent").glob("*")) if (tmp_path / "parent").exists() else True
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, captured.err
+    return lines[0]
+
+
+def test_missing_directory(tmp_path: Path, capsys) -> None:
+    assert "absent: no such directory" in refused(tmp_path / "absent", tmp_path, capsys)
+
+
+def test_no_config(source: Path, tmp_path: Path, capsys) -> None:
+    (source / "config.json").unlink()
+    assert "config.json: no such file" in refused(source, tmp_path, capsys)
+
+
+def test_no_weights(source: Path, tmp_path: Path, capsys) -> None:
+    (source / "model.safetensors").unlink()
+    assert "holds no weights" in refused(source, tmp_path, capsys)
+
+
+def test_pickles_are_refused_with_the_command_that_converts_them(
+    source: Path, tmp_path: Path, capsys
+) -> None:
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    assert "save_pretrained" in refused(source, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"model_type": "no_such_model"}, "model_type 'no_such_model' is not supported; supported: "),
+    ({"hidden_act": "relu"}, "'hidden_act' is 'relu'"),
+    ({"num_hidden_layers": 5}, "9 missing tensors (model.layers.4."),
+    ({"num_hidden_layers": 3}, "9 unexpected tensors (model.layers.3."),
+    ({"vocab_size": 80}, "expected [80, 32]"),
+    ({"intermediate_size": 96}, "expected [96, 32]"),
+    ({"num_key_value_heads": 4}, "expected [64, 32]"),
+])  # fmt: skip
+def test_config_that_does_not_fit(source: Path, tmp_path: Path, capsys, change, message: str) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **change}))
+    assert message in refused(source, tmp_path, capsys)
+
+
+def test_config_that_is_not_json(source: Path, tmp_path: Path, capsys) -> None:
+    (source / "config.json").write_text('{"model_type": ')
+    assert "config.json: cannot be read" in refused(source, tmp_path, capsys)
+
+
+def damage_header(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def apply(file: Path) -> None:
+        header, data = read_raw(file)
+        changed = change(header)
+        write_raw(file, header if changed is None else changed, data)
+
+    return apply
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 7)
+
+
+def overlap(header: dict) -> None:
+    start = header["model.norm.weight"]["data_offsets"][0]
+    header["lm_head.weight"]["data_offsets"] = [start, start + 70 * 32 * 4]
+
+
+def twice(header: dict) -> bytes:
+    text = json.dumps(header)
+    entry = json.dumps(header["model.norm.weight"])
+    return f'{{"model.norm.weight": {entry}, {text[1:]}'.encode()
+
+
+NORM = "model.norm.weight"
+DAMAGES = {
+    "truncated": (truncate, "it is truncated"),
+    "empty": (lambda file: file.write_bytes(b""), "too few for a safetensors file"),
+    "huge header": (lambda file: file.write_bytes(struct.pack("<Q", 1 << 62) + b"{}"), "header claims"),
+    "big header": (lambda file: file.write_bytes(struct.pack("<Q", 99_000_000) + b"{}"), "header claims"),
+    "no json": (damage_header(lambda header: b"{" * 5000), "not valid JSON"),
+    "list": (damage_header(lambda header: b"[1]"), "not a JSON object"),
+    "no utf-8": (damage_header(lambda header: b'{"\xff": 1}'), "not valid JSON"),
+    "trailing": (lambda file: file.write_bytes(file.read_bytes() + b"x"), "bytes after its last tensor"),
+    "overlap": (damage_header(overlap), "overlaps the tensor before it"),
+    "twice": (damage_header(twice), "names 'model.norm.weight' twice"),
+    "missing": (
+        damage_header(lambda header: {k: v for k, v in header.items() if k != NORM}),
+        "leaves a hole",
+    ),
+    "dtype": (damage_header(lambda header: header[NORM].update(dtype="F31")), "unknown dtype 'F31'"),
+    "negative": (damage_header(lambda header: header[NORM].update(shape=[-32])), "not a list of sizes"),
+    "float": (damage_header(lambda header: header[NORM].update(shape=[32.0])), "not a list of sizes"),
+    "shape": (damage_header(lambda header: header[NORM].update(shape=[31])), "takes 124 bytes"),
+    "overflow": (damage_header(lambda header: header[NORM].update(shape=[1 << 62, 1 << 62])), "takes "),
+    "offsets": (damage_header(lambda header: header[NORM].update(data_offsets=[5])), "not two positions"),
+    "extra key": (damage_header(lambda header: header[NORM].update(x=1)), "must hold exactly"),
+    "other name": (
+        damage_header(lambda header: header.update(z=header.pop(NORM))),
+        "1 missing tensor (model.norm",
+    ),
+    "metadata": (
+        damage_header(lambda header: header.update(__metadata__={"a": 1})),
+        "must map names to strings",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGES))
+def test_damaged_safetensors(damage: str, source: Path, tmp_path: Path, capsys) -> None:
+    apply, message = DAMAGES[damage]
+    apply(source / "model.safetensors")
+    error = refused(source, tmp_path, capsys)
+    assert (message in error and "model.safetensors" in error) or "source" in error
+
+
+def test_bit_flips_in_the_header_are_refused_or_harmless(source: Path, tmp_path: Path, capsys) -> None:
+    import random
+
+    file = source / "model.safetensors"
+    raw, generator = file.read_bytes(), random.Random(0)
+    (length,) = struct.unpack("<Q", raw[:8])
+    for number in range(150):
+        damaged = bytearray(raw)
+        damaged[generator.randrange(8 + length)] ^= 1 << generator.randrange(8)
+        file.write_bytes(damaged)
+        output = tmp_path / f"flip{number}"
+        code = main(["--checkpoint_path", str(source), "--output_path", str(output)])
+        # a flip can swap one valid offset or white space for another; never a half-written directory
+        assert code == 0 or not output.exists()
+        assert code in (0, 1)
+        if code == 0:
+            header, _ = read_raw(file)
+            assert header.keys() - {"__metadata__"} == read_raw_names(raw)
+    capsys.readouterr()
+
+
+def read_raw_names(raw: bytes) -> set[str]:
+    (length,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + length]).keys() - {"__metadata__"}
+
+
+def test_missing_shard(sharded: Path, tmp_path: Path, capsys) -> None:
+    victim = sorted(sharded.glob("*.safetensors"))[1]
+    victim.unlink()
+    error = refused(sharded, tmp_path, capsys)
+    assert f"({victim.name})" in error and "files named in model.safetensors.index.json are missing" in error
+
+
+def test_shards_missing_with_a_self_consistent_index(sharded: Path, tmp_path: Path, capsys) -> None:
+    victim = sorted(sharded.glob("*.safetensors"))[1]
+    victim.unlink()
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {k: v for k, v in index["weight_map"].items() if v != victim.name}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "missing tensor" in refused(sharded, tmp_path, capsys)
+
+
+def test_tensor_in_two_shards(sharded: Path, tmp_path: Path, capsys) -> None:
+    files = sorted(sharded.glob("*.safetensors"))
+    header, data = read_raw(files[0])
+    more, more_data = read_raw(files[1])
+    name = next(name for name in header if name != "__metadata__")
+    start, stop = header[name]["data_offsets"]
+    entry = {**header[name], "data_offsets": [len(more_data), len(more_data) + stop - start]}
+    write_raw(files[1], {**more, name: entry}, more_data + data[start:stop])
+    error = refused(sharded, tmp_path, capsys)
+    assert f"tensor {name} is in {files[0].name} and in {files[1].name}" in error
+
+
+def test_index_that_leads_out_of_the_directory(sharded: Path, tmp_path: Path, capsys) -> None:
+    file = sharded / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    name = next(iter(index["weight_map"]))
+    index["weight_map"][name] = "../elsewhere.safetensors"
+    file.write_text(json.dumps(index))
+    assert "leads out of the directory" in refused(sharded, tmp_path, capsys)
+
+
+def test_link_out_of_the_directory(source: Path, tmp_path: Path, capsys) -> None:
+    (source / "model.safetensors").rename(tmp_path / "elsewhere")
+    (source / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    assert "leads out of the directory" in refused(source, tmp_path, capsys)
+
+
+def test_links_of_the_hugging_face_cache_are_followed(tiny, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in tiny("llama").iterdir():
+        shutil.copy(file, blobs / file.name)
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    assert main(["--checkpoint_path", str(snapshot), "--output_path", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--tensor_model_parallel_size", "3"], "choose another --tensor_model_parallel_size"),
+    (["--pipeline_model_parallel_size", "3"], "pipeline_model_parallel_size"),
+    (["--pipeline_model_parallel_size", "2", "--pipeline_model_parallel_layout", "Ett|tL"], "has 3 decoder layers"),
+])  # fmt: skip
+def test_layout_that_does_not_divide(
+    flags: list[str], message: str, source: Path, tmp_path: Path, capsys
+) -> None:
+    assert message in refused(source, tmp_path, capsys, *flags)
+
+
+def test_experts_that_do_not_divide(tiny, tmp_path: Path, capsys) -> None:
+    error = refused(tiny("mixtral"), tmp_path, capsys, "--expert_model_parallel_size", "3")
+    assert "4 experts do not divide by --expert_model_parallel_size 3" in error
+
+
+def test_output_that_is_taken(source: Path, tmp_path: Path, capsys) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "precious").write_text("x")
+    assert main(["--checkpoint_path", str(source), "--output_path", str(taken)]) == 1
+    assert "exists and is not empty" in capsys.readouterr().err
+    assert (taken / "precious").read_text() == "x"
+    assert main(["--checkpoint_path", str(source), "--output_path", str(source / "inside")]) == 1
+    assert "lies inside the source" in capsys.readouterr().err
+
+
+def test_fp16_overflow_names_the_tensor(source: Path, tmp_path: Path, capsys) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.3.mlp.up_proj.weight"][2, 3] = 70000.0
+    tensors["model.norm.weight"][0] = torch.inf  # infinite already: stays so
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    error = refused(source, tmp_path, capsys, "--fp16")
+    assert "70000 overflows fp16" in error and "decoder.layers.3.mlp.linear_fc1.weight" in error
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ([], "the following arguments are required: --checkpoint_path"),
+    (["--checkpoint_path", "a", "--output_path", "b", "--tensor_model_paralel_size", "2"],
+     "did you mean --tensor_model_parallel_size?"),
+    (["--checkpoint_path", "a", "--output_path", "b", "--recompute_granularity", "full"], "give it to the training"),
+    (["--checkpoint_path", "a", "--output_path", "b", "--bf16", "--fp16"], "not allowed with argument"),
+    (["--checkpoint_path", "a", "--output_path", "b", "--workers", "0"], "at least 1"),
+    (["--checkpoint_path", "a", "--output_path", "b", "--memory_limit", "lots"], "expected a size such as"),
+    (["verify", "a"], "the following arguments are required: B"),
+    (["verify", "a", "b", "--tolerance", "-1"], "at least 0"),
+])  # fmt: skip
+def test_wrong_usage_exits_2(arguments: list[str], message: str, capsys) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and len(error.splitlines()) == 1 and message in error
+
+
+def test_layout_flags_make_no_sense_for_an_export(source: Path, tmp_path: Path, capsys) -> None:
+    mca = tmp_path / "mca"
+    assert main(["--checkpoint_path", str(source), "--output_path", str(mca)]) == 0
+    arguments = ["--checkpoint_path", str(mca), "--output_path", str(tmp_path / "x")]
+    with pytest.raises(SystemExit) as exit_info:
+        main([*arguments, "--tensor_model_parallel_size", "2"])
+    assert exit_info.value.code == 2
+    assert "add --to mca" in capsys.readouterr().err
+
+
+def flip_byte(file: Path, position: int) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[position] ^= 4
+    file.write_bytes(raw)
+
+
+def test_damaged_mca_checkpoints(source: Path, tmp_path: Path, capsys) -> None:
+    pristine = tmp_path / "pristine"
+    flags = ["--tensor_model_parallel_size", "2", "--pipeline_model_parallel_size", "2"]
+    assert main(["--checkpoint_path", str(source), "--output_path", str(pristine), *flags]) == 0
+    file = "iter_0000001/pp_001/tp_00.safetensors"
+    damages: dict[str, tuple[Callable[[Path], object], str]] = {
+        "flipped": (lambda mca: flip_byte(mca / file, -9), "its checksum is"),
+        "truncated": (lambda mca: truncate(mca / file), "it is truncated"),
+        "missing": (lambda mca: (mca / file).unlink(), "no such file"),
+        "swapped": (
+            lambda mca: (mca / "iter_0000001/pp_000/tp_00.safetensors").replace(mca / file),
+            "no such file",
+        ),
+        "no manifest": (lambda mca: (mca / "iter_0000001/manifest.json").unlink(), "incomplete"),
+        "bad manifest": (lambda mca: (mca / "iter_0000001/manifest.json").write_text("{}"), "manifest"),
+        "no latest": (lambda mca: (mca / "latest_checkpointed_iteration.txt").unlink(), "incomplete"),
+        "latest": (lambda mca: (mca / "latest_checkpointed_iteration.txt").write_text("7\n"), "iter_0000007"),
+        "config": (lambda mca: (mca / "mca_config.json").write_text("{}"), "mca_config.json"),
+    }
+    for name, (damage, message) in damages.items():
+        mca = tmp_path / name
+        shutil.copytree(pristine, mca)
+        damage(mca)
+        error = refused(mca, tmp_path, capsys)
+        assert message in error, name
+
+
+def test_no_torch_on_any_path(tiny, tmp_path: Path) -> None:
+    code = f"""
+import sys
+from mca_convert.cli import main
+assert main(["--checkpoint_path", {str(tiny("qwen3", "bfloat16"))!r}, "--output_path", {str(tmp_path / "a")!r}]) == 0
+assert main(["--checkpoint_path", {str(tmp_path / "a")!r}, "--output_path", {str(tmp_path / "b")!r}, "--fp16"]) == 0
+assert main(["verify", {str(tmp_path / "a")!r}, {str(tmp_path / "b")!r}, "--tolerance", "0.01"]) == 0
+bad = [name for name in sys.modules if name.split(".")[0] in ("torch", "transformers", "megatron", "triton")]
+assert not bad, bad
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_help_is_quick_and_imports_no_numpy() -> None:
+    code = (
+        "import sys, mca_convert.cli, mca_convert.flags as f; f.build_parser('convert', '1').format_help(); "
+    )
+    code += "assert 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,129 @@
+"""HF -> MCA -> HF gives every tensor back bit for bit, and any layout equals any other."""
+
+import json
+from pathlib import Path
+
+import pytest
+from files import assert_same_tensors, tree
+from tiny_hf import CASES
+
+from mca_convert.cli import main
+
+DENSE = [
+    {},
+    {"tp": 2},
+    {"tp": 4},
+    {"pp": 2},
+    {"pp": 4},
+    {"tp": 2, "pp": 2},
+    {"tp": 2, "pp": 2, "vpp": 2},
+    {"pp": 3, "first": 2},
+    {"tp": 2, "pp": 2, "string": "Ettt|tL"},
+]
+EXPERTS = [{"ep": 2}, {"ep": 4, "pp": 2}, {"tp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"etp": 2}]
+MOE = {"mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v3-no-q-lora"}
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def layouts(case: str) -> list[dict[str, int | str]]:
+    return DENSE + (EXPERTS if case in MOE else [])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_round_trip_is_bit_exact_on_every_layout(case: str, dtype: str, tiny, convert) -> None:
+    source = tiny(case, dtype)
+    for number, layout in enumerate(layouts(case)):
+        mca = convert(source, f"mca{number}", **layout)
+        assert main(["verify", str(source), str(mca)]) == 0
+        back = convert(mca, f"hf{number}")
+        assert_same_tensors(source, back)
+        assert json.loads((back / "config.json").read_text()) == json.loads(
+            (source / "config.json").read_text()
+        )
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3-tied", "deepseek_v3", "qwen3_moe"])
+def test_resharding_equals_converting_directly(case: str, tiny, convert) -> None:
+    source = tiny(case, "bfloat16")
+    for start, end in (
+        ({}, {"tp": 2, "pp": 2}),
+        ({"tp": 4, "pp": 2}, {"tp": 1, "pp": 1}),
+        ({"pp": 4}, {"tp": 2}),
+    ):
+        name = "-".join(f"{key}{value}" for key, value in {**start, **end}.items())
+        direct = convert(source, f"direct{name}", **{"pp": 1, "tp": 1} | end)
+        first = convert(source, f"first{name}", **start)
+        again = convert(first, f"again{name}", "--to", "mca", **{"pp": 1, "tp": 1} | end)
+        assert tree(direct) == tree(again)
+        assert main(["verify", str(first), str(again)]) == 0
+
+
+def test_transformers_loads_the_export_and_computes_the_same(tiny, convert) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    source = tiny("qwen3")
+    back = convert(convert(source, "mca", tp=2, pp=2), "hf")
+    tokens = torch.arange(10)[None]
+    logits = [AutoModelForCausalLM.from_pretrained(path)(tokens).logits for path in (source, back)]
+    assert torch.equal(*logits)
+
+
+def test_side_files_go_along_both_ways(tiny, convert, tmp_path: Path) -> None:
+    import shutil
+
+    source = tmp_path / "source"
+    shutil.copytree(tiny("llama"), source)
+    (source / "tokenizer.json").write_text('{"a": 1}')
+    (source / "chat_template.jinja").write_text("{{ x }}")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "unknown_field": [1, {"a": None}]}))
+    back = convert(convert(source, "mca", tp=2), "hf")
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (back / name).read_bytes() == (source / name).read_bytes()
+    assert json.loads((back / "config.json").read_text())["unknown_field"] == [1, {"a": None}]
+
+
+def test_export_is_sharded_with_an_index(tiny, convert) -> None:
+    source = tiny("llama")
+    mca = convert(source, "mca", tp=2)
+    back = convert(mca, "hf", "--max_shard_size", "20K")
+    files = sorted(file.name for file in back.glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert_same_tensors(source, back)
+    assert main(["verify", str(back), str(mca)]) == 0
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(back)
+
+
+def test_vocabulary_is_padded_with_zeros_and_cut_again(tiny, convert) -> None:
+    from mca_models.checkpoint import McaSource
+
+    mca = convert(tiny("llama"), "mca", tp=4)  # 70 rows: 18 on each rank, 2 of them padding
+    source = McaSource(mca)
+    pieces = [part.info.array() for part in source.parts(source.params[0])]
+    assert [piece.shape[0] for piece in pieces] == [18] * 4
+    assert not pieces[-1][16:].any() and pieces[-1][15].any()
+    assert source.config.vocab_size == 70
+    again = convert(mca, "again", "--to", "mca", tp=2)
+    assert McaSource(again).whole_shape(source.params[0]) == (70, 32)
+
+
+def test_a_repeated_tied_head_must_repeat_the_embedding(tiny, convert, tmp_path: Path, capsys) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_bytes((tiny("llama-tied") / "config.json").read_bytes())
+    tensors = load_file(tiny("llama-tied") / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    back = convert(convert(source, "mca", pp=2), "hf")
+    assert_same_tensors(source, back)  # the export writes what the source had
+    tensors["lm_head.weight"][3, 2] += 1
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    assert main(["--checkpoint_path", str(source), "--output_path", str(tmp_path / "no")]) == 1
+    assert "lm_head.weight must repeat model.embed_tokens.weight" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
