@@ -30,6 +30,7 @@ from mca_models.templates import (
 )
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.family import Family
+from mca_models.templates.qwen3_5_vision import text_config
 
 __all__ = ["FAMILIES", "Family", "config_from_hf", "config_to_hf", "family_of"]
 
@@ -73,14 +74,15 @@ def family_of(model_type: str) -> Family:
 
 
 def config_from_hf(hf: dict[str, Any]) -> McaModelConfig:
-    """The model that a parsed ``config.json`` describes.
+    """The (text) model that a parsed ``config.json`` describes.
 
     Raises:
         McaError: Its family or one of its values cannot be represented.
     """
     if "model_type" not in hf:
         raise McaError("config.json has no 'model_type'; it names the model family")
-    return family_of(hf["model_type"]).config.to_mca(hf)
+    text = text_config(hf)
+    return family_of(text["model_type"]).config.to_mca(text)
 
 
 def config_to_hf(config: McaModelConfig) -> HfConfig:

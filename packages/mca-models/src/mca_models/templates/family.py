@@ -7,7 +7,7 @@ from typing import Any
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.config_table import ConfigTable
-from mca_models.templates.names import FUSED, HF, HF_HEAD, MoeNames
+from mca_models.templates.names import FUSED, HF_HEAD, MoeNames
 from mca_models.templates.shapes import Shape, hf_shapes
 from mca_models.weights import Param
 
@@ -28,6 +28,15 @@ def counted_layers(config: McaModelConfig, names: Collection[str]) -> int:
     return config.mtp_num_layers
 
 
+def _stacked_experts(names: Collection[str]) -> dict[str, bool]:
+    """Whether the experts of a layer lie in one tensor; prediction layers beside the model have their own way."""
+    stacked = [name for name in names if name.endswith(FUSED + "gate_up_proj")]
+    facts = {"fused_experts": True} if any(not name.startswith("mtp.") for name in stacked) else {}
+    if any(name.startswith("mtp.") for name in names):
+        facts["fused_mtp_experts"] = any(name.startswith("mtp.") for name in stacked)
+    return facts
+
+
 def _none(config: Any) -> frozenset[str]:
     return frozenset()
 
@@ -43,6 +52,7 @@ class Family:
         params: Every parameter of a model, in checkpoint order.
         ignored_hf: HF tensors that old checkpoints carry and that hold no weight (computed buffers).
         moe: Names inside an expert layer, if the family has any and files may hold them one by one.
+        found: Further facts for ``extra`` that only tensor names tell.
         prediction_layers: How many prediction layers a checkpoint with these tensor names holds.
         copies: HF tensors that may repeat another one, beside a tied head.
     """
@@ -53,6 +63,7 @@ class Family:
     params: Callable[[Any], list[Param]]
     ignored_hf: Callable[[Any], frozenset[str]] = _none
     moe: MoeNames | None = None
+    found: Callable[[McaModelConfig, Collection[str]], Mapping[str, Any]] = lambda config, names: {}
     prediction_layers: Callable[[McaModelConfig, Collection[str]], int] = counted_layers
     copies: Callable[[Any], Mapping[str, str]] = lambda config: {}
 
@@ -77,10 +88,9 @@ class Family:
         there at all: ``transformers`` saves models without them.
         """
         config = replace(config, mtp_num_layers=self.prediction_layers(config, names))
-        extra = dict(config.extra)
-        fused = (HF + FUSED + "gate_up_proj").format
-        if self.moe and any(fused(layer=layer) in names for layer in range(config.num_layers)):
-            extra["fused_experts"] = True
+        extra = {**config.extra, **self.found(config, names)}
+        if self.moe:
+            extra |= _stacked_experts(names)
         if doubled := sorted(name for name in self.duplicate_hf(config) if name in names):
             extra["hf_duplicates"] = doubled
         return replace(config, extra=extra)

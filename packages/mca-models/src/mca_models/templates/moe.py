@@ -65,7 +65,9 @@ def last_layer(config: McaModelConfig, names: MoeNames, attention: Sequence[Para
     """The rules of one decoder layer as a prediction layer holds it: with experts if the model has any."""
     if not config.num_moe_experts:
         return [*attention, *dense_mlp(config)]
-    each_expert = range(config.num_moe_experts)
+    stacked = config.extra.get("fused_mtp_experts", config.extra.get("fused_experts"))
+    config = replace(config, extra={**config.extra, "fused_experts": stacked})
+    each_expert = range(config.num_moe_experts or 0)
     own = [replace(rule, expert=expert) for expert in each_expert for rule in experts(config, names)]
     return [*attention, *router(config, names), *shared_experts(config, names), *own]
 

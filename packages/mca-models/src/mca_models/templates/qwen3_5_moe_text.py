@@ -16,6 +16,7 @@ from mca_models.templates.moe import aux_loss, expert_fields, last_layer, mlp_la
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.qwen2_moe import SHARED
 from mca_models.templates.qwen3_5_text import OWN_EMBEDDING, in_proj
+from mca_models.templates.qwen3_5_vision import found, left_behind, prefixed
 from mca_models.templates.qwen3_next import NAMES
 from mca_models.weights import Param
 
@@ -58,7 +59,7 @@ def params(config: McaModelConfig) -> list[Param]:
     inside = last_layer(config, NAMES, attention(config))
     mtp = mtp_params(config, inside, delta.MTP_OWN, delta.MTP_PREFIX)
     layers = delta.mixed_attention(config, in_proj(config))
-    return [embedding(), *layers, *mlp_layers(config, NAMES), *mtp, *head(config)]
+    return prefixed(config, [embedding(), *layers, *mlp_layers(config, NAMES), *mtp, *head(config)])
 
 
 FAMILY = Family(
@@ -67,5 +68,7 @@ FAMILY = Family(
     config=CONFIG,
     params=params,
     moe=NAMES,
+    ignored_hf=left_behind,
+    found=found,
     prediction_layers=delta.prediction_found,
 )

@@ -13,6 +13,7 @@ from mca_models.templates.config_table import (
 from mca_models.templates.family import Family
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.names import HF
+from mca_models.templates.qwen3_5_vision import found, left_behind, prefixed
 from mca_models.weights import Concat, Param, each
 
 OWN_EMBEDDING = Fixed(
@@ -42,7 +43,7 @@ def params(config: McaModelConfig) -> list[Param]:
     mtp = mtp_params(config, inside, delta.MTP_OWN, delta.MTP_PREFIX)
     layers = delta.mixed_attention(config, in_proj(config))
     mlp = each(dense_mlp(config), layers=range(config.num_layers))
-    return [embedding(), *layers, *mlp, *mtp, *head(config)]
+    return prefixed(config, [embedding(), *layers, *mlp, *mtp, *head(config)])
 
 
 FAMILY = Family(
@@ -50,5 +51,7 @@ FAMILY = Family(
     architecture="Qwen3_5ForCausalLM",
     config=CONFIG,
     params=params,
+    ignored_hf=left_behind,
+    found=found,
     prediction_layers=delta.prediction_found,
 )

@@ -1,0 +1,59 @@
+"""The text part of Qwen 3.5's published files, which hold a vision model beside it."""
+
+import logging
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
+from mca_models.templates.config_table import HfConfig
+from mca_models.weights import Param
+
+logger = logging.getLogger(__name__)
+
+TEXT_PART = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+TEXT, PREFIX, VISION = "model.", "model.language_model.", "model.visual."
+
+
+def text_config(hf: HfConfig) -> HfConfig:
+    """``config.json`` of the text part: the file itself if it describes nothing else."""
+    if hf.get("model_type") not in TEXT_PART:
+        return hf
+    text = hf.get("text_config")
+    if not isinstance(text, dict):
+        raise McaError(f"config.json has no 'text_config'; a {hf['model_type']} model needs it")
+    shared = {key: hf[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if key in hf}
+    return {**shared, **text, "model_type": TEXT_PART[hf["model_type"]]}
+
+
+def found(config: McaModelConfig, names: Collection[str]) -> dict[str, Any]:
+    """Whether the text model's names have the prefix that they have beside a vision model, and what is left."""
+    if not any(name.startswith(PREFIX) for name in names):
+        return {}
+    vision = sorted(name for name in names if name.startswith(VISION))
+    if vision:
+        logger.warning(
+            "%d tensors of the vision model are left behind (%s*): only the text model is converted, and an "
+            "export has only it",
+            len(vision),
+            VISION,
+        )
+    return {"hf_prefix": PREFIX, "hf_left_behind": vision}
+
+
+def left_behind(config: McaModelConfig) -> frozenset[str]:
+    """The vision model's tensors."""
+    return frozenset(config.extra.get("hf_left_behind", ()))
+
+
+def prefixed(config: McaModelConfig, params: list[Param]) -> list[Param]:
+    """``params`` under the names that the checkpoint has."""
+    prefix = config.extra.get("hf_prefix")
+    if not prefix:
+        return params
+    return [replace(param, hf=tuple(_under(prefix, name) for name in param.hf)) for param in params]
+
+
+def _under(prefix: str, name: str) -> str:
+    return prefix + name.removeprefix(TEXT) if name.startswith(TEXT) else name
