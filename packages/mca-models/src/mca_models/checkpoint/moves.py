@@ -138,7 +138,7 @@ class _Numbering:
     def __init__(self, rule: Rule, whole: Shape, sides: Sequence[Side]) -> None:
         self.rule, self.whole = rule, whole
         self.blocks = self._blocks(sides)
-        self.block_size = whole[-1] // self.blocks if whole else 1
+        self.block_size = whole[-1] // self.blocks if whole and whole[-1] else 1
 
     def _blocks(self, sides: Sequence[Side]) -> int:
         """Blocks of the last axis: few where the rule leaves them whole, else one for each element."""
@@ -177,6 +177,10 @@ class _Numbering:
             start += flat.size + 1
         if seen != count or (positions < 0).any():
             raise ValueError(f"the rule does not hold every element of {self.whole} exactly once")
+        if side is None and not np.array_equal(
+            self.rule.to_whole(self.parts(HF)).reshape(-1), np.arange(count)
+        ):
+            raise ValueError(f"the rule's two directions are not inverse, for {self.whole}")
         return starts, positions
 
     def true_shape(self, part: Any) -> Shape:

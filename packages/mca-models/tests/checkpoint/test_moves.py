@@ -1,0 +1,154 @@
+"""Byte moves against the algebra itself, for random shapes, rules and layouts."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mca_models.checkpoint.moves import HF, Rule, Side, part_shapes, plan_moves, whole_shape
+from mca_models.checkpoint.source import copy_move
+from mca_models.weights import (
+    COLUMN,
+    GATED,
+    REPLICATED,
+    ROW,
+    Concat,
+    GroupedHeads,
+    Param,
+    Separate,
+    Transposed,
+)
+
+
+def fill(gather, sources: list[np.ndarray]) -> np.ndarray:
+    out = np.full(gather.size, -7, sources[0].dtype)
+    for start, stop in gather.zeros:
+        out[start:stop] = 0
+    for move in gather.moves:
+        copy_move(sources[move.part].reshape(-1), out, move)
+    return out.reshape(gather.shape)
+
+
+def pieces(param: Param, hf: list[np.ndarray], side: Side) -> list[np.ndarray]:
+    if side is None:
+        return hf
+    whole = param.to_whole(hf)
+    if param.vocab and -whole.shape[0] % side:
+        whole = np.concatenate([whole, np.zeros((-whole.shape[0] % side, *whole.shape[1:]), whole.dtype)])
+    return [
+        param.shard.take(whole, rank, side) for rank in range(side if param.shard.axis is not None else 1)
+    ]
+
+
+def check(param: Param, hf: list[np.ndarray], sides: list[Side]) -> None:
+    rule = Rule.of(param)
+    whole = whole_shape(rule, [x.shape for x in hf])
+    assert whole == param.to_whole(hf).shape
+    for source in sides:
+        held = pieces(param, hf, source)
+        assert part_shapes(rule, whole, source) == tuple(x.shape for x in held)
+        for target in sides:
+            expected = pieces(param, hf, target)
+            gathers = plan_moves(rule, whole, source, target)
+            assert len(gathers) == len(expected)
+            for gather, piece in zip(gathers, expected, strict=True):
+                assert np.array_equal(fill(gather, held), piece)
+
+
+def numbered(*shapes: tuple[int, ...]) -> list[np.ndarray]:
+    start, arrays = 1, []
+    for shape in shapes:
+        size = int(np.prod(shape))
+        arrays.append(np.arange(start, start + size).reshape(shape))
+        start += size
+    return arrays
+
+
+sizes = st.sampled_from([1, 2, 3, 4, 6])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.integers(1, 3),
+    per=st.integers(1, 3),
+    dim=st.integers(1, 4),
+    columns=st.integers(1, 40),
+    data=st.data(),
+)
+def test_grouped_heads(groups: int, per: int, dim: int, columns: int, data) -> None:
+    layout = GroupedHeads(heads=(per, 1, 1), head_dim=dim)
+    rows = groups * (per + 2) * dim
+    sides = [HF, *data.draw(st.lists(st.sampled_from([n for n in range(1, 7) if rows % n == 0]), max_size=2))]
+    param = Param(mca="x", hf=("q", "k", "v"), layout=layout, shard=COLUMN)
+    heads = (groups * per * dim, groups * dim, groups * dim)
+    check(param, numbered(*((n, columns) for n in heads)), sides)
+    check(param, numbered(*((n,) for n in heads)), sides)  # biases
+
+
+@settings(max_examples=60, deadline=None)
+@given(unit=st.integers(1, 5), columns=st.integers(1, 40), first=sizes, second=sizes)
+def test_gated(unit: int, columns: int, first: int, second: int) -> None:
+    rows = 12 * unit
+    param = Param(mca="x", hf=("gate", "up"), layout=Concat((1, 1)), shard=GATED)
+    check(param, numbered((rows, columns), (rows, columns)), [HF, first, second])
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 9), unit=st.integers(1, 5), first=sizes, second=sizes)
+def test_row_parallel(rows: int, unit: int, first: int, second: int) -> None:
+    check(Param(mca="x", hf=("x",), shard=ROW), numbered((rows, 12 * unit)), [HF, first, second])
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 40), columns=st.integers(1, 9), first=sizes, second=sizes)
+def test_vocabulary_of_any_size(rows: int, columns: int, first: int, second: int) -> None:
+    param = Param(mca="x", hf=("x",), shard=COLUMN, vocab=True)
+    check(param, numbered((rows, columns)), [HF, first, second])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 5),
+    first=sizes,
+    shard=st.sampled_from([COLUMN, ROW, GATED]),
+)
+def test_transposed(rows: int, columns: int, first: int, shard) -> None:
+    param = Param(mca="x", hf=("x",), shard=shard, hf_layout=Transposed())
+    check(param, numbered((24 * rows, 24 * columns)), [HF, first])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 0), (0, 4), (2, 3, 5), (2, 8, 1)])
+def test_replicated_shapes_of_every_rank(shape: tuple[int, ...]) -> None:
+    check(Param(mca="x", hf=("x",), shard=REPLICATED), numbered(shape), [HF, 1])
+
+
+def test_large_tensors_take_few_moves() -> None:
+    qkv = GroupedHeads(heads=(16, 1, 1), head_dim=128)
+    param = Param(mca="x", hf=("q", "k", "v"), layout=qkv, shard=COLUMN)
+    gathers = plan_moves(Rule.of(param), (18432, 16384), HF, 8)
+    assert [len(gather.moves) for gather in gathers] == [3] * 8
+    row = plan_moves(Rule.of(Param(mca="x", hf=("x",), shard=ROW)), (16384, 53248), HF, 8)
+    assert [len(gather.moves) for gather in row] == [1] * 8
+    assert row[1].moves[0].run == 53248 // 8 and row[1].moves[0].repeat == 16384
+
+
+class _Forgetful(Separate):
+    def pack(self, parts):
+        return tuple(part[:-1] for part in parts)
+
+
+class _Doubling(Separate):
+    def unpack(self, stored):
+        return tuple(np.concatenate([x, x]) for x in stored)
+
+
+@pytest.mark.parametrize("layout", [_Forgetful(), _Doubling()])
+def test_a_rule_that_loses_or_doubles_elements_is_refused(layout) -> None:
+    with pytest.raises(ValueError, match="exactly once|not inverse"):
+        plan_moves(Rule.of(Param(mca="x", hf=("x",), hf_layout=layout)), (6, 4), HF, 1)
+
+
+def test_a_size_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not divide"):
+        plan_moves(Rule.of(Param(mca="x", hf=("x",), shard=ROW)), (6, 4), HF, 3)
