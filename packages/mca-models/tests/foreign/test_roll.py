@@ -9,6 +9,7 @@ import pytest
 import roll_tree
 import tiny_hf
 import torch
+from compare import assert_same
 from safetensors.torch import load_file
 
 from mca_config.errors import McaError
@@ -18,17 +19,6 @@ from mca_models.foreign.roll import is_roll, open_roll, rank_files
 from mca_models.templates import config_from_hf, family_of
 
 FIXTURE = Path(__file__).parents[5] / "shared/fixtures/roll_llama_tiny"
-
-
-def assert_same(source: Any, hf: dict[str, torch.Tensor]) -> None:
-    """Every HF tensor comes out of ``source`` as it is in ``hf``."""
-    seen = set()
-    for param in source.params:
-        for name, array in zip(param.hf_names(), source.read(param, None), strict=True):
-            expected = hf[name][param.expert] if param.stacked else hf[name]
-            assert array.tobytes() == expected.contiguous().view(torch.uint8).numpy().tobytes(), name
-            seen.add(name)
-    assert seen == set(hf)
 
 
 @pytest.mark.skipif(not FIXTURE.exists(), reason="the shared fixture is not there")

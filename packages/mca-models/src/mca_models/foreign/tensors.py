@@ -187,7 +187,9 @@ class GridTensor(TensorBase):
         return out
 
 
-def assemble(name: str, dtype: str, shape: Shape, chunks: Sequence[Chunk], where: str) -> Tensor:
+def assemble(
+    name: str, dtype: str, shape: Shape, chunks: Sequence[Chunk], where: str
+) -> "StridedTensor | GridTensor":
     """The tensor that ``chunks`` make up: the only one itself, or their grid.
 
     Raises:
