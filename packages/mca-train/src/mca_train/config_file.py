@@ -111,9 +111,7 @@ def build(
     known = {name for table in fields for name in table}
     unknown = [key for key in values if key not in known]
     if unknown:
-        raise UsageError(
-            "; ".join(f"unknown key '{key}' in {where}{_nearest(key, known)}" for key in unknown)
-        )
+        raise UsageError("; ".join(f"unknown key '{key}' in {where}{nearest(key, known)}" for key in unknown))
     required = {name for table in fields for name, (_, needed) in table.items() if needed} | set(only)
     missing = sorted(name for name in required if values.get(name) in (None, [], ""))
     if missing:
@@ -136,9 +134,10 @@ def _init_fields(cls: type) -> dict[str, tuple[Any, bool]]:
     }
 
 
-def _nearest(key: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
-    return f"; did you mean '{close[0]}'?" if close else "; see docs/training.md for the keys"
+def nearest(word: str, known: Iterable[str], otherwise: str = "see docs/training.md for the keys") -> str:
+    """The end of an error about an unknown ``word``: the known one that looks most like it."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else f"; {otherwise}"
 
 
 def cast(name: str, value: Any, hint: Any) -> Any:
@@ -170,7 +169,7 @@ def _as(kind: Any, value: Any) -> Any:
     if kind is Any:
         return value
     if kind in (None, type(None)):
-        return _require(value is None or value in ("None", "none", "null"), None)
+        return _require(value is None, None)
     if origin is Literal:
         return _require(value in typing.get_args(kind), value)
     if kind in _SCALARS:

@@ -1,0 +1,98 @@
+"""The ``mca-train`` command."""
+
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from mca_config.errors import McaError
+
+HELP = """\
+usage: mca-train pretrain CONFIG.yaml [--key value ...]
+       mca-train sft      CONFIG.yaml [--key value ...]
+       mca-train plan     CONFIG.yaml [--key value ...]
+
+Trains a Hugging Face or MCA checkpoint with Megatron, over tensor, pipeline, virtual pipeline, context, expert
+and data parallel ranks. Starts its own local ranks, unless torchrun did.
+
+  pretrain   on plain text: all texts one after another, cut into blocks of seq_length tokens
+  sft        on answers: messages, prompt and completion, or text; only answers count in the loss
+  plan       says what a run would need (ranks, layers, parameters, memory, bubble, batch); needs no GPU
+
+CONFIG.yaml holds `key: value` lines; every key is also a flag, with - or _, and the flag wins. Keys are those of
+Hugging Face's TrainingArguments, the parallel arguments of mca, and:
+
+  model_name_or_path   directory of the model          tokenizer_name_or_path   of the tokenizer, if elsewhere
+  train_file           .jsonl .json .parquet .txt      eval_file                the same
+  seq_length           tokens per block or sample      local_ranks              ranks to start on this machine
+
+All keys: docs/training.md, docs/configuration.md.
+
+examples:
+  mca-train pretrain run.yaml
+  mca-train sft run.yaml --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2
+  mca-train sft run.yaml --resume_from_checkpoint auto --max-steps 1000
+  torchrun --nproc-per-node 8 -m mca_train pretrain run.yaml
+
+run.yaml:
+  model_name_or_path: models/qwen3
+  train_file: data/train.jsonl
+  eval_file: data/eval.jsonl
+  output_dir: runs/first
+  seq_length: 1024
+  max_steps: 200
+  learning_rate: 1e-3
+  per_device_train_batch_size: 2      # micro-batch
+  gradient_accumulation_steps: 4      # micro-batches in a step
+  tensor_model_parallel_size: 2
+  pipeline_model_parallel_size: 2
+  virtual_pipeline_model_parallel_size: 2
+"""
+
+_COMMANDS = ("pretrain", "sft", "plan")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; the exit code: 0, 1 for a failure, 2 for wrong usage."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words or words[0] in ("-h", "--help") or {"-h", "--help"} & set(words[1:]):
+        sys.stdout.write(HELP)
+        return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        sys.stdout.write(f"mca-train {version('mca-train')}\n")
+        return 0
+    try:
+        return _run(words)
+    except McaError as error:
+        from mca_train.config_file import UsageError
+
+        sys.stderr.write(f"error: {error}\n")
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(words: list[str]) -> int:
+    from mca_train.config_file import UsageError, nearest
+
+    command = words[0]
+    if command not in _COMMANDS:
+        raise UsageError(f"unknown command '{command}'{nearest(command, _COMMANDS, 'see mca-train --help')}")
+    if len(words) < 2 or words[1].startswith("-"):
+        raise UsageError(f"mca-train {command} needs a configuration file: mca-train {command} CONFIG.yaml")
+    config, overrides = Path(words[1]), words[2:]
+    if command == "plan":
+        from mca_train.plan import print_plan
+
+        return print_plan(config, overrides)
+    from mca_train.launch import one_thread_until_forked, started_by_launcher
+
+    if not started_by_launcher():
+        one_thread_until_forked()  # before the next line imports torch
+    from mca_train.workflow import run
+
+    again = [sys.executable, "-m", "mca_train", *words]
+    return run("pretrain" if command == "pretrain" else "sft", config, overrides, again)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

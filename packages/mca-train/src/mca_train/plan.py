@@ -1,0 +1,234 @@
+"""``mca-train plan``: what a run needs on each rank, by arithmetic alone."""
+
+import sys
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mca_config.checks import check_layout
+from mca_config.layout import ParallelLayout, RankGrid
+from mca_config.model_config import McaModelConfig
+from mca_config.pipeline import PipelineChunk
+from mca_train.settings import Settings, given_values, layout_of, model_config, parse, smallest_world
+
+_GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageNeeds:
+    """What each rank of one pipeline stage holds, in bytes unless said otherwise."""
+
+    layers: str
+    parameters: int
+    """How many, not bytes."""
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of it; without what Megatron, kernels and communication buffers take."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The whole run."""
+
+    layout: ParallelLayout
+    world_size: int
+    data_parallel_size: int
+    stages: tuple[StageNeeds, ...]
+    total_parameters: int
+    global_batch: int
+    tokens_per_step: int
+    bubble: float
+    problems: tuple[str, ...]
+
+
+def make_plan(config: McaModelConfig, training: Any, seq_length: int, world_size: int | None = None) -> Plan:
+    """The plan of training ``config`` as ``training`` says.
+
+    Args:
+        config: The architecture; its weights are not read.
+        training: Training arguments.
+        seq_length: Tokens of a sample.
+        world_size: Ranks; None: the fewest that the layout stands on.
+    """
+    from dataclasses import replace
+
+    layout = layout_of(training, config)
+    config = replace(config, layout=layout)
+    world = world_size or smallest_world(layout)
+    problems = check_layout(config, layout, world, seq_length, sequence_parallel=training.sequence_parallel)
+    if problems:
+        return _impossible(layout, world, tuple(problems))
+    data_parallel = RankGrid(layout, world).data_parallel_size
+    accumulation = training.gradient_accumulation_steps
+    batch = training.per_device_train_batch_size * accumulation * data_parallel
+    counts = _parameters_by_stage(config)
+    copies = data_parallel * layout.cp if training.use_distributed_optimizer else 1
+    return Plan(
+        layout=layout,
+        world_size=world,
+        data_parallel_size=data_parallel,
+        stages=tuple(_needs(config, training, pp, counts[pp], copies, seq_length) for pp in range(layout.pp)),
+        total_parameters=_total_parameters(config),
+        global_batch=batch,
+        tokens_per_step=batch * seq_length,
+        bubble=(layout.pp - 1) / (accumulation * layout.vpp + layout.pp - 1),
+        problems=(),
+    )
+
+
+def _impossible(layout: ParallelLayout, world: int, problems: tuple[str, ...]) -> Plan:
+    return Plan(
+        layout=layout,
+        world_size=world,
+        data_parallel_size=0,
+        stages=(),
+        total_parameters=0,
+        global_batch=0,
+        tokens_per_step=0,
+        bubble=0.0,
+        problems=problems,
+    )
+
+
+def _params(config: McaModelConfig) -> list[Any]:
+    from mca_models.templates import family_of
+
+    return family_of(config.model_type).params(config)
+
+
+def _shape(param: Any, config: McaModelConfig) -> tuple[int, ...]:
+    """Of the whole parameter; the few that the configuration does not tell are a head wide."""
+    from mca_models.checkpoint.shapes import expected_shape
+
+    return expected_shape(param, config) or (config.kv_channels,)
+
+
+def _total_parameters(config: McaModelConfig) -> int:
+    return sum(prod(_shape(param, config)) for param in _params(config) if param.alias_of is None)
+
+
+def _parameters_by_stage(config: McaModelConfig) -> list[int]:
+    """Parameters on the fullest rank of each pipeline stage, vocabulary padding included."""
+    from mca_models.checkpoint.placement import stage_of
+
+    layout, plan = config.layout, config.pipeline_plan()
+    counts = [0] * layout.pp
+    for param in _params(config):
+        shape = _shape(param, config)
+        if param.vocab:
+            shape = (config.padded_vocab_size, *shape[1:])
+        size = prod(shape)
+        stage = stage_of(param, plan)
+        if param.alias_of is not None and plan.first.pp == stage:
+            continue  # a tied head on the embedding's own rank
+        if param.shard.axis is not None:
+            size //= layout.tp if param.expert is None else layout.etp
+        counts[stage] += size if param.expert is None else size / layout.ep  # type: ignore[assignment]
+    return [int(count) for count in counts]
+
+
+def _needs(
+    config: McaModelConfig, training: Any, pp: int, parameters: int, copies: int, seq_length: int
+) -> StageNeeds:
+    half = training.bf16 or training.fp16
+    width = 2 if half else 4
+    gradients = 2 if half and training.accumulate_allreduce_grads_in_fp32 is False else 4
+    state = (8 if training.optimizer != "sgd" else 4) + (4 if half else 0)
+    chunks = config.pipeline_plan().chunks[pp]
+    return StageNeeds(
+        layers=" | ".join(_layers(chunk) for chunk in chunks),
+        parameters=parameters,
+        weights=parameters * width,
+        gradients=parameters * gradients,
+        optimizer=parameters * state // copies,
+        activations=_activations(config, training, pp, seq_length, width),
+    )
+
+
+def _layers(chunk: PipelineChunk) -> str:
+    """``embedding 0-3 head``."""
+    words = ["embedding"] if chunk.has_embedding else []
+    if chunk.layers:
+        first, last = chunk.layers[0], chunk.layers[-1]
+        words.append(f"{first}-{last}" if last > first else f"{first}")
+    words += ["mtp"] * bool(chunk.mtp_layers) + ["head"] * chunk.has_loss
+    return " ".join(words) or "nothing"
+
+
+def _activations(config: McaModelConfig, training: Any, pp: int, seq_length: int, width: int) -> int:
+    """What backward passes still need when most micro-batches are in flight: an estimate.
+
+    For each token and layer: the inputs of its two norms and of its four products, on this rank. With full
+    recomputation only the layer's input.
+    """
+    layout = config.layout
+    tokens = training.per_device_train_batch_size * seq_length // layout.cp
+    chunks = config.pipeline_plan().chunks[pp]
+    layers = sum(len(chunk.layers) for chunk in chunks)
+    in_flight = min(layout.pp - pp, training.gradient_accumulation_steps)
+    if layout.vpp > 1:  # interleaving keeps up to (pp - 1) / (pp * vpp) more
+        in_flight = in_flight * (1 + (layout.pp - 1) / (layout.pp * layout.vpp))
+    whole = layout.tp if training.sequence_parallel else 1
+    hidden = config.hidden_size
+    if training.recompute_granularity == "full":
+        elements = hidden / whole
+    else:
+        queries = config.num_attention_heads * config.kv_channels
+        keys = 2 * config.num_query_groups * config.kv_channels
+        mlp = config.ffn_hidden_size
+        if config.num_moe_experts:
+            mlp = (config.moe_ffn_hidden_size or mlp) * config.moe_router_topk
+        elements = 4 * hidden / whole + (2 * queries + keys + 3 * mlp) / layout.tp
+    size = tokens * elements * layers * in_flight * width
+    if any(chunk.has_loss for chunk in chunks):
+        size += tokens * config.padded_vocab_size / layout.tp * (width + 4)
+    return int(size)
+
+
+def print_plan(config: Path, overrides: list[str]) -> int:
+    """Prints the plan of a configuration file; 1 if the run is impossible."""
+    values, where = given_values(config, overrides)
+    settings = parse(values, where)
+    model = model_config(settings.data.model_name_or_path)
+    world = settings.launch.local_ranks
+    plan = make_plan(model, settings.training, settings.data.seq_length, world)
+    sys.stdout.write(render(plan, settings, model))
+    return 1 if plan.problems else 0
+
+
+def render(plan: Plan, settings: Settings, model: McaModelConfig) -> str:
+    """The plan as text."""
+    if plan.problems:
+        return f"this run is impossible as {plan.layout}:\n" + "".join(f"  - {p}\n" for p in plan.problems)
+    training = settings.training
+    lines = [
+        f"model        {model.model_type}, {plan.total_parameters:,} parameters, {model.num_layers} layers",
+        f"ranks        {plan.world_size} = {plan.layout}, data parallel {plan.data_parallel_size}",
+        f"global batch {plan.global_batch} samples, {plan.tokens_per_step:,} tokens = micro-batch "
+        f"{training.per_device_train_batch_size} x accumulated {training.gradient_accumulation_steps} x data "
+        f"parallel {plan.data_parallel_size}",
+        f"bubble       {plan.bubble:.1%} of a step",
+        "",
+        _row(
+            "stage", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "total GiB"
+        ),
+    ]
+    for pp, stage in enumerate(plan.stages):
+        sizes = (stage.weights, stage.gradients, stage.optimizer, stage.activations, stage.total)
+        lines.append(
+            _row(str(pp), stage.layers, f"{stage.parameters:,}", *(f"{size / _GIB:.3f}" for size in sizes))
+        )
+    lines.append("")
+    lines.append("GiB per rank of the stage; activations are an estimate; kernels and buffers come on top")
+    return "\n".join(lines) + "\n"
+
+
+def _row(stage: str, layers: str, *cells: str) -> str:
+    return f"{stage:>5}  {layers:<28}" + "".join(f"{cell:>15}" for cell in cells)

@@ -1,0 +1,115 @@
+"""A run as the user wrote it: the configuration file and the command line, checked."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mca_config.arguments import MegatronArguments
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout, RankGrid
+from mca_config.model_config import McaModelConfig
+from mca_train.arguments import DataArguments, LaunchArguments
+from mca_train.config_file import UsageError, build, parse_overrides, read_yaml
+
+if TYPE_CHECKING:
+    from mca_config.training import TrainingArguments
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is made of.
+
+    Args:
+        training: HF's and Megatron's arguments.
+        data: Model, tokenizer and files.
+        launch: Local ranks.
+        values: Keys and values as given, for making ``training`` again in another process.
+    """
+
+    training: "TrainingArguments"
+    data: DataArguments
+    launch: LaunchArguments
+    values: dict[str, Any]
+    where: str
+
+
+def given_values(config: Path, overrides: list[str]) -> tuple[dict[str, Any], str]:
+    """The file's values with the command line's over them, and what to call the two in an error."""
+    values = read_yaml(config)
+    words = parse_overrides(overrides)
+    return values | words, f"{config}{' and the command line' if words else ''}"
+
+
+def parse(values: dict[str, Any], where: str) -> Settings:
+    """Checks ``values`` and makes the arguments.
+
+    Raises:
+        UsageError: A key or a value is wrong.
+    """
+    from mca_config.training import TrainingArguments
+
+    values = _with_device(values)
+    try:
+        training, data, launch = build(
+            [TrainingArguments, DataArguments, LaunchArguments], values, where=where, only=["output_dir"]
+        )
+    except UsageError:
+        raise
+    except (McaError, ValueError) as error:
+        raise UsageError(f"{where}: {error}") from error
+    return Settings(training, data, launch, values, where)
+
+
+def _with_device(values: dict[str, Any]) -> dict[str, Any]:
+    """Without a GPU, ``use_cpu`` is on: otherwise every rank takes itself for the only one."""
+    from mca_models.megatron import platform
+
+    return {"report_to": "none"} | values | ({"use_cpu": True} if platform.device_type() == "cpu" else {})
+
+
+def model_config(path: str) -> McaModelConfig:
+    """The architecture in a Hugging Face or MCA directory; weights need not be there.
+
+    Raises:
+        McaError: The directory or its configuration is missing or not supported.
+    """
+    import json
+
+    from mca_models.checkpoint import is_mca
+    from mca_models.templates import config_from_hf
+
+    folder = Path(path)
+    if not folder.is_dir():
+        raise McaError(f"model_name_or_path: directory {path} does not exist")
+    if is_mca(folder):
+        return McaModelConfig.load(folder)
+    file = folder / "config.json"
+    if not file.is_file():
+        raise McaError(f"model_name_or_path: {path} has no config.json and no mca_config.json")
+    try:
+        return config_from_hf(json.loads(file.read_text()))
+    except json.JSONDecodeError as error:
+        raise McaError(f"{file} is not valid JSON: {error}") from error
+
+
+def num_local_ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
+    """How many ranks to start here; at least what the layout needs."""
+    count = launch.local_ranks
+    if count is None:
+        import torch
+
+        count = torch.cuda.device_count() or smallest_world(layout)
+    RankGrid(layout, count)
+    return count
+
+
+def smallest_world(layout: ParallelLayout) -> int:
+    """The fewest ranks that ``layout`` can stand on."""
+    import math
+
+    return layout.pp * math.lcm(layout.tp * layout.cp, layout.etp * layout.ep)
+
+
+def layout_of(arguments: MegatronArguments, config: McaModelConfig) -> ParallelLayout:
+    """The layout that is asked for; what is left out comes from an MCA checkpoint."""
+    return arguments.layout(config.layout)

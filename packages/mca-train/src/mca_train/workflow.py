@@ -1,0 +1,191 @@
+"""``mca-train sft`` and ``mca-train pretrain``: from a configuration file to a trained model."""
+
+import logging
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from mca_config.checks import require_layout
+from mca_config.errors import McaError
+from mca_train import launch
+from mca_train.data import Kind, load_tokenized
+from mca_train.settings import Settings, given_values, layout_of, model_config, num_local_ranks, parse
+from mca_train.token_dataset import TokenDataset
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What ranks share: made once before they are forked."""
+
+    settings: Settings
+    tokenizer: Any
+    train: TokenDataset
+    evaluation: TokenDataset | None
+
+
+def run(kind: Kind, config: Path, overrides: list[str], command: list[str]) -> int:
+    """Trains; starts local ranks unless a launcher already did. The exit code.
+
+    Args:
+        kind: What the samples are made of.
+        config: The YAML file.
+        overrides: ``--key value`` words.
+        command: Starts this same program, for ranks that cannot be forked (CUDA).
+    """
+    _quiet(first=os.environ.get("RANK", "0") == "0")
+    values, where = given_values(config, overrides)
+    if launch.started_by_launcher():
+        folder = os.environ.get("MCA_TRAIN_REPORTS")
+        rank = int(os.environ["RANK"])
+        return launch.report_failure(
+            lambda: _train_rank(_prepare(kind, parse_on_rank(values, where))),
+            Path(folder) if folder else None,
+            rank,
+        )
+    settings = parse(values, where)
+    layout = layout_of(settings.training, _checked_model(settings))
+    ranks = num_local_ranks(settings.launch, layout)
+    logger.info("starting %d rank%s: %s", ranks, "s" if ranks > 1 else "", layout)
+    from mca_models.megatron import platform
+
+    if platform.device_type() == "cuda":
+        return launch.spawn_ranks(command, ranks)
+    inputs = _prepare(kind, settings)
+    platform.prepare()
+    import mca_train.trainer  # noqa: F401  (imported before the fork, so that ranks need not)
+
+    return launch.fork_ranks(lambda: _forked_rank(inputs), ranks)
+
+
+def parse_on_rank(values: dict[str, Any], where: str) -> Settings:
+    """The settings on a rank: its process group stands first, so that Hugging Face starts none of its own."""
+    import torch.distributed as dist
+
+    from mca_models.megatron import platform
+
+    if not dist.is_initialized():
+        if platform.device_type() == "cuda":
+            import torch
+
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        timeout = timedelta(seconds=float(values.get("ddp_timeout", 1800)))
+        dist.init_process_group(platform.backend(), timeout=timeout)
+    return parse(values, where)
+
+
+def _forked_rank(inputs: _Inputs) -> None:
+    """In a fork: the settings are made again, as they know their process."""
+    import torch
+
+    _quiet(first=os.environ["RANK"] == "0")
+    torch.set_num_threads(launch.threads_per_rank(int(os.environ["LOCAL_WORLD_SIZE"])))
+    settings = parse_on_rank(inputs.settings.values, inputs.settings.where)
+    _train_rank(_Inputs(settings, inputs.tokenizer, inputs.train, inputs.evaluation))
+
+
+def _checked_model(settings: Settings) -> Any:
+    config = model_config(settings.data.model_name_or_path)
+    require_layout(config, layout_of(settings.training, config))
+    return config
+
+
+def _prepare(kind: Kind, settings: Settings) -> _Inputs:
+    """Tokenizer and data."""
+    if not settings.data.train_file:
+        raise McaError(f"{settings.where}: train_file is not set")
+    tokenizer = load_tokenizer(settings)
+    logger.info("reading %s", ", ".join(settings.data.train_file))
+    train = load_tokenized(kind, settings.data.train_file, tokenizer, settings.data)
+    evaluation = None
+    if settings.data.eval_file:
+        evaluation = load_tokenized(kind, settings.data.eval_file, tokenizer, settings.data, evaluation=True)
+    elif settings.training.eval_strategy != "no":
+        raise McaError(f"eval_strategy is {settings.training.eval_strategy.value}, but eval_file is not set")
+    logger.info("%d training samples of %d tokens", len(train), int(train.lengths.sum()))
+    return _Inputs(settings, tokenizer, train, evaluation)
+
+
+def load_tokenizer(settings: Settings) -> Any:
+    """The tokenizer that the settings name.
+
+    Raises:
+        McaError: There is none.
+    """
+    from transformers import AutoTokenizer
+
+    path = settings.data.tokenizer_name_or_path or settings.data.model_name_or_path
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise McaError(f"no tokenizer in {path} (set tokenizer_name_or_path): {reason}") from error
+
+
+def _train_rank(inputs: _Inputs) -> None:
+    """One rank's whole run."""
+    from mca_models.megatron import platform
+    from mca_models.megatron.auto import AutoModel
+    from mca_train import groups
+    from mca_train.trainer import McaTrainer
+
+    args, data = inputs.settings.training, inputs.settings.data
+    model = AutoModel.from_pretrained(data.model_name_or_path, args, seed=args.seed)
+    _resized_enough(model, inputs.tokenizer)
+    trainer = McaTrainer(
+        model=model,
+        args=args,
+        train_dataset=inputs.train,
+        eval_dataset=inputs.evaluation,
+        processing_class=inputs.tokenizer,
+    )
+    result = trainer.train(args.resume_from_checkpoint)
+    if inputs.evaluation is not None and not _evaluated_last(trainer.state):
+        trainer.evaluate()
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        trainer.state.save_to_json(str(Path(args.output_dir) / "trainer_state.json"))
+        sys.stdout.write(_summary(trainer, result) + "\n")
+    groups.barrier()
+    platform.close()
+
+
+def _resized_enough(model: Any, tokenizer: Any) -> None:
+    if len(tokenizer) > model.config.vocab_size:
+        raise McaError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {model.config.vocab_size}; "
+            "resize the model's embeddings first"
+        )
+
+
+def _evaluated_last(state: Any) -> bool:
+    return any("eval_loss" in log and log["step"] == state.global_step for log in state.log_history)
+
+
+def _summary(trainer: Any, result: Any) -> str:
+    """What was done and where it is, for the end of the run."""
+    output = Path(trainer.args.output_dir)
+    evaluations = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    lines = {
+        "steps": f"{result.global_step} in {result.metrics['train_runtime']:.1f} s",
+        "training loss": f"{result.training_loss:.4f} (mean of the run)",
+        **({"evaluation loss": f"{evaluations[-1]:.6f}"} if evaluations else {}),
+        "model": str(output),
+        **({"Hugging Face model": str(output / "hf")} if trainer.args.save_hf_model else {}),
+        "log": str(output / "train_log.jsonl"),
+    }
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+
+def _quiet(*, first: bool) -> None:
+    """One voice: rank 0 logs what this project says; the libraries only warn, and not about themselves."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING if first else logging.ERROR)
+    for name in ("mca_train", "mca_models", "mca_config"):
+        logging.getLogger(name).setLevel(logging.INFO if first else logging.ERROR)
+    warnings.filterwarnings("ignore")
