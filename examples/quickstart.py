@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output_dir", type=Path, default=Path("quickstart_out"), help="made anew at each run"
     )
-    parser.add_argument("--steps", type=int, default=200, help="training steps (default 200)")
+    parser.add_argument("--steps", type=int, default=240, help="training steps (default 240)")
     return parser.parse_args()
 
 
@@ -130,12 +130,12 @@ def make_checkpoint(directory: Path, tokenizer: Any) -> None:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
-        hidden_size=96,
-        intermediate_size=256,
+        hidden_size=64,
+        intermediate_size=192,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=16,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         initializer_range=0.05,
@@ -173,7 +173,6 @@ logging_steps: 5
 eval_strategy: "no"
 save_strategy: "no"
 do_eval: true
-report_to: none
 """
     path = out / "train.yaml"
     path.write_text(config)
