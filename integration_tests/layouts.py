@@ -1,6 +1,7 @@
 """Parallel layouts of tests, by short names such as ``tp2pp2vpp2``."""
 
 import re
+from typing import Any
 
 from mca_config.arguments import DistributingParallelArguments
 
@@ -14,11 +15,12 @@ _FLAGS = {
 }
 
 
-def arguments(name: str) -> DistributingParallelArguments:
+def arguments(name: str, **settings: Any) -> DistributingParallelArguments:
     """The arguments of layout ``name``; a trailing ``sp`` turns sequence parallelism on."""
     sizes = {_FLAGS["tp"]: 1, _FLAGS["pp"]: 1}
     sizes |= {_FLAGS[axis]: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", name) if axis != "dp"}
-    return DistributingParallelArguments(**sizes, sequence_parallel=True if name.endswith("sp") else None)
+    sequence_parallel = True if name.endswith("sp") else None
+    return DistributingParallelArguments(**sizes, sequence_parallel=sequence_parallel, **settings)
 
 
 def world_size(name: str) -> int:

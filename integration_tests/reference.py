@@ -44,9 +44,24 @@ ROPE_CASES: dict[str, Case] = {
     ),
     "llama-one-group": ("llama", {"num_key_value_heads": 1}),
 }
-CASES: dict[str, Case] = {**FAMILY_CASES, **ROPE_CASES}
-DENSE = ("llama", "mistral", "qwen2", "qwen3")
+_LATENT_YARN = {**_ROPE, "rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+def _families() -> dict[str, Case]:
+    """The families' cases; transformers takes DeepSeek's rotary size from ``head_dim``, which no file says."""
+    fixed = {"deepseek_v3": {"head_dim": 4}}
+    return {
+        case: (kind, {**fixed.get(kind, {}), **different}) for case, (kind, different) in FAMILY_CASES.items()
+    }
+
+
+CASES: dict[str, Case] = {**_families(), **ROPE_CASES}
+if "deepseek_v3" in CASES:
+    CASES["deepseek_v3-yarn"] = ("deepseek_v3", {**CASES["deepseek_v3"][1], "rope_parameters": _LATENT_YARN})
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "seed_oss")
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
 DENSE_CASES = tuple(case for case, (kind, _) in CASES.items() if kind in DENSE)
+MOE_CASES = tuple(case for case, (kind, _) in CASES.items() if kind in MOE)
 
 
 @dataclass(frozen=True)
@@ -82,12 +97,12 @@ def hf_model(case: str) -> Any:
     return model
 
 
-def make_reference(case: str, folder: Path, dtype: str = "float32") -> Reference:
+def make_reference(case: str, folder: Path, dtype: str = "float32", batch: int = 3) -> Reference:
     """Saves the model of ``case`` under ``folder`` (cast to ``dtype``); the logits are those in fp32."""
     path = folder / f"{case}-{dtype}"
     model = hf_model(case)
     generator = torch.Generator().manual_seed(7)
-    input_ids = torch.randint(0, SIZE["vocab_size"], (3, 24), generator=generator)
+    input_ids = torch.randint(0, SIZE["vocab_size"], (batch, 24), generator=generator)
     with torch.no_grad():
         logits = model(input_ids, use_cache=False).logits
     if not path.exists():

@@ -148,3 +148,10 @@ def tensor_group() -> Any:
     from megatron.core import parallel_state
 
     return parallel_state.get_tensor_model_parallel_group()
+
+
+def expert_tensor_group() -> Any:
+    """The expert-tensor-parallel group of this rank."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_expert_tensor_parallel_group()

@@ -7,6 +7,7 @@ small file of its own that says why; on a GPU only the repairs that no device ca
 import importlib
 import logging
 import os
+import re
 import sys
 import warnings
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from mca_models.megatron.platform import (
     rng_state,
     router_gemm_name,
     split_sizes,
+    uneven_collectives,
 )
 from mca_models.megatron.platform._device import backend, current_device, device_type
 from mca_models.megatron.platform._patch import Patch
@@ -51,6 +53,7 @@ PATCHES: tuple[Patch, ...] = (
     rng_state.PATCH,
     router_gemm_name.PATCH,
     split_sizes.PATCH,
+    uneven_collectives.PATCH,
     distributed_adam.PATCH,
     dp_reshardable_no_grad.PATCH,
     mla_flags.PATCH,
@@ -72,6 +75,7 @@ _MODULES = (
     "megatron.core.transformer.multi_latent_attention",
     "megatron.core.transformer.multi_token_prediction",
 )
+_NOISE = "`sequence_parallel` is set to `True`, but tensor model parallel size is 1"
 _QUIET = ("torch.utils.cpp_extension", "megatron.core.models.gpt.gpt_model")
 
 _applied: list[str] = []
@@ -99,6 +103,8 @@ def prepare() -> None:
         warnings.simplefilter("ignore")
         for name in _MODULES:
             importlib.import_module(name)
+    # said of every expert layer whose experts are not cut over tensor ranks
+    warnings.filterwarnings("ignore", re.escape(_NOISE))
     _make(PATCHES)
     _applied.append("done")
 

@@ -1,0 +1,140 @@
+"""One backward pass gives every Hugging Face tensor the gradient that transformers' autograd gives it.
+
+Gradients travel as weights do: they are put in the place of the weights and exported, so that gathering and
+templates are the tested ones.
+"""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness import run_ranks
+from layouts import arguments, world_size
+from mca_models.checkpoint import HfSource
+from mca_models.megatron.tensors import to_torch
+from reference import Reference, hf_model, make_reference
+
+pytestmark = pytest.mark.ranks
+
+DENSE = ("llama", "qwen2-tied", "qwen3-tied", "mistral", "llama-one-group")
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
+DENSE_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2vpp2", "cp2", "tp2pp2vpp2", "tp2cp2sp")
+MOE_LAYOUTS = ("tp1", "tp2sp", "ep2", "tp2ep2etp1", "cp2", "pp2vpp2ep2", "tp2etp2ep2")
+GRID = [(c, n) for c in DENSE for n in DENSE_LAYOUTS] + [(c, n) for c in MOE for n in MOE_LAYOUTS]
+TOLERANCE = 1e-4
+
+
+def expected_gradients(reference: Reference, folder: Path) -> Path:
+    """A checkpoint with transformers' gradients in the place of weights."""
+    path = folder / f"{reference.case}-expected"
+    model = copy.deepcopy(hf_model(reference.case))
+    logits = model(reference.input_ids, use_cache=False).logits[:, :-1]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), reference.input_ids[:, 1:].flatten()).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(path)
+    return path
+
+
+def batches(input_ids: torch.Tensor, micro_batches: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Micro-batches of this context rank; the last token has no target."""
+    from mca_models.megatron import parallel
+    from mca_models.megatron.layers.zigzag import take
+
+    rows, length = input_ids.shape
+    whole = {
+        "input_ids": input_ids,
+        "labels": input_ids.roll(-1, 1),
+        "position_ids": torch.arange(length).expand(rows, -1),
+        "loss_mask": (torch.arange(length) < length - 1).float().expand(rows, -1),
+    }
+    group = parallel.context_group()
+    for index in range(micro_batches):
+        part = slice(index * rows // micro_batches, (index + 1) * rows // micro_batches)
+        yield {name: take(x[part], 1, group.rank(), group.size()) for name, x in whole.items()}
+
+
+def forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
+    batch = next(iterator)
+    mask = batch.pop("loss_mask")
+    losses = model(**batch, attention_mask=None)
+
+    def loss(losses: torch.Tensor) -> Any:
+        return (losses * mask).sum(), mask.sum().int(), {}
+
+    return losses, loss
+
+
+def export_gradients(pairs: list[tuple[Reference, str]], folder: Path) -> None:
+    """One forward and backward pass of each model on its layout, exported. Runs on every rank."""
+    for reference, layout in pairs:
+        export_gradient(reference, layout, folder / f"{reference.case}-{layout}")
+
+
+def export_gradient(reference: Reference, layout: str, path: Path) -> None:
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from mca_models.megatron import AutoModel
+
+    args = arguments(layout, calculate_per_token_loss=True, moe_aux_loss_coeff=0.0)
+    model = AutoModel.from_pretrained(reference.path, args)
+    model.megatron.finalize_model_grads_func = finalize_model_grads
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    chunks = [DistributedDataParallel(model.megatron, ddp, chunk) for chunk in model.chunks]
+    count = 4
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[batches(reference.input_ids, count) for _ in chunks],
+        model=chunks,
+        num_microbatches=count,
+        seq_length=reference.input_ids.shape[1],
+        micro_batch_size=reference.input_ids.shape[0] // count,
+        forward_only=False,
+    )
+    with torch.no_grad():
+        for _, tensor in model.held():
+            if isinstance(tensor, torch.nn.Parameter):
+                tensor.copy_(tensor.main_grad)
+    model.save_pretrained_as_hf(path)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The gradients of every case and layout, and those expected."""
+    folder = tmp_path_factory.mktemp("gradients")
+    references = {case: make_reference(case, folder, batch=4) for case in (*DENSE, *MOE)}
+    for reference in references.values():
+        expected_gradients(reference, folder)
+    for size in (1, 2, 4):
+        pairs = [(references[case], layout) for case, layout in GRID if world_size(layout) == size]
+        run_ranks(size, export_gradients, pairs, folder, timeout=300)
+    return folder
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    return {info.name: to_torch(info.array().copy()) for info in HfSource(path).tensors()}
+
+
+@pytest.mark.parametrize("case,layout", GRID)
+def test_gradients_equal_autograd(case: str, layout: str, exported: Path) -> None:
+    expected, found = read(exported / f"{case}-expected"), read(exported / f"{case}-{layout}")
+    assert found.keys() == expected.keys()
+    largest = max(float(x.abs().max()) for x in expected.values())
+    errors = {}
+    for name, right in expected.items():
+        if "e_score_correction_bias" in name:
+            continue  # a buffer: the router's bias has no gradient
+        scale = max(float(right.abs().max()), largest * 1e-3)
+        errors[name] = float((found[name] - right).abs().max()) / scale
+    worst = sorted(errors.items(), key=lambda item: -item[1])[:3]
+    assert worst[0][1] <= TOLERANCE, worst

@@ -1,0 +1,230 @@
+"""Puts LoRA beside the linears of live chunks, without touching their classes or names.
+
+The factors become a child module ``lora`` of the linear (``...linear_qkv.lora.lora_A.q_proj``), a forward hook
+adds their output. Where a linear stands and what it is made of is known from the rules; no class is asked.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from mca_config.errors import McaError
+from mca_models.checkpoint.moves import HF, Rule, part_shapes
+from mca_models.lora.rules import AdapterRules, Factors, by_part
+from mca_models.megatron.names import Held
+from mca_models.megatron.peft.linear import Axis, Cut, LoraExperts, LoraLinear, Part
+from mca_models.weights import Param
+
+CHILD = "lora"
+_AXES: Mapping[int | None, Axis] = {0: "rows", 1: "columns", None: "none"}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What the live linears lie on.
+
+    Args:
+        tensor: Group of the tensor-parallel ranks.
+        expert: Group of the expert-tensor-parallel ranks.
+        sequence_parallel: Whether dense activations are cut along the sequence.
+    """
+
+    tensor: Any
+    expert: Any
+    sequence_parallel: bool
+
+    def cut(self, param: Param) -> Cut:
+        """How the weight of ``param`` lies over them."""
+        expert = param.expert is not None
+        group = self.expert if expert else self.tensor
+        return Cut(_AXES[param.shard.axis], group, self.sequence_parallel and not expert, expert)
+
+
+@dataclass(frozen=True)
+class Attached:
+    """LoRA on one base weight of this rank.
+
+    Args:
+        base: The base weight.
+        lora: The factors on it.
+        owner: The linear.
+        live: Rule and live tensor of every factor.
+        switch: The module whose ``merged`` turns the hook off.
+        handle: Removes the hook.
+    """
+
+    base: Tensor
+    lora: LoraLinear
+    owner: torch.nn.Module
+    live: tuple[tuple[Param, Tensor], ...]
+    switch: LoraLinear | LoraExperts
+    handle: RemovableHandle
+
+
+def attach(
+    chunk: torch.nn.Module,
+    held: Sequence[tuple[Held, Tensor]],
+    rules: AdapterRules,
+    ranks: Ranks,
+    *,
+    dropout: float,
+    grouped: bool,
+) -> list[Attached]:
+    """Puts the adapters of ``rules`` that belong to ``chunk`` beside its linears.
+
+    Args:
+        chunk: One live ``GPTModel``.
+        held: Its parameters.
+        rules: The adapter, made for the live layout.
+        ranks: The groups it stands on.
+        dropout: Probability for the adapters' inputs.
+        grouped: One module holds all experts of a rank.
+
+    Raises:
+        McaError: A target cannot carry an adapter in a live model.
+    """
+    wanted = by_part(rules.factors)
+    attached: list[Attached] = []
+    experts: dict[str, list[_Placed]] = {}
+    for item, base in held:
+        pairs = wanted.get(item.param.mca_name())
+        if not pairs or item.copy:
+            continue
+        place = item.live.rpartition(".")[0]
+        placed = _Placed(pairs, base, _lora(pairs, base, ranks, dropout))
+        if grouped and item.param.expert is not None:
+            experts.setdefault(place, []).append(placed)
+        else:
+            attached += _hang(chunk.get_submodule(place), placed.lora, [placed])
+    for place, several in experts.items():
+        attached += _hang_grouped(chunk.get_submodule(place), several)
+    return attached
+
+
+@dataclass(frozen=True)
+class _Placed:
+    pairs: Sequence[Factors]
+    base: Tensor
+    lora: LoraLinear
+
+    def live(self) -> tuple[tuple[Param, Tensor], ...]:
+        factors = {label: (a, b) for label, a, b in self.lora.factors()}
+        both = [(pair, factors[pair.target.label]) for pair in self.pairs]
+        return tuple(item for pair, (a, b) in both for item in ((pair.a, a), (pair.b, b)))
+
+
+def _lora(pairs: Sequence[Factors], base: Tensor, ranks: Ranks, dropout: float) -> LoraLinear:
+    param = pairs[0].target.base
+    if param.mca.endswith((".router.weight", ".gate_weight")):
+        raise McaError(
+            f"target_modules: {pairs[0].target.module} is a bare weight of Megatron's router or shared experts, which "
+            "cannot carry an adapter in training; exclude it with exclude_modules"
+        )
+    cut = ranks.cut(param)
+    if cut.many and not cut.sequence and param.mca.endswith("linear_kv_down_proj.weight"):
+        raise McaError(
+            f"target_modules: an adapter on {pairs[0].target.module} needs sequence_parallel at "
+            "tensor_model_parallel_size above 1; set it, or exclude the module"
+        )
+    sizes = _rows_of_parts(param, base, cut)
+    parts = []
+    for pair in pairs:
+        whole_b = cut.axis == "rows" and pair.b.shard.axis is None
+        rows = sizes[pair.target.part]
+        share = rows // cut.group.size() if cut.axis == "rows" and not whole_b else rows
+        parts.append(Part(pair.target.label, pair.rank, pair.scale, share, whole_b))
+    order = None if len(param.hf) == 1 else _order(pairs, parts, sizes, cut)
+    if order is not None:
+        order = order.to(base.device)
+    return LoraLinear(parts, cut, base, order, dropout)
+
+
+def _rows_of_parts(param: Param, base: Tensor, cut: Cut) -> tuple[int, ...]:
+    """Rows of each HF tensor inside the whole weight."""
+    rows = base.shape[0] * (cut.group.size() if cut.axis == "rows" else 1)
+    rule = Rule(param.shard, param.layout, param.hf_layout, vocab=False)
+    return tuple(shape[0] for shape in part_shapes(rule, (rows, 2), HF))
+
+
+def _order(
+    pairs: Sequence[Factors], parts: Sequence[Part], sizes: tuple[int, ...], cut: Cut
+) -> Tensor | None:
+    """Which output of the concatenated parts each output of the fused linear gets on this rank."""
+    param = pairs[0].target.base
+    rows = _packed_rows(Rule.of(param), sizes, cut.group.rank(), cut.group.size())
+    known = {pair.target.part: part for pair, part in zip(pairs, parts, strict=True)}
+    nothing = sum(part.rows for part in parts)
+    first_row, start, order = 0, 0, torch.full_like(rows, nothing)
+    for number, size in enumerate(sizes):
+        if part := known.get(number):
+            first = first_row if part.whole_b else first_row + cut.group.rank() * part.rows
+            mine = (rows >= first_row) & (rows < first_row + size)
+            order[mine] = rows[mine] - first + start
+            start += part.rows
+        first_row += size
+    return None if torch.equal(order, torch.arange(nothing)) else order
+
+
+@lru_cache(maxsize=64)
+def _packed_rows(rule: Rule, sizes: tuple[int, ...], rank: int, size: int) -> Tensor:
+    """The rows of the HF tensors, counted over all of them, in the order in which ``rank`` holds them."""
+    numbers = torch.arange(sum(sizes)).unsqueeze(1)
+    whole = rule.to_whole(list(torch.split(numbers, list(sizes))))
+    packed: Tensor = rule.shard.take(whole, rank, size).flatten()
+    return packed
+
+
+def _hang(owner: torch.nn.Module, switch: LoraLinear, placed: Sequence[_Placed]) -> Iterator[Attached]:
+    owner.add_module(CHILD, switch)
+    handle = owner.register_forward_hook(_add)
+    _return_normed_input(owner)
+    for item in placed:
+        yield Attached(item.base, item.lora, owner, item.live(), switch, handle)
+
+
+def _hang_grouped(owner: torch.nn.Module, placed: Sequence[_Placed]) -> Iterator[Attached]:
+    number = {id(tensor): int(name.removeprefix("weight")) for name, tensor in _weights(owner)}
+    switch = LoraExperts({number[id(item.base)]: item.lora for item in placed}, placed[0].base.shape[0])
+    owner.add_module(CHILD, switch)
+    handle = owner.register_forward_hook(_add_grouped)
+    for item in placed:
+        yield Attached(item.base, item.lora, owner, item.live(), switch, handle)
+
+
+def _weights(owner: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((name, p) for name, p in owner.named_parameters(recurse=False) if name.startswith("weight"))
+
+
+def _return_normed_input(owner: Any) -> None:
+    """Has Transformer Engine's fused norm-and-linear return the norm's output too, which LoRA takes."""
+    if "return_layernorm_output" in vars(owner):
+        owner.return_layernorm_output = True
+
+
+def _add(owner: Any, args: tuple[Any, ...], output: Any) -> Any:
+    """Forward hook: ``(y, bias)``, ``((y, x), bias)`` or ``(y, bias, x)`` to ``(y + lora(x), bias)``."""
+    first, *rest = output
+    y, x = first if isinstance(first, tuple) else (first, rest[1] if len(rest) == 2 else args[0])
+    lora: LoraLinear = owner.lora
+    return (y if lora.merged else y + lora(x)), rest[0]
+
+
+def _add_grouped(owner: Any, args: tuple[Any, ...], output: Any) -> Any:
+    y, bias = output
+    lora: LoraExperts = owner.lora
+    return (y if lora.merged else y + lora(args[0], args[1])), bias
+
+
+def detach(items: Sequence[Attached]) -> None:
+    """Takes the adapters away again."""
+    for item in items:
+        item.handle.remove()
+        if CHILD in dict(item.owner.named_children()):
+            delattr(item.owner, CHILD)
+        if "return_layernorm_output" in vars(item.owner):
+            item.owner.return_layernorm_output = False  # type: ignore[assignment]

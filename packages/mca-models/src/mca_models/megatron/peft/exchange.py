@@ -1,0 +1,67 @@
+"""An adapter spread over ranks, put together on the first. Adapters are small: all of it fits there."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from mca_config.layout import Coordinates
+from mca_config.model_config import McaModelConfig
+from mca_models.lora import Adapter, AdapterConfig, AdapterRules
+from mca_models.megatron.fill import cut_of
+from mca_models.megatron.parallel import Place
+from mca_models.megatron.tensors import to_numpy
+from mca_models.weights import Param
+
+Pieces = dict[str, dict[int, Any]]
+
+
+def whole_adapter(
+    live: Sequence[tuple[Param, Tensor]],
+    place: Place,
+    model: McaModelConfig,
+    config: AdapterConfig,
+    rules: AdapterRules,
+) -> Adapter | None:
+    """The adapter whose pieces all ranks hold, on rank 0; None elsewhere. Collective."""
+    mine: Pieces = {}
+    for param, tensor in live:
+        if _speaks(param, place.at):
+            rank, _ = cut_of(param, place.layout, place.at)
+            mine.setdefault(param.mca_name(), {})[rank] = to_numpy(tensor)
+    everyone: list[Any] | None = [None] * place.world_size if place.rank == 0 else None
+    torch.distributed.gather_object(mine, everyone, dst=0)
+    if everyone is None:
+        return None
+    pieces: Pieces = {}
+    for part in everyone:
+        for name, ranks in part.items():
+            pieces.setdefault(name, {}).update(ranks)
+    return Adapter(model, config, rules, lambda param: _join(param, pieces[param.mca_name()], model))
+
+
+def _join(param: Param, pieces: Mapping[int, Any], model: McaModelConfig) -> Any:
+    whole = param.shard.join([pieces[rank] for rank in sorted(pieces)])
+    return whole[: model.vocab_size] if param.vocab else whole
+
+
+def _speaks(param: Param, at: Coordinates) -> bool:
+    """Whether the rank at ``at`` is the first of those that hold the same piece."""
+    if param.expert is not None:
+        return at.edp == 0 and (param.shard.axis is not None or at.etp == 0)
+    return at.dp == 0 and at.cp == 0 and (param.shard.axis is not None or at.tp == 0)
+
+
+def on_first_rank(action: Callable[[], None] | None) -> None:
+    """Runs ``action``, given on rank 0 only; what it raises is raised on every rank. Collective."""
+    fault: list[Any] = [None]
+    if action is not None:
+        try:
+            action()
+        except Exception as error:
+            fault = [error]
+    torch.distributed.broadcast_object_list(fault, 0)
+    if fault[0] is not None:
+        raise fault[0]

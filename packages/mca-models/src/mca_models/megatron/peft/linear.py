@@ -1,0 +1,215 @@
+"""LoRA beside one Megatron linear, and what its two factors communicate.
+
+With ``x`` the linear's input and ``n`` tensor (for experts: expert-tensor) ranks, shapes on each rank:
+
+    cut      base [rows, columns]   lora_A           h = A x    between                   lora_B
+    rows     [out / n, in]          [r, in]          whole      backward sums             [out / n, r]
+      with sequence parallelism     x is [s / n]     [s / n]    gathered to [s]
+    columns  [out, in / n]          [r, in / n]      partial    summed                    [out, r]
+      with sequence parallelism                                 summed, scattered [s / n]
+    none     [out, in]              [r, in]          whole      nothing                   [out, r]
+
+A factor that all ranks hold gets its whole gradient in the backward pass, or, where each rank sees its own
+tokens, is marked ``sequence_parallel`` so that Megatron sums it once a step. Inside routed experts the token
+dispatcher gathers and sums, so there only the gradients of such factors are summed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, linear
+
+Axis = Literal["rows", "columns", "none"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a base linear lies over ranks.
+
+    Args:
+        axis: What is cut of its weight ``[out, in]``.
+        group: The ranks it is cut over.
+        sequence: Inputs (outputs, of a column-cut one) are cut along the sequence.
+        expert: It belongs to a routed expert.
+    """
+
+    axis: Axis
+    group: Any
+    sequence: bool = False
+    expert: bool = False
+
+    @property
+    def many(self) -> bool:
+        """Whether there is more than one rank."""
+        return bool(self.group.size() > 1)
+
+    def between(self, h: Tensor) -> Tensor:
+        """From this rank's ``A x`` to what its B takes."""
+        from megatron.core import tensor_parallel as tp
+
+        if not self.many or self.expert or self.axis == "none":
+            return h
+        result: Tensor
+        if self.axis == "rows":
+            move = (
+                tp.gather_from_sequence_parallel_region
+                if self.sequence
+                else tp.copy_to_tensor_model_parallel_region
+            )
+            result = move(h, group=self.group)
+        elif self.sequence:
+            result = tp.reduce_scatter_to_sequence_parallel_region(h, group=self.group)
+        else:
+            result = tp.reduce_from_tensor_model_parallel_region(h, group=self.group)
+        return result
+
+    def summed(self, factor: Tensor) -> Tensor:
+        """``factor``, its gradient summed over the ranks in the backward pass."""
+        from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+
+        if not self.many:
+            return factor
+        result: Tensor = copy_to_tensor_model_parallel_region(factor, group=self.group)
+        return result
+
+
+@dataclass(frozen=True)
+class Part:
+    """The adapter on one HF module inside a fused linear.
+
+    Args:
+        label: The module's last name.
+        rank: Of the adapter.
+        scale: Of the product.
+        rows: Rows of lora_B on this rank.
+        whole_b: Every rank holds all of lora_B, of which it needs some rows.
+    """
+
+    label: str
+    rank: int
+    scale: float
+    rows: int
+    whole_b: bool = False
+
+
+class LoraLinear(torch.nn.Module):
+    """What is added to the output of one linear: the sum of its parts' ``scale * B A x``.
+
+    Args:
+        parts: The adapters, in the order of the fused rows.
+        cut: How the base linear lies over ranks.
+        base: The base weight, on this rank.
+        order: For each output of the linear the output of the concatenated parts that it gets, one beyond
+            the last for none; None: the parts one after the other.
+        p: Dropout probability of each part's input.
+    """
+
+    order: Tensor | None
+
+    def __init__(
+        self, parts: Sequence[Part], cut: Cut, base: Tensor, order: Tensor | None = None, p: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.parts, self.cut, self.p = tuple(parts), cut, p
+        self.merged = False
+        columns = base.shape[1]
+        self.lora_A = torch.nn.ParameterDict(
+            {part.label: base.new_zeros(part.rank, columns) for part in parts}
+        )
+        self.lora_B = torch.nn.ParameterDict(
+            {part.label: base.new_zeros(part.rows, part.rank) for part in parts}
+        )
+        self.register_buffer("order", order, persistent=False)
+        self._mark(base)
+
+    def _mark(self, base: Tensor) -> None:
+        """Tells Megatron which gradients to sum over which ranks, and what to count once in norms."""
+        sequence = self.cut.many and self.cut.sequence and not self.cut.expert
+        for part in self.parts:
+            a, b = self.lora_A[part.label], self.lora_B[part.label]
+            a_cut, b_cut = self.cut.axis == "columns", self.cut.axis == "rows" and not part.whole_b
+            for factor, axis, cut, local in (
+                (a, 1, a_cut, self.cut.axis != "columns"),
+                (b, 0, b_cut, self.cut.axis != "rows"),
+            ):
+                marks: Any = factor
+                marks.allreduce = getattr(base, "allreduce", True)
+                marks.sequence_parallel = sequence and local
+                # experts that are not cut lie on each rank once, as if they were
+                marks.tensor_model_parallel = cut or (self.cut.expert and not self.cut.many)
+                marks.partition_dim, marks.partition_stride = (axis, 1) if cut else (-1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in]`` of the linear's input to ``[..., out]`` to add to its output."""
+        deltas = [self._delta(part, x) for part in self.parts]
+        return self._ordered(deltas, -1)
+
+    def _delta(self, part: Part, x: Tensor) -> Tensor:
+        a, b = self.lora_A[part.label], self.lora_B[part.label]
+        if self.cut.expert and self.cut.axis == "rows":
+            a = self.cut.summed(a)
+        if part.whole_b or (self.cut.expert and self.cut.axis == "columns"):
+            b = self.cut.summed(b)
+        return linear(self.cut.between(linear(self._dropped(x), a)), b) * part.scale
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        if not self.p or not self.training:
+            return x
+        same = self.cut.axis != "columns" and not self.cut.sequence
+        if same or not self.cut.many:
+            return dropout(x, self.p)
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        with get_cuda_rng_tracker().fork():  # each rank has its own tokens or features
+            return dropout(x, self.p)
+
+    def _ordered(self, parts: Sequence[Tensor], axis: int) -> Tensor:
+        if self.order is None:
+            return parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)
+        size = list(parts[0].shape)
+        size[axis] = 1
+        return torch.cat([*parts, parts[0].new_zeros(size)], axis).index_select(axis, self.order)
+
+    @torch.no_grad()
+    def product(self) -> Tensor:
+        """What merging adds to the base weight on this rank, fp32."""
+        products = [
+            (self.lora_B[part.label].float() @ self.lora_A[part.label].float()) * part.scale
+            for part in self.parts
+        ]
+        return self._ordered(products, 0)
+
+    def factors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Label, lora_A and lora_B of each part."""
+        for part in self.parts:
+            yield part.label, self.lora_A[part.label], self.lora_B[part.label]
+
+
+class LoraExperts(torch.nn.Module):
+    """LoRA beside a grouped linear, which takes the tokens of all experts of a rank one after the other.
+
+    Args:
+        experts: The adapter of each local expert that has one, by its local number.
+        outputs: Output columns of the linear on this rank.
+    """
+
+    def __init__(self, experts: dict[int, LoraLinear], outputs: int) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleDict({str(number): lora for number, lora in experts.items()})
+        self.outputs = outputs
+        self.merged = False
+
+    def forward(self, x: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
+        """As ``LoraLinear``; ``splits`` counts each expert's tokens."""
+        counts = splits.tolist() if isinstance(splits, Tensor) else list(splits)
+        deltas = []
+        for number, tokens in enumerate(torch.split(x, counts)):
+            key = str(number)
+            if key in self.experts:
+                deltas.append(self.experts[key](tokens))
+            else:
+                deltas.append(tokens.new_zeros(*tokens.shape[:-1], self.outputs))
+        return torch.cat(deltas)

@@ -1,0 +1,245 @@
+"""``get_peft_model`` for ``VirtualModels``: LoRA adapters named as PEFT names them on the HF model."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mca_config.errors import McaError
+from mca_models.lora import (
+    Adapter,
+    AdapterConfig,
+    AdapterRules,
+    open_adapter,
+    relaid,
+    rules_for_training,
+    write_mca_adapter,
+    write_peft,
+)
+from mca_models.lora.adapter import require_untied
+from mca_models.megatron import parallel
+from mca_models.megatron.fill import cut_of, whole_shape
+from mca_models.megatron.peft.attach import Attached, Ranks, attach, detach
+from mca_models.megatron.peft.exchange import on_first_rank, whole_adapter
+from mca_models.megatron.peft.settings import adapter_config
+from mca_models.megatron.peft.start import first_values, require_start
+from mca_models.megatron.tensors import to_torch
+from mca_models.megatron.virtual_models import VirtualModels
+from mca_models.weights import Param
+
+Read = Callable[[Param, tuple[int, ...]], Any]
+
+
+class PeftModels(VirtualModels):
+    """A model with a LoRA adapter; everything but the adapter is frozen.
+
+    Made by ``get_peft_model`` or ``load_adapter`` out of ``VirtualModels``, whose chunks it shares. All that
+    ``VirtualModels`` offers is here; the two ``save`` methods write the adapter alone, as PEFT's does.
+
+    Attributes:
+        adapter: The adapter's configuration.
+        rules: Its tensors, of all ranks.
+    """
+
+    def __init__(self, base: VirtualModels, adapter: AdapterConfig, rules: AdapterRules) -> None:
+        torch.nn.Module.__init__(self)
+        self.__dict__.update(base.__dict__)  # the same chunks, not copies
+        self.adapter, self.rules = adapter, rules
+        self._originals: list[Tensor] = []
+        self._attached = self._attach()
+        self._factors = [pair for item in self._attached for pair in item.live]
+        self._saved = list(self._saved_modules())
+        self.requires_grad_(False)
+        for _, tensor in self._live():
+            tensor.requires_grad_(True)
+        self._handles = list(self._watch_embeddings())
+        # the routers are frozen, so their balancing biases are too
+        self._bias_rate = self.megatron.moe_router_bias_update_rate
+        self.megatron.moe_router_bias_update_rate = 0.0
+
+    def _attach(self) -> list[Attached]:
+        ranks = Ranks(
+            parallel.tensor_group(), parallel.expert_tensor_group(), bool(self.megatron.sequence_parallel)
+        )
+        grouped = self._spelling().grouped_experts
+        attached: list[Attached] = []
+        for chunk, held in zip(self.chunks, self._held, strict=True):
+            dropout = self.adapter.dropout
+            attached += attach(chunk, held, self.rules, ranks, dropout=dropout, grouped=grouped)
+        return attached
+
+    def _saved_modules(self) -> Iterator[tuple[Param, Tensor]]:
+        saved = {param.mca_name(): param for param in self.rules.saved}
+        for item, tensor in self.held():
+            if not item.copy and item.param.mca_name() in saved:
+                yield saved[item.param.mca_name()], tensor
+
+    def _live(self) -> list[tuple[Param, Tensor]]:
+        return [*self._factors, *self._saved]
+
+    def _watch_embeddings(self) -> Iterator[Any]:
+        """Lets gradients begin at the frozen embedding's output.
+
+        Recomputed layers and the pipeline's first stage have none otherwise.
+        """
+        for chunk in self.chunks:
+            if (embedding := dict(chunk.named_children()).get("embedding")) is not None:
+                yield embedding.register_forward_hook(_require_grad)
+
+    def fill(self, read: Read, *, saved: bool) -> None:
+        """Sets this rank's pieces of the adapter.
+
+        Args:
+            read: The whole tensor of a rule as a NumPy array, from the rule and its shape.
+            saved: Also the parameters of ``modules_to_save``, which else stay those of the base model.
+        """
+        config, at = self.config, self.place.at
+        for param, tensor in self._live() if saved else self._factors:
+            whole = whole_shape(param, tensor, config)
+            source = Adapter(config, self.adapter, self.rules, _of_shape(read, whole))
+            rank, size = cut_of(param, config.layout, at)
+            _copy(source.piece(param, rank, size), tensor)
+
+    def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Canonical names and live tensors of this rank's pieces of the adapter."""
+        for param, tensor in self._live():
+            yield param.mca_name(), tensor
+
+    def print_trainable_parameters(self) -> str:
+        """How many parameters of this rank are trained, in words."""
+        trained = sum(p.numel() for p in self.parameters() if p.requires_grad)
+        every = sum(p.numel() for p in self.parameters())
+        return f"{trained:,} of {every:,} parameters of this rank are trained ({trained / every:.2%})"
+
+    @property
+    def merged(self) -> bool:
+        """Whether the adapter is folded into the weights at the moment."""
+        return bool(self._originals)
+
+    @torch.no_grad()
+    def merge_adapter(self) -> None:
+        """Folds the adapter into the weights (fp32, then their dtype); keeps the originals in host memory."""
+        if self.merged:
+            raise McaError("the adapter is merged already; call unmerge_adapter first")
+        self._originals = [item.base.detach().cpu().clone() for item in self._attached]
+        for item in self._attached:
+            item.base.copy_(item.base.float() + item.lora.product())
+            item.switch.merged = True
+
+    @torch.no_grad()
+    def unmerge_adapter(self) -> None:
+        """Puts the weights back as they were, to the bit."""
+        if not self.merged:
+            raise McaError("the adapter is not merged; call merge_adapter first")
+        for item, original in zip(self._attached, self._originals, strict=True):
+            item.base.copy_(original)
+            item.switch.merged = False
+        self._originals = []
+
+    def merge_and_unload(self) -> VirtualModels:
+        """The plain model with the adapter folded in; this object is used up."""
+        if not self.merged:
+            self.merge_adapter()
+        detach(self._attached)
+        for handle in self._handles:
+            handle.remove()
+        self.megatron.moe_router_bias_update_rate = self._bias_rate
+        base = VirtualModels.__new__(VirtualModels)
+        torch.nn.Module.__init__(base)
+        own = ("adapter", "rules", "_originals", "_attached", "_factors", "_saved", "_handles", "_bias_rate")
+        base.__dict__.update({name: value for name, value in self.__dict__.items() if name not in own})
+        return base.requires_grad_(True)
+
+    @contextmanager
+    def _folded(self) -> Iterator[None]:
+        if self.merged:
+            yield
+            return
+        self.merge_adapter()
+        try:
+            yield
+        finally:
+            self.unmerge_adapter()
+
+    def save_pretrained(self, directory: str | Path, *, overwrite: bool = False) -> None:
+        """Writes an MCA adapter directory of this layout; collective."""
+        self._write(
+            lambda found: write_mca_adapter(found, self.config.layout, Path(directory), overwrite=overwrite)
+        )
+
+    def save_pretrained_as_hf(
+        self, directory: str | Path, *, overwrite: bool = False, max_shard_bytes: int | None = None
+    ) -> None:
+        """Writes a PEFT adapter directory, which ``peft`` loads onto the HF model; collective."""
+        self._write(lambda found: write_peft(found, Path(directory), overwrite=overwrite))
+
+    def save_merged_as_hf(
+        self, directory: str | Path, *, overwrite: bool = False, max_shard_bytes: int | None = None
+    ) -> None:
+        """Writes the HF model with the adapter folded in; collective."""
+        with self._folded():
+            super().save_pretrained_as_hf(directory, overwrite=overwrite, max_shard_bytes=max_shard_bytes)
+
+    def save_merged(self, directory: str | Path, *, overwrite: bool = False) -> None:
+        """Writes an MCA checkpoint of the model with the adapter folded in; collective."""
+        with self._folded():
+            super().save_pretrained(directory, overwrite=overwrite)
+
+    def _write(self, write: Callable[[Adapter], None]) -> None:
+        found = whole_adapter(self._live(), self.place, self.config, self.adapter, self.rules)
+        on_first_rank(None if found is None else lambda: write(found))
+
+
+def get_peft_model(models: VirtualModels, config: Any, *, seed: int = 1234) -> PeftModels:
+    """``models`` with a new LoRA adapter; its values are the same on every layout for the same seed.
+
+    Args:
+        models: The base model, which is frozen; it is shared, not copied.
+        config: A ``peft.LoraConfig`` with HF module names, or the contents of an ``adapter_config.json``.
+        seed: Of the adapter's random values.
+
+    Raises:
+        McaError: A setting cannot be represented, or names nothing of this model.
+    """
+    adapter = adapter_config(config, models)
+    require_start(adapter)
+    peft = _peft_models(models, adapter, rules_for_training(models.config, adapter))
+    peft.fill(first_values(adapter, seed), saved=False)
+    return peft
+
+
+def load_adapter(models: VirtualModels, path: str | Path) -> PeftModels:
+    """``models`` with the adapter of a PEFT or MCA adapter directory, whatever layout that has."""
+    found = relaid(open_adapter(Path(path), models.config), models.config.layout)
+    peft = _peft_models(models, found.config, found.rules)
+    peft.fill(lambda param, shape: found.read(param), saved=True)
+    return peft
+
+
+def _peft_models(models: VirtualModels, adapter: AdapterConfig, rules: AdapterRules) -> PeftModels:
+    if isinstance(models, PeftModels):
+        raise McaError("this model has an adapter already; call merge_and_unload first")
+    require_untied(Adapter(models.config, adapter, rules, lambda param: None), "training it")
+    return PeftModels(models, adapter, rules)
+
+
+def _of_shape(read: Read, shape: tuple[int, ...]) -> Callable[[Param], Any]:
+    return lambda param: read(param, shape)
+
+
+def _copy(piece: Any, tensor: Tensor) -> None:
+    import numpy as np
+
+    with torch.no_grad():
+        value = to_torch(np.array(piece))
+        if value.shape != tensor.shape:
+            raise McaError(f"a piece of the adapter has shape {list(value.shape)}, here {list(tensor.shape)}")
+        tensor.copy_(value)
+
+
+def _require_grad(module: torch.nn.Module, args: Any, output: Tensor) -> None:
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_(True)

@@ -1,0 +1,52 @@
+"""From ``peft.LoraConfig`` to the contents of ``adapter_config.json``."""
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from mca_config.errors import McaError
+from mca_models.lora import AdapterConfig
+from mca_models.megatron.virtual_models import VirtualModels
+
+
+def adapter_config(config: Any, models: VirtualModels) -> AdapterConfig:
+    """The checked configuration of a new adapter on ``models``.
+
+    Args:
+        config: A ``peft.LoraConfig``, a mapping as in ``adapter_config.json``, or an ``AdapterConfig``.
+        models: The base model; ``target_modules`` left out are PEFT's for its family.
+    """
+    if isinstance(config, AdapterConfig):
+        return config
+    document = dict(config) if isinstance(config, Mapping) else config.to_dict()
+    document = {name: _plain(value) for name, value in document.items()}
+    document.setdefault("peft_type", "LORA")
+    if document.get("target_modules") is None and not document.get("target_parameters"):
+        document["target_modules"] = _usual_targets(models.config.model_type)
+    if not document.get("base_model_name_or_path") and models.source is not None:
+        document["base_model_name_or_path"] = str(models.source)
+    document["inference_mode"] = True  # what is saved is to be used; PEFT writes the same
+    return AdapterConfig.from_dict(document, "LoraConfig")
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON holds it."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return value
+
+
+def _usual_targets(model_type: str) -> list[str]:
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
+
+    if model_type not in USUAL:
+        raise McaError(
+            f"LoraConfig: PEFT knows no usual targets of {model_type} models; give target_modules, e.g. all-linear"
+        )
+    return list(USUAL[model_type])

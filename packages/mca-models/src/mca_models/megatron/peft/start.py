@@ -1,0 +1,49 @@
+"""The first values of a new adapter: PEFT's distributions, the same on every layout."""
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mca_config.errors import McaError
+from mca_models.lora import AdapterConfig
+from mca_models.megatron.tensors import to_numpy
+from mca_models.weights import Param
+
+
+def require_start(adapter: AdapterConfig) -> None:
+    """Refuses initialisations that need data or the base weights' decomposition.
+
+    Raises:
+        McaError: ``init_lora_weights`` is one of them.
+    """
+    start = adapter.document.get("init_lora_weights", True)
+    if not isinstance(start, bool) and start != "gaussian":
+        raise McaError(
+            f"LoraConfig: init_lora_weights {start!r} is not supported for a new adapter; use true, false or "
+            "'gaussian', or make the adapter with PEFT and load it"
+        )
+
+
+def first_values(adapter: AdapterConfig, seed: int) -> Callable[[Param, tuple[int, ...]], Any]:
+    """A function that draws the whole tensor of a factor's rule.
+
+    lora_A is uniform as a linear's weight (normal with deviation 1 / rank if ``gaussian``); lora_B is zero,
+    unless ``init_lora_weights`` is false.
+    """
+    start = adapter.document.get("init_lora_weights", True)
+
+    def draw(param: Param, shape: tuple[int, ...]) -> Any:
+        if ".lora_B." in param.mca and start is not False:
+            return to_numpy(torch.zeros(shape))
+        digest = hashlib.sha256(f"{seed}/{param.mca_name()}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        values = torch.empty(shape)
+        if start == "gaussian":
+            return to_numpy(values.normal_(0.0, 1 / shape[0], generator=generator))
+        bound = 1 / math.sqrt(shape[1])
+        return to_numpy(values.uniform_(-bound, bound, generator=generator))
+
+    return draw
