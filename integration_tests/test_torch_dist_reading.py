@@ -1,0 +1,146 @@
+"""Checkpoints that Megatron's own dist_checkpointing saved are read back without torch, bit for bit."""
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from harness import run_ranks
+from layouts import arguments, world_size
+from mca_config.errors import McaError
+from mca_models.checkpoint import McaSource, read_piece
+from mca_models.foreign.torch_dist import open_torch_dist
+from mca_models.templates import config_from_hf
+
+_MODEL_TESTS = Path(__file__).parent.parent / "packages" / "mca-models" / "tests"
+sys.path[:0] = [str(_MODEL_TESTS), str(_MODEL_TESTS / "foreign")]
+import tiny_hf  # noqa: E402
+from compare import assert_same  # noqa: E402
+
+pytestmark = pytest.mark.ranks
+
+METADATA: dict[str, dict[str, bool]] = {
+    "homogeneous": {},
+    "by_layer": {"non_homogeneous_layers": True},
+    "singleton": {"singleton_local_shards": True},
+}
+CASES = (
+    ("llama", "tp2", "homogeneous"),
+    ("llama", "tp2", "singleton"),
+    ("llama", "tp4", "homogeneous"),  # 70 rows of vocabulary become 72
+    ("llama-tied", "pp2", "homogeneous"),
+    ("qwen2", "pp2vpp2", "by_layer"),
+    ("qwen3-tied", "tp2pp2vpp2", "homogeneous"),
+    ("mixtral", "ep2", "homogeneous"),
+    ("qwen2_moe", "tp2", "by_layer"),
+    ("qwen2_moe", "tp2ep2", "singleton"),
+    ("qwen3_moe", "tp2ep2", "homogeneous"),
+    ("qwen3_moe", "pp2ep2", "singleton"),
+    ("glm4_moe", "pp2", "homogeneous"),
+    ("deepseek_v3", "tp2sp", "homogeneous"),
+    ("deepseek_v3", "pp2ep2", "singleton"),
+)
+Case = tuple[str, str, str]
+
+
+def _optimizer_state(group: Any) -> Any:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    replica = torch.distributed.get_rank()
+    key = "optimizer.state.exp_avg.embedding.word_embeddings.weight"
+    return ShardedTensor.from_rank_offsets(key, torch.ones(3), replica_id=replica)
+
+
+def _save(models: Any, folder: Path, metadata: dict[str, bool]) -> None:
+    from megatron.core import dist_checkpointing, parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state: dict[str, Any] = {
+        f"model{number}": chunk.sharded_state_dict(metadata={**metadata, "dp_cp_group": group})
+        for number, chunk in enumerate(models.chunks)
+    }
+    state |= {"optimizer": _optimizer_state(group), "iteration": 5, "args": {"note": "common"}}
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save(state, str(folder))
+
+
+def save_cases(sources: dict[str, Path], folder: Path, cases: list[Case]) -> None:
+    """Loads and saves every case. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+
+    for case, layout, kind in cases:
+        models = AutoModel.from_pretrained(sources[case], arguments(layout))
+        _save(models, folder / f"{case}-{layout}-{kind}", METADATA[kind])
+
+
+def save_prediction(source: Path, folder: Path) -> None:
+    """Saves a model with a prediction layer in both formats. Runs on every rank."""
+    from dataclasses import replace
+
+    from mca_models.megatron import AutoModel
+
+    config = replace(config_from_hf(tiny_hf.read_config(source)), mtp_num_layers=1)
+    models = AutoModel.from_config(config, arguments("pp2"))
+    models.save_pretrained(folder / "mca")
+    _save(models, folder / "prediction", {})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("torch_dist")
+
+
+@pytest.fixture(scope="module")
+def saved(folder: Path) -> Any:
+    """Where a case was saved; all cases of as many ranks are saved by one fork."""
+    sources = {case: tiny_hf.save(case, folder / case, "bfloat16") for case, *_ in CASES}
+
+    @cache
+    def of_world(size: int) -> None:
+        run_ranks(size, save_cases, sources, folder, [case for case in CASES if world_size(case[1]) == size])
+
+    def of(case: Case) -> Path:
+        of_world(world_size(case[1]))
+        return folder / "-".join(case)
+
+    return of
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_every_tensor_is_recovered(case: Case, saved: Any, folder: Path) -> None:
+    directory: Path = saved(case)
+    source = open_torch_dist(directory, config_from_hf(tiny_hf.read_config(folder / case[0])))
+    source.check_duplicates()
+    assert_same(source, load_file(folder / case[0] / "model.safetensors"))
+
+
+def test_the_configuration_is_found_beside_the_iterations(saved: Any, folder: Path) -> None:
+    directory: Path = saved(CASES[0])
+    root = folder / "megatron"
+    root.mkdir()
+    directory.rename(root / "iter_0000005")
+    (root / "latest_checkpointed_iteration.txt").write_text("5")
+    with pytest.raises(McaError, match="does not say what model it holds"):
+        open_torch_dist(root)
+    (root / "config.json").write_text((folder / CASES[0][0] / "config.json").read_text())
+    assert_same(open_torch_dist(root), load_file(folder / CASES[0][0] / "model.safetensors"))
+    (root / "iter_0000005").rename(directory)
+
+
+def test_prediction_layers_are_recovered(saved: Any, folder: Path) -> None:
+    saved(CASES[0])
+    run_ranks(2, save_prediction, folder / "deepseek_v3", folder / "mtp")
+    expected = McaSource(folder / "mtp/mca")
+    source = open_torch_dist(folder / "mtp/prediction", expected.config)
+    names = [param.mca_name() for param in source.params]
+    assert names == [param.mca_name() for param in expected.params]
+    assert any(name.startswith("mtp.layers.0.transformer_layer.mlp.experts.") for name in names)
+    for param in source.params:
+        (piece,) = source.read(param, 1)
+        assert piece.tobytes() == read_piece(expected, param).tobytes(), param.mca_name()
