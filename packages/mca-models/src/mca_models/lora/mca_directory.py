@@ -84,15 +84,21 @@ class _Pieces:
 
 
 def write_mca_adapter(
-    adapter: Adapter, layout: ParallelLayout, destination: Path, *, side_files: Path | None = None
+    adapter: Adapter,
+    layout: ParallelLayout,
+    destination: Path,
+    *,
+    side_files: Path | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Writes ``adapter`` cut for ``layout``.
 
     Args:
         adapter: What to write.
         layout: The parallel sizes of the ranks that will read it.
-        destination: The directory; must be absent or empty.
+        destination: The directory; absent or empty, unless overwritten.
         side_files: Where small files (tokenizer, model card) are copied from.
+        overwrite: Replaces what stands at ``destination``.
     """
     adapter = relaid(adapter, layout)
     wholes = {param.mca_name(): adapter.read(param) for param in adapter.params}
@@ -102,7 +108,7 @@ def write_mca_adapter(
         {name: code_of(x.dtype) for name, x in wholes.items()},
         {name: tuple(x.shape) for name, x in wholes.items()},
     )
-    with atomic_directory(destination) as folder:
+    with atomic_directory(destination, overwrite=overwrite) as folder:
         records = {}
         for file, pieces in plan.files.items():
             target = plan_file(folder / iteration_name(1) / file, plan.specs(file))

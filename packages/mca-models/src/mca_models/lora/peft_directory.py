@@ -114,16 +114,19 @@ class PeftTensors:
         return np.stack(arrays, 2).reshape(arrays[0].shape[0], -1)
 
 
-def write_peft(adapter: Adapter, destination: Path, *, side_files: Path | None = None) -> None:
+def write_peft(
+    adapter: Adapter, destination: Path, *, side_files: Path | None = None, overwrite: bool = False
+) -> None:
     """Writes a PEFT directory that ``peft`` loads onto the HF model.
 
     Args:
         adapter: What to write.
-        destination: The directory; must be absent or empty.
+        destination: The directory; absent or empty, unless overwritten.
         side_files: Where small files (tokenizer, model card) are copied from.
+        overwrite: Replaces what stands at ``destination``.
     """
     tensors = PeftTensors(adapter)
-    with atomic_directory(destination) as folder:
+    with atomic_directory(destination, overwrite=overwrite) as folder:
         arrays = {name: tensors.array(name) for name in sorted(tensors.sources)}
         specs = [(name, code_of(x.dtype), tuple(x.shape)) for name, x in arrays.items()]
         with SafetensorsWriter(plan_file(folder / WEIGHTS, specs, METADATA)) as writer:

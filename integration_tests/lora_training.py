@@ -1,0 +1,118 @@
+"""A few training steps of a LoRA adapter, by ``peft`` on the HF model and by Megatron on ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STEPS, LEARNING_RATE = 3, 1e-2
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 70, (4, 24), generator=torch.Generator().manual_seed(7))
+
+
+def hf_logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(tokens(), use_cache=False).logits
+    return logits
+
+
+def train_peft(model: Any) -> None:
+    """``STEPS`` of AdamW on the mean next-token loss of one batch."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], LEARNING_RATE)
+    batch = tokens()
+    for _ in range(STEPS):
+        logits = model(batch, use_cache=False).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def train_megatron(models: Any) -> None:
+    """The same through Megatron's schedule, gradient buffers and reductions."""
+    wrapped = _with_gradient_buffers(models)
+    trained = [p for p in models.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, LEARNING_RATE) if trained else None
+    models.train()
+    for _ in range(STEPS):
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
+        _forward_backward(models, wrapped)
+        for parameter in trained:
+            parameter.grad = parameter.main_grad.clone()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()  # a gradient left there would be added to the next
+
+
+def _with_gradient_buffers(models: Any) -> list[Any]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+    models.megatron.finalize_model_grads_func = finalize_model_grads
+    settings = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
+    return [DistributedDataParallel(models.megatron, settings, chunk) for chunk in models.chunks]
+
+
+def _forward_backward(models: Any, wrapped: list[Any]) -> None:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    batch = tokens()
+    rows = [{"ids": row[None], "labels": row.roll(-1)[None]} for row in batch]
+    get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=[iter(rows) for _ in wrapped],
+        model=wrapped,
+        num_microbatches=len(rows),
+        seq_length=batch.shape[1],
+        micro_batch_size=1,
+        forward_only=False,
+    )
+
+
+def _forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    row = next(iterator)
+    positions = torch.arange(row["ids"].shape[1])[None]
+    output = model(row["ids"], positions, None, labels=row["labels"])
+
+    def loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mean = losses[:, :-1].mean()
+        return mean, {"loss": mean.detach()}
+
+    return output, loss
+
+
+def adapter_of(base: Path, folder: Path, settings: dict[str, Any], *, train: bool = True) -> dict[str, Any]:
+    """What ``peft`` makes of ``settings`` on the model in ``base``: directories and logits before and after."""
+    import peft
+    import transformers
+
+    model = (
+        transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").float().eval()
+    )
+    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "init_lora_weights": False, **settings})
+    torch.manual_seed(5)
+    lora = peft.get_peft_model(model, config)
+    found: dict[str, Any] = {"adapter": folder / "adapter", "before": hf_logits(lora)}
+    lora.save_pretrained(folder / "adapter")
+    if train:
+        lora.train()
+        train_peft(lora)
+        lora.eval()
+        found |= {"after": hf_logits(lora), "trained": folder / "trained"}
+        lora.save_pretrained(folder / "trained")
+    return found
+
+
+def loaded_logits(base: Path, adapter: Path) -> torch.Tensor:
+    """Of plain transformers with ``peft``."""
+    import peft
+    import transformers
+
+    model = (
+        transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").float().eval()
+    )
+    return hf_logits(peft.PeftModel.from_pretrained(model, adapter).eval())
