@@ -1,0 +1,77 @@
+"""--bf16, --fp16 and --fp32 change weights and configuration together."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from files import bits, hf_tensors
+
+from mca_convert.cli import main
+
+DTYPES = {"--bf16": torch.bfloat16, "--fp16": torch.float16, "--fp32": torch.float32}
+
+
+@pytest.mark.parametrize("flag", sorted(DTYPES))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_casts_equal_torch(flag: str, dtype: str, tiny, convert) -> None:
+    source = tiny("qwen3", dtype)
+    expected = {name: tensor.to(DTYPES[flag]) for name, tensor in hf_tensors(source).items()}
+    on_import = convert(convert(source, "mca1", flag, tp=2, pp=2), "hf1")
+    on_export = convert(convert(source, "mca2", tp=2), "hf2", flag)
+    for target in (on_import, on_export):
+        actual = hf_tensors(target)
+        assert all(torch.equal(bits(actual[name]), bits(tensor)) for name, tensor in expected.items())
+        config = json.loads((target / "config.json").read_text())
+        assert config["dtype"] == str(DTYPES[flag]).removeprefix("torch.")
+        assert "torch_dtype" not in config
+
+
+def test_torch_dtype_of_older_configs_follows(tiny, convert, tmp_path: Path) -> None:
+    import shutil
+
+    source = tmp_path / "source"
+    shutil.copytree(tiny("llama"), source)
+    config = json.loads((source / "config.json").read_text())
+    config["torch_dtype"] = config.pop("dtype")
+    (source / "config.json").write_text(json.dumps(config))
+    back = convert(convert(source, "mca", "--bf16"), "hf")
+    written = json.loads((back / "config.json").read_text())
+    assert written["torch_dtype"] == "bfloat16" and "dtype" not in written
+
+
+def test_router_biases_stay_fp32(tiny, convert) -> None:
+    back = convert(convert(tiny("glm4_moe"), "mca", "--bf16", ep=2), "hf")
+    for name, tensor in hf_tensors(back).items():
+        assert tensor.dtype == (torch.float32 if "e_score_correction_bias" in name else torch.bfloat16), name
+
+
+def test_verify_with_a_tolerance(tiny, convert, capsys) -> None:
+    source = tiny("qwen3")
+    cast = convert(source, "mca", "--bf16", tp=2)
+    assert main(["verify", str(source), str(cast)]) == 1
+    assert "(--tolerance allows this)" in capsys.readouterr().out
+    assert main(["verify", str(source), str(cast), "--tolerance", "0.02"]) == 0
+    assert main(["verify", str(source), str(cast), "--tolerance", "1e-7"]) == 1
+    assert "elements differ, the first at [" in capsys.readouterr().out
+
+
+def test_verify_tells_where_models_differ(tiny, convert, tmp_path: Path, capsys) -> None:
+    from safetensors.torch import save_file
+
+    source = tiny("qwen3")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_bytes((source / "config.json").read_bytes())
+    tensors = hf_tensors(source)
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][7, 5] = 3.0
+    tensors[name][9, 1] = torch.nan
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    mca = convert(source, "mca", tp=2, pp=2)
+    assert main(["verify", str(mca), str(other)]) == 1
+    out = capsys.readouterr().out
+    assert f"{name}: 2 elements differ, the first at [7, 5]" in out and "and 3;" in out
+    assert main(["verify", str(other), str(other)]) == 0  # the same bits are the same, NaN or not
+    assert main(["verify", str(tiny("llama")), str(mca)]) == 1
+    assert "model_type: 'llama' and 'qwen3'" in capsys.readouterr().out

@@ -1,0 +1,59 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mca_convert.chunks import ChunkCache, clip, cut
+from mca_models.checkpoint.runs import Gather, Move
+
+moves = st.builds(
+    lambda source, target, run, repeat, source_gap, target_gap: Move(
+        0, source, target, run, repeat, run + source_gap, run + target_gap
+    ),
+    *[
+        st.integers(0, 20),
+        st.integers(0, 20),
+        st.integers(1, 9),
+        st.integers(1, 6),
+        st.integers(0, 5),
+        st.integers(0, 5),
+    ],
+)
+
+
+def pairs(move: Move, base: int = 0) -> set[tuple[int, int]]:
+    return {
+        (move.source + i * move.source_stride + j, base + move.target + i * move.target_stride + j)
+        for i in range(move.repeat)
+        for j in range(move.run)
+    }
+
+
+@settings(max_examples=300, deadline=None)
+@given(moves, st.integers(0, 60), st.integers(1, 40))
+def test_clip_keeps_exactly_what_lies_inside(move: Move, start: int, length: int) -> None:
+    parts = [pairs(part, start) for part in clip(move, start, start + length)]
+    expected = {pair for pair in pairs(move) if start <= pair[1] < start + length}
+    assert set().union(*parts) == expected and sum(map(len, parts)) == len(expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(moves, st.integers(1, 50))
+def test_chunks_cover_a_tensor_once(move: Move, elements: int) -> None:
+    size = max(target for _, target in pairs(move)) + 3
+    gather = Gather((size,), (move,), ((size - 3, size),))
+    seen: list[tuple[int, int]] = []
+    zeros: list[int] = []
+    position = 0
+    for chunk in cut(gather, elements):
+        assert chunk.start == position and 0 < chunk.stop - chunk.start <= elements
+        position = chunk.stop
+        for part in chunk.moves:
+            seen += sorted(pairs(part, chunk.start))
+        zeros += [chunk.start + i for start, stop in chunk.zeros for i in range(start, stop)]
+    assert position == size and len(seen) == len(set(seen)) and set(seen) == pairs(move)
+    assert zeros == [size - 3, size - 2, size - 1]
+
+
+def test_chunks_are_cut_once_for_each_gather() -> None:
+    cache, gather = ChunkCache(4), Gather((10,), (Move(0, 0, 0, 10, 1, 10, 10),))
+    assert cache.chunks(gather) is cache.chunks(gather)
+    assert [(chunk.start, chunk.stop) for chunk in cache.chunks(gather)] == [(0, 4), (4, 8), (8, 10)]

@@ -1,0 +1,109 @@
+"""``kill -9`` at random moments never leaves a directory that a reader takes for complete."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from files import assert_same_tensors, tree
+
+from mca_convert.cli import main
+
+KILLS = 50
+# starts the conversion at a byte on stdin, in a process that has imported everything
+CHILD = """
+import os, sys
+from mca_convert import cli
+from mca_convert.commands import convert
+os.write(1, b"r"); os.read(0, 1)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def run_and_kill(arguments: list[str], delay: float) -> int:
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert child.stdin is not None and child.stdout is not None
+    child.stdout.read(1)
+    child.stdin.write(b"g")
+    child.stdin.flush()
+    time.sleep(delay)
+    child.send_signal(signal.SIGKILL)
+    return child.wait()
+
+
+@pytest.mark.timeout(600)
+def test_killed_at_random_moments(tiny, convert, tmp_path: Path) -> None:
+    source, generator = tiny("qwen3_moe", "bfloat16"), random.Random(0)
+    expected = tree(convert(source, "expected", tp=2, pp=2, ep=2))
+    mca, hf = tmp_path / "k" / "mca", tmp_path / "k" / "hf"
+    layout = [
+        "--tensor_model_parallel_size=2",
+        "--pipeline_model_parallel_size=2",
+        "--expert_model_parallel_size=2",
+    ]
+    runs = {
+        mca: ["--checkpoint_path", str(source), "--output_path", str(mca), *layout],
+        hf: ["--checkpoint_path", str(tmp_path / "expected"), "--output_path", str(hf)],
+    }
+    started = time.monotonic()
+    assert main(["--checkpoint_path", str(source), "--output_path", str(tmp_path / "timing"), *layout]) == 0
+    whole, outcomes = time.monotonic() - started, {"killed": 0, "done": 0}
+    for number in range(KILLS):
+        target = (mca, hf)[number % 2]
+        run_and_kill(runs[target], generator.uniform(0, 1.3 * whole))
+        if target.exists():
+            outcomes["done"] += 1
+            assert tree(mca) == expected if target == mca else True
+            if target == hf:
+                assert_same_tensors(source, hf)
+            shutil.rmtree(target)
+        else:
+            outcomes["killed"] += 1
+            for leftover in target.parent.glob("*"):
+                assert_refused_or_right(leftover, source)
+    assert outcomes["killed"] > KILLS // 5
+    for target, arguments in runs.items():  # no clean-up by hand, and none left over
+        assert main(arguments) == 0
+        assert target.is_dir()
+    assert sorted(path.name for path in mca.parent.iterdir()) == ["hf", "mca"]
+
+
+def assert_refused_or_right(leftover: Path, source: Path) -> None:
+    """Reads a leftover as if somebody had mistaken it for a checkpoint.
+
+    Everything may have been written, with only the renaming to come: then it must hold the model.
+    """
+    again = leftover.parent.parent / f"again-{leftover.name}"
+    try:
+        if main(["--checkpoint_path", str(leftover), "--output_path", str(again), "--to", "hf"]) == 0:
+            assert_same_tensors(source, again)
+    finally:
+        shutil.rmtree(again, ignore_errors=True)
+
+
+def test_a_full_disk_is_found_before_any_work(tiny, tmp_path: Path, capsys) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        code = main(["--checkpoint_path", str(tiny("llama")), "--output_path", str(small / "out")])
+        assert code == 1 and not any(small.iterdir())
+        assert "No space left on device" in capsys.readouterr().err
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
