@@ -9,7 +9,7 @@ All kinds have ``name``, ``dtype``, ``shape``, ``file``, ``nbytes`` and ``itemsi
 ``StridedTensor.info()`` gives the ``TensorInfo`` itself where the elements lie in one run of bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -71,11 +71,19 @@ class TensorBase:
 
 
 class FlatRows:
-    """A tensor's elements in one axis; a slice reads the rows that it touches, no others."""
+    """A tensor's elements in one axis; a slice reads the rows that it touches, no others.
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._row = prod(tensor.shape[1:]) if tensor.shape else 1
+    Args:
+        tensor: Whose elements.
+        read: Reads rows from one number to another; None: ``tensor.read``.
+        row: Elements of a row of ``read``; None: of ``tensor``.
+    """
+
+    def __init__(
+        self, tensor: Tensor, read: Callable[[int, int], Array] | None = None, row: int | None = None
+    ) -> None:
+        self._read = read or tensor.read
+        self._row = (prod(tensor.shape[1:]) if tensor.shape else 1) if row is None else row
         self.dtype = numpy_dtype(tensor.dtype)
         self.itemsize = self.dtype.itemsize
         self.size = prod(tensor.shape)
@@ -90,7 +98,7 @@ class FlatRows:
         if stop <= start:
             return np.empty(0, self.dtype)
         first, last = start // self._row, -(-stop // self._row)
-        rows = self._tensor.read(first, last).reshape(-1)
+        rows = self._read(first, last).reshape(-1)
         return rows[start - first * self._row : stop - first * self._row]
 
 
