@@ -18,8 +18,9 @@ from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME as MODEL
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.atomic import atomic_directory, write_file
+from mca_models.checkpoint.checksum import crc32_of_file
 from mca_models.checkpoint.dtypes import code_of
-from mca_models.checkpoint.manifest import Manifest
+from mca_models.checkpoint.manifest import FileRecord, Manifest
 from mca_models.checkpoint.mca_directory import McaLayout, iteration_name, latest_iteration
 from mca_models.checkpoint.placement import cut_size, files_of
 from mca_models.checkpoint.safetensors import TensorInfo, plan_file, read_header
@@ -59,14 +60,16 @@ class _Pieces:
         self._folder, self._manifest, self._model = folder, manifest, model
         self._plan = model.pipeline_plan()
         self._headers: Mapping[str, Mapping[str, TensorInfo]] = {
-            name: self._header(name, record.nbytes) for name, record in manifest.files.items()
+            name: self._header(name, record) for name, record in manifest.files.items()
         }
 
-    def _header(self, name: str, nbytes: int) -> Mapping[str, TensorInfo]:
+    def _header(self, name: str, record: FileRecord) -> Mapping[str, TensorInfo]:
         file = self._folder / name
         tensors = read_header(file).tensors
-        if file.stat().st_size != nbytes:
-            raise McaError(f"{file}: has {file.stat().st_size} bytes, the manifest says {nbytes}")
+        if file.stat().st_size != record.nbytes:
+            raise McaError(f"{file}: has {file.stat().st_size} bytes, the manifest says {record.nbytes}")
+        if crc32_of_file(file) != record.crc32:  # adapters are small
+            raise McaError(f"{file}: its checksum is not the manifest's; the file is damaged")
         return tensors
 
     def read(self, param: Param) -> Any:

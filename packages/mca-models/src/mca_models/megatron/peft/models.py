@@ -25,6 +25,7 @@ from mca_models.megatron.fill import cut_of, whole_shape
 from mca_models.megatron.peft.attach import Attached, Ranks, attach, detach
 from mca_models.megatron.peft.exchange import on_first_rank, whole_adapter
 from mca_models.megatron.peft.settings import adapter_config
+from mca_models.megatron.peft.sharded import share, unshare
 from mca_models.megatron.peft.start import first_values, require_start
 from mca_models.megatron.tensors import to_torch
 from mca_models.megatron.virtual_models import VirtualModels
@@ -56,6 +57,7 @@ class PeftModels(VirtualModels):
         for _, tensor in self._live():
             tensor.requires_grad_(True)
         self._handles = list(self._watch_embeddings())
+        self._share_state_dicts()
         # the routers are frozen, so their balancing biases are too
         self._bias_rate = self.megatron.moe_router_bias_update_rate
         self.megatron.moe_router_bias_update_rate = 0.0
@@ -88,6 +90,23 @@ class PeftModels(VirtualModels):
         for chunk in self.chunks:
             if (embedding := dict(chunk.named_children()).get("embedding")) is not None:
                 yield embedding.register_forward_hook(_require_grad)
+
+    def _share_state_dicts(self) -> None:
+        """Has Megatron's distributed checkpoints see the factors under their canonical names."""
+        by_tensor = {id(tensor): param for param, tensor in self._factors}
+        for chunk in self.chunks:
+            share(chunk, by_tensor, self.place)
+
+    def load_pretrained(self, directory: str | Path) -> None:
+        """Sets the adapter to that of a PEFT or MCA adapter directory, which must have the same targets."""
+        found = relaid(open_adapter(Path(directory), self.config), self.config.layout)
+        theirs, mine = ({param.mca_name() for param in rules.params} for rules in (found.rules, self.rules))
+        if theirs != mine:
+            raise McaError(
+                f"{directory}: its adapter has other tensors than this model's ({min(theirs ^ mine)}, ...); load it "
+                "with load_adapter onto the base model"
+            )
+        self.fill(lambda param, shape: found.read(param), saved=True)
 
     def fill(self, read: Read, *, saved: bool) -> None:
         """Sets this rank's pieces of the adapter.
@@ -144,6 +163,8 @@ class PeftModels(VirtualModels):
         if not self.merged:
             self.merge_adapter()
         detach(self._attached)
+        for chunk in self.chunks:
+            unshare(chunk)
         for handle in self._handles:
             handle.remove()
         self.megatron.moe_router_bias_update_rate = self._bias_rate

@@ -1,0 +1,66 @@
+"""The factors in Megatron's distributed checkpoints (the optimizer's state is laid out by them).
+
+Megatron stacks a tensor over layers and experts, which adapters with patterns of ranks, or on some layers
+only, cannot be. So each factor is one tensor of its own, under its canonical name.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mca_config.layout import Coordinates
+from mca_models.megatron.fill import cut_of
+from mca_models.megatron.parallel import Place
+from mca_models.megatron.peft.attach import CHILD
+from mca_models.weights import Param
+
+_METHOD = "sharded_state_dict"
+
+
+def share(chunk: Any, by_tensor: Mapping[int, Param], place: Place) -> None:
+    """Replaces the method of this one ``chunk``.
+
+    Args:
+        chunk: A live ``GPTModel`` with adapters.
+        by_tensor: The rules of all factors by ``id`` of their live tensors.
+        place: Where this rank stands.
+    """
+    original = chunk.sharded_state_dict
+
+    def sharded_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        prefix = kwargs.get("prefix", args[0] if args else "")
+        state = {name: x for name, x in original(*args, **kwargs).items() if f".{CHILD}." not in name}
+        for name, tensor in chunk.named_parameters():
+            if param := by_tensor.get(id(tensor)):
+                state[f"{prefix}{name}"] = _sharded(param, tensor, place)
+        return state
+
+    setattr(chunk, _METHOD, sharded_state_dict)
+
+
+def unshare(chunk: torch.nn.Module) -> None:
+    """Gives the method of its class back to ``chunk``."""
+    vars(chunk).pop(_METHOD, None)
+
+
+def _sharded(param: Param, tensor: Tensor, place: Place) -> Any:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    axis, (rank, size) = param.shard.axis, cut_of(param, place.layout, place.at)
+    return ShardedTensor.from_rank_offsets(
+        param.mca_name(),
+        tensor,
+        *([] if axis is None else [(axis, rank, size)]),
+        replica_id=_replica(param, place.at, place.layout.cp),
+        allow_shape_mismatch=param.vocab,
+    )
+
+
+def _replica(param: Param, at: Coordinates, cp: int) -> tuple[int, int, int]:
+    """Which copy of its piece this rank holds, as Megatron counts: over pipeline, tensor and data ranks."""
+    cut = param.shard.axis is not None
+    if param.expert is not None:
+        return 0, 0 if cut else at.etp, at.edp
+    return 0, 0 if cut else at.tp, at.dp * cp + at.cp
