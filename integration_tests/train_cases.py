@@ -86,7 +86,7 @@ def make_trainer(checkpoint: Path, output_dir: Path, *, count: int = 44, **chang
     data = changes.pop("train_dataset", None)
     args = arguments(output_dir, **changes)
     model = AutoModel.from_pretrained(checkpoint, args)
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         return McaTrainer(
             model=model,
             args=args,
@@ -96,7 +96,7 @@ def make_trainer(checkpoint: Path, output_dir: Path, *, count: int = 44, **chang
 
 
 def quietly(call: Any) -> Any:
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         return call()
 
 
@@ -110,3 +110,25 @@ def train_losses(checkpoint: Path, output_dir: Path, **changes: Any) -> dict[str
     quietly(trainer.train)
     quietly(trainer.evaluate)
     return {key: history(trainer, key) for key in ("loss", "grad_norm", "learning_rate", "eval_loss")}
+
+
+def stop_and_resume(checkpoint: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Trains with a checkpoint at step 5, then again from there with a new trainer; what both logged."""
+    straight = make_trainer(checkpoint, output_dir, save_strategy="steps", save_steps=5, **changes)
+    quietly(straight.train)
+    resumed = make_trainer(checkpoint, output_dir, save_strategy="no", **changes)
+    quietly(lambda: resumed.train(resume_from_checkpoint=str(output_dir / "checkpoint-5")))
+    keys = ("loss", "grad_norm", "learning_rate", "epoch")
+    return {
+        "straight": {key: history(straight, key) for key in keys},
+        "resumed": {key: history(resumed, key) for key in keys},
+        "state": {
+            "steps": resumed.state.global_step,
+            "equal_weights": _equal_weights(straight.model, resumed.model),
+        },
+    }
+
+
+def _equal_weights(one: Any, other: Any) -> bool:
+    others = dict(other.canonical_parameters())
+    return all(bool((tensor == others[name]).all()) for name, tensor in one.canonical_parameters())

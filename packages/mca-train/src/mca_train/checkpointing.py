@@ -23,6 +23,7 @@ from typing import Any
 from mca_config.errors import McaError
 from mca_models.checkpoint.atomic import PartialDirectory
 from mca_train import groups
+from mca_train.bucket_padding import positions_without_padding
 from mca_train.rng import load_rng, save_rng
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class TrainingState:
 
     Args:
         engine: With the optimizer and the wrapped chunks.
-        scheduler: A Hugging Face learning-rate scheduler.
+        scheduler: The learning rate, with ``state_dict`` and ``load_state_dict``.
         rank: Of this process.
     """
 
@@ -166,8 +167,10 @@ class TrainingState:
             f"model{number}": chunk.sharded_state_dict(metadata=metadata)
             for number, chunk in enumerate(chunks)
         }
-        optimizer = self._engine.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
-        return {"optimizer": optimizer}
+        optimizer = self._engine.optimizer
+        with positions_without_padding(optimizer):
+            state = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+        return {"optimizer": state}
 
 
 def _plain(value: Any) -> Any:

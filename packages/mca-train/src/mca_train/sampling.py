@@ -68,6 +68,11 @@ class StepSampler:
         steps, rest = divmod(self.num_samples, self.shape.global_size)
         return steps + int(rest > 0 and not self._drop_last)
 
+    def share(self, steps: int) -> float:
+        """How much of an epoch its first ``steps`` steps are: by samples, as Hugging Face counts."""
+        size = self.shape.global_size
+        return min(steps * size / min(self.num_samples, self.num_steps * size), 1.0)
+
     def __len__(self) -> int:
         return max(self.num_steps - self._first_step, 0)
 

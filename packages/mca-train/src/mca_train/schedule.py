@@ -55,3 +55,13 @@ class LearningRate:
         """One optimizer step was made. A schedule that follows a metric moves at evaluations instead."""
         if not self._by_metric:
             self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's state, and the coming step's rate."""
+        return dict(self.scheduler.state_dict()) | {"mca_rate": self._carrier.param_groups[0]["lr"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict`; a scheduler leaves its optimizer's rate to the optimizer's own state."""
+        rest = dict(state)
+        self._carrier.param_groups[0]["lr"] = rest.pop("mca_rate")
+        self.scheduler.load_state_dict(rest)

@@ -209,7 +209,7 @@ class McaTrainer(Trainer):  # type: ignore[misc]
         return training
 
     def _training_state(self) -> checkpointing.TrainingState:
-        return checkpointing.TrainingState(self.engine, self.lr_scheduler, self.ranks.rank)
+        return checkpointing.TrainingState(self.engine, self._learning_rate, self.ranks.rank)
 
     def _start_state(self, length: Length, checkpoint: Path | None) -> None:
         """A fresh `TrainerState`, or that of the checkpoint."""
@@ -261,7 +261,7 @@ class McaTrainer(Trainer):  # type: ignore[misc]
             result = self.training_step(batch)
             self.state.global_step += 1
             done = self.state.global_step - epoch * length.steps_per_epoch
-            self.state.epoch = epoch + done / length.steps_per_epoch
+            self.state.epoch = epoch + sampler.share(done)
             self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
             self._log_evaluate_save(result)
             if self.control.should_epoch_stop or self.control.should_training_stop:
@@ -318,6 +318,8 @@ class McaTrainer(Trainer):  # type: ignore[misc]
 
     def _finish(self, first: int, started: float, sampler: StepSampler) -> TrainOutput:
         """The run's own metrics, the best model if asked for, and the last callback."""
+        with self._pipeline().at_rest():
+            pass  # the last step's parameters have arrived
         steps = self.state.global_step - first
         self._loss_total += sum(self._meter.flush().losses)
         samples = steps * sampler.shape.global_size

@@ -1,0 +1,63 @@
+"""One process of McaTrainer is the Hugging Face Trainer on the Hugging Face model."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import run_ranks
+from train_cases import arguments, history, make_trainer, quietly, samples, tiny_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+COMMON = {"train_sampling_strategy": "sequential", "max_grad_norm": 0.5}
+
+
+def with_hugging_face(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
+    import torch
+    from transformers import Qwen3ForCausalLM, Trainer, TrainingArguments
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    ours = arguments(output_dir, **COMMON)
+    names = [field for field in TrainingArguments.__dataclass_fields__ if field in vars(ours)]
+    same = {n: getattr(ours, n) for n in names if n not in ("accelerator_config", "mixed_precision")}
+    init = {n: v for n, v in same.items() if TrainingArguments.__dataclass_fields__[n].init}
+    model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(**init),
+        train_dataset=samples(44),
+        data_collator=lambda rows: {k: v[None] for k, v in rows[0].items()},
+    )
+    quietly(trainer.train)
+    model.eval()
+    total, targets = 0.0, 0
+    with torch.no_grad():
+        for row in samples(7, seed=9):
+            labels = row["labels"][1:]
+            logits = model(row["input_ids"][None]).logits[0, :-1]
+            total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+            targets += int((labels != -100).sum())
+    keys = ("loss", "grad_norm", "learning_rate", "epoch")
+    return {key: history(trainer, key) for key in keys} | {"eval": total / targets}
+
+
+def with_megatron(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
+    trainer = make_trainer(checkpoint, output_dir, **COMMON)
+    quietly(trainer.train)
+    keys = ("loss", "grad_norm", "learning_rate", "epoch")
+    return {key: history(trainer, key) for key in keys} | {"eval": quietly(trainer.evaluate)["eval_loss"]}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_losses_gradients_and_schedule_equal_hugging_faces(tied, tmp_path):
+    checkpoint = tiny_checkpoint(tmp_path / "model", tie_word_embeddings=tied)
+    theirs = run_ranks(1, with_hugging_face, checkpoint, tmp_path / "hf", process_group=False)[0]
+    ours = run_ranks(1, with_megatron, checkpoint, tmp_path / "mca")[0]
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+    assert ours["learning_rate"] == pytest.approx(theirs["learning_rate"], rel=1e-6, abs=1e-12)
+    assert ours["epoch"] == pytest.approx(theirs["epoch"])
+    assert ours["eval"] == pytest.approx(theirs["eval"], rel=1e-4)

@@ -1,0 +1,117 @@
+"""A run that is stopped and resumed is the run that was not; checkpoints are whole."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import RanksFailed, run_ranks
+from test_train_layouts import OVERLAP, PP, TP, VPP, ZERO
+from train_cases import history, make_trainer, quietly, stop_and_resume, tiny_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+LAYOUTS = {
+    "one-rank": (1, {}),
+    "one-rank-bf16": (1, {"bf16": True}),
+    "tp2": (2, TP),
+    "dp2-distributed-optimizer": (2, ZERO),
+    "dp2-pp2-vpp2-overlap": (4, OVERLAP | VPP),
+    "tp2-pp2-dropout": (4, TP | PP | {"attention_dropout": 0.1, "hidden_dropout": 0.1}),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_resuming_changes_no_bit(name, checkpoint, tmp_path):
+    size, changes = LAYOUTS[name]
+    for found in run_ranks(size, stop_and_resume, checkpoint, tmp_path, **changes):
+        assert found["resumed"] == found["straight"]
+        assert found["state"] == {"steps": 10, "equal_weights": True}
+
+
+def rotate(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
+    trainer = make_trainer(
+        checkpoint,
+        output_dir,
+        max_steps=6,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        learning_rate=0.05,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+    )
+    quietly(trainer.train)
+    (best,) = [quietly(trainer.evaluate)["eval_loss"]]
+    return {"eval": history(trainer, "eval_loss"), "after": best, "best": trainer.state.best_model_checkpoint}
+
+
+def test_the_best_checkpoint_survives_and_is_loaded(checkpoint, tmp_path):
+    found = run_ranks(2, rotate, checkpoint, tmp_path)[0]
+    names = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert "checkpoint-6" in names
+    assert Path(found["best"]).name in names
+    assert len(names) <= 2
+    assert found["after"] == pytest.approx(min(found["eval"]), rel=1e-6)
+
+
+def test_the_last_complete_checkpoint_is_found(checkpoint, tmp_path):
+    from mca_config.errors import McaError
+    from mca_train.checkpointing import checkpoints, resolve
+
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11", "checkpoint-12.partial-ab"):
+        (tmp_path / name).mkdir()
+        if name != "checkpoint-11":
+            (tmp_path / name / "trainer_state.json").write_text("{}")
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
+    assert resolve(True, tmp_path) == resolve("auto", tmp_path) == tmp_path / "checkpoint-10"
+    assert resolve("auto", tmp_path / "none") is None
+    with pytest.raises(McaError, match="no complete checkpoint"):
+        resolve(True, tmp_path / "none")
+    with pytest.raises(McaError, match=r"has no trainer_state\.json"):
+        resolve(str(tmp_path / "checkpoint-11"), tmp_path)
+
+
+def fail_while_saving(checkpoint: Path, output_dir: Path) -> None:
+    import torch.distributed as dist
+
+    from mca_train import checkpointing
+
+    trainer = make_trainer(checkpoint, output_dir, max_steps=2, save_strategy="steps", save_steps=1)
+    save = checkpointing.TrainingState.save
+
+    def save_once(self: Any, folder: Path) -> None:
+        if trainer.state.global_step == 2 and dist.get_rank() == 1:
+            raise OSError("disk full")
+        save(self, folder)
+
+    checkpointing.TrainingState.save = save_once  # type: ignore[method-assign]
+    quietly(trainer.train)
+
+
+def test_a_failed_save_leaves_the_checkpoint_before(checkpoint, tmp_path):
+    with pytest.raises(RanksFailed, match="disk full"):
+        run_ranks(2, fail_while_saving, checkpoint, tmp_path)
+    from mca_train.checkpointing import checkpoints
+
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]
+
+
+def logged(checkpoint: Path, output_dir: Path) -> None:
+    trainer = make_trainer(checkpoint, output_dir, max_steps=4, save_strategy="steps", save_steps=2)
+    quietly(trainer.train)
+    again = make_trainer(checkpoint, output_dir, max_steps=4, save_strategy="no")
+    quietly(lambda: again.train(resume_from_checkpoint=str(output_dir / "checkpoint-2")))
+
+
+def test_the_log_has_every_step_once_also_after_resuming(checkpoint, tmp_path):
+    run_ranks(1, logged, checkpoint, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "train_log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
