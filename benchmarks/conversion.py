@@ -106,21 +106,22 @@ def make_model(hf: dict[str, Any], directory: Path) -> int:
     return total
 
 
-def timed(command: list[str]) -> tuple[float, int]:
-    """Seconds until ``command`` and a sync are done, and its peak of anonymous memory in bytes."""
+def timed(command: list[str]) -> tuple[float, float, int]:
+    """Seconds until ``command`` and a sync are done, its CPU seconds, and its peak of anonymous memory."""
     os.sync()
     started = time.perf_counter()
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     peak = [0]
     watcher = threading.Thread(target=watch, args=(process.pid, peak))
     watcher.start()
-    code = process.wait()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = code = os.waitstatus_to_exitcode(status)
     os.sync()
     seconds = time.perf_counter() - started
     watcher.join()
     if code:
         sys.exit(f"{' '.join(command)} failed with {code}")
-    return seconds, peak[0]
+    return seconds, usage.ru_utime + usage.ru_stime, peak[0]
 
 
 def watch(pid: int, peak: list[int]) -> None:
@@ -139,10 +140,12 @@ def watch(pid: int, peak: list[int]) -> None:
 
 
 def tree_bytes(directory: Path) -> int:
+    """Bytes of all files below ``directory``."""
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
 def measure(case: str, gigabytes: float, rounds: int, folder: Path) -> None:
+    """Makes the model of ``case`` in ``folder``, and times and prints both directions."""
     make, sizes = CASES[case]
     source, copy, mca, back = (folder / name for name in ("hf", "copy", "mca", "back"))
     total = make_model(make(gigabytes * 1e9), source)
@@ -155,31 +158,36 @@ def measure(case: str, gigabytes: float, rounds: int, folder: Path) -> None:
         "to_hf": ([*convert, str(mca), "--output_path", str(back)], back),
     }
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    cpu: dict[str, list[float]] = {name: [] for name in steps}
     peaks = dict.fromkeys(steps, 0)
     for number in range(rounds + 1):
         for name, (command, target) in steps.items():
             if target != back or name == "to_hf":
                 shutil.rmtree(target, ignore_errors=True)
-            elapsed, peak = timed(command)
+            elapsed, busy, peak = timed(command)
             if number:  # the first round warms the cache
                 seconds[name].append(elapsed)
+                cpu[name].append(busy)
                 peaks[name] = max(peaks[name], peak)
         if number == 0:
             subprocess.run(
                 [*convert[:-1], "verify", str(source), str(back)], check=True, stderr=subprocess.DEVNULL
             )
     cp = statistics.median(seconds["cp"] + seconds["cp again"])
+    cp_cpu = statistics.median(cpu["cp"] + cpu["cp again"])
     size = tree_bytes(mca) / tree_bytes(source)
     for name in ("to_mca", "to_hf"):
         median = statistics.median(seconds[name])
         print(
             f"| {case} {total / 1e9:.2f} GB | {name} | {median:.2f} | {cp:.2f} | {cp / median:.2f} | "
+            f"{statistics.median(cpu[name]):.2f} | {cp_cpu:.2f} | "
             f"{peaks[name] / 2**20:.0f} | {size:.4f} |",
             flush=True,
         )
 
 
 def main() -> None:
+    """Runs the cases that were asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -188,8 +196,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
-    print("| model | direction | median s | cp + sync s | cp / ours | anon. MiB | tree / source |")
-    print("|---|---|---|---|---|---|---|", flush=True)
+    print(
+        "| model | direction | median s | cp + sync s | cp / ours | CPU s | cp CPU s | anon. MiB | tree / source |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for case in options.cases or CASES:
         folder = Path(tempfile.mkdtemp(prefix="mca-bench-", dir=options.folder))
         try:
