@@ -194,6 +194,20 @@ def test_mxfp4_equals_transformers(tmp_path: Path, dtype: str, scales: tuple[int
             assert_same_numbers(tensor.flat()[start:stop], flat[start:stop])
 
 
+def test_mxfp4_that_overflows_fp16_names_the_tensor(tmp_path: Path) -> None:
+    blocks = torch.full((1, 2, 1, 16), 0x77, dtype=torch.uint8)
+    for exponent, fits in ((13, True), (14, False)):
+        scales = torch.full((1, 2, 1), 127 + exponent, dtype=torch.uint8)
+        tensor: Any = dequantised(stored(tmp_path, {"x_blocks": blocks, "x_scales": scales}), MXFP4, "F16")[
+            "x"
+        ]
+        if fits:
+            assert (tensor.read() == 6 * 2**exponent).all()
+        else:
+            with pytest.raises(McaError, match=r"^x: a value is too large for fp16"):
+                tensor.read()
+
+
 def assert_same_numbers(found: Any, expected: torch.Tensor) -> None:
     """Equal bits, but for the sign and payload of NaN."""
     left, right = found.astype(np.float32), expected.float().numpy()

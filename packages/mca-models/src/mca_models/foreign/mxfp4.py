@@ -10,6 +10,7 @@ features before the input features, the parameter that ``transformers`` makes of
 """
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +18,13 @@ import numpy as np
 from mca_config.errors import McaError
 from mca_models.checkpoint.dtypes import numpy_dtype
 from mca_models.checkpoint.safetensors import TensorInfo
-from mca_models.foreign.fp8 import cast_to
 from mca_models.foreign.tensors import Array, FlatRows, Shape, TensorBase
 
 BLOCKS, SCALES = "_blocks", "_scales"
 _GROUP = 32
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], 1)  # by byte: lower half, upper half
-_STEP = 1 << 18  # elements that are fp32 at a time
+_STEP = 1 << 18  # elements that are unpacked at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +82,28 @@ class Mxfp4Tensor(TensorBase):
         """Writes input features ``start:stop`` of one expert to ``out``."""
         first, last = start // _GROUP, -(-stop // _GROUP)
         blocks = self.blocks.array()[expert, :, first:last]
-        exponents = self.scales.array()[expert, :, first:last].astype(np.int32) - 127
-        scales = np.ldexp(np.float32(1), np.minimum(exponents, 127))[..., None]
-        double = np.where(exponents > 127, np.float32(2), np.float32(1))[
-            ..., None
-        ]  # 2**128 is no fp32 number
+        scales = self.scales.array()[expert, :, first:last].view(np.uint8)
+        table = _pairs(self.dtype)
         step = max(1, _STEP // ((last - first) * _GROUP))
         inside = slice(start - first * _GROUP, stop - first * _GROUP)
         for at in range(0, self.shape[2], step):
-            values = _PAIRS[blocks[at : at + step]].reshape(-1, last - first, _GROUP)
-            values *= scales[at : at + step]
-            values *= double[at : at + step]
-            cast_to(out[:, at : at + step], values.reshape(len(values), -1)[:, inside].T, self.name)
+            rows = slice(at, at + step)
+            pairs = table[(scales[rows].astype(np.int32) << 8)[..., None] + blocks[rows]]
+            values = pairs.view(out.dtype).reshape(len(pairs), -1)
+            if self.dtype == "F16" and np.isinf(values).any():
+                raise McaError(
+                    f"{self.name}: a value is too large for fp16 (above 65504); choose --bf16 or --fp32"
+                )
+            out[:, rows] = np.ascontiguousarray(values[:, inside].T)
+
+
+@cache
+def _pairs(dtype: str) -> Array:
+    """Both numbers of a byte as one integer, at ``scale * 256 + byte``."""
+    exponents = np.arange(256, dtype=np.int32)[:, None, None] - 127
+    with np.errstate(over="ignore"):
+        values = np.ldexp(_PAIRS, exponents).astype(numpy_dtype(dtype))
+    return values.reshape(256 * 256, 2).view(np.uint64 if dtype == "F32" else np.uint32)[:, 0]
 
 
 def mxfp4_tensor(blocks: TensorInfo, scales: TensorInfo, dtype: str) -> Mxfp4Tensor:
