@@ -15,8 +15,8 @@ from mca_convert.chunks import Chunk, cut
 from mca_convert.collect import Buffers, Collector
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import SourceFiles
-from mca_convert.tasks import checksums, moves_of, source_dtypes
-from mca_models.checkpoint import HfSource, ModelSource
+from mca_convert.tasks import checksums, source_dtypes
+from mca_models.checkpoint import ModelSource
 from mca_models.checkpoint.dtypes import ITEM_SIZES
 from mca_models.checkpoint.moves import HF
 from mca_models.weights import Param
@@ -82,8 +82,7 @@ def compare(
     """
     result = Comparison(problems=_different_models(first, second, tolerance))
     for source in (first, second):
-        if isinstance(source, HfSource):
-            source.check_duplicates()
+        source.check_duplicates()
     if result.problems:
         return result
     files = SourceFiles({**checksums(first), **checksums(second)})
@@ -133,7 +132,7 @@ def _pairs(
         name = mine.mca_name()
         its = theirs[name]
         size = max(ITEM_SIZES[table[name]] for table in dtypes)
-        gathers = zip(mine.hf_names(), moves_of(first, mine, HF), moves_of(second, its, HF), strict=True)
+        gathers = zip(mine.hf_names(), first.gathers(mine, HF), second.gathers(its, HF), strict=True)
         for tensor, gather, other in gathers:
             label = f"{tensor}[{mine.expert}]" if mine.stacked else tensor
             result.tensors += 1

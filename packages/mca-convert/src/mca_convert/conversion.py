@@ -16,7 +16,6 @@ from mca_models.checkpoint import (
     FilePlan,
     FileRecord,
     HfLayout,
-    HfSource,
     McaLayout,
     ModelSource,
     PartialDirectory,
@@ -66,8 +65,7 @@ class Conversion:
         Raises:
             McaError: The destination is taken, or something cannot be read or written.
         """
-        if isinstance(self.source, HfSource):
-            self.source.check_duplicates()
+        self.source.check_duplicates()
         partial = PartialDirectory(destination)
         try:
             records = self._write_weights(partial.path, limits, progress)

@@ -8,7 +8,7 @@ from pathlib import Path
 from mca_config.errors import McaError
 from mca_models.checkpoint import HfLayout, McaLayout, McaSource, ModelSource, Part
 from mca_models.checkpoint.dtypes import ITEM_SIZES
-from mca_models.checkpoint.moves import HF, Rule, Side, plan_moves
+from mca_models.checkpoint.moves import HF
 from mca_models.checkpoint.placement import cut_size, files_of
 from mca_models.checkpoint.runs import Gather
 from mca_models.weights import Param
@@ -72,7 +72,7 @@ def fills_to_mca(source: ModelSource, target: McaLayout) -> Iterator[Fill]:
     for param in target.params:
         name = param.mca_name()
         side = cut_size(param, target.config.layout)
-        gathers = moves_of(source, param, side)
+        gathers = source.gathers(param, side)
         files = files_of(param, target.config, plan)
         for file, gather in zip(files, gathers, strict=True):
             yield Fill(file, name, 0, gather, source.parts(param), found[name], target.dtypes[name])
@@ -86,7 +86,7 @@ def fills_to_hf(source: ModelSource, target: HfLayout) -> Iterator[Fill]:
         copies.setdefault(original, []).append(copy)
     found = source_dtypes(source)
     for param in target.params:
-        gathers = moves_of(source, param, HF)
+        gathers = source.gathers(param, HF)
         dtype = target.tensors[param.hf_names()[0]][0]
         for name, gather in zip(param.hf_names(), gathers, strict=True):
             start = (param.expert or 0) * prod(gather.shape) if param.stacked else 0
@@ -107,12 +107,3 @@ def checksums(source: ModelSource) -> Mapping[Path, int]:
     if not isinstance(source, McaSource):
         return {}
     return {source.folder / name: record.crc32 for name, record in source.manifest.files.items()}
-
-
-def moves_of(source: ModelSource, param: Param, side: Side) -> tuple[Gather, ...]:
-    """How to fill the tensors of ``side`` that hold ``param``."""
-    whole = source.whole_shape(param)
-    try:
-        return plan_moves(Rule.of(param), whole, source.side(param), side)
-    except ValueError as error:
-        raise McaError(f"{param.mca_name()} of shape {list(whole)}: {error}") from None

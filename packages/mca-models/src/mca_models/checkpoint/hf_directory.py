@@ -10,10 +10,16 @@ from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.moves import HF, Rule, Side, whole_shape
 from mca_models.checkpoint.placement import stored
-from mca_models.checkpoint.runs import Shape
+from mca_models.checkpoint.runs import Gather, Shape
 from mca_models.checkpoint.safetensors import TensorInfo, read_header
 from mca_models.checkpoint.shapes import expected_shape
-from mca_models.checkpoint.source import Part, check_whole, checked_parts, require_same_names
+from mca_models.checkpoint.source import (
+    Part,
+    check_whole,
+    checked_parts,
+    plan_gathers,
+    require_same_names,
+)
 from mca_models.templates import config_from_hf, family_of
 from mca_models.weights import Param
 
@@ -95,6 +101,10 @@ class HfSource:
     def parts(self, param: Param) -> tuple[Part, ...]:
         """See ``ModelSource``."""
         return self._parts[param.mca_name()]
+
+    def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
+        """See ``ModelSource``."""
+        return plan_gathers(param, self.whole_shape(param), HF, side)
 
     def whole_shape(self, param: Param) -> Shape:
         """See ``ModelSource``."""

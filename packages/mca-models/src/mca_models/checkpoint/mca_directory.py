@@ -19,9 +19,15 @@ from mca_models.checkpoint.manifest import FILE_NAME as MANIFEST
 from mca_models.checkpoint.manifest import FileRecord, Manifest, TensorRecord
 from mca_models.checkpoint.moves import Rule, Side, part_shapes
 from mca_models.checkpoint.placement import cut_size, files_of, pieces_by_file, stored
-from mca_models.checkpoint.runs import Shape
+from mca_models.checkpoint.runs import Gather, Shape
 from mca_models.checkpoint.safetensors import TensorInfo, read_header
-from mca_models.checkpoint.source import Part, check_whole, checked_parts, require_same_names
+from mca_models.checkpoint.source import (
+    Part,
+    check_whole,
+    checked_parts,
+    plan_gathers,
+    require_same_names,
+)
 from mca_models.templates import family_of
 from mca_models.weights import Param
 
@@ -88,6 +94,9 @@ class McaSource:
         side = cut_size(param, self.config.layout)
         return checked_parts(param, record.shape, side, infos, self.config.num_moe_experts or 0)
 
+    def check_duplicates(self) -> None:
+        """Every piece is stored once."""
+
     def tensors(self) -> Iterable[TensorInfo]:
         """All pieces."""
         for infos in self._infos.values():
@@ -100,6 +109,10 @@ class McaSource:
     def parts(self, param: Param) -> tuple[Part, ...]:
         """See ``ModelSource``."""
         return self._parts[param.mca_name()]
+
+    def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
+        """See ``ModelSource``."""
+        return plan_gathers(param, self.whole_shape(param), self.side(param), side)
 
     def whole_shape(self, param: Param) -> Shape:
         """See ``ModelSource``."""

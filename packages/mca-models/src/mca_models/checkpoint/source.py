@@ -55,18 +55,28 @@ class ModelSource(Protocol):
     def whole_shape(self, param: Param) -> Shape:
         """Shape of the whole parameter, without vocabulary padding."""
 
+    def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
+        """How to fill the tensors of ``side`` that hold ``param`` from its ``parts``."""
+
+    def check_duplicates(self) -> None:
+        """Raises if what is stored several times differs. Reads all of it."""
+
     def tensors(self) -> Iterable[TensorInfo]:
         """All that is stored."""
+
+
+def plan_gathers(param: Param, whole: Shape, source: Side, target: Side) -> tuple[Gather, ...]:
+    """``plan_moves`` with an error that names the parameter."""
+    try:
+        return plan_moves(Rule.of(param), whole, source, target)
+    except ValueError as error:
+        raise McaError(f"{param.mca_name()} of shape {list(whole)}: {error}") from None
 
 
 def gather_piece(source: ModelSource, param: Param, rank: int, size: int) -> tuple[Gather, tuple[Part, ...]]:
     """What to copy for the piece that ``rank`` of ``size`` (tp, or etp for an expert) holds."""
     target: Side = 1 if param.shard.axis is None else size
-    whole = source.whole_shape(param)
-    try:
-        gathers = plan_moves(Rule.of(param), whole, source.side(param), target)
-    except ValueError as error:
-        raise McaError(f"{param.mca_name()} of shape {list(whole)}: {error}") from None
+    gathers = source.gathers(param, target)
     return gathers[0 if param.shard.axis is None else rank], source.parts(param)
 
 
