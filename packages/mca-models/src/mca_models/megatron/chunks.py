@@ -8,7 +8,7 @@ from torch import Tensor
 from mca_config.errors import McaError, list_problems
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_config.pipeline import PipelineChunk
-from mca_models.megatron import parallel, platform
+from mca_models.megatron import families, parallel, platform
 from mca_models.megatron.layers.rope import rotary_module
 from mca_models.megatron.names import Held, Implementation
 from mca_models.megatron.spec import block_spec, mtp_spec
@@ -29,9 +29,10 @@ def build_chunk(
 
     vp_stage = chunk.vp if config.layout.vpp > 1 else None
     decoder = block_spec(megatron, implementation, vp_stage)
+    prediction = mtp_spec(megatron, decoder, implementation, vp_stage)
     model: Any = GPTModel(
         config=megatron,
-        transformer_layer_spec=decoder,
+        transformer_layer_spec=families.adapted_block(decoder, config, implementation, chunk.layers),
         vocab_size=config.padded_vocab_size,
         max_sequence_length=config.max_position_embeddings,
         pre_process=chunk.has_embedding,
@@ -41,11 +42,14 @@ def build_chunk(
         position_embedding_type="rope",
         rotary_percent=config.rotary_percent,
         rotary_base=config.rotary_base,
-        mtp_block_spec=mtp_spec(megatron, decoder, implementation, vp_stage),
+        mtp_block_spec=families.adapted(prediction, config, implementation),
         vp_stage=vp_stage,
     )
     if not isinstance(config, MlaMcaModelConfig):
-        model.rotary_pos_emb = rotary_module(config, parallel.context_group())
+        rotary = rotary_module if config.rotary_base_local is None else families.TwoRopes
+        model.rotary_pos_emb = rotary(config, parallel.context_group())
+    families.add_scales(model, config)
+    families.after_building(config, megatron)
     if chunk.has_loss:
         _mask_padding(model.output_layer, config)
     module: torch.nn.Module = model.to(platform.current_device())

@@ -59,7 +59,7 @@ def _replace(spec: Any, classes: Mapping[Any, Any]) -> Any:
     """``spec`` with module classes exchanged wherever they stand in it."""
     if isinstance(spec, type):
         return classes.get(spec, spec)
-    return _rebuilt(spec, lambda name, value: _replace(value, classes))
+    return rebuilt(spec, lambda name, value: _replace(value, classes))
 
 
 def _replace_fields(spec: Any, fields: Mapping[str, Any], expected: type) -> Any:
@@ -70,10 +70,10 @@ def _replace_fields(spec: Any, fields: Mapping[str, Any], expected: type) -> Any
             return fields[name]
         return _replace_fields(value, fields, expected)
 
-    return _rebuilt(spec, exchange)
+    return rebuilt(spec, exchange)
 
 
-def _rebuilt(spec: Any, change: Any) -> Any:
+def rebuilt(spec: Any, change: Any) -> Any:
     """A copy of a spec tree (dataclasses, lists, dicts, partials) with ``change(name, child)`` for children."""
     if isinstance(spec, list | tuple):
         return type(spec)(change("", item) for item in spec)

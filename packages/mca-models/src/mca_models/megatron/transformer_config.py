@@ -16,7 +16,7 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_models.megatron import platform
+from mca_models.megatron import families, platform
 from mca_models.megatron.layers.rope import attention_factor
 from mca_models.megatron.limits import require_supported
 from mca_models.megatron.names import Implementation
@@ -108,6 +108,7 @@ def transformer_config(
         **_layout(config, args, layout),
         **_precision(dtype),
         **_machine(implementation),
+        **families.settings(config),
         **_pipeline(layout),
         **_converted(args.transformer_config_overrides()),
     }
@@ -151,11 +152,7 @@ def _construct(config: McaModelConfig, settings: Settings) -> Any:
 
 def _architecture(config: McaModelConfig) -> Settings:
     settings: Settings = {name: getattr(config, name) for name in _SAME_NAME}
-    if config.hidden_act not in _ACTIVATIONS:
-        raise McaError(
-            f"hidden_act {config.hidden_act!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
-        )
-    settings["activation_func"] = _ACTIVATIONS[config.hidden_act]
+    settings["activation_func"] = _activation(config.hidden_act)
     settings["mtp_num_layers"] = config.mtp_num_layers or None
     settings |= _window(config)
     if config.num_moe_experts is not None:
@@ -167,6 +164,19 @@ def _architecture(config: McaModelConfig) -> Settings:
         settings |= {name: getattr(config, name) for name in _SAME_NAME_MLA}
         settings |= _latent_rope(config)
     return settings
+
+
+def _activation(name: str) -> Callable[..., Any]:
+    if name == "quick_gelu":  # Megatron compares with its own
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        function: Callable[..., Any] = quick_gelu
+        return function
+    if name not in _ACTIVATIONS:
+        raise McaError(
+            f"hidden_act {name!r} is not supported; supported: {', '.join((*_ACTIVATIONS, 'quick_gelu'))}"
+        )
+    return _ACTIVATIONS[name]
 
 
 def _window(config: McaModelConfig) -> Settings:

@@ -1,0 +1,49 @@
+"""Constant factors on embeddings, residuals and logits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mca_config.model_config import McaModelConfig
+
+AddToResidual = Callable[..., Tensor]
+
+
+def add_scales(model: Any, config: McaModelConfig) -> None:
+    """Makes a chunk's embedding and output layer multiply by what ``config`` says."""
+    if config.embedding_multiplier != 1.0 and hasattr(model, "embedding"):
+        factor = config.embedding_multiplier
+
+        def scale_embedding(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
+            # HF keeps the factor in the weights' dtype
+            return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
+
+        model.embedding.register_forward_hook(scale_embedding)
+    if config.logits_scaling != 1.0 and hasattr(model, "output_layer"):
+        divisor = config.logits_scaling
+
+        def scale_logits(
+            module: torch.nn.Module, args: Any, output: tuple[Tensor, Any]
+        ) -> tuple[Tensor, Any]:
+            logits, bias = output
+            return logits / divisor, bias
+
+        model.output_layer.register_forward_hook(scale_logits)
+
+
+def scaled_residual(add: Any, factor: float) -> Callable[[bool, bool], AddToResidual]:
+    """Megatron's bias-dropout-add ``add`` with what it adds to the residual multiplied by ``factor``."""
+
+    def get(training: bool, fused: bool) -> AddToResidual:
+        inner = add(training, fused)
+
+        def scaled(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            x, bias = x_with_bias
+            added: Tensor = inner((x * factor, None if bias is None else bias * factor), residual, dropout)
+            return added
+
+        return scaled
+
+    return get

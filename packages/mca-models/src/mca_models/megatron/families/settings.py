@@ -1,0 +1,44 @@
+"""Settings of Megatron's ``TransformerConfig`` that only some families have."""
+
+from typing import Any
+
+from mca_config.model_config import McaModelConfig
+
+_FUSED = ("silu", "gelu", "quick_gelu")
+"""Activations that Megatron has a fused kernel for."""
+
+
+def settings(config: McaModelConfig) -> dict[str, Any]:
+    """The settings that differ from Megatron's defaults."""
+    found: dict[str, Any] = {
+        "softmax_scale": config.softmax_scale,
+        "activation_func_clamp_value": config.activation_func_clamp_value,
+        "glu_linear_offset": config.glu_linear_offset or None,
+        "attention_output_gate": config.attention_output_gate or None,
+        "softmax_type": None if config.softmax_type == "vanilla" else config.softmax_type,
+        "no_rope_freq": list(config.no_rope_freq) if config.no_rope_freq else None,
+    }
+    if config.hidden_act not in _FUSED:
+        found["bias_activation_fusion"] = False
+    if config.linear_conv_kernel_dim is not None:
+        found |= {
+            "linear_conv_kernel_dim": config.linear_conv_kernel_dim,
+            "linear_num_key_heads": config.linear_num_key_heads,
+            "linear_num_value_heads": config.linear_num_value_heads,
+            "linear_key_head_dim": config.linear_key_head_dim,
+            "linear_value_head_dim": config.linear_value_head_dim,
+        }
+    chosen = {name: value for name, value in found.items() if value is not None}
+    if config.moe_router_group_score == "max":  # our router chooses the groups
+        chosen |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    return chosen
+
+
+def after_building(config: McaModelConfig, megatron: Any) -> None:
+    """Corrects what Megatron reads from its configuration during training, once the modules stand.
+
+    It sums the gradients of all ``q_layernorm`` and ``k_layernorm`` over tensor ranks where ``qk_layernorm`` is
+    set; norms over all heads together are cut like the heads, and their gradients are whole.
+    """
+    if config.qk_layernorm_full_width:
+        megatron.qk_layernorm = False

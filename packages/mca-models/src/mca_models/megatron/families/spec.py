@@ -1,0 +1,84 @@
+"""Megatron's layer specs with the modules that a family's fields ask for."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_models.megatron.families.group_router import best_group_router
+from mca_models.megatron.families.latent import with_plain_query
+from mca_models.megatron.families.norms import WideKeyNorm, WideNorm, post_normed
+from mca_models.megatron.families.scales import scaled_residual
+from mca_models.megatron.families.two_ropes import with_own_rope
+from mca_models.megatron.names import Implementation
+from mca_models.megatron.spec import rebuilt
+
+Change = Callable[[Any], Any]
+
+
+def adapted_block(
+    spec: Any, config: McaModelConfig, implementation: Implementation, layers: Sequence[int]
+) -> Any:
+    """The spec of a chunk that holds decoder ``layers``."""
+    del layers
+    return adapted(spec, config, implementation)
+
+
+def adapted(spec: Any, config: McaModelConfig, implementation: Implementation) -> Any:
+    """``spec`` (of a block, or of prediction layers) with everything that holds for all layers alike."""
+    changes: dict[str, Change] = {}
+    if config.norm_placement == "post":
+        changes |= _without_norms_before(implementation)
+    if config.norm_placement != "pre":
+        changes |= {"linear_proj": post_normed, "linear_fc2": post_normed}
+    if config.qk_layernorm_full_width:
+        changes |= {"q_layernorm": lambda norm: WideNorm, "k_layernorm": lambda norm: WideKeyNorm}
+    if config.residual_multiplier != 1.0:
+        factor = config.residual_multiplier
+        changes |= dict.fromkeys(("self_attn_bda", "mlp_bda"), lambda add: scaled_residual(add, factor))
+    if config.moe_router_group_score == "max" and config.moe_router_num_groups:
+        groups, kept = config.moe_router_num_groups, config.moe_router_group_topk or 1
+        changes["router"] = lambda router: best_group_router(router, groups, kept)
+    return _changed(spec, changes, _classes(config))
+
+
+def _classes(config: McaModelConfig) -> dict[type, type]:
+    """Modules to exchange wherever they stand."""
+    if isinstance(config, MlaMcaModelConfig):
+        from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+        return {} if config.q_lora_rank else {MLASelfAttention: with_plain_query(MLASelfAttention)}
+    if config.rotary_base_local is None:
+        return {}
+    from megatron.core.transformer.attention import SelfAttention
+
+    return {SelfAttention: with_own_rope(SelfAttention, config.layer_types or ())}
+
+
+def _without_norms_before(implementation: Implementation) -> dict[str, Change]:
+    if implementation == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        return {
+            "linear_qkv": lambda linear: TEColumnParallelLinear,
+            "linear_fc1": lambda linear: TEColumnParallelLinear,
+        }
+    return {"input_layernorm": _nothing, "pre_mlp_layernorm": _nothing}
+
+
+def _nothing(module: Any) -> Any:
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    return IdentityOp
+
+
+def _changed(spec: Any, changes: Mapping[str, Change], classes: Mapping[type, type]) -> Any:
+    """``spec`` with the named fields and the classes changed wherever they stand in it."""
+
+    def exchange(name: str, value: Any) -> Any:
+        if name in changes:
+            return changes[name](value)
+        if isinstance(value, type):
+            return classes.get(value, value)
+        return _changed(value, changes, classes)
+
+    return rebuilt(spec, exchange)

@@ -1,0 +1,56 @@
+"""Layers with a sliding window rotate with a base of their own (Gemma 3).
+
+Megatron computes one rotation for all layers and hands it through. Here both are handed through, side by side on
+the second axis, and each layer's attention takes its own.
+"""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mca_config.model_config import McaModelConfig
+from mca_models.megatron.layers.rope import rotary_module
+
+
+class TwoRopes(torch.nn.Module):
+    """The rotation of full layers and that of layers with a window, ``[seq, 2, 1, channels]``."""
+
+    def __init__(self, config: McaModelConfig, cp_group: Any) -> None:
+        super().__init__()
+        base = config.rotary_base_local or config.rotary_base
+        self.full: Any = rotary_module(config, cp_group)
+        self.local: Any = rotary_module(replace(config, rotary_base=base, rope_scaling=None), cp_group)
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        """See Megatron's ``RotaryEmbedding``."""
+        length: int = self.full.get_rotary_seq_len(*args, **kwargs)
+        return length
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """See Megatron's ``RotaryEmbedding``."""
+        return torch.cat([self.full(*args, **kwargs), self.local(*args, **kwargs)], 1)
+
+
+@cache
+def with_own_rope(attention: type, kinds: tuple[str, ...]) -> type:
+    """An attention class whose layers take one of two ropes.
+
+    Args:
+        attention: Megatron's class.
+        kinds: HF's kind of each decoder layer.
+    """
+
+    class OwnRope(attention):  # type: ignore[misc]
+        """Attention that picks its rope by the layer's kind."""
+
+        def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> Any:
+            """See Megatron's attention."""
+            if rotary_pos_emb is not None:
+                which = int(kinds[self.layer_number - 1] == "sliding_attention")
+                rotary_pos_emb = rotary_pos_emb[:, which : which + 1]
+            return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+    return OwnRope
