@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from mca_config.errors import McaError, list_problems
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_models.megatron import families, parallel, platform
-from mca_models.megatron.layers.rope import rotary_module
 from mca_models.megatron.names import Held, Implementation
 from mca_models.megatron.spec import block_spec, mtp_spec
 
@@ -45,11 +44,10 @@ def build_chunk(
         mtp_block_spec=families.adapted(prediction, config, implementation),
         vp_stage=vp_stage,
     )
-    if not isinstance(config, MlaMcaModelConfig):
-        rotary = rotary_module if config.rotary_base_local is None else families.TwoRopes
-        model.rotary_pos_emb = rotary(config, parallel.context_group())
-    families.add_scales(model, config)
-    families.after_building(config, megatron)
+    rotary = families.rotary(config, parallel.context_group())
+    if rotary is not None:
+        model.rotary_pos_emb = rotary
+    families.finish(model, config)
     if chunk.has_loss:
         _mask_padding(model.output_layer, config)
     module: torch.nn.Module = model.to(platform.current_device())

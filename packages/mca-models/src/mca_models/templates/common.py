@@ -79,7 +79,7 @@ def attention(config: McaModelConfig, projections: Sequence[Param] | None = None
         inner("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", shard=norm),
     ]
     before = [inner("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")]
-    after = [inner("self_attention.linear_proj.post_layernorm.weight", "post_attention_layernorm.weight")]
+    after = [inner("self_attention.post_layernorm.weight", "post_attention_layernorm.weight")]
     bias = [inner("self_attention.linear_proj.bias", "self_attn.o_proj.bias")]
     sink = [inner("self_attention.core_attention.softmax_offset", "self_attn.sinks", shard=COLUMN)]
     return [
@@ -115,7 +115,7 @@ def dense_mlp(config: McaModelConfig, projections: Sequence[Param] | None = None
     """
     own = "post_attention_layernorm" if config.norm_placement == "pre" else "pre_feedforward_layernorm"
     before = [inner("mlp.linear_fc1.layer_norm_weight", f"{own}.weight")]
-    after = [inner("mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight")]
+    after = [inner("mlp.post_layernorm.weight", "post_feedforward_layernorm.weight")]
     return [
         *(before if config.norm_placement != "post" else []),
         *((gate_up(MLP, HF_MLP), down(MLP, HF_MLP)) if projections is None else projections),

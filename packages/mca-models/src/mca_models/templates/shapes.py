@@ -89,7 +89,7 @@ _MLP = {
     "mlp.linear_fc1.layer_norm_weight": _hidden,
     "mlp.linear_fc1.weight": _fc1(lambda c: c.ffn_hidden_size),
     "mlp.linear_fc2.weight": _fc2(lambda c: c.ffn_hidden_size),
-    "mlp.linear_fc2.post_layernorm.weight": _hidden,
+    "mlp.post_layernorm.weight": _hidden,
 }
 _EXPERT_1, _EXPERT_2 = _fc1(lambda c: c.moe_ffn_hidden_size), _fc2(lambda c: c.moe_ffn_hidden_size)
 _EXPERTS = {
@@ -123,7 +123,7 @@ _ATTENTION = {
     "self_attention.core_attention.softmax_offset": lambda c: (c.num_attention_heads,),
     "self_attention.linear_proj.weight": lambda c: (c.hidden_size, c.num_attention_heads * c.kv_channels),
     "self_attention.linear_proj.bias": _hidden,
-    "self_attention.linear_proj.post_layernorm.weight": _hidden,
+    "self_attention.post_layernorm.weight": _hidden,
 }
 _DELTA_NET = {
     "self_attention.in_proj.layer_norm_weight": _hidden,

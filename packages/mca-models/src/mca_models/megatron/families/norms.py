@@ -1,6 +1,5 @@
-"""Norms where Megatron has none: over all heads of q or k together, and after a projection."""
+"""Norms where Megatron has none: over all heads of q or k together, and after attention and MLP."""
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -44,18 +43,7 @@ class WideNorm(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """For Megatron's distributed checkpoint: cut over tensor ranks."""
-        from megatron.core import parallel_state
-        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-
-        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-            dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        )
-        return sharded
+        return _sharded(self, prefix, sharded_offsets, {"weight": 0})
 
 
 class WideKeyNorm(WideNorm):
@@ -64,20 +52,46 @@ class WideKeyNorm(WideNorm):
     heads = "num_query_groups"
 
 
-@cache
-def post_normed(linear: type) -> type:
-    """A row-parallel linear class followed by a norm of its output, ``post_layernorm``."""
+class PostNorm(Norm):
+    """The norm of what attention or MLP gives, before it is added to the residual."""
 
-    class PostNormed(linear):  # type: ignore[misc]
-        """The linear and the norm after it."""
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """For Megatron's distributed checkpoint: the same on all tensor ranks."""
+        return _sharded(self, prefix, sharded_offsets, {})
 
-        def __init__(self, input_size: int, output_size: int, *args: Any, config: Any, **kwargs: Any) -> None:
-            super().__init__(input_size, output_size, *args, config=config, **kwargs)
-            self.post_layernorm = Norm(config, output_size, eps=config.layernorm_epsilon)
 
-        def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-            """The normalised output, and the bias that the caller adds."""
-            output, bias = super().forward(*args, **kwargs)
-            return self.post_layernorm(output), bias
+def add_post_norms(model: Any) -> None:
+    """Gives the attention and the MLP of every decoder layer a ``post_layernorm``, applied to their output.
 
-    return PostNormed
+    A hook on the whole block, not on its last projection: what an adapter adds to that one is normalised too.
+    """
+    for layer in model.decoder.layers:
+        for block in (layer.self_attention, layer.mlp):
+            block.post_layernorm = PostNorm(
+                model.config, model.config.hidden_size, model.config.layernorm_epsilon
+            )
+            block.register_forward_hook(_normalise_output)
+
+
+def _normalise_output(block: Any, args: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    value, bias = output
+    return block.post_layernorm(value), bias
+
+
+def _sharded(
+    module: torch.nn.Module, prefix: str, offsets: tuple[Any, ...], axes: dict[str, int]
+) -> dict[str, Any]:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+    sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        module.state_dict(keep_vars=True),
+        prefix,
+        axes,
+        offsets,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    return sharded

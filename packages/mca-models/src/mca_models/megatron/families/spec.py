@@ -6,7 +6,7 @@ from typing import Any
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_models.megatron.families.group_router import best_group_router
 from mca_models.megatron.families.latent import with_plain_query
-from mca_models.megatron.families.norms import WideKeyNorm, WideNorm, post_normed
+from mca_models.megatron.families.norms import WideKeyNorm, WideNorm
 from mca_models.megatron.families.scales import scaled_residual
 from mca_models.megatron.families.two_ropes import with_own_rope
 from mca_models.megatron.names import Implementation
@@ -28,8 +28,6 @@ def adapted(spec: Any, config: McaModelConfig, implementation: Implementation) -
     changes: dict[str, Change] = {}
     if config.norm_placement == "post":
         changes |= _without_norms_before(implementation)
-    if config.norm_placement != "pre":
-        changes |= {"linear_proj": post_normed, "linear_fc2": post_normed}
     if config.qk_layernorm_full_width:
         changes |= {"q_layernorm": lambda norm: WideNorm, "k_layernorm": lambda norm: WideKeyNorm}
     if config.residual_multiplier != 1.0:

@@ -1,0 +1,29 @@
+"""What is changed on a built chunk rather than in its spec."""
+
+from typing import Any
+
+import torch
+
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_models.megatron.families.norms import add_post_norms
+from mca_models.megatron.families.scales import add_scales
+from mca_models.megatron.families.settings import after_building
+from mca_models.megatron.families.two_ropes import TwoRopes
+from mca_models.megatron.layers.rope import rotary_module
+
+
+def finish(model: Any, config: McaModelConfig) -> None:
+    """Adds norms and factors to a chunk; before anything else looks at its logits."""
+    if config.norm_placement != "pre":
+        add_post_norms(model)
+    add_scales(model, config)
+    after_building(config, model.config)
+
+
+def rotary(config: McaModelConfig, cp_group: Any) -> torch.nn.Module | None:
+    """The model's rotary embedding, None where Megatron's latent attention has its own."""
+    if isinstance(config, MlaMcaModelConfig):
+        return None
+    if config.rotary_base_local is not None:
+        return TwoRopes(config, cp_group)
+    return rotary_module(config, cp_group)
