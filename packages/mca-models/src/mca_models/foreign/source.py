@@ -10,11 +10,11 @@ import numpy as np
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint.moves import Rule, Side, part_shapes, plan_moves
+from mca_models.checkpoint.moves import Rule, Side, part_shapes
 from mca_models.checkpoint.runs import Gather, Shape
 from mca_models.checkpoint.safetensors import TensorInfo
 from mca_models.checkpoint.shapes import expected_shape
-from mca_models.checkpoint.source import Part, copy_move
+from mca_models.checkpoint.source import Part, copy_move, plan_gathers
 from mca_models.foreign.storage import Stored, storages, to_storage
 from mca_models.foreign.tensors import Chunk, FlatRows, GridTensor, StridedTensor
 from mca_models.weights import Param
@@ -43,8 +43,7 @@ class Place:
 class ForeignSource:
     """An opened checkpoint: every parameter of the model is there, once or in equal copies.
 
-    Beside ``ModelSource`` it has ``gathers``: the parts are runs of bytes in which the elements need not
-    lie in order, so moves must be planned through it.
+    A ``ModelSource``. The parts are runs of bytes in which the elements need not lie in order.
 
     Args:
         path: Of the checkpoint.
@@ -79,10 +78,7 @@ class ForeignSource:
     def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
         """How to fill the tensors of ``side`` that hold ``param`` from its ``parts``."""
         place = self.places[param.mca_name()]
-        try:
-            planned = plan_moves(Rule.of(param), place.whole, place.side, side)
-        except ValueError as error:
-            raise McaError(f"{param.mca_name()} of shape {list(place.whole)}: {error}") from None
+        planned = plan_gathers(param, place.whole, place.side, side)
         return tuple(to_storage(gather, place.tensors) for gather in planned)
 
     def tensors(self) -> Iterable[TensorInfo]:

@@ -65,6 +65,10 @@ class TensorBase:
         """Bytes of all elements, as they are read."""
         return prod(self.shape) * ITEM_SIZES[self.dtype]
 
+    def array(self: Tensor) -> Array:
+        """All elements, as a fresh array where no file holds them as they are."""
+        return self.read()
+
     def flat(self: Tensor) -> "FlatRows | Array":
         """The elements in one axis, to be sliced."""
         return FlatRows(self)

@@ -1,0 +1,78 @@
+"""The converter's engine on checkpoints that others wrote: to Hugging Face and to MCA, bit for bit."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed import checkpoint as dcp
+
+from mca_config.layout import ParallelLayout
+from mca_convert.conversion import plan_to_hf, plan_to_mca
+from mca_convert.pool import Limits
+from mca_models.checkpoint import McaSource, ModelSource, read_piece
+from mca_models.foreign import open_roll, open_torch_dist
+from mca_models.templates import config_from_hf, family_of
+
+_MODEL_TESTS = Path(__file__).parent.parent / "packages" / "mca-models" / "tests"
+sys.path[:0] = [str(_MODEL_TESTS), str(_MODEL_TESTS / "foreign")]
+import roll_tree  # noqa: E402
+import tiny_hf  # noqa: E402
+
+LIMITS = Limits(workers=2, memory=2 << 20)
+ROLL = ParallelLayout(
+    tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2
+)
+TARGET = ParallelLayout(tensor_model_parallel_size=4, expert_model_parallel_size=2)
+
+
+def _roll(config: Any, hf: dict[str, torch.Tensor], path: Path) -> ModelSource:
+    layout = ROLL if config.num_moe_experts else replace(ROLL, expert_model_parallel_size=1)
+    roll_tree.write(path, replace(config, layout=layout), hf, roll_tree.local_sequential)
+    return open_roll(path)
+
+
+def _torch_dist(config: Any, hf: dict[str, torch.Tensor], path: Path) -> ModelSource:
+    state: dict[str, torch.Tensor] = {}
+    for param in family_of(config.model_type).params(config):
+        whole = param.to_whole([hf[name] for name in param.hf_names()]).clone()
+        name = param.mca_name()
+        if param.expert is not None:
+            head, _, tail = name.partition(".experts.")
+            name = f"{head}.experts.experts.{param.expert}.{tail.removesuffix(str(param.expert))}"
+        if name.endswith("linear_fc1.weight"):
+            state[f"{name}_w"], state[f"{name}_v"] = (half.clone() for half in whole.chunk(2))
+        elif param.alias_of is None:
+            state[name] = whole
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    config.save(path)
+    return open_torch_dist(path)
+
+
+@pytest.mark.parametrize("write", [_roll, _torch_dist])
+@pytest.mark.parametrize("case", ["llama", "qwen3-tied", "qwen3_moe", "deepseek_v3"])
+def test_conversion_is_bit_exact(tmp_path: Path, case: str, write: Any) -> None:
+    directory = tiny_hf.save(case, tmp_path / "source", "bfloat16", vocab_size=74, num_key_value_heads=4)
+    hf = load_file(directory / "model.safetensors")
+    config = config_from_hf(tiny_hf.read_config(directory))
+    config = family_of(config.model_type).as_found(config, hf)
+    source = write(config, hf, tmp_path / "foreign")
+    plan_to_hf(source).run(tmp_path / "hf", LIMITS)
+    converted = load_file(tmp_path / "hf/model.safetensors")
+    assert converted.keys() == hf.keys()
+    assert all(torch.equal(converted[name], tensor) for name, tensor in hf.items())
+    plan_to_mca(
+        source, TARGET if config.num_moe_experts else replace(TARGET, expert_model_parallel_size=1)
+    ).run(tmp_path / "mca", LIMITS)
+    mca = McaSource(tmp_path / "mca")
+    for param in mca.params:
+        whole = param.to_whole([hf[name] for name in param.hf_names()])
+        if param.vocab:
+            whole = torch.cat([whole, torch.zeros(2, whole.shape[1], dtype=whole.dtype)])
+        size = 1 if param.shard.axis is None else 4
+        for rank in range(size):
+            expected = param.shard.take(whole, rank, size).contiguous().view(torch.uint8).numpy().tobytes()
+            assert read_piece(mca, param, rank, size).tobytes() == expected, param.mca_name()
