@@ -16,6 +16,7 @@ import json
 import logging
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,8 @@ class TrainingState:
             optimizer.mkdir(parents=True)
             (folder / "scheduler.json").write_text(json.dumps(_plain(self._scheduler.state_dict())))
         groups.barrier()
-        dist_checkpointing.save(self._optimizer_state(loading=False), str(optimizer))
+        with _without_warnings():
+            dist_checkpointing.save(self._optimizer_state(loading=False), str(optimizer))
 
     def load(self, checkpoint: Path) -> None:
         """Restores what `save` wrote.
@@ -145,7 +147,8 @@ class TrainingState:
             raise McaError(
                 f"{checkpoint}: holds no optimizer state (save_only_model?); training cannot resume"
             )
-        state = dist_checkpointing.load(self._optimizer_state(loading=True), str(folder / "optimizer"))
+        with _without_warnings():
+            state = dist_checkpointing.load(self._optimizer_state(loading=True), str(folder / "optimizer"))
         self._engine.optimizer.load_state_dict(state["optimizer"])
         self._scheduler.load_state_dict(json.loads((folder / "scheduler.json").read_text()))
 
@@ -171,6 +174,14 @@ class TrainingState:
         with positions_without_padding(optimizer):
             state = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
         return {"optimizer": state}
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Megatron's checkpoints use parts of torch that torch is about to replace."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Megatron's training step on this rank: data parallelism, optimizer, and the pipeline's schedule."""
 
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -117,6 +118,8 @@ class Engine(Pipeline):
 
     def __init__(self, chunks: Sequence[torch.nn.Module], args: Any, loss: LossFunction) -> None:
         super().__init__(chunks, loss)
+        # Megatron's split optimizer looks at .grad of its views of the parameters, on purpose
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         self._args = args
         self.params_dtype: torch.dtype = self.configs[0].params_dtype
         self.chunks = self._wrap(chunks)

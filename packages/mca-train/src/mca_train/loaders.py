@@ -4,6 +4,7 @@ from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from mca_config.checks import sequence_multiple
@@ -86,7 +87,8 @@ class Loaders:
             collate_fn=collator,
             num_workers=workers,
             prefetch_factor=args.dataloader_prefetch_factor if workers else None,
-            persistent_workers=False,
+            # a loader draws a number whenever it starts: from here, not from the state that dropout goes on with
+            generator=torch.Generator().manual_seed(args.seed),
         )
 
 
