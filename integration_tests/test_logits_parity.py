@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,6 +73,40 @@ def test_logits_equal_transformers(
     by_rank = measured(world_size(layout))
     found = [of_rank[case, layout] for of_rank in by_rank]
     assert all(isinstance(difference, float) and difference <= TOLERANCE for difference in found), found
+
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "first-short": {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
+    "last-short": {"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 2},
+    "string": {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et|tt|tL"},
+    "string-virtual": {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E|tt|t|tL"},
+    "accounted": {
+        "pipeline_model_parallel_size": 3,
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+    },
+}
+
+
+def split_difference(reference: Reference, split: dict[str, Any], folder: Path) -> float:
+    """As above, through a checkpoint of that very split. Runs on every rank."""
+    from mca_config import DistributingParallelArguments
+    from mca_models.megatron import AutoModel
+
+    model = AutoModel.from_pretrained(reference.path, DistributingParallelArguments(**split))
+    model.save_pretrained(folder / "mca")
+    again = AutoModel.from_pretrained(folder / "mca")
+    assert again.config.layout == model.config.layout
+    return float((again.logits(reference.input_ids) - reference.logits).abs().max())
+
+
+@pytest.mark.parametrize("case", ["llama-tied", "qwen3_moe"])
+@pytest.mark.parametrize("name", SPLITS)
+def test_uneven_pipelines(name: str, case: str, tmp_path: Path) -> None:
+    split = SPLITS[name]
+    reference = make_reference(case, tmp_path)
+    size = split["pipeline_model_parallel_size"]
+    assert max(run_ranks(size, split_difference, reference, split, tmp_path)) <= TOLERANCE
 
 
 def test_references_are_not_trivial(tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""Packed sequences compute what each computes alone, also cut over context ranks and with windows."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from harness import run_ranks
+from layouts import arguments, world_size
+from reference import Reference, make_reference
+
+pytestmark = pytest.mark.ranks
+
+LENGTHS = (8, 16, 4, 12)
+LAYOUTS = ("tp1", "cp2", "tp2sp", "tp2cp2sp")
+CASES = ("qwen3", "mistral", "qwen2-yarn", "deepseek_v3")
+
+
+def packed(models: Any, rows: list[torch.Tensor]) -> torch.Tensor:
+    """The logits of ``rows`` packed into one, this rank's context part, and all of the vocabulary."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from mca_models.megatron import parallel
+    from mca_models.megatron.layers.zigzag import take
+
+    group = parallel.context_group()
+    ends = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()], dtype=torch.int32)
+    longest = max(len(row) for row in rows)
+    ids = torch.cat([take(row, 0, group.rank(), group.size()) for row in rows])[None]
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    chunk: Any = models.chunks[0]
+    positions = torch.zeros_like(ids)
+    return chunk(input_ids=ids, position_ids=positions, attention_mask=None, packed_seq_params=params)
+
+
+def logits_and_gradient(
+    models: Any, rows: list[torch.Tensor], together: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's logits, and the gradient of their squares for the first output projection."""
+    models.eval()
+    models.zero_grad()
+    logits = packed(models, rows) if together else torch.cat([packed(models, [row]) for row in rows], 1)
+    logits.float().pow(2).sum().backward()
+    weight = models.chunks[0].decoder.layers[0].self_attention.linear_proj.weight
+    return logits.detach(), weight.grad.clone()
+
+
+def compare(reference: Reference, layout: str) -> tuple[float, float, float]:
+    """Differences of packed and separate logits, of gradients, and to transformers."""
+    from mca_models.megatron import AutoModel
+
+    models = AutoModel.from_pretrained(reference.path, arguments(layout))
+    rows = [reference.input_ids[i % 3, :length] for i, length in enumerate(LENGTHS)]
+    one, one_grad = logits_and_gradient(models, rows, together=True)
+    many, many_grad = logits_and_gradient(models, rows, together=False)
+    whole = max(
+        float((models.logits(row[None]) - reference.logits[i % 3, : len(row)]).abs().max())
+        for i, row in enumerate(rows)
+    )
+    scale = float(many_grad.abs().max())
+    return float((one - many).abs().max()), float((one_grad - many_grad).abs().max()) / scale, whole
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_packed_equals_separate(case: str, layout: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    reference = make_reference(case, tmp_path_factory.mktemp("packing"))
+    for logits, gradient, whole in run_ranks(world_size(layout), compare, reference, layout):
+        assert logits <= 1e-4
+        assert gradient <= 1e-4
+        assert whole <= 1e-4
