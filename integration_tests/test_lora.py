@@ -38,14 +38,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"target_modules": LINEAR[:4], "target_parameters": STACKED}),
     # for these families peft takes the projections of shared experts by target_parameters only
     "qwen2_moe": ("qwen2_moe", {"target_modules": ["q_proj"], "target_parameters": [*SHARED, *STACKED[:1]]}),
+    "qwen2_moe-bare": (
+        "qwen2_moe",
+        {"target_modules": ["shared_expert_gate"], "target_parameters": ["gate.weight", STACKED[1]]},
+    ),
+    "mixtral": ("mixtral", {"target_modules": ["o_proj"], "target_parameters": STACKED}),
+    "phi3": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
     "deepseek_v3": ("deepseek_v3", {"target_modules": LATENT, "target_parameters": STACKED}),
 }
 DENSE_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2", "pp2vpp2", "tp2pp2", "tp2pp2sp")
 EXPERT_LAYOUTS = ("tp1", "ep2", "pp2", "tp2ep2etp1sp", "tp2ep2etp2sp", "pp2ep2")
+EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek")
 PAIRS = [
     (case, layout)
     for case, (base, _) in CASES.items()
-    for layout in (EXPERT_LAYOUTS if "moe" in base or "deepseek" in base else DENSE_LAYOUTS)
+    for layout in (EXPERT_LAYOUTS if base.startswith(EXPERTS) else DENSE_LAYOUTS)
 ]
 TOLERANCE = 1e-4
 

@@ -94,6 +94,8 @@ def _expected(
     if whole is None:  # the configuration does not say
         return (pair.rank, *shapes[0][1:]), (*shapes[1][:1], pair.rank)
     rows, columns = part_shapes(Rule.of(pair.target.base), whole, HF)[pair.target.part]
+    if pair.target.transposed:
+        rows, columns = columns, rows
     return (pair.rank, columns), (rows, pair.rank)
 
 

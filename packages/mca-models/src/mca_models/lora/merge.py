@@ -60,7 +60,8 @@ class Merge:
             weight = np.array(saved.from_whole(self.adapter.read(saved))[part]).astype(weight.dtype)
         for pair, b, rows in self._on_part(param, part):
             weight = weight if weight.flags.writeable else weight.copy()
-            add_product(weight[rows], self.adapter.read(pair.a), b, pair.scale)
+            changed = weight.T if pair.target.transposed else weight
+            add_product(changed[rows], self.adapter.read(pair.a), b, pair.scale)
         return weight
 
     def _on_part(self, param: Param, part: int) -> Iterator[tuple[Factors, Any, slice]]:

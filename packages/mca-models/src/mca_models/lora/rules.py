@@ -7,10 +7,11 @@ its own two factors, so that training equals PEFT's on the HF model and conversi
     L.lora_B.q_proj.weight   [out, rank]   cut like the rows of L (column-parallel), else replicated
 
 with ``out`` the rows of that module alone. Where the rows of one part do not fall evenly on the ranks
-(fewer query groups than tp: Megatron then cuts the packed rows anywhere) its lora_B is replicated, and a
-rank uses the rows it needs. An expert's factors carry its number at the end (``.weight17``); those of
-stacked HF parameters have the parameter's name (``linear_fc1.lora_A.gate_up_proj.weight17``), one lora_A
-for gate and up together. What ``modules_to_save`` saved keeps the canonical name of the base parameter.
+(fewer query groups than tp, whose packed rows Megatron cuts anywhere; gated delta nets) its lora_B is
+replicated, and a rank uses the rows it needs. An expert's factors carry its number at the end
+(``.weight17``); those of stacked HF parameters have the parameter's name
+(``linear_fc1.lora_A.gate_up_proj.weight17``), one lora_A for gate and up together. What
+``modules_to_save`` saved keeps the canonical name of the base parameter.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -120,7 +121,7 @@ def _factors(config: McaModelConfig, adapter: AdapterConfig, target: Target, hf:
     a = _factor(target, "lora_A", hf, _shard_a(target))
     b = _factor(target, "lora_B", hf, _shard_b(target, config))
     if target.alone:
-        b = replace(b, layout=target.base.layout, hf_layout=target.base.hf_layout)
+        b = replace(b, layout=target.base.layout, hf_layout=target.row_layout)
     b = replace(b, vocab=target.base.vocab)
     return Factors(target, a, b, adapter.rank(target.module), adapter.scale(target.module))
 
@@ -155,9 +156,7 @@ def _shard_b(target: Target, config: McaModelConfig) -> Shard:
         return COLUMN if config.num_query_groups % config.layout.tp == 0 else REPLICATED
     if isinstance(base.layout, Concat) and base.shard.segments == base.layout.ratio:
         return COLUMN
-    raise McaError(
-        f"{target.module}: the rows of {base.mca_name()} are cut in a way adapters do not follow yet"
-    )
+    return REPLICATED
 
 
 def _saved(config: McaModelConfig, adapter: AdapterConfig) -> Iterator[Param]:

@@ -6,15 +6,14 @@ Derived from the rules of the base model, so a new family needs nothing here.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import family_of
 from mca_models.weights import Param, Stage
-from mca_models.weights.layouts import SEPARATE
+from mca_models.weights.layouts import Layout, Transposed
 
 _LINEARS = frozenset(
     "linear_qkv linear_proj linear_fc1 linear_fc2 linear_q_proj linear_q_down_proj linear_q_up_proj "
-    "linear_kv_down_proj linear_kv_up_proj".split()
+    "linear_kv_down_proj linear_kv_up_proj in_proj out_proj".split()
 )
 """Megatron modules that are linears in HF models too."""
 
@@ -50,6 +49,17 @@ class Target:
         """Whether the Megatron weight has no other part."""
         return len(self.base.hf) == 1
 
+    @property
+    def transposed(self) -> bool:
+        """Whether the HF tensor is ``[in, out]``."""
+        return isinstance(self.base.hf_layout, Transposed)
+
+    @property
+    def row_layout(self) -> Layout:
+        """How the rows of lora_B, as PEFT has them, make up those of the Megatron weight."""
+        layout = self.base.hf_layout
+        return layout.inside if isinstance(layout, Transposed) else layout
+
 
 def linear_targets(config: McaModelConfig) -> list[Target]:
     """All modules of the HF model that can be named in ``target_modules``, in checkpoint order.
@@ -64,7 +74,11 @@ def linear_targets(config: McaModelConfig) -> list[Target]:
 def stacked_targets(config: McaModelConfig) -> list[Target]:
     """The stacked expert parameters that can be named in ``target_parameters``, expert by expert."""
     params = family_of(config.model_type).params(_with_experts(config, fused=True))
-    return [_stacked(param) for param in params if param.stacked and param.stage is not Stage.MTP]
+    return [
+        _stacked(param)
+        for param in params
+        if param.stacked and param.stage is not Stage.MTP and param.mca.endswith(".weight{expert}")
+    ]
 
 
 def _with_experts(config: McaModelConfig, *, fused: bool) -> McaModelConfig:
@@ -85,10 +99,5 @@ def _targets_of(param: Param) -> Iterator[Target]:
 
 
 def _stacked(param: Param) -> Target:
-    if param.hf_layout is not SEPARATE or len(param.hf) != 1:
-        raise McaError(
-            f"target_parameters: {', '.join(param.hf_names())} are stored in an order of their own, which adapters "
-            "on stacked experts do not follow yet; target the experts' modules"
-        )
     label = param.hf[0].rpartition(".")[2]
     return Target(f"{_STACKED}{label}".format(layer=param.layer), param, 0, linear=False, stacked=True)

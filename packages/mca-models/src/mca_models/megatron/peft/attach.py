@@ -1,7 +1,9 @@
 """Puts LoRA beside the linears of live chunks, without touching their classes or names.
 
 The factors become a child module ``lora`` of the linear (``...linear_qkv.lora.lora_A.q_proj``), a forward hook
-adds their output. Where a linear stands and what it is made of is known from the rules; no class is asked.
+adds their output. A bare weight (the router's, the shared experts' gate) has no linear; while the module that
+owns it runs, the weight with the adapter folded in stands in its place. Where a linear lies and what it is made
+of is known from the rules; no class is asked.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +23,10 @@ from mca_models.megatron.peft.linear import Axis, Cut, LoraExperts, LoraLinear, 
 from mca_models.weights import Param
 
 CHILD = "lora"
+_BARE = (".router.weight", ".gate_weight")
 _AXES: Mapping[int | None, Axis] = {0: "rows", 1: "columns", None: "none"}
+
+Switch = LoraLinear | LoraExperts
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,13 @@ class Ranks:
         tensor: Group of the tensor-parallel ranks.
         expert: Group of the expert-tensor-parallel ranks.
         sequence_parallel: Whether dense activations are cut along the sequence.
+        overlap: Shared experts run in steps of their own beside the dispatcher, which hooks do not see.
     """
 
     tensor: Any
     expert: Any
     sequence_parallel: bool
+    overlap: bool = False
 
     def cut(self, param: Param) -> Cut:
         """How the weight of ``param`` lies over them."""
@@ -54,16 +61,16 @@ class Attached:
         lora: The factors on it.
         owner: The linear.
         live: Rule and live tensor of every factor.
-        switch: The module whose ``merged`` turns the hook off.
-        handle: Removes the hook.
+        switch: The module whose ``merged`` turns the hooks off.
+        handles: Remove the hooks.
     """
 
     base: Tensor
     lora: LoraLinear
     owner: torch.nn.Module
     live: tuple[tuple[Param, Tensor], ...]
-    switch: LoraLinear | LoraExperts
-    handle: RemovableHandle
+    switch: Switch
+    handles: tuple[RemovableHandle, ...]
 
 
 def attach(
@@ -86,7 +93,7 @@ def attach(
         grouped: One module holds all experts of a rank.
 
     Raises:
-        McaError: A target cannot carry an adapter in a live model.
+        McaError: A target cannot carry an adapter at this layout.
     """
     wanted = by_part(rules.factors)
     attached: list[Attached] = []
@@ -95,12 +102,14 @@ def attach(
         pairs = wanted.get(item.param.mca_name())
         if not pairs or item.copy:
             continue
-        place = item.live.rpartition(".")[0]
+        place, _, leaf = item.live.rpartition(".")
         placed = _Placed(pairs, base, _lora(pairs, base, ranks, dropout))
         if grouped and item.param.expert is not None:
             experts.setdefault(place, []).append(placed)
+        elif item.param.mca.endswith(_BARE):
+            attached.append(_hang_bare(chunk.get_submodule(place), leaf, placed))
         else:
-            attached += _hang(chunk.get_submodule(place), placed.lora, [placed])
+            attached.append(_hang(chunk.get_submodule(place), placed))
     for place, several in experts.items():
         attached += _hang_grouped(chunk.get_submodule(place), several)
     return attached
@@ -112,18 +121,21 @@ class _Placed:
     base: Tensor
     lora: LoraLinear
 
-    def live(self) -> tuple[tuple[Param, Tensor], ...]:
+    def attached(
+        self, owner: torch.nn.Module, switch: Switch, handles: Sequence[RemovableHandle]
+    ) -> Attached:
         factors = {label: (a, b) for label, a, b in self.lora.factors()}
         both = [(pair, factors[pair.target.label]) for pair in self.pairs]
-        return tuple(item for pair, (a, b) in both for item in ((pair.a, a), (pair.b, b)))
+        live = tuple(item for pair, (a, b) in both for item in ((pair.a, a), (pair.b, b)))
+        return Attached(self.base, self.lora, owner, live, switch, tuple(handles))
 
 
 def _lora(pairs: Sequence[Factors], base: Tensor, ranks: Ranks, dropout: float) -> LoraLinear:
     param = pairs[0].target.base
-    if param.mca.endswith((".router.weight", ".gate_weight")):
+    if ranks.overlap and ".shared_experts." in param.mca:
         raise McaError(
-            f"target_modules: {pairs[0].target.module} is a bare weight of Megatron's router or shared experts, which "
-            "cannot carry an adapter in training; exclude it with exclude_modules"
+            f"target_modules: {pairs[0].target.module} cannot carry an adapter with moe_shared_expert_overlap; set "
+            "that to false, or exclude the module"
         )
     cut = ranks.cut(param)
     if cut.many and not cut.sequence and param.mca.endswith("linear_kv_down_proj.weight"):
@@ -147,6 +159,8 @@ def _lora(pairs: Sequence[Factors], base: Tensor, ranks: Ranks, dropout: float) 
 def _rows_of_parts(param: Param, base: Tensor, cut: Cut) -> tuple[int, ...]:
     """Rows of each HF tensor inside the whole weight."""
     rows = base.shape[0] * (cut.group.size() if cut.axis == "rows" else 1)
+    if len(param.hf) == 1:
+        return (rows,)
     rule = Rule(param.shard, param.layout, param.hf_layout, vocab=False)
     return tuple(shape[0] for shape in part_shapes(rule, (rows, 2), HF))
 
@@ -179,21 +193,34 @@ def _packed_rows(rule: Rule, sizes: tuple[int, ...], rank: int, size: int) -> Te
     return packed
 
 
-def _hang(owner: torch.nn.Module, switch: LoraLinear, placed: Sequence[_Placed]) -> Iterator[Attached]:
-    owner.add_module(CHILD, switch)
-    handle = owner.register_forward_hook(_add)
+def _hang(owner: torch.nn.Module, placed: _Placed) -> Attached:
+    owner.add_module(CHILD, placed.lora)
     _return_normed_input(owner)
-    for item in placed:
-        yield Attached(item.base, item.lora, owner, item.live(), switch, handle)
+    return placed.attached(owner, placed.lora, [owner.register_forward_hook(_add)])
+
+
+def _hang_bare(owner: torch.nn.Module, leaf: str, placed: _Placed) -> Attached:
+    lora = placed.lora
+
+    def put(module: torch.nn.Module, args: Any) -> None:
+        if not lora.merged:  # an entry of the instance stands before the parameter of that name
+            vars(module)[leaf] = (placed.base.float() + lora.product()).to(placed.base.dtype)
+
+    def take(module: torch.nn.Module, args: Any, output: Any) -> None:
+        vars(module).pop(leaf, None)
+
+    owner.add_module(CHILD, lora)
+    handles = [owner.register_forward_pre_hook(put), owner.register_forward_hook(take, always_call=True)]
+    return placed.attached(owner, lora, handles)
 
 
 def _hang_grouped(owner: torch.nn.Module, placed: Sequence[_Placed]) -> Iterator[Attached]:
     number = {id(tensor): int(name.removeprefix("weight")) for name, tensor in _weights(owner)}
     switch = LoraExperts({number[id(item.base)]: item.lora for item in placed}, placed[0].base.shape[0])
     owner.add_module(CHILD, switch)
-    handle = owner.register_forward_hook(_add_grouped)
+    handles = [owner.register_forward_hook(_add_grouped)]
     for item in placed:
-        yield Attached(item.base, item.lora, owner, item.live(), switch, handle)
+        yield item.attached(owner, switch, handles)
 
 
 def _weights(owner: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -223,7 +250,8 @@ def _add_grouped(owner: Any, args: tuple[Any, ...], output: Any) -> Any:
 def detach(items: Sequence[Attached]) -> None:
     """Takes the adapters away again."""
     for item in items:
-        item.handle.remove()
+        for handle in item.handles:
+            handle.remove()
         if CHILD in dict(item.owner.named_children()):
             delattr(item.owner, CHILD)
         if "return_layernorm_output" in vars(item.owner):

@@ -173,7 +173,6 @@ class LoraLinear(torch.nn.Module):
         size[axis] = 1
         return torch.cat([*parts, parts[0].new_zeros(size)], axis).index_select(axis, self.order)
 
-    @torch.no_grad()
     def product(self) -> Tensor:
         """What merging adds to the base weight on this rank, fp32."""
         products = [
@@ -181,6 +180,10 @@ class LoraLinear(torch.nn.Module):
             for part in self.parts
         ]
         return self._ordered(products, 0)
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Nothing: the factors are added to the whole chunk's, see ``sharded``."""
+        return {}
 
     def factors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Label, lora_A and lora_B of each part."""
@@ -213,3 +216,7 @@ class LoraExperts(torch.nn.Module):
             else:
                 deltas.append(tokens.new_zeros(*tokens.shape[:-1], self.outputs))
         return torch.cat(deltas)
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """See ``LoraLinear``."""
+        return {}

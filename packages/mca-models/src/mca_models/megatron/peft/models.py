@@ -64,7 +64,10 @@ class PeftModels(VirtualModels):
 
     def _attach(self) -> list[Attached]:
         ranks = Ranks(
-            parallel.tensor_group(), parallel.expert_tensor_group(), bool(self.megatron.sequence_parallel)
+            parallel.tensor_group(),
+            parallel.expert_tensor_group(),
+            sequence_parallel=bool(self.megatron.sequence_parallel),
+            overlap=bool(self.megatron.moe_shared_expert_overlap),
         )
         grouped = self._spelling().grouped_experts
         attached: list[Attached] = []
