@@ -18,7 +18,10 @@ from mca_models.megatron.tensors import to_torch
 from mca_models.weights import Param
 
 _NORMS = ("layernorm.weight", "layer_norm_weight", "norm.weight")
+_ONES = ("out_norm.weight", "dt_bias")
+"""Of gated delta nets; their own norm is never zero-centred."""
 _ZERO = ("bias",)
+_DECAY = "A_log"
 
 
 def cut_of(param: Param, layout: ParallelLayout, at: Coordinates) -> tuple[int, int]:
@@ -68,10 +71,14 @@ def from_seed(
 
 def _drawn(seed: int, param: Param, shape: tuple[int, ...], config: McaModelConfig) -> Tensor:
     name = param.alias_of or param.mca_name()
+    if name.endswith(_ONES):
+        return torch.ones(shape)
     if name.endswith(_NORMS):
         return torch.full(shape, 0.0 if config.layernorm_zero_centered_gamma else 1.0)
     if name.endswith(_ZERO):
         return torch.zeros(shape)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    if name.endswith(_DECAY):
+        return torch.empty(shape).uniform_(0.01, 16.0, generator=generator).log_()
     return torch.empty(shape).normal_(0.0, config.init_method_std, generator=generator)

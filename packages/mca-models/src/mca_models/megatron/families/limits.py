@@ -22,11 +22,6 @@ def problems(config: McaModelConfig, layout: ParallelLayout, implementation: str
         heads = {"linear_num_key_heads": config.linear_num_key_heads}.get(name, config.linear_num_value_heads)
         if heads is not None and heads % tp:
             yield f"tensor_model_parallel_size {tp} does not divide the model's {heads} {name}"
-    if config.num_moe_experts and config.add_bias_linear and layout.etp > 1:
-        yield (
-            "Megatron adds the experts' output bias once on every expert-tensor rank; set "
-            "expert_tensor_parallel_size to 1"
-        )
     if implementation == "transformer_engine" and any(
         config.is_linear_layer(layer) for layer in range(config.num_layers)
     ):

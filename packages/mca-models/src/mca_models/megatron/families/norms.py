@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mca_models.megatron.layers.norm import Norm
+from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 
 
 class WideNorm(torch.nn.Module):
@@ -21,9 +22,7 @@ class WideNorm(torch.nn.Module):
         self.eps = eps
         self.width = getattr(config, self.heads) * hidden_size
         share = self.width // config.tensor_model_parallel_size
-        weight: Any = torch.nn.Parameter(torch.ones(share, dtype=config.params_dtype))
-        weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
-        self.weight = weight
+        self.weight = cut_parameter((share,), config.params_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., heads / tp, channels]``, normalised in fp32, in its own dtype."""
@@ -43,7 +42,7 @@ class WideNorm(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """For Megatron's distributed checkpoint: cut over tensor ranks."""
-        return _sharded(self, prefix, sharded_offsets, {"weight": 0})
+        return sharded_state(self, prefix, sharded_offsets, {"weight": 0})
 
 
 class WideKeyNorm(WideNorm):
@@ -59,7 +58,7 @@ class PostNorm(Norm):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """For Megatron's distributed checkpoint: the same on all tensor ranks."""
-        return _sharded(self, prefix, sharded_offsets, {})
+        return sharded_state(self, prefix, sharded_offsets, {})
 
 
 def add_post_norms(model: Any) -> None:
@@ -78,20 +77,3 @@ def add_post_norms(model: Any) -> None:
 def _normalise_output(block: Any, args: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     value, bias = output
     return block.post_layernorm(value), bias
-
-
-def _sharded(
-    module: torch.nn.Module, prefix: str, offsets: tuple[Any, ...], axes: dict[str, int]
-) -> dict[str, Any]:
-    from megatron.core import parallel_state
-    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-
-    sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-        module.state_dict(keep_vars=True),
-        prefix,
-        axes,
-        offsets,
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-    )
-    return sharded

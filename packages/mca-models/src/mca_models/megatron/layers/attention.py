@@ -1,4 +1,4 @@
-"""Core attention for the local spec: causal, grouped-query, windowed, packed and context parallel.
+"""Core attention for the local spec: causal, grouped-query, windowed, packed and context parallel; with sinks.
 
 Replaces Megatron's ``DotProductAttention``, which holds the whole score matrix and knows neither packing nor
 context parallelism nor windows. Context parallelism gathers keys and values (backward: reduce-scatter) and each
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_models.megatron.layers.sdpa import causal_attention
+from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.layers.zigzag import chunks_of_rank, in_order
 
 _CAUSAL = ("causal", "padding_causal")
@@ -36,6 +37,8 @@ class CoreAttention(torch.nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
+        if config.softmax_type == "off-by-one":
+            raise McaError("the local core attention has no softmax_type off-by-one; use transformer_engine")
         if attn_mask_type.name not in _CAUSAL or attention_type != "self":
             raise McaError(
                 f"the local core attention is causal self-attention, not {attn_mask_type.name} {attention_type}; "
@@ -46,6 +49,11 @@ class CoreAttention(torch.nn.Module):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.window = _window(config, layer_number)
         self.cp_group = _context_group(pg_collection)
+        if config.softmax_type != "vanilla":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = cut_parameter((heads,), config.params_dtype)
+        else:
+            self.register_parameter("softmax_offset", None)
 
     def forward(
         self,
@@ -82,6 +90,12 @@ class CoreAttention(torch.nn.Module):
         out = self._attend(query, key, value, lengths)
         return out.flatten(1) if packed else out.flatten(2)
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """For Megatron's distributed checkpoint."""
+        return sharded_state(self, prefix, sharded_offsets, {"softmax_offset": 0})
+
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
         keys, values = self._sequences(key, lengths), self._sequences(value, lengths)
         outputs, row = [], 0
@@ -95,6 +109,7 @@ class CoreAttention(torch.nn.Module):
                 window=self.window,
                 scale=self.scale,
                 dropout=self.dropout if self.training else 0.0,
+                sink=self.softmax_offset,
             )
             outputs.append(out.permute(2, 0, 1, 3))
             row += chunk.length

@@ -1,7 +1,7 @@
 """Rotary frequencies as ``transformers`` computes them, on Megatron's rotary module.
 
 Megatron knows one scaling, Llama 3's, with fixed constants inside. Here the inverse frequencies come from the
-model's own rope parameters: default, linear, dynamic, yarn and llama3.
+model's own rope parameters: default, linear, dynamic, yarn, longrope and llama3.
 """
 
 import math
@@ -68,6 +68,11 @@ def _yarn(config: McaModelConfig, rope: Rope) -> Tensor:
     return frequencies / _yarn_factor(config, rope) * stretched_share + frequencies * (1 - stretched_share)
 
 
+def _longrope(config: McaModelConfig, rope: Rope) -> Tensor:
+    """Every channel has a factor of its own; these are those of sequences within the original context."""
+    return inverse_frequencies(config.rotary_base, rotary_dim(config)) / torch.tensor(rope["short_factor"])
+
+
 def _yarn_factor(config: McaModelConfig, rope: Rope) -> float:
     original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     return float(rope.get("factor") or config.max_position_embeddings / original)
@@ -78,12 +83,14 @@ _KINDS: dict[str, Callable[[McaModelConfig, Rope], Tensor]] = {
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
 _NEEDED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
 
 
@@ -115,12 +122,14 @@ def frequencies(config: McaModelConfig) -> Tensor:
 
 
 def attention_factor(config: McaModelConfig) -> float:
-    """The factor on cosine and sine: 1 but for yarn."""
+    """The factor on cosine and sine: 1 but for yarn and longrope."""
     rope = config.rope_scaling
-    if rope is None or rope.get("rope_type") != "yarn":
+    if rope is None or rope.get("rope_type") not in ("yarn", "longrope"):
         return 1.0
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
+    if rope["rope_type"] == "longrope":
+        return _longrope_scale(config, rope)
     factor = _yarn_factor(config, rope)
     mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if mscale and all_dim:
@@ -132,6 +141,18 @@ def _yarn_scale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
+def _longrope_scale(config: McaModelConfig, rope: Rope) -> float:
+    original = rope["original_max_position_embeddings"]
+    factor = rope.get("factor") or config.max_position_embeddings / original
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def long_frequencies(config: McaModelConfig, length: int) -> Tensor:
+    """Longrope's frequencies for sequences of ``length`` tokens beyond the original context."""
+    factors = torch.tensor((config.rope_scaling or {})["long_factor"])
+    return inverse_frequencies(config.rotary_base, rotary_dim(config)) / factors
+
+
 def dynamic_frequencies(config: McaModelConfig, length: int) -> Tensor:
     """Dynamic scaling's frequencies for sequences of ``length`` tokens beyond the original context."""
     rope, dim, context = config.rope_scaling or {}, rotary_dim(config), config.max_position_embeddings
@@ -139,22 +160,31 @@ def dynamic_frequencies(config: McaModelConfig, length: int) -> Tensor:
     return inverse_frequencies(config.rotary_base * stretch ** (dim / (dim - 2)), dim)
 
 
+_BEYOND: dict[str, Callable[[McaModelConfig, int], Tensor]] = {
+    "dynamic": dynamic_frequencies,
+    "longrope": long_frequencies,
+}
+
+
 def rotary_module(config: McaModelConfig, cp_group: Any) -> torch.nn.Module:
     """Megatron's ``RotaryEmbedding`` with this model's frequencies."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    class DynamicRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
+    class ByLength(RotaryEmbedding):  # type: ignore[misc]
         """Frequencies that depend on the longest sequence, once it exceeds the original context."""
 
         def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
             inv_freq = self.inv_freq
-            if max_seq_len > config.max_position_embeddings:
-                inv_freq = dynamic_frequencies(config, max_seq_len).to(inv_freq)
+            if max_seq_len > original:
+                inv_freq = beyond(config, max_seq_len).to(inv_freq)
             positions = torch.arange(max_seq_len, device=inv_freq.device, dtype=inv_freq.dtype) + offset
             return torch.outer(positions, inv_freq)
 
-    dynamic = config.rope_scaling is not None and config.rope_scaling["rope_type"] == "dynamic"
-    rotary: Any = (DynamicRotaryEmbedding if dynamic else RotaryEmbedding)(
+    rope = config.rope_scaling or {}
+    beyond = _BEYOND.get(rope.get("rope_type", "default"), dynamic_frequencies)
+    longrope = rope.get("rope_type") == "longrope"
+    original = rope["original_max_position_embeddings"] if longrope else config.max_position_embeddings
+    rotary: Any = (ByLength if rope.get("rope_type") in _BEYOND else RotaryEmbedding)(
         kv_channels=config.kv_channels,
         rotary_percent=config.rotary_percent,
         rotary_interleaved=config.rotary_interleaved,
