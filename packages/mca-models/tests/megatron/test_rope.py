@@ -8,7 +8,12 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mca_config.errors import McaError
-from mca_models.megatron.layers.rope import attention_factor, dynamic_frequencies, frequencies
+from mca_models.megatron.layers.rope import (
+    attention_factor,
+    dynamic_frequencies,
+    frequencies,
+    long_frequencies,
+)
 from mca_models.templates import config_from_hf
 
 SCALINGS: list[dict[str, Any]] = [
@@ -33,6 +38,13 @@ SCALINGS: list[dict[str, Any]] = [
         "beta_slow": 2,
     },
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 0.8},
+    {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1 + i / 50 for i in range(32)],
+        "long_factor": [1 + i / 5 for i in range(32)],
+    },
 ]
 
 
@@ -45,7 +57,7 @@ def hf_config(rope: dict[str, Any]) -> Any:
     )
 
 
-@pytest.mark.parametrize("rope", SCALINGS, ids=lambda rope: "-".join(map(str, rope.values())))
+@pytest.mark.parametrize("rope", SCALINGS, ids=lambda rope: "-".join(map(str, list(rope.values())[:3])))
 def test_frequencies_are_those_of_transformers(rope: dict[str, Any]) -> None:
     hf = hf_config(rope)
     expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf, "cpu")
@@ -67,10 +79,16 @@ def test_dynamic_frequencies_grow_with_the_sequence() -> None:
     torch.testing.assert_close(dynamic_frequencies(config, 400), expected)
 
 
+def test_longrope_changes_its_factors_beyond_the_original_context() -> None:
+    hf = hf_config(SCALINGS[-1])
+    expected, _ = ROPE_INIT_FUNCTIONS["longrope"](hf, "cpu", seq_len=65)
+    torch.testing.assert_close(long_frequencies(config_from_hf(hf.to_dict()), 65), expected)
+
+
 def test_an_unknown_kind_is_refused_by_name() -> None:
     hf = hf_config({"rope_type": "default"}).to_dict()
-    hf["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "longrope"}
-    with pytest.raises(McaError, match=r"longrope.*supported"):
+    hf["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "spiral"}
+    with pytest.raises(McaError, match=r"spiral.*supported"):
         frequencies(config_from_hf(hf))
 
 

@@ -10,7 +10,12 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    start: int,
+    window: int | None,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
@@ -20,7 +25,10 @@ def reference(
     if window is not None:
         seen &= columns > rows - window
     scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
-    return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sink is not None:
+        scores = torch.cat([scores, sink.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., : k.shape[2]] @ v
 
 
 def random_qkv(queries: int, keys: int, channels: int = 16) -> Tensors:
@@ -44,6 +52,24 @@ def test_equals_explicit_mask(
     weight = torch.randn_like(out)
     ours = torch.autograd.grad((out * weight).sum(), (q, k, v))
     theirs = torch.autograd.grad((expected * weight).sum(), (q, k, v))
+    for mine, his in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, his)
+
+
+@pytest.mark.parametrize("block", [512, 3])
+@pytest.mark.parametrize("start,window", [(0, None), (0, 5), (7, None), (7, 4)])
+def test_a_sink_takes_its_share_of_the_weights(
+    start: int, window: int | None, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa, "QUERY_BLOCK", block)
+    q, k, v = random_qkv(10, start + 10)
+    sink = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True)
+    out = causal_attention(q, k, v, start=start, window=window, sink=sink)
+    expected = reference(q, k, v, start, window, sink)
+    torch.testing.assert_close(out, expected)
+    weight = torch.randn_like(out)
+    ours = torch.autograd.grad((out * weight).sum(), (q, k, v, sink))
+    theirs = torch.autograd.grad((expected * weight).sum(), (q, k, v, sink))
     for mine, his in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, his)
 
