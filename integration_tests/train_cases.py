@@ -80,7 +80,7 @@ def arguments(output_dir: Path, **changes: Any) -> Any:
 def make_trainer(checkpoint: Path, output_dir: Path, *, count: int = 44, **changes: Any) -> Any:
     """A trainer on this rank; ``count`` samples at 8 a step leave a short step in every epoch."""
     logging.disable(logging.WARNING)
-    from mca_models.megatron.auto import AutoModel
+    from mca_models import AutoModel
     from mca_train import McaTrainer
 
     data = changes.pop("train_dataset", None)

@@ -129,8 +129,8 @@ def load_tokenizer(settings: Settings) -> Any:
 
 def _train_rank(inputs: _Inputs) -> None:
     """One rank's whole run."""
+    from mca_models import AutoModel
     from mca_models.megatron import platform
-    from mca_models.megatron.auto import AutoModel
     from mca_train import groups
     from mca_train.trainer import McaTrainer
 

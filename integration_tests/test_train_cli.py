@@ -1,0 +1,147 @@
+"""``mca-train`` from the shell: ranks, logs, a model that `transformers` reads, errors."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train_cases import tiny_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+_HERE = Path(__file__).parent
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    sys.path.insert(0, str(_HERE.parent / "packages" / "mca-train" / "tests"))
+    from tokenizers_for_tests import byte_tokenizer
+
+    folder = tmp_path_factory.mktemp("run")
+    tiny_checkpoint(folder / "model", vocab_size=264)
+    byte_tokenizer().save_pretrained(folder / "model")
+    text = Path(json.__file__).read_text()
+    pieces = [text[i : i + 200] for i in range(0, len(text), 200)]
+    write(folder / "train.jsonl", [{"text": piece} for piece in pieces[:-8]])
+    write(folder / "eval.jsonl", [{"text": piece} for piece in pieces[-8:]])
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi there"}]
+    write(folder / "chat.jsonl", [{"messages": turns}] * 12)
+    return folder
+
+
+def write(path: Path, rows: list[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def config(folder: Path, name: str, **changes: Any) -> list[str]:
+    values = {
+        "model_name_or_path": str(folder / "model"),
+        "train_file": str(folder / "train.jsonl"),
+        "output_dir": str(folder / name),
+        "seq_length": 64,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "learning_rate": "5e-3",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "no",
+    } | changes
+    path = folder / f"{name}.yaml"
+    path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items()))
+    return [sys.executable, "-m", "mca_train", "sft" if "sft" in name else "pretrain", str(path)]
+
+
+def launched(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT)
+
+
+def logs(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "train_log.jsonl").read_text().splitlines()]
+
+
+def test_pretrain_on_four_ranks_and_back_to_hugging_face(folder):
+    command = config(folder, "pretrain", eval_file=str(folder / "eval.jsonl"), save_hf_model=True)
+    layout = [
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual-pipeline-model-parallel-size",
+    ]
+    done = launched(command + [word for key in layout for word in (f"--{key}", "2")])
+    assert done.returncode == 0, done.stderr
+    assert "evaluation loss" in done.stdout
+    found = logs(folder / "pretrain")
+    losses = [log["loss"] for log in found if "loss" in log]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    (evaluated,) = [log["eval_loss"] for log in found if "eval_loss" in log]
+    assert evaluated == pytest.approx(hugging_face_loss(folder, folder / "pretrain" / "hf"), rel=1e-4)
+    assert (folder / "pretrain" / "mca_config.json").is_file()
+
+
+def hugging_face_loss(folder: Path, model_path: Path) -> float:
+    """The loss of the exported model on the evaluation file, by `transformers` alone."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path).eval()
+    rows = [json.loads(line)["text"] for line in (folder / "eval.jsonl").read_text().splitlines()]
+    tokens = [t for row in rows for t in [*tokenizer(row)["input_ids"], tokenizer.eos_token_id]]
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for start in range(0, len(tokens), 64):
+            block = torch.tensor([tokens[start : start + 64]])
+            if block.shape[1] > 1:
+                targets = block.shape[1] - 1
+                total += model(input_ids=block, labels=block).loss.item() * targets
+                count += targets
+    return total / count
+
+
+def test_sft_on_two_replicas_and_resume(folder):
+    command = config(
+        folder, "sft", train_file=str(folder / "chat.jsonl"), local_ranks=2, save_strategy="steps"
+    )
+    assert launched([*command, "--save_steps", "2", "--max_steps", "2"]).returncode == 0
+    done = launched([*command, "--save_steps", "2", "--resume_from_checkpoint", "auto"])
+    assert done.returncode == 0, done.stderr
+    steps = [log["step"] for log in logs(folder / "sft") if "loss" in log]
+    assert steps == [1, 2, 3, 4]
+    assert sorted(path.name for path in (folder / "sft").glob("checkpoint-*")) == [
+        "checkpoint-2",
+        "checkpoint-4",
+    ]
+
+
+def test_a_damaged_model_is_one_line(folder):
+    weights = folder / "damaged" / "model.safetensors"
+    weights.parent.mkdir()
+    for file in (folder / "model").iterdir():
+        data = file.read_bytes()
+        (weights.parent / file.name).write_bytes(data[:-100] if file.name == weights.name else data)
+    done = launched(config(folder, "broken", model_name_or_path=str(weights.parent), local_ranks=2))
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "model.safetensors" in errors[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_interrupting_ends_every_rank(folder):
+    command = config(folder, "long", local_ranks=2, max_steps=100000)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    log = folder / "long" / "train_log.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 130
