@@ -61,7 +61,7 @@ def batches(input_ids: torch.Tensor, micro_batches: int) -> Iterator[dict[str, t
 
 def forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
     batch = next(iterator)
-    mask = batch.pop("loss_mask")
+    mask = batch["loss_mask"]
     losses = model(**batch, attention_mask=None)
 
     def loss(losses: torch.Tensor) -> Any:
@@ -76,7 +76,8 @@ def export_gradients(pairs: list[tuple[Reference, str]], folder: Path) -> None:
         export_gradient(reference, layout, folder / f"{reference.case}-{layout}")
 
 
-def export_gradient(reference: Reference, layout: str, path: Path) -> None:
+def export_gradient(reference: Reference, layout: str, path: Path, **settings: Any) -> None:
+    """The gradients of one forward and backward pass, exported as if they were weights."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -86,7 +87,7 @@ def export_gradient(reference: Reference, layout: str, path: Path) -> None:
 
     from mca_models.megatron import AutoModel
 
-    args = arguments(layout, calculate_per_token_loss=True, moe_aux_loss_coeff=0.0)
+    args = arguments(layout, calculate_per_token_loss=True, moe_aux_loss_coeff=0.0, **settings)
     model = AutoModel.from_pretrained(reference.path, args)
     model.megatron.finalize_model_grads_func = finalize_model_grads
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
