@@ -1,0 +1,289 @@
+"""Adapters on live models beyond one training run: layouts, trainer, merging, dropout, refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train_cases
+from harness import run_ranks
+from layouts import arguments, world_size
+from lora_training import tokens, train_megatron
+from mca_config.errors import McaError
+from reference import make_reference
+
+pytestmark = pytest.mark.ranks
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+
+
+def lora(**settings: Any) -> dict[str, Any]:
+    return {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "target_modules": ATTENTION, **settings}
+
+
+def new_adapter(base: Path, layout: str, settings: dict[str, Any], saved: Path, train: bool) -> torch.Tensor:
+    """Makes, perhaps trains, and saves an adapter. Runs on every rank."""
+    import peft
+
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.peft import get_peft_model
+
+    models = get_peft_model(AutoModel.from_pretrained(base, arguments(layout)), peft.LoraConfig(**settings))
+    if train:
+        train_megatron(models)
+    models.save_pretrained(saved / "mca")
+    models.save_pretrained_as_hf(saved / "peft")
+    return models.logits(tokens())
+
+
+def load(base: Path, layout: str, adapter: Path) -> torch.Tensor:
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.peft import load_adapter
+
+    return load_adapter(AutoModel.from_pretrained(base, arguments(layout)), adapter).logits(tokens())
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian"])
+def test_a_new_adapter_is_the_same_on_every_layout(start: bool | str, tmp_path: Path) -> None:
+    base = make_reference("llama-one-group", tmp_path).path
+    settings = lora(target_modules=ATTENTION + MLP, init_lora_weights=start)
+    files = []
+    for layout in ("tp1", "tp2pp2sp"):
+        folder = tmp_path / layout
+        logits = run_ranks(world_size(layout), new_adapter, base, layout, settings, folder, False)[0]
+        files.append(load_file(folder / "peft" / "adapter_model.safetensors"))
+    assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
+    (zeros,) = {bool((x == 0).all()) for name, x in files[0].items() if ".lora_B." in name}
+    assert zeros == (start is not False)
+    if zeros:  # nothing has changed yet
+        expected = run_ranks(1, plain, base)[0]
+        assert float((logits - expected).abs().max()) < 1e-4
+
+
+def plain(base: Path) -> torch.Tensor:
+    from mca_models.megatron import AutoModel
+
+    return AutoModel.from_pretrained(base).logits(tokens())
+
+
+@pytest.mark.parametrize("one", ["tp2ep2etp2sp", "pp2ep2"])
+def test_experts_of_their_own_train_alike_and_load_on_other_layouts(one: str, tmp_path: Path) -> None:
+    """Every expert's projections as modules of their own, which transformers 5 no longer has."""
+    base = make_reference("qwen3_moe", tmp_path).path
+    settings = lora(target_modules=["q_proj", *MLP])
+    alone = run_ranks(1, new_adapter, base, "tp1", settings, tmp_path / "tp1", True)[0]
+    ours = run_ranks(world_size(one), new_adapter, base, one, settings, tmp_path / one, True)
+    assert max(float((logits - alone).abs().max()) for logits in ours) < 5e-4
+    for layout, adapter in (("ep2", "mca"), ("pp2", "mca"), ("tp1", "peft")):
+        for logits in run_ranks(world_size(layout), load, base, layout, tmp_path / one / adapter):
+            assert float((logits - ours[0]).abs().max()) < 1e-4
+
+
+def merged_files(base: Path, layout: str, adapter: Path, target: Path) -> None:
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.peft import load_adapter
+
+    models = load_adapter(AutoModel.from_pretrained(base, arguments(layout)), adapter)
+    models.save_merged_as_hf(target / "hf")
+    models.save_merged(target / "mca")
+    assert not models.merged
+
+
+@pytest.mark.parametrize(("case", "layout"), [("qwen2", "tp2pp2"), ("qwen3_moe", "tp2ep2etp1sp")])
+def test_live_merging_equals_the_converters(case: str, layout: str, tmp_path: Path) -> None:
+    from mca_models.checkpoint import open_checkpoint
+    from mca_models.lora import merge_to_hf, open_adapter
+
+    base = make_reference(case, tmp_path, "bfloat16").path
+    run_ranks(1, new_adapter, base, "tp1", lora(target_modules=ATTENTION + MLP), tmp_path, False)
+    run_ranks(world_size(layout), merged_files, base, layout, tmp_path / "mca", tmp_path / "live")
+    checkpoint = open_checkpoint(base)
+    merge_to_hf(checkpoint, open_adapter(tmp_path / "mca"), tmp_path / "files")
+    live, files = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "live" / "hf", tmp_path / "files")
+    )
+    assert live.keys() == files.keys()
+    for name, tensor in files.items():
+        torch.testing.assert_close(live[name], tensor, atol=0, rtol=2**-7)  # one place of bfloat16
+    differing = sum(int((live[name] != tensor).sum()) for name, tensor in files.items())
+    assert differing <= sum(tensor.numel() for tensor in files.values()) // 1000
+    assert open_checkpoint(tmp_path / "live" / "mca").config.dtype == "bfloat16"
+
+
+def trained_by_trainer(checkpoint: Path, out: Path, changes: dict[str, Any]) -> dict[str, list[float]]:
+    import peft
+
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.peft import get_peft_model
+    from mca_train import McaTrainer
+
+    args = train_cases.arguments(out, **changes)
+    settings = lora(target_modules=ATTENTION + MLP, rank_pattern={"v_proj": 2}, modules_to_save=["lm_head"])
+    models = get_peft_model(AutoModel.from_pretrained(checkpoint, args), peft.LoraConfig(**settings))
+    data = train_cases.samples(44)
+    trainer = train_cases.quietly(lambda: McaTrainer(model=models, args=args, train_dataset=data))
+    train_cases.quietly(trainer.train)
+    return {key: train_cases.history(trainer, key) for key in ("loss", "grad_norm")}
+
+
+def test_the_trainer_trains_adapters_alike_on_every_layout(tmp_path: Path) -> None:
+    checkpoint = train_cases.tiny_checkpoint(tmp_path / "base")
+    tp = {"tensor_model_parallel_size": 2}
+    layouts: list[tuple[int, dict[str, Any]]] = [
+        (1, {}),
+        (4, {**tp, "pipeline_model_parallel_size": 2}),
+        (4, {**tp, "sequence_parallel": True, "use_distributed_optimizer": True, "gradient_accumulation_steps": 4}),
+        (2, {"pipeline_model_parallel_size": 2, "recompute_granularity": "full", "recompute_method": "uniform",
+             "recompute_num_layers": 1}),
+    ]  # fmt: skip
+    logged = [
+        run_ranks(size, trained_by_trainer, checkpoint, tmp_path / str(i), changes, timeout=200)[0]
+        for i, (size, changes) in enumerate(layouts)
+    ]
+    for other in logged[1:]:
+        for key, values in logged[0].items():
+            assert other[key] == pytest.approx(values, rel=1e-4), key
+
+
+def optimizer_round_trip(base: Path, layout: str, folder: Path) -> list[str]:
+    """Saves and loads the chunks' tensors by Megatron's distributed checkpoint; the factors' names in it."""
+    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint import FileSystemReader
+
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.peft import get_peft_model
+
+    models = get_peft_model(
+        AutoModel.from_pretrained(base, arguments(layout)),
+        {
+            **lora(),
+            "target_modules": ["v_proj", *MLP],
+            "layers_to_transform": [1, 2],
+            "rank_pattern": {"up_proj": 2},
+        },
+    )
+    before = {name: tensor.detach().clone() for name, tensor in models.adapter_parameters()}
+    if models.place.rank == 0:
+        folder.mkdir()
+    torch.distributed.barrier()
+    dist_checkpointing.save(_sharded(models), str(folder))
+    with torch.no_grad():
+        for _, tensor in models.adapter_parameters():
+            tensor.zero_()
+    loaded = dist_checkpointing.load(_sharded(models), str(folder))
+    for number, chunk in enumerate(models.chunks):
+        state = {name: x for name, x in loaded[f"model{number}"].items() if isinstance(x, torch.Tensor)}
+        chunk.load_state_dict(state, strict=False)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in models.adapter_parameters())
+    names = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return sorted(name for name in names if ".lora_" in name)
+
+
+def _sharded(models: Any) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(models.chunks)}
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
+@pytest.mark.parametrize("layout", ["tp1", "tp2ep2etp1sp", "pp2ep2"])
+def test_distributed_checkpoints_hold_factors_under_canonical_names(layout: str, tmp_path: Path) -> None:
+    base = make_reference("qwen3_moe", tmp_path).path
+    names = run_ranks(world_size(layout), optimizer_round_trip, base, layout, tmp_path / "dist")[0]
+    assert len(names) == 2 * (2 + 2 * 4 * 3)
+    assert "decoder.layers.1.self_attention.linear_qkv.lora_B.v_proj.weight" in names
+    assert "decoder.layers.2.mlp.experts.linear_fc1.lora_A.up_proj.weight3" in names
+
+
+def with_dropout(base: Path, layout: str) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]]]:
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.peft import get_peft_model
+
+    settings = lora(target_modules=ATTENTION + MLP, lora_dropout=0.3)
+    models = get_peft_model(AutoModel.from_pretrained(base, arguments(layout)), settings)
+    logits = models.logits(tokens())
+    train_megatron(models)
+    mine = {
+        name: tensor.detach().clone()
+        for (param, tensor), (name, _) in zip(models._live(), models.adapter_parameters(), strict=True)
+        if param.shard.axis is None
+    }
+    everyone: list[Any] = [None] * models.place.world_size
+    torch.distributed.all_gather_object(everyone, mine)
+    return logits, everyone
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2sp"])
+def test_dropout_keeps_replicas_equal_and_is_off_in_evaluation(layout: str, tmp_path: Path) -> None:
+    base = make_reference("qwen2", tmp_path).path
+    alone, _ = run_ranks(1, with_dropout, base, "tp1")[0]
+    logits, replicas = run_ranks(2, with_dropout, base, layout)[0]
+    assert float((logits - alone).abs().max()) < 1e-4
+    assert replicas[0]
+    assert all(torch.equal(tensor, replicas[1][name]) for name, tensor in replicas[0].items())
+
+
+def refused(base: Path, layout: str, changes: list[dict[str, Any]]) -> list[str]:
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.peft import get_peft_model
+
+    models = AutoModel.from_pretrained(base, arguments(layout))
+    messages = []
+    for settings in changes:
+        try:
+            get_peft_model(models, {**lora(), **settings})
+        except McaError as error:
+            messages.append(str(error))
+    peft = get_peft_model(models, lora())
+    try:
+        get_peft_model(peft, lora())
+    except McaError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_what_cannot_be_trained_is_refused_by_name(tmp_path: Path) -> None:
+    base = make_reference("qwen3-tied", tmp_path).path
+    changes: list[dict[str, Any]] = [
+        {"use_dora": True},
+        {"init_lora_weights": "eva"},
+        {"target_modules": ["c_attn"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+    ]
+    messages = run_ranks(1, refused, base, "tp1", changes)[0]
+    for message, expected in zip(
+        messages,
+        ("use_dora", "init_lora_weights 'eva'", "matches no linear", "is tied to the output layer", "lm_head cannot",
+         "has an adapter already"),
+        strict=True,
+    ):  # fmt: skip
+        assert expected in message
+
+
+def targets_none(base: Path) -> tuple[list[str], list[bool]]:
+    import peft
+
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.peft import get_peft_model
+
+    models = get_peft_model(AutoModel.from_pretrained(base, arguments("tp1")), peft.LoraConfig(r=2))
+    trained = {id(p) for p in models.parameters() if p.requires_grad}
+    live = {id(tensor) for _, tensor in models.adapter_parameters()}
+    plain = models.merge_and_unload()
+    names = [name for name, _ in plain.named_parameters() if "lora" in name]
+    return names, [
+        trained == live,
+        all(p.requires_grad for p in plain.parameters()),
+        type(plain) is not type(models),
+    ]
+
+
+def test_only_the_adapter_is_trained_and_unloading_leaves_nothing(tmp_path: Path) -> None:
+    names, facts = run_ranks(1, targets_none, make_reference("llama", tmp_path).path)[0]
+    assert names == []
+    assert all(facts)
