@@ -1,6 +1,7 @@
 """Checkpoints that Megatron's own dist_checkpointing saved are read back without torch, bit for bit."""
 
 import sys
+import traceback
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,16 @@ CASES = (
     ("glm4_moe", "pp2", "homogeneous"),
     ("deepseek_v3", "tp2sp", "homogeneous"),
     ("deepseek_v3", "pp2ep2", "singleton"),
+    ("deepseek_v2-no-q-lora", "tp2sp", "by_layer"),
+    ("gpt_oss", "ep2", "singleton"),
+    ("gpt_oss", "tp2ep2etp1", "by_layer"),
+    ("gemma3_text", "tp2", "homogeneous"),
+    ("olmo2", "pp2", "homogeneous"),
+    ("olmoe", "ep2", "homogeneous"),
+    ("phi3", "tp2", "singleton"),
+    ("granite", "pp2", "by_layer"),
+    ("smollm3", "tp2", "homogeneous"),
+    ("exaone4", "pp2", "homogeneous"),
 )
 Case = tuple[str, str, str]
 
@@ -70,13 +81,18 @@ def _save(models: Any, folder: Path, metadata: dict[str, bool]) -> None:
     dist_checkpointing.save(state, str(folder))
 
 
-def save_cases(sources: dict[str, Path], folder: Path, cases: list[Case]) -> None:
-    """Loads and saves every case. Runs on every rank."""
+def save_cases(sources: dict[str, Path], folder: Path, cases: list[Case]) -> dict[Case, str]:
+    """Loads and saves every case; the tracebacks of those that fail. Runs on every rank."""
     from mca_models.megatron import AutoModel
 
-    for case, layout, kind in cases:
-        models = AutoModel.from_pretrained(sources[case], arguments(layout))
-        _save(models, folder / f"{case}-{layout}-{kind}", METADATA[kind])
+    failures = {}
+    for case in cases:
+        try:
+            models = AutoModel.from_pretrained(sources[case[0]], arguments(case[1]))
+            _save(models, folder / "-".join(case), METADATA[case[2]])
+        except Exception:  # the other cases can go on: all ranks fail alike
+            failures[case] = traceback.format_exc()
+    return failures
 
 
 def save_prediction(source: Path, folder: Path) -> None:
@@ -102,11 +118,13 @@ def saved(folder: Path) -> Any:
     sources = {case: tiny_hf.save(case, folder / case, "bfloat16") for case, *_ in CASES}
 
     @cache
-    def of_world(size: int) -> None:
-        run_ranks(size, save_cases, sources, folder, [case for case in CASES if world_size(case[1]) == size])
+    def of_world(size: int) -> list[dict[Case, str]]:
+        cases = [case for case in CASES if world_size(case[1]) == size]
+        return run_ranks(size, save_cases, sources, folder, cases, timeout=200)
 
     def of(case: Case) -> Path:
-        of_world(world_size(case[1]))
+        for failures in of_world(world_size(case[1])):
+            assert case not in failures, failures[case]
         return folder / "-".join(case)
 
     return of

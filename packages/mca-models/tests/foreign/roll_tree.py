@@ -31,8 +31,9 @@ def local_sequential(name: str) -> str:
         name = name.replace(fused, own)
     if ".experts.linear_fc" in name:
         head, _, tail = name.partition(".experts.")
-        module, _, expert = tail.partition(".weight")
-        return f"{head}.experts.local_experts.{expert}.{module}.weight"
+        kind = "weight" if ".weight" in tail else "bias"
+        module, _, expert = tail.partition(f".{kind}")
+        return f"{head}.experts.local_experts.{expert}.{module}.{kind}"
     return name
 
 

@@ -99,6 +99,15 @@ def test_every_layout_and_spelling_is_recovered(
                 assert (piece.view(np.int16) == param.shard.take(whole, rank, side)).all()
 
 
+@pytest.mark.parametrize("rename", [roll_tree.te_grouped, roll_tree.local_sequential])
+@pytest.mark.parametrize("case", tiny_hf.CASES)
+def test_every_family_is_recovered(tmp_path: Path, checkpoint: Any, case: str, rename: Any) -> None:
+    made = checkpoint(case)
+    at = layout(2, 2, ep=2 if made[0].num_moe_experts else 1)
+    directory, hf = write(tmp_path, made, at, rename)
+    assert_same(open_roll(directory), hf)
+
+
 @pytest.mark.parametrize("at", [layout(), layout(2, ep=2)], ids=str)
 def test_the_old_grouped_experts_are_recovered(tmp_path: Path, checkpoint: Any, at: ParallelLayout) -> None:
     directory, hf = write(tmp_path, checkpoint("qwen3_moe"), at, grouped_gemm=True)

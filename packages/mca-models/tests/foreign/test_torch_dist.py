@@ -20,7 +20,7 @@ from torch.distributed import checkpoint as dcp
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.foreign.torch_dist import find_torch_dist, open_torch_dist
-from mca_models.templates import config_from_hf, family_of
+from mca_models.templates import config_from_hf, family_of, gated_delta_net
 from mca_models.weights import Stage
 
 State = dict[str, Any]
@@ -98,6 +98,18 @@ def local_norms(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> State:
     }
 
 
+def delta_net_parts(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> State:
+    """The projections of gated delta nets apart."""
+    sizes = gated_delta_net.segments(config)
+    names = ("query", "key", "value", "z", "beta", "alpha")
+    state = by_layer(config, hf)
+    for name in [name for name in state if name.endswith(("in_proj.weight", "conv1d.weight"))]:
+        count = 6 if name.endswith("in_proj.weight") else 3
+        for part, tensor in zip(names, state.pop(name).split(sizes[:count]), strict=False):
+            state[f"{name}.{part}"] = tensor.clone()
+    return state
+
+
 def save(path: Path, state: State) -> Path:
     dcp.save(state, checkpoint_id=path, no_dist=True)
     (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
@@ -115,6 +127,20 @@ def test_every_form_of_the_names_is_read(
     config, hf = checkpoint(case)
     source = open_torch_dist(save(tmp_path / "c", form(config, hf)), config)
     assert_same(source, hf)
+
+
+@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5_text"])
+def test_parts_of_gated_delta_nets_are_joined(tmp_path: Path, checkpoint: Any, case: str) -> None:
+    config, hf = checkpoint(case)
+    source = open_torch_dist(save(tmp_path / "c", delta_net_parts(config, hf)), config)
+    assert_same(source, hf)
+
+
+@pytest.mark.parametrize("form", [by_layer, singleton])
+@pytest.mark.parametrize("case", tiny_hf.CASES)
+def test_every_family_is_read(tmp_path: Path, checkpoint: Any, case: str, form: Callable[..., State]) -> None:
+    config, hf = checkpoint(case)
+    assert_same(open_torch_dist(save(tmp_path / "c", form(config, hf)), config), hf)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "model.module."])

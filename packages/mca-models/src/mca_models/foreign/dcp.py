@@ -97,7 +97,7 @@ class DcpDirectory:
             if offset is None:
                 continue  # an object
             name = self._field(index, "fqn", str)
-            if info.state.get("transform_descriptors"):
+            if isinstance(info.state, dict) and info.state.get("transform_descriptors"):
                 raise McaError(f"{self._where}: {name} is compressed or encrypted, which is not supported")
             file = self._field(info, "relative_path", str)
             if Path(file).name != file or file in ("", ".", ".."):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mca_models.checkpoint.runs import Gather, Move
+from mca_models.checkpoint.runs import Gather, Move, in_unit_steps
 from mca_models.checkpoint.safetensors import TensorInfo
 from mca_models.checkpoint.source import Part
 from mca_models.foreign.tensors import GridTensor, Shape, StridedTensor
@@ -81,12 +81,13 @@ def _span(block: StridedTensor) -> Part:
 @lru_cache(maxsize=256)
 def _compose(key: _Same, geometries: tuple[_Geometry, ...]) -> Gather:
     gather = key.gather
+    moves = [part for move in gather.moves for part in in_unit_steps(move)]
     places, first = [], 0
     for geometry in geometries:
         places.append(_runs_of(geometry, first))
         first += len(geometry[1])
     pieces = [
-        _split(_runs_of_moves([move for move in gather.moves if move.part == part]), runs)
+        _split(_runs_of_moves([move for move in moves if move.part == part]), runs)
         for part, runs in enumerate(places)
     ]
     return Gather(gather.shape, tuple(_moves(np.concatenate(pieces, axis=1))), gather.zeros)
@@ -130,7 +131,7 @@ def _runs_of_moves(moves: Sequence[Move]) -> Array:
     repeats = np.array([move.repeat for move in moves])
     owner = np.repeat(np.arange(len(moves)), repeats)
     number = np.arange(owner.size) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-    table = np.array([move[1:] for move in moves], np.int64)[owner].T
+    table = np.array([move[1:7] for move in moves], np.int64)[owner].T
     source, target, run, _, source_stride, target_stride = table
     return np.stack([source + number * source_stride, target + number * target_stride, run])
 

@@ -12,6 +12,7 @@ several possible names, according to how Megatron was configured when it saved:
 - experts: ``mlp.experts.experts.linear_fc1.weight`` with a leading axis of experts (after that of layers),
   or ``mlp.experts.experts.3.linear_fc1.weight``;
 - gated MLPs: one tensor, or its halves ``weight_w`` (gate) and ``weight_v`` (up);
+- gated delta nets: the projections' parts, ``in_proj.weight.query``, ``.key``, ``.value``, ``.z``, ...;
 - norms: Transformer Engine's spelling; the local spec's experts have ``mlp.linear_fc1.layer_norm_weight``
   where Transformer Engine has ``pre_mlp_layernorm.weight``.
 
@@ -57,6 +58,10 @@ _EXPERT_FORMS = (
     ),
 )
 _LAYERS = "decoder.layers.{layer}."
+_PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (".in_proj.weight", (".query", ".key", ".value", ".z", ".beta", ".alpha")),
+    (".conv1d.weight", (".query", ".key", ".value")),
+)
 Index = tuple[int, ...]
 
 
@@ -256,9 +261,18 @@ def forms_of(param: Param, config: McaModelConfig) -> Iterator[Form]:
                     (config.num_moe_experts,) if expert_axis else ()
                 )
                 checked = tuple(n for n in index if n is not None), tuple(n for n in sizes if n is not None)
-                yield Form((key,), *checked)
-                if param.shard.segments == (1, 1):
-                    yield Form((f"{key}_w", f"{key}_v"), *checked)
+                for parts in _parts(param):
+                    yield Form(tuple(key + part for part in parts), *checked)
+
+
+def _parts(param: Param) -> Iterator[tuple[str, ...]]:
+    """What may be added to the name of ``param``, for each of the tensors that make it up."""
+    yield ("",)
+    if param.shard.segments == (1, 1):
+        yield "_w", "_v"
+    for tail, parts in _PARTS:
+        if param.mca.endswith(tail):
+            yield parts
 
 
 def _global_spellings(mca: str) -> list[str]:
