@@ -48,9 +48,9 @@ def cut(gather: Gather, elements: int) -> Iterator[Chunk]:
 
 def clip(move: Move, start: int, stop: int) -> Iterator[Move]:
     """The parts of ``move`` whose targets lie in ``start:stop``, counted from ``start``."""
-    stride, run = move.target_stride, move.run
+    stride, reach = move.target_stride, (move.run - 1) * move.target_step + 1
     # runs first..last touch the stretch
-    first = max(0, (start - move.target - run) // stride + 1)
+    first = max(0, (start - move.target - reach) // stride + 1)
     last = min(move.repeat - 1, (stop - 1 - move.target) // stride)
     if first > last:
         return
@@ -61,7 +61,7 @@ def clip(move: Move, start: int, stop: int) -> Iterator[Move]:
     if move.target + first * stride < start:
         yield from _part_of_run(move, first, start, stop)
         begin += 1
-    if move.target + last * stride + run > stop:
+    if move.target + last * stride + reach > stop:
         end -= 1
     if begin < end:
         yield move._replace(
@@ -74,8 +74,10 @@ def clip(move: Move, start: int, stop: int) -> Iterator[Move]:
 
 
 def _part_of_run(move: Move, index: int, start: int, stop: int) -> Iterator[Move]:
-    target = move.target + index * move.target_stride
-    low, high = max(target, start), min(target + move.run, stop)
+    target, step = move.target + index * move.target_stride, move.target_step
+    low = max(0, -((target - start) // step))  # elements low..high of the run
+    high = min(move.run, -((target - stop) // step))
     if low < high:
-        source = move.source + index * move.source_stride + low - target
-        yield Move(move.part, source, low - start, high - low, 1, high - low, high - low)
+        source = move.source + index * move.source_stride + low * move.source_step
+        run = high - low
+        yield Move(move.part, source, target + low * step - start, run, 1, run, run, move.source_step, step)

@@ -1,16 +1,21 @@
 """Collects stretches of a target tensor from source files into one thread's buffers."""
 
+from collections.abc import Iterator
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from mca_convert.chunks import Chunk
 from mca_convert.reader import SourceFiles
-from mca_models.checkpoint import Part
+from mca_models.checkpoint import Part, TensorInfo
 from mca_models.checkpoint.dtypes import ITEM_SIZES, numpy_dtype
 from mca_models.checkpoint.runs import Move
 from mca_models.checkpoint.source import copy_move
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+_BAND = 1 << 20  # elements that are computed at a time, where a part is too large to keep
 
 
 class Buffers:
@@ -36,8 +41,9 @@ class Buffers:
 class Collector:
     """Reads what makes up a chunk; one for each thread."""
 
-    def __init__(self, sources: SourceFiles, buffers: Buffers) -> None:
+    def __init__(self, sources: SourceFiles, buffers: Buffers, computed_bytes: int = 0) -> None:
         self._sources, self._buffers = sources, buffers
+        self._computed = ComputedParts(computed_bytes)
 
     def collect(
         self, chunk: Chunk, parts: tuple[Part, ...], dtype: str, buffer: str
@@ -47,20 +53,67 @@ class Collector:
         for start, stop in chunk.zeros:
             out[start:stop] = 0
         for move in chunk.moves:
-            self._copy(parts[move.part], move, out)
+            part = parts[move.part]
+            if isinstance(part.info, TensorInfo):
+                self._copy(part.info, part.start, move, out)
+            else:
+                self._computed.copy(part, move, out)
         return out
 
-    def _copy(self, part: Part, move: Move, out: "np.ndarray[Any, Any]") -> None:
-        file, size = self._sources.get(part.info.file), part.info.itemsize
-        offset = part.info.offset + (part.start + move.source) * size
+    def _copy(self, info: TensorInfo, start: int, move: Move, out: "np.ndarray[Any, Any]") -> None:
+        file, size = self._sources.get(info.file), info.itemsize
+        offset = info.offset + (start + move.source) * size
         elements = move.run * move.repeat
-        if move.repeat > 1 and move.source_stride != move.run:
-            span = ((move.repeat - 1) * move.source_stride + move.run) * size
-            mapped = file.bytes_map()[offset : offset + span].view(out.dtype)
+        if not move.reads_in_order:
+            mapped = file.bytes_map()[offset : offset + move.source_span * size].view(out.dtype)
             copy_move(mapped, out, move._replace(source=0))
-        elif move.repeat > 1 and move.target_stride != move.run:
-            scratch = self._buffers.array("scratch", part.info.dtype, elements)
+        elif not move.writes_in_order:
+            scratch = self._buffers.array("scratch", info.dtype, elements)
             file.read_into(scratch, offset)
             copy_move(scratch, out, move._replace(source=0))
         else:
             file.read_into(out[move.target : move.target + elements], offset)
+
+
+class ComputedParts:
+    """Copies from parts that are worked out as they are read, keeping some of them for the next chunk.
+
+    Args:
+        nbytes: How much is kept.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._limit = nbytes
+        self._kept: dict[tuple[int, int], tuple[Part, np.ndarray[Any, Any]]] = {}
+
+    def copy(self, part: Part, move: Move, out: "np.ndarray[Any, Any]") -> None:
+        """Carries out ``move`` from ``part`` to ``out``."""
+        if prod(part.shape) * part.info.itemsize <= self._limit:
+            copy_move(self._whole(part), out, move)
+            return
+        flat = part.elements()
+        for piece in in_bands(move, _BAND):
+            start = part.start + piece.source
+            band = flat[start : start + piece.source_span]
+            copy_move(band, out, piece._replace(source=0))
+
+    def _whole(self, part: Part) -> "np.ndarray[Any, Any]":
+        key = (id(part.info), part.start)
+        if key in self._kept:
+            return self._kept[key][1]
+        nbytes = prod(part.shape) * part.info.itemsize
+        while self._kept and nbytes + sum(array.nbytes for _, array in self._kept.values()) > self._limit:
+            del self._kept[next(iter(self._kept))]
+        self._kept[key] = part, part.flat()
+        return self._kept[key][1]
+
+
+def in_bands(move: Move, elements: int) -> Iterator[Move]:
+    """``move`` in parts that each reach over about ``elements`` of the source, if its runs are no longer."""
+    step = max(1, elements // max(1, move.source_stride))
+    for first in range(0, move.repeat, step):
+        yield move._replace(
+            source=move.source + first * move.source_stride,
+            target=move.target + first * move.target_stride,
+            repeat=min(step, move.repeat - first),
+        )

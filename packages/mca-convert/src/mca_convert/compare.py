@@ -162,7 +162,7 @@ class _Worker:
 
     def start(self) -> Callable[[tuple[str, tuple[int, ...], _Side, _Side]], None]:
         """The function that one thread calls for each chunk."""
-        collector = Collector(self._files, Buffers(self._limits.buffer_bytes))
+        collector = Collector(self._files, Buffers(self._limits.buffer_bytes), self._limits.computed_bytes)
         return lambda item: self._compare(*item, collector)
 
     def _compare(

@@ -67,7 +67,7 @@ class Engine:
 
     def _start_worker(self) -> Callable[[Stretch], None]:
         buffers = Buffers(self._limits.buffer_bytes)
-        collector = Collector(self._sources, buffers)
+        collector = Collector(self._sources, buffers, self._limits.computed_bytes)
         return lambda stretch: self._carry_out(*stretch, collector, buffers)
 
     def _stretches(self, fills: Sequence[Fill]) -> Iterator[Stretch]:

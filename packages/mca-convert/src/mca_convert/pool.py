@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 BUFFER_BYTES = 1 << 20  # stays in the second-level cache between read, checksum and write
+COMPUTED_BYTES = 320 << 20  # of all threads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,11 @@ class Limits:
         if self.memory is None:
             return BUFFER_BYTES
         return max(64 << 10, min(8 << 20, self.memory // (3 * self.workers)))
+
+    @property
+    def computed_bytes(self) -> int:
+        """Bytes of dequantised weights that one thread keeps; what is larger is computed band by band."""
+        return (COMPUTED_BYTES if self.memory is None else self.memory) // self.workers
 
 
 def default_workers() -> int:

@@ -118,6 +118,32 @@ def test_transposed(rows: int, columns: int, first: int, shard) -> None:
     check(param, numbered((24 * rows, 24 * columns)), [HF, first])
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 5),
+    first=sizes,
+    second=sizes,
+    parts=st.integers(1, 3),
+    shard=st.sampled_from([COLUMN, ROW]),
+)
+def test_transposed_with_parts_that_alternate(
+    rows: int, columns: int, first: int, second: int, parts: int, shard
+) -> None:
+    halves = Concat((1,) * parts)
+    turned = Transposed(GroupedHeads((1,) * parts, 1))
+    param = Param(mca="x", hf=("x",), shard=shard, layout=halves, hf_layout=turned)
+    check(param, numbered((12 * rows, 12 * parts * columns)), [HF, first, second])
+
+
+def test_large_transposed_tensors_take_few_moves() -> None:
+    turned = Transposed(GroupedHeads((1, 1), 1))
+    param = Param(mca="x", hf=("x",), shard=GATED, layout=Concat((1, 1)), hf_layout=turned)
+    for source, target in ((HF, 8), (8, HF)):
+        gathers = plan_moves(Rule.of(param), (5760, 2880), source, target)
+        assert sum(len(gather.moves) for gather in gathers) == 16
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 0), (0, 4), (2, 3, 5), (2, 8, 1)])
 def test_replicated_shapes_of_every_rank(shape: tuple[int, ...]) -> None:
     check(Param(mca="x", hf=("x",), shard=REPLICATED), numbered(shape), [HF, 1])

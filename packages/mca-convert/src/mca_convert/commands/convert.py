@@ -12,7 +12,7 @@ from mca_config.command_line import from_namespace
 from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca, refuse_taken
 from mca_convert.pool import Limits, default_workers
 from mca_convert.progress import bar
-from mca_models.checkpoint import McaLayout, is_mca, open_checkpoint
+from mca_models.checkpoint import McaLayout, kind_of, open_checkpoint
 
 
 def convert(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -31,13 +31,14 @@ def convert(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
 def plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Conversion:
     """The conversion that the flags ask for; nothing is written."""
     path = Path(options.checkpoint_path)
-    target = options.to or ("hf" if is_mca(path) else "mca")
+    megatron = kind_of(path).is_megatron
+    target = options.to or ("hf" if megatron else "mca")
     given = [name for name in LAYOUT_FIELDS if name in vars(options)]
     if target == "hf" and given:
-        hint = ", or add --to mca to write the same model in another layout" if is_mca(path) else ""
+        hint = ", or add --to mca to write the same model in another layout" if megatron else ""
         parser.error(f"--{given[0]} says how an MCA target is cut, the target is hf; remove it{hint}")
     arguments = from_namespace(DistributingParallelArguments, options)
-    source = open_checkpoint(path)
+    source = open_checkpoint(path, options.cast)
     if target == "hf":
         return plan_to_hf(source, options.cast, options.max_shard_size)
     return plan_to_mca(source, arguments.layout(source.config.layout), options.cast)

@@ -2,7 +2,7 @@
 
 Reading::
 
-    source = open_checkpoint(path)                     # HfSource or McaSource, complete or an McaError
+    source = open_checkpoint(path)                     # any kind; complete, or an McaError
     for param in source.params:                        # all stored parameters, in canonical order
         piece = read_piece(source, param, rank, size)  # NumPy; only this rank's slices are read
 
@@ -27,8 +27,8 @@ from mca_models.checkpoint.mca_directory import (
     is_mca,
     iteration_name,
     latest_iteration,
-    open_checkpoint,
 )
+from mca_models.checkpoint.opening import Kind, kind_of, open_checkpoint
 from mca_models.checkpoint.safetensors import FilePlan, TensorInfo, plan_file, read_header
 from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.checkpoint.source import ModelSource, Part, gather_piece, read_piece
@@ -40,6 +40,7 @@ __all__ = [
     "FileRecord",
     "HfLayout",
     "HfSource",
+    "Kind",
     "Manifest",
     "McaLayout",
     "McaSource",
@@ -53,6 +54,7 @@ __all__ = [
     "gather_piece",
     "is_mca",
     "iteration_name",
+    "kind_of",
     "latest_iteration",
     "open_checkpoint",
     "plan_file",

@@ -3,17 +3,20 @@
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint.dtypes import CODES, DTYPE_NAMES, ITEM_SIZES
 from mca_models.checkpoint.moves import HF, Rule, Side, whole_shape
 from mca_models.checkpoint.placement import stored
 from mca_models.checkpoint.runs import Gather, Shape
 from mca_models.checkpoint.safetensors import TensorInfo, read_header
 from mca_models.checkpoint.shapes import expected_shape
 from mca_models.checkpoint.source import (
+    Computed,
     Part,
     check_whole,
     checked_parts,
@@ -23,29 +26,47 @@ from mca_models.checkpoint.source import (
 from mca_models.templates import config_from_hf, family_of
 from mca_models.weights import Param
 
+Stored = TensorInfo | Computed
+_SHOWN = 8
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
 class HfSource:
     """A HF directory, opened: every tensor that its configuration demands is there, with its shape.
 
+    Quantised weights (fp8 in blocks, mxfp4) are read as what they stand for.
+
     Args:
         path: The directory.
+        dtype: Safetensors code that quantised weights are read as; None: the dtype of ``config.json``.
+        config_only: ``config.json`` is taken for the whole: its tensors exist in name, type and shape alone.
 
     Raises:
-        McaError: Files or tensors are missing, unexpected, damaged or of another shape.
+        McaError: Files or tensors are missing, unexpected, damaged or of another shape (all are named).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, dtype: str | None = None, *, config_only: bool = False) -> None:
         self.path = path
         hf_config = read_config(path)
-        self._infos = {info.name: info for info in _all_tensors(path)}
+        self._infos, hf_config = _plain(path, hf_config, dtype, config_only)
         config = config_from_hf(hf_config)
         family = family_of(config.model_type)
+        if config_only:
+            self._infos = _imagined(path, config)
         self.config: McaModelConfig = family.as_found(config, self._infos.keys())
         self.params: Sequence[Param] = stored(family.params(self.config))
         self._require_names()
-        self._parts = {param.mca_name(): self._checked(param) for param in self.params}
+        self._parts = self._all_parts()
+
+    def _all_parts(self) -> dict[str, tuple[Part, ...]]:
+        parts, faults = dict[str, tuple[Part, ...]](), list[str]()
+        for param in self.params:
+            try:
+                parts[param.mca_name()] = self._checked(param)
+            except McaError as error:
+                faults.append(str(error))
+        raise_all(faults, str(self.path))
+        return parts
 
     def _require_names(self) -> None:
         family = family_of(self.config.model_type)
@@ -59,7 +80,7 @@ class HfSource:
         check_whole(param, whole, self.config, self.path, (info.name for info in infos))
         return checked_parts(param, whole, HF, infos, self.config.num_moe_experts or 0)
 
-    def _whole(self, param: Param, infos: Sequence[TensorInfo]) -> Shape:
+    def _whole(self, param: Param, infos: Sequence[Stored]) -> Shape:
         expected = expected_shape(param, self.config)
         if expected is not None:
             return expected
@@ -86,11 +107,7 @@ class HfSource:
                     "it; if the two are meant to differ, set tie_word_embeddings to false in config.json"
                 )
 
-    def info(self, name: str) -> TensorInfo:
-        """Where tensor ``name`` lies."""
-        return self._infos[name]
-
-    def tensors(self) -> Iterable[TensorInfo]:
+    def tensors(self) -> Iterable[Stored]:
         """All tensors of the directory, those without weights (computed buffers) included."""
         return self._infos.values()
 
@@ -111,7 +128,50 @@ class HfSource:
         return self._whole(param, [part.info for part in self.parts(param)])
 
 
-def same_bytes(first: TensorInfo, second: TensorInfo, chunk: int = 8 << 20) -> bool:
+def _plain(
+    path: Path, hf_config: dict[str, Any], dtype: str | None, config_only: bool
+) -> tuple[dict[str, Stored], dict[str, Any]]:
+    """The tensors as they are without quantisation, and the configuration likewise."""
+    found = {} if config_only else {info.name: info for info in _all_tensors(path)}
+    if not hf_config.get("quantization_config"):
+        return dict(found), hf_config
+    from mca_models.foreign.quantised import dequantised, plain_config
+
+    code = dtype or CODES.get(str(hf_config.get("dtype") or hf_config.get("torch_dtype")), "BF16")
+    try:
+        return dict(dequantised(found, hf_config, code)), plain_config(hf_config, DTYPE_NAMES[code])
+    except McaError as error:
+        text = str(error)
+        raise McaError(f"{path / text}" if text.startswith(CONFIG) else text) from None
+
+
+def _imagined(path: Path, config: McaModelConfig) -> dict[str, Stored]:
+    """Every tensor that ``config`` demands, as if a file held it."""
+    family = family_of(config.model_type)
+    kept = {name for p in family.params(config) if p.keep_fp32 for name in p.hf_names()}
+    tensors: dict[str, Stored] = {}
+    for name, shape in family.hf_shapes(config).items():
+        dtype = "F32" if name in kept else CODES.get(config.dtype, "BF16")
+        tensors[name] = TensorInfo(name, dtype, shape, 0, prod(shape) * ITEM_SIZES[dtype], path / SINGLE)
+    return tensors
+
+
+def has_weights(path: Path) -> bool:
+    """Whether there are any weight files in ``path``, readable ones or not."""
+    return any(any(path.glob(f"*{end}")) for end in (".safetensors", ".safetensors.index.json", ".bin"))
+
+
+def raise_all(faults: Sequence[str], where: str) -> None:
+    """Raises one error with all of ``faults``: the first few, and how many there are."""
+    if not faults:
+        return
+    more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+    if len(faults) == 1:
+        raise McaError(faults[0])
+    raise McaError("\n  ".join([f"{where}: {len(faults)} problems", *faults[:_SHOWN], *more]))
+
+
+def same_bytes(first: Stored, second: Stored, chunk: int = 8 << 20) -> bool:
     """Whether two tensors have the same type, shape and bytes."""
     import numpy as np
 
@@ -168,13 +228,20 @@ def _indexed_tensors(path: Path) -> list[TensorInfo]:
             f"{', ...' if len(absent) > 4 else ''}); download them again"
         )
     tensors: dict[str, TensorInfo] = {}
+    faults: list[str] = []
     for name in files:
-        for info in read_header(paths[name]).tensors.values():
+        try:
+            header = read_header(paths[name])
+        except McaError as error:
+            faults.append(str(error))
+            continue
+        for info in header.tensors.values():
             if info.name in tensors:
-                raise McaError(
+                faults.append(
                     f"{path}: tensor {info.name} is in {tensors[info.name].file.name} and in {name}"
                 )
             tensors[info.name] = info
+    raise_all(faults, str(path))
     _require_index(path, weight_map, tensors)
     return list(tensors.values())
 

@@ -13,7 +13,6 @@ from mca_config.errors import McaError
 from mca_config.model_config import FILE_NAME as CONFIG
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.atomic import write_file
-from mca_models.checkpoint.hf_directory import HfSource
 from mca_models.checkpoint.hf_writer import write_config
 from mca_models.checkpoint.manifest import FILE_NAME as MANIFEST
 from mca_models.checkpoint.manifest import FileRecord, Manifest, TensorRecord
@@ -202,8 +201,3 @@ class McaLayout:
         write_file(directory / CONFIG, self.config.to_json().encode())
         write_config(directory, self.config)
         write_file(directory / LATEST, f"{iteration}\n".encode())
-
-
-def open_checkpoint(path: Path) -> McaSource | HfSource:
-    """The checkpoint in directory ``path``, whichever kind it is."""
-    return McaSource(path) if is_mca(path) else HfSource(path)

@@ -12,14 +12,15 @@ A side is ``None`` for the HF tensors, or the number of ranks for the pieces of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any
 
-from mca_models.checkpoint.runs import Gather, Shape, gather_of
+from mca_models.checkpoint.runs import Gather, Move, Shape, gather_of
+from mca_models.checkpoint.turned import inverse, turned_source, turned_target
 from mca_models.weights import Param
-from mca_models.weights.layouts import Layout
+from mca_models.weights.layouts import Layout, Transposed
 from mca_models.weights.rules import Shard
 
 if TYPE_CHECKING:
@@ -57,6 +58,13 @@ class Rule:
         padded = _pad(whole, side) if self.vocab else whole
         return [self.shard.take(padded, rank, side) for rank in range(side)]
 
+    @property
+    def upright(self) -> "Rule | None":
+        """The rule that takes HF tensors with their last two axes exchanged back; None if none are."""
+        if not isinstance(self.hf_layout, Transposed) or self.vocab:
+            return None
+        return replace(self, hf_layout=self.hf_layout.inside)
+
 
 def _pad(whole: "np.ndarray[Any, Any]", size: int) -> "np.ndarray[Any, Any]":
     import numpy as np
@@ -67,6 +75,8 @@ def _pad(whole: "np.ndarray[Any, Any]", size: int) -> "np.ndarray[Any, Any]":
 
 def whole_shape(rule: Rule, hf_shapes: Sequence[Shape]) -> Shape:
     """Shape of the whole parameter that HF tensors of ``hf_shapes`` (an expert's own entries) make up."""
+    if rule.upright:
+        return whole_shape(rule.upright, [(columns, rows) for rows, columns in hf_shapes])
     columns = hf_shapes[0][-1] if hf_shapes[0] else 1
     same = all(len(shape) > 1 and shape[-1] == columns for shape in hf_shapes)
     if same and columns % 2 == 0:
@@ -119,15 +129,41 @@ def plan_moves(rule: Rule, whole: Shape, source: Side, target: Side) -> tuple[Ga
     Raises:
         ValueError: The parameter does not divide as a side demands, or a rule loses elements.
     """
+    if source is HF and target is HF:
+        return tuple(_all_of(number, shape) for number, shape in enumerate(part_shapes(rule, whole, HF)))
+    if rule.upright and HF in (source, target):
+        return _plan_turned(rule.upright, whole, source, target)
     numbering = _Numbering(rule, whole, (source, target))
     starts, positions = numbering.positions(source)
     numbering.positions(target)  # that the target too holds every element once
     return tuple(gather_of(positions, part, starts, numbering.block_size) for part in numbering.parts(target))
 
 
+def _all_of(part: int, shape: Shape) -> Gather:
+    size = prod(shape)
+    return Gather(shape, (Move(part, 0, 0, size, 1, size, size),) if size else ())
+
+
+def _plan_turned(upright: Rule, whole: Shape, source: Side, target: Side) -> tuple[Gather, ...]:
+    """``plan_moves`` of a rule whose HF tensors are transposed: planned upright, then each move is turned.
+
+    Numbering a large matrix in blocks works in one direction only; transposed, every element would need
+    a number of its own.
+    """
+    shapes = part_shapes(upright, whole, HF)
+    if source is HF:
+        return tuple(turned_source(gather, shapes) for gather in plan_moves(upright, whole, HF, target))
+    # the other way round: HF rows that alternate between parts are few moves only in this direction
+    back = inverse(plan_moves(upright, whole, HF, source), shapes)
+    return tuple(turned_target(gather) for gather in back)
+
+
 @lru_cache(maxsize=1024)
 def part_shapes(rule: Rule, whole: Shape, side: Side) -> tuple[Shape, ...]:
     """The shapes of a side's tensors (an expert's own entries of stacked ones)."""
+    if rule.upright:
+        shapes = part_shapes(rule.upright, whole, side)
+        return shapes if side is not None else tuple((columns, rows) for rows, columns in shapes)
     numbering = _Numbering(rule, whole, (side,))
     return tuple(numbering.true_shape(part) for part in numbering.parts(side))
 

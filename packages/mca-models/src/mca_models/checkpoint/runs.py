@@ -8,8 +8,16 @@ from typing import Any, NamedTuple
 Shape = tuple[int, ...]
 
 
+def _reach(count: int, step: int) -> int:
+    """Positions from the first of ``count`` elements to the last, ``step`` apart."""
+    return (count - 1) * step + 1
+
+
 class Move(NamedTuple):
-    """``repeat`` runs of ``run`` elements from part ``part`` of the source, all counted in elements."""
+    """``repeat`` runs of ``run`` elements from part ``part`` of the source, all counted in elements.
+
+    A run's elements are ``source_step`` and ``target_step`` apart: 1 but where a matrix is transposed.
+    """
 
     part: int
     source: int
@@ -18,6 +26,38 @@ class Move(NamedTuple):
     repeat: int
     source_stride: int
     target_stride: int
+    source_step: int = 1
+    target_step: int = 1
+
+    @property
+    def source_span(self) -> int:
+        """Elements from the first that is read to the last."""
+        return (self.repeat - 1) * self.source_stride + _reach(self.run, self.source_step)
+
+    @property
+    def target_span(self) -> int:
+        """Elements from the first that is written to the last."""
+        return (self.repeat - 1) * self.target_stride + _reach(self.run, self.target_step)
+
+    @property
+    def reads_in_order(self) -> bool:
+        """Whether the elements lie in one run, in order, at the source."""
+        return self.source_step == 1 and (self.repeat == 1 or self.source_stride == self.run)
+
+    @property
+    def writes_in_order(self) -> bool:
+        """Whether the elements lie in one run, in order, at the target."""
+        return self.target_step == 1 and (self.repeat == 1 or self.target_stride == self.run)
+
+
+def in_unit_steps(move: Move) -> Iterator[Move]:
+    """``move`` as moves whose runs have their elements side by side."""
+    if move.source_step == move.target_step == 1:
+        yield move
+        return
+    for k in range(move.run):
+        source, target = move.source + k * move.source_step, move.target + k * move.target_step
+        yield Move(move.part, source, target, 1, move.repeat, move.source_stride, move.target_stride)
 
 
 @dataclass(frozen=True)
@@ -85,7 +125,8 @@ def _strided(runs: Any) -> Iterator[tuple[int, int, int, int, int, int]]:
         while series < len(ends) and ends[series] <= first:
             series += 1
         source, target, length = table[first]
-        if series == len(ends) or step_table[first][2] != 0:
+        # lengths differ, or the source goes back
+        if series == len(ends) or step_table[first][2] != 0 or step_table[first][0] < 0:
             yield source, target, length, 1, length, length
             first += 1
             continue

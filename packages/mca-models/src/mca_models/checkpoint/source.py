@@ -22,18 +22,57 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+class Computed(Protocol):
+    """A tensor that no file holds as it is: its elements are worked out as they are read (dequantised)."""
+
+    @property
+    def name(self) -> str:
+        """Of the tensor that it stands for."""
+
+    @property
+    def dtype(self) -> str:
+        """Safetensors code of the elements as they are read."""
+
+    @property
+    def shape(self) -> Shape:
+        """As it is read."""
+
+    @property
+    def file(self) -> Path:
+        """Where most of it is stored."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element as it is read."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements as they are read."""
+
+    def array(self) -> "np.ndarray[Any, Any]":
+        """All elements, as a fresh array."""
+
+    def flat(self) -> Any:
+        """The elements in one axis; a slice of it is a fresh array."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One tensor, or one expert's entry of a stacked one."""
 
-    info: TensorInfo
+    info: TensorInfo | Computed
     shape: Shape
     start: int = 0
     """First element, counted from the tensor's own first."""
 
     def flat(self) -> "np.ndarray[Any, Any]":
-        """The elements, mapped from the file, in one axis."""
-        return self.info.array().reshape(-1)[self.start : self.start + prod(self.shape)]
+        """The elements in one axis: mapped from the file, or computed."""
+        elements: np.ndarray[Any, Any] = self.elements()[self.start : self.start + prod(self.shape)]
+        return elements
+
+    def elements(self) -> Any:
+        """Those of the whole tensor in one axis, to be sliced."""
+        return self.info.array().reshape(-1) if isinstance(self.info, TensorInfo) else self.info.flat()
 
 
 class ModelSource(Protocol):
@@ -61,7 +100,7 @@ class ModelSource(Protocol):
     def check_duplicates(self) -> None:
         """Raises if what is stored several times differs. Reads all of it."""
 
-    def tensors(self) -> Iterable[TensorInfo]:
+    def tensors(self) -> Iterable[TensorInfo | Computed]:
         """All that is stored."""
 
 
@@ -102,13 +141,13 @@ def copy_move(source: "np.ndarray[Any, Any]", target: "np.ndarray[Any, Any]", mo
     import numpy as np
 
     views = []
-    for flat, start, stride in (
-        (source, move.source, move.source_stride),
-        (target, move.target, move.target_stride),
+    for flat, start, stride, step, span in (
+        (source, move.source, move.source_stride, move.source_step, move.source_span),
+        (target, move.target, move.target_stride, move.target_step, move.target_span),
     ):
-        span = flat[start : start + (move.repeat - 1) * stride + move.run]
-        strides = (stride * flat.itemsize, flat.itemsize)
-        views.append(np.lib.stride_tricks.as_strided(span, (move.repeat, move.run), strides))
+        touched = flat[start : start + span]
+        strides = (stride * flat.itemsize, step * flat.itemsize)
+        views.append(np.lib.stride_tricks.as_strided(touched, (move.repeat, move.run), strides))
     np.copyto(views[1], views[0])
 
 
@@ -125,7 +164,7 @@ def check_whole(
 
 
 def checked_parts(
-    param: Param, whole: Shape, side: Side, infos: Sequence[TensorInfo], experts: int
+    param: Param, whole: Shape, side: Side, infos: Sequence[TensorInfo | Computed], experts: int
 ) -> tuple[Part, ...]:
     """The parts of ``param`` in ``infos``, whose shapes must be those that its rule demands.
 
