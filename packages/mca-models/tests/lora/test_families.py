@@ -1,0 +1,53 @@
+"""Every family's linears carry adapters: peft's files there and back in layouts, and merged."""
+
+from pathlib import Path
+from typing import Any
+
+import adapters
+import peft
+import pytest
+import tiny_hf
+import torch
+from safetensors.torch import load_file
+
+from mca_config.layout import ParallelLayout
+from mca_models.checkpoint import open_checkpoint
+from mca_models.lora import merge_to_hf, open_adapter, write_mca_adapter, write_peft
+
+OF_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
+
+
+def targets(model: Any) -> dict[str, list[str]]:
+    """All linears by their last names; with stacked experts peft cannot take the names that those share."""
+    linears = {
+        n.rpartition(".")[2] for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+    }
+    stacked = {
+        "mlp.experts." + name.rpartition(".")[2]
+        for name, _ in model.named_parameters()
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    }
+    linears -= {"lm_head", *(OF_EXPERTS if stacked else ())}
+    return {"target_modules": sorted(linears), "target_parameters": sorted(stacked)}
+
+
+@pytest.mark.parametrize("case", tiny_hf.CASES)
+def test_every_linear_of_every_family(case: str, tmp_path: Path) -> None:
+    base = tiny_hf.save(case, tmp_path / "base")
+    model = adapters.base_model(base)
+    lora = peft.get_peft_model(model, peft.LoraConfig(r=3, init_lora_weights=False, **targets(model)))
+    lora.save_pretrained(tmp_path / "adapter")
+    checkpoint = open_checkpoint(base)
+    adapter = open_adapter(tmp_path / "adapter", checkpoint.config)
+    before = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for size in (1, 2, 4):
+        layout = ParallelLayout(tensor_model_parallel_size=size)
+        write_mca_adapter(adapter, layout, tmp_path / f"mca{size}")
+        write_peft(open_adapter(tmp_path / f"mca{size}"), tmp_path / f"peft{size}")
+        after = load_file(tmp_path / f"peft{size}" / "adapter_model.safetensors")
+        assert before.keys() == after.keys()
+        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    merge_to_hf(checkpoint, adapter, tmp_path / "merged")
+    theirs = lora.merge_and_unload().state_dict()
+    for name, tensor in adapters.base_model(tmp_path / "merged").state_dict().items():
+        torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=1e-6)

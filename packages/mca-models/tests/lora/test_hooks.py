@@ -1,0 +1,177 @@
+"""What the hooks make of linears that cannot run here: Transformer Engine's, by stand-ins of their shape."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny_hf
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from mca_models.lora import AdapterConfig, rules_for_training
+from mca_models.lora.rules import AdapterRules
+from mca_models.megatron.names import Held
+from mca_models.megatron.peft.attach import Attached, Ranks, attach, detach
+from mca_models.templates import config_from_hf, family_of
+
+
+class Alone:
+    """A group of one rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+RANKS = Ranks(Alone(), Alone(), sequence_parallel=False)
+
+
+class FusedNorm(torch.nn.Module):
+    """As TELayerNormColumnParallelLinear: returns what it was asked for."""
+
+    def __init__(self, rows: int, columns: int, *, with_bias: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(rows, columns))
+        self.return_layernorm_output = False
+        self.te_return_bias = with_bias
+
+    def forward(self, x: Tensor) -> Any:
+        normed = x / x.norm(dim=-1, keepdim=True)
+        y, bias = linear(normed, self.weight), torch.ones(3)
+        if self.te_return_bias:
+            return (y, bias, normed) if self.return_layernorm_output else (y, bias)
+        return ((y, normed) if self.return_layernorm_output else y), None
+
+
+class Grouped(torch.nn.Module):
+    """As TEGroupedLinear."""
+
+    def __init__(self, experts: int, rows: int, columns: int) -> None:
+        super().__init__()
+        for number in range(experts):
+            self.register_parameter(f"weight{number}", torch.nn.Parameter(torch.randn(rows, columns)))
+
+    def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
+        parts = torch.split(x, m_splits)
+        return torch.cat([linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]), None
+
+
+def rules_of(case: str, targets: list[str]) -> AdapterRules:
+    model_type, different = tiny_hf.CASES[case]
+    model = config_from_hf({**tiny_hf.SIZE, **different, "model_type": model_type})
+    config = AdapterConfig.from_dict(
+        {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": targets}
+    )
+    return rules_for_training(model, config)
+
+
+def held(rules: AdapterRules, live: dict[str, str], chunk: torch.nn.Module) -> list[tuple[Held, Tensor]]:
+    parameters = dict(chunk.named_parameters())
+    bases = {pair.target.base.mca_name(): pair.target.base for pair in rules.factors}
+    return [(Held(name, bases[mca]), parameters[name]) for mca, name in live.items()]
+
+
+def randomise(items: list[Attached]) -> None:
+    with torch.no_grad():
+        for item in items:
+            for _, tensor in item.live:
+                tensor.normal_()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_fused_norm_gives_lora_the_normed_input(with_bias: bool) -> None:
+    rules = rules_of("llama", ["q_proj", "v_proj"])
+    chunk = torch.nn.Module()
+    chunk.qkv = FusedNorm(128, 32, with_bias=with_bias)
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    (item,) = attach(
+        chunk, held(rules, {name: "qkv.weight"}, chunk), rules, RANKS, dropout=0.0, grouped=False
+    )
+    randomise([item])
+    x = torch.randn(5, 2, 32)
+    y, bias = chunk.qkv(x)
+    assert (bias is not None) == with_bias
+    merged = chunk.qkv.weight + item.lora.product()
+    torch.testing.assert_close(y, linear(x / x.norm(dim=-1, keepdim=True), merged), atol=1e-4, rtol=1e-4)
+    k_rows = item.lora.product().reshape(2, 4, 16, 32)[:, 2]  # [q q k v] of each group
+    assert bool((k_rows == 0).all())
+    detach([item])
+    output = chunk.qkv(x)
+    assert len(output) == 2
+    assert isinstance(output[0], Tensor)
+
+
+def test_grouped_experts_get_their_own_factors() -> None:
+    rules = rules_of("qwen3_moe", ["gate_proj", "up_proj"])
+    some = AdapterRules(tuple(pair for pair in rules.factors if pair.target.base.expert in (0, 2)))
+    chunk = torch.nn.Module()
+    chunk.fc1 = Grouped(3, 32, 32)
+    prefix = "decoder.layers.1.mlp.experts.linear_fc1.weight"
+    live = {f"{prefix}{number}": f"fc1.weight{number}" for number in (0, 2)}
+    items = attach(chunk, held(some, live, chunk), some, RANKS, dropout=0.0, grouped=True)
+    randomise(items)
+    x, splits = torch.randn(9, 32), [4, 0, 5]
+    first, last = (item.base + item.lora.product() for item in items)
+    expected = torch.cat([linear(x[:4], first), linear(x[4:], last)])
+    torch.testing.assert_close(chunk.fc1(x, splits)[0], expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(chunk.fc1.lora(x, torch.tensor(splits)), chunk.fc1.lora(x, splits))
+    assert sum(p.numel() for p in chunk.fc1.lora.parameters()) == 2 * 2 * (2 * 32 + 16 * 2)
+    before = chunk.fc1(x, [3, 3, 3])[0][3:6]
+    detach(items)
+    torch.testing.assert_close(chunk.fc1(x, [3, 3, 3])[0][3:6], before)  # expert 1 had none
+
+
+def test_dropout_is_of_the_input_and_only_in_training() -> None:
+    rules = rules_of("llama", ["o_proj"])
+    chunk = torch.nn.Module()
+    chunk.proj = FusedNorm(32, 64, with_bias=False)
+    name = "decoder.layers.0.self_attention.linear_proj.weight"
+    (item,) = attach(
+        chunk, held(rules, {name: "proj.weight"}, chunk), rules, RANKS, dropout=0.5, grouped=False
+    )
+    randomise([item])
+    x = torch.ones(4000, 64)
+    assert not torch.equal(item.lora(x), item.lora(x))
+    torch.testing.assert_close(
+        item.lora(x).mean(0), linear(x[:1], item.lora.product())[0], atol=1.5, rtol=0.1
+    )
+    item.lora.eval()
+    torch.testing.assert_close(item.lora(x[:2]), linear(x[:2], item.lora.product()), atol=1e-4, rtol=1e-4)
+
+
+def test_fewer_groups_than_ranks_take_the_rows_they_need() -> None:
+    """Three ranks' rows of lora_B are the packed rows' share, wherever a query group is cut."""
+    from mca_models.megatron.peft.attach import _order
+    from mca_models.megatron.peft.linear import Cut, Part
+    from mca_models.weights import Param
+
+    class Rank(Alone):
+        def __init__(self, rank: int, size: int) -> None:
+            self._rank, self._size = rank, size
+
+        def size(self) -> int:
+            return self._size
+
+        def rank(self) -> int:
+            return self._rank
+
+    model_type, _ = tiny_hf.CASES["llama"]
+    model = config_from_hf({**tiny_hf.SIZE, "model_type": model_type})
+    base: Param = next(p for p in family_of(model_type).params(model) if "linear_qkv.weight" in p.mca)
+    sizes = (64, 32, 32)
+    columns = [torch.arange(size).unsqueeze(1) + 1000 * i for i, size in enumerate(sizes)]
+    whole = base.to_whole(columns)
+    rules = rules_of("llama", ["q_proj", "k_proj", "v_proj"])
+    pairs = [replace(pair, target=replace(pair.target, base=base)) for pair in rules.factors[:3]]
+    for size in (4, 8):
+        for rank in range(size):
+            parts = [
+                Part(pair.target.label, 2, 1.0, n, whole_b=True) for pair, n in zip(pairs, sizes, strict=True)
+            ]
+            order = _order(pairs, parts, sizes, Cut("rows", Rank(rank, size)))
+            assert order is not None
+            mine = torch.cat(columns)[order].flatten()
+            assert torch.equal(mine, base.shard.take(whole, rank, size).flatten())
