@@ -14,7 +14,7 @@ from mca_models.checkpoint.moves import Rule, Side, part_shapes
 from mca_models.checkpoint.runs import Gather, Shape
 from mca_models.checkpoint.safetensors import TensorInfo
 from mca_models.checkpoint.shapes import expected_shape
-from mca_models.checkpoint.source import Part, copy_move, plan_gathers
+from mca_models.checkpoint.source import Computed, Part, copy_move, plan_gathers
 from mca_models.foreign.storage import Stored, storages, to_storage
 from mca_models.foreign.tensors import Chunk, FlatRows, GridTensor, StridedTensor
 from mca_models.weights import Param
@@ -81,7 +81,7 @@ class ForeignSource:
         planned = plan_gathers(param, place.whole, place.side, side)
         return tuple(to_storage(gather, place.tensors) for gather in planned)
 
-    def tensors(self) -> Iterable[TensorInfo]:
+    def tensors(self) -> Iterable[TensorInfo | Computed]:
         """All runs of bytes that hold parameters."""
         for param in self.params:
             for part in self.parts(param):
