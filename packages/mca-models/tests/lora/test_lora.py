@@ -306,3 +306,43 @@ def test_a_tied_model_is_not_merged_with_a_saved_embedding(tmp_path: Path) -> No
     with pytest.raises(McaError, match="embed_tokens is tied to the output layer"):
         merge_to_hf(checkpoint, adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_merging_refuses_what_is_not_finite(dtype: str, tmp_path: Path) -> None:
+    base, source = adapters.save("llama-linear", tmp_path, dtype)
+    tensors = load_file(source / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.2.mlp.gate_proj.lora_B.weight"
+    tensors[name] *= 1e8 if dtype == "float16" else float("inf")
+    save_file(tensors, source / "adapter_model.safetensors")
+    checkpoint = open_checkpoint(base)
+    with pytest.raises(
+        McaError, match=f"layers.2.mlp.gate_proj.weight: merging gives .* not finite in {dtype}"
+    ):
+        merge_to_hf(checkpoint, open_adapter(source, checkpoint.config), tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_flipped_bit_in_a_piece_is_noticed(tmp_path: Path) -> None:
+    base, source = adapters.save("qwen2", tmp_path)
+    adapter = open_adapter(source, open_checkpoint(base).config)
+    write_mca_adapter(adapter, ParallelLayout(tensor_model_parallel_size=2), tmp_path / "mca")
+    file = tmp_path / "mca" / "iter_0000001" / "pp_000" / "tp_01.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(McaError, match=r"tp_01.safetensors: its checksum is not the manifest's"):
+        open_adapter(tmp_path / "mca")
+    file.unlink()
+    with pytest.raises(McaError, match=r"tp_01.safetensors: no such file"):
+        open_adapter(tmp_path / "mca")
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    base, source = adapters.save("qwen2", tmp_path)
+    model = open_checkpoint(base).config
+    write_mca_adapter(open_adapter(source, model), ParallelLayout(), tmp_path / "mca")
+    with pytest.raises(McaError, match="num_layers of its base model is 4, here 5"):
+        open_adapter(tmp_path / "mca", replace(model, num_layers=5))
+    with pytest.raises(McaError, match="does not describe its base model"):
+        open_adapter(source)

@@ -21,8 +21,8 @@ from mca_models.lora.adapter import Adapter, require_untied
 from mca_models.lora.rules import Factors
 from mca_models.weights import Param
 
-_BLOCK = 1 << 22
-"""Elements of fp32 work at a time: 16 MiB."""
+_BLOCK = 1 << 20
+"""Elements of fp32 work at a time: 4 MiB."""
 
 
 class Merge:
@@ -61,7 +61,11 @@ class Merge:
         for pair, b, rows in self._on_part(param, part):
             weight = weight if weight.flags.writeable else weight.copy()
             changed = weight.T if pair.target.transposed else weight
-            add_product(changed[rows], self.adapter.read(pair.a), b, pair.scale)
+            if not add_product(changed[rows], self.adapter.read(pair.a), b, pair.scale):
+                raise McaError(
+                    f"{param.hf_names()[part]}: merging gives values that are not finite in {weight.dtype}; the "
+                    "adapter is broken or its scale too large"
+                )
         return weight
 
     def _on_part(self, param: Param, part: int) -> Iterator[tuple[Factors, Any, slice]]:
@@ -82,17 +86,22 @@ class Merge:
                 yield pair, b[part * rows : (part + 1) * rows], slice(None)
 
 
-def add_product(weight: Any, a: Any, b: Any, scale: float) -> None:
-    """``weight += scale * b @ a`` in place, each element rounded to ``weight``'s dtype once."""
+def add_product(weight: Any, a: Any, b: Any, scale: float) -> bool:
+    """``weight += scale * b @ a`` in place, each element rounded once; whether all results are finite."""
     import numpy as np
 
+    finite = True
     columns, rows = a.astype(np.float32), max(1, _BLOCK // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
         block = slice(start, start + rows)
-        delta = b[block].astype(np.float32) @ columns
-        delta *= np.float32(scale)
-        delta += weight[block].astype(np.float32)
-        weight[block] = delta.astype(weight.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):  # told by the result
+            delta = b[block].astype(np.float32) @ columns
+            delta *= np.float32(scale)
+            delta += weight[block].astype(np.float32)
+            weight[block] = delta.astype(weight.dtype)
+        # NumPy knows float16; bfloat16 has float32's range
+        finite = finite and bool(np.isfinite(weight[block] if weight.dtype == np.float16 else delta).all())
+    return finite
 
 
 def merge_to_hf(base: ModelSource, adapter: Adapter, destination: Path) -> None:
@@ -148,9 +157,7 @@ def _merged(merge: Merge, base: ModelSource, param: Param, part: int) -> Any:
     weight = _read_part(base, param, part)
     if not merge.touches(param):
         return weight
-    merged = merge.merge(param, part, weight)
-    _require_finite(param, part, merged)
-    return merged
+    return merge.merge(param, part, weight)
 
 
 def _read_part(base: ModelSource, param: Param, part: int) -> Any:
@@ -164,13 +171,3 @@ def _read_part(base: ModelSource, param: Param, part: int) -> Any:
     for move in gather.moves:
         copy_move(flats[move.part], out, move)
     return out.reshape(gather.shape)
-
-
-def _require_finite(param: Param, part: int, weight: Any) -> None:
-    import numpy as np
-
-    for start in range(0, weight.shape[0], rows := max(1, _BLOCK // max(1, weight[0].size))):
-        if not np.isfinite(weight[start : start + rows].astype(np.float32)).all():
-            raise McaError(
-                f"{param.hf_names()[part]}: merging gives values that are not finite; the adapter is broken"
-            )
