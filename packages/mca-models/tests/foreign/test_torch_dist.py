@@ -19,6 +19,7 @@ from torch.distributed import checkpoint as dcp
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
+from mca_models.foreign import open_foreign
 from mca_models.foreign.torch_dist import find_torch_dist, open_torch_dist
 from mca_models.templates import config_from_hf, family_of, gated_delta_net
 from mca_models.weights import Stage
@@ -184,6 +185,10 @@ def test_where_it_is_found(tmp_path: Path, checkpoint: Any) -> None:
     config.save(tmp_path)
     assert_same(open_torch_dist(tmp_path), hf)
     assert_same(open_torch_dist(tmp_path / "iter_0000001"), hf)
+    found = open_foreign(tmp_path)
+    assert found is not None
+    assert_same(found, hf)
+    assert open_foreign(tmp_path / "iter_0000001/dist_model/nowhere") is None
 
 
 @pytest.fixture

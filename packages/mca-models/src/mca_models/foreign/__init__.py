@@ -2,7 +2,7 @@
 
     open_roll(dir)                  a tree of ROLL's mcore_adapter (mp_rank_*/model_optim_rng.pt)
     open_torch_dist(dir, config)    a torch_dist checkpoint of Megatron (.metadata, __R_I.distcp)
-    is_roll(dir), find_torch_dist(dir)      whether a directory is one
+    open_foreign(dir, config)       whichever of the two it is, None if neither
 
 Both return a ``ForeignSource``, which is a ``checkpoint.ModelSource``: ``parts(param)`` are runs of bytes in
 files, ``gathers(param, side)`` says how to copy from them (never plan moves of it in another way: the runs
@@ -25,6 +25,9 @@ for every stretch of a bounded buffer.
 Importing this imports NumPy; do so only where a source is opened.
 """
 
+from pathlib import Path
+
+from mca_config.model_config import McaModelConfig
 from mca_models.foreign.fp8 import Fp8Tensor
 from mca_models.foreign.mxfp4 import Mxfp4Tensor
 from mca_models.foreign.quantised import HfTensor, dequantised, is_quantised, plain_config
@@ -45,8 +48,24 @@ __all__ = [
     "find_torch_dist",
     "is_quantised",
     "is_roll",
+    "open_foreign",
     "open_roll",
     "open_torch_dist",
     "open_torch_file",
     "plain_config",
 ]
+
+
+def open_foreign(path: Path, config: McaModelConfig | None = None) -> ForeignSource | None:
+    """The checkpoint in directory ``path`` if another program wrote it, else None.
+
+    Args:
+        path: The directory.
+        config: Of the model, for a ``torch_dist`` checkpoint without a configuration beside it.
+
+    Raises:
+        McaError: It is one, but incomplete or damaged.
+    """
+    if is_roll(path):
+        return open_roll(path)
+    return open_torch_dist(path, config) if find_torch_dist(path) else None

@@ -218,6 +218,8 @@ def assemble(
 
 def _tiling_fault(shape: Shape, chunks: Sequence[Chunk]) -> str | None:
     """What keeps ``chunks`` from filling ``shape`` exactly."""
+    if _is_stack(shape, chunks):
+        return None
     ends = [tuple(map(sum, zip(chunk.offsets, chunk.tensor.shape, strict=True))) for chunk in chunks]
     outside = any(end > size for stops in ends for end, size in zip(stops, shape, strict=True))
     if outside:
@@ -236,3 +238,23 @@ def _tiling_fault(shape: Shape, chunks: Sequence[Chunk]) -> str | None:
     if (times > 1).any():
         return "overlap"
     return "leave a hole" if (times == 0).any() else None
+
+
+def _is_stack(shape: Shape, chunks: Sequence[Chunk]) -> bool:
+    """Whether ``chunks`` follow one another along one axis; the common case, told without an array."""
+    first = chunks[0].tensor.shape if chunks else ()
+    cut = [axis for axis, (size, part) in enumerate(zip(shape, first, strict=False)) if part != size]
+    if len(first) != len(shape) or len(cut) > 1 or not chunks:
+        return False
+    axis, start = (cut or [0])[0], 0
+    ordered = sorted(chunks, key=lambda chunk: chunk.offsets) if len(chunks) > 1 else chunks
+    for chunk in ordered:
+        size = chunk.tensor.shape
+        if not shape:
+            return len(chunks) == 1
+        if chunk.offsets != (*(0,) * axis, start, *(0,) * (len(shape) - axis - 1)):
+            return False
+        if (*size[:axis], *size[axis + 1 :]) != (*shape[:axis], *shape[axis + 1 :]):
+            return False
+        start += size[axis]
+    return start == shape[axis]

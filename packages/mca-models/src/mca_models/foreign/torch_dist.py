@@ -25,6 +25,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 
@@ -252,26 +253,36 @@ def _prefix(directory: DcpDirectory) -> str:
 
 def forms_of(param: Param, config: McaModelConfig) -> Iterator[Form]:
     """Every way in which ``param`` may be stored."""
-    for name in _global_spellings(param.mca):
-        for template, expert_axis in _expert_forms(param, name):
-            for template_of_layer, layer_axis in _layer_forms(param, template):
-                key = replace(param, mca=template_of_layer).mca_name()
-                index = ((param.layer,) if layer_axis else ()) + ((param.expert,) if expert_axis else ())
-                sizes = ((config.num_layers,) if layer_axis else ()) + (
-                    (config.num_moe_experts,) if expert_axis else ()
-                )
-                checked = tuple(n for n in index if n is not None), tuple(n for n in sizes if n is not None)
-                for parts in _parts(param):
-                    yield Form(tuple(key + part for part in parts), *checked)
+    layer, expert = param.layer, param.expert
+    for templates, layer_axis, expert_axis in _templates(param.mca, expert is not None, param.shard.segments):
+        keys = tuple(template.format(layer=layer, expert=expert) for template in templates)
+        axes: list[tuple[int | None, int | None]] = [(layer, config.num_layers)] if layer_axis else []
+        axes += [(expert, config.num_moe_experts)] if expert_axis else []
+        found = [(at, size) for at, size in axes if at is not None and size is not None]
+        yield Form(keys, tuple(at for at, _ in found), tuple(size for _, size in found))
 
 
-def _parts(param: Param) -> Iterator[tuple[str, ...]]:
-    """What may be added to the name of ``param``, for each of the tensors that make it up."""
+@lru_cache(maxsize=1024)
+def _templates(
+    mca: str, is_expert: bool, segments: tuple[int, ...]
+) -> tuple[tuple[tuple[str, ...], bool, bool], ...]:
+    """The forms of a rule's name: tensors, whether all layers are in one, whether all experts are."""
+    return tuple(
+        (tuple(template + part for part in parts), layer_axis, expert_axis)
+        for name in _global_spellings(mca)
+        for of_expert, expert_axis in _expert_forms(name, is_expert)
+        for template, layer_axis in _layer_forms(of_expert)
+        for parts in _parts(mca, segments)
+    )
+
+
+def _parts(mca: str, segments: tuple[int, ...]) -> Iterator[tuple[str, ...]]:
+    """What may be added to the name ``mca``, for each of the tensors that make it up."""
     yield ("",)
-    if param.shard.segments == (1, 1):
+    if segments == (1, 1):
         yield "_w", "_v"
     for tail, parts in _PARTS:
-        if param.mca.endswith(tail):
+        if mca.endswith(tail):
             yield parts
 
 
@@ -280,9 +291,9 @@ def _global_spellings(mca: str) -> list[str]:
     return names + [mca.replace(own, fused) for own, fused in _FUSED_NORMS if own in mca]
 
 
-def _expert_forms(param: Param, name: str) -> Iterator[tuple[str, bool]]:
+def _expert_forms(name: str, is_expert: bool) -> Iterator[tuple[str, bool]]:
     """``name`` as an expert's, and whether it stands in a tensor of all experts."""
-    if param.expert is None:
+    if not is_expert:
         yield name, False
         return
     for (own, other, axis), number, kind in product(_EXPERT_FORMS, (1, 2), ("weight", "bias")):
@@ -291,7 +302,7 @@ def _expert_forms(param: Param, name: str) -> Iterator[tuple[str, bool]]:
             yield name.replace(canonical, other.format(n=number, kind=kind)), axis
 
 
-def _layer_forms(param: Param, name: str) -> Iterator[tuple[str, bool]]:
+def _layer_forms(name: str) -> Iterator[tuple[str, bool]]:
     """``name`` as a layer's, and whether it stands in a tensor of all layers."""
     yield name, False
     if name.startswith(_LAYERS):
