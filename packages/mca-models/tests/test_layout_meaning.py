@@ -61,7 +61,7 @@ def test_a_rank_of_a_gated_delta_net_has_whole_key_heads_with_their_values(rank:
     torch.testing.assert_close(x @ piece.T, mine, rtol=0, atol=1e-5)
     conv = params["decoder.layers.0.self_attention.conv1d.weight"]
     kernel = conv.to_mca([tensors[name] for name in conv.hf_names()], rank, 2)
-    expected = torch.cat([w.chunk(2)[rank] for w in net.conv1d.weight.split([12, 12, 40])])
+    expected = torch.cat([w.chunk(2)[rank] for w in net.conv1d.weight.split([32, 32, 40])])
     assert torch.equal(kernel, expected)
 
 

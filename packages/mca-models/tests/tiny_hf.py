@@ -40,7 +40,7 @@ LATENT: dict[str, Any] = {
 DELTA_NET: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 6,
+    "linear_key_head_dim": 16,
     "linear_value_head_dim": 10,
     "linear_conv_kernel_dim": 3,
 }

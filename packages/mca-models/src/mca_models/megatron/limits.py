@@ -1,6 +1,6 @@
 """What the installed megatron-core, or this machine, would compute wrongly or not at all: refused by name.
 
-The facts are in ``docs/limits.md`` of the workspace; each function here has a test.
+Each was found by comparing losses and gradients over layouts; each has a test.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ def require_supported(
         *_wrong_losses(config, layout, settings, version),
         *_machine(settings, device),
         *_local(settings, implementation),
-        *family_problems(config, layout, implementation),
+        *family_problems(config, layout),
     ]
     error = list_problems(problems, f"{config.model_type} at {layout}")
     if error:

@@ -1,9 +1,11 @@
 """Megatron's layer specs with the modules that a family's fields ask for."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_models.megatron.families.gated_delta_net import delta_net_spec
 from mca_models.megatron.families.group_router import best_group_router
 from mca_models.megatron.families.latent import with_plain_query
 from mca_models.megatron.families.norms import WideKeyNorm, WideNorm
@@ -19,8 +21,15 @@ def adapted_block(
     spec: Any, config: McaModelConfig, implementation: Implementation, layers: Sequence[int]
 ) -> Any:
     """The spec of a chunk that holds decoder ``layers``."""
-    del layers
-    return adapted(spec, config, implementation)
+    block = adapted(spec, config, implementation)
+    linear = [place for place, layer in enumerate(layers) if config.is_linear_layer(layer)]
+    if not linear:
+        return block
+    own = {"self_attention": lambda attention: delta_net_spec(implementation)}
+    layer_specs = list(block.layer_specs)
+    for place in linear:
+        layer_specs[place] = _changed(layer_specs[place], own, {})
+    return dataclasses.replace(block, layer_specs=layer_specs)
 
 
 def adapted(spec: Any, config: McaModelConfig, implementation: Implementation) -> Any:

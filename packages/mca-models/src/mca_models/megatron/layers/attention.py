@@ -86,7 +86,7 @@ class CoreAttention(torch.nn.Module):
         if packed and query.dim() == 3:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         rows = query.shape[0] * self.cp_group.size()
-        lengths = _lengths(packed_seq_params, rows) if packed else (rows,)
+        lengths = packed_lengths(packed_seq_params, rows) if packed else (rows,)
         out = self._attend(query, key, value, lengths)
         return out.flatten(1) if packed else out.flatten(2)
 
@@ -144,7 +144,7 @@ def _context_group(pg_collection: Any) -> Any:
     return parallel_state.get_context_parallel_group()
 
 
-def _lengths(packed_seq_params: Any, rows: int) -> tuple[int, ...]:
+def packed_lengths(packed_seq_params: Any, rows: int) -> tuple[int, ...]:
     """Tokens of each packed sequence over all context ranks; rows after the last one are one more."""
     ends = packed_seq_params.cu_seqlens_q_padded
     ends = packed_seq_params.cu_seqlens_q if ends is None else ends

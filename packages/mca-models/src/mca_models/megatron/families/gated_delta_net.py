@@ -1,0 +1,171 @@
+"""Linear attention: Megatron's gated delta net with a forward pass in plain torch.
+
+Megatron's own needs kernels that only CUDA has, and knows neither context parallelism nor packed sequences in all
+versions. Its parameters, their names and their distributed checkpoint are kept. Context parallelism gathers the
+projected tokens; every rank runs the recurrence over whole sequences and keeps its own tokens.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, pad, silu, softplus
+
+from mca_models.megatron.families.delta_rule import gated_delta_rule
+from mca_models.megatron.layers.norm import Norm
+from mca_models.megatron.layers.zigzag import chunks_of_rank, in_order
+from mca_models.megatron.names import Implementation
+
+
+class HeadNorm(Norm):
+    """RMSNorm of each value head; never zero-centred, whatever the model's other norms are."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.offset = 0.0
+        self.sequence_parallel = config.sequence_parallel
+        torch.nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` normalised, in its own dtype; the weight's gradient is that of all tensor ranks' heads."""
+        from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+
+        # with sequence parallelism Megatron sums the gradients of all norms itself
+        weight = self.weight if self.sequence_parallel else copy_to_tensor_model_parallel_region(self.weight)
+        wide = x.float()
+        normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return weight * normal.to(x.dtype)
+
+
+def delta_net_spec(implementation: Implementation) -> Any:
+    """The spec of a linear attention block."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    if implementation == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import (
+            TELayerNormColumnParallelLinear,
+            TERowParallelLinear,
+        )
+
+        column, row = TELayerNormColumnParallelLinear, TERowParallelLinear
+    else:
+        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+        column, row = ColumnParallelLinear, RowParallelLinear
+    submodules = GatedDeltaNetSubmodules(in_proj=column, out_norm=HeadNorm, out_proj=row)
+    return ModuleSpec(module=_module(), submodules=submodules)
+
+
+@cache
+def _module() -> type:
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    class DeltaNet(GatedDeltaNet):  # type: ignore[misc]
+        """Megatron's gated delta net without its kernels."""
+
+        def __init__(
+            self, *args: Any, cp_comm_type: Any = None, pp_layer_offset: Any = None, **kwargs: Any
+        ) -> None:
+            with _kernels_not_asked_for(GatedDeltaNet):
+                super().__init__(*args, **kwargs)
+
+        def _setup_variant_attrs(self) -> None:
+            super()._setup_variant_attrs()
+            self.gated_delta_rule = gated_delta_rule
+
+        def forward(
+            self,
+            hidden_states: Tensor,
+            attention_mask: Any = None,
+            *,
+            packed_seq_params: Any = None,
+            **_: Any,
+        ) -> tuple[Tensor, Tensor | None]:
+            """``[s / cp, b, hidden]`` to the same; all other arguments of an attention are of no consequence."""
+            mixed, _ = self.in_proj(hidden_states)
+            group = self.pg_collection.cp
+            lengths = _lengths(packed_seq_params, mixed.shape[0] * group.size())
+            outputs = [self._sequence(x) for x in _sequences(mixed, lengths, group)]
+            chunks = chunks_of_rank(lengths, group.rank(), group.size())
+            own = [outputs[chunk.sequence].narrow(0, chunk.start, chunk.length) for chunk in chunks]
+            return self.out_proj(own[0] if len(own) == 1 else torch.cat(own))  # type: ignore[no-any-return]
+
+        def _sequence(self, mixed: Tensor) -> Tensor:
+            """One whole sequence of projections ``[s, b, q k v z b a]`` to normalised, gated values ``[s, b, v]``."""
+            tp = self.tp_size
+            key_rows, value_rows, heads = self.qk_dim // tp, self.v_dim // tp, self.num_value_heads // tp
+            qkv, gate, beta, fade = mixed.split([2 * key_rows + value_rows, value_rows, heads, heads], -1)
+            qkv = self._convolved(qkv.permute(1, 2, 0))
+            query, key, value = qkv.split([key_rows, key_rows, value_rows], 1)
+            query, key = (self._per_value_head(_unit(_heads(x, self.key_head_dim))) for x in (query, key))
+            decay = -self.A_log.float().exp() * softplus(fade.float() + self.dt_bias)
+            out = gated_delta_rule(
+                query * self.key_head_dim**-0.5,
+                key,
+                _heads(value, self.value_head_dim),
+                decay.permute(1, 2, 0),
+                beta.sigmoid().permute(1, 2, 0),
+            )
+            out = self.out_norm(out.permute(2, 0, 1, 3).to(mixed.dtype))
+            gated: Tensor = (out.flatten(2) * silu(gate.float())).to(mixed.dtype)
+            return gated
+
+        def _convolved(self, x: Tensor) -> Tensor:
+            """``[b, channels, s]``: each channel mixed with its past."""
+            kernel = self.conv1d.weight
+            past = pad(x, (kernel.shape[-1] - 1, 0))
+            return silu(conv1d(past, kernel, self.conv1d.bias, groups=x.shape[1]))
+
+        def _per_value_head(self, x: Tensor) -> Tensor:
+            return x.repeat_interleave(self.num_value_heads // self.num_key_heads, 1)
+
+    return DeltaNet
+
+
+@contextmanager
+def _kernels_not_asked_for(megatron: type) -> Iterator[None]:
+    """Megatron's constructor refuses to go on without kernels that our forward pass does not use."""
+    modules: list[Any] = [sys.modules[base.__module__] for base in megatron.__mro__]
+    asking = [module for module in modules if hasattr(module, "HAVE_FLA")]
+    before = [module.HAVE_FLA for module in asking]
+    for module in asking:
+        module.HAVE_FLA = True
+    try:
+        yield
+    finally:
+        for module, value in zip(asking, before, strict=True):
+            module.HAVE_FLA = value
+
+
+def _sequences(x: Tensor, lengths: tuple[int, ...], group: Any) -> list[Tensor]:
+    """Every whole sequence ``[s, b, ...]``, gathered over the context ranks."""
+    rows = x if x.dim() == 3 else x.unsqueeze(1)
+    if group.size() == 1:
+        return list(torch.split(rows, list(lengths)))
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    return in_order(gather_from_sequence_parallel_region(rows, group=group), lengths, group.size())
+
+
+def _lengths(packed_seq_params: Any, rows: int) -> tuple[int, ...]:
+    if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+        return (rows,)
+    from mca_models.megatron.layers.attention import packed_lengths
+
+    return packed_lengths(packed_seq_params, rows)
+
+
+def _heads(x: Tensor, width: int) -> Tensor:
+    """``[b, heads * width, s]`` as ``[b, heads, s, width]``."""
+    heads: Tensor = x.unflatten(1, (-1, width)).transpose(2, 3)
+    return heads
+
+
+def _unit(x: Tensor) -> Tensor:
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
