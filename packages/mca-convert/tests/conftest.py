@@ -9,6 +9,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "mca-models" / "tests"))
 
+from files import layout_flags
+
 from mca_convert.cli import main
 
 Convert = Callable[..., Path]
@@ -36,20 +38,10 @@ def convert(tmp_path: Path) -> Convert:
 
     def run(source: Path, name: str, *flags: str, **layout: int | str) -> Path:
         target = tmp_path / name
-        sizes = [item for key, value in layout.items() for item in (f"--{LAYOUT[key]}", str(value))]
-        code = main(["--checkpoint_path", str(source), "--output_path", str(target), *flags, *sizes])
+        code = main(
+            ["--checkpoint_path", str(source), "--output_path", str(target), *flags, *layout_flags(layout)]
+        )
         assert code == 0
         return target
 
     return run
-
-
-LAYOUT = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "first": "num_layers_in_first_pipeline_stage",
-    "string": "pipeline_model_parallel_layout",
-}

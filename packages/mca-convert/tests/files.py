@@ -45,3 +45,20 @@ def read_raw(file: Path) -> tuple[dict[str, Any], bytes]:
 def write_raw(file: Path, header: Any, data: bytes) -> None:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+LAYOUT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "first": "num_layers_in_first_pipeline_stage",
+    "last": "num_layers_in_last_pipeline_stage",
+    "string": "pipeline_model_parallel_layout",
+}
+
+
+def layout_flags(layout: dict[str, int | str]) -> list[str]:
+    """The flags of a layout in short names."""
+    return [f"--{LAYOUT[key]}={value}" for key, value in layout.items()]

@@ -17,7 +17,7 @@ def cast_into(source: "np.ndarray[Any, Any]", target: "np.ndarray[Any, Any]", na
     import numpy as np
 
     with np.errstate(over="ignore", invalid="ignore"):
-        target[...] = source.astype(target.dtype, copy=False)
+        np.copyto(target, source, casting="unsafe")
     if target.dtype == np.float16:
         _require_finite(source, target, name)
 

@@ -39,6 +39,14 @@ def _run(command: str, parser: argparse.ArgumentParser, options: argparse.Namesp
         from mca_convert.commands.verify import verify
 
         return verify(options)
+    if command == "plan":
+        from mca_convert.commands.plan import plan
+
+        return plan(parser, options)
+    if command == "inspect":
+        from mca_convert.commands.inspect import inspect
+
+        return inspect(options)
     raise AssertionError(command)
 
 

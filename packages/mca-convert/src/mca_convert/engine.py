@@ -14,7 +14,7 @@ from mca_convert.chunks import Chunk, ChunkCache
 from mca_convert.collect import Buffers, Collector
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import SourceFiles
-from mca_convert.tasks import Fill
+from mca_convert.tasks import Fill, fill_item_size
 from mca_models.checkpoint import FilePlan, FileRecord, SafetensorsWriter
 from mca_models.checkpoint.dtypes import ITEM_SIZES
 
@@ -72,7 +72,7 @@ class Engine:
 
     def _stretches(self, fills: Sequence[Fill]) -> Iterator[Stretch]:
         for fill in fills:
-            size = max(ITEM_SIZES[fill.dtype], ITEM_SIZES[fill.source_dtype])
+            size = fill_item_size(fill)
             cache = self._caches.setdefault(size, ChunkCache(self._limits.buffer_bytes // size))
             chunks = cache.chunks(fill.gather)
             for first in range(0, len(chunks), _STRETCH_CHUNKS):

@@ -13,6 +13,8 @@ from mca_config.command_line import add_arguments
 DEFAULT_COMMAND = "convert"
 COMMANDS = {
     DEFAULT_COMMAND: "convert a checkpoint between Hugging Face and MCA, or between MCA layouts",
+    "plan": "say what a conversion would read, write and hold, and all that stands in its way",
+    "inspect": "say what a directory holds: kind, model, layout, dtypes, sizes",
     "verify": "compare two checkpoints as models, tensor by tensor, bit for bit",
 }
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -68,14 +70,41 @@ def _flag(parser: Any, name: str, **how: Any) -> None:
 
 
 def _convert_flags(parser: argparse.ArgumentParser) -> None:
+    _conversion_flags(parser, planning=False)
+
+
+def _plan_flags(parser: argparse.ArgumentParser) -> None:
+    _conversion_flags(parser, planning=True)
+    parser.add_argument("--json", action="store_true", help="the plan as JSON, with every file")
+
+
+def _inspect_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="a directory of any kind")
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    _flag(
+        parser,
+        "top",
+        type=_positive,
+        metavar="N",
+        default=5,
+        help="how many of the biggest tensors; default 5",
+    )
+
+
+def _conversion_flags(parser: argparse.ArgumentParser, *, planning: bool) -> None:
     _flag(parser, "checkpoint_path", required=True, metavar="DIR", help="the checkpoint to read")
-    _flag(parser, "output_path", required=True, metavar="DIR", help="the new one; absent or empty before")
+    where = (
+        "where it would go; checks that it is free and has room"
+        if planning
+        else "the new one; absent or empty before"
+    )
+    _flag(parser, "output_path", required=not planning, metavar="DIR", help=where)
     _flag(
         parser,
         "to",
         choices=("mca", "hf"),
-        help="the target; default: hf from an MCA checkpoint, else mca. An MCA source can go to mca again, "
-        "in another layout",
+        help="the target; default: hf from Megatron's checkpoints (MCA, ROLL, torch_dist), else mca. An MCA source "
+        "can go to mca again, in another layout; a quantised Hugging Face one to hf, dequantised",
     )
     _dtype_flags(parser)
     _layout_flags(parser)
@@ -129,7 +158,12 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
     _engine_flags(parser)
 
 
-_BUILDERS = {DEFAULT_COMMAND: _convert_flags, "verify": _verify_flags}
+_BUILDERS = {
+    DEFAULT_COMMAND: _convert_flags,
+    "plan": _plan_flags,
+    "inspect": _inspect_flags,
+    "verify": _verify_flags,
+}
 
 
 def byte_count(text: str) -> int:

@@ -41,17 +41,27 @@ def source_dtypes(source: ModelSource) -> dict[str, str]:
     Raises:
         McaError: The parts of a parameter differ.
     """
-    dtypes = {}
+    for fault in dtype_faults(source):
+        raise McaError(fault)
+    return {param.mca_name(): source.parts(param)[0].info.dtype for param in source.params}
+
+
+def dtype_faults(source: ModelSource) -> Iterator[str]:
+    """All parameters whose parts have different dtypes."""
     for param in source.params:
-        found = sorted({part.info.dtype for part in source.parts(param)})
+        parts = source.parts(param)
+        found = sorted({part.info.dtype for part in parts})
         if len(found) > 1:
-            names = ", ".join(part.info.name for part in source.parts(param))
-            raise McaError(
+            names = ", ".join(part.info.name for part in parts)
+            yield (
                 f"{source.path}: {names} have different dtypes ({', '.join(found)}) and cannot share one "
                 "parameter; save them in one dtype first"
             )
-        dtypes[param.mca_name()] = found[0]
-    return dtypes
+
+
+def fill_item_size(fill: Fill) -> int:
+    """Bytes that one element of ``fill`` takes in a buffer."""
+    return max(ITEM_SIZES[fill.dtype], ITEM_SIZES[fill.source_dtype])
 
 
 def target_dtypes(params: Iterable[Param], found: Mapping[str, str], cast: str | None) -> dict[str, str]:

@@ -33,15 +33,22 @@ def plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Conver
     path = Path(options.checkpoint_path)
     megatron = kind_of(path).is_megatron
     target = options.to or ("hf" if megatron else "mca")
-    given = [name for name in LAYOUT_FIELDS if name in vars(options)]
-    if target == "hf" and given:
-        hint = ", or add --to mca to write the same model in another layout" if megatron else ""
-        parser.error(f"--{given[0]} says how an MCA target is cut, the target is hf; remove it{hint}")
+    if target == "hf" and (fault := layout_flags_for_hf(options, megatron=megatron)):
+        parser.error(fault)
     arguments = from_namespace(DistributingParallelArguments, options)
     source = open_checkpoint(path, options.cast)
     if target == "hf":
         return plan_to_hf(source, options.cast, options.max_shard_size)
     return plan_to_mca(source, arguments.layout(source.config.layout), options.cast)
+
+
+def layout_flags_for_hf(options: argparse.Namespace, *, megatron: bool) -> str | None:
+    """What is wrong with layout flags where the target has no layout; None if there are none."""
+    given = [name for name in LAYOUT_FIELDS if name in vars(options)]
+    if not given:
+        return None
+    hint = ", or add --to mca to write the same model in another layout" if megatron else ""
+    return f"--{given[0]} says how an MCA target is cut, the target is hf; remove it{hint}"
 
 
 def limits_of(options: argparse.Namespace) -> Limits:

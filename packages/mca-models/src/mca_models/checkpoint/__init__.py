@@ -18,8 +18,9 @@ A HF directory likewise, with ``HfLayout`` and ``METADATA``.
 """
 
 from mca_models.checkpoint.atomic import PartialDirectory, atomic_directory, require_absent
-from mca_models.checkpoint.hf_directory import HfSource
+from mca_models.checkpoint.hf_directory import HfSource, has_weights
 from mca_models.checkpoint.hf_writer import METADATA, HfLayout
+from mca_models.checkpoint.imagined import ImaginedSource
 from mca_models.checkpoint.manifest import FileRecord, Manifest
 from mca_models.checkpoint.mca_directory import (
     McaLayout,
@@ -27,6 +28,7 @@ from mca_models.checkpoint.mca_directory import (
     is_mca,
     iteration_name,
     latest_iteration,
+    layout_faults,
 )
 from mca_models.checkpoint.opening import Kind, kind_of, open_checkpoint
 from mca_models.checkpoint.safetensors import FilePlan, TensorInfo, plan_file, read_header
@@ -40,6 +42,7 @@ __all__ = [
     "FileRecord",
     "HfLayout",
     "HfSource",
+    "ImaginedSource",
     "Kind",
     "Manifest",
     "McaLayout",
@@ -52,10 +55,12 @@ __all__ = [
     "atomic_directory",
     "copy_side_files",
     "gather_piece",
+    "has_weights",
     "is_mca",
     "iteration_name",
     "kind_of",
     "latest_iteration",
+    "layout_faults",
     "open_checkpoint",
     "plan_file",
     "read_header",

@@ -3,13 +3,12 @@
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint.dtypes import CODES, DTYPE_NAMES, ITEM_SIZES
+from mca_models.checkpoint.dtypes import CODES, DTYPE_NAMES
 from mca_models.checkpoint.moves import HF, Rule, Side, whole_shape
 from mca_models.checkpoint.placement import stored
 from mca_models.checkpoint.runs import Gather, Shape
@@ -39,20 +38,18 @@ class HfSource:
     Args:
         path: The directory.
         dtype: Safetensors code that quantised weights are read as; None: the dtype of ``config.json``.
-        config_only: ``config.json`` is taken for the whole: its tensors exist in name, type and shape alone.
 
     Raises:
         McaError: Files or tensors are missing, unexpected, damaged or of another shape (all are named).
     """
 
-    def __init__(self, path: Path, dtype: str | None = None, *, config_only: bool = False) -> None:
+    def __init__(self, path: Path, dtype: str | None = None) -> None:
         self.path = path
         hf_config = read_config(path)
-        self._infos, hf_config = _plain(path, hf_config, dtype, config_only)
+        self.stored = _all_tensors(path)
+        self._infos, hf_config = _plain(path, hf_config, self.stored, dtype)
         config = config_from_hf(hf_config)
         family = family_of(config.model_type)
-        if config_only:
-            self._infos = _imagined(path, config)
         self.config: McaModelConfig = family.as_found(config, self._infos.keys())
         self.params: Sequence[Param] = stored(family.params(self.config))
         self._require_names()
@@ -129,15 +126,15 @@ class HfSource:
 
 
 def _plain(
-    path: Path, hf_config: dict[str, Any], dtype: str | None, config_only: bool
+    path: Path, hf_config: dict[str, Any], tensors: Sequence[TensorInfo], dtype: str | None
 ) -> tuple[dict[str, Stored], dict[str, Any]]:
     """The tensors as they are without quantisation, and the configuration likewise."""
-    found = {} if config_only else {info.name: info for info in _all_tensors(path)}
+    found = {info.name: info for info in tensors}
     if not hf_config.get("quantization_config"):
         return dict(found), hf_config
     from mca_models.foreign.quantised import dequantised, plain_config
 
-    code = dtype or CODES.get(str(hf_config.get("dtype") or hf_config.get("torch_dtype")), "BF16")
+    code = dtype or plain_dtype(hf_config)
     try:
         return dict(dequantised(found, hf_config, code)), plain_config(hf_config, DTYPE_NAMES[code])
     except McaError as error:
@@ -145,15 +142,9 @@ def _plain(
         raise McaError(f"{path / text}" if text.startswith(CONFIG) else text) from None
 
 
-def _imagined(path: Path, config: McaModelConfig) -> dict[str, Stored]:
-    """Every tensor that ``config`` demands, as if a file held it."""
-    family = family_of(config.model_type)
-    kept = {name for p in family.params(config) if p.keep_fp32 for name in p.hf_names()}
-    tensors: dict[str, Stored] = {}
-    for name, shape in family.hf_shapes(config).items():
-        dtype = "F32" if name in kept else CODES.get(config.dtype, "BF16")
-        tensors[name] = TensorInfo(name, dtype, shape, 0, prod(shape) * ITEM_SIZES[dtype], path / SINGLE)
-    return tensors
+def plain_dtype(hf_config: dict[str, Any]) -> str:
+    """Safetensors code of what ``config.json`` gives as the model's dtype."""
+    return CODES.get(str(hf_config.get("dtype") or hf_config.get("torch_dtype")), "BF16")
 
 
 def has_weights(path: Path) -> bool:

@@ -5,11 +5,12 @@
       iter_0000001/manifest.json, pp_000/tp_00.safetensors, pp_000/ep_000_etp_00.safetensors, ...
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 
 from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME as CONFIG
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.atomic import write_file
@@ -17,7 +18,7 @@ from mca_models.checkpoint.hf_writer import write_config
 from mca_models.checkpoint.manifest import FILE_NAME as MANIFEST
 from mca_models.checkpoint.manifest import FileRecord, Manifest, TensorRecord
 from mca_models.checkpoint.moves import Rule, Side, part_shapes
-from mca_models.checkpoint.placement import cut_size, files_of, pieces_by_file, stored
+from mca_models.checkpoint.placement import cut_size, expert_rank, files_of, pieces_by_file, stored
 from mca_models.checkpoint.runs import Gather, Shape
 from mca_models.checkpoint.safetensors import TensorInfo, read_header
 from mca_models.checkpoint.source import (
@@ -134,6 +135,41 @@ def latest_iteration(path: Path) -> int:
         raise McaError(f"{file}: cannot be read as a number ({error})") from None
 
 
+def piece_shapes(param: Param, whole: Shape, layout: ParallelLayout) -> tuple[Shape, ...]:
+    """The shapes of the pieces of ``param`` in rank order.
+
+    Raises:
+        McaError: It does not divide.
+    """
+    try:
+        return part_shapes(Rule.of(param), whole, cut_size(param, layout))
+    except ValueError as error:
+        flag = "tensor_model_parallel_size" if param.expert is None else "expert_tensor_parallel_size"
+        raise McaError(
+            f"{param.mca_name()} of shape {list(whole)} cannot be cut as {layout}: {error}; "
+            f"choose another --{flag}"
+        ) from None
+
+
+def layout_faults(params: Iterable[Param], config: McaModelConfig, wholes: Mapping[str, Shape]) -> list[str]:
+    """All reasons why a model cannot be laid out as ``config.layout`` says, alike parameters told once."""
+    faults: dict[object, str] = {}
+
+    def attempt(key: object, check: Callable[[], object]) -> None:
+        try:
+            check()
+        except McaError as error:
+            faults.setdefault(key, str(error))
+
+    attempt("pipeline", config.pipeline_plan)
+    for param in params:
+        if param.expert is not None:
+            attempt("experts", partial(expert_rank, param, config))
+        whole = wholes[param.mca_name()]
+        attempt((Rule.of(param), whole), partial(piece_shapes, param, whole, config.layout))
+    return list(dict.fromkeys(faults.values()))
+
+
 class McaLayout:
     """The names, types and shapes of an MCA checkpoint that is to be written, before any byte is.
 
@@ -160,15 +196,7 @@ class McaLayout:
 
     def piece_shape(self, param: Param, rank: int) -> Shape:
         """The shape of the piece that ``rank`` holds."""
-        whole = self.wholes[param.mca_name()]
-        try:
-            return part_shapes(Rule.of(param), whole, cut_size(param, self.config.layout))[rank]
-        except ValueError as error:
-            flag = "tensor_model_parallel_size" if param.expert is None else "expert_tensor_parallel_size"
-            raise McaError(
-                f"{param.mca_name()} of shape {list(whole)} cannot be cut as {self.config.layout}: {error}; "
-                f"choose another --{flag}"
-            ) from None
+        return piece_shapes(param, self.wholes[param.mca_name()], self.config.layout)[rank]
 
     def specs(self, file: str) -> list[tuple[str, str, Shape]]:
         """What ``plan_file`` needs for ``file``: (name, dtype code, shape)."""

@@ -1,0 +1,36 @@
+"""``mca-convert inspect PATH``: what a directory holds."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from mca_convert.inspection import Inspection, inspect_directory
+from mca_convert.tables import size_of
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Prints what is there; 0 if it is complete, else 1."""
+    found = inspect_directory(Path(options.path), options.top)
+    text = json.dumps(found.as_dict(), indent=1) if options.json else report(found)
+    sys.stdout.write(text + "\n")
+    return 1 if found.problem else 0
+
+
+def report(found: Inspection) -> str:
+    """The findings, for people."""
+    lines = [(found.kind, found.path)]
+    lines += [(name, str(value)) for name, value in found.facts.items()]
+    if found.files:
+        nbytes = sum(found.files.values())
+        count = len(found.files)
+        lines.append(("files", f"{count} with weights, {size_of(nbytes)}"))
+    for dtype, (tensors, nbytes) in sorted(found.dtypes.items(), key=lambda item: -item[1][1]):
+        lines.append((dtype, f"{tensors} tensors, {size_of(nbytes)}"))
+    for name, dtype, shape, nbytes in found.biggest:
+        lines.append(("biggest", f"{name} {dtype} {shape}, {size_of(nbytes)}"))
+    if found.problem:
+        lines.append(("problem", found.problem))
+    width = max(len(name) for name, _ in lines[1:]) if lines[1:] else 0
+    head = f"{lines[0][1]}: {lines[0][0]}"
+    return "\n".join([head, *(f"  {name.ljust(width)}  {value}" for name, value in lines[1:])])

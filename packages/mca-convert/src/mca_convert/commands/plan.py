@@ -1,0 +1,81 @@
+"""``mca-convert plan --checkpoint_path SRC``: what would happen; nothing is written."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from mca_config.arguments import DistributingParallelArguments
+from mca_config.command_line import from_namespace
+from mca_convert.commands.convert import layout_flags_for_hf, limits_of
+from mca_convert.forecast import Forecast, Request, forecast
+from mca_convert.tables import size_of, table
+
+
+def plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Prints the plan; 0 if the conversion would go through, 1 if it would be refused."""
+    import tqdm  # noqa: F401 (takes its memory, as in the conversion itself)
+
+    result = forecast(
+        Request(
+            path=Path(options.checkpoint_path),
+            target=options.to,
+            arguments=lambda: from_namespace(DistributingParallelArguments, options),
+            cast=options.cast,
+            limits=limits_of(options),
+            max_shard_bytes=options.max_shard_size,
+            destination=Path(options.output_path) if options.output_path else None,
+        )
+    )
+    if result.target == "hf" and (fault := layout_flags_for_hf(options, megatron=True)):
+        result.refusals.append(fault)
+    text = json.dumps(result.as_dict(), indent=1) if options.json else "\n".join(report(result))
+    sys.stdout.write(text + "\n")
+    return 1 if result.refusals else 0
+
+
+def report(result: Forecast) -> Iterator[str]:
+    """The plan, for people."""
+    yield f"source     {result.source}: {result.kind or 'unknown'} {result.model_type}".rstrip()
+    if result.model_type:
+        yield (
+            f"reads      {result.tensors} tensors, {result.parameters / 1e9:.3f} billion parameters, "
+            f"{size_of(result.read_bytes)}"
+        )
+    what = f"MCA, {result.layout}" if result.target == "mca" else "Hugging Face"
+    yield f"target     {what}"
+    if result.files:
+        yield f"writes     {len(result.files)} files, {size_of(result.written_bytes)} of weights"
+        yield (
+            f"memory     about {size_of(result.peak_bytes)} at its peak, with {result.workers} "
+            f"{'thread' if result.workers == 1 else 'threads'}"
+        )
+    if result.stages:
+        yield ""
+        yield from _stage_table(result)
+    elif result.files:
+        yield ""
+        rows = [(name, size_of(nbytes)) for name, nbytes in result.files.items()]
+        yield from table(("file", "size"), rows)
+    yield ""
+    yield from (f"note: {note}" for note in result.notes)
+    if not result.refusals:
+        yield "nothing stands in the way; nothing was written"
+        return
+    count = len(result.refusals)
+    yield f"would be refused, {'for this reason' if count == 1 else f'for {count} reasons'}:"
+    yield from (f"  - {reason}" for reason in result.refusals)
+
+
+def _stage_table(result: Forecast) -> Iterator[str]:
+    experts = any(stage.expert_bytes for stage in result.stages)
+    head = ["pipeline rank", "holds", "parameters", "a tensor rank"]
+    head += ["an expert rank", "a GPU"] if experts else []
+    rows = []
+    for stage in result.stages:
+        row = [str(stage.rank), stage.holds, str(stage.parameters), size_of(stage.dense_bytes)]
+        if experts:
+            row += [size_of(stage.expert_bytes), size_of(stage.dense_bytes + stage.expert_bytes)]
+        rows.append(row)
+    yield from table(head, rows)

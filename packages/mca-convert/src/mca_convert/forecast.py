@@ -1,0 +1,251 @@
+"""What a conversion would read, write and hold, and every reason why it would be refused."""
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from mca_config.arguments import DistributingParallelArguments
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
+from mca_config.model_config import McaModelConfig
+from mca_convert.chunks import ChunkCache
+from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca, refuse_taken
+from mca_convert.pool import Limits
+from mca_convert.tasks import dtype_faults, fill_item_size
+from mca_models.checkpoint import (
+    ImaginedSource,
+    Kind,
+    McaLayout,
+    ModelSource,
+    TensorInfo,
+    has_weights,
+    is_mca,
+    kind_of,
+    layout_faults,
+    open_checkpoint,
+)
+from mca_models.checkpoint.dtypes import ITEM_SIZES
+
+T = TypeVar("T")
+_THREAD_BYTES = 400 << 10  # a thread's stack and its share of the allocator
+_WORK_BYTES = 3 << 20  # what comes and goes while a conversion runs
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline rank: what it holds, and how much each of its ranks does."""
+
+    rank: int
+    holds: str
+    parameters: int
+    dense_bytes: int
+    """Of the fullest tensor rank."""
+    expert_bytes: int
+    """Of the fullest expert rank; 0 without experts."""
+
+
+@dataclass
+class Forecast:
+    """The outcome of planning: ``refusals`` is empty if the conversion would go through."""
+
+    source: str
+    target: Literal["mca", "hf"]
+    kind: str = ""
+    config_only: bool = False
+    model_type: str = ""
+    layout: str = ""
+    tensors: int = 0
+    parameters: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    files: dict[str, int] = field(default_factory=dict)
+    stages: list[Stage] = field(default_factory=list)
+    peak_bytes: int = 0
+    workers: int = 0
+    refusals: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def attempt(self, step: Callable[[], T]) -> T | None:
+        """The result of ``step``; None if it is refused, which is noted."""
+        try:
+            return step()
+        except McaError as error:
+            self.refusals += [line for line in [str(error)] if line not in self.refusals]
+            return None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked for.
+
+    Args:
+        path: The checkpoint.
+        target: ``mca``, ``hf``, or None for the natural one.
+        arguments: Makes the layout arguments; raises if they contradict each other.
+        cast: Safetensors code to cast to.
+        limits: Threads and memory.
+        max_shard_bytes: Of a Hugging Face target.
+        destination: Where it would go; None if not said.
+    """
+
+    path: Path
+    target: Literal["mca", "hf"] | None
+    arguments: Callable[[], DistributingParallelArguments]
+    cast: str | None
+    limits: Limits
+    max_shard_bytes: int
+    destination: Path | None
+
+
+def forecast(request: Request) -> Forecast:
+    """Plans what ``request`` asks for, as far as it can be planned; writes nothing."""
+    result = Forecast(str(request.path), request.target or "mca", workers=request.limits.workers)
+    kind = result.attempt(lambda: kind_of(request.path))
+    if kind is not None:
+        result.kind = kind.value
+        result.target = request.target or ("hf" if kind.is_megatron else "mca")
+    if request.destination is not None:
+        destination = request.destination
+        result.attempt(lambda: refuse_taken(request.path, destination))
+    arguments = result.attempt(request.arguments)
+    source = None if kind is None else _open(request, kind, result)
+    if source is None:
+        return result
+    base = source.config.layout
+    layout = None if arguments is None else result.attempt(lambda: arguments.layout(base))
+    conversion = _plan(request, source, layout, result)
+    if conversion is not None:
+        _describe(conversion, request, result)
+        _require_space(request.destination, result)
+    return result
+
+
+def _open(request: Request, kind: Kind, result: Forecast) -> ModelSource | None:
+    """The source; where it cannot be opened, what its configuration promises, so that more can be said."""
+    path = request.path
+    if kind is not Kind.HF or has_weights(path):
+        source = result.attempt(lambda: open_checkpoint(path, request.cast))
+        if source is not None:
+            result.attempt(source.check_duplicates)
+            return source
+        if kind.is_adapter:
+            return None
+    else:
+        result.notes.append("only config.json is there: sizes are what it promises, nothing was checked")
+    result.config_only = True
+    seen = list(result.refusals)
+    config = result.attempt(lambda: McaModelConfig.load(path)) if is_mca(path) else None
+    if is_mca(path) and config is None:
+        return None
+    imagined = result.attempt(lambda: ImaginedSource(path, config))
+    if seen:
+        result.refusals = seen  # the configuration's own faults were told when it was opened
+    return imagined
+
+
+def _plan(
+    request: Request, source: ModelSource, layout: ParallelLayout | None, result: Forecast
+) -> Conversion | None:
+    result.model_type = source.config.model_type
+    result.tensors = len({name for param in source.params for name in param.hf_names()})
+    result.parameters = sum(prod(source.whole_shape(param)) for param in source.params)
+    result.read_bytes = sum(_stored_bytes(info) for info in source.tensors())
+    faults = list(dtype_faults(source))
+    if layout is not None and result.target == "mca":
+        result.layout = str(layout)
+        wholes = {param.mca_name(): source.whole_shape(param) for param in source.params}
+        faults += layout_faults(source.params, replace(source.config, layout=layout), wholes)
+    result.refusals += faults
+    if faults or (layout is None and result.target == "mca"):
+        return None
+    if request.cast == "F16":
+        result.notes.append("values above 65504 overflow fp16; only the conversion itself finds them")
+    if result.target == "hf":
+        return result.attempt(lambda: plan_to_hf(source, request.cast, request.max_shard_bytes))
+    return result.attempt(lambda: plan_to_mca(source, layout or ParallelLayout(), request.cast))
+
+
+def _stored_bytes(info: Any) -> int:
+    """Bytes on disk: those of quantised weights are fewer than what they are read as."""
+    if isinstance(info, TensorInfo):
+        return info.nbytes
+    parts = (getattr(info, name, None) for name in ("weight", "scale", "blocks", "scales"))
+    return sum(part.nbytes for part in parts if part is not None)
+
+
+def _describe(conversion: Conversion, request: Request, result: Forecast) -> None:
+    plans = conversion.file_plans(request.destination or request.path)
+    result.written_bytes = conversion.nbytes
+    result.files = {name: plan.nbytes for name, plan in plans.items()}
+    if isinstance(conversion.target, McaLayout):
+        result.stages = list(_stages(conversion.target, result.files))
+        _ = conversion.target.manifest_tensors  # takes its memory, as in the conversion itself
+    buffers = _buffer_bytes(conversion, request.limits)
+    result.peak_bytes = anonymous_bytes() + _WORK_BYTES + buffers
+
+
+def _stages(target: McaLayout, sizes: dict[str, int]) -> Iterator[Stage]:
+    plan = target.config.pipeline_plan()
+    names = sorted(target.files)
+    for rank in range(target.config.layout.pp):
+        mine = [name for name in names if name.startswith(f"pp_{rank:03d}/")]
+        params = {param.mca_name() for name in mine for param, _ in target.files[name]}
+        dense = [sizes[name] for name in mine if "/tp_" in name]
+        experts = [sizes[name] for name in mine if "/ep_" in name]
+        holds = "; ".join(str(chunk) for chunk in plan.chunks[rank])
+        yield Stage(rank, holds, len(params), max(dense, default=0), max(experts, default=0))
+
+
+def _buffer_bytes(conversion: Conversion, limits: Limits) -> int:
+    """What the threads' buffers will take: those that are used, as far as they are filled."""
+    largest: dict[str, int] = {}
+    caches: dict[int, ChunkCache] = {}
+    computed = 0
+    for fill in conversion.fills:
+        size = fill_item_size(fill)
+        cache = caches.setdefault(size, ChunkCache(limits.buffer_bytes // size))
+        chunk = max(cache.chunks(fill.gather), key=lambda chunk: chunk.stop - chunk.start, default=None)
+        elements = chunk.stop - chunk.start if chunk else 0
+        wanted = {"out": elements * ITEM_SIZES[fill.source_dtype]}
+        if fill.dtype != fill.source_dtype:
+            wanted["cast"] = elements * ITEM_SIZES[fill.dtype]
+        if any(move.reads_in_order and not move.writes_in_order for move in fill.gather.moves):
+            wanted["scratch"] = wanted["out"]
+        for name, nbytes in wanted.items():
+            largest[name] = max(largest.get(name, 0), nbytes)
+        for part in fill.parts:
+            if not isinstance(part.info, TensorInfo):
+                computed = max(computed, prod(part.shape) * part.info.itemsize)
+    kept = min(limits.computed_bytes, 2 * computed) + (computed and (8 << 20))
+    return limits.workers * (sum(largest.values()) + kept + _THREAD_BYTES)
+
+
+def anonymous_bytes() -> int:
+    """Anonymous memory of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def _require_space(destination: Path | None, result: Forecast) -> None:
+    if destination is None:
+        return
+    place = Path(os.path.abspath(destination)).parent  # noqa: PTH100
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < result.written_bytes:
+        result.refusals.append(
+            f"--output_path {destination}: needs {result.written_bytes / 1e9:.2f} GB, {place} has "
+            f"{free / 1e9:.2f} GB free; make room or name another place"
+        )

@@ -1,0 +1,178 @@
+"""Finds out what a directory holds, and says as much as can be said of a damaged one."""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint import (
+    HfSource,
+    Kind,
+    McaSource,
+    ModelSource,
+    TensorInfo,
+    kind_of,
+    open_checkpoint,
+    read_header,
+)
+from mca_models.checkpoint.hf_directory import read_config
+from mca_models.templates import family_of
+
+_SIZES = (
+    ("num_layers", "layers"),
+    ("mtp_num_layers", "prediction layers"),
+    ("hidden_size", "hidden"),
+    ("num_attention_heads", "heads"),
+    ("num_query_groups", "query groups"),
+    ("ffn_hidden_size", "ffn"),
+    ("num_moe_experts", "experts"),
+    ("vocab_size", "vocabulary"),
+)
+
+
+@dataclass
+class Inspection:
+    """What was found."""
+
+    path: str
+    kind: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    """By what people call them, in the order to show."""
+    files: dict[str, int] = field(default_factory=dict)
+    """Bytes of each file with weights."""
+    dtypes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Tensors and bytes of each."""
+    biggest: list[tuple[str, str, list[int], int]] = field(default_factory=list)
+    """Name, dtype, shape and bytes."""
+    problem: str | None = None
+    """Why it cannot be read as what it looks like."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return dataclasses.asdict(self)
+
+
+def inspect_directory(path: Path, top: int = 5) -> Inspection:
+    """What directory ``path`` holds.
+
+    Args:
+        path: The directory.
+        top: How many of the biggest tensors are listed.
+
+    Raises:
+        McaError: There is no such directory.
+    """
+    kind = kind_of(path)
+    found = Inspection(str(path), kind.value)
+    try:
+        if kind.is_adapter:
+            _adapter(path, kind, found, top)
+        else:
+            _model(path, kind, found, top)
+    except McaError as error:
+        found.problem = str(error)
+    return found
+
+
+def _model(path: Path, kind: Kind, found: Inspection, top: int) -> None:
+    try:
+        source = open_checkpoint(path)
+    except McaError:
+        _configuration(path, kind, found)
+        raise
+    _describe(source.config, found)
+    _layout(source, found)
+    tensors = source.stored if isinstance(source, HfSource) else list(source.tensors())
+    _count([info for info in tensors if isinstance(info, TensorInfo)], source.path, found)
+    if isinstance(source, HfSource):
+        _quantisation(path, found)
+    found.facts["parameters"] = sum(prod(source.whole_shape(param)) for param in source.params)
+    shapes = [
+        (param.mca_name(), source.parts(param)[0].info.dtype, list(source.whole_shape(param)))
+        for param in source.params
+    ]
+    _biggest(shapes, found, top)
+
+
+def _configuration(path: Path, kind: Kind, found: Inspection) -> None:
+    """What the configuration says, where the weights cannot be read."""
+    try:
+        if kind is Kind.HF:
+            config = read_config(path)
+            found.facts["model_type"] = config.get("model_type")
+        else:
+            _describe(McaModelConfig.load(path), found)
+    except McaError:
+        pass
+
+
+def _describe(config: McaModelConfig, found: Inspection) -> None:
+    found.facts["model_type"] = config.model_type
+    found.facts["architecture"] = family_of(config.model_type).architecture
+    found.facts["dtype"] = config.dtype
+    sizes = [(what, getattr(config, name, None)) for name, what in _SIZES]
+    found.facts["sizes"] = ", ".join(f"{what} {value}" for what, value in sizes if value)
+    found.facts["tied head"] = "yes" if config.tie_word_embeddings else "no"
+
+
+def _layout(source: ModelSource, found: Inspection) -> None:
+    if isinstance(source, McaSource):
+        found.facts["iteration"] = source.iteration
+    if not isinstance(source, HfSource):
+        found.facts["layout"] = str(source.config.layout)
+
+
+def _quantisation(path: Path, found: Inspection) -> None:
+    settings = read_config(path).get("quantization_config")
+    if isinstance(settings, dict):
+        blocks = settings.get("weight_block_size")
+        found.facts["quantised"] = f"{settings.get('quant_method')}" + (
+            f", blocks of {blocks}" if blocks else ""
+        )
+
+
+def _count(infos: Iterable[TensorInfo], path: Path, found: Inspection) -> None:
+    infos = list(infos)
+    for info in infos:
+        tensors, nbytes = found.dtypes.get(info.dtype, (0, 0))
+        found.dtypes[info.dtype] = tensors + 1, nbytes + info.nbytes
+    for file in sorted({info.file for info in infos}):
+        name = str(file.relative_to(path)) if file.is_relative_to(path) else str(file)
+        found.files[name] = file.stat().st_size
+
+
+def _biggest(shapes: list[tuple[str, str, list[int]]], found: Inspection, top: int) -> None:
+    from mca_models.checkpoint.dtypes import ITEM_SIZES
+
+    sized = [(name, dtype, shape, prod(shape) * ITEM_SIZES[dtype]) for name, dtype, shape in shapes]
+    found.biggest = sorted(sized, key=lambda entry: -entry[-1])[:top]
+
+
+def _adapter(path: Path, kind: Kind, found: Inspection, top: int) -> None:
+    from mca_models.lora import AdapterConfig, open_adapter
+    from mca_models.lora.peft_directory import WEIGHTS
+
+    settings = AdapterConfig.load(path).document
+    for key in ("base_model_name_or_path", "r", "lora_alpha", "target_modules", "target_parameters"):
+        if settings.get(key):
+            found.facts[key] = settings[key]
+    for key in ("rank_pattern", "alpha_pattern", "modules_to_save", "use_rslora"):
+        if settings.get(key):
+            found.facts[key] = settings[key]
+    if kind is Kind.PEFT:
+        infos = list(read_header(path / WEIGHTS).tensors.values())
+        _count(infos, path, found)
+        found.facts["parameters"] = sum(prod(info.shape) for info in infos)
+        _biggest([(info.name, info.dtype, list(info.shape)) for info in infos], found, top)
+        return
+    adapter = open_adapter(path)
+    _describe(adapter.model, found)
+    found.facts["layout"] = str(adapter.model.layout)
+    files = sorted(path.glob("iter_*/pp_*/*.safetensors"))
+    _count([info for file in files for info in read_header(file).tensors.values()], path, found)
+    wholes = [(param.mca_name(), adapter.read(param)) for param in adapter.params]
+    found.facts["parameters"] = sum(int(whole.size) for _, whole in wholes)

@@ -1,0 +1,181 @@
+"""``mca-convert plan``: published models in seconds, all reasons at once, memory as predicted."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from files import layout_flags as flags
+
+from mca_convert.cli import main
+
+CONFIGS = Path(__file__).parents[2] / "mca-models/tests/data/configs"
+# published model -> a layout that people train it in
+LAYOUTS: dict[str, dict[str, int | str]] = {
+    "llama-3.1-405b": {"tp": 8, "pp": 16, "first": 7, "last": 7},
+    "qwen3-235b-a22b": {"tp": 4, "pp": 8, "ep": 32, "etp": 1, "first": 11, "last": 11},
+    "mixtral-8x22b": {"tp": 2, "pp": 8, "vpp": 7, "ep": 8, "etp": 1},
+    "deepseek-v3": {"tp": 8, "pp": 16, "ep": 32, "etp": 1, "first": 4, "last": 1},
+    "glm-4.5": {"tp": 8, "pp": 8, "ep": 16, "etp": 1, "string": "Et*11|(t*12|)*6t*9mL"},
+    "gpt-oss-120b": {"tp": 8, "pp": 4, "ep": 8, "etp": 1},
+    "qwen3-next-80b-a3b": {"tp": 2, "pp": 4, "ep": 8, "etp": 1},
+}
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_published_models_are_planned_in_seconds(name: str, tmp_path: Path, capsys) -> None:
+    from mca_models.templates import config_from_hf, family_of
+
+    hf = json.loads((CONFIGS / f"{name}.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    started = time.process_time()
+    code = main(["plan", "--json", "--checkpoint_path", str(tmp_path), *flags(LAYOUTS[name])])
+    seconds = time.process_time() - started
+    plan = json.loads(capsys.readouterr().out)
+    assert code == 0 and plan["refusals"] == [] and plan["config_only"]
+    config = config_from_hf({key: value for key, value in hf.items() if key != "quantization_config"})
+    assert plan["tensors"] == len(family_of(config.model_type).hf_shapes(config))
+    assert bool(config.mtp_num_layers) == (name in ("deepseek-v3", "glm-4.5"))
+    assert 1 <= plan["written_bytes"] / plan["read_bytes"] < 1.001  # but for the vocabulary's padding
+    assert seconds < 10
+
+
+def test_every_published_model_has_a_layout() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.json")} == set(LAYOUTS)
+
+
+def planned(capsys, *arguments: str) -> dict:
+    capsys.readouterr()
+    code = main(["plan", "--json", *arguments])
+    plan = json.loads(capsys.readouterr().out)
+    assert code == bool(plan["refusals"])
+    return plan
+
+
+def test_what_is_planned_is_what_is_written(tiny, convert, capsys, tmp_path: Path) -> None:
+    source = tiny("qwen3_moe", "bfloat16")
+    layout = {"tp": 2, "pp": 2, "ep": 2}
+    plan = planned(
+        capsys, "--checkpoint_path", str(source), "--output_path", str(tmp_path / "mca"), *flags(layout)
+    )
+    assert not (tmp_path / "mca").exists() and not list(tmp_path.iterdir())
+    mca = convert(source, "mca", **layout)
+    written = {str(f.relative_to(mca / "iter_0000001")): f.stat().st_size for f in mca.rglob("*.safetensors")}
+    assert plan["files"] == written
+    assert plan["read_bytes"] == sum(info.nbytes for info in _tensors(source))
+    assert [stage["holds"] for stage in plan["stages"]] == ["embedding, layers 0-1", "layers 2-3, loss"]
+    back = planned(capsys, "--checkpoint_path", str(mca), "--fp32")
+    assert back["target"] == "hf" and list(back["files"]) == ["model.safetensors"]
+    assert back["written_bytes"] == 2 * plan["read_bytes"]
+
+
+def _tensors(path: Path) -> list:
+    from mca_models.checkpoint import open_checkpoint
+
+    return list(open_checkpoint(path).tensors())
+
+
+def test_the_table_is_for_people(tiny, capsys) -> None:
+    layout = flags({"tp": 2, "pp": 2, "ep": 2})
+    assert main(["plan", "--checkpoint_path", str(tiny("qwen3_moe")), *layout]) == 0
+    out = capsys.readouterr().out
+    assert "pipeline rank  holds" in out and "embedding, layers 0-1" in out
+    assert "nothing was written" in out
+
+
+def test_all_reasons_are_told_at_once(tiny, capsys, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/x").touch()
+    plan = planned(
+        capsys,
+        "--checkpoint_path",
+        str(tiny("qwen3_moe")),
+        "--output_path",
+        str(tmp_path / "taken"),
+        *flags({"tp": 3, "pp": 3, "ep": 3, "etp": 7}),
+    )
+    told = "\n".join(plan["refusals"])
+    assert "exists and is not empty" in told
+    assert "num_layers 4 cannot be divided" in told
+    assert "4 experts do not divide by --expert_model_parallel_size 3" in told
+    assert "choose another --tensor_model_parallel_size" in told
+    assert "choose another --expert_tensor_parallel_size" in told
+    assert len(plan["refusals"]) < 12  # alike parameters once
+
+
+def test_a_damaged_source_and_a_bad_layout_are_both_told(tiny, capsys, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_bytes((tiny("llama") / "config.json").read_bytes())
+    (source / "model.safetensors").write_bytes(b"1234")
+    plan = planned(capsys, "--checkpoint_path", str(source), "--tensor_model_parallel_size", "3")
+    assert "too few for a safetensors file" in plan["refusals"][0]
+    assert any("choose another --tensor_model_parallel_size" in reason for reason in plan["refusals"])
+
+
+def test_a_full_disk_is_foreseen(tiny, capsys, tmp_path: Path, monkeypatch) -> None:
+    import shutil
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    plan = planned(capsys, "--checkpoint_path", str(tiny("llama")), "--output_path", str(tmp_path / "a/b"))
+    assert len(plan["refusals"]) == 1 and "make room" in plan["refusals"][0]
+
+
+def test_layout_flags_for_hugging_face_are_refused(tiny, convert, capsys) -> None:
+    mca = convert(tiny("llama"), "mca")
+    plan = planned(capsys, "--checkpoint_path", str(mca), "--tensor_model_parallel_size", "2")
+    assert "add --to mca" in plan["refusals"][0]
+
+
+def test_peak_memory_is_as_predicted(tmp_path: Path) -> None:
+    """Anonymous memory, of buffers large enough to count and of a cast."""
+    source = _large(tmp_path / "source")
+    options = ["--checkpoint_path", str(source), "--workers", "3", "--memory_limit", "48M", "--fp32"]
+    layout = flags({"tp": 2, "pp": 2})
+    command = [sys.executable, "-m", "mca_convert"]
+    plan = subprocess.run(
+        [*command, "plan", "--json", *options, *layout], check=True, capture_output=True, text=True
+    )
+    predicted = json.loads(plan.stdout)["peak_bytes"]
+    arguments = [*command, *options, *layout, "--output_path", str(tmp_path / "mca")]
+    with subprocess.Popen(arguments, stderr=subprocess.DEVNULL) as process:
+        measured = 0
+        while process.poll() is None:
+            measured = max(measured, _anonymous(process.pid))
+            time.sleep(0.002)
+    assert process.returncode == 0
+    assert abs(measured - predicted) < 0.2 * predicted, (measured / 2**20, predicted / 2**20)
+
+
+def _anonymous(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon")), 0)
+
+
+def _large(directory: Path) -> Path:
+    """A Llama of 170 MB, all zeros."""
+    from mca_models.checkpoint import METADATA, ImaginedSource, SafetensorsWriter, plan_file
+
+    directory.mkdir()
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 4,
+        "vocab_size": 512,
+        "max_position_embeddings": 64,
+    }
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_act": "silu"}
+    config = {"model_type": "llama", **sizes, **heads, "torch_dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(config))
+    infos = ImaginedSource(directory).tensors()
+    specs = [(info.name, info.dtype, info.shape) for info in infos]
+    with SafetensorsWriter(plan_file(directory / "model.safetensors", specs, METADATA)) as writer:
+        for info in infos:
+            writer.write(info.name, bytes(info.nbytes))
+    return directory
