@@ -16,7 +16,7 @@ from mca_models.checkpoint.safetensors import TensorInfo
 from mca_models.checkpoint.shapes import expected_shape
 from mca_models.checkpoint.source import Computed, Part, copy_move, plan_gathers
 from mca_models.foreign.storage import Stored, storages, to_storage
-from mca_models.foreign.tensors import Chunk, FlatRows, GridTensor, StridedTensor
+from mca_models.foreign.tensors import Chunk, GridTensor, StridedTensor
 from mca_models.weights import Param
 
 _COMPARED = 1 << 22  # elements at a time
@@ -112,7 +112,7 @@ def _require_equal(name: str, first: Stored, second: Stored) -> None:
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         fault = f"{first.dtype} {list(first.shape)} there, {second.dtype} {list(second.shape)} here"
         raise McaError(f"{second.file}: {name} is not as in {first.file}: {fault}")
-    a, b = FlatRows(first), FlatRows(second)
+    a, b = first.flat(), second.flat()
     for start in range(0, len(a), _COMPARED):
         left, right = a[start : start + _COMPARED], b[start : start + _COMPARED]
         if not np.array_equal(left.view(np.uint8), right.view(np.uint8)):
