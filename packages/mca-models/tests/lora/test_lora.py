@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ from mca_config.layout import ParallelLayout
 from mca_models.checkpoint import open_checkpoint
 from mca_models.lora import (
     AdapterConfig,
+    convert_adapter,
     merge_to_hf,
+    model_of,
     open_adapter,
     rules_for_training,
     write_mca_adapter,
@@ -346,3 +350,42 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         open_adapter(tmp_path / "mca", replace(model, num_layers=5))
     with pytest.raises(McaError, match="does not describe its base model"):
         open_adapter(source)
+
+
+def test_converting_directories(tmp_path: Path) -> None:
+    base, source = adapters.save("qwen3_moe", tmp_path, "bfloat16")
+    (source / "README.md").write_text("a model card")
+    (base / "model.safetensors").unlink()  # the configuration is enough
+    model = model_of(base)
+    tp2 = ParallelLayout(tensor_model_parallel_size=2)
+    convert_adapter(source, tmp_path / "mca", model=model, layout=tp2)
+    convert_adapter(
+        tmp_path / "mca", tmp_path / "ep2", to="mca", layout=ParallelLayout(expert_model_parallel_size=2)
+    )
+    convert_adapter(tmp_path / "ep2", tmp_path / "peft")
+    same_files(source, tmp_path / "peft")
+    assert (tmp_path / "peft" / "README.md").read_text() == "a model card"
+    assert model_of(tmp_path / "mca").layout == tp2
+    convert_adapter(source, tmp_path / "half", model=model, to="hf", cast="BF16")
+    half = load_file(tmp_path / "half" / "adapter_model.safetensors")
+    before = load_file(source / "adapter_model.safetensors")
+    assert all(torch.equal(tensor.bfloat16(), half[name]) for name, tensor in before.items())
+    with pytest.raises(McaError, match="not empty"):
+        convert_adapter(source, tmp_path / "half", model=model)
+
+
+def test_no_torch_is_needed(tmp_path: Path) -> None:
+    base, source = adapters.save("qwen3_moe", tmp_path)
+    program = f"""
+import sys
+from pathlib import Path
+from mca_models.checkpoint import open_checkpoint
+from mca_models.lora import merge_to_hf, model_of, open_adapter, write_mca_adapter, write_peft
+base, source, out = Path({str(base)!r}), Path({str(source)!r}), Path({str(tmp_path)!r})
+adapter = open_adapter(source, model_of(base))
+write_mca_adapter(adapter, adapter.model.layout, out / "mca")
+write_peft(open_adapter(out / "mca"), out / "peft")
+merge_to_hf(open_checkpoint(base), adapter, out / "merged")
+assert not {{"torch", "transformers", "peft", "safetensors"}} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

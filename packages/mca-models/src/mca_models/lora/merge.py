@@ -6,13 +6,15 @@ a few megabytes are held.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mca_config.errors import McaError
 from mca_models.checkpoint.atomic import atomic_directory
-from mca_models.checkpoint.hf_writer import METADATA, HfLayout
-from mca_models.checkpoint.moves import HF, Rule, plan_moves
+from mca_models.checkpoint.dtypes import DTYPE_NAMES, numpy_dtype
+from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
+from mca_models.checkpoint.moves import HF
 from mca_models.checkpoint.safetensors import plan_file
 from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.checkpoint.source import ModelSource, copy_move
@@ -104,21 +106,35 @@ def add_product(weight: Any, a: Any, b: Any, scale: float) -> bool:
     return finite
 
 
-def merge_to_hf(base: ModelSource, adapter: Adapter, destination: Path) -> None:
+def merge_to_hf(
+    base: ModelSource,
+    adapter: Adapter,
+    destination: Path,
+    *,
+    cast: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
     """Writes the HF directory of ``base`` with ``adapter`` folded in.
 
     Args:
-        base: A HF or MCA checkpoint, opened.
+        base: A checkpoint of any kind, opened.
         adapter: An adapter of that model.
         destination: The directory; must be absent or empty.
+        cast: Safetensors code to write floating-point weights in; None: the base's own.
+        max_shard_bytes: Size limit of one file's tensors.
 
     Raises:
         McaError: The adapter does not fit, or the merged weights are not finite.
     """
     merge, params = Merge(adapter), list(base.params)
     _require_all(merge, params)
-    dtypes = {param.mca_name(): base.parts(param)[0].info.dtype for param in params}
-    layout = HfLayout(params, base.config, dtypes, {p.mca_name(): base.whole_shape(p) for p in params})
+    dtypes = {
+        param.mca_name(): base.parts(param)[0].info.dtype if param.keep_fp32 or not cast else cast
+        for param in params
+    }
+    config = replace(base.config, dtype=DTYPE_NAMES[cast]) if cast else base.config
+    wholes = {param.mca_name(): base.whole_shape(param) for param in params}
+    layout = HfLayout(params, config, dtypes, wholes, max_shard_bytes)
     with atomic_directory(destination) as folder:
         for file in layout.files:
             with SafetensorsWriter(plan_file(folder / file, layout.specs(file), METADATA)) as writer:
@@ -147,24 +163,30 @@ def _write_file(
             targets = [target for target in (name, *copies.get(name, ())) if target in wanted]
             if not targets:
                 continue
-            data = _merged(merge, base, param, part)
+            data = _merged(merge, base, param, part, layout.tensors[name][0])
             start = (param.expert or 0) * data.nbytes if param.stacked else 0
             for target in targets:
                 writer.write(target, data.reshape(-1).view("uint8"), start)
 
 
-def _merged(merge: Merge, base: ModelSource, param: Param, part: int) -> Any:
+def _merged(merge: Merge, base: ModelSource, param: Param, part: int, dtype: str) -> Any:
     weight = _read_part(base, param, part)
-    if not merge.touches(param):
-        return weight
-    return merge.merge(param, part, weight)
+    if numpy_dtype(dtype) == weight.dtype:
+        return merge.merge(param, part, weight) if merge.touches(param) else weight
+    import numpy as np
+
+    from mca_models.foreign.fp8 import cast_to
+
+    wide = weight.astype(np.float32)
+    out = np.empty(wide.shape, numpy_dtype(dtype))
+    cast_to(out, merge.merge(param, part, wide) if merge.touches(param) else wide, param.hf_names()[part])
+    return out
 
 
 def _read_part(base: ModelSource, param: Param, part: int) -> Any:
     import numpy as np
 
-    gathers = plan_moves(Rule.of(param), base.whole_shape(param), base.side(param), HF)
-    gather, flats = gathers[part], [p.flat() for p in base.parts(param)]
+    gather, flats = base.gathers(param, HF)[part], [p.flat() for p in base.parts(param)]
     out = np.empty(gather.size, flats[0].dtype)
     for start, stop in gather.zeros:
         out[start:stop] = 0

@@ -1,0 +1,92 @@
+"""One adapter directory made of another: PEFT to MCA, back, or MCA to MCA of another layout."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
+from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint import is_mca
+from mca_models.checkpoint.dtypes import numpy_dtype
+from mca_models.checkpoint.hf_directory import read_config
+from mca_models.lora.adapter import Adapter
+from mca_models.lora.mca_directory import is_mca_adapter, open_mca_adapter, write_mca_adapter
+from mca_models.lora.peft_directory import is_peft, open_peft, write_peft
+from mca_models.templates import config_from_hf
+
+Kind = Literal["mca", "hf"]
+_SAME_MODEL = ("model_type", "num_layers", "hidden_size", "num_attention_heads", "num_moe_experts")
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether ``path`` looks like an adapter directory, PEFT's or MCA's."""
+    return is_peft(path) or is_mca_adapter(path)
+
+
+def model_of(path: Path) -> McaModelConfig:
+    """The model of a checkpoint directory, HF or MCA, of which only the configuration need be there."""
+    return McaModelConfig.load(path) if is_mca(path) else config_from_hf(read_config(path))
+
+
+def open_adapter(path: Path, model: McaModelConfig | None = None) -> Adapter:
+    """The adapter in ``path``, PEFT's or MCA's.
+
+    Args:
+        path: The directory.
+        model: The base model, which a PEFT directory does not describe; an MCA adapter must be of its
+            architecture if given.
+
+    Raises:
+        McaError: It is damaged, cannot be represented, or belongs to another model.
+    """
+    if not is_mca_adapter(path):
+        if model is None:
+            raise McaError(
+                f"{path}: a PEFT adapter does not describe its base model; name the base model too"
+            )
+        return open_peft(path, model)
+    adapter = open_mca_adapter(path)
+    for field in _SAME_MODEL:
+        if model is not None and getattr(adapter.model, field) != getattr(model, field):
+            raise McaError(
+                f"{path}: {field} of its base model is {getattr(adapter.model, field)}, here {getattr(model, field)}"
+            )
+    return adapter
+
+
+def convert_adapter(
+    source: Path,
+    destination: Path,
+    *,
+    model: McaModelConfig | None = None,
+    to: Kind | None = None,
+    layout: ParallelLayout | None = None,
+    cast: str | None = None,
+) -> Adapter:
+    """Writes the adapter in ``source`` to ``destination``, bit for bit unless ``cast``.
+
+    Args:
+        source: A PEFT or an MCA adapter directory.
+        destination: The new directory; absent or empty before.
+        model: The base model (``model_of``); needed for a PEFT source.
+        to: ``mca`` or ``hf`` (PEFT); None: the other kind than the source.
+        layout: The parallel sizes of an MCA target; None: those of an MCA source, else 1.
+        cast: Safetensors code (``BF16``, ``F16``, ``F32``) to cast the tensors to.
+
+    Returns:
+        The adapter that was read.
+    """
+    adapter = open_adapter(source, model)
+    written = casted(adapter, cast) if cast else adapter
+    if (to or ("hf" if is_mca_adapter(source) else "mca")) == "hf":
+        write_peft(written, destination, side_files=source)
+    else:
+        own = adapter.model.layout if is_mca_adapter(source) else ParallelLayout()
+        write_mca_adapter(written, layout or own, destination, side_files=source)
+    return adapter
+
+
+def casted(adapter: Adapter, code: str) -> Adapter:
+    """``adapter`` with its tensors in the dtype of safetensors code ``code``."""
+    return replace(adapter, read=lambda param: adapter.read(param).astype(numpy_dtype(code)))
