@@ -92,7 +92,10 @@ def _inspect_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _conversion_flags(parser: argparse.ArgumentParser, *, planning: bool) -> None:
-    _flag(parser, "checkpoint_path", required=True, metavar="DIR", help="the checkpoint to read")
+    source = "the checkpoint to read" + (
+        "" if planning else "; with --adapter_path: the adapter's base model"
+    )
+    _flag(parser, "checkpoint_path", required=planning, metavar="DIR", help=source)
     where = (
         "where it would go; checks that it is free and has room"
         if planning
@@ -106,6 +109,8 @@ def _conversion_flags(parser: argparse.ArgumentParser, *, planning: bool) -> Non
         help="the target; default: hf from Megatron's checkpoints (MCA, ROLL, torch_dist), else mca. An MCA source "
         "can go to mca again, in another layout; a quantised Hugging Face one to hf, dequantised",
     )
+    if not planning:
+        _adapter_flags(parser)
     _dtype_flags(parser)
     _layout_flags(parser)
     _engine_flags(parser)
@@ -116,6 +121,22 @@ def _conversion_flags(parser: argparse.ArgumentParser, *, planning: bool) -> Non
         metavar="SIZE",
         default=5 * 10**9,
         help="largest file of a Hugging Face target, e.g. 2G; default 5 GB",
+    )
+
+
+def _adapter_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("LoRA", "convert an adapter instead of a model, or merge it")
+    _flag(
+        group,
+        "adapter_path",
+        metavar="DIR",
+        help="a PEFT adapter (goes to MCA; needs its base model's config) or an MCA adapter (goes to PEFT)",
+    )
+    _flag(
+        group,
+        "merge",
+        action="store_true",
+        help="fold the adapter into the base model and write that as a Hugging Face checkpoint",
     )
 
 

@@ -17,6 +17,14 @@ from mca_models.checkpoint import McaLayout, kind_of, open_checkpoint
 
 def convert(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Plans, converts and reports; returns the exit code."""
+    if options.adapter_path:
+        from mca_convert.commands.adapter import convert_adapter
+
+        return convert_adapter(parser, options)
+    if options.merge:
+        parser.error("--merge needs --adapter_path")
+    if not options.checkpoint_path:
+        parser.error("the following arguments are required: --checkpoint_path")
     source_path, destination = Path(options.checkpoint_path), Path(options.output_path)
     refuse_taken(source_path, destination)
     started = time.monotonic()

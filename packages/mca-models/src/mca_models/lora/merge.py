@@ -7,10 +7,12 @@ a few megabytes are held.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.atomic import atomic_directory
 from mca_models.checkpoint.dtypes import DTYPE_NAMES, numpy_dtype
 from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
@@ -120,19 +122,16 @@ def merge_to_hf(
         base: A checkpoint of any kind, opened.
         adapter: An adapter of that model.
         destination: The directory; must be absent or empty.
-        cast: Safetensors code to write floating-point weights in; None: the base's own.
+        cast: Safetensors code (``BF16``, ``F16``, ``F32``) that weights are written in; None: their own.
         max_shard_bytes: Size limit of one file's tensors.
 
     Raises:
-        McaError: The adapter does not fit, or the merged weights are not finite.
+        McaError: The adapter does not fit, or a merged or cast weight is not finite.
     """
     merge, params = Merge(adapter), list(base.params)
     _require_all(merge, params)
-    dtypes = {
-        param.mca_name(): base.parts(param)[0].info.dtype if param.keep_fp32 or not cast else cast
-        for param in params
-    }
-    config = replace(base.config, dtype=DTYPE_NAMES[cast]) if cast else base.config
+    dtypes = {param.mca_name(): _dtype(base, param, cast) for param in params}
+    config: McaModelConfig = replace(base.config, dtype=DTYPE_NAMES[cast]) if cast else base.config  # type: ignore[arg-type]
     wholes = {param.mca_name(): base.whole_shape(param) for param in params}
     layout = HfLayout(params, config, dtypes, wholes, max_shard_bytes)
     with atomic_directory(destination) as folder:
@@ -141,6 +140,11 @@ def merge_to_hf(
                 _write_file(writer, layout, file, merge, base)
         copy_side_files(base.path, folder)
         layout.finish(folder)
+
+
+def _dtype(base: ModelSource, param: Param, cast: str | None) -> str:
+    own = base.parts(param)[0].info.dtype
+    return cast if cast and own in DTYPE_NAMES and not param.keep_fp32 else own
 
 
 def _require_all(merge: Merge, params: list[Param]) -> None:
@@ -169,17 +173,24 @@ def _write_file(
                 writer.write(target, data.reshape(-1).view("uint8"), start)
 
 
-def _merged(merge: Merge, base: ModelSource, param: Param, part: int, dtype: str) -> Any:
-    weight = _read_part(base, param, part)
-    if numpy_dtype(dtype) == weight.dtype:
-        return merge.merge(param, part, weight) if merge.touches(param) else weight
+def _merged(merge: Merge, base: ModelSource, param: Param, part: int, code: str) -> Any:
+    """HF tensor ``param.hf[part]`` after merging, in the dtype of safetensors ``code``."""
     import numpy as np
 
-    from mca_models.foreign.fp8 import cast_to
+    weight, dtype = _read_part(base, param, part), numpy_dtype(code)
+    if merge.touches(param):
+        # a cast follows the sum, so that there too each element is rounded once
+        weight = merge.merge(param, part, weight if weight.dtype == dtype else weight.astype(np.float32))
+    return weight if weight.dtype == dtype else _cast(weight, dtype, param.hf_names()[part])
 
-    wide = weight.astype(np.float32)
-    out = np.empty(wide.shape, numpy_dtype(dtype))
-    cast_to(out, merge.merge(param, part, wide) if merge.touches(param) else wide, param.hf_names()[part])
+
+def _cast(weight: Any, dtype: Any, name: str) -> Any:
+    import numpy as np
+
+    with np.errstate(over="ignore"):
+        out = weight.astype(dtype)
+    if dtype == np.float16 and not np.isfinite(out).all() and np.isfinite(weight.astype(np.float32)).all():
+        raise McaError(f"tensor {name}: a value overflows fp16, whose largest is 65504; use --bf16 or --fp32")
     return out
 
 
@@ -187,7 +198,7 @@ def _read_part(base: ModelSource, param: Param, part: int) -> Any:
     import numpy as np
 
     gather, flats = base.gathers(param, HF)[part], [p.flat() for p in base.parts(param)]
-    out = np.empty(gather.size, flats[0].dtype)
+    out = np.empty(gather.size, numpy_dtype(base.parts(param)[0].info.dtype))
     for start, stop in gather.zeros:
         out[start:stop] = 0
     for move in gather.moves:

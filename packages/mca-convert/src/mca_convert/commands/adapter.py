@@ -1,0 +1,84 @@
+"""``--adapter_path``: LoRA adapters from PEFT to MCA and back, and merged into their base model."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Literal
+
+from mca_config.arguments import DistributingParallelArguments
+from mca_config.command_line import from_namespace
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
+from mca_convert.commands.convert import layout_flags_for_hf
+from mca_convert.conversion import refuse_taken
+from mca_convert.reader import SourceFile
+from mca_convert.tasks import checksums
+from mca_models.checkpoint import ModelSource, kind_of, open_checkpoint
+
+
+def convert_adapter(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Converts the adapter of ``--adapter_path``, or merges it; returns the exit code."""
+    adapter, destination = Path(options.adapter_path), Path(options.output_path)
+    base = Path(options.checkpoint_path) if options.checkpoint_path else None
+    refuse_taken(adapter, destination)
+    if not kind_of(adapter).is_adapter:
+        raise McaError(
+            f"--adapter_path {adapter}: no adapter_config.json is there; expected a PEFT or MCA adapter directory"
+        )
+    if options.merge:
+        return _merge(parser, options, adapter, destination)
+    from mca_models.lora import convert_adapter as convert
+    from mca_models.lora import is_mca_adapter, model_of
+
+    target: Literal["mca", "hf"] = options.to or ("hf" if is_mca_adapter(adapter) else "mca")
+    if target == "hf" and (fault := layout_flags_for_hf(options, megatron=is_mca_adapter(adapter))):
+        parser.error(fault)
+    arguments = from_namespace(DistributingParallelArguments, options)
+    own = _layout_of(adapter) if is_mca_adapter(adapter) else ParallelLayout()
+    model = None if base is None else model_of(base)
+    converted = convert(
+        adapter, destination, model=model, to=target, layout=arguments.layout(own), cast=options.cast
+    )
+    kind = "PEFT adapter" if target == "hf" else f"MCA adapter, {arguments.layout(own)}"
+    sys.stderr.write(
+        f"{destination}: {converted.model.model_type}, {kind}, {len(converted.params)} tensors\n"
+    )
+    return 0
+
+
+def _layout_of(adapter: Path) -> ParallelLayout:
+    from mca_config.model_config import McaModelConfig
+
+    return McaModelConfig.load(adapter).layout
+
+
+def _merge(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, adapter: Path, destination: Path
+) -> int:
+    from mca_models.lora import merge_to_hf, open_adapter
+
+    if not options.checkpoint_path:
+        parser.error("--merge needs the base model: --checkpoint_path")
+    if options.to == "mca":
+        parser.error("--merge writes a Hugging Face checkpoint; convert that to MCA in a second step")
+    if fault := layout_flags_for_hf(options, megatron=False):
+        parser.error(fault)
+    refuse_taken(Path(options.checkpoint_path), destination)
+    base = open_checkpoint(Path(options.checkpoint_path), options.cast)
+    base.check_duplicates()
+    _check_files(base)
+    opened = open_adapter(adapter, base.config)
+    merge_to_hf(base, opened, destination, cast=options.cast, max_shard_bytes=options.max_shard_size)
+    what = f"Hugging Face checkpoint with {adapter} merged"
+    sys.stderr.write(f"{destination}: {base.config.model_type}, {what}\n")
+    return 0
+
+
+def _check_files(base: ModelSource) -> None:
+    """Raises unless the files are those of the manifest, where there is one."""
+    for path, crc32 in checksums(base).items():
+        file = SourceFile(path, crc32)
+        try:
+            file.check()
+        finally:
+            file.close()

@@ -1,0 +1,113 @@
+"""LoRA adapters through the command: PEFT to MCA and back, other layouts, merging."""
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from mca_convert.cli import main
+
+DENSE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CASES = {
+    "qwen2": {"target_modules": DENSE, "rank_pattern": {"k_proj": 5}, "use_rslora": True},
+    "llama": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "qwen3_moe": {
+        "target_modules": DENSE[:4],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+}
+
+
+@pytest.fixture(params=sorted(CASES))
+def pair(request, tiny, tmp_path: Path) -> tuple[Path, Path]:
+    """A base model and an adapter, none of whose tensors is zero."""
+    base = tiny(request.param)
+    config = peft.LoraConfig(r=3, lora_alpha=8, init_lora_weights=False, **CASES[request.param])
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    model.save_pretrained(tmp_path / "adapter")
+    return base, tmp_path / "adapter"
+
+
+def run(*arguments: object) -> None:
+    assert main([str(argument) for argument in arguments]) == 0
+
+
+def same(first: Path, second: Path) -> None:
+    ours, theirs = (load_file(path / "adapter_model.safetensors") for path in (first, second))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_to_mca_and_back(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = pair
+    layout = ["--tensor_model_parallel_size=2", "--pipeline_model_parallel_size=2"]
+    mca, other, back = (tmp_path / name for name in ("mca", "other", "back"))
+    run("--checkpoint_path", base, "--adapter_path", adapter, "--output_path", mca, *layout)
+    run("--adapter_path", mca, "--output_path", other, "--to", "mca", "--tensor_model_parallel_size=1")
+    for number, source in enumerate((mca, other)):
+        run("--adapter_path", source, "--output_path", f"{back}{number}")
+        same(adapter, Path(f"{back}{number}"))
+    run("inspect", mca)
+
+
+def test_merging_is_what_peft_computes(pair: tuple[Path, Path], convert, tmp_path: Path) -> None:
+    base, adapter = pair
+    mca = convert(base, "base", tp=2, pp=2)
+    for number, source in enumerate((base, mca)):
+        target = tmp_path / f"merged{number}"
+        run("--checkpoint_path", source, "--adapter_path", adapter, "--merge", "--output_path", target)
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    expected = theirs.merge_and_unload().state_dict()
+    for number in range(2):
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / f"merged{number}").state_dict()
+        assert merged.keys() == expected.keys()
+        for name, tensor in merged.items():
+            torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-6)
+    run(
+        *("--checkpoint_path", base, "--adapter_path", adapter, "--merge", "--bf16"),
+        *("--output_path", tmp_path / "bf16"),
+    )
+    for name, tensor in load_file(tmp_path / "bf16/model.safetensors").items():
+        merged = load_file(tmp_path / "merged0/model.safetensors")[name]
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, merged.bfloat16())
+
+
+def test_a_damaged_base_is_not_merged_into(tiny, convert, tmp_path: Path, capsys) -> None:
+    base = tiny("llama")
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "a")
+    mca = convert(base, "mca")
+    file = mca / "iter_0000001/pp_000/tp_00.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-5] ^= 1
+    file.write_bytes(raw)
+    arguments = ["--checkpoint_path", mca, "--adapter_path", tmp_path / "a", "--merge", "--output_path"]
+    assert main([*map(str, arguments), str(tmp_path / "out")]) == 1
+    assert "its checksum is" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_adapter(tiny, tmp_path: Path, capsys) -> None:
+    arguments = ["--checkpoint_path", tiny("llama"), "--adapter_path", tiny("llama"), "--output_path"]
+    assert main([*map(str, arguments), str(tmp_path / "out")]) == 1
+    assert "no adapter_config.json is there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--merge"], "--merge needs --adapter_path"),
+        (["--adapter_path", "{adapter}", "--merge"], "--merge needs the base model: --checkpoint_path"),
+    ],
+)
+def test_usage(arguments: list[str], message: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    filled = [argument.format(adapter=tmp_path / "adapter") for argument in arguments]
+    with pytest.raises(SystemExit) as exit_info:
+        main([*filled, "--output_path", str(tmp_path / "out")])
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
