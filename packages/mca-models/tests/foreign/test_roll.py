@@ -1,6 +1,7 @@
 """Trees of ROLL's mcore_adapter give back every HF tensor, bit for bit, or a clear refusal."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,34 @@ def test_pieces_of_a_view_are_read_from_their_own_bytes(tmp_path: Path, checkpoi
     for info in open_roll(directory).tensors():
         assert info.offset + info.nbytes <= info.file.stat().st_size
     assert_same(open_roll(directory), hf)
+
+
+@pytest.mark.parametrize("case", ["qwen3_next", "gpt_oss", "deepseek_v3", "granite"])
+def test_a_configuration_of_mcore_adapter_is_completed_by_the_hf_config_in_it(
+    tmp_path: Path, checkpoint: Any, case: str
+) -> None:
+    config, hf = checkpoint(case)
+    at = layout(2, 2, ep=2 if config.num_moe_experts else 1)
+    directory, _ = write(tmp_path, (config, hf), at)
+    names = (
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "kv_channels",
+        "num_query_groups",
+    )
+    flat = {name: getattr(config, name) for name in names}
+    flat |= {"hf_model_type": config.model_type, "hf_config_json": json.dumps(config.hf_config), "bf16": True}
+    flat |= {
+        "tie_embeddings_and_output_weights": config.tie_word_embeddings,
+        "num_moe_experts": config.num_moe_experts,
+    }
+    flat |= {name: value for name, value in asdict(at).items() if value is not None}
+    (directory / "mca_config.json").write_text(json.dumps(flat))
+    source = open_roll(directory)
+    assert source.config == replace(config, layout=at)
+    assert_same(source, hf)
 
 
 def test_a_different_copy_is_noticed(tmp_path: Path, checkpoint: Any) -> None:

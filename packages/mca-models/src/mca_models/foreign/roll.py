@@ -15,6 +15,7 @@ rank's own live names (see ``names``). Its tensors may be views that carry their
 Every expert rank repeats the dense parameters, a tied or predicting last stage the embedding.
 """
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from mca_models.foreign.names import Held, Spelling, chunk_params
 from mca_models.foreign.source import ForeignSource, Place, grouped_expert, place_of
 from mca_models.foreign.tensors import StridedTensor
 from mca_models.foreign.torch_file import TorchFile, open_torch_file
-from mca_models.templates import family_of
+from mca_models.templates import config_from_hf, family_of
 from mca_models.weights import Param
 
 WEIGHTS = "model_optim_rng.pt"
@@ -62,7 +63,7 @@ def open_roll(path: Path) -> ForeignSource:
     Raises:
         McaError: Files or tensors are missing, unexpected, damaged or of another shape.
     """
-    config = McaModelConfig.load(path)
+    config = read_config(path)
     folder = _iteration(path)
     files = rank_files(config.layout)
     _require_files(folder, files)
@@ -74,6 +75,29 @@ def open_roll(path: Path) -> ForeignSource:
         raise McaError("\n  ".join([f"{folder}: {len(found.faults)} faults", *found.faults[:20]]))
     places = {param.mca_name(): found.place(param) for param in stored(params)}
     return ForeignSource(path, config, stored(params), places)
+
+
+def read_config(path: Path) -> McaModelConfig:
+    """The configuration of the checkpoint in ``path``.
+
+    mcore_adapter's file is a dump of Megatron's fields and does not name all that a family needs; the HF
+    config inside it does.
+    """
+    config = McaModelConfig.load(path)
+    document = json.loads((path / FILE_NAME).read_text(encoding="utf-8"))
+    if "mca_version" in document or config.hf_config.get("model_type") != config.model_type:
+        return config
+    try:
+        named = config_from_hf(config.hf_config)
+    except McaError as error:
+        raise McaError(f"{path / FILE_NAME}: hf_config_json: {error}") from None
+    return replace(
+        named,
+        dtype=config.dtype,
+        layout=config.layout,
+        mtp_num_layers=config.mtp_num_layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+    )
 
 
 def rank_files(layout: ParallelLayout) -> dict[str, Position]:

@@ -35,6 +35,7 @@ from mca_models.checkpoint.placement import stored
 from mca_models.checkpoint.shapes import expected_shape
 from mca_models.foreign.dcp import METADATA, DcpDirectory, TensorEntry
 from mca_models.foreign.names import EMBEDDING, spellings
+from mca_models.foreign.roll import read_config
 from mca_models.foreign.source import ForeignSource, Place
 from mca_models.foreign.storage import Stored
 from mca_models.foreign.tensors import Chunk, Shape, assemble
@@ -135,7 +136,7 @@ def _require_backend(folder: Path) -> None:
 def _config_near(folder: Path) -> McaModelConfig:
     for place in (folder, *list(folder.resolve().parents)[:2]):
         if (place / FILE_NAME).is_file():
-            return McaModelConfig.load(place)
+            return read_config(place)
         if (place / "config.json").is_file():
             return config_from_hf(json.loads((place / "config.json").read_text(encoding="utf-8")))
     raise McaError(
