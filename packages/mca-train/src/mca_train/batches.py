@@ -2,15 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mca_train.packing import Row, count_samples, row_of, sequences_of
 from mca_train.token_dataset import IGNORED
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
+Sequences = list[tuple[Any, bool]]
+"""Sequences of a micro-batch, and whether each counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +29,11 @@ class MicroBatch:
     """``[b, s]``: the *next* token; 0 where ``loss_mask`` is 0."""
     loss_mask: Tensor
     """``[b, s]`` fp32: 1 for a target, 0 for none."""
+    segments: Tensor
+    """``[b, s]``: which sequence of the micro-batch a token belongs to; of a preference pair the chosen one
+    is ``2 * pair``, the rejected one ``2 * pair + 1``."""
+    num_segments: int
+    """Sequences, over all context-parallel ranks."""
     cu_seqlens: Tensor | None = None
     """Packed sequences: where each begins in the whole pack, and its end, ``[sequences + 1]`` int32."""
     max_seqlen: int = 0
@@ -106,6 +115,7 @@ class StepCollator:
         context_parallel_size: Ranks that share a sample.
         context_parallel_rank: This one.
         length: Pad to at least this; None: to the longest of the step.
+        packed: The sequences of a micro-batch stand one after another in one row, kept apart by attention.
     """
 
     collate: Collator
@@ -115,23 +125,62 @@ class StepCollator:
     context_parallel_rank: int = 0
     length: int | None = None
     pad_token_id: int = 0
+    packed: bool = False
 
     def __call__(self, samples: Sequence[tuple[Any, bool]]) -> StepBatch:
         """The step's batch, from ``(sample, whether it counts)`` of this rank."""
         size = self.micro_batch_size
         groups = [samples[start : start + size] for start in range(0, len(samples), size)]
-        batches = [self._collated(group) for group in groups]
-        longest = max(batch["input_ids"].shape[1] for batch in batches)
-        longest = max(longest, self.length or 0)
-        longest += -longest % self.multiple
+        flat = [_sequences(group) for group in groups]
+        made, num_tokens = self._packed(flat) if self.packed else self._padded(flat)
         return StepBatch(
-            micro_batches=tuple(self._micro_batch(batch, longest) for batch in batches),
-            seq_length=longest,
-            num_samples=sum(counts for _, counts in samples),
-            num_tokens=sum(int(batch["num_tokens"].sum()) for batch in batches),
+            micro_batches=made,
+            seq_length=made[0].input_ids.shape[1] * self.context_parallel_size,
+            num_samples=sum(count_samples(sample) for sample, counts in samples if counts),
+            num_tokens=num_tokens,
         )
 
-    def _collated(self, group: Sequence[tuple[Any, bool]]) -> dict[str, Tensor]:
+    def _length(self, lengths: Sequence[int]) -> int:
+        """What all rows of a step are padded to."""
+        longest = max(*lengths, self.length or 0)
+        return longest + -longest % self.multiple
+
+    def _padded(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], int]:
+        batches = [self._collated(group) for group in groups]
+        length = self._length([batch["input_ids"].shape[1] for batch in batches])
+        num_tokens = sum(int(batch["num_tokens"].sum()) for batch in batches)
+        return tuple(self._micro_batch(batch, length) for batch in batches), num_tokens
+
+    def _packed(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], int]:
+        size = self.context_parallel_size
+        multiple = 2 * size if size > 1 else 1
+        rows = [row_of(group, multiple, self.pad_token_id, IGNORED) for group in groups]
+        length = self._length([row.length for row in rows])
+        num_tokens = sum(len(sequence["input_ids"]) for group in groups for sequence, counts in group if counts)
+        padded = [row.padded(length, self.pad_token_id, IGNORED) for row in rows]
+        return tuple(self._packed_micro_batch(row) for row in padded), num_tokens
+
+    def _packed_micro_batch(self, row: Row) -> MicroBatch:
+        lengths = [len(ids) for ids in row.input_ids]
+        labels = [shift_labels(labels[None]) for labels in row.labels]
+
+        def join(sequences: Sequence[Tensor]) -> Tensor:
+            return torch.cat([self._slice(sequence) for sequence in sequences], 1)
+
+        following = join(labels)
+        mask = following != IGNORED
+        return MicroBatch(
+            input_ids=join([ids[None] for ids in row.input_ids]),
+            position_ids=join([torch.arange(length)[None] for length in lengths]),
+            labels=following.masked_fill(~mask, 0),
+            loss_mask=mask.float(),
+            segments=join([torch.full((1, length), number) for number, length in enumerate(lengths)]),
+            num_segments=len(lengths),
+            cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+            max_seqlen=max(lengths),
+        )
+
+    def _collated(self, group: Sequences) -> dict[str, Tensor]:
         batch = dict(self.collate([feature for feature, _ in group]))
         counts = torch.tensor([real for _, real in group])
         labels = batch.get("labels", batch["input_ids"]).clone()
@@ -155,10 +204,16 @@ class StepCollator:
             position_ids=take(positions),
             labels=take(labels.masked_fill(~mask, 0)),
             loss_mask=take(mask.float()),
+            segments=take(torch.arange(len(ids))[:, None].expand_as(ids)),
+            num_segments=len(ids),
         )
 
     def _slice(self, whole: Tensor) -> Tensor:
         return zigzag_slice(whole, self.context_parallel_rank, self.context_parallel_size)
+
+
+def _sequences(samples: Sequence[tuple[Any, bool]]) -> Sequences:
+    return [(sequence, counts) for sample, counts in samples for sequence in sequences_of(sample)]
 
 
 def shift_labels(labels: Tensor) -> Tensor:

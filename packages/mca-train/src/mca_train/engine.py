@@ -49,11 +49,13 @@ class Pipeline:
     Args:
         chunks: One per virtual stage; Megatron models, or those wrapped for data parallelism.
         loss: What the last stage makes of its output.
+        wants_logits: The output is logits instead of the cross entropy of each token.
     """
 
-    def __init__(self, chunks: Sequence[Any], loss: LossFunction) -> None:
+    def __init__(self, chunks: Sequence[Any], loss: LossFunction, *, wants_logits: bool = False) -> None:
         self.chunks = list(chunks)
         self._loss = loss
+        self._wants_logits = wants_logits
         self.configs = list({id(chunk.config): chunk.config for chunk in chunks}.values())
         for config in self.configs:
             config.calculate_per_token_loss = True
@@ -96,8 +98,9 @@ class Pipeline:
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             attention_mask=None,
-            labels=batch.labels,
+            labels=None if self._wants_logits else batch.labels,
             loss_mask=batch.loss_mask,
+            packed_seq_params=_packed_params(batch),
         )
         return output, megatron_loss(self._loss, batch)
 
@@ -107,6 +110,21 @@ class Pipeline:
         return parameter.device
 
 
+def _packed_params(batch: MicroBatch) -> Any:
+    """What keeps packed sequences apart; None for padded ones."""
+    if batch.cu_seqlens is None:
+        return None
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+    )
+
+
 class Engine(Pipeline):
     """A pipeline that is trained: wrapped for data parallelism, with Megatron's optimizer.
 
@@ -114,10 +132,18 @@ class Engine(Pipeline):
         chunks: Megatron models of this rank, one per virtual stage.
         args: Training arguments.
         loss: What the last stage makes of its output.
+        wants_logits: The output is logits instead of the cross entropy of each token.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], args: Any, loss: LossFunction) -> None:
-        super().__init__(chunks, loss)
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        args: Any,
+        loss: LossFunction,
+        *,
+        wants_logits: bool = False,
+    ) -> None:
+        super().__init__(chunks, loss, wants_logits=wants_logits)
         # Megatron's split optimizer looks at .grad of its views of the parameters, on purpose
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         self._args = args
