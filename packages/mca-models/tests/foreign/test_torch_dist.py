@@ -176,6 +176,13 @@ def test_a_stored_copy_of_a_tied_head_must_be_equal(tmp_path: Path, checkpoint: 
         open_torch_dist(save(tmp_path / "other", state), config).check_duplicates()
 
 
+def test_the_dtype_is_that_of_the_weights(tmp_path: Path, checkpoint: Any) -> None:
+    config, hf = checkpoint("llama")
+    state = {name: tensor.half() for name, tensor in by_layer(config, hf).items()}
+    source = open_torch_dist(save(tmp_path / "c", state), config)
+    assert (config.dtype, source.config.dtype) == ("bfloat16", "float16")
+
+
 def test_where_it_is_found(tmp_path: Path, checkpoint: Any) -> None:
     config, hf = checkpoint("llama")
     save(tmp_path / "iter_0000001/dist_model", by_layer(config, hf))
@@ -308,4 +315,7 @@ def test_other_backends_are_refused_by_name(directory: Path) -> None:
 def test_no_configuration_is_one_clear_error(directory: Path) -> None:
     (directory / "mca_config.json").unlink()
     with pytest.raises(McaError, match=r"put the model's Hugging Face config\.json beside it"):
+        open_torch_dist(directory)
+    (directory / "config.json").write_text("{")
+    with pytest.raises(McaError, match=r"config\.json: cannot be read"):
         open_torch_dist(directory)

@@ -28,7 +28,13 @@ from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_models.checkpoint.placement import stored
 from mca_models.foreign.names import Held, Spelling, chunk_params
-from mca_models.foreign.source import ForeignSource, Place, grouped_expert, place_of
+from mca_models.foreign.source import (
+    ForeignSource,
+    Place,
+    grouped_expert,
+    place_of,
+    with_stored_dtype,
+)
 from mca_models.foreign.tensors import StridedTensor
 from mca_models.foreign.torch_file import TorchFile, open_torch_file
 from mca_models.templates import config_from_hf, family_of
@@ -74,7 +80,7 @@ def open_roll(path: Path) -> ForeignSource:
     if found.faults:
         raise McaError("\n  ".join([f"{folder}: {len(found.faults)} faults", *found.faults[:20]]))
     places = {param.mca_name(): found.place(param) for param in stored(params)}
-    return ForeignSource(path, config, stored(params), places)
+    return ForeignSource(path, with_stored_dtype(config, places), stored(params), places)
 
 
 def read_config(path: Path) -> McaModelConfig:

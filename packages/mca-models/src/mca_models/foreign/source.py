@@ -1,7 +1,8 @@
 """A Megatron checkpoint of any kind as a ``ModelSource`` of the converter."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint.dtypes import DTYPE_NAMES
 from mca_models.checkpoint.moves import Rule, Side, part_shapes
 from mca_models.checkpoint.runs import Gather, Shape
 from mca_models.checkpoint.safetensors import TensorInfo
@@ -146,6 +148,14 @@ def place_of(param: Param, config: McaModelConfig, pieces: Sequence[StridedTenso
         f"{pieces[0].file}: {pieces[0].name} has shape {found} on {len(pieces)} ranks; "
         f"{param.mca_name()} should be {list(whole)}, cut into {list(shapes[0])}"
     )
+
+
+def with_stored_dtype(config: McaModelConfig, places: Mapping[str, Place]) -> McaModelConfig:
+    """``config`` with the dtype that most weights are stored in, whatever it said."""
+    counts = Counter(tensor.dtype for place in places.values() for tensor in place.tensors)
+    code = counts.most_common(1)[0][0]
+    dtype: Any = DTYPE_NAMES.get(code, config.dtype)
+    return config if dtype == config.dtype else replace(config, dtype=dtype)
 
 
 def _joined_shape(param: Param, pieces: Sequence[StridedTensor]) -> Shape:

@@ -31,12 +31,13 @@ from pathlib import Path
 
 from mca_config.errors import McaError
 from mca_config.model_config import FILE_NAME, McaModelConfig
+from mca_models.checkpoint.hf_directory import read_config as read_hf_config
 from mca_models.checkpoint.placement import stored
 from mca_models.checkpoint.shapes import expected_shape
 from mca_models.foreign.dcp import METADATA, DcpDirectory, TensorEntry
 from mca_models.foreign.names import EMBEDDING, spellings
 from mca_models.foreign.roll import read_config
-from mca_models.foreign.source import ForeignSource, Place
+from mca_models.foreign.source import ForeignSource, Place, with_stored_dtype
 from mca_models.foreign.storage import Stored
 from mca_models.foreign.tensors import Chunk, Shape, assemble
 from mca_models.templates import config_from_hf, family_of
@@ -138,7 +139,7 @@ def _config_near(folder: Path) -> McaModelConfig:
         if (place / FILE_NAME).is_file():
             return read_config(place)
         if (place / "config.json").is_file():
-            return config_from_hf(json.loads((place / "config.json").read_text(encoding="utf-8")))
+            return config_from_hf(read_hf_config(place))
     raise McaError(
         f"{folder}: a torch_dist checkpoint does not say what model it holds, and neither {FILE_NAME} nor "
         "config.json lies there or above; put the model's Hugging Face config.json beside it"
@@ -177,7 +178,7 @@ class _Reader:
             if param.alias_of is not None and param.mca_name() in tensors:
                 first, second = places[param.alias_of].tensors[0], tensors[param.mca_name()]
                 places[param.alias_of] = replace(places[param.alias_of], copies=((first, second),))
-        return ForeignSource(path, self.config, stored(self.params), places)
+        return ForeignSource(path, with_stored_dtype(self.config, places), stored(self.params), places)
 
     def _form(self, param: Param) -> Form | None:
         """How ``param`` is stored here; None if it is not."""
