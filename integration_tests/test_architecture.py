@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("mca_config", "mca_convert", "mca_models", "mca_train")
 MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60  # without the docstring
+MAX_FUNCTION_LINES = 60  # without the docstring and the classes in it, whose methods count for themselves
 
 HEAVY = (
     "accelerate",
@@ -179,12 +179,13 @@ def undeclared_imports(source: Source, base: set[str], with_extras: set[str]) ->
     ]
 
 
+def _length(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
 def _own_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    total = (node.end_lineno or node.lineno) - node.lineno + 1
-    first = node.body[0]
-    if ast.get_docstring(node, clean=False) is not None:
-        total -= (first.end_lineno or first.lineno) - first.lineno + 1
-    return total
+    total = _length(node) - sum(_length(inner) for inner in node.body if isinstance(inner, ast.ClassDef))
+    return total - (_length(node.body[0]) if ast.get_docstring(node, clean=False) is not None else 0)
 
 
 def too_long(source: Source) -> list[str]:
@@ -329,6 +330,8 @@ def test_a_long_file_and_a_long_function_are_caught():
     assert too_long(Source("m", f"def f():\n{body * 60}")) and not too_long(
         Source("m", f"def f():\n{body * 59}")
     )
+    methods = f"        def a(self):\n{body * 59}" * 2
+    assert not too_long(Source("m", f"def f():\n    class A:\n{methods}"))
     assert not too_long(Source("m", f'def f():\n    """A\n\n    B\n    """\n{body * 59}'))
 
 

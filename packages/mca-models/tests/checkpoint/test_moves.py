@@ -171,7 +171,7 @@ class _Doubling(Separate):
 
 @pytest.mark.parametrize("layout", [_Forgetful(), _Doubling()])
 def test_a_rule_that_loses_or_doubles_elements_is_refused(layout) -> None:
-    with pytest.raises(ValueError, match="exactly once|not inverse"):
+    with pytest.raises(ValueError, match=r"exactly once|not inverse"):
         plan_moves(Rule.of(Param(mca="x", hf=("x",), hf_layout=layout)), (6, 4), HF, 1)
 
 
