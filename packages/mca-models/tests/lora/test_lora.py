@@ -389,3 +389,23 @@ merge_to_hf(open_checkpoint(base), adapter, out / "merged")
 assert not {{"torch", "transformers", "peft", "safetensors"}} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_merging_may_cast_and_rounds_once_then_too(tmp_path: Path) -> None:
+    base, source = adapters.save("qwen3_moe", tmp_path)
+    checkpoint = open_checkpoint(base)
+    adapter = open_adapter(source, checkpoint.config)
+    merge_to_hf(checkpoint, adapter, tmp_path / "fp32")
+    merge_to_hf(checkpoint, adapter, tmp_path / "bf16", cast="BF16", max_shard_bytes=20_000)
+    files = list((tmp_path / "bf16").glob("*.safetensors"))
+    assert len(files) > 1
+    cast = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    whole = load_file(tmp_path / "fp32" / "model.safetensors")
+    assert cast.keys() == whole.keys()
+    assert all(torch.equal(tensor.bfloat16(), cast[name]) for name, tensor in whole.items())
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text())["dtype"] == "bfloat16"
+    with pytest.raises(McaError, match="too large for fp16"):
+        big = load_file(base / "model.safetensors")
+        big["model.layers.1.mlp.experts.0.down_proj.weight"][0, 0] = 7e4
+        save_file(big, base / "model.safetensors", {"format": "pt"})
+        merge_to_hf(open_checkpoint(base), adapter, tmp_path / "fp16", cast="F16")

@@ -7,7 +7,6 @@ a few megabytes are held.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from mca_models.checkpoint.safetensors import plan_file
 from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.checkpoint.source import ModelSource, copy_move
 from mca_models.checkpoint.writer import SafetensorsWriter
+from mca_models.foreign.fp8 import cast_to
 from mca_models.lora.adapter import Adapter, require_untied
 from mca_models.lora.rules import Factors
 from mca_models.weights import Param
@@ -181,16 +181,10 @@ def _merged(merge: Merge, base: ModelSource, param: Param, part: int, code: str)
     if merge.touches(param):
         # a cast follows the sum, so that there too each element is rounded once
         weight = merge.merge(param, part, weight if weight.dtype == dtype else weight.astype(np.float32))
-    return weight if weight.dtype == dtype else _cast(weight, dtype, param.hf_names()[part])
-
-
-def _cast(weight: Any, dtype: Any, name: str) -> Any:
-    import numpy as np
-
-    with np.errstate(over="ignore"):
-        out = weight.astype(dtype)
-    if dtype == np.float16 and not np.isfinite(out).all() and np.isfinite(weight.astype(np.float32)).all():
-        raise McaError(f"tensor {name}: a value overflows fp16, whose largest is 65504; use --bf16 or --fp32")
+    if weight.dtype == dtype:
+        return weight
+    out = np.empty(weight.shape, dtype)
+    cast_to(out, weight.astype(np.float32, copy=False), param.hf_names()[part])
     return out
 
 
