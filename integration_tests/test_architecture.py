@@ -330,7 +330,7 @@ def test_a_long_file_and_a_long_function_are_caught():
     assert too_long(Source("m", f"def f():\n{body * 60}")) and not too_long(
         Source("m", f"def f():\n{body * 59}")
     )
-    methods = f"        def a(self):\n{body * 59}" * 2
+    methods = ("        def a(self):\n" + "            x = 1\n" * 59) * 2
     assert not too_long(Source("m", f"def f():\n    class A:\n{methods}"))
     assert not too_long(Source("m", f'def f():\n    """A\n\n    B\n    """\n{body * 59}'))
 
