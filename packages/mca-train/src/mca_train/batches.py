@@ -156,7 +156,9 @@ class StepCollator:
         multiple = 2 * size if size > 1 else 1
         rows = [row_of(group, multiple, self.pad_token_id, IGNORED) for group in groups]
         length = self._length([row.length for row in rows])
-        num_tokens = sum(len(sequence["input_ids"]) for group in groups for sequence, counts in group if counts)
+        num_tokens = sum(
+            len(sequence["input_ids"]) for group in groups for sequence, counts in group if counts
+        )
         padded = [row.padded(length, self.pad_token_id, IGNORED) for row in rows]
         return tuple(self._packed_micro_batch(row) for row in padded), num_tokens
 

@@ -70,6 +70,64 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's ``value``, on every rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def largest(value: float, device: torch.device) -> float:
+    """The largest ``value`` of all ranks."""
+    box = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(box, dist.ReduceOp.MAX)
+    return float(box)
+
+
 def barrier() -> None:
     """Waits for every rank."""
     dist.barrier()
+
+
+def balancing_loss(total: Tensor, entry: dict[str, Any]) -> float:
+    """One of Megatron's auxiliary losses of this pipeline stage, from what each rank of the stage collected.
+
+    Args:
+        total: This rank's sum.
+        entry: Its groups, as Megatron's tracker names them.
+    """
+    from megatron.core import parallel_state
+
+    if (group := entry.get("reduce_group")) is not None:
+        dist.all_reduce(total, group=group)
+    if (group := entry.get("avg_group")) is not None:
+        dist.all_reduce(total, group=group)
+        total /= group.size()
+    needs_mean = not entry.get("reduce_group_has_dp", not entry.get("needs_dp_avg", True))
+    if needs_mean:
+        data = parallel_state.get_data_parallel_group()
+        dist.all_reduce(total, group=data)
+        total /= data.size()
+    return float(total)
+
+
+def of_every_stage(value: Any) -> list[Any]:
+    """``value`` of each pipeline stage."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_pipeline_model_parallel_group()
+    box: list[Any] = [None] * group.size()
+    dist.all_gather_object(box, value, group=group)
+    return box
+
+
+def sum_over_context(values: Tensor) -> Tensor:
+    """``values`` added over the ranks that share samples; each gets the gradient of its own."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return values
+    total = values.detach().clone()
+    dist.all_reduce(total, group=group)
+    return values + (total - values).detach()

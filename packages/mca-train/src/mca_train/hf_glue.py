@@ -21,6 +21,38 @@ class NoAccelerator:
         return objects
 
 
+class WithoutAccelerator:
+    """The Trainer's methods about devices and processes, answered by Megatron's groups instead of accelerate."""
+
+    args: Any
+    ranks: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """No accelerate: Megatron owns process groups, placement and data parallelism."""
+        self.accelerator = NoAccelerator()
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
+        self.gather_function = None
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """The factory has placed it."""
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return bool(self.ranks.is_first)
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return bool(self.ranks.is_first) or int(self.args.local_process_index) == 0
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples in a step, all ranks together."""
+        return int(
+            args.per_device_train_batch_size
+            * args.gradient_accumulation_steps
+            * self.ranks.data_parallel_size
+        )
+
+
 class ConfigView:
     """A model's Hugging Face configuration, for callbacks that log it."""
 

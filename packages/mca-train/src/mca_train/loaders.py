@@ -1,7 +1,8 @@
 """Data loaders that hand out whole steps."""
 
+import logging
 from collections.abc import Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +12,10 @@ from mca_config.checks import sequence_multiple
 from mca_config.errors import McaError
 from mca_train.batches import Collator, CountedSamples, StepBatch, StepCollator
 from mca_train.groups import Ranks
+from mca_train.packing import PackedDataset, longest_sample
 from mca_train.sampling import BatchShape, StepSampler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +28,7 @@ class Loaders:
         sequence_parallel: Whether activations are cut along the sequence.
         collate: Makes padded tensors of samples.
         pad_token_id: Of the tokenizer.
+        pack_length: With ``sequence_packing``, tokens of a pack; None: of the longest sample.
     """
 
     args: Any
@@ -31,16 +36,22 @@ class Loaders:
     sequence_parallel: bool
     collate: Collator
     pad_token_id: int
+    pack_length: int | None = None
+    _packs: dict[int, PackedDataset] = field(default_factory=dict)
 
     def train(self, dataset: Any) -> tuple[DataLoader[StepBatch], StepSampler]:
         """An item is a step; the sampler says which epoch and where in it to begin."""
         args = self.args
+        length = _length(dataset, "train_dataset")
         strategy = str(getattr(args, "train_sampling_strategy", "random"))
         if strategy not in ("random", "sequential"):
             raise McaError(f"train_sampling_strategy {strategy} is not supported; use random or sequential")
         seed = args.seed if args.data_seed is None else args.data_seed
+        if args.sequence_packing:
+            dataset = self._packed(dataset, "train_dataset", seed if strategy == "random" else None)
+            length = len(dataset)
         sampler = StepSampler(
-            _length(dataset, "train_dataset"),
+            length,
             self._shape(args.per_device_train_batch_size, args.gradient_accumulation_steps),
             seed=seed if strategy == "random" else None,
             drop_last=args.dataloader_drop_last,
@@ -51,8 +62,24 @@ class Loaders:
         """An item is as many micro-batches as fill the pipeline; every sample comes once, in order."""
         pipeline = self.ranks.layout.pp
         shape = self._shape(self.args.per_device_eval_batch_size, pipeline)
-        sampler = StepSampler(_length(dataset, "eval_dataset"), shape)
+        length = _length(dataset, "eval_dataset")
+        if self.args.sequence_packing:
+            dataset = self._packed(dataset, "eval_dataset", None)
+            length = len(dataset)
+        sampler = StepSampler(length, shape)
         return self._loader(dataset, sampler), sampler
+
+    def _packed(self, dataset: Any, name: str, seed: int | None) -> PackedDataset:
+        known = self._packs.get(id(dataset))
+        if known is not None and known.dataset is dataset:
+            return known
+        size = self.ranks.layout.cp
+        multiple = 2 * size if size > 1 else 1
+        length = self.pack_length or longest_sample(dataset, multiple)
+        made = PackedDataset(dataset, length, multiple=multiple, seed=seed, name=name)
+        logger.info("%s: %s", name, made.fill)
+        self._packs[id(dataset)] = made
+        return made
 
     def _shape(self, micro_batch_size: int, num_micro_batches: int) -> BatchShape:
         layout = self.ranks.layout
@@ -79,6 +106,7 @@ class Loaders:
             context_parallel_size=self.ranks.layout.cp,
             context_parallel_rank=self.ranks.context_parallel_rank,
             pad_token_id=self.pad_token_id,
+            packed=self.args.sequence_packing,
         )
         samples: Any = CountedSamples(dataset)  # the collator makes the items steps
         return DataLoader(

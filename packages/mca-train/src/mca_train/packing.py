@@ -143,6 +143,12 @@ def sequence_lengths(dataset: Any) -> NDArray[np.int64]:
     return known[:, None] if known.ndim == 1 else known
 
 
+def longest_sample(dataset: Any, multiple: int = 1) -> int:
+    """Tokens of the longest sample, its sequences padded to multiples of ``multiple``."""
+    lengths = sequence_lengths(dataset)
+    return int((lengths + -lengths % multiple).sum(1).max())
+
+
 def sequences_of(sample: Any) -> list[Any]:
     """The sequences a sample is made of: those of a pack, the two of a preference pair, or itself."""
     if isinstance(sample, list):

@@ -20,19 +20,23 @@ from mca_config.errors import McaError
 from mca_train import checkpointing, groups
 from mca_train.batches import Collator, MicroBatch, PadCollator, StepBatch, pad_token
 from mca_train.engine import Engine, Pipeline, StepResult
-from mca_train.hf_glue import JsonlLog, ModelView, NoAccelerator
+from mca_train.hf_glue import JsonlLog, ModelView, WithoutAccelerator
+from mca_train.honoured import require_honoured
+from mca_train.label_smoothing import smooth_labels
 from mca_train.loaders import Loaders
+from mca_train.loss_signals import ModelLosses, Signals
 from mca_train.losses import token_loss
 from mca_train.marks import mark_cut_parameters
 from mca_train.progress import Length, LossMeter
 from mca_train.sampling import StepSampler
 from mca_train.saving import load_weights, save_model
 from mca_train.schedule import LearningRate
+from mca_train.watch import Watch
 
 logger = logging.getLogger(__name__)
 
 
-class McaTrainer(Trainer):  # type: ignore[misc]
+class McaTrainer(WithoutAccelerator, Trainer):  # type: ignore[misc]
     """Trains `VirtualModels` with Megatron.
 
     Args:
@@ -44,10 +48,17 @@ class McaTrainer(Trainer):  # type: ignore[misc]
         eval_dataset: The same, or a dict of several by name.
         processing_class: The tokenizer; saved with the model.
         callbacks: Hugging Face ``TrainerCallback``s.
+        pack_length: With ``sequence_packing``, tokens of a row of packed sequences; None: of the longest sample.
 
     Override `compute_loss` to train on another loss.
+
+    Attributes:
+        signal_names: Names of what `compute_loss` adds to ``signals``; their means are logged beside the loss.
+        wants_logits: `compute_loss` gets logits instead of the cross entropy of each token.
     """
 
+    signal_names: tuple[str, ...] = ()
+    wants_logits: bool = False
     control: Any
     state: Any
 
@@ -60,7 +71,11 @@ class McaTrainer(Trainer):  # type: ignore[misc]
         eval_dataset: Any = None,
         processing_class: Any = None,
         callbacks: list[TrainerCallback] | None = None,
+        *,
+        pack_length: int | None = None,
+        **others: Any,
     ) -> None:
+        require_honoured(args, others)
         self.ranks = groups.here(model.config.layout)
         view = ModelView(model.config.hf_config)
         super().__init__(
@@ -79,40 +94,19 @@ class McaTrainer(Trainer):  # type: ignore[misc]
         self._meter = LossMeter(self.ranks.context_parallel_rank)
         self._last_logged = 0
         self._loss_total = 0.0
+        self.watch = Watch(args, model, self.ranks)
         self._loaders = Loaders(
             args=args,
             ranks=self.ranks,
             sequence_parallel=model.megatron.sequence_parallel,
             collate=self.data_collator,
             pad_token_id=pad_token(processing_class),
+            pack_length=pack_length,
         )
-
-    # What Hugging Face's constructor and callbacks ask for.
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """No accelerate: Megatron owns process groups, placement and data parallelism."""
-        self.accelerator = NoAccelerator()
-        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
-        self.gather_function = None
-
-    def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """The factory has placed it."""
-
-    def is_world_process_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.ranks.is_first
-
-    def is_local_process_zero(self) -> bool:
-        """Whether this is the first rank of its machine."""
-        return self.ranks.is_first or int(self.args.local_process_index) == 0
-
-    def get_total_train_batch_size(self, args: Any) -> int:
-        """Samples in a step, all ranks together."""
-        return int(
-            args.per_device_train_batch_size
-            * args.gradient_accumulation_steps
-            * self.ranks.data_parallel_size
-        )
+        self.signals = Signals(self.signal_names, self.ranks.device)
+        self._model_losses = ModelLosses(model.megatron, model.config)
+        if args.label_smoothing_factor:
+            smooth_labels(model.chunks, args.label_smoothing_factor, model.config.vocab_size)
 
     def get_train_dataloader(self) -> DataLoader[StepBatch]:
         """Of this rank; an item is a step."""
@@ -142,7 +136,7 @@ class McaTrainer(Trainer):  # type: ignore[misc]
 
         Args:
             output: ``[b, s]`` fp32 cross entropy of each token (s: of this context-parallel rank), or, where
-                `wants_logits` is set, logits ``[b, s, vocab / tp]`` of this tensor-parallel rank.
+                the class sets `wants_logits`, logits ``[b, s, vocab / tp]`` of this tensor-parallel rank.
             batch: Labels (already the next token) and mask.
 
         Returns:
@@ -150,6 +144,9 @@ class McaTrainer(Trainer):  # type: ignore[misc]
             batch, so a loss that is a mean must be multiplied by its number.
         """
         return token_loss(output, batch)
+
+    def before_forward(self, batch: StepBatch) -> None:
+        """Called on every rank with each step's batch, before training or evaluating on it."""
 
     # Training.
 
@@ -165,10 +162,11 @@ class McaTrainer(Trainer):  # type: ignore[misc]
         """
         if trial is not None:
             raise McaError("hyper-parameter search is not supported")
-        checkpoint = checkpointing.resolve(resume_from_checkpoint, Path(self.args.output_dir))
+        checkpoint = checkpointing.find(resume_from_checkpoint, Path(self.args.output_dir), self.ranks)
         self.is_in_train = True
         try:
-            return self._train(checkpoint)
+            with self.watch.signal:
+                return self._train(checkpoint)
         finally:
             self.is_in_train = False
 
@@ -197,7 +195,7 @@ class McaTrainer(Trainer):  # type: ignore[misc]
             load_weights(self.model, checkpoint)
         if self.engine is None:
             mark_cut_parameters(self.model.held())
-            self.engine = Engine(self.model.chunks, self.args, self._loss)
+            self.engine = Engine(self.model.chunks, self.args, self._loss, wants_logits=self.wants_logits)
         self.optimizer = self.engine.optimizer
         self._learning_rate = LearningRate(self.args, length.max_steps)
         self.lr_scheduler = self._learning_rate.scheduler
@@ -263,9 +261,12 @@ class McaTrainer(Trainer):  # type: ignore[misc]
             done = self.state.global_step - epoch * length.steps_per_epoch
             self.state.epoch = epoch + sampler.share(done)
             self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+            self.watch.stop_if_asked(self.control, self.state.global_step)
             self._log_evaluate_save(result)
             if self.control.should_epoch_stop or self.control.should_training_stop:
                 break
+        if self.watch.stopped:
+            return
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
         self._log_evaluate_save(result)
 
@@ -273,10 +274,13 @@ class McaTrainer(Trainer):  # type: ignore[misc]
         """One optimizer step on one step's batch."""
         engine, rate = self._engine_and_rate()
         rate.write(engine.optimizer.param_groups)
+        self.before_forward(batch)
         loss = engine.forward_backward(batch)
+        self._model_losses.add(len(batch.micro_batches))
         self._meter.add(loss, batch.num_tokens, batch.num_samples)
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         result = engine.optimizer_step()
+        self.watch.after_step(result.updated, result.grad_norm, self.state.global_step + 1)
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
         self._rate_of_step = rate.value
         if result.updated:
@@ -314,7 +318,12 @@ class McaTrainer(Trainer):  # type: ignore[misc]
         logs: dict[str, float] = {"loss": report.mean}
         if result.grad_norm is not None:
             logs["grad_norm"] = result.grad_norm
-        self.log(logs | {"learning_rate": self._rate_of_step} | report.speed())
+        logs |= self.signals.flush() | self._model_losses.flush()
+        self.log(
+            logs
+            | {"learning_rate": self._rate_of_step}
+            | self.watch.logs(report, self.optimizer, self._last_logged)
+        )
 
     def _finish(self, first: int, started: float, sampler: StepSampler) -> TrainOutput:
         """The run's own metrics, the best model if asked for, and the last callback."""
@@ -326,7 +335,8 @@ class McaTrainer(Trainer):  # type: ignore[misc]
         metrics = speed_metrics("train", started, num_samples=samples, num_steps=steps)
         metrics["train_loss"] = self._loss_total / max(steps, 1)
         self.log(dict(metrics))
-        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+        best = self.args.load_best_model_at_end and not self.watch.stopped
+        if best and self.state.best_model_checkpoint is not None:
             logger.info("loading the best model, %s", self.state.best_model_checkpoint)
             load_weights(self.model, Path(self.state.best_model_checkpoint))
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
@@ -346,8 +356,10 @@ class McaTrainer(Trainer):  # type: ignore[misc]
             return found
         started = time.time()
         loader, sampler = self._loaders.evaluation(self._eval_dataset(eval_dataset))
-        loss = self._evaluate_loss(loader)
-        metrics = {f"{metric_key_prefix}_loss": loss}
+        training_signals, self.signals = self.signals, Signals(self.signal_names, self.ranks.device)
+        metrics = {f"{metric_key_prefix}_loss": self._evaluate_loss(loader)}
+        metrics |= {f"{metric_key_prefix}_{name}": mean for name, mean in self.signals.flush().items()}
+        self.signals = training_signals
         metrics |= speed_metrics(
             metric_key_prefix, started, num_samples=sampler.num_samples, num_steps=len(loader)
         )
@@ -361,13 +373,14 @@ class McaTrainer(Trainer):  # type: ignore[misc]
         meter = LossMeter(self.ranks.context_parallel_rank)
         with pipeline.at_rest():
             for batch in loader:
+                self.before_forward(batch)
                 meter.add(pipeline.evaluate(batch), batch.num_tokens, batch.num_samples)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         report = meter.flush()
         return report.loss_sum / max(report.num_targets, 1)
 
     def _pipeline(self) -> Pipeline:
-        return self.engine or Pipeline(self.model.chunks, self._loss)
+        return self.engine or Pipeline(self.model.chunks, self._loss, wants_logits=self.wants_logits)
 
     # Saving.
 
@@ -393,7 +406,7 @@ class McaTrainer(Trainer):  # type: ignore[misc]
         target = output_dir / f"{checkpointing.PREFIX}-{self.state.global_step}"
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(target)
-        with checkpointing.new_checkpoint(target, first=self.ranks.is_first) as folder:
+        with checkpointing.new_checkpoint(target, self.ranks) as folder:
             self.save_model(str(folder), _internal_call=True)
             if not self.args.save_only_model:
                 self._training_state().save(folder)

@@ -1,0 +1,64 @@
+"""Arguments of Hugging Face's Trainer that would be taken and then not followed: refused by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mca_config.errors import McaError, list_problems
+
+_ARGUMENTS: Mapping[str, str] = {
+    "neftune_noise_alpha": "noise on embeddings is not made here",
+    "use_liger_kernel": "the model's layers are Megatron's",
+    "include_for_metrics": "evaluation computes the loss only",
+    "batch_eval_metrics": "evaluation computes the loss only",
+    "optim_args": "set Megatron's optimizer keys instead",
+    "optim_target_modules": "the optimizer takes every trained parameter",
+    "push_to_hub": "nothing is uploaded; save_hf_model writes a directory that can be",
+    "jit_mode_eval": "Megatron compiles what it can by itself",
+    "torch_empty_cache_steps": "Megatron keeps its buffers",
+    "past_index": "there is no state that passes from batch to batch",
+    "bf16_full_eval": "evaluation runs in the dtype of training",
+    "fp16_full_eval": "evaluation runs in the dtype of training",
+    "parallelism_config": "set the parallel sizes of mca",
+}
+_PARAMETERS: Mapping[str, str] = {
+    "compute_metrics": "evaluation computes the loss only; override evaluate",
+    "preprocess_logits_for_metrics": "evaluation computes the loss only; override evaluate",
+    "compute_loss_func": "override compute_loss",
+    "model_init": "make the model with mca_models.AutoModel and give it as model",
+    "optimizers": "the optimizer is Megatron's; set optimizer and its keys in the arguments",
+    "optimizer_cls_and_kwargs": "the optimizer is Megatron's; set optimizer and its keys in the arguments",
+    "peft_config": "give the model that mca_models.megatron.peft.get_peft_model returns",
+    "tokenizer": "it is called processing_class",
+}
+
+
+def require_honoured(args: Any, parameters: Mapping[str, Any]) -> None:
+    """Raises one error that names everything asked for that training would not do.
+
+    Args:
+        args: The training arguments.
+        parameters: Of the trainer's constructor, those it does not have itself.
+
+    Raises:
+        McaError: There is something.
+        TypeError: A parameter that Hugging Face's Trainer does not have either.
+    """
+    unknown = [name for name in parameters if name not in _PARAMETERS]
+    if unknown:
+        raise TypeError(f"McaTrainer() got an unexpected keyword argument '{unknown[0]}'")
+    problems = [
+        f"{name} is not supported ({why}); leave it out"
+        for name, why in _PARAMETERS.items()
+        if parameters.get(name) is not None
+    ]
+    problems += [
+        f"{name} is not supported ({why}); remove it"
+        for name, why in _ARGUMENTS.items()
+        if getattr(args, name, None) not in (None, False, "", [], {}, -1)
+    ]
+    smoothing = float(getattr(args, "label_smoothing_factor", 0.0))
+    if not 0 <= smoothing < 1:
+        problems.append(f"label_smoothing_factor is {smoothing}; expected 0 or more and below 1")
+    error = list_problems(problems, "McaTrainer")
+    if error:
+        raise McaError(str(error))
