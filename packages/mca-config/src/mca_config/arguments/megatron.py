@@ -84,6 +84,9 @@ class MegatronArguments(DistributingParallelArguments):
         "Pack several sequences into one row, kept apart in attention, instead of padding each.",
         default=False,
     )
+    peak_tflops: float | None = option(
+        "Peak TFLOP/s of one device, for the logged mfu; unset: the bf16 peak of a known GPU."
+    )
     ckpt_format: Literal["mca", "torch_dist"] = option(
         "Format of the weights in training checkpoints: mca (safetensors by rank) or Megatron's torch_dist.",
         default="mca",
