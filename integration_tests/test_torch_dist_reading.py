@@ -45,6 +45,8 @@ CASES = (
     ("deepseek_v3", "tp2sp", "homogeneous"),
     ("deepseek_v3", "pp2ep2", "singleton"),
     ("deepseek_v2-no-q-lora", "tp2sp", "by_layer"),
+    ("qwen3_next", "tp2", "homogeneous"),
+    ("qwen3_5_moe_text", "pp2", "singleton"),
     ("gpt_oss", "ep2", "singleton"),
     ("gpt_oss", "tp2ep2etp1", "by_layer"),
     ("gemma3_text", "tp2", "homogeneous"),

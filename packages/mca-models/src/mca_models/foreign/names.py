@@ -19,6 +19,7 @@ _FINAL_NORM = "decoder.final_layernorm."
 _SPELLINGS: tuple[tuple[str, str], ...] = (
     # the local spec has a norm of its own where Transformer Engine fuses it into the linear after it
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("self_attention.in_proj.layer_norm_", "input_layernorm."),
     ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),

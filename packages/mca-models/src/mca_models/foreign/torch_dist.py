@@ -13,8 +13,9 @@ several possible names, according to how Megatron was configured when it saved:
   or ``mlp.experts.experts.3.linear_fc1.weight``;
 - gated MLPs: one tensor, or its halves ``weight_w`` (gate) and ``weight_v`` (up);
 - gated delta nets: the projections' parts, ``in_proj.weight.query``, ``.key``, ``.value``, ``.z``, ...;
-- norms: Transformer Engine's spelling; the local spec's experts have ``mlp.linear_fc1.layer_norm_weight``
-  where Transformer Engine has ``pre_mlp_layernorm.weight``.
+- norms: Transformer Engine's spelling; but the local spec calls the norm before any MLP
+  ``mlp.linear_fc1.layer_norm_weight`` and that before any attention ``...linear_qkv.layer_norm_weight``,
+  experts and gated delta nets included.
 
 Optimizer states (``optimizer.*``, ``chained_N.*``) and objects (``_extra_state``, random states) are passed
 over. All names are generated; only the prefix that wrappers add is found by looking at the embedding's.
@@ -290,7 +291,8 @@ def _parts(mca: str, segments: tuple[int, ...]) -> Iterator[tuple[str, ...]]:
 
 def _global_spellings(mca: str) -> list[str]:
     names = spellings(mca)
-    return names + [mca.replace(own, fused) for own, fused in _FUSED_NORMS if own in mca]
+    fused = [name.replace(own, other) for own, other in _FUSED_NORMS for name in names if own in name]
+    return [*names, *(name for name in fused if name not in names)]
 
 
 def _expert_forms(name: str, is_expert: bool) -> Iterator[tuple[str, bool]]:
