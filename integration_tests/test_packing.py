@@ -47,7 +47,7 @@ def logits_and_gradient(
     models.zero_grad()
     logits = packed(models, rows) if together else torch.cat([packed(models, [row]) for row in rows], 1)
     logits.float().pow(2).sum().backward()
-    weight = models.chunks[0].decoder.layers[0].self_attention.linear_proj.weight
+    weight = models.chunks[0].decoder.layers[-1].self_attention.linear_proj.weight
     return logits.detach(), weight.grad.clone()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_models.megatron.families.biased_experts import own_expert_outputs
 from mca_models.megatron.families.norms import add_post_norms
 from mca_models.megatron.families.scales import add_scales
 from mca_models.megatron.families.settings import after_building
@@ -16,6 +17,8 @@ def finish(model: Any, config: McaModelConfig) -> None:
     """Adds norms and factors to a chunk; before anything else looks at its logits."""
     if config.norm_placement != "pre":
         add_post_norms(model)
+    if config.num_moe_experts and config.add_bias_linear:
+        own_expert_outputs(model)
     add_scales(model, config)
     after_building(config, model.config)
 

@@ -1,0 +1,120 @@
+"""Families with layers of their own: logits, gradients and packed sequences as ``transformers`` has them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import reference
+from harness import run_ranks
+from layouts import world_size
+from reference import make_reference
+from test_gradient_parity import TOLERANCE, expected_gradients, export_gradients, read
+from test_logits_parity import differences
+from test_packing import compare
+
+pytestmark = pytest.mark.ranks
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+}
+# a dict for each model: transformers writes into it
+LINEAR_FULL = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3-short": ("phi3", {"rope_parameters": dict(LONGROPE), "original_max_position_embeddings": 32}),
+    "phi3-long": ("phi3", {"rope_parameters": dict(LONGROPE), "original_max_position_embeddings": 16}),
+    "phi3-partial": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "gemma3-two-ropes": (
+        "gemma3_text",
+        {"rope_parameters": LINEAR_FULL, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "smollm3-windows": (
+        "smollm3",
+        {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 6},
+    ),
+}
+for case, (base, different) in MORE.items():
+    reference.CASES[case] = (base, {**reference.CASES[base][1], **different})
+
+DENSE = (
+    "granite",
+    "olmo2",
+    "exaone4",
+    "exaone4-no-window",
+    "qwen3_5_text",
+    *MORE,
+)
+MOE = ("olmoe", "gpt_oss", "deepseek_v2", "deepseek_v2-no-q-lora", "qwen3_next", "qwen3_5_moe_text")
+DENSE_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2vpp2", "cp2", "tp2cp2sp")
+MOE_LAYOUTS = ("tp1", "ep2", "tp2ep2etp1", "cp2", "pp2vpp2ep2", "tp2etp2ep2")
+UNCUT = ("gpt_oss",)  # experts with biases cannot be cut
+GRID = [(case, layout) for case in DENSE for layout in DENSE_LAYOUTS]
+GRID += [(case, layout) for case in MOE for layout in MOE_LAYOUTS if not (case in UNCUT and "etp2" in layout)]
+BY_SIZE = {size: [pair for pair in GRID if world_size(pair[1]) == size] for size in (1, 2, 4)}
+
+
+@pytest.fixture(scope="module")
+def logits(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[Any]]:
+    """Differences of the logits on every rank."""
+    folder = tmp_path_factory.mktemp("references")
+    found: dict[tuple[str, str], list[Any]] = {}
+    for size, grid in BY_SIZE.items():
+        pairs = [(make_reference(case, folder), layout) for case, layout in grid]
+        for of_rank in run_ranks(size, differences, sorted(pairs, key=lambda pair: pair[1]), timeout=300):
+            for pair, difference in of_rank.items():
+                found.setdefault(pair, []).append(difference)
+    return found
+
+
+@pytest.mark.parametrize("case,layout", GRID)
+def test_logits_equal_transformers(case: str, layout: str, logits: dict[tuple[str, str], list[Any]]) -> None:
+    found = logits[case, layout]
+    assert all(isinstance(difference, float) and difference <= TOLERANCE for difference in found), found
+
+
+@pytest.fixture(scope="module")
+def gradients(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The gradients of every case and layout, and those expected."""
+    folder = tmp_path_factory.mktemp("gradients")
+    references = {case: make_reference(case, folder, batch=4) for case in (*DENSE, *MOE)}
+    for each in references.values():
+        expected_gradients(each, folder)
+    for size, grid in BY_SIZE.items():
+        run_ranks(size, export_gradients, [(references[c], n) for c, n in grid], folder, timeout=300)
+    return folder
+
+
+@pytest.mark.parametrize("case,layout", GRID)
+def test_gradients_equal_autograd(case: str, layout: str, gradients: Path) -> None:
+    expected, found = read(gradients / f"{case}-expected"), read(gradients / f"{case}-{layout}")
+    assert found.keys() == expected.keys()
+    largest = max(float(x.abs().max()) for x in expected.values())
+    errors = {
+        name: float((found[name] - right).abs().max()) / max(float(right.abs().max()), largest * 1e-3)
+        for name, right in expected.items()
+    }
+    worst = sorted(errors.items(), key=lambda item: -item[1])[:3]
+    assert worst[0][1] <= TOLERANCE, worst
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2cp2sp"])
+@pytest.mark.parametrize("case", ["gpt_oss", "gemma3-two-ropes", "olmo2", "qwen3_5_text"])
+def test_packed_equals_separate(case: str, layout: str, tmp_path: Path) -> None:
+    if case in UNCUT:
+        layout = layout.replace("tp2", "").removesuffix("sp")
+    for found in run_ranks(world_size(layout), compare, make_reference(case, tmp_path), layout):
+        assert max(found) <= TOLERANCE
+
+
+def test_references_are_not_trivial(tmp_path: Path) -> None:
+    for case in (*DENSE, *MOE):
+        assert float(make_reference(case, tmp_path).logits.std()) > 0.5, case

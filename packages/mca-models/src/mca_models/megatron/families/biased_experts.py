@@ -1,0 +1,22 @@
+"""Experts with output biases, one module for each, where Megatron goes wrong twice.
+
+It adds the bias in place to a view, which autograd refuses: the output of each last projection is copied first.
+And it marks the bias for the gradient sum of sequence parallelism, over tensor ranks that hold other experts.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+
+def own_expert_outputs(model: Any) -> None:
+    """Mends every expert module of a chunk."""
+    for layer in model.decoder.layers:
+        for expert in getattr(getattr(layer.mlp, "experts", None), "local_experts", ()):
+            expert.linear_fc2.register_forward_hook(_copied)
+            expert.linear_fc2.bias.sequence_parallel = False
+
+
+def _copied(linear: Any, args: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    value, bias = output
+    return value.clone(), bias
