@@ -4,9 +4,10 @@
       mca_config.json, iter_0000001/, ...   the model, an MCA checkpoint of its own
       training/optimizer/                   Megatron's distributed checkpoint of the optimizer
       training/rng_<rank>.safetensors       random states
-      training/scheduler.json
+      training/scheduler.json, training/optimizer.json
       trainer_state.json                    Hugging Face's TrainerState: step, epoch, logs, best metric
       training_args.json
+      training/manifest.json                size and checksum of all this
 
 All ranks write into a directory beside it, which rank 0 renames when everything is on disk.
 """
@@ -18,13 +19,14 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mca_config.errors import McaError
 from mca_models.checkpoint.atomic import PartialDirectory
-from mca_train import groups
-from mca_train.bucket_padding import positions_without_padding
+from mca_train import groups, integrity, optimizer_state
+from mca_train.groups import Ranks
 from mca_train.rng import load_rng, save_rng
 
 logger = logging.getLogger(__name__)
@@ -70,18 +72,45 @@ def resolve(resume: str | bool | None, output_dir: Path) -> Path | None:
     return path
 
 
+def find(resume: str | bool | None, output_dir: Path, ranks: Ranks) -> Path | None:
+    """The checkpoint that ``resume_from_checkpoint`` means, whole in every byte; collective.
+
+    Where it is up to us which one (``auto``, True), a damaged one is told and the one before it is taken.
+
+    Raises:
+        McaError: As `resolve`; or what was named, or every checkpoint there is, is damaged.
+    """
+    newest = resolve(resume, output_dir)
+    candidates: list[Path] = groups.broadcast_object([newest] if newest else [])
+    if newest and str(resume).lower() in ("true", "last", "auto"):
+        candidates = groups.broadcast_object(checkpoints(output_dir)[::-1])
+    told = []
+    for candidate in candidates:
+        faults = integrity.faults(candidate, ranks)
+        if not faults:
+            return candidate
+        told.append(f"{candidate} is damaged: {'; '.join(faults)}")
+        if len(candidates) > 1:
+            logger.warning("%s; trying the checkpoint before it", told[-1])
+    if told:
+        raise McaError("resume_from_checkpoint: " + "\n".join(told))
+    return None
+
+
 @contextlib.contextmanager
-def new_checkpoint(destination: Path, *, first: bool) -> Iterator[Path]:
+def new_checkpoint(destination: Path, ranks: Ranks) -> Iterator[Path]:
     """A directory for all ranks to write into, which becomes ``destination`` when all have.
 
     Args:
         destination: Replaced if it exists.
-        first: Whether this is the rank that makes and renames it.
+        ranks: The first one makes and renames it.
     """
-    partial = PartialDirectory(destination, overwrite=True) if first else None
+    partial = PartialDirectory(destination, overwrite=True) if ranks.is_first else None
     path = Path(groups.broadcast_object(str(partial.path) if partial else None))
     try:
         yield path
+        if (path / _TRAINING).is_dir():
+            integrity.write_manifest(path, ranks)
     except BaseException:
         if partial:
             partial.discard()
@@ -129,10 +158,12 @@ class TrainingState:
         optimizer = folder / "optimizer"
         if self._rank == 0:
             optimizer.mkdir(parents=True)
-            (folder / "scheduler.json").write_text(json.dumps(_plain(self._scheduler.state_dict())))
         groups.barrier()
         with _without_warnings():
-            dist_checkpointing.save(self._optimizer_state(loading=False), str(optimizer))
+            numbers = optimizer_state.save(self._engine.optimizer, self._modules(), optimizer)
+        if self._rank == 0:
+            (folder / "scheduler.json").write_text(json.dumps(_plain(self._scheduler.state_dict())))
+            (folder / "optimizer.json").write_text(json.dumps(_plain(asdict(numbers))))
 
     def load(self, checkpoint: Path) -> None:
         """Restores what `save` wrote.
@@ -140,16 +171,14 @@ class TrainingState:
         Raises:
             McaError: The checkpoint holds the model only.
         """
-        from megatron.core import dist_checkpointing
-
         folder = checkpoint / _TRAINING
-        if not (folder / "optimizer").is_dir():
+        if not (folder / "optimizer.json").is_file():
             raise McaError(
                 f"{checkpoint}: holds no optimizer state (save_only_model?); training cannot resume"
             )
+        numbers = optimizer_state.Numbers(**json.loads((folder / "optimizer.json").read_text()))
         with _without_warnings():
-            state = dist_checkpointing.load(self._optimizer_state(loading=True), str(folder / "optimizer"))
-        self._engine.optimizer.load_state_dict(state["optimizer"])
+            optimizer_state.load(self._engine.optimizer, self._modules(), folder / "optimizer", numbers)
         self._scheduler.load_state_dict(json.loads((folder / "scheduler.json").read_text()))
 
     def load_rng(self, checkpoint: Path) -> None:
@@ -157,23 +186,8 @@ class TrainingState:
         if not load_rng(checkpoint / _TRAINING, self._rank):
             logger.warning("%s: no random state of rank %d; dropout starts anew", checkpoint, self._rank)
 
-    def _optimizer_state(self, *, loading: bool) -> dict[str, Any]:
-        metadata = {
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "singleton_local_shards": False,
-            "chained_optim_avoid_prefix": True,
-            "distrib_optim_fully_reshardable_mem_efficient": False,
-            "dp_cp_group": groups.data_group_with_context(),
-        }
-        chunks = [chunk.module for chunk in self._engine.chunks]
-        model = {
-            f"model{number}": chunk.sharded_state_dict(metadata=metadata)
-            for number, chunk in enumerate(chunks)
-        }
-        optimizer = self._engine.optimizer
-        with positions_without_padding(optimizer):
-            state = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
-        return {"optimizer": state}
+    def _modules(self) -> list[Any]:
+        return [chunk.module for chunk in self._engine.chunks]
 
 
 @contextlib.contextmanager

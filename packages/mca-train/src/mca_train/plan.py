@@ -97,13 +97,14 @@ def _impossible(layout: ParallelLayout, world: int, problems: tuple[str, ...]) -
     )
 
 
-def _params(config: McaModelConfig) -> list[Any]:
+def params_of(config: McaModelConfig) -> list[Any]:
+    """The rules of every parameter of a model."""
     from mca_models.templates import family_of
 
     return family_of(config.model_type).params(config)
 
 
-def _shape(param: Any, config: McaModelConfig) -> tuple[int, ...]:
+def shape_of(param: Any, config: McaModelConfig) -> tuple[int, ...]:
     """Of the whole parameter; the few that the configuration does not tell are a head wide."""
     from mca_models.checkpoint.shapes import expected_shape
 
@@ -111,7 +112,7 @@ def _shape(param: Any, config: McaModelConfig) -> tuple[int, ...]:
 
 
 def _total_parameters(config: McaModelConfig) -> int:
-    return sum(prod(_shape(param, config)) for param in _params(config) if param.alias_of is None)
+    return sum(prod(shape_of(param, config)) for param in params_of(config) if param.alias_of is None)
 
 
 def _parameters_by_stage(config: McaModelConfig) -> list[int]:
@@ -120,8 +121,8 @@ def _parameters_by_stage(config: McaModelConfig) -> list[int]:
 
     layout, plan = config.layout, config.pipeline_plan()
     counts = [0] * layout.pp
-    for param in _params(config):
-        shape = _shape(param, config)
+    for param in params_of(config):
+        shape = shape_of(param, config)
         if param.vocab:
             shape = (config.padded_vocab_size, *shape[1:])
         size = prod(shape)

@@ -1,4 +1,4 @@
-"""``mca-train sft`` and ``mca-train pretrain``: from a configuration file to a trained model."""
+"""``mca-train pretrain``, ``sft`` and ``dpo``: from a configuration file to a trained model."""
 
 import logging
 import os
@@ -13,8 +13,15 @@ from mca_config.checks import require_layout
 from mca_config.errors import McaError
 from mca_train import launch
 from mca_train.data import Kind, load_tokenized
-from mca_train.settings import Settings, given_values, layout_of, model_config, num_local_ranks, parse
-from mca_train.token_dataset import TokenDataset
+from mca_train.settings import (
+    Settings,
+    given_values,
+    layout_of,
+    model_config,
+    num_local_ranks,
+    parse,
+    require_keys_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +30,11 @@ logger = logging.getLogger(__name__)
 class _Inputs:
     """What ranks share: made once before they are forked."""
 
+    kind: Kind
     settings: Settings
     tokenizer: Any
-    train: TokenDataset
-    evaluation: TokenDataset | None
+    train: Any
+    evaluation: Any
 
 
 def run(kind: Kind, config: Path, overrides: list[str], command: list[str]) -> int:
@@ -49,6 +57,7 @@ def run(kind: Kind, config: Path, overrides: list[str], command: list[str]) -> i
             rank,
         )
     settings = parse(values, where)
+    require_keys_of(kind, values)
     layout = layout_of(settings.training, _checked_model(settings))
     ranks = num_local_ranks(settings.launch, layout)
     logger.info("starting %d rank%s: %s", ranks, "s" if ranks > 1 else "", layout)
@@ -86,7 +95,7 @@ def _forked_rank(inputs: _Inputs) -> None:
     _quiet(first=os.environ["RANK"] == "0")
     torch.set_num_threads(launch.threads_per_rank(int(os.environ["LOCAL_WORLD_SIZE"])))
     settings = parse_on_rank(inputs.settings.values, inputs.settings.where)
-    _train_rank(_Inputs(settings, inputs.tokenizer, inputs.train, inputs.evaluation))
+    _train_rank(_Inputs(inputs.kind, settings, inputs.tokenizer, inputs.train, inputs.evaluation))
 
 
 def _checked_model(settings: Settings) -> Any:
@@ -108,7 +117,7 @@ def _prepare(kind: Kind, settings: Settings) -> _Inputs:
     elif settings.training.eval_strategy != "no":
         raise McaError(f"eval_strategy is {settings.training.eval_strategy.value}, but eval_file is not set")
     logger.info("%d training samples of %d tokens", len(train), int(train.lengths.sum()))
-    return _Inputs(settings, tokenizer, train, evaluation)
+    return _Inputs(kind, settings, tokenizer, train, evaluation)
 
 
 def load_tokenizer(settings: Settings) -> Any:
@@ -129,22 +138,19 @@ def load_tokenizer(settings: Settings) -> Any:
 
 def _train_rank(inputs: _Inputs) -> None:
     """One rank's whole run."""
-    from mca_models import AutoModel
     from mca_models.megatron import platform
     from mca_train import groups
-    from mca_train.trainer import McaTrainer
+    from mca_train.kinds import make_trainer
 
-    args, data = inputs.settings.training, inputs.settings.data
-    model = AutoModel.from_pretrained(data.model_name_or_path, args, seed=args.seed)
-    _resized_enough(model, inputs.tokenizer)
-    trainer = McaTrainer(
-        model=model,
-        args=args,
-        train_dataset=inputs.train,
-        eval_dataset=inputs.evaluation,
-        processing_class=inputs.tokenizer,
-    )
+    args = inputs.settings.training
+    trainer = make_trainer(inputs.kind, inputs.settings, inputs.tokenizer, inputs.train, inputs.evaluation)
     result = trainer.train(args.resume_from_checkpoint)
+    if trainer.watch.stopped:
+        if trainer.is_world_process_zero():
+            sys.stdout.write(_stopped(trainer) + "\n")
+        groups.barrier()
+        platform.close()
+        return
     if inputs.evaluation is not None and not _evaluated_last(trainer.state):
         trainer.evaluate()
     trainer.save_model()
@@ -153,14 +159,6 @@ def _train_rank(inputs: _Inputs) -> None:
         sys.stdout.write(_summary(trainer, result) + "\n")
     groups.barrier()
     platform.close()
-
-
-def _resized_enough(model: Any, tokenizer: Any) -> None:
-    if len(tokenizer) > model.config.vocab_size:
-        raise McaError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {model.config.vocab_size}; "
-            "resize the model's embeddings first"
-        )
 
 
 def _evaluated_last(state: Any) -> bool:
@@ -181,6 +179,15 @@ def _summary(trainer: Any, result: Any) -> str:
     }
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+
+def _stopped(trainer: Any) -> str:
+    """Where a run that was told to stop can go on."""
+    step = trainer.state.global_step
+    return (
+        f"stopped by SIGTERM after step {step} of {trainer.state.max_steps}; complete checkpoint: "
+        f"{Path(trainer.args.output_dir) / f'checkpoint-{step}'}\ncontinue with --resume_from_checkpoint auto"
+    )
 
 
 def _quiet(*, first: bool) -> None:

@@ -1,0 +1,100 @@
+"""Sizes and checksums of a training checkpoint, so that a damaged one is known before training starts.
+
+The model in it has a manifest of its own; ``training/manifest.json`` covers the rest. All ranks share the work.
+"""
+
+import json
+import os
+import re
+import zlib
+from pathlib import Path
+
+from mca_config.errors import McaError
+from mca_models.checkpoint.atomic import write_file
+from mca_models.checkpoint.manifest import Manifest
+from mca_train import groups
+from mca_train.groups import Ranks
+
+MANIFEST = Path("training") / "manifest.json"
+_CHUNK = 1 << 22
+_OF_RANK = re.compile(r"(?:rng_|__)(\d+)")
+_Record = tuple[int, int]
+
+
+def write_manifest(checkpoint: Path, ranks: Ranks) -> None:
+    """Syncs every file of the training state and writes the manifest; collective, when all files are written."""
+    groups.barrier()
+    own = [path for path in _training_files(checkpoint) if _writer(path) % ranks.world_size == ranks.rank]
+    records = {str(path.relative_to(checkpoint)): _checksum(path, sync=True) for path in own}
+    found = groups.gather_objects(records)
+    if ranks.is_first:
+        files = {
+            name: {"bytes": size, "crc32": f"{crc:08x}"}
+            for part in found
+            for name, (size, crc) in sorted(part.items())
+        }
+        write_file(
+            checkpoint / MANIFEST, json.dumps({"version": 1, "files": files}, indent=1).encode() + b"\n"
+        )
+
+
+def faults(checkpoint: Path, ranks: Ranks) -> list[str]:
+    """What is broken in ``checkpoint``, the same list on every rank; collective."""
+    try:
+        expected = sorted(_expected(checkpoint).items())
+    except (McaError, OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+        mine = [
+            f"{error}"
+            if isinstance(error, McaError)
+            else f"{checkpoint / MANIFEST}: cannot be read ({error!r})"
+        ]
+    else:
+        share = expected[ranks.rank :: ranks.world_size]
+        mine = [fault for name, record in share if (fault := _fault(checkpoint / name, record))]
+    return sorted({fault for part in groups.gather_objects(mine) for fault in part})
+
+
+def _training_files(checkpoint: Path) -> list[Path]:
+    folder = checkpoint / MANIFEST.parent
+    inside = [path for path in folder.rglob("*") if path.is_file() and path != checkpoint / MANIFEST]
+    return sorted([*inside, *checkpoint.glob("trainer_state.json"), *checkpoint.glob("training_args.json")])
+
+
+def _writer(path: Path) -> int:
+    """Which rank wrote a file: it still has it in its cache, and only it can make it durable everywhere."""
+    match = _OF_RANK.match(path.name)
+    return int(match[1]) if match else 0
+
+
+def _expected(checkpoint: Path) -> dict[str, _Record]:
+    """Every file that must be there; none of the training state in a checkpoint of the model alone."""
+    found: dict[str, _Record] = {}
+    if (checkpoint / MANIFEST.parent).is_dir():
+        document = json.loads((checkpoint / MANIFEST).read_text())
+        found = {name: (int(e["bytes"]), int(e["crc32"], 16)) for name, e in document["files"].items()}
+    for iteration in sorted(checkpoint.glob("iter_*")):
+        files = Manifest.load(iteration).files
+        found |= {f"{iteration.name}/{name}": (record.nbytes, record.crc32) for name, record in files.items()}
+    return found
+
+
+def _fault(path: Path, record: _Record) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != record[0]:
+            return f"{path}: has {size} bytes, the manifest says {record[0]}"
+        if _checksum(path)[1] != record[1]:
+            return f"{path}: its checksum is wrong, some of its bytes were changed"
+    except OSError as error:
+        return f"{path}: cannot be read ({error.strerror})"
+    return None
+
+
+def _checksum(path: Path, *, sync: bool = False) -> _Record:
+    size, crc = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(_CHUNK):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+        if sync:
+            os.fsync(file.fileno())
+    return size, crc

@@ -1,0 +1,59 @@
+"""Gradients that are no numbers: which parameter, on which rank."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mca_config.errors import McaError
+from mca_train import groups
+
+_SHOWN = 3
+
+
+def require_finite(
+    loss: float | None, grad_norm: float | None, step: int, held: Iterable[tuple[Any, Tensor]]
+) -> None:
+    """Raises the same error on every rank if the step's loss or gradient norm is not finite.
+
+    Args:
+        loss: None where it is not known yet.
+        grad_norm: None if nothing is clipped; all ranks have the same.
+        step: The step's number.
+        held: This rank's parameters with their rules; their gradients are still there.
+
+    Raises:
+        McaError: Names the first parameters (in model order) whose gradients are not finite.
+    """
+    if all(value is None or math.isfinite(value) for value in (loss, grad_norm)):
+        return
+    mine = [(item.param.mca_name(), kind) for item, tensor in held if (kind := _kind(_gradient(tensor)))]
+    rank_of: dict[str, tuple[int, str]] = {}
+    for rank, found in enumerate(groups.gather_objects(mine)):
+        for name, kind in found:
+            rank_of.setdefault(name, (rank, kind))
+    what = (
+        f"the loss is {loss}"
+        if loss is not None and not math.isfinite(loss)
+        else f"the gradient norm is {grad_norm}"
+    )
+    named = [f"{name} (rank {rank}: {kind})" for name, (rank, kind) in list(rank_of.items())[:_SHOWN]]
+    more = f" and {len(rank_of) - _SHOWN} more" if len(rank_of) > _SHOWN else ""
+    where = f"; gradients that are not finite: {', '.join(named)}{more}" if named else ""
+    raise McaError(
+        f"step {step}: {what}{where}. Resume from the last checkpoint with a lower learning_rate, or look at the "
+        "samples of this step"
+    )
+
+
+def _gradient(tensor: Tensor) -> Tensor | None:
+    gradient: Tensor | None = getattr(tensor, "main_grad", None)
+    return tensor.grad if gradient is None else gradient
+
+
+def _kind(gradient: Tensor | None) -> str | None:
+    if gradient is None or bool(torch.isfinite(gradient).all()):
+        return None
+    return "nan" if bool(torch.isnan(gradient).any()) else "inf"
