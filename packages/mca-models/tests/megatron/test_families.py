@@ -1,0 +1,120 @@
+"""The pieces of families' own layers, one by one, without ranks."""
+
+from dataclasses import replace
+
+import pytest
+import tiny_hf
+import torch
+
+from mca_config.layout import ParallelLayout
+from mca_config.model_config import McaModelConfig
+from mca_models.megatron.families import problems, settings
+from mca_models.megatron.families.delta_rule import CHUNK, gated_delta_rule
+from mca_models.megatron.families.group_router import experts_of_best_groups
+from mca_models.megatron.families.scales import scaled_residual
+from mca_models.templates import config_from_hf
+
+Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def inputs(length: int) -> Five:
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 3, length)
+
+    def random(*width: int) -> torch.Tensor:
+        return torch.randn(*shape, *width, generator=generator, dtype=torch.float64)
+
+    key = random(6)
+    decay, beta = -random().abs(), random().sigmoid()
+    return random(6), key / key.norm(dim=-1, keepdim=True), random(10), decay, beta
+
+
+def token_by_token(*five: torch.Tensor) -> torch.Tensor:
+    query, key, value, decay, beta = five
+    state = torch.zeros(2, 3, 6, 10, dtype=torch.float64)
+    outputs = []
+    for t in range(query.shape[2]):
+        state = state * decay[:, :, t, None, None].exp()
+        known = torch.einsum("bhkv,bhk->bhv", state, key[:, :, t])
+        correction = beta[:, :, t, None] * (value[:, :, t] - known)
+        state = state + key[:, :, t, :, None] * correction[:, :, None]
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, query[:, :, t]))
+    return torch.stack(outputs, 2)
+
+
+@pytest.mark.parametrize("length", [1, 5, CHUNK, CHUNK + 1, 3 * CHUNK - 7])
+def test_delta_rule_by_chunks_is_that_of_each_token(length: int) -> None:
+    five = [x.requires_grad_() for x in inputs(length)]
+    ours, theirs = gated_delta_rule(*five), token_by_token(*five)
+    torch.testing.assert_close(ours, theirs)
+    weight = torch.randn_like(ours)
+    mine = torch.autograd.grad((ours * weight).sum(), five)
+    his = torch.autograd.grad((theirs * weight).sum(), five)
+    for a, b in zip(mine, his, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_delta_rule_outputs_do_not_see_later_tokens() -> None:
+    five = inputs(100)
+    whole, cut = gated_delta_rule(*five), gated_delta_rule(*(x[:, :, :70] for x in five))
+    torch.testing.assert_close(whole[:, :, :70], cut)
+
+
+def test_strong_decay_does_not_overflow() -> None:
+    query, key, value, decay, beta = (x.float() for x in inputs(CHUNK))
+    assert gated_delta_rule(query, key, value, decay * 1000, beta).isfinite().all()
+
+
+def test_groups_are_kept_by_their_best_expert() -> None:
+    scores = torch.tensor([[0.4, 0.0, 0.3, 0.3, 0.1, 0.2]])  # sums would keep the middle group
+    assert experts_of_best_groups(scores, 3, 1).tolist() == [[True, True, False, False, False, False]]
+    assert experts_of_best_groups(scores, 3, 2).tolist() == [[True, True, True, True, False, False]]
+
+
+def test_residual_is_not_scaled_but_what_is_added() -> None:
+    def add(training: bool, fused: bool) -> object:
+        return lambda pair, residual, dropout: pair[0] + pair[1] + residual
+
+    out = scaled_residual(add, 0.5)(True, False)(
+        (torch.tensor(4.0), torch.tensor(2.0)), torch.tensor(1.0), 0.0
+    )
+    assert out.item() == 4.0
+
+
+def config_of(case: str) -> McaModelConfig:
+    model_type, different = tiny_hf.CASES[case]
+    return config_from_hf({**tiny_hf.SIZE, "model_type": model_type, **different})
+
+
+@pytest.mark.parametrize(
+    ("case", "tp", "message"),
+    [
+        (
+            "qwen3_5_text",
+            4,
+            "more than the 2 key/value heads, which Megatron does not compute with attention_output",
+        ),
+        (
+            "olmo2",
+            4,
+            "more than the 2 key/value heads, which Megatron does not compute with qk_layernorm_full_width",
+        ),
+        ("qwen3_5_text", 4, "does not divide linear_num_key_heads 2"),
+    ],
+)
+def test_layouts_that_cannot_be_cut_are_named(case: str, tp: int, message: str) -> None:
+    found = list(problems(config_of(case), ParallelLayout(tensor_model_parallel_size=tp)))
+    assert any(message in line for line in found), found
+    assert not list(problems(config_of(case), ParallelLayout(tensor_model_parallel_size=2)))
+
+
+def test_families_without_layers_of_their_own_set_nothing() -> None:
+    for case in ("llama", "qwen3_moe", "glm4_moe"):
+        assert settings(config_of(case)) == {}
+
+
+def test_megatrons_group_choice_is_off_where_ours_is_on() -> None:
+    config = config_of("deepseek_v2")
+    assert config.moe_router_group_score == "max"
+    assert settings(config)["moe_router_num_groups"] is None
+    assert "moe_router_num_groups" not in settings(replace(config, moe_router_group_score="top_sum"))
