@@ -7,12 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mca_train.batches import MicroBatch
+    from mca_train.dpo import DpoTrainer, PreferenceLoss
+    from mca_train.preferences import PairDataset
     from mca_train.token_dataset import TokenDataset
     from mca_train.trainer import McaTrainer
 
-__all__ = ["McaTrainer", "MicroBatch", "TokenDataset"]
+__all__ = ["DpoTrainer", "McaTrainer", "MicroBatch", "PairDataset", "PreferenceLoss", "TokenDataset"]
 
-_HOME = {"McaTrainer": "trainer", "MicroBatch": "batches", "TokenDataset": "token_dataset"}
+_HOME = {
+    "DpoTrainer": "dpo",
+    "McaTrainer": "trainer",
+    "MicroBatch": "batches",
+    "PairDataset": "preferences",
+    "PreferenceLoss": "dpo",
+    "TokenDataset": "token_dataset",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 """What a YAML file says besides the training and parallel arguments: the model, the data, the ranks."""
 
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from mca_config.errors import McaError
 
@@ -20,11 +21,16 @@ class DataArguments:
     eval_file: list[str] = field(default_factory=list, metadata={"help": "Evaluation file(s), same formats."})
     seq_length: int = field(
         default=2048,
-        metadata={"help": "pretrain: tokens per block. sft: longest sample; longer ones are cut at the end."},
+        metadata={
+            "help": "pretrain: tokens per block. sft, dpo: longest sequence; longer ones are cut at the end. "
+            "With sequence_packing: of a pack."
+        },
     )
     text_column: str = field(default="text", metadata={"help": "Column with plain text."})
     prompt_column: str = field(default="prompt", metadata={"help": "Column with the prompt (sft)."})
     completion_column: str = field(default="completion", metadata={"help": "Column with the answer (sft)."})
+    chosen_column: str = field(default="chosen", metadata={"help": "Column with the better answer (dpo)."})
+    rejected_column: str = field(default="rejected", metadata={"help": "Column with the worse answer (dpo)."})
     messages_column: str = field(default="messages", metadata={"help": "Column with chat messages (sft)."})
     max_train_samples: int | None = field(
         default=None, metadata={"help": "Rows of the training files to use; None: all."}
@@ -60,3 +66,84 @@ class LaunchArguments:
     def __post_init__(self) -> None:
         if self.local_ranks is not None and self.local_ranks < 1:
             raise McaError(f"local_ranks is {self.local_ranks}; expected at least 1")
+
+
+@dataclass(kw_only=True)
+class LoraArguments:
+    """A LoRA adapter to train instead of the whole model."""
+
+    lora_rank: int | None = field(
+        default=None, metadata={"help": "Rank of a new adapter; None: the whole model is trained."}
+    )
+    lora_alpha: float = field(default=16, metadata={"help": "Scale: lora_alpha / lora_rank."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout of the adapter's inputs."})
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "Hugging Face names of linears (q_proj, ...), or all-linear."},
+    )
+    lora_target_parameters: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Names of bare weights, such as stacked experts (mlp.experts.down_proj)."},
+    )
+    lora_modules_to_save: list[str] = field(
+        default_factory=list, metadata={"help": "Modules that are trained whole and saved with the adapter."}
+    )
+    use_rslora: bool = field(default=False, metadata={"help": "Scale by lora_alpha / sqrt(lora_rank)."})
+    adapter_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "PEFT or MCA adapter directory to go on training, instead of a new one."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.lora_rank is not None and self.lora_rank < 1:
+            raise McaError(f"lora_rank is {self.lora_rank}; expected at least 1")
+        if not 0 <= self.lora_dropout < 1:
+            raise McaError(f"lora_dropout is {self.lora_dropout}; expected 0 or more and below 1")
+        if self.lora_rank is not None and self.adapter_name_or_path is not None:
+            raise McaError("lora_rank makes a new adapter, adapter_name_or_path goes on with one; remove one")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether an adapter is trained."""
+        return self.lora_rank is not None or self.adapter_name_or_path is not None
+
+    def config(self) -> dict[str, Any]:
+        """As the contents of an ``adapter_config.json``."""
+        targets = self.lora_target_modules
+        document: dict[str, Any] = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": self.lora_rank,
+            "lora_alpha": self.lora_alpha,
+            "lora_dropout": self.lora_dropout,
+            "target_modules": targets[0] if targets == ["all-linear"] else targets,
+            "use_rslora": self.use_rslora,
+            "bias": "none",
+        }
+        optional = {
+            "target_parameters": self.lora_target_parameters,
+            "modules_to_save": self.lora_modules_to_save,
+        }
+        return document | {name: value for name, value in optional.items() if value}
+
+
+@dataclass(kw_only=True)
+class DpoArguments:
+    """How ``mca-train dpo`` compares answers."""
+
+    dpo_loss: Literal["sigmoid", "hinge", "ipo", "orpo"] = field(
+        default="sigmoid", metadata={"help": "The loss; orpo needs no reference model."}
+    )
+    dpo_beta: float = field(
+        default=0.1,
+        metadata={"help": "How strongly answers are held to the reference; orpo: weight of the odds."},
+    )
+    dpo_label_smoothing: float = field(
+        default=0.0, metadata={"help": "Share of pairs taken to be the wrong way round (sigmoid)."}
+    )
+    reference_model_name_or_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Directory of the reference; None: the model as it begins (with LoRA: without adapter)."
+        },
+    )

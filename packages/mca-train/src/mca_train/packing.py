@@ -77,7 +77,10 @@ class PackedDataset(Dataset[list[Any]]):
     ) -> None:
         lengths = sequence_lengths(dataset)
         needs = (lengths + -lengths % multiple).sum(1)
-        room = length - length % multiple
+        fitting = needs[lengths.sum(1) <= length]
+        room = max(
+            length + -length % multiple, int(fitting.max(initial=0))
+        )  # padding does not shut a sample out
         if len(needs) and (longest := int(needs.argmax())) >= 0 and needs[longest] > room:
             raise McaError(
                 f"{name}: sample {longest} takes {needs[longest]} tokens, a pack has room for {room}; raise "

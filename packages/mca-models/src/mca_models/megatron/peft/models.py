@@ -161,6 +161,19 @@ class PeftModels(VirtualModels):
             item.switch.merged = False
         self._originals = []
 
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """A block in which the model computes what the base model does (but for ``modules_to_save``)."""
+        if self.merged:
+            raise McaError("the adapter is merged; call unmerge_adapter first")
+        for item in self._attached:
+            item.switch.merged = True
+        try:
+            yield
+        finally:
+            for item in self._attached:
+                item.switch.merged = False
+
     def merge_and_unload(self) -> VirtualModels:
         """The plain model with the adapter folded in; this object is used up."""
         if not self.merged:
