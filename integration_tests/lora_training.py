@@ -116,3 +116,35 @@ def loaded_logits(base: Path, adapter: Path) -> torch.Tensor:
         transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").float().eval()
     )
     return hf_logits(peft.PeftModel.from_pretrained(model, adapter).eval())
+
+
+def peft_gradients(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    """Of the adapter's tensors by their names in its file, after one backward pass of transformers."""
+    import peft
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").float()
+    lora = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True).eval()  # seed_oss has dropout
+    batch = tokens()
+    logits = lora(batch, use_cache=False).logits[:, :-1]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
+    values = {name: p.grad for name, p in lora.named_parameters() if p.grad is not None}
+    return {name.replace(".default", "").replace(".modules_to_save", ""): x for name, x in values.items()}
+
+
+def megatron_gradients(models: Any) -> dict[str, torch.Tensor] | None:
+    """The same through Megatron, put together from all ranks; on rank 0."""
+    from mca_models.lora.peft_directory import PeftTensors
+    from mca_models.megatron.peft.exchange import whole_adapter
+
+    wrapped = _with_gradient_buffers(models)
+    models.eval()
+    for chunk in wrapped:
+        chunk.zero_grad_buffer()
+    _forward_backward(models, wrapped)
+    live = [(param, tensor.main_grad) for param, tensor in models._live()]
+    whole = whole_adapter(live, models.place, models.config, models.adapter, models.rules)
+    if whole is None:
+        return None
+    tensors = PeftTensors(whole)
+    return {name: torch.from_numpy(tensors.array(name)) for name in tensors.sources}
