@@ -1,5 +1,6 @@
 """Families with layers of their own: logits, gradients and packed sequences as ``transformers`` has them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 import reference
 from harness import run_ranks
 from layouts import world_size
+from mca_models.templates import FAMILIES
+from mca_models.templates.qwen3_5_vision import TEXT_PART
 from reference import make_reference
 from test_gradient_parity import TOLERANCE, expected_gradients, export_gradients, read
 from test_logits_parity import differences
@@ -113,6 +116,14 @@ def test_packed_equals_separate(case: str, layout: str, tmp_path: Path) -> None:
         layout = layout.replace("tp2", "").removesuffix("sp")
     for found in run_ranks(world_size(layout), compare, make_reference(case, tmp_path), layout):
         assert max(found) <= TOLERANCE
+
+
+def test_the_documented_families_are_those_there_are() -> None:
+    text = (Path(__file__).parent.parent / "docs/families.md").read_text()
+    supported = text.partition("## Supported")[2].partition("## Refused")[0]
+    rows = [line.split("|")[1] for line in supported.splitlines()[3:] if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall("`(\\w+)`", row)}
+    assert named == FAMILIES.keys() | TEXT_PART.keys()
 
 
 def test_references_are_not_trivial(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def build_chunk(
     from megatron.core.models.gpt import GPTModel
 
     vp_stage = chunk.vp if config.layout.vpp > 1 else None
+    families.before_building(config, megatron)
     decoder = block_spec(megatron, implementation, vp_stage)
     prediction = mtp_spec(megatron, decoder, implementation, vp_stage)
     model: Any = GPTModel(

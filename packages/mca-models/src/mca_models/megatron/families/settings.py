@@ -34,6 +34,11 @@ def settings(config: McaModelConfig) -> dict[str, Any]:
     return chosen
 
 
+def before_building(config: McaModelConfig, megatron: Any) -> None:
+    """Sets what building a chunk looks at, which ``after_building`` of the chunk before it changed."""
+    megatron.qk_layernorm = config.qk_layernorm
+
+
 def after_building(config: McaModelConfig, megatron: Any) -> None:
     """Corrects what Megatron reads from its configuration during training, once the modules stand.
 
