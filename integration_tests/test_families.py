@@ -1,6 +1,7 @@
 """Families with layers of their own: logits, gradients and packed sequences as ``transformers`` has them."""
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,12 @@ import pytest
 
 import reference
 from harness import run_ranks
-from layouts import world_size
+from layouts import arguments, world_size
+from mca_convert.cli import main as convert
 from mca_models.templates import FAMILIES
 from mca_models.templates.qwen3_5_vision import TEXT_PART
 from reference import make_reference
+from test_factory_checkpoints import round_trip, tensors_of
 from test_gradient_parity import TOLERANCE, expected_gradients, export_gradients, read
 from test_logits_parity import differences
 from test_packing import compare
@@ -116,6 +119,28 @@ def test_packed_equals_separate(case: str, layout: str, tmp_path: Path) -> None:
         layout = layout.replace("tp2", "").removesuffix("sp")
     for found in run_ranks(world_size(layout), compare, make_reference(case, tmp_path), layout):
         assert max(found) <= TOLERANCE
+
+
+SAVED = [
+    ("gpt_oss", "ep2"),
+    ("qwen3_next", "tp2ep2etp1"),
+    ("qwen3_5_text", "tp2pp2vpp2"),
+    ("gemma3-two-ropes", "tp2pp2"),
+    ("olmo2", "tp2"),
+    ("phi3-long", "tp2"),
+    ("deepseek_v2", "ep2"),
+]
+
+
+@pytest.mark.parametrize("case,layout", SAVED)
+def test_saved_checkpoints_are_those_of_the_converter(case: str, layout: str, tmp_path: Path) -> None:
+    source = make_reference(case, tmp_path, "bfloat16").path
+    run_ranks(world_size(layout), round_trip, [(source, layout)], tmp_path)
+    assert tensors_of(tmp_path / f"{source.name}-{layout}-hf") == tensors_of(source)
+    sizes, converted = arguments(layout).layout(), tmp_path / "converted"
+    flags = [f"--{name}={size}" for name, size in asdict(sizes).items() if type(size) is int]
+    assert convert([f"--checkpoint_path={source}", f"--output_path={converted}", *flags]) == 0
+    assert tensors_of(converted) == tensors_of(tmp_path / f"{source.name}-{layout}-mca")
 
 
 def test_the_documented_families_are_those_there_are() -> None:
