@@ -32,7 +32,7 @@ def sharded(tiny, tmp_path: Path) -> Path:
 
 
 def refused(source: Path, tmp_path: Path, capsys, *flags: str) -> str:
-    """The one line that a conversion of ``source`` fails with; asserts that it leaves nothing."""
+    """The one error that a conversion of ``source`` fails with; asserts that it leaves nothing."""
     capsys.readouterr()
     output = tmp_path / "parent" / "out"
     assert main(["--checkpoint_path", str(source), "--output_path", str(output), *flags]) == 1
@@ -41,11 +41,102 @@ def refused(source: Path, tmp_path: Path, capsys, *flags: str) -> str:
     assert captured.out == ""
     lines = [line for line in captured.err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, captured.err
-    return lines[0]
+    return captured.err[captured.err.index("error: ") :]
 
 
 def test_missing_directory(tmp_path: Path, capsys) -> None:
     assert "absent: no such directory" in refused(tmp_path / "absent", tmp_path, capsys)
+
+
+def test_a_file_is_no_directory(source: Path, tmp_path: Path, capsys) -> None:
+    error = refused(source / "model.safetensors", tmp_path, capsys)
+    assert f"is a file; name the checkpoint's directory, {source}" in error
+
+
+def test_a_name_of_the_hub_is_told_how_to_download(tmp_path: Path, capsys) -> None:
+    error = refused(Path("no-such-owner/model"), tmp_path, capsys)
+    assert "hf download no-such-owner/model --local-dir" in error
+
+
+def test_one_iteration_of_a_checkpoint(tiny, convert, tmp_path: Path, capsys) -> None:
+    mca = convert(tiny("llama"), "mca")
+    assert f"name the checkpoint itself, {mca}" in refused(mca / "iter_0000001", tmp_path, capsys)
+
+
+def test_git_lfs_pointer(source: Path, tmp_path: Path, capsys) -> None:
+    (source / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
+    assert "a git-lfs pointer, not the weights" in refused(source, tmp_path, capsys)
+
+
+def test_all_damaged_shards_are_told_at_once(sharded: Path, tmp_path: Path, capsys) -> None:
+    files = sorted(sharded.glob("*.safetensors"))
+    for file in files[:2]:
+        truncate(file)
+    capsys.readouterr()
+    assert main(["--checkpoint_path", str(sharded), "--output_path", str(tmp_path / "o")]) == 1
+    error = capsys.readouterr().err
+    assert "2 problems" in error and all(file.name in error for file in files[:2])
+
+
+def test_not_a_number_passes_bit_for_bit(source: Path, convert) -> None:
+    """Nothing is assumed of the values: NaNs keep their payload."""
+    file = source / "model.safetensors"
+    header, data = read_raw(file)
+    start, stop = header["model.layers.1.mlp.up_proj.weight"]["data_offsets"]
+    odd = b"\x01\x00\xc0\x7f\x00\x00\x80\xff\x01\x00\x00\x80\x01\x00\xa0\xff"
+    data = data[:start] + odd * ((stop - start) // len(odd)) + data[stop:]
+    write_raw(file, header, data)
+    back = convert(convert(source, "mca", tp=2, pp=2), "hf")
+    again = read_raw(back / "model.safetensors")
+    place = again[0]["model.layers.1.mlp.up_proj.weight"]["data_offsets"]
+    assert again[1][slice(*place)] == data[start:stop]
+    assert main(["verify", str(source), str(back)]) == 0
+
+
+QUANTISED = {
+    "scale of another shape": (
+        lambda header: header["model.layers.0.mlp.up_proj.weight_scale_inv"].update(shape=[1, 8]),
+        "blocks of 12 x 20",
+    ),
+    "no scale": (
+        lambda header: header.update(
+            {"model.layers.0.mlp.other": header.pop("model.layers.0.mlp.up_proj.weight_scale_inv")}
+        ),
+        "is fp8 but has no scale",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", sorted(QUANTISED))
+def test_damaged_quantised_checkpoints(damage: str, tiny, tmp_path: Path, capsys) -> None:
+    from quantise import fp8_copy
+
+    fp8_copy(tiny("llama", "bfloat16"), tmp_path / "fp8")
+    change, message = QUANTISED[damage]
+    damage_header(change)(tmp_path / "fp8/model.safetensors")
+    assert message in refused(tmp_path / "fp8", tmp_path, capsys)
+
+
+FIXTURE = Path(__file__).parents[4] / "shared/fixtures/roll_llama_tiny/mca_tp2_pp2"
+ROLL = {
+    "truncated": (lambda roll: truncate(roll / RANK / "model_optim_rng.pt"), "truncated"),
+    "missing": (lambda roll: shutil.rmtree(roll / RANK), "ranks are 1 missing (mp_rank_01_000)"),
+    "no zip": (
+        lambda roll: (roll / RANK / "model_optim_rng.pt").write_bytes(b"x" * 99),
+        "not a file of torch.save",
+    ),
+    "pickle": (lambda roll: (roll / RANK / "model_optim_rng.pt").write_bytes(b"\x80\x02}."), "torch"),
+}
+RANK = "iter_0000001/mp_rank_01_000"
+
+
+@pytest.mark.skipif(not FIXTURE.exists(), reason="the shared fixture is not there")
+@pytest.mark.parametrize("damage", sorted(ROLL))
+def test_damaged_trees_of_roll(damage: str, tmp_path: Path, capsys) -> None:
+    shutil.copytree(FIXTURE, tmp_path / "roll")
+    apply, message = ROLL[damage]
+    apply(tmp_path / "roll")
+    assert message in refused(tmp_path / "roll", tmp_path, capsys)
 
 
 def test_no_config(source: Path, tmp_path: Path, capsys) -> None:
@@ -270,7 +361,8 @@ def test_fp16_overflow_names_the_tensor(source: Path, tmp_path: Path, capsys) ->
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ([], "the following arguments are required: --checkpoint_path"),
+    ([], "the following arguments are required: --output_path"),
+    (["--output_path", "b"], "the following arguments are required: --checkpoint_path"),
     (["--checkpoint_path", "a", "--output_path", "b", "--tensor_model_paralel_size", "2"],
      "did you mean --tensor_model_parallel_size?"),
     (["--checkpoint_path", "a", "--output_path", "b", "--recompute_granularity", "full"], "give it to the training"),

@@ -17,6 +17,22 @@ COMMANDS = {
     "inspect": "say what a directory holds: kind, model, layout, dtypes, sizes",
     "verify": "compare two checkpoints as models, tensor by tensor, bit for bit",
 }
+_EXAMPLES = """examples:
+  # Hugging Face to MCA, cut for 2 tensor x 4 pipeline ranks
+  mca-convert --checkpoint_path Qwen3-8B --output_path qwen3-mca \\
+      --tensor_model_parallel_size 2 --pipeline_model_parallel_size 4
+  # what would that read, write and need? nothing is written
+  mca-convert plan --checkpoint_path Qwen3-8B --tensor_model_parallel_size 2
+  # MCA (or Megatron torch_dist, or a tree of ROLL) to Hugging Face
+  mca-convert --checkpoint_path qwen3-mca --output_path qwen3-hf
+  # the same model in another layout
+  mca-convert --checkpoint_path qwen3-mca --output_path qwen3-tp8 --to mca --tensor_model_parallel_size 8
+  # a trained LoRA adapter for peft, or folded into its base model
+  mca-convert --adapter_path lora-mca --output_path lora-peft
+  mca-convert --checkpoint_path Qwen3-8B --adapter_path lora-mca --merge --output_path qwen3-tuned
+  # are two directories the same model, bit for bit?
+  mca-convert verify qwen3-hf qwen3-tp8
+"""
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -55,7 +71,7 @@ def build_parser(command: str, version: str) -> Parser:
     parser = Parser(
         prog=prog,
         description=f"{COMMANDS[command][:1].upper()}{COMMANDS[command][1:]}.",
-        epilog=f"commands:\n{others}" if command == DEFAULT_COMMAND else None,
+        epilog=f"commands:\n{others}\n\n{_EXAMPLES}" if command == DEFAULT_COMMAND else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

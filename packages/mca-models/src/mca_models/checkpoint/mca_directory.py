@@ -166,7 +166,9 @@ def layout_faults(params: Iterable[Param], config: McaModelConfig, wholes: Mappi
         if param.expert is not None:
             attempt("experts", partial(expert_rank, param, config))
         whole = wholes[param.mca_name()]
-        attempt((Rule.of(param), whole, param.expert is None), partial(piece_shapes, param, whole, config.layout))
+        attempt(
+            (Rule.of(param), whole, param.expert is None), partial(piece_shapes, param, whole, config.layout)
+        )
     return list(dict.fromkeys(faults.values()))
 
 

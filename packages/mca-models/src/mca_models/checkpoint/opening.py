@@ -9,6 +9,8 @@ from mca_models.checkpoint.manifest import FILE_NAME as MANIFEST
 from mca_models.checkpoint.mca_directory import McaSource, is_mca, iteration_name, latest_iteration
 from mca_models.checkpoint.source import ModelSource
 
+_MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "dist_model")
+
 
 class Kind(Enum):
     """What a directory holds."""
@@ -38,12 +40,17 @@ def kind_of(path: Path) -> Kind:
         McaError: There is no such directory.
     """
     if not path.is_dir():
-        what = "is a file" if path.exists() else "no such directory"
-        raise McaError(f"{path}: {what}; expected a checkpoint directory (Hugging Face, MCA, Megatron)")
+        raise McaError(f"{path}: {_why_no_directory(path)}")
     if (path / "adapter_config.json").is_file():
         return Kind.MCA_ADAPTER if is_mca(path) else Kind.PEFT
     if is_mca(path) and _has_manifest(path):
         return Kind.MCA
+    if is_mca(path.resolve().parent) and (path / MANIFEST).is_file():
+        raise McaError(
+            f"{path}: one iteration of a checkpoint; name the checkpoint itself, {path.resolve().parent}"
+        )
+    if not any((path / name).exists() for name in _MEGATRON):
+        return Kind.MCA if is_mca(path) else Kind.HF
     from mca_models.foreign.roll import is_roll
     from mca_models.foreign.torch_dist import find_torch_dist
 
@@ -52,6 +59,15 @@ def kind_of(path: Path) -> Kind:
     if find_torch_dist(path) is not None:
         return Kind.TORCH_DIST
     return Kind.MCA if is_mca(path) else Kind.HF
+
+
+def _why_no_directory(path: Path) -> str:
+    if path.exists():
+        return f"is a file; name the checkpoint's directory, {path.parent}"
+    parts = path.parts
+    if len(parts) == 2 and not path.is_absolute() and not Path(parts[0]).exists():
+        return f"no such directory; if it is a model of the Hub: hf download {path} --local-dir <directory>"
+    return "no such directory; expected a checkpoint directory (Hugging Face, MCA, Megatron)"
 
 
 def _has_manifest(path: Path) -> bool:

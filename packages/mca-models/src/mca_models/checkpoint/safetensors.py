@@ -105,6 +105,10 @@ def _read_raw_header(file: Path) -> tuple[bytes, int, int]:
             prefix = stream.read(8)
             if len(prefix) < 8:
                 raise McaError(f"{file}: {size} bytes are too few for a safetensors file; it is truncated")
+            if prefix == b"version ":
+                raise McaError(
+                    f"{file}: a git-lfs pointer, not the weights; fetch them with 'git lfs pull' in {file.parent}"
+                )
             (length,) = struct.unpack("<Q", prefix)
             if length > MAX_HEADER_BYTES or 8 + length > size:
                 raise McaError(
