@@ -3,12 +3,17 @@
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
+
+if TYPE_CHECKING:
+    from mca_train.data import Kind
 
 HELP = """\
 usage: mca-train pretrain CONFIG.yaml [--key value ...]
        mca-train sft      CONFIG.yaml [--key value ...]
+       mca-train dpo      CONFIG.yaml [--key value ...]
        mca-train plan     CONFIG.yaml [--key value ...]
 
 Trains a Hugging Face or MCA checkpoint with Megatron, over tensor, pipeline, virtual pipeline, context, expert
@@ -16,6 +21,7 @@ and data parallel ranks. Starts its own local ranks, unless torchrun did.
 
   pretrain   on plain text: all texts one after another, cut into blocks of seq_length tokens
   sft        on answers: messages, prompt and completion, or text; only answers count in the loss
+  dpo        on preferences: prompt, chosen and rejected; losses sigmoid, hinge, ipo, orpo (dpo_loss)
   plan       says what a run would need (ranks, layers, parameters, memory, bubble, batch); needs no GPU
 
 CONFIG.yaml holds `key: value` lines; every key is also a flag, with - or _, and the flag wins. Keys are those of
@@ -24,6 +30,8 @@ Hugging Face's TrainingArguments, the parallel arguments of mca, and:
   model_name_or_path   directory of the model          tokenizer_name_or_path   of the tokenizer, if elsewhere
   train_file           .jsonl .json .parquet .txt      eval_file                the same
   seq_length           tokens per block or sample      local_ranks              ranks to start on this machine
+  lora_rank            train a LoRA adapter instead    lora_target_modules      all-linear, or names
+  sequence_packing     several samples in a row        dpo_loss, dpo_beta       of dpo
 
 All keys: docs/training.md, docs/configuration.md.
 
@@ -48,7 +56,7 @@ run.yaml:
   virtual_pipeline_model_parallel_size: 2
 """
 
-_COMMANDS = ("pretrain", "sft", "plan")
+_COMMANDS = ("pretrain", "sft", "dpo", "plan")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -91,7 +99,7 @@ def _run(words: list[str]) -> int:
     from mca_train.workflow import run
 
     again = [sys.executable, "-m", "mca_train", *words]
-    return run("pretrain" if command == "pretrain" else "sft", config, overrides, again)
+    return run(cast("Kind", command), config, overrides, again)
 
 
 if __name__ == "__main__":

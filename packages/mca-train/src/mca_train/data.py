@@ -15,7 +15,7 @@ from mca_train.token_dataset import TokenDataset
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["pretrain", "sft"]
+Kind = Literal["pretrain", "sft", "dpo"]
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 
 
@@ -62,11 +62,11 @@ def _load_file(path: Path, key: str) -> Any:
 
 def load_tokenized(
     kind: Kind, files: Sequence[str], tokenizer: Any, arguments: DataArguments, *, evaluation: bool = False
-) -> TokenDataset:
-    """The samples of ``files``, tokenized.
+) -> Any:
+    """The samples of ``files``, tokenized: a `TokenDataset`, or a `PairDataset` for ``dpo``.
 
     Args:
-        kind: ``pretrain`` cuts all text into blocks; ``sft`` makes a sample of each row.
+        kind: ``pretrain`` cuts all text into blocks; ``sft`` makes a sample of each row, ``dpo`` a pair.
         files: Paths.
         tokenizer: Hugging Face tokenizer.
         arguments: Columns, lengths and limits.
@@ -77,6 +77,10 @@ def load_tokenized(
     rows = load_rows(files, key, limit)
     if kind == "pretrain":
         return pretrain_blocks(rows, tokenizer, arguments, key)
+    if kind == "dpo":
+        from mca_train.preferences import preference_pairs
+
+        return preference_pairs(rows, tokenizer, arguments, key)
     return sft_samples(rows, tokenizer, arguments, key)
 
 

@@ -53,5 +53,9 @@ def load_weights(model: Any, directory: Path) -> None:
     """Fills ``model`` in place from an MCA (or Hugging Face) directory; every rank reads its own slices."""
     from mca_models.checkpoint import open_checkpoint
     from mca_models.megatron import fill
+    from mca_models.megatron.peft import PeftModels
 
+    if isinstance(model, PeftModels):
+        model.load_pretrained(directory)
+        return
     fill.from_source(open_checkpoint(directory), model.held(), model.place.layout, model.place.at)

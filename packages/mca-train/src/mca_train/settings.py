@@ -8,7 +8,7 @@ from mca_config.arguments import MegatronArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
-from mca_train.arguments import DataArguments, LaunchArguments
+from mca_train.arguments import DataArguments, DpoArguments, LaunchArguments, LoraArguments
 from mca_train.config_file import UsageError, build, parse_overrides, read_yaml
 
 if TYPE_CHECKING:
@@ -23,12 +23,16 @@ class Settings:
         training: HF's and Megatron's arguments.
         data: Model, tokenizer and files.
         launch: Local ranks.
+        lora: The adapter.
+        dpo: The loss on preferences.
         values: Keys and values as given, for making ``training`` again in another process.
     """
 
     training: "TrainingArguments"
     data: DataArguments
     launch: LaunchArguments
+    lora: LoraArguments
+    dpo: DpoArguments
     values: dict[str, Any]
     where: str
 
@@ -50,14 +54,35 @@ def parse(values: dict[str, Any], where: str) -> Settings:
 
     values = _with_device(values)
     try:
-        training, data, launch = build(
-            [TrainingArguments, DataArguments, LaunchArguments], values, where=where, only=["output_dir"]
-        )
+        classes = [TrainingArguments, DataArguments, LaunchArguments, LoraArguments, DpoArguments]
+        training, data, launch, lora, dpo = build(classes, values, where=where, only=["output_dir"])
+        _require_adapter_keys_used(values, lora)
     except UsageError:
         raise
     except (McaError, ValueError) as error:
         raise UsageError(f"{where}: {error}") from error
-    return Settings(training, data, launch, values, where)
+    return Settings(training, data, launch, lora, dpo, values, where)
+
+
+def _require_adapter_keys_used(values: dict[str, Any], lora: LoraArguments) -> None:
+    """Refuses keys of an adapter that is not made here: they would be taken and not followed."""
+    given = [key for key in values if key in LoraArguments.__dataclass_fields__]
+    needless = [key for key in given if key not in ("lora_rank", "adapter_name_or_path")]
+    if needless and lora.lora_rank is None:
+        why = "adapter_name_or_path has its own" if lora.adapter_name_or_path else "lora_rank is not set"
+        raise McaError(f"{', '.join(needless)}: {why}; remove the key or set lora_rank")
+
+
+def require_keys_of(kind: str, values: dict[str, Any]) -> None:
+    """Refuses keys that say nothing for ``kind``.
+
+    Raises:
+        UsageError: There are some.
+    """
+    preference = [*DpoArguments.__dataclass_fields__, "chosen_column", "rejected_column"]
+    needless = [key for key in values if key in preference]
+    if kind in ("pretrain", "sft") and needless:
+        raise UsageError(f"{', '.join(needless)}: for mca-train dpo, not {kind}; remove the key")
 
 
 def _with_device(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,144 @@
+"""DPO trains as plain PyTorch on the Hugging Face model does, on every layout, packed or not, whole or LoRA."""
+
+import contextlib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpo_reference import BETA, PAIRS, RATE, STEPS, hf_model, pairs, train_plain
+from harness import run_ranks
+from train_cases import arguments, history, quietly, tiny_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+KEYS = ("loss", "grad_norm", "rewards/accuracies")
+RUN = {
+    "max_steps": STEPS,
+    "learning_rate": RATE,
+    "weight_decay": 0.0,
+    "warmup_steps": 0,
+    "lr_scheduler_type": "linear",
+    "gradient_accumulation_steps": PAIRS,
+    "max_grad_norm": 1e9,
+}
+LAYOUTS = {
+    "single": (1, {}),
+    "micro-batch-2": (1, {"per_device_train_batch_size": 2}),
+    "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "cp2": (2, {"context_parallel_size": 2}),
+    "packed": (1, {"sequence_packing": True}),
+    "packed-tp2-sp": (
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "sequence_packing": True},
+    ),
+    "packed-cp2": (2, {"context_parallel_size": 2, "sequence_packing": True}),
+}
+LORA = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint):
+    @cache
+    def of_loss(kind: str) -> dict[str, list[float]]:
+        return run_ranks(1, in_plain_torch, checkpoint, kind)[0]
+
+    return of_loss
+
+
+def in_plain_torch(checkpoint: Path, kind: str) -> dict[str, list[float]]:
+    frozen = hf_model(checkpoint)
+    return train_plain(hf_model(checkpoint), lambda: contextlib.nullcontext(frozen), kind)
+
+
+def make(checkpoint: Path, output: Path, kind: str, adapter: Path | None = None, **changes: Any) -> Any:
+    from mca_models import AutoModel
+    from mca_train import DpoTrainer, PreferenceLoss
+
+    args = arguments(output, **(RUN | changes))
+    reference = None
+    if adapter is None and kind != "orpo":
+        reference = AutoModel.from_pretrained(checkpoint, args)
+    model: Any = AutoModel.from_pretrained(checkpoint, args)
+    if adapter is not None:
+        from mca_models.megatron.peft import load_adapter
+
+        model = load_adapter(model, adapter)
+    return quietly(
+        lambda: DpoTrainer(
+            model=model,
+            args=args,
+            train_dataset=pairs(),
+            eval_dataset=pairs(),
+            reference=reference,
+            preference=PreferenceLoss(kind=kind, beta=BETA),
+            pack_length=64,
+        )
+    )
+
+
+def with_megatron(checkpoint: Path, output: Path, kind: str, **changes: Any) -> dict[str, list[float]]:
+    trainer = make(checkpoint, output, kind, **changes)
+    before = quietly(trainer.evaluate)
+    quietly(trainer.train)
+    after = quietly(trainer.evaluate)
+    found = {key: history(trainer, key) for key in (*KEYS, "rewards/margins")}
+    return found | {"eval": [before["eval_loss"], after["eval_loss"]], "eval_keys": sorted(after)}
+
+
+def same(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> None:
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+    assert ours["rewards/accuracies"] == pytest.approx(theirs["rewards/accuracies"])
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo", "orpo"])
+def test_losses_and_gradients_equal_plain_torch(kind, plain, checkpoint, tmp_path):
+    ours = run_ranks(1, with_megatron, checkpoint, tmp_path, kind)[0]
+    same(ours, plain(kind))
+    assert ours["eval"][0] == pytest.approx(ours["loss"][0], rel=1e-5)
+    assert ours["eval"][1] < ours["eval"][0]
+    assert ours["rewards/margins"][-1] > ours["rewards/margins"][0]
+    assert "eval_rewards/margins" in ours["eval_keys"]
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS)[1:])
+def test_layouts_and_packing_change_nothing(name, plain, checkpoint, tmp_path):
+    size, changes = LAYOUTS[name]
+    kind = "orpo" if name == "packed-cp2" else "sigmoid"
+    for ours in run_ranks(size, with_megatron, checkpoint, tmp_path, kind, **changes):
+        same(ours, plain(kind))
+
+
+def peft_in_plain_torch(checkpoint: Path, folder: Path) -> dict[str, list[float]]:
+    import peft
+    import torch
+
+    torch.manual_seed(5)
+    model = peft.get_peft_model(hf_model(checkpoint), peft.LoraConfig(init_lora_weights=False, **LORA))
+    model.save_pretrained(folder)
+
+    @contextlib.contextmanager
+    def without_adapter() -> Iterator[Any]:
+        with model.disable_adapter():
+            yield model
+
+    return train_plain(model, without_adapter, "sigmoid")
+
+
+def test_lora_against_the_model_without_its_adapter(checkpoint, tmp_path):
+    theirs = run_ranks(1, peft_in_plain_torch, checkpoint, tmp_path / "adapter")[0]
+    for name in ("single", "tp2-sp", "pp2"):
+        size, changes = LAYOUTS[name]
+        ours = run_ranks(
+            size, with_megatron, checkpoint, tmp_path, "sigmoid", adapter=tmp_path / "adapter", **changes
+        )[0]
+        same(ours, theirs)

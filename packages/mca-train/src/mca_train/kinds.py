@@ -1,0 +1,87 @@
+"""What ``mca-train pretrain``, ``sft`` and ``dpo`` train: the model, its adapter, its reference, and the trainer."""
+
+import logging
+from typing import Any
+
+from mca_config.errors import McaError
+from mca_train.data import Kind
+from mca_train.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def make_trainer(kind: Kind, settings: Settings, tokenizer: Any, train: Any, evaluation: Any) -> Any:
+    """The trainer of a run on this rank; collective.
+
+    Args:
+        kind: What is trained.
+        settings: The run.
+        tokenizer: Saved with the model.
+        train: Tokenized samples.
+        evaluation: The same, or None.
+    """
+    from mca_train.trainer import McaTrainer
+
+    args = settings.training
+    reference = _reference(kind, settings)  # before the model: building one seeds the random states
+    model = _with_adapter(_base(settings, settings.data.model_name_or_path), settings)
+    _resized_enough(model, tokenizer)
+    options: dict[str, Any] = {
+        "model": model,
+        "args": args,
+        "train_dataset": train,
+        "eval_dataset": evaluation,
+        "processing_class": tokenizer,
+        "pack_length": settings.data.seq_length * (2 if kind == "dpo" else 1),
+    }
+    if kind != "dpo":
+        return McaTrainer(**options)
+    from mca_train.dpo import DpoTrainer, PreferenceLoss
+
+    dpo = settings.dpo
+    loss = PreferenceLoss(kind=dpo.dpo_loss, beta=dpo.dpo_beta, label_smoothing=dpo.dpo_label_smoothing)
+    return DpoTrainer(reference=reference, preference=loss, **options)
+
+
+def _base(settings: Settings, path: str) -> Any:
+    from mca_models import AutoModel
+
+    return AutoModel.from_pretrained(path, settings.training, seed=settings.training.seed)
+
+
+def _reference(kind: Kind, settings: Settings) -> Any:
+    dpo = settings.dpo
+    path = dpo.reference_model_name_or_path
+    if kind != "dpo":
+        return None
+    if dpo.dpo_loss == "orpo":
+        if path is not None:
+            raise McaError("reference_model_name_or_path: dpo_loss orpo has no reference; remove it")
+        return None
+    if path is None and settings.lora.wanted:
+        return None
+    model = _base(settings, path or settings.data.model_name_or_path)
+    model.requires_grad_(False)
+    return model
+
+
+def _with_adapter(model: Any, settings: Settings) -> Any:
+    lora = settings.lora
+    if not lora.wanted:
+        return model
+    from mca_models.megatron.peft import get_peft_model, load_adapter
+
+    if lora.adapter_name_or_path is not None:
+        adapted = load_adapter(model, lora.adapter_name_or_path)
+    else:
+        adapted = get_peft_model(model, lora.config(), seed=settings.training.seed)
+    logger.info("%s", adapted.print_trainable_parameters())
+    return adapted
+
+
+def _resized_enough(model: Any, tokenizer: Any) -> None:
+    if len(tokenizer) > model.config.vocab_size:
+        raise McaError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {model.config.vocab_size}; "
+            "resize the model's embeddings first"
+        )

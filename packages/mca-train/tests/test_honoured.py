@@ -1,0 +1,28 @@
+from types import SimpleNamespace
+
+import pytest
+
+from mca_config.errors import McaError
+from mca_train.honoured import require_honoured
+
+
+def test_what_is_not_followed_is_refused_all_at_once():
+    args = SimpleNamespace(
+        neftune_noise_alpha=5.0, label_smoothing_factor=1.5, past_index=-1, push_to_hub=False
+    )
+    with pytest.raises(McaError) as error:
+        require_honoured(args, {"compute_metrics": print, "optimizers": None})
+    for word in ("neftune_noise_alpha", "label_smoothing_factor is 1.5", "compute_metrics"):
+        assert word in str(error.value)
+    assert "optimizers" not in str(error.value)
+
+
+def test_defaults_of_the_training_arguments_pass(tmp_path):
+    from mca_config import TrainingArguments
+
+    require_honoured(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), {})
+
+
+def test_an_unknown_parameter_is_a_type_error():
+    with pytest.raises(TypeError, match="'modle'"):
+        require_honoured(SimpleNamespace(), {"modle": 1})

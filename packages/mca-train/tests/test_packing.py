@@ -1,0 +1,105 @@
+import numpy as np
+import pytest
+import torch
+
+from mca_config.errors import McaError
+from mca_train.batches import CountedSamples, PadCollator, StepCollator
+from mca_train.packing import PackedDataset, first_fit, sequence_lengths
+from mca_train.preferences import PairDataset
+from mca_train.token_dataset import TokenDataset
+
+
+def dataset(lengths):
+    rows = [(np.full(length, number + 1), np.arange(length) > 0) for number, length in enumerate(lengths)]
+    return TokenDataset.from_samples(rows)
+
+
+def collator(**options):
+    return StepCollator(collate=PadCollator(0), micro_batch_size=1, packed=True, **options)
+
+
+def step(lengths, room=16, indices=(0,), multiple=1, **options):
+    packed = CountedSamples(PackedDataset(dataset(lengths), room, multiple=multiple))
+    return collator(**options)(packed.__getitems__(list(indices)))
+
+
+def test_first_fit_takes_the_first_pack_with_room():
+    packs = first_fit(np.array([6, 5, 4, 3, 2]), np.arange(5), 10)
+    assert [pack.tolist() for pack in packs] == [[0, 2], [1, 3, 4]]
+
+
+def test_first_fit_closes_the_fullest_when_too_many_are_open():
+    packs = first_fit(np.array([6, 8, 7, 4]), np.arange(4), 10, open_packs=2)
+    assert sorted(pack.tolist() for pack in packs) == [[0, 3], [1], [2]]
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_every_sample_is_in_one_pack_and_the_accounts_are_exact(seed):
+    lengths = np.random.default_rng(3).integers(1, 60, 500)
+    packed = PackedDataset(dataset(lengths), 256, seed=seed)
+    assert sorted(np.concatenate(packed.packs)) == list(range(500))
+    assert max(lengths[pack].sum() for pack in packed.packs) <= 256
+    assert packed.fill.tokens == lengths.sum()
+    assert packed.fill.rate == lengths.sum() / (len(packed) * 256)
+    assert packed.fill.rate > 0.98 > 0.6 > packed.fill.padded_rate
+    assert f"500 samples of {lengths.sum()} tokens" in str(packed.fill)
+
+
+def test_a_sample_that_does_not_fit_is_named():
+    with pytest.raises(McaError, match="train_dataset: sample 1 takes 20 tokens, a pack has room for 16"):
+        PackedDataset(dataset([3, 20]), 16, name="train_dataset")
+
+
+def test_a_row_restarts_positions_and_has_no_target_across_sequences():
+    made = step([3, 2, 4])
+    (row,) = made.micro_batches
+    assert row.input_ids.tolist() == [[1, 1, 1, 2, 2, 3, 3, 3, 3]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 3]]
+    assert row.labels.tolist() == [[1, 1, 0, 2, 0, 3, 3, 3, 0]]
+    assert row.loss_mask.tolist() == [[1, 1, 0, 1, 0, 1, 1, 1, 0]]
+    assert row.segments.tolist() == [[0, 0, 0, 1, 1, 2, 2, 2, 2]]
+    assert row.cu_seqlens.tolist() == [0, 3, 5, 9]
+    assert (row.max_seqlen, made.seq_length, made.num_tokens, made.num_samples) == (4, 9, 9, 3)
+
+
+def test_rows_of_a_step_have_one_length_the_rest_a_sequence_of_its_own():
+    made = step([10, 9], room=10, indices=(0, 1), multiple=1)
+    short = made.micro_batches[1]
+    assert [row.input_ids.shape for row in made.micro_batches] == [(1, 10), (1, 10)]
+    assert short.cu_seqlens.tolist() == [0, 9, 10]
+    assert short.loss_mask.sum() == 8
+    assert made.num_tokens == 19
+
+
+def test_a_repeated_pack_does_not_count():
+    made = step([3, 2], room=3, indices=(0, ~0))
+    assert [int(row.loss_mask.sum()) for row in made.micro_batches] == [2, 0]
+    assert (made.num_samples, made.num_tokens) == (1, 3)
+
+
+def test_context_parallel_ranks_hold_zigzag_parts_of_each_sequence():
+    options = {"room": 24, "multiple": 4, "context_parallel_size": 2}
+    ranks = [step([3, 8], **options, context_parallel_rank=rank).micro_batches[0] for rank in range(2)]
+    assert ranks[0].position_ids.tolist() == [[0, 3, 0, 1, 6, 7]]
+    assert ranks[1].position_ids.tolist() == [[1, 2, 2, 3, 4, 5]]
+    assert ranks[0].cu_seqlens.tolist() == [0, 4, 12]
+    assert sum(int(rank.loss_mask.sum()) for rank in ranks) == 2 + 7
+
+
+def test_pairs_are_packed_whole():
+    pairs = PairDataset(dataset([3, 2, 4, 1, 2, 2]))
+    assert sequence_lengths(pairs).tolist() == [[3, 2], [4, 1], [2, 2]]
+    packed = PackedDataset(pairs, 10)
+    assert [pack.tolist() for pack in packed.packs] == [[0, 1], [2]]
+    (row,) = collator()(CountedSamples(packed).__getitems__([0])).micro_batches
+    assert row.input_ids.tolist() == [[1] * 3 + [2] * 2 + [3] * 4 + [4]]
+    assert row.num_segments == 4
+
+
+def test_padded_pairs_stand_chosen_above_rejected():
+    pairs = CountedSamples(PairDataset(dataset([3, 2, 4, 1])))
+    made = StepCollator(collate=PadCollator(0), micro_batch_size=2)(pairs.__getitems__([0, 1]))
+    (rows,) = made.micro_batches
+    assert rows.input_ids[:, 0].tolist() == [1, 2, 3, 4]
+    assert (rows.num_segments, made.num_samples, made.num_tokens) == (4, 2, 10)
+    assert torch.equal(rows.segments[:, 0], torch.arange(4))
