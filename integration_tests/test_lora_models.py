@@ -138,6 +138,8 @@ def test_the_trainer_trains_adapters_alike_on_every_layout(tmp_path: Path) -> No
         (4, {**tp, "sequence_parallel": True, "use_distributed_optimizer": True, "gradient_accumulation_steps": 4}),
         (2, {"pipeline_model_parallel_size": 2, "recompute_granularity": "full", "recompute_method": "uniform",
              "recompute_num_layers": 1}),
+        (4, {**tp, "sequence_parallel": True, "context_parallel_size": 2}),
+        (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
     ]  # fmt: skip
     logged = [
         run_ranks(size, trained_by_trainer, checkpoint, tmp_path / str(i), changes, timeout=200)[0]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from mca_config.errors import McaError
 from mca_models.lora import AdapterConfig, rules_for_training
 from mca_models.lora.rules import AdapterRules
 from mca_models.megatron.names import Held
@@ -175,3 +176,25 @@ def test_fewer_groups_than_ranks_take_the_rows_they_need() -> None:
             assert order is not None
             mine = torch.cat(columns)[order].flatten()
             assert torch.equal(mine, base.shard.take(whole, rank, size).flatten())
+
+
+@pytest.mark.parametrize(
+    ("change", "target", "message"),
+    [
+        ({"fuser": True}, "up_proj", "use_transformer_engine_op_fuser"),
+        ({"fuser": True}, "q_proj", None),
+        ({"overlap": True}, "up_proj", None),
+    ],
+)
+def test_what_hooks_do_not_see_is_refused(change: dict[str, bool], target: str, message: str | None) -> None:
+    rules = rules_of("llama", [target])
+    chunk = torch.nn.Module()
+    chunk.linear = FusedNorm(128 if target == "q_proj" else 96, 32, with_bias=False)
+    live = {rules.factors[0].target.base.mca_name(): "linear.weight"}
+    put = {"dropout": 0.0, "grouped": False}
+    ranks = replace(RANKS, **change)
+    if message is None:
+        assert attach(chunk, held(rules, live, chunk), rules, ranks, **put)  # type: ignore[arg-type]
+        return
+    with pytest.raises(McaError, match=message):
+        attach(chunk, held(rules, live, chunk), rules, ranks, **put)  # type: ignore[arg-type]

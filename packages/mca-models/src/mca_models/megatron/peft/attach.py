@@ -38,12 +38,14 @@ class Ranks:
         expert: Group of the expert-tensor-parallel ranks.
         sequence_parallel: Whether dense activations are cut along the sequence.
         overlap: Shared experts run in steps of their own beside the dispatcher, which hooks do not see.
+        fuser: Transformer Engine fuses whole MLPs into one operation, which hooks do not see.
     """
 
     tensor: Any
     expert: Any
     sequence_parallel: bool
     overlap: bool = False
+    fuser: bool = False
 
     def cut(self, param: Param) -> Cut:
         """How the weight of ``param`` lies over them."""
@@ -132,15 +134,19 @@ class _Placed:
 
 def _lora(pairs: Sequence[Factors], base: Tensor, ranks: Ranks, dropout: float) -> LoraLinear:
     param = pairs[0].target.base
-    if ranks.overlap and ".shared_experts." in param.mca:
-        raise McaError(
-            f"target_modules: {pairs[0].target.module} cannot carry an adapter with moe_shared_expert_overlap; set "
-            "that to false, or exclude the module"
-        )
+    module = pairs[0].target.module
+    for name, on in (
+        ("moe_shared_expert_overlap", ranks.overlap and ".shared_experts." in param.mca),
+        ("use_transformer_engine_op_fuser", ranks.fuser and ".mlp." in param.mca),
+    ):
+        if on:
+            raise McaError(
+                f"target_modules: {module} cannot carry an adapter with {name}; set that to false or exclude it"
+            )
     cut = ranks.cut(param)
     if cut.many and not cut.sequence and param.mca.endswith("linear_kv_down_proj.weight"):
         raise McaError(
-            f"target_modules: an adapter on {pairs[0].target.module} needs sequence_parallel at "
+            f"target_modules: an adapter on {module} needs sequence_parallel at "
             "tensor_model_parallel_size above 1; set it, or exclude the module"
         )
     sizes = _rows_of_parts(param, base, cut)

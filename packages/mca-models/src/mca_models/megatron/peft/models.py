@@ -68,6 +68,7 @@ class PeftModels(VirtualModels):
             parallel.expert_tensor_group(),
             sequence_parallel=bool(self.megatron.sequence_parallel),
             overlap=bool(self.megatron.moe_shared_expert_overlap),
+            fuser=bool(vars(self.megatron).get("use_transformer_engine_op_fuser")),  # since 0.17
         )
         grouped = self._spelling().grouped_experts
         attached: list[Attached] = []
