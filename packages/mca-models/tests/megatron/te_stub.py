@@ -64,6 +64,8 @@ class GroupedLinear(_Module):
         self.num_gemms, self.use_bias = num_gemms, bias
         for index in range(num_gemms):
             self._add(f"weight{index}", outputs, inputs)
+            if bias:
+                self._add(f"bias{index}", outputs)
 
 
 class RMSNorm(_Module):
@@ -82,8 +84,10 @@ class LayerNorm(RMSNorm):
 
 
 class DotProductAttention(_Module):
-    def __init__(self, *args: Any, **k: Any) -> None:
+    def __init__(self, num_attention_heads: int, *args: Any, softmax_type: str = "vanilla", **k: Any) -> None:
         super().__init__()
+        if softmax_type == "learnable":
+            self._add("softmax_offset", num_attention_heads // (k.get("tp_size") or 1))
 
 
 class _Finder:

@@ -18,6 +18,8 @@ def settings(config: McaModelConfig) -> dict[str, Any]:
         "softmax_type": None if config.softmax_type == "vanilla" else config.softmax_type,
         "no_rope_freq": list(config.no_rope_freq) if config.no_rope_freq else None,
     }
+    if config.num_moe_experts and config.add_bias_linear:
+        found["bias_dropout_fusion"] = False  # grouped experts refuse it
     if config.hidden_act not in _FUSED:
         found["bias_activation_fusion"] = False
     if config.linear_conv_kernel_dim is not None:
