@@ -28,6 +28,7 @@ from mca_models.lora import (
     write_mca_adapter,
     write_peft,
 )
+from mca_models.lora.rules import rules_as_found
 from mca_models.lora.targets import linear_targets
 from mca_models.templates import config_from_hf
 
@@ -409,3 +410,25 @@ def test_merging_may_cast_and_rounds_once_then_too(tmp_path: Path) -> None:
         big["model.layers.1.mlp.experts.0.down_proj.weight"][0, 0] = 7e4
         save_file(big, base / "model.safetensors", {"format": "pt"})
         merge_to_hf(open_checkpoint(base), adapter, tmp_path / "fp16", cast="F16")
+
+
+def test_all_linear_leaves_routers_and_routed_experts_out() -> None:
+    """As with transformers 5; an adapter made with 4, where they are linears, is read all the same."""
+    import tiny_hf
+
+    model_type, different = tiny_hf.CASES["qwen2_moe"]
+    model = config_from_hf({**tiny_hf.SIZE, **different, "model_type": model_type})
+    every = AdapterConfig.from_dict({"peft_type": "LORA", "r": 2, "target_modules": "all-linear"})
+    labels = {pair.target.label for pair in rules_for_training(model, every).factors}
+    assert labels == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "shared_expert_gate"
+    }  # fmt: skip
+    assert not [
+        pair for pair in rules_for_training(model, every).factors if pair.target.base.expert is not None
+    ]
+    old = [f"base_model.model.{target.module}.lora_A.weight" for target in linear_targets(model)]
+    found = rules_as_found(model, every, old)
+    assert [pair for pair in found.factors if pair.target.base.expert is not None]
+    both = {"target_modules": ["gate_proj"], "target_parameters": ["experts.gate_up_proj"]}
+    with pytest.raises(McaError, match="both name the routed experts"):
+        rules_for_training(model, AdapterConfig.from_dict({"peft_type": "LORA", **both}))

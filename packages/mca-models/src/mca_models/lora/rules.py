@@ -75,7 +75,7 @@ def rules_as_found(config: McaModelConfig, adapter: AdapterConfig, names: Collec
     Names decide what the configuration leaves open: whether ``gate_proj`` meant the routed experts too
     (not with transformers 5), and whether PEFT added embeddings that it saw resized.
     """
-    linear = _linear_factors(config, adapter)
+    linear = _linear_factors(config, adapter, experts=True)
     if not any(_is_in(pair.a, names) for pair in linear if pair.target.base.expert is not None):
         linear = [pair for pair in linear if pair.target.base.expert is None]
     saved = [*_saved(config, adapter), *_extra_saved(config, adapter, names)]
@@ -88,11 +88,16 @@ def _is_in(param: Param, names: Collection[str]) -> bool:
     return param.mca_name() in names or param.hf_names()[0] in names
 
 
-def _linear_factors(config: McaModelConfig, adapter: AdapterConfig) -> list[Factors]:
+def _linear_factors(
+    config: McaModelConfig, adapter: AdapterConfig, *, experts: bool = False
+) -> list[Factors]:
+    """``experts``: all-linear means the routed ones too, as it does with transformers 4."""
     return [
         _factors(config, adapter, target, f"{PREFIX}{target.module}.")
         for target in linear_targets(config)
-        if adapter.targets(target.module, linear=target.linear)
+        if adapter.targets(
+            target.module, linear=target.linear or (experts and target.base.expert is not None)
+        )
         or adapter.targets_parameter(f"{target.module}.weight")
     ]
 
@@ -204,6 +209,12 @@ def _checked(config: McaModelConfig, adapter: AdapterConfig, rules: AdapterRules
     if not rules.factors:
         wanted = adapter.document.get("target_modules") or adapter.document.get("target_parameters")
         raise McaError(f"target_modules: {wanted} matches no linear of this {config.model_type} model")
+    kinds = {pair.target.stacked for pair in rules.factors if pair.target.base.expert is not None}
+    if len(kinds) > 1:
+        raise McaError(
+            "target_modules and target_parameters both name the routed experts, once one by one and once stacked; "
+            "leave one out"
+        )
     for name in ("model.embed_tokens", *(("lm_head",) if config.tie_word_embeddings else ())):
         if adapter.targets(name, linear=False):
             raise McaError(f"target_modules: {name} cannot carry an adapter here; use modules_to_save")

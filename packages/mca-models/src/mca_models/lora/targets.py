@@ -29,7 +29,8 @@ class Target:
         module: Its name in the HF model.
         base: The rule of the Megatron weight that it is part of.
         part: Which of ``base.hf`` it is.
-        linear: Whether ``all-linear`` means it.
+        linear: Whether ``all-linear`` means it: not the output layer, and in transformers 5 neither routers nor
+            routed experts, which are bare parameters there.
         stacked: A parameter with a leading expert axis, of which this is entry ``base.expert``.
     """
 
@@ -95,7 +96,8 @@ def _targets_of(param: Param) -> Iterator[Target]:
     if param.stage is Stage.MTP or param.alias_of or param.stacked or not (weight or gate):
         return
     for part, name in enumerate(param.hf_names()):
-        yield Target(name.removesuffix(".weight"), param, part, linear=not (head or router))
+        linear = not (head or router or param.expert is not None)
+        yield Target(name.removesuffix(".weight"), param, part, linear)
 
 
 def _stacked(param: Param) -> Target:
