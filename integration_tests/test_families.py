@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 import reference
 from harness import run_ranks
@@ -52,6 +54,7 @@ for case, (base, different) in MORE.items():
     reference.CASES[case] = (base, {**reference.CASES[base][1], **different})
 
 DENSE = (
+    "cwm",
     "granite",
     "olmo2",
     "exaone4",
@@ -141,6 +144,27 @@ def test_saved_checkpoints_are_those_of_the_converter(case: str, layout: str, tm
     flags = [f"--{name}={size}" for name, size in asdict(sizes).items() if type(size) is int]
     assert convert([f"--checkpoint_path={source}", f"--output_path={converted}", *flags]) == 0
     assert tensors_of(converted) == tensors_of(tmp_path / f"{source.name}-{layout}-mca")
+
+
+@pytest.mark.parametrize("kind", TEXT_PART)
+def test_the_text_part_of_a_larger_checkpoint_computes_the_same(kind: str, tmp_path: Path) -> None:
+    text = {**reference.SIZE, **reference.CASES[TEXT_PART[kind]][1]}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = transformers.AutoConfig.for_model(
+        kind, text_config=text, vision_config=vision, tie_word_embeddings=False
+    )
+    whole = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    whole.save_pretrained(tmp_path / "whole")
+    mca, alone = tmp_path / "mca", tmp_path / "alone"
+    assert convert([f"--checkpoint_path={tmp_path / 'whole'}", f"--output_path={mca}"]) == 0
+    assert convert([f"--checkpoint_path={mca}", f"--output_path={alone}"]) == 0
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(alone, output_loading_info=True)
+    assert not any(loading[state] for state in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        loading
+    )
+    input_ids = torch.arange(24)[None]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids).logits, whole(input_ids).logits)
 
 
 def test_the_documented_families_are_those_there_are() -> None:

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": 8}),
     "mistral-tied": ("mistral", {"tie_word_embeddings": True, "sliding_window": None}),
+    "cwm": ("cwm", {"sliding_window": 8}),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {}),

@@ -5,6 +5,7 @@ from typing import Any
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import (
+    cwm,
     deepseek_v2,
     deepseek_v3,
     exaone4,
@@ -35,6 +36,7 @@ from mca_models.templates.qwen3_5_vision import text_config
 __all__ = ["FAMILIES", "Family", "config_from_hf", "config_to_hf", "family_of"]
 
 FAMILIES: dict[str, Family] = {
+    "cwm": cwm.FAMILY,
     "deepseek_v2": deepseek_v2.FAMILY,
     "deepseek_v3": deepseek_v3.FAMILY,
     "exaone4": exaone4.FAMILY,

@@ -1,0 +1,53 @@
+"""Code World Model: HF ``CwmForCausalLM``, Llama's weights; three of four layers have a sliding window."""
+
+from typing import Any
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates.common import dense_layers
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    NO_MLP_BIAS,
+    SILU,
+    ConfigTable,
+    HfConfig,
+    dense_fields,
+    read_rope,
+)
+from mca_models.templates.family import Family
+
+_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What transformers takes where ``config.json`` names no rope."""
+
+
+def derive(hf: HfConfig) -> dict[str, Any]:
+    """Each layer's kind, and the family's own rope if none is named."""
+    count = hf["num_hidden_layers"]
+    pattern = ["sliding_attention" if i % 4 else "full_attention" for i in range(count)]
+    window = hf.get("sliding_window", 8192) or None
+    kinds = tuple(hf.get("layer_types") or pattern) if window else None
+    named = any(hf.get(key) for key in ("rope_parameters", "rope_scaling", "rope_theta"))
+    rope = {} if named else read_rope({"rope_parameters": _ROPE})
+    return {"window_size": window, "layer_types": kinds, **rope}
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    kinds = {"layer_types": list(config.layer_types)} if config.layer_types else {}
+    return {"sliding_window": config.window_size or 0, **kinds}
+
+
+CONFIG = ConfigTable(
+    fields=dense_fields(eps=1e-5),
+    fixed=(SILU, NO_ATTENTION_BIAS, NO_MLP_BIAS),
+    derive=derive,
+    restore=restore,
+)
+
+FAMILY = Family(model_type="cwm", architecture="CwmForCausalLM", config=CONFIG, params=dense_layers)
