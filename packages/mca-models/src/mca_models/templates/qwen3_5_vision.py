@@ -13,18 +13,21 @@ from mca_models.weights import Param
 logger = logging.getLogger(__name__)
 
 TEXT_PART = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+ARCHITECTURES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
 TEXT, PREFIX, VISION = "model.", "model.language_model.", "model.visual."
 
 
 def text_config(hf: HfConfig) -> HfConfig:
     """``config.json`` of the text part: the file itself if it describes nothing else."""
-    if hf.get("model_type") not in TEXT_PART:
+    kind = hf.get("model_type")
+    if kind not in TEXT_PART:
         return hf
     text = hf.get("text_config")
     if not isinstance(text, dict):
-        raise McaError(f"config.json has no 'text_config'; a {hf['model_type']} model needs it")
+        raise McaError(f"config.json has no 'text_config'; a {kind} model needs it")
     shared = {key: hf[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if key in hf}
-    return {**shared, **text, "model_type": TEXT_PART[hf["model_type"]]}
+    named = {"architectures": [ARCHITECTURES[kind]], "model_type": TEXT_PART[kind]}
+    return {**shared, **text, **named}
 
 
 def found(config: McaModelConfig, names: Collection[str]) -> dict[str, Any]:
