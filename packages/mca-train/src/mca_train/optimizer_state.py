@@ -90,7 +90,7 @@ def _sharded(optimizer: Any, chunks: list[Any], *, loading: bool) -> Any:
 
 def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Whole shapes by name. Megatron's own reader of them fails with torch 2.15 (its TypeError: 'strides')."""
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     try:
         entries = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
