@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness import run_ranks
-from train_cases import VOCAB, history, make_trainer, quietly, samples, tiny_checkpoint, train_losses
+from train_cases import VOCAB, history, quietly, samples, tiny_checkpoint, train_losses
 
 pytestmark = pytest.mark.ranks
 
@@ -47,3 +47,56 @@ def test_packed_losses_equal_unpacked_ones(name, unpacked, checkpoint, tmp_path)
     assert worst(unpacked["loss"], found["loss"]) < 1e-5
     assert worst(unpacked["grad_norm"], found["grad_norm"]) < 1e-4
     assert worst(unpacked["eval_loss"], found["eval_loss"]) < 1e-5
+
+
+def leaking_losses(checkpoint: Path, output: Path) -> dict[str, list[float]]:
+    """With a planted fault: attention is not told where sequences end."""
+    from mca_train import engine
+
+    engine._packed_params = lambda batch: None  # type: ignore[assignment]
+    return train_losses(checkpoint, output, **PACKED)
+
+
+def test_the_comparison_sees_sequences_that_leak(unpacked, checkpoint, tmp_path):
+    found = run_ranks(1, leaking_losses, checkpoint, tmp_path)[0]
+    assert worst(unpacked["loss"], found["loss"]) > 1e-4
+
+
+SMOOTHING = 0.15
+
+
+def smoothed_by_torch(checkpoint: Path, output: Path) -> dict[str, list[float]]:
+    """Losses of a trainer that takes the logits to `torch`'s smoothed cross entropy."""
+    from mca_train import McaTrainer
+    from train_cases import arguments
+
+    class OnLogits(McaTrainer):
+        wants_logits = True
+
+        def compute_loss(self, output: torch.Tensor, batch: Any, **_: Any) -> Any:
+            labels = batch.labels.masked_fill(batch.loss_mask == 0, -100)
+            logits = output[..., :VOCAB].float().flatten(0, 1)
+            smoothing = torch.nn.functional.cross_entropy(
+                logits, labels.flatten(), reduction="sum", label_smoothing=SMOOTHING
+            )
+            return smoothing, batch.loss_mask.sum().int()
+
+    from mca_models import AutoModel
+
+    args = arguments(output, max_steps=STEPS)
+    model = AutoModel.from_pretrained(checkpoint, args)
+    trainer = quietly(
+        lambda: OnLogits(model=model, args=args, train_dataset=samples(44), eval_dataset=samples(7, seed=9))
+    )
+    quietly(trainer.train)
+    quietly(trainer.evaluate)
+    return {key: history(trainer, key) for key in ("loss", "grad_norm", "eval_loss")}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_smoothed_labels_equal_torchs_on_the_logits(size, checkpoint, tmp_path):
+    theirs = run_ranks(1, smoothed_by_torch, checkpoint, tmp_path)[0]
+    changes = {"tensor_model_parallel_size": size, "label_smoothing_factor": SMOOTHING, "max_steps": STEPS}
+    ours = run_ranks(size, train_losses, checkpoint, tmp_path, **changes)[0]
+    for key in theirs:
+        assert worst(theirs[key], ours[key]) < 1e-4, key

@@ -20,11 +20,12 @@ def smooth_labels(chunks: Iterable[Any], epsilon: float, vocab_size: int) -> Non
 
     Args:
         chunks: Megatron models of this rank.
-        epsilon: ``label_smoothing_factor``.
+        epsilon: ``label_smoothing_factor``; 0 takes away what another trainer of the model set.
         vocab_size: Without padding.
     """
     for chunk in chunks:
-        if not getattr(chunk, "post_process", False):
+        vars(chunk).pop("compute_language_model_loss", None)
+        if not epsilon or not getattr(chunk, "post_process", False):
             continue
         if chunk.config.cross_entropy_loss_fusion and chunk.config.cross_entropy_fusion_impl == "te":
             raise McaError(
@@ -58,9 +59,28 @@ def target_over_mean(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
 
     first = parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
     true = min(max(vocab_size - first, 0), logits.shape[-1])
-    local = labels - first
-    here = (local >= 0) & (local < true)
-    target = torch.gather(logits, -1, (local * here).unsqueeze(-1)).squeeze(-1).float() * here
-    mean = logits[..., :true].sum(-1, dtype=torch.float32) / vocab_size
-    result: Tensor = reduce_from_tensor_model_parallel_region(target - mean)
+    share: Tensor = _Share.apply(logits, labels - first, true, vocab_size)
+    result: Tensor = reduce_from_tensor_model_parallel_region(share)
     return result
+
+
+class _Share(torch.autograd.Function):
+    """One rank's part of `target_over_mean`; keeps no logits, which Megatron's cross entropy overwrites."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, local: Tensor, true: int, vocab_size: int) -> Tensor:
+        here = (local >= 0) & (local < true)
+        index = (local * here).unsqueeze(-1)
+        ctx.save_for_backward(index, here)
+        ctx.shape, ctx.dtype, ctx.true, ctx.vocab_size = logits.shape, logits.dtype, true, vocab_size
+        target = logits.gather(-1, index).squeeze(-1).float() * here
+        return target - logits[..., :true].sum(-1, dtype=torch.float32) / vocab_size
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        index, here = ctx.saved_tensors
+        (gradient,) = gradients
+        whole = gradient.new_zeros(ctx.shape)
+        whole[..., : ctx.true] = -gradient.unsqueeze(-1) / ctx.vocab_size
+        whole.scatter_add_(-1, index, (gradient * here).unsqueeze(-1))
+        return whole.to(ctx.dtype), None, None, None

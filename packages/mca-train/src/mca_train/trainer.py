@@ -23,7 +23,7 @@ from mca_train.engine import Engine, Pipeline, StepResult
 from mca_train.hf_glue import JsonlLog, ModelView, WithoutAccelerator
 from mca_train.honoured import require_honoured
 from mca_train.label_smoothing import smooth_labels
-from mca_train.loaders import Loaders
+from mca_train.loaders import Loaders, WithStepLoaders, log_plan
 from mca_train.loss_signals import ModelLosses, Signals
 from mca_train.losses import token_loss
 from mca_train.marks import mark_cut_parameters
@@ -36,7 +36,7 @@ from mca_train.watch import Watch
 logger = logging.getLogger(__name__)
 
 
-class McaTrainer(WithoutAccelerator, Trainer):  # type: ignore[misc]
+class McaTrainer(WithoutAccelerator, WithStepLoaders, Trainer):  # type: ignore[misc]
     """Trains `VirtualModels` with Megatron.
 
     Args:
@@ -105,29 +105,7 @@ class McaTrainer(WithoutAccelerator, Trainer):  # type: ignore[misc]
         )
         self.signals = Signals(self.signal_names, self.ranks.device)
         self._model_losses = ModelLosses(model.megatron, model.config)
-        if args.label_smoothing_factor:
-            smooth_labels(model.chunks, args.label_smoothing_factor, model.config.vocab_size)
-
-    def get_train_dataloader(self) -> DataLoader[StepBatch]:
-        """Of this rank; an item is a step."""
-        return self._train_loader()[0]
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[StepBatch]:
-        """Of this rank; an item is a round of micro-batches."""
-        return self._loaders.evaluation(self._eval_dataset(eval_dataset))[0]
-
-    def _train_loader(self) -> tuple[DataLoader[StepBatch], StepSampler]:
-        if self.train_dataset is None:
-            raise McaError("training needs a train_dataset (train_file)")
-        return self._loaders.train(self.train_dataset)
-
-    def _eval_dataset(self, given: Any) -> Any:
-        dataset = self.eval_dataset if given is None else given
-        if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
-        if dataset is None:
-            raise McaError("evaluation needs an eval_dataset (eval_file)")
-        return dataset
+        smooth_labels(model.chunks, args.label_smoothing_factor, model.config.vocab_size)
 
     # The hook for another loss.
 
@@ -174,7 +152,7 @@ class McaTrainer(WithoutAccelerator, Trainer):  # type: ignore[misc]
         loader, sampler = self._train_loader()
         length = Length.of(self.args, sampler.num_steps)
         training = self._prepare(length, checkpoint)
-        self._log_plan(length, sampler)
+        log_plan(self.args, self.ranks, length, sampler.shape.global_size, self.state.global_step)
         start, started = self.state.global_step, time.time()
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         if checkpoint is not None:
@@ -230,21 +208,6 @@ class McaTrainer(WithoutAccelerator, Trainer):  # type: ignore[misc]
         return [
             cb for cb in [*self.callback_handler.callbacks, self.control] if isinstance(cb, ExportableState)
         ]
-
-    def _log_plan(self, length: Length, sampler: StepSampler) -> None:
-        layout, args = self.ranks.layout, self.args
-        logger.info(
-            "training %d steps (%d a epoch) of %d samples = %d micro x %d accumulated x %d data parallel; %s",
-            length.max_steps,
-            length.steps_per_epoch,
-            sampler.shape.global_size,
-            args.per_device_train_batch_size,
-            args.gradient_accumulation_steps,
-            self.ranks.data_parallel_size,
-            layout,
-        )
-        if self.state.global_step:
-            logger.info("continuing after step %d", self.state.global_step)
 
     def _run_epoch(
         self, epoch: int, loader: DataLoader[StepBatch], sampler: StepSampler, length: Length

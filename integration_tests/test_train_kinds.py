@@ -1,0 +1,137 @@
+"""``mca-train sft`` and ``dpo`` with adapters, from the shell to a PEFT directory; the worked example."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train_cases import tiny_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+_HERE = Path(__file__).parent
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+LORA = {"lora_rank": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "down_proj"], "use_rslora": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    sys.path.insert(0, str(_HERE.parent / "packages" / "mca-train" / "tests"))
+    from tokenizers_for_tests import byte_tokenizer
+
+    folder = tmp_path_factory.mktemp("kinds")
+    tiny_checkpoint(folder / "model", vocab_size=264, num_hidden_layers=2)
+    byte_tokenizer().save_pretrained(folder / "model")
+    rows = [
+        {"prompt": f"{n}+1=", "completion": "x" * n, "chosen": str(n + 1), "rejected": "no"}
+        for n in range(1, 9)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def launched(folder: Path, kind: str, name: str, **changes: Any) -> subprocess.CompletedProcess[str]:
+    values = {
+        "model_name_or_path": str(folder / "model"),
+        "train_file": str(folder / "rows.jsonl"),
+        "output_dir": str(folder / name),
+        "seq_length": 32,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "learning_rate": "5e-3",
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "no",
+        **changes,
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items()))
+    command = [sys.executable, "-m", "mca_train", kind, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT)
+
+
+def logs(output: Path, key: str) -> list[float]:
+    lines = [json.loads(line) for line in (output / "train_log.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines if key in line]
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_sft_of_an_adapter_packed_and_resumed(folder):
+    base = digest(folder / "model" / "model.safetensors")
+    run = LORA | {"sequence_packing": True, "save_hf_model": True, "save_strategy": "steps", "save_steps": 2}
+    run |= {"tensor_model_parallel_size": 2, "gradient_accumulation_steps": 1}
+    done = launched(folder, "sft", "sft", **run)
+    assert done.returncode == 0, done.stderr
+    assert "% full" in done.stderr
+    straight = logs(folder / "sft", "loss")
+    assert len(straight) == 4
+    first = digest(folder / "sft" / "hf" / "adapter_model.safetensors")
+    again = launched(folder, "sft", "sft", **run, resume_from_checkpoint=str(folder / "sft" / "checkpoint-2"))
+    assert again.returncode == 0, again.stderr
+    assert logs(folder / "sft", "loss") == straight
+    assert digest(folder / "sft" / "hf" / "adapter_model.safetensors") == first
+    assert digest(folder / "model" / "model.safetensors") == base
+    config = json.loads((folder / "sft" / "hf" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 8, True)
+    assert sorted(config["target_modules"]) == ["down_proj", "q_proj"]
+    assert peft_takes(folder / "model", folder / "sft" / "hf") == 2 * 2 * 2
+
+
+def peft_takes(model: Path, adapter: Path) -> int:
+    """Factors of the adapter that are not zero once `peft` has loaded it."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)
+    return sum(bool(p.abs().sum() > 0) for name, p in loaded.named_parameters() if "lora_" in name)
+
+
+def test_dpo_of_an_adapter_and_on_from_it(folder):
+    done = launched(folder, "dpo", "dpo", **LORA, eval_file=str(folder / "rows.jsonl"), local_ranks=2)
+    assert done.returncode == 0, done.stderr
+    losses, margins = (logs(folder / "dpo", key) for key in ("loss", "rewards/margins"))
+    assert losses[0] == pytest.approx(0.693147, abs=1e-4)  # the adapter begins at nothing
+    assert margins[-1] > margins[0]
+    (accuracy,) = logs(folder / "dpo", "eval_rewards/accuracies")
+    assert accuracy > 0.8
+    on = {"adapter_name_or_path": str(folder / "dpo"), "pipeline_model_parallel_size": 2}
+    done = launched(folder, "dpo", "on", **on, max_steps=1)
+    assert done.returncode == 0, done.stderr
+    assert logs(folder / "on", "loss")[0] < losses[0] - 0.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("sft", {"dpo_beta": 0.2}, "dpo_beta: for mca-train dpo, not sft"),
+        ("sft", {"lora_alpha": 8}, "lora_alpha: lora_rank is not set"),
+        ("dpo", {"dpo_loss": "simpo"}, "dpo_loss is 'simpo'; expected 'sigmoid' or 'hinge'"),
+    ],
+)
+def test_keys_that_say_nothing_are_refused(folder, kind, changes, message):
+    from mca_train.settings import parse, require_keys_of
+
+    values = {"model_name_or_path": "m", "train_file": "f", "output_dir": str(folder / "none"), **changes}
+    with pytest.raises(ValueError) as error:
+        parse(values, "run.yaml")
+        require_keys_of(kind, values)
+    assert message in str(error.value)
+
+
+def test_the_worked_example_of_a_loss():
+    example = _HERE.parent / "examples" / "custom_loss.py"
+    done = subprocess.run(
+        [sys.executable, str(example)], capture_output=True, text=True, env=ENVIRONMENT, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found = [float(word) for word in done.stdout.splitlines()[-1].removeprefix("loss: ").split()]
+    assert len(found) == 10
+    assert found[-1] < found[0] - 1
