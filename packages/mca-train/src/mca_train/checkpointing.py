@@ -17,6 +17,7 @@ import json
 import logging
 import re
 import shutil
+import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -111,14 +112,32 @@ def new_checkpoint(destination: Path, ranks: Ranks) -> Iterator[Path]:
         yield path
         if (path / _TRAINING).is_dir():
             integrity.write_manifest(path, ranks)
-    except BaseException:
+    except BaseException as error:
+        free = shutil.disk_usage(path.parent).free
         if partial:
             partial.discard()
+        if isinstance(error, Exception) and _is_full(error):
+            raise McaError(
+                f"{destination}: cannot be written, the disk is full ({free >> 20} MiB were left); make room and "
+                "resume with resume_from_checkpoint auto"
+            ) from error
         raise
     groups.barrier()
     if partial:
         partial.publish()
     groups.barrier()
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether a write failed for want of room; torch's writer says so in words of its own."""
+    words = (
+        "no space left on device",
+        "cannot be written (no space",
+        "pytorchstreamwriter failed",
+        "unexpected pos",
+    )
+    text = "".join(traceback.format_exception(error)).lower()
+    return any(word in text for word in words)
 
 
 def rotate(output_dir: Path, limit: int | None, keep: str | None) -> None:
@@ -151,8 +170,6 @@ class TrainingState:
 
     def save(self, checkpoint: Path) -> None:
         """Writes this rank's part, and what one rank writes for all."""
-        from megatron.core import dist_checkpointing
-
         folder = checkpoint / _TRAINING
         save_rng(folder, self._rank)
         optimizer = folder / "optimizer"

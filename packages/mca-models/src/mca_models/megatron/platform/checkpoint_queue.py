@@ -32,16 +32,18 @@ def _queue(*args: Any, **kwargs: Any) -> Any:
     writer = _writer()
     if os.getpid() not in _managers:
         manager = SyncManager(ctx=torch.multiprocessing.get_context("fork"))
-        manager.start(initializer=_die_with_parent)
+        manager.start(initializer=_die_with_parent, initargs=(os.getpid(),))
         _managers[os.getpid()] = manager
         writer._results_queue = manager.Queue()
         atexit.register(close)
     return writer._results_queue
 
 
-def _die_with_parent() -> None:
-    """Asks Linux to kill this process when its parent ends, however it ends."""
+def _die_with_parent(parent: int) -> None:
+    """Asks Linux to kill this process when its parent ends, however it ends; it may have ended already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def close() -> None:
