@@ -82,3 +82,15 @@ def test_flags_of_mca_convert_exist():
                 if line.startswith("$ mca-convert -"):
                     said |= set(re.findall(r"--[a-z_0-9]+", line))
     assert said and said <= known
+
+
+@pytest.mark.parametrize("page", ["docs/training.md", "packages/mca-train/README.md"])
+def test_configuration_files_are_accepted(page, tmp_path, monkeypatch):
+    from mca_train.settings import given_values, parse
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (text,) = blocks(ROOT / page, "yaml")
+    (tmp_path / "run.yaml").write_text(text)
+    values, where = given_values(tmp_path / "run.yaml", ["--output_dir", str(tmp_path / "runs")])
+    settings = parse(values, where)
+    assert settings.data.train_file
