@@ -1,5 +1,6 @@
 """The progress bar."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,10 @@ _SMALLEST_STEP = 16 << 20
 
 @contextmanager
 def bar(nbytes: int, what: str) -> Iterator[Callable[[int], None]]:
-    """A bar of ``nbytes`` on stderr; yields a thread-safe function that adds to it."""
+    """A bar of ``nbytes`` on a terminal; yields a thread-safe function that adds to it."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
     from tqdm import tqdm
 
     lock, pending = threading.Lock(), 0

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+_AT_ONCE = 1 << 20
+
+
 class SourceFile:
     """One open source file; thread-safe.
 
@@ -64,29 +67,30 @@ class SourceFile:
         return np.frombuffer(self._map, np.uint8)
 
     def check(self) -> None:
-        """Raises if the file's checksum is not the manifest's; reads only what has not passed in order."""
+        """Raises if the file's checksum is not the manifest's; reads again only what has not passed once."""
         if self.crc32 is None:
             return
         crc = self._crc_of_passed()
-        if crc is None:
-            crc = crc32_of_file(self.path)
         if crc != self.crc32:
             raise McaError(
                 f"{self.path}: its checksum is {crc:08x}, the manifest says {self.crc32:08x}; the file is damaged"
             )
 
-    def _crc_of_passed(self) -> int | None:
-        """The file's checksum from the reads, if they covered it all once behind the header."""
-        passed = sorted(self._passed)
-        if not passed:
-            return None
-        start = passed[0][0]
-        crc, position = zlib.crc32(os.pread(self._fd, start, 0)), start
-        for offset, length, part in passed:
-            if offset != position:
-                return None
-            crc, position = crc32_join(crc, part, length), offset + length
-        return crc if position == self.nbytes else None
+    def _crc_of_passed(self) -> int:
+        """The file's checksum: of the reads in their order, and of what lies between them."""
+        crc = position = 0
+        for offset, length, part in sorted(self._passed):
+            if offset < position:
+                return crc32_of_file(self.path)
+            crc = crc32_join(self._crc_between(crc, position, offset), part, length)
+            position = offset + length
+        return self._crc_between(crc, position, self.nbytes)
+
+    def _crc_between(self, crc: int, start: int, stop: int) -> int:
+        """``crc`` continued by bytes ``start`` to ``stop`` (the header, padding, mapped tensors)."""
+        for position in range(start, stop, _AT_ONCE):
+            crc = zlib.crc32(os.pread(self._fd, min(_AT_ONCE, stop - position), position), crc)
+        return crc
 
     def close(self) -> None:
         """Closes the file; its map lives on while arrays use it."""

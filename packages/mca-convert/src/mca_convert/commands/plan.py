@@ -15,8 +15,6 @@ from mca_convert.tables import size_of, table
 
 def plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Prints the plan; 0 if the conversion would go through, 1 if it would be refused."""
-    import tqdm  # noqa: F401 (takes its memory, as in the conversion itself)
-
     result = forecast(
         Request(
             path=Path(options.checkpoint_path),
