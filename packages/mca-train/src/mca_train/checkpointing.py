@@ -116,7 +116,7 @@ def new_checkpoint(destination: Path, ranks: Ranks) -> Iterator[Path]:
         free = shutil.disk_usage(path.parent).free
         if partial:
             partial.discard()
-        if isinstance(error, Exception) and _is_full(error):
+        if _is_full(error):  # torch's CheckpointException is no Exception
             raise McaError(
                 f"{destination}: cannot be written, the disk is full ({free >> 20} MiB were left); make room and "
                 "resume with resume_from_checkpoint auto"

@@ -18,6 +18,7 @@ import torch
 from mca_config.errors import McaError
 from mca_train import groups
 from mca_train.bucket_padding import positions_without_padding
+from mca_train.children import children_die_with_us
 
 _MASTER = "optimizer.state.fp32_param."
 _MASTER_WHERE_SPLIT = "optimizer.state.param."
@@ -37,7 +38,8 @@ def save(optimizer: Any, chunks: list[Any], folder: Path) -> Numbers:
 
     state = _sharded(optimizer, chunks, loading=False)
     leaves = {str(number): leaf for number, (_, _, leaf) in enumerate(_leaves(state))}
-    dist_checkpointing.save(leaves, str(folder))
+    with children_die_with_us():
+        dist_checkpointing.save(leaves, str(folder))
     return _numbers(state)
 
 

@@ -1,0 +1,37 @@
+"""Processes that Megatron forks to write a checkpoint end with the rank that forked them, however it ends.
+
+Without this, ``kill -9`` during a save leaves writers behind that wait for ever and hold the rank's memory.
+"""
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+_parent = 0
+_registered = False
+
+
+@contextmanager
+def children_die_with_us() -> Iterator[None]:
+    """A block whose forks are killed when this process ends."""
+    global _parent, _registered
+    if not _registered:
+        os.register_at_fork(after_in_child=_follow)
+        _registered = True
+    _parent = os.getpid()
+    try:
+        yield
+    finally:
+        _parent = 0
+
+
+def _follow() -> None:
+    if not _parent:
+        return
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != _parent:
+        os._exit(1)
