@@ -1,12 +1,16 @@
 """Reads and writes checkpoints in tests, by means other than the code under test."""
 
 import json
+import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+
+from mca_convert.cli import main
 
 
 def hf_tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -62,3 +66,29 @@ LAYOUT = {
 def layout_flags(layout: dict[str, int | str]) -> list[str]:
     """The flags of a layout in short names."""
     return [f"--{LAYOUT[key]}={value}" for key, value in layout.items()]
+
+
+def refused(source: Path, tmp_path: Path, capsys, *flags: str) -> str:
+    """The one error that a conversion of ``source`` fails with; asserts that it leaves nothing."""
+    capsys.readouterr()
+    output = tmp_path / "parent" / "out"
+    assert main(["--checkpoint_path", str(source), "--output_path", str(output), *flags]) == 1
+    assert not list((tmp_path / "parent").glob("*")) if (tmp_path / "parent").exists() else True
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, captured.err
+    return captured.err[captured.err.index("error: ") :]
+
+
+def damage_header(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def apply(file: Path) -> None:
+        header, data = read_raw(file)
+        changed = change(header)
+        write_raw(file, header if changed is None else changed, data)
+
+    return apply
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 7)

@@ -1,7 +1,6 @@
 """Every bad input gives one clear line, the right exit code, and nothing at the output path."""
 
 import json
-import os
 import shutil
 import struct
 import subprocess
@@ -10,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from files import read_raw, write_raw
+from files import damage_header, read_raw, refused, truncate, write_raw
 
 from mca_convert.cli import main
 
@@ -29,19 +28,6 @@ def sharded(tiny, tmp_path: Path) -> Path:
     flags = ["--max_shard_size", "20K"]
     assert main(["--checkpoint_path", str(tmp_path / "mca"), "--output_path", str(target), *flags]) == 0
     return target
-
-
-def refused(source: Path, tmp_path: Path, capsys, *flags: str) -> str:
-    """The one error that a conversion of ``source`` fails with; asserts that it leaves nothing."""
-    capsys.readouterr()
-    output = tmp_path / "parent" / "out"
-    assert main(["--checkpoint_path", str(source), "--output_path", str(output), *flags]) == 1
-    assert not list((tmp_path / "parent").glob("*")) if (tmp_path / "parent").exists() else True
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    lines = [line for line in captured.err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, captured.err
-    return captured.err[captured.err.index("error: ") :]
 
 
 def test_missing_directory(tmp_path: Path, capsys) -> None:
@@ -93,52 +79,6 @@ def test_not_a_number_passes_bit_for_bit(source: Path, convert) -> None:
     assert main(["verify", str(source), str(back)]) == 0
 
 
-QUANTISED = {
-    "scale of another shape": (
-        lambda header: header["model.layers.0.mlp.up_proj.weight_scale_inv"].update(shape=[1, 8]),
-        "blocks of 12 x 20",
-    ),
-    "no scale": (
-        lambda header: header.update(
-            {"model.layers.0.mlp.other": header.pop("model.layers.0.mlp.up_proj.weight_scale_inv")}
-        ),
-        "is fp8 but has no scale",
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", sorted(QUANTISED))
-def test_damaged_quantised_checkpoints(damage: str, tiny, tmp_path: Path, capsys) -> None:
-    from quantise import fp8_copy
-
-    fp8_copy(tiny("llama", "bfloat16"), tmp_path / "fp8")
-    change, message = QUANTISED[damage]
-    damage_header(change)(tmp_path / "fp8/model.safetensors")
-    assert message in refused(tmp_path / "fp8", tmp_path, capsys)
-
-
-FIXTURE = Path(__file__).parents[4] / "shared/fixtures/roll_llama_tiny/mca_tp2_pp2"
-ROLL = {
-    "truncated": (lambda roll: truncate(roll / RANK / "model_optim_rng.pt"), "truncated"),
-    "missing": (lambda roll: shutil.rmtree(roll / RANK), "ranks are 1 missing (mp_rank_01_000)"),
-    "no zip": (
-        lambda roll: (roll / RANK / "model_optim_rng.pt").write_bytes(b"x" * 99),
-        "not a file of torch.save",
-    ),
-    "pickle": (lambda roll: (roll / RANK / "model_optim_rng.pt").write_bytes(b"\x80\x02}."), "torch"),
-}
-RANK = "iter_0000001/mp_rank_01_000"
-
-
-@pytest.mark.skipif(not FIXTURE.exists(), reason="the shared fixture is not there")
-@pytest.mark.parametrize("damage", sorted(ROLL))
-def test_damaged_trees_of_roll(damage: str, tmp_path: Path, capsys) -> None:
-    shutil.copytree(FIXTURE, tmp_path / "roll")
-    apply, message = ROLL[damage]
-    apply(tmp_path / "roll")
-    assert message in refused(tmp_path / "roll", tmp_path, capsys)
-
-
 def test_no_config(source: Path, tmp_path: Path, capsys) -> None:
     (source / "config.json").unlink()
     assert "config.json: no such file" in refused(source, tmp_path, capsys)
@@ -174,19 +114,6 @@ def test_config_that_does_not_fit(source: Path, tmp_path: Path, capsys, change, 
 def test_config_that_is_not_json(source: Path, tmp_path: Path, capsys) -> None:
     (source / "config.json").write_text('{"model_type": ')
     assert "config.json: cannot be read" in refused(source, tmp_path, capsys)
-
-
-def damage_header(change: Callable[[dict], object]) -> Callable[[Path], None]:
-    def apply(file: Path) -> None:
-        header, data = read_raw(file)
-        changed = change(header)
-        write_raw(file, header if changed is None else changed, data)
-
-    return apply
-
-
-def truncate(file: Path) -> None:
-    os.truncate(file, file.stat().st_size - 7)
 
 
 def overlap(header: dict) -> None:
