@@ -21,7 +21,6 @@ from mca_models.megatron.platform import (
     dp_reshardable_no_grad,
     mla_down_projection,
     mla_flags,
-    mla_plain_query,
     rng_state,
     router_gemm_name,
     split_sizes,
@@ -58,7 +57,6 @@ PATCHES: tuple[Patch, ...] = (
     distributed_adam.PATCH,
     dp_reshardable_no_grad.PATCH,
     mla_flags.PATCH,
-    mla_plain_query.PATCH,
     mla_down_projection.PATCH,
     checkpoint_queue.PATCH,
 )
