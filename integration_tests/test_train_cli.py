@@ -145,3 +145,81 @@ def test_interrupting_ends_every_rank(folder):
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) == 130
+
+
+def waited_for(log: Path, process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + 200
+    while not (log.exists() and log.stat().st_size) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_under_torchrun_two_ranks_train_and_sigterm_to_one_saves(folder):
+    _, _, module, *words = config(folder, "torchrun", max_steps=100000, tensor_model_parallel_size=2)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", str(free_port()), "-m", module, *words]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    output = folder / "torchrun"
+    waited_for(output / "train_log.jsonl", process)
+    (rank, *_) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(rank), signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert "stopped by SIGTERM after step" in stdout
+    assert "continue with --resume_from_checkpoint auto" in stdout
+    (saved,) = output.glob("checkpoint-*")
+    assert f"checkpoint-{logs(output)[-2]['step']}" == saved.name
+    assert not list(output.glob("*.partial-*"))
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_sigterm_to_the_launcher_saves_and_resumes(folder):
+    command = config(folder, "stopped", local_ranks=2, max_steps=100000)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    output = folder / "stopped"
+    waited_for(output / "train_log.jsonl", process)
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    (saved,) = output.glob("checkpoint-*")
+    assert saved.name in stdout
+    step = int(saved.name.split("-")[1])
+    done = launched([*command, "--resume_from_checkpoint", "auto", "--max_steps", str(step + 2)])
+    assert done.returncode == 0, done.stderr
+    steps = [log["step"] for log in logs(output) if "loss" in log]
+    assert steps == list(range(1, step + 3))
+
+
+def test_a_failing_rank_ends_all_with_its_traceback_once(folder, tmp_path):
+    hook = tmp_path / "sitecustomize.py"
+    hook.write_text(
+        "import os, threading\n"
+        "def fail(*_):\n"
+        "    from mca_train.engine import Engine\n"
+        "    step = Engine.optimizer_step\n"
+        "    def broken(self):\n"
+        "        if os.environ['RANK'] == '1':\n"
+        "            raise RuntimeError('broken here')\n"
+        "        return step(self)\n"
+        "    Engine.optimizer_step = broken\n"
+        "os.register_at_fork(after_in_child=lambda: fail() if 'mca_train.trainer' in "
+        "__import__('sys').modules else None)\n"
+    )
+    command = config(folder, "failing", local_ranks=2, max_steps=100000)
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ENVIRONMENT.get('PYTHONPATH', '')}"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "rank 1 failed:" in done.stderr
+    assert "RuntimeError: broken here" in done.stderr

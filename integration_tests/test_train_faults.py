@@ -1,0 +1,220 @@
+"""Processes that die, disks that fill, files that rot: the last complete checkpoint is found, or what broke is said."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import RanksFailed, run_ranks
+from train_cases import history, make_trainer, quietly, tiny_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def go_on(checkpoint: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Trains to the end from the last complete checkpoint, with one at every step; says what it told."""
+    import logging
+
+    settings = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_steps": STEPS,
+        "gradient_accumulation_steps": 2,
+    }
+    trainer = make_trainer(checkpoint, output_dir, **settings | changes)
+    told: list[str] = []
+    logging.disable(logging.NOTSET)
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mca_train").addHandler(handler)
+    quietly(lambda: trainer.train(resume_from_checkpoint="auto"))
+    return {"loss": history(trainer, "loss"), "told": [line for line in told if "damaged" in line]}
+
+
+@pytest.fixture(scope="module")
+def finished(checkpoint, tmp_path_factory):
+    """A finished run with checkpoints, and its losses."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, run_ranks(1, go_on, checkpoint, folder)[0]["loss"]
+
+
+def kill_at_random(checkpoint: Path, output_dir: Path, seed: int) -> None:
+    """Kills its own process at a moment that the seed chooses, while training or saving."""
+    import threading
+
+    def kill() -> None:
+        log = output_dir / "train_log.jsonl"
+        while not log.exists():
+            time.sleep(0.002)
+        time.sleep(random.Random(seed).uniform(0, 1.0))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    go_on(checkpoint, output_dir, max_steps=10_000, count=400)
+
+
+KILLS = int(os.environ.get("MCA_TEST_KILLS", "2"))
+
+
+def test_killed_runs_go_on_from_their_last_complete_checkpoint(checkpoint, finished, tmp_path):
+    """Twenty times with MCA_TEST_KILLS=20. Every kill also leaves whatever it interrupted beside."""
+    from mca_train.checkpointing import checkpoints
+
+    _, losses = finished
+    for seed in range(KILLS):
+        folder = tmp_path / str(seed)
+        with pytest.raises(RanksFailed, match="died without a word"):
+            run_ranks(1, kill_at_random, checkpoint, folder, seed, timeout=40)
+        found = [int(path.name.split("-")[1]) for path in checkpoints(folder)]
+        logged = [json.loads(line)["step"] for line in (folder / "train_log.jsonl").read_text().splitlines()]
+        assert not logged or max(found, default=0) >= max(logged) - 1, "nothing but the last step is lost"
+        for step in found:
+            if step >= STEPS:
+                shutil.rmtree(folder / f"checkpoint-{step}")
+        resumed = run_ranks(1, go_on, checkpoint, folder)[0]
+        assert resumed["loss"] == losses
+        assert not resumed["told"]
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 7)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def copy(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target, copy_function=os.link)
+    return target
+
+
+def spoil(folder: Path, pattern: str, how: Any) -> Path:
+    path = sorted(folder.glob(pattern))[0]
+    whole = path.read_bytes()
+    path.unlink()  # the copy is a hard link
+    if how is not None:
+        path.write_bytes(whole)
+        how(path)
+    return path
+
+
+DAMAGES = {
+    "truncated shard": ("iter_*/**/*.safetensors", truncate, "bytes, the manifest says"),
+    "flipped byte in a shard": ("iter_*/**/*.safetensors", flip, "checksum is wrong"),
+    "flipped byte in the optimizer": ("training/optimizer/*.distcp", flip, "checksum is wrong"),
+    "lost random state": ("training/rng_0.safetensors", None, "cannot be read"),
+    "lost manifest": ("training/manifest.json", None, "manifest.json"),
+    "spoilt state": ("trainer_state.json", flip, "checksum is wrong"),
+}
+
+
+def find_all(folders: dict[str, Path]) -> dict[str, tuple[str, str]]:
+    """What ``auto`` finds in each folder, and what naming the spoilt checkpoint says."""
+    from mca_config.errors import McaError
+    from mca_config.layout import ParallelLayout
+    from mca_models.megatron import parallel
+    from mca_train import checkpointing, groups
+
+    parallel.start(ParallelLayout())
+    ranks = groups.here(ParallelLayout())
+    found = {}
+    for name, folder in folders.items():
+        auto = checkpointing.find("auto", folder, ranks)
+        try:
+            checkpointing.find(str(folder / f"checkpoint-{STEPS}"), folder, ranks)
+            told = "nothing"
+        except McaError as error:
+            told = str(error)
+        found[name] = (auto.name if auto else "none", told)
+    return found
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(finished, tmp_path):
+    source, _ = finished
+    folders = {name: copy(source, tmp_path / name) for name in DAMAGES}
+    spoilt = {
+        name: spoil(folders[name] / f"checkpoint-{STEPS}", pattern, how)
+        for name, (pattern, how, _) in DAMAGES.items()
+    }
+    (found,) = run_ranks(1, find_all, folders)
+    for name, (auto, told) in found.items():
+        assert auto == f"checkpoint-{STEPS - 1}", name
+        assert DAMAGES[name][2] in told
+        assert spoilt[name].name in told
+
+
+def test_it_goes_on_from_the_one_before(checkpoint, finished, tmp_path):
+    source, losses = finished
+    folder = copy(source, tmp_path / "run")
+    spoil(folder / f"checkpoint-{STEPS}", "training/optimizer/*.distcp", flip)
+    (resumed,) = run_ranks(1, go_on, checkpoint, folder)
+    assert resumed["loss"] == losses
+    assert f"checkpoint-{STEPS} is damaged" in resumed["told"][0]
+
+
+def only_damaged(checkpoint: Path, output_dir: Path) -> str:
+    from mca_config.errors import McaError
+
+    try:
+        go_on(checkpoint, output_dir)
+    except McaError as error:
+        return str(error)
+    return "no error"
+
+
+def test_nothing_starts_anew_where_every_checkpoint_is_damaged(checkpoint, finished, tmp_path):
+    source, _ = finished
+    folder = copy(source, tmp_path / "run")
+    for path in list(folder.glob("checkpoint-*")):
+        if path.name == f"checkpoint-{STEPS}":
+            spoil(path, "training/optimizer/*.distcp", truncate)
+        else:
+            shutil.rmtree(path)
+    (message,) = run_ranks(1, only_damaged, checkpoint, folder)
+    assert "bytes, the manifest says" in message
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system with room for three checkpoints."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=12m", "mca-test", str(folder)], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_leaves_the_checkpoints_before(checkpoint, finished, small_disk):
+    from mca_train.checkpointing import checkpoints
+
+    _, losses = finished
+    with pytest.raises(RanksFailed, match="cannot be written, the disk is full"):
+        run_ranks(1, go_on, checkpoint, small_disk)
+    steps = [int(path.name.split("-")[1]) for path in checkpoints(small_disk)]
+    assert steps
+    assert steps == list(range(1, len(steps) + 1))
+    for step in steps[:-1]:
+        shutil.rmtree(small_disk / f"checkpoint-{step}")
+    (resumed,) = run_ranks(1, go_on, checkpoint, small_disk, save_total_limit=1)
+    assert resumed["loss"] == losses

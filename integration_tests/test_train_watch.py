@@ -1,0 +1,165 @@
+"""Signals of a run: speed and use of the devices, gradients that are no numbers, and being told to stop."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import RanksFailed, run_ranks
+from test_train_layouts import PP
+from train_cases import history, make_trainer, quietly, tiny_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def stop_at(step: int, rank: int) -> Any:
+    """A callback that sends SIGTERM to the process of ``rank`` in the middle of ``step``."""
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step + 1 == step and int(os.environ["RANK"]) == rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    return Stop()
+
+
+def stopped_and_resumed(checkpoint: Path, output_dir: Path, rank: int, **changes: Any) -> dict[str, Any]:
+    straight = make_trainer(checkpoint, output_dir / "straight", **changes)
+    quietly(straight.train)
+    first = make_trainer(checkpoint, output_dir, **changes)
+    first.add_callback(stop_at(4, rank))
+    quietly(first.train)
+    second = make_trainer(checkpoint, output_dir, **changes)
+    quietly(lambda: second.train(resume_from_checkpoint="auto"))
+    return {
+        "stopped": (first.watch.stopped, first.state.global_step, second.watch.stopped),
+        "straight": history(straight, "loss"),
+        "resumed": history(second, "loss"),
+        "handler": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+    }
+
+
+@pytest.mark.parametrize(("size", "changes"), [(1, {}), (2, PP)])
+def test_sigterm_to_any_rank_saves_and_ends_at_one_step(size, changes, checkpoint, tmp_path):
+    found = run_ranks(size, stopped_and_resumed, checkpoint, tmp_path, size - 1, max_steps=8, **changes)
+    for rank in found:
+        assert rank["stopped"] in ((True, 4, False), (True, 5, False))
+        assert rank["stopped"] == found[0]["stopped"]
+        assert rank["resumed"] == rank["straight"]
+        assert rank["handler"], "what listened before listens again"
+
+
+def stopped_twice(checkpoint: Path, output_dir: Path) -> None:
+    import time
+
+    trainer = make_trainer(checkpoint, output_dir)
+
+    def slow(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+
+    trainer._save_checkpoint = trainer.training_step = slow
+    trainer.train()
+
+
+def test_a_second_sigterm_ends_at_once(checkpoint, tmp_path):
+    with pytest.raises(RanksFailed, match="died without a word"):
+        run_ranks(1, stopped_twice, checkpoint, tmp_path, timeout=25)
+
+
+def poisoned(checkpoint: Path, output_dir: Path, **changes: Any) -> str:
+    """The error of a run in which one gradient turns to nan."""
+    import torch
+
+    from mca_config.errors import McaError
+
+    trainer = make_trainer(checkpoint, output_dir, save_strategy="steps", save_steps=1, **changes)
+    step = trainer.training_step
+
+    def poison(batch: Any) -> Any:
+        if trainer.state.global_step == 2:
+            held = {item.param.mca_name(): tensor for item, tensor in trainer.model.held()}
+            name = "decoder.layers.3.mlp.linear_fc2.weight"
+            if name in held:
+                held[name].register_hook(lambda gradient: gradient * torch.nan)
+        return step(batch)
+
+    trainer.training_step = poison
+    try:
+        quietly(trainer.train)
+    except McaError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(("size", "changes"), [(1, {}), (2, PP | {"bf16": True})])
+def test_a_gradient_that_is_no_number_is_named_and_not_saved(size, changes, checkpoint, tmp_path):
+    for message in run_ranks(size, poisoned, checkpoint, tmp_path, **changes):
+        assert message.startswith("step 3: the gradient norm is nan")
+        assert f"decoder.layers.3.mlp.linear_fc2.weight (rank {size - 1}: nan)" in message
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+
+
+def reported(checkpoint: Path, output_dir: Path, **changes: Any) -> list[dict[str, Any]]:
+    trainer = make_trainer(checkpoint, output_dir, max_steps=3, **changes)
+    quietly(trainer.train)
+    found: list[dict[str, Any]] = trainer.state.log_history
+    return found
+
+
+def test_speed_memory_and_bubble_are_logged_everywhere(checkpoint, tmp_path):
+    logs = run_ranks(2, reported, checkpoint, tmp_path, report_to="tensorboard", peak_tflops=0.5, **PP)[0]
+    names = {"tokens_per_second", "samples_per_second", "step_time", "model_tflops", "mfu", "peak_memory_gib"}
+    assert names <= logs[0].keys()
+    assert logs[0]["pipeline_bubble"] == pytest.approx(1 / 9, rel=1e-3)  # (pp - 1) / (m + pp - 1)
+    assert logs[0]["mfu"] == pytest.approx(logs[0]["model_tflops"] / (0.5 * 2), rel=1e-2)
+    lines = [json.loads(line) for line in (tmp_path / "train_log.jsonl").read_text().splitlines()]
+    assert names <= lines[0].keys()
+    assert tensorboard_tags(Path(os.environ.get("TENSORBOARD_LOGGING_DIR", tmp_path))) >= {
+        f"train/{name}" for name in names | {"pipeline_bubble", "loss"}
+    }
+
+
+def tensorboard_tags(folder: Path) -> set[str]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tags: set[str] = set()
+    for file in folder.rglob("events.out.*"):
+        events = EventAccumulator(str(file))
+        events.Reload()
+        tags |= set(events.Tags()["scalars"]) | set(events.Tags()["tensors"])
+    return tags
+
+
+def test_without_a_known_peak_there_is_no_mfu(checkpoint, tmp_path):
+    (logs,) = run_ranks(1, reported, checkpoint, tmp_path)
+    assert "mfu" not in logs[0]
+    assert "pipeline_bubble" not in logs[0]
+    assert logs[0]["model_tflops"] > 0
+
+
+def overflowing(checkpoint: Path, output_dir: Path) -> list[dict[str, Any]]:
+    trainer = make_trainer(
+        checkpoint, output_dir, max_steps=3, fp16=True, initial_loss_scale=2.0**60, hysteresis=1
+    )
+    quietly(trainer.train)
+    found: list[dict[str, Any]] = trainer.state.log_history
+    return found
+
+
+def test_skipped_steps_are_counted(checkpoint, tmp_path):
+    (logs,) = run_ranks(1, overflowing, checkpoint, tmp_path)
+    assert [log["skipped_steps"] for log in logs if "loss" in log] == [1, 1, 1]
+    assert logs[0]["loss_scale"] > logs[1]["loss_scale"]
+    assert logs[1]["learning_rate"] == logs[0]["learning_rate"], "a skipped step moves no schedule"

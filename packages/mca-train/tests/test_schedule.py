@@ -1,0 +1,70 @@
+"""Every schedule that Hugging Face names drives Megatron's groups as it drives a torch optimizer."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+STEPS = 20
+EXTRA = {
+    "warmup_stable_decay": {"num_decay_steps": 6, "min_lr_ratio": 0.1},
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_with_restarts": {"num_cycles": 2},
+    "polynomial": {"power": 2.0},
+}
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+
+
+def names():
+    from transformers import SchedulerType
+
+    return [kind.value for kind in SchedulerType]
+
+
+def arguments(tmp_path, name):
+    from mca_config import TrainingArguments
+
+    return TrainingArguments(
+        output_dir=str(tmp_path),
+        lr_scheduler_type=name,
+        lr_scheduler_kwargs=EXTRA.get(name, {}),
+        learning_rate=2e-3,
+        warmup_steps=4,
+        report_to="none",
+        use_cpu=True,
+    )
+
+
+@pytest.mark.parametrize("name", [n for n in names() if n not in BY_METRIC])
+def test_rates_are_hugging_faces_and_survive_a_checkpoint(name, tmp_path):
+    from transformers.optimization import get_scheduler
+
+    from mca_train.schedule import LearningRate
+
+    args = arguments(tmp_path, name)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2e-3)
+    theirs = get_scheduler(name, optimizer, 4, STEPS, scheduler_specific_kwargs=EXTRA.get(name, {}))
+    ours, groups = LearningRate(args, STEPS), [{"wd_mult": 0.0}, {"lr_mult": 0.5}]
+    for step in range(STEPS):
+        if step == 9:
+            state, ours = ours.state_dict(), LearningRate(args, STEPS)
+            ours.load_state_dict(state)
+        ours.write(groups)
+        assert groups[0]["lr"] == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9, abs=1e-15)
+        assert groups[1]["lr"] == pytest.approx(groups[0]["lr"] / 2)
+        optimizer.step()
+        theirs.step()
+        ours.step()
+
+
+def test_warm_up_stable_decay(tmp_path):
+    from mca_train.schedule import LearningRate
+
+    rate, seen = LearningRate(arguments(tmp_path, "warmup_stable_decay"), STEPS), []
+    for _ in range(STEPS):
+        seen.append(rate.value)
+        rate.step()
+    assert seen[0] < 5e-4
+    assert seen[4:14] == [2e-3] * 10
+    assert seen[14:] == sorted(seen[14:], reverse=True)
+    assert seen[-1] < 1e-3
