@@ -126,9 +126,8 @@ def test_speed_memory_and_bubble_are_logged_everywhere(checkpoint, tmp_path):
     assert logs[0]["mfu"] == pytest.approx(logs[0]["model_tflops"] / (0.5 * 2), rel=1e-2)
     lines = [json.loads(line) for line in (tmp_path / "train_log.jsonl").read_text().splitlines()]
     assert names <= lines[0].keys()
-    assert tensorboard_tags(Path(os.environ.get("TENSORBOARD_LOGGING_DIR", tmp_path))) >= {
-        f"train/{name}" for name in names | {"pipeline_bubble", "loss"}
-    }
+    events = Path(os.environ.get("TENSORBOARD_LOGGING_DIR", tmp_path))
+    assert tensorboard_tags(events) >= {f"train/{name}" for name in names | {"pipeline_bubble", "loss"}}
 
 
 def tensorboard_tags(folder: Path) -> set[str]:
