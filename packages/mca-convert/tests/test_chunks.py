@@ -70,3 +70,16 @@ def test_chunks_are_cut_once_for_each_gather() -> None:
     cache, gather = ChunkCache(4), Gather((10,), (Move(0, 0, 0, 10, 1, 10, 10),))
     assert cache.chunks(gather) is cache.chunks(gather)
     assert [(chunk.start, chunk.stop) for chunk in cache.chunks(gather)] == [(0, 4), (4, 8), (8, 10)]
+
+
+def test_two_checkpoints_are_compared_in_the_same_stretches(tiny, convert, monkeypatch) -> None:
+    """Whatever the strides of their moves are: with buffers that rows do not fill evenly."""
+    from mca_convert.cli import main
+    from mca_convert.pool import Limits
+
+    source = tiny("gpt_oss", "bfloat16")
+    first, second = convert(source, "a", tp=2, etp=2), convert(source, "b", pp=2)
+    for nbytes in (62, 202, 1000):
+        monkeypatch.setattr(Limits, "buffer_bytes", property(lambda self, nbytes=nbytes: nbytes))
+        for one, two in ((source, first), (first, second)):
+            assert main(["verify", str(one), str(two)]) == 0

@@ -37,8 +37,13 @@ def cut(gather: Gather, elements: int) -> Iterator[Chunk]:
     period = lcm(*(move.target_stride for move in gather.moves if move.repeat > 1), 1)
     if period <= elements:
         step -= elements % period
-    for start in range(0, gather.size, step):
-        stop = min(start + step, gather.size)
+    return cut_exactly(gather, step)
+
+
+def cut_exactly(gather: Gather, elements: int) -> Iterator[Chunk]:
+    """Cuts ``gather`` every ``elements``."""
+    for start in range(0, gather.size, elements):
+        stop = min(start + elements, gather.size)
         moves = tuple(part for move in gather.moves for part in clip(move, start, stop))
         zeros = tuple(
             (max(a, start) - start, min(b, stop) - start) for a, b in gather.zeros if a < stop and b > start

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mca_config.model_config import McaModelConfig
-from mca_convert.chunks import Chunk, cut
+from mca_convert.chunks import Chunk, cut_exactly
 from mca_convert.collect import Buffers, Collector
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import SourceFiles
@@ -138,9 +138,7 @@ def _pairs(
             result.tensors += 1
             result.elements += gather.size
             step = limits.buffer_bytes // size
-            starts = range(0, gather.size, step)
-            for start, one, two in zip(starts, cut(gather, step), cut(other, step), strict=False):
-                assert one.start == two.start == start
+            for one, two in zip(cut_exactly(gather, step), cut_exactly(other, step), strict=True):
                 sides = _Side(first, mine, one, dtypes[0][name]), _Side(second, its, two, dtypes[1][name])
                 yield label, gather.shape, *sides
 
