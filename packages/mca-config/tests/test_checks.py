@@ -82,12 +82,22 @@ def test_what_fits(more: dict[str, Any], sizes: ParallelLayout, world: int | Non
             ["moe_shared_expert_intermediate_size 63"],
         ),
         ({**EXPERTS, "add_bias_linear": True}, layout(tp=2), ["biases", "expert_tensor_parallel_size to 1"]),
+        ({"linear_num_key_heads": 2}, layout(tp=4), ["linear_num_key_heads 2"]),
         (
-            {"extra": {"linear_num_key_heads": 2}},
-            layout(cp=2),
-            ["linear attention", "context_parallel_size to 1"],
+            {"linear_num_key_heads": 4, "linear_num_value_heads": 6},
+            layout(tp=4),
+            ["linear_num_value_heads 6"],
         ),
-        ({"extra": {"linear_num_key_heads": 2}}, layout(tp=4), ["linear_num_key_heads 2"]),
+        (
+            {"attention_output_gate": True, "num_query_groups": 1},
+            layout(tp=2),
+            ["num_query_groups 1", "attention_output_gate", "at most 1"],
+        ),
+        (
+            {"qk_layernorm_full_width": True, "num_query_groups": 1},
+            layout(tp=2),
+            ["num_query_groups 1", "qk_layernorm_full_width", "at most 1"],
+        ),
     ],
 )
 def test_what_does_not_fit_names_the_flag(

@@ -84,14 +84,29 @@ def _heads(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
             f"num_query_groups {groups} is neither a multiple nor a divisor of tensor_model_parallel_size {layout.tp}; "
             "change tensor_model_parallel_size"
         )
-    for name in ("linear_num_key_heads", "linear_num_value_heads"):
-        if name in model.extra:
-            problems += _indivisible(name, int(model.extra[name]), "tensor_model_parallel_size", layout.tp)
-    if "linear_num_key_heads" in model.extra and layout.cp > 1:
-        problems.append(
-            f"linear attention cannot be cut along the sequence; set context_parallel_size to 1, not {layout.cp}"
-        )
-    return problems
+    linear = {
+        "linear_num_key_heads": model.linear_num_key_heads,
+        "linear_num_value_heads": model.linear_num_value_heads,
+    }
+    for name, heads in linear.items():
+        if heads is not None:
+            problems += _indivisible(name, heads, "tensor_model_parallel_size", layout.tp)
+    return problems + _few_groups(model, layout)
+
+
+def _few_groups(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
+    """With more tensor ranks than key/value heads Megatron gathers q, k, v and cuts the queries alone."""
+    without = {
+        "attention_output_gate": model.attention_output_gate,
+        "qk_layernorm_full_width": model.qk_layernorm_full_width,
+    }
+    tp, groups = layout.tp, model.num_query_groups
+    return [
+        f"tensor_model_parallel_size {tp} is more than num_query_groups {groups}, which a model with {name} cannot "
+        f"have; use at most {groups}"
+        for name, on in without.items()
+        if on and tp > groups
+    ]
 
 
 def _dense_mlp(model: McaModelConfig, layout: ParallelLayout) -> list[str]:

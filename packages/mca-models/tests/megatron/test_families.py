@@ -6,9 +6,8 @@ import pytest
 import tiny_hf
 import torch
 
-from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.families import problems, settings
+from mca_models.megatron.families import settings
 from mca_models.megatron.families.delta_rule import CHUNK, gated_delta_rule
 from mca_models.megatron.families.group_router import experts_of_best_groups
 from mca_models.megatron.families.scales import scaled_residual
@@ -84,28 +83,6 @@ def test_residual_is_not_scaled_but_what_is_added() -> None:
 def config_of(case: str) -> McaModelConfig:
     model_type, different = tiny_hf.CASES[case]
     return config_from_hf({**tiny_hf.SIZE, "model_type": model_type, **different})
-
-
-@pytest.mark.parametrize(
-    ("case", "tp", "message"),
-    [
-        (
-            "qwen3_5_text",
-            4,
-            "more than the 2 key/value heads, which Megatron does not compute with attention_output",
-        ),
-        (
-            "olmo2",
-            4,
-            "more than the 2 key/value heads, which Megatron does not compute with qk_layernorm_full_width",
-        ),
-        ("qwen3_5_text", 4, "does not divide linear_num_key_heads 2"),
-    ],
-)
-def test_layouts_that_cannot_be_cut_are_named(case: str, tp: int, message: str) -> None:
-    found = list(problems(config_of(case), ParallelLayout(tensor_model_parallel_size=tp)))
-    assert any(message in line for line in found), found
-    assert not list(problems(config_of(case), ParallelLayout(tensor_model_parallel_size=2)))
 
 
 def test_families_without_layers_of_their_own_set_nothing() -> None:

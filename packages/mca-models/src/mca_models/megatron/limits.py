@@ -9,7 +9,6 @@ from typing import Any
 from mca_config.errors import list_problems
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_models.megatron.families.limits import problems as family_problems
 from mca_models.megatron.layers.rope import check_rope
 
 Version = tuple[int, ...]
@@ -42,7 +41,6 @@ def require_supported(
         *_wrong_losses(config, layout, settings, version),
         *_machine(settings, device),
         *_local(settings, implementation),
-        *family_problems(config, layout),
     ]
     error = list_problems(problems, f"{config.model_type} at {layout}")
     if error:

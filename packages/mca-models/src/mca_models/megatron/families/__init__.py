@@ -1,8 +1,7 @@
 """What families need beyond Megatron's own layers, chosen by the fields of ``McaModelConfig``, never by name."""
 
 from mca_models.megatron.families.chunk import finish, rotary
-from mca_models.megatron.families.limits import problems
 from mca_models.megatron.families.settings import before_building, settings
 from mca_models.megatron.families.spec import adapted, adapted_block
 
-__all__ = ["adapted", "adapted_block", "before_building", "finish", "problems", "rotary", "settings"]
+__all__ = ["adapted", "adapted_block", "before_building", "finish", "rotary", "settings"]
