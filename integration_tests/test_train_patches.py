@@ -50,19 +50,14 @@ def test_megatron_still_counts_the_padding_it_has_removed():
     assert "buffer.param_index_map.items()" in cut
 
 
-def marks(checkpoint: Path, output_dir: Path) -> tuple[int, int]:
+def marks(checkpoint: Path, output_dir: Path) -> tuple[bool, int]:
     from mca_models import AutoModel
-    from mca_train.marks import mark_cut_parameters
+    from mca_models.megatron.marks import mark_cut_parameters
 
     model: Any = AutoModel.from_pretrained(checkpoint, arguments(output_dir, **TP))
-    return mark_cut_parameters(model.held()), mark_cut_parameters(model.held())
+    cut = [tensor for item, tensor in model.held() if item.param.shard.axis is not None]
+    return all(tensor.tensor_model_parallel for tensor in cut), mark_cut_parameters(model.held())
 
 
-def test_cut_parameters_are_marked_once_and_only_where_megatron_does_not(checkpoint, tmp_path):
-    prepare_parent()
-    from mca_models.megatron import platform
-
-    missing = platform.megatron_version() < (0, 17)
-    for first, second in run_ranks(2, marks, checkpoint, tmp_path):
-        assert (first > 0) == missing
-        assert second == 0
+def test_cut_parameters_are_marked_when_a_model_is_built(checkpoint, tmp_path):
+    assert run_ranks(2, marks, checkpoint, tmp_path) == [(True, 0)] * 2

@@ -13,6 +13,7 @@ from mca_models.megatron import fill, parallel
 from mca_models.megatron.names import DtypeName
 from mca_models.megatron.transformer_config import DTYPES
 from mca_models.megatron.virtual_models import VirtualModels
+from mca_models.megatron.vocabulary import growth_of, require_growth
 
 _log = logging.getLogger(__name__)
 
@@ -30,26 +31,36 @@ class AutoModel:
         *,
         dtype: DtypeName | None = None,
         seed: int = 1234,
+        vocab_size: int | None = None,
     ) -> VirtualModels:
-        """The model of a Hugging Face or MCA directory, on any layout.
+        """The model of a Hugging Face, MCA or Megatron (torch_dist) directory, on any layout.
 
         Args:
             path: The checkpoint directory.
             args: Layout and computation; sizes left out are those of an MCA checkpoint, else 1.
             dtype: ``float32``, ``bfloat16`` or ``float16``; None: what ``args`` train in, else the checkpoint's.
-            seed: Of Megatron's random states (dropout).
+            seed: Of Megatron's random states (dropout) and of new vocabulary rows.
+            vocab_size: Rows of the vocabulary, for a tokenizer with more tokens than the checkpoint: new rows are
+                the mean of the old ones with a little noise, equal on every layout. None: the checkpoint's.
 
         Raises:
             McaError: The checkpoint is incomplete or the layout does not fit it.
         """
         args = args or DistributingParallelArguments()
         source: ModelSource = open_checkpoint(Path(path))
-        config = source.config
+        config, growth = source.config, None
+        if vocab_size is not None and vocab_size != config.vocab_size:
+            require_growth(config.vocab_size, vocab_size)
+            config = replace(config, vocab_size=vocab_size)
         models = _build(config, args, dtype, seed, Path(path))
-        fill.from_source(source, models.held(), models.place.layout, models.place.at)
-        _log.info(
-            "loaded %s %s from %s as %s", config.model_type, models.config.dtype, path, models.place.layout
+        if config is not source.config:
+            growth = growth_of(source, config.vocab_size, seed)
+        once = bool(vars(args).get("load_broadcast"))  # training arguments only
+        place = models.place
+        models.bytes_read = fill.from_source(
+            source, models.held(), place.layout, place.at, growth=growth, broadcast=once
         )
+        _log.info("loaded %s %s from %s as %s", config.model_type, models.config.dtype, path, place.layout)
         return models
 
     @staticmethod

@@ -8,13 +8,17 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
+import torch.distributed
 from torch import Tensor
 
 from mca_config.layout import Coordinates, ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint import ModelSource, read_piece
+from mca_models.checkpoint.source import gather_piece
+from mca_models.megatron import parallel
 from mca_models.megatron.names import Held
 from mca_models.megatron.tensors import to_torch
+from mca_models.megatron.vocabulary import Growth, grown_piece
 from mca_models.weights import Param
 
 _NORMS = ("layernorm.weight", "layer_norm_weight", "norm.weight")
@@ -43,13 +47,48 @@ def whole_shape(param: Param, live: Tensor, config: McaModelConfig) -> tuple[int
 
 @torch.no_grad()
 def from_source(
-    source: ModelSource, held: Sequence[tuple[Held, Tensor]], layout: ParallelLayout, at: Coordinates
-) -> None:
-    """Copies each live tensor's slice out of the checkpoint, which is open and complete."""
+    source: ModelSource,
+    held: Sequence[tuple[Held, Tensor]],
+    layout: ParallelLayout,
+    at: Coordinates,
+    *,
+    growth: Growth | None = None,
+    broadcast: bool = False,
+) -> int:
+    """Copies each live tensor's slice out of the checkpoint, which is open and complete.
+
+    Args:
+        source: The checkpoint.
+        held: What to fill.
+        layout: The parallel sizes.
+        at: Where this rank stands.
+        growth: The vocabulary rows that the checkpoint lacks.
+        broadcast: The first data-parallel replica reads and sends to the others; collective then.
+
+    Returns:
+        Bytes that this rank took out of the checkpoint.
+    """
     by_name = {param.mca_name(): param for param in source.params}
+    nbytes = 0
     for item, live in held:
         stored = by_name[item.param.alias_of or item.param.mca_name()]
-        live.copy_(to_torch(read_piece(source, stored, *cut_of(item.param, layout, at))))
+        group = parallel.replica_group(item.param.expert is not None) if broadcast else None
+        if group is None or group.rank() == 0:
+            rank, size = cut_of(item.param, layout, at)
+            if growth is not None and stored.vocab:
+                live.copy_(grown_piece(source, stored, growth, live, rank))
+            else:
+                live.copy_(to_torch(read_piece(source, stored, rank, size)))
+            nbytes += _bytes_of(source, stored, rank, size)
+        if group is not None and group.size() > 1:
+            torch.distributed.broadcast(live, torch.distributed.get_global_rank(group, 0), group=group)
+    return nbytes
+
+
+def _bytes_of(source: ModelSource, param: Param, rank: int, size: int) -> int:
+    """What ``read_piece`` takes out of the files; an estimate for grown vocabularies."""
+    gather, parts = gather_piece(source, param, rank, size)
+    return sum(move.run * move.repeat * parts[move.part].info.itemsize for move in gather.moves)
 
 
 @torch.no_grad()

@@ -150,6 +150,15 @@ def tensor_group() -> Any:
     return parallel_state.get_tensor_model_parallel_group()
 
 
+def replica_group(expert: bool) -> Any:
+    """The ranks that hold the same piece of a parameter as this one; context ranks are among them."""
+    from megatron.core import parallel_state
+
+    if expert:
+        return parallel_state.get_expert_data_parallel_group()
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
 def expert_tensor_group() -> Any:
     """The expert-tensor-parallel group of this rank."""
     from megatron.core import parallel_state

@@ -14,6 +14,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.megatron import parallel
 from mca_models.megatron.chunks import build_chunk, live_tensors
 from mca_models.megatron.forward import model_logits
+from mca_models.megatron.marks import mark_cut_parameters
 from mca_models.megatron.names import DtypeName, Held, Implementation, Spelling, chunk_params
 from mca_models.megatron.save import save_hf, save_mca
 from mca_models.megatron.transformer_config import implementation_of, transformer_config
@@ -32,6 +33,7 @@ class VirtualModels(torch.nn.Module):
         chunks: The ``GPTModel`` of each virtual stage, in model order.
         implementation: ``local`` or ``transformer_engine`` layers.
         source: The checkpoint directory it was loaded from, None for a random one.
+        bytes_read: What this rank took out of that checkpoint.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class VirtualModels(torch.nn.Module):
         self.args = args
         self.place = place
         self.source = source
+        self.bytes_read = 0
         self.implementation: Implementation = implementation_of(args)
         self.megatron: Any = transformer_config(self.config, args, place.layout, dtype)
         self._parts = self.config.pipeline_plan().chunks[place.at.pp]
@@ -57,6 +60,7 @@ class VirtualModels(torch.nn.Module):
             build_chunk(self.config, self.megatron, part, self.implementation) for part in self._parts
         )
         self._held = [list(self._match(index)) for index in range(len(self.chunks))]
+        mark_cut_parameters(self.held())
 
     def _match(self, index: int) -> Iterator[tuple[Held, Tensor]]:
         held = chunk_params(

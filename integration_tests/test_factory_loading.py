@@ -1,0 +1,99 @@
+"""What a rank reads of a checkpoint, who reads it, and vocabularies that grow."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness import RanksFailed, run_ranks
+from layouts import arguments, world_size
+from reference import Reference, make_reference
+from test_factory_checkpoints import tensors_of
+
+pytestmark = pytest.mark.ranks
+
+
+def load_and_save(path: Path, folder: Path) -> None:
+    from mca_models.megatron import AutoModel
+
+    AutoModel.from_pretrained(path, arguments("tp2pp2")).save_pretrained(folder)
+
+
+def reading(paths: list[Path], layout: str) -> list[float]:
+    """Bytes read for each byte held. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+
+    shares = []
+    for path in paths:
+        model = AutoModel.from_pretrained(path, arguments(layout))
+        shares.append(model.bytes_read / sum(x.numel() * x.element_size() for _, x in model.held()))
+    return shares
+
+
+@pytest.mark.parametrize("case", ["qwen3-tied", "qwen3_moe"])
+def test_a_rank_reads_what_it_holds(case: str, tmp_path: Path) -> None:
+    reference = make_reference(case, tmp_path)
+    run_ranks(4, load_and_save, reference.path, tmp_path / "mca")
+    for layout in ("tp2pp2", "tp2", "pp2vpp2"):
+        for shares in run_ranks(world_size(layout), reading, [reference.path, tmp_path / "mca"], layout):
+            assert all(0.9 < share <= 1.1 for share in shares), (layout, shares)
+
+
+def broadcast(reference: Reference, folder: Path) -> tuple[int, float]:
+    from mca_config.training import TrainingArguments
+    from mca_models.megatron import AutoModel
+
+    args: Any = TrainingArguments(
+        output_dir=str(folder), load_broadcast=True, tensor_model_parallel_size=2, context_parallel_size=1
+    )
+    model = AutoModel.from_pretrained(reference.path, args, dtype="float32")
+    return model.bytes_read, float((model.logits(reference.input_ids) - reference.logits).abs().max())
+
+
+@pytest.mark.parametrize("case", ["llama-tied", "qwen3_moe"])
+def test_one_replica_reads_for_all(case: str, tmp_path: Path) -> None:
+    found = run_ranks(4, broadcast, make_reference(case, tmp_path), tmp_path)
+    assert max(difference for _, difference in found) <= 1e-4
+    assert all(nbytes > 0 for nbytes, _ in found[:2])
+    assert [nbytes for nbytes, _ in found[2:]] == [0, 0], "the second replica reads nothing"
+
+
+def grow(reference: Reference, layout: str, folder: Path, size: int) -> torch.Tensor:
+    from mca_models.megatron import AutoModel
+
+    model = AutoModel.from_pretrained(reference.path, arguments(layout), vocab_size=size, seed=3)
+    model.save_pretrained_as_hf(folder)
+    logits: torch.Tensor = model.logits(reference.input_ids)
+    return logits
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3-tied", "qwen3_moe"])
+def test_a_vocabulary_grows_alike_on_every_layout(case: str, tmp_path: Path) -> None:
+    import transformers
+
+    reference = make_reference(case, tmp_path)
+    logits = {}
+    for layout in ("tp1", "tp2pp2", "pp2vpp2"):
+        found = run_ranks(world_size(layout), grow, reference, layout, tmp_path / layout, 77)
+        logits[layout] = found[0]
+        assert float((found[0][..., :70] - reference.logits).abs().max()) <= 1e-4
+    exports = {layout: tensors_of(tmp_path / layout) for layout in logits}
+    assert exports["tp1"] == exports["tp2pp2"] == exports["pp2vpp2"]
+    assert json.loads((tmp_path / "tp1" / "config.json").read_text())["vocab_size"] == 77
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "tp2pp2", attn_implementation="eager"
+    )
+    with torch.no_grad():
+        right = again.eval()(reference.input_ids, use_cache=False).logits
+    assert float((logits["tp2pp2"] - right).abs().max()) <= 1e-4
+    rows = again.get_input_embeddings().weight.detach()
+    assert float((rows[70:] - rows[:70].mean(0)).abs().max()) < float(rows[:70].std()), "near the mean"
+    assert float((rows[70] - rows[71]).abs().max()) > 0, "but not alike"
+
+
+def test_a_vocabulary_does_not_shrink(tmp_path: Path) -> None:
+    reference = make_reference("llama", tmp_path)
+    with pytest.raises(RanksFailed, match="vocab_size 60 is less than the checkpoint's 70"):
+        run_ranks(1, grow, reference, "tp1", tmp_path / "out", 60)
