@@ -115,3 +115,27 @@ def test_the_log_has_every_step_once_also_after_resuming(checkpoint, tmp_path):
     run_ranks(1, logged, checkpoint, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "train_log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+
+
+def model_only(checkpoint: Path, output_dir: Path) -> list[str]:
+    from mca_config.errors import McaError
+    from mca_models.checkpoint import open_checkpoint
+
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True, "save_total_limit": 2}
+    quietly(make_trainer(checkpoint, output_dir, max_steps=4, **saving).train)
+    errors = []
+    for changes in ({}, {"ckpt_format": "torch_dist"}):
+        try:
+            make_trainer(checkpoint, output_dir, max_steps=6, **changes).train(resume_from_checkpoint=True)
+        except McaError as error:
+            errors.append(str(error))
+    open_checkpoint(output_dir / "checkpoint-4")
+    return errors
+
+
+def test_checkpoints_of_the_model_alone_are_rotated_and_not_resumed(checkpoint, tmp_path):
+    (errors,) = run_ranks(1, model_only, checkpoint, tmp_path)
+    assert "holds no optimizer state (save_only_model?)" in errors[0]
+    assert "ckpt_format torch_dist" in errors[1]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+    assert not (tmp_path / "checkpoint-4" / "training").exists()
