@@ -46,6 +46,11 @@ def test_links_resolve(page):
     assert not [target for target in targets if not (page.parent / target).exists()]
 
 
+def test_every_page_of_the_docs_is_in_the_index():
+    linked = set(LINK.findall((ROOT / "docs" / "index.md").read_text()))
+    assert not {page.name for page in ROOT.glob("docs/*.md")} - linked - {"index.md"}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_python_examples_compile(page):
     for text in blocks(page, "python"):
