@@ -49,6 +49,7 @@ class Collector:
         self, chunk: Chunk, parts: tuple[Part, ...], dtype: str, buffer: str
     ) -> "np.ndarray[Any, Any]":
         """The elements of ``chunk``, in the parts' own ``dtype``, in buffer ``buffer``."""
+        self._computed.keep(parts)
         out = self._buffers.array(buffer, dtype, chunk.stop - chunk.start)
         for start, stop in chunk.zeros:
             out[start:stop] = 0
@@ -75,11 +76,16 @@ class Collector:
             file.read_into(out[move.target : move.target + elements], offset)
 
 
+def computed_bytes(part: Part) -> int:
+    """Bytes that ``part`` takes as it is read."""
+    return prod(part.shape) * part.info.itemsize
+
+
 class ComputedParts:
-    """Copies from parts that are worked out as they are read, keeping some of them for the next chunk.
+    """Copies from parts that are worked out as they are read, keeping small ones for the next chunk.
 
     Args:
-        nbytes: How much is kept.
+        nbytes: Of the largest part that is kept.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -88,7 +94,7 @@ class ComputedParts:
 
     def copy(self, part: Part, move: Move, out: "np.ndarray[Any, Any]") -> None:
         """Carries out ``move`` from ``part`` to ``out``."""
-        if prod(part.shape) * part.info.itemsize <= self._limit:
+        if computed_bytes(part) <= self._limit:
             copy_move(self._whole(part), out, move)
             return
         flat = part.elements()
@@ -97,15 +103,19 @@ class ComputedParts:
             band = flat[start : start + piece.source_span]
             copy_move(band, out, piece._replace(source=0))
 
+    def keep(self, parts: tuple[Part, ...]) -> None:
+        """Forgets all but ``parts``: the next chunks come from the same ones, or from others."""
+        wanted = {_key(part) for part in parts}
+        self._kept = {key: kept for key, kept in self._kept.items() if key in wanted}
+
     def _whole(self, part: Part) -> "np.ndarray[Any, Any]":
-        key = (id(part.info), part.start)
-        if key in self._kept:
-            return self._kept[key][1]
-        nbytes = prod(part.shape) * part.info.itemsize
-        while self._kept and nbytes + sum(array.nbytes for _, array in self._kept.values()) > self._limit:
-            del self._kept[next(iter(self._kept))]
-        self._kept[key] = part, part.flat()
-        return self._kept[key][1]
+        if _key(part) not in self._kept:
+            self._kept[_key(part)] = part, part.flat()
+        return self._kept[_key(part)][1]
+
+
+def _key(part: Part) -> tuple[int, int]:
+    return id(part.info), part.start
 
 
 def in_bands(move: Move, elements: int) -> Iterator[Move]:

@@ -14,9 +14,10 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_convert.chunks import ChunkCache
+from mca_convert.collect import computed_bytes
 from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca, refuse_taken
 from mca_convert.pool import Limits
-from mca_convert.tasks import dtype_faults, fill_item_size
+from mca_convert.tasks import Fill, dtype_faults, fill_item_size
 from mca_models.checkpoint import (
     ImaginedSource,
     Kind,
@@ -33,6 +34,7 @@ from mca_models.checkpoint.dtypes import ITEM_SIZES
 
 T = TypeVar("T")
 _THREAD_BYTES = 400 << 10  # a thread's stack and its share of the allocator
+_COMPUTE_BYTES = 6 << 20  # of one thread, while it dequantises
 _WORK_BYTES = 3 << 20  # what comes and goes while a conversion runs
 
 
@@ -222,11 +224,15 @@ def _buffer_bytes(conversion: Conversion, limits: Limits) -> int:
             wanted["scratch"] = wanted["out"]
         for name, nbytes in wanted.items():
             largest[name] = max(largest.get(name, 0), nbytes)
-        for part in fill.parts:
-            if not isinstance(part.info, TensorInfo):
-                computed = max(computed, prod(part.shape) * part.info.itemsize)
-    kept = min(limits.computed_bytes, 2 * computed) + (computed and (8 << 20))
-    return limits.workers * (sum(largest.values()) + kept + _THREAD_BYTES)
+        computed = max(computed, _computed_bytes(fill, limits))
+    return limits.workers * (sum(largest.values()) + computed + _THREAD_BYTES)
+
+
+def _computed_bytes(fill: Fill, limits: Limits) -> int:
+    """What dequantising the parts of ``fill`` takes."""
+    sizes = [computed_bytes(part) for part in fill.parts if not isinstance(part.info, TensorInfo)]
+    kept = sum(size for size in sizes if size <= limits.computed_bytes)
+    return kept + (_COMPUTE_BYTES if sizes else 0)
 
 
 def anonymous_bytes() -> int:

@@ -32,8 +32,8 @@ class Limits:
 
     @property
     def computed_bytes(self) -> int:
-        """Bytes of dequantised weights that one thread keeps; what is larger is computed band by band."""
-        return (COMPUTED_BYTES if self.memory is None else self.memory) // self.workers
+        """Bytes of the largest dequantised tensor that a thread keeps; larger ones are computed band by band."""
+        return (COMPUTED_BYTES if self.memory is None else self.memory) // (2 * self.workers)  # gate and up
 
 
 def default_workers() -> int:
