@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from train_cases import tiny_checkpoint
+from harness import run_ranks
+from train_cases import quietly, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
@@ -64,7 +65,7 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_sft_of_an_adapter_packed_and_resumed(folder):
+def test_sft_of_an_adapter_packed_resumed_and_on_with_preferences(folder):
     base = digest(folder / "model" / "model.safetensors")
     run = LORA | {"sequence_packing": True, "save_hf_model": True, "save_strategy": "steps", "save_steps": 2}
     run |= {"tensor_model_parallel_size": 2, "gradient_accumulation_steps": 1}
@@ -83,6 +84,19 @@ def test_sft_of_an_adapter_packed_and_resumed(folder):
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 8, True)
     assert sorted(config["target_modules"]) == ["down_proj", "q_proj"]
     assert peft_takes(folder / "model", folder / "sft" / "hf") == 2 * 2 * 2
+    on_with_preferences(folder)
+
+
+def on_with_preferences(folder: Path) -> None:
+    """``dpo`` of the adapter that ``sft`` left, on another layout, against the model without it."""
+    changes = {"adapter_name_or_path": str(folder / "sft"), "pipeline_model_parallel_size": 2}
+    done = launched(folder, "dpo", "dpo", **changes, eval_file=str(folder / "rows.jsonl"))
+    assert done.returncode == 0, done.stderr
+    losses, margins = (logs(folder / "dpo", key) for key in ("loss", "rewards/margins"))
+    assert abs(losses[0] - 0.693147) > 1e-3  # that of an adapter that does nothing
+    assert margins[-1] > margins[0]
+    (accuracy,) = logs(folder / "dpo", "eval_rewards/accuracies")
+    assert accuracy > 0.8
 
 
 def peft_takes(model: Path, adapter: Path) -> int:
@@ -92,20 +106,6 @@ def peft_takes(model: Path, adapter: Path) -> int:
 
     loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)
     return sum(bool(p.abs().sum() > 0) for name, p in loaded.named_parameters() if "lora_" in name)
-
-
-def test_dpo_of_an_adapter_and_on_from_it(folder):
-    done = launched(folder, "dpo", "dpo", **LORA, eval_file=str(folder / "rows.jsonl"), local_ranks=2)
-    assert done.returncode == 0, done.stderr
-    losses, margins = (logs(folder / "dpo", key) for key in ("loss", "rewards/margins"))
-    assert losses[0] == pytest.approx(0.693147, abs=1e-4)  # the adapter begins at nothing
-    assert margins[-1] > margins[0]
-    (accuracy,) = logs(folder / "dpo", "eval_rewards/accuracies")
-    assert accuracy > 0.8
-    on = {"adapter_name_or_path": str(folder / "dpo"), "pipeline_model_parallel_size": 2}
-    done = launched(folder, "dpo", "on", **on, max_steps=1)
-    assert done.returncode == 0, done.stderr
-    assert logs(folder / "on", "loss")[0] < losses[0] - 0.01
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,15 @@ def test_keys_that_say_nothing_are_refused(folder, kind, changes, message):
     assert message in str(error.value)
 
 
-def test_the_worked_example_of_a_loss():
-    example = _HERE.parent / "examples" / "custom_loss.py"
-    done = subprocess.run(
-        [sys.executable, str(example)], capture_output=True, text=True, env=ENVIRONMENT, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    found = [float(word) for word in done.stdout.splitlines()[-1].removeprefix("loss: ").split()]
-    assert len(found) == 10
-    assert found[-1] < found[0] - 1
+def run_example(folder: Path) -> list[float]:
+    import runpy
+
+    module = runpy.run_path(str(_HERE.parent / "examples" / "custom_loss.py"))
+    losses: list[float] = quietly(lambda: module["train"](str(folder), 1))
+    return losses
+
+
+def test_the_worked_example_of_a_loss(tmp_path):
+    (losses,) = run_ranks(1, run_example, tmp_path)
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] - 1
