@@ -193,11 +193,11 @@ def test_nothing_starts_anew_where_every_checkpoint_is_damaged(checkpoint, finis
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system with room for three checkpoints."""
+    """A file system with room for two checkpoints."""
     folder = tmp_path / "disk"
     folder.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=12m", "mca-test", str(folder)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=5m", "mca-test", str(folder)], capture_output=True, text=True
     )
     if done.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
