@@ -1,5 +1,6 @@
 """Adapters on live models beyond one training run: layouts, trainer, merging, dropout, refusals."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,8 @@ def test_the_trainer_trains_adapters_alike_on_every_layout(tmp_path: Path) -> No
              "recompute_num_layers": 1}),
         (4, {**tp, "sequence_parallel": True, "context_parallel_size": 2}),
         (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+        (4, {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True, "overlap_grad_reduce": True,
+             "overlap_param_gather": True, "gradient_accumulation_steps": 4}),
     ]  # fmt: skip
     logged = [
         run_ranks(size, trained_by_trainer, checkpoint, tmp_path / str(i), changes, timeout=200)[0]
@@ -289,3 +292,37 @@ def test_only_the_adapter_is_trained_and_unloading_leaves_nothing(tmp_path: Path
     names, facts = run_ranks(1, targets_none, make_reference("llama", tmp_path).path)[0]
     assert names == []
     assert all(facts)
+
+
+def with_prediction_layers(hf: dict[str, Any], layout: str) -> dict[str, Any]:
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.peft import get_peft_model
+    from mca_models.templates import config_from_hf
+
+    config = config_from_hf(hf)
+    settings = lora(target_modules=["q_a_proj", "o_proj", "up_proj", "gate_proj", "down_proj"])
+    models = get_peft_model(AutoModel.from_config(config, arguments(layout)), settings)
+    names = [name for name, _ in models.adapter_parameters()]
+    train_megatron(models)
+    after = models.logits(tokens())
+    with models.disable_adapter():
+        disabled = models.logits(tokens())
+    plain = AutoModel.from_config(config, arguments(layout)).logits(tokens())
+    return {
+        "layers": config.mtp_num_layers,
+        "names": names,
+        "after": after,
+        "off": torch.equal(disabled, plain),
+    }
+
+
+def test_models_with_prediction_layers_train_adapters_on_the_decoder(tmp_path: Path) -> None:
+    path = make_reference("deepseek_v3", tmp_path).path
+    hf = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    alone = run_ranks(1, with_prediction_layers, hf, "tp1")[0]
+    assert alone["layers"] == 1
+    assert not [name for name in alone["names"] if name.startswith("mtp.")]
+    for layout in ("tp1", "tp2ep2etp1sp"):
+        for found in run_ranks(world_size(layout), with_prediction_layers, hf, layout):
+            assert found["off"]
+            assert float((found["after"] - alone["after"]).abs().max()) < 1e-3

@@ -1,6 +1,6 @@
 """Puts LoRA beside the linears of live chunks, without touching their classes or names.
 
-The factors become a child module ``lora`` of the linear (``...linear_qkv.lora.lora_A.q_proj``), a forward hook
+The factors become a child module ``lora`` of the linear (``...linear_qkv.lora.lora_A_q_proj``), a forward hook
 adds their output. A bare weight (the router's, the shared experts' gate) has no linear; while the module that
 owns it runs, the weight with the adapter folded in stands in its place. Where a linear lies and what it is made
 of is known from the rules; no class is asked.
@@ -19,7 +19,7 @@ from mca_config.errors import McaError
 from mca_models.checkpoint.moves import HF, Rule, part_shapes
 from mca_models.lora.rules import AdapterRules, Factors, by_part
 from mca_models.megatron.names import Held
-from mca_models.megatron.peft.linear import Axis, Cut, LoraExperts, LoraLinear, Part
+from mca_models.megatron.peft.linear import Axis, Cut, LoraExperts, LoraLinear, LoraWeight, Part
 from mca_models.weights import Param
 
 CHILD = "lora"
@@ -159,7 +159,8 @@ def _lora(pairs: Sequence[Factors], base: Tensor, ranks: Ranks, dropout: float) 
     order = None if len(param.hf) == 1 else _order(pairs, parts, sizes, cut)
     if order is not None:
         order = order.to(base.device)
-    return LoraLinear(parts, cut, base, order, dropout)
+    kind = LoraWeight if param.mca.endswith(_BARE) else LoraLinear
+    return kind(parts, cut, base, order, dropout)
 
 
 def _rows_of_parts(param: Param, base: Tensor, cut: Cut) -> tuple[int, ...]:
@@ -210,7 +211,7 @@ def _hang_bare(owner: torch.nn.Module, leaf: str, placed: _Placed) -> Attached:
 
     def put(module: torch.nn.Module, args: Any) -> None:
         if not lora.merged:  # an entry of the instance stands before the parameter of that name
-            vars(module)[leaf] = (placed.base.float() + lora.product()).to(placed.base.dtype)
+            vars(module)[leaf] = lora(placed.base)
 
     def take(module: torch.nn.Module, args: Any, output: Any) -> None:
         vars(module).pop(leaf, None)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.functional import dropout, linear
 
 Axis = Literal["rows", "columns", "none"]
@@ -115,13 +116,12 @@ class LoraLinear(torch.nn.Module):
         super().__init__()
         self.parts, self.cut, self.p = tuple(parts), cut, p
         self.merged = False
-        columns = base.shape[1]
-        self.lora_A = torch.nn.ParameterDict(
-            {part.label: base.new_zeros(part.rank, columns) for part in parts}
-        )
-        self.lora_B = torch.nn.ParameterDict(
-            {part.label: base.new_zeros(part.rows, part.rank) for part in parts}
-        )
+        for part in self.parts:
+            # own parameters, not a child's: Megatron awaits them when the module that owns them is called
+            self.register_parameter(
+                f"lora_A_{part.label}", Parameter(base.new_zeros(part.rank, base.shape[1]))
+            )
+            self.register_parameter(f"lora_B_{part.label}", Parameter(base.new_zeros(part.rows, part.rank)))
         self.register_buffer("order", order, persistent=False)
         self._mark(base)
 
@@ -129,7 +129,7 @@ class LoraLinear(torch.nn.Module):
         """Tells Megatron which gradients to sum over which ranks, and what to count once in norms."""
         sequence = self.cut.many and self.cut.sequence and not self.cut.expert
         for part in self.parts:
-            a, b = self.lora_A[part.label], self.lora_B[part.label]
+            a, b = self._factors(part)
             a_cut, b_cut = self.cut.axis == "columns", self.cut.axis == "rows" and not part.whole_b
             for factor, axis, cut, local in (
                 (a, 1, a_cut, self.cut.axis != "columns"),
@@ -148,7 +148,7 @@ class LoraLinear(torch.nn.Module):
         return self._ordered(deltas, -1)
 
     def _delta(self, part: Part, x: Tensor) -> Tensor:
-        a, b = self.lora_A[part.label], self.lora_B[part.label]
+        a, b = self._factors(part)
         if self.cut.expert and self.cut.axis == "rows":
             a = self.cut.summed(a)
         if part.whole_b or (self.cut.expert and self.cut.axis == "columns"):
@@ -175,11 +175,14 @@ class LoraLinear(torch.nn.Module):
 
     def product(self) -> Tensor:
         """What merging adds to the base weight on this rank, fp32."""
-        products = [
-            (self.lora_B[part.label].float() @ self.lora_A[part.label].float()) * part.scale
-            for part in self.parts
-        ]
-        return self._ordered(products, 0)
+        return self._ordered([self._product(part) for part in self.parts], 0)
+
+    def _product(self, part: Part) -> Tensor:
+        a, b = self._factors(part)
+        return (b.float() @ a.float()) * part.scale
+
+    def _factors(self, part: Part) -> tuple[Tensor, Tensor]:
+        return self.get_parameter(f"lora_A_{part.label}"), self.get_parameter(f"lora_B_{part.label}")
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Nothing: the factors are added to the whole chunk's, see ``sharded``."""
@@ -188,7 +191,15 @@ class LoraLinear(torch.nn.Module):
     def factors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Label, lora_A and lora_B of each part."""
         for part in self.parts:
-            yield part.label, self.lora_A[part.label], self.lora_B[part.label]
+            yield part.label, *self._factors(part)
+
+
+class LoraWeight(LoraLinear):
+    """What is added to a bare weight: calling it with the weight gives the sum."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """``[out, in]`` to ``[out, in]``."""
+        return (weight.float() + self.product()).to(weight.dtype)
 
 
 class LoraExperts(torch.nn.Module):
