@@ -178,3 +178,28 @@ def test_the_documented_families_are_those_there_are() -> None:
 def test_references_are_not_trivial(tmp_path: Path) -> None:
     for case in (*DENSE, *MOE):
         assert float(make_reference(case, tmp_path).logits.std()) > 0.5, case
+
+
+def sharded_names(references: list[reference.Reference], layout: str) -> list[dict[str, Any]]:
+    """What Megatron's distributed checkpoint would hold of each model. Runs on every rank."""
+    from megatron.core import parallel_state
+
+    from mca_models.megatron import AutoModel
+
+    group = parallel_state.get_data_parallel_group
+    found = []
+    for each in references:
+        model = AutoModel.from_pretrained(each.path, arguments(layout))
+        metadata = {"dp_cp_group": group(with_context_parallel=True), "singleton_local_shards": False}
+        state = model.chunks[0].sharded_state_dict(metadata=metadata)
+        found.append({name: getattr(value, "global_shape", None) for name, value in state.items()})
+    return found
+
+
+def test_distributed_checkpoints_cut_what_is_cut(tmp_path: Path) -> None:
+    references = [make_reference(case, tmp_path) for case in ("olmo2", "qwen3_5_text")]
+    for olmo, qwen in run_ranks(2, sharded_names, references, "tp2"):
+        assert olmo["decoder.layers.0.self_attention.q_layernorm.weight"] == (4, 32)  # all layers, all heads
+        assert olmo["decoder.layers.0.mlp.post_layernorm.weight"] == (4, 32)
+        assert qwen["decoder.layers.0.self_attention.A_log"] == (4,)  # layers differ: each on its own
+        assert qwen["decoder.layers.0.self_attention.out_norm.weight"] == (10,)
