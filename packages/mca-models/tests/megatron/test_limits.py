@@ -1,5 +1,6 @@
 """What would be computed wrongly is refused by name, on the versions and devices where it would be."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,3 +94,14 @@ ACCEPTED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any]]] = [
 @pytest.mark.parametrize("config,layout,settings", ACCEPTED)
 def test_accepted(config: McaModelConfig, layout: ParallelLayout, settings: dict[str, Any]) -> None:
     check(config, layout, **settings)
+
+
+@pytest.mark.parametrize("config,layout,settings", [case[:3] for case in REFUSED])
+def test_the_documentation_says_why(
+    config: McaModelConfig, layout: ParallelLayout, settings: dict[str, Any]
+) -> None:
+    page = Path(__file__).parents[4] / "docs" / "limits.md"
+    with pytest.raises(McaError) as error:
+        check(config, layout, **settings)
+    (sentence,) = str(error.value).split(": ", 1)[1:]
+    assert " ".join(sentence.split()) in " ".join(page.read_text().split())
