@@ -93,7 +93,7 @@ def on_with_preferences(folder: Path) -> None:
     done = launched(folder, "dpo", "dpo", **changes, eval_file=str(folder / "rows.jsonl"))
     assert done.returncode == 0, done.stderr
     losses, margins = (logs(folder / "dpo", key) for key in ("loss", "rewards/margins"))
-    assert abs(losses[0] - 0.693147) > 1e-3  # that of an adapter that does nothing
+    assert abs(losses[0] - 0.693147) > 1e-4  # that of an adapter that does nothing
     assert margins[-1] > margins[0]
     (accuracy,) = logs(folder / "dpo", "eval_rewards/accuracies")
     assert accuracy > 0.8
