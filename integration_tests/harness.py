@@ -209,6 +209,7 @@ def _start_process_group(call: _Call, number: int) -> None:
         world_size=call.size,
         timeout=timedelta(seconds=call.timeout),
     )
+    torch.distributed.barrier()  # a rank that leaves before another has connected would fail that one
 
 
 def _collect(ranks: list[_Rank], deadline: float) -> None:
