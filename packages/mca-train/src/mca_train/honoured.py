@@ -61,7 +61,8 @@ def require_honoured(args: Any, parameters: Mapping[str, Any]) -> None:
         problems.append(f"label_smoothing_factor is {smoothing}; expected 0 or more and below 1")
     if getattr(args, "ckpt_format", "mca") != "mca":
         problems.append(
-            f"ckpt_format {args.ckpt_format} (and async_save) is not supported: checkpoints are written as mca, at once; "
+            f"ckpt_format {args.ckpt_format} (and async_save) is not supported: "
+            "checkpoints are written as mca, at once; "
             "remove it"
         )
     error = list_problems(problems, "McaTrainer")
