@@ -26,7 +26,6 @@ from mca_train.label_smoothing import smooth_labels
 from mca_train.loaders import Loaders, WithStepLoaders, log_plan
 from mca_train.loss_signals import ModelLosses, Signals
 from mca_train.losses import token_loss
-from mca_train.marks import mark_cut_parameters
 from mca_train.progress import Length, LossMeter
 from mca_train.sampling import StepSampler
 from mca_train.saving import load_weights, save_model
@@ -172,7 +171,6 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, Trainer):  # type: ignore[
         if checkpoint is not None:
             load_weights(self.model, checkpoint)
         if self.engine is None:
-            mark_cut_parameters(self.model.held())
             self.engine = Engine(self.model.chunks, self.args, self._loss, wants_logits=self.wants_logits)
         self.optimizer = self.engine.optimizer
         self._learning_rate = LearningRate(self.args, length.max_steps)
