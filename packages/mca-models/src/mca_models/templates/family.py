@@ -76,7 +76,8 @@ class Family:
 
         A tied model's file may hold the output layer again, a prediction layer the embedding.
         """
-        alias = next((param for param in self.params(config) if param.alias_of), None)
+        params = self.params(config) if config.tie_word_embeddings else ()
+        alias = next((param for param in params if param.alias_of), None)
         head = {HF_HEAD: alias.hf_names()[0]} if alias else {}
         return {**head, **self.copies(config)}
 

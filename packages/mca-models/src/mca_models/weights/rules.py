@@ -12,6 +12,7 @@ never parsed, so completeness of a checkpoint is equality of two sets of names.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from itertools import product
 
 from mca_models.weights.arrays import Array, concat, cut, split_ratio
@@ -117,6 +118,10 @@ class Param:
 
     def mca_name(self) -> str:
         """The canonical (global) name in an MCA checkpoint."""
+        return self._mca_name
+
+    @cached_property
+    def _mca_name(self) -> str:
         return self.mca.format(layer=self.layer, expert=self.expert)
 
     def to_whole(self, hf: Sequence[Array]) -> Array:
