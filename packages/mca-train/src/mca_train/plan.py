@@ -105,10 +105,10 @@ def params_of(config: McaModelConfig) -> list[Any]:
 
 
 def shape_of(param: Any, config: McaModelConfig) -> tuple[int, ...]:
-    """Of the whole parameter; the few that the configuration does not tell are a head wide."""
-    from mca_models.checkpoint.shapes import expected_shape
+    """Of the whole parameter."""
+    from mca_models.templates.shapes import whole_shape
 
-    return expected_shape(param, config) or (config.kv_channels,)
+    return whole_shape(param, config)
 
 
 def _total_parameters(config: McaModelConfig) -> int:

@@ -9,20 +9,19 @@ from typing import Any
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.dtypes import CODES, DTYPE_NAMES
-from mca_models.checkpoint.moves import HF, Rule, Side, whole_shape
+from mca_models.checkpoint.moves import HF, Side
 from mca_models.checkpoint.placement import stored
 from mca_models.checkpoint.runs import Gather, Shape
 from mca_models.checkpoint.safetensors import TensorInfo, read_header
-from mca_models.checkpoint.shapes import expected_shape
 from mca_models.checkpoint.source import (
     Computed,
     Part,
-    check_whole,
     checked_parts,
     plan_gathers,
     require_same_names,
 )
 from mca_models.templates import config_from_hf, family_of
+from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
 
 Stored = TensorInfo | Computed
@@ -53,6 +52,7 @@ class HfSource:
         self.config: McaModelConfig = family.as_found(config, self._infos.keys())
         self.params: Sequence[Param] = stored(family.params(self.config))
         self._require_names()
+        self._wholes = {param.mca_name(): whole_shape(param, self.config) for param in self.params}
         self._parts = self._all_parts()
 
     def _all_parts(self) -> dict[str, tuple[Part, ...]]:
@@ -73,20 +73,7 @@ class HfSource:
 
     def _checked(self, param: Param) -> tuple[Part, ...]:
         infos = [self._infos[name] for name in param.hf_names()]
-        whole = self._whole(param, infos)
-        check_whole(param, whole, self.config, self.path, (info.name for info in infos))
-        return checked_parts(param, whole, HF, infos, self.config.num_moe_experts or 0)
-
-    def _whole(self, param: Param, infos: Sequence[Stored]) -> Shape:
-        expected = expected_shape(param, self.config)
-        if expected is not None:
-            return expected
-        shapes = [info.shape[1:] if param.stacked else info.shape for info in infos]
-        try:
-            return whole_shape(Rule.of(param), shapes)
-        except (ValueError, IndexError) as error:
-            names = ", ".join(info.name for info in infos)
-            raise McaError(f"{self.path}: {names} do not fit together: {error}") from None
+        return checked_parts(param, self.whole_shape(param), HF, infos, self.config.num_moe_experts or 0)
 
     @cached_property
     def duplicates(self) -> dict[str, str]:
@@ -122,7 +109,7 @@ class HfSource:
 
     def whole_shape(self, param: Param) -> Shape:
         """See ``ModelSource``."""
-        return self._whole(param, [part.info for part in self.parts(param)])
+        return self._wholes[param.mca_name()]
 
 
 def _plain(

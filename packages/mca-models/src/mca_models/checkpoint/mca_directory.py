@@ -90,7 +90,7 @@ class McaSource:
         infos = [self._infos[file][name] for file in files]
         if record.files != tuple(files) or any(info.dtype != record.dtype for info in infos):
             raise McaError(f"{self.folder / MANIFEST}: {name} is not as its files hold it; they are damaged")
-        check_whole(param, record.shape, self.config, self.folder, (name,))
+        check_whole(param, record.shape, self.config, self.folder)
         side = cut_size(param, self.config.layout)
         return checked_parts(param, record.shape, side, infos, self.config.num_moe_experts or 0)
 

@@ -73,37 +73,6 @@ def _pad(whole: "np.ndarray[Any, Any]", size: int) -> "np.ndarray[Any, Any]":
     return np.concatenate([whole, np.full((rows, *whole.shape[1:]), -1, whole.dtype)]) if rows else whole
 
 
-def whole_shape(rule: Rule, hf_shapes: Sequence[Shape]) -> Shape:
-    """Shape of the whole parameter that HF tensors of ``hf_shapes`` (an expert's own entries) make up."""
-    if rule.upright:
-        return whole_shape(rule.upright, [(columns, rows) for rows, columns in hf_shapes])
-    columns = hf_shapes[0][-1] if hf_shapes[0] else 1
-    same = all(len(shape) > 1 and shape[-1] == columns for shape in hf_shapes)
-    if same and columns % 2 == 0:
-        low = _shape_in_blocks(rule, hf_shapes, 2)
-        if low is not None:
-            return (*low[:-1], low[-1] * columns // 2)
-    return tuple(rule.to_whole(_numbered(hf_shapes)).shape)
-
-
-def _numbered(shapes: Sequence[Shape]) -> list[Any]:
-    import numpy as np
-
-    start, arrays = 0, []
-    for shape in shapes:
-        arrays.append(np.arange(start, start + prod(shape)).reshape(shape))
-        start += prod(shape)
-    return arrays
-
-
-def _shape_in_blocks(rule: Rule, hf_shapes: Sequence[Shape], blocks: int) -> Shape | None:
-    try:
-        whole = rule.to_whole(_numbered([(*shape[:-1], blocks) for shape in hf_shapes]))
-    except ValueError:
-        return None
-    return tuple(whole.shape) if _keeps_pairs([whole]) else None
-
-
 def _keeps_pairs(parts: Sequence[Any]) -> bool:
     """Whether blocks 2i and 2i + 1 stay side by side everywhere, so that whole pairs move."""
     for part in parts:

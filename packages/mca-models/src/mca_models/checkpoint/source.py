@@ -15,7 +15,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.moves import Rule, Side, part_shapes, plan_moves
 from mca_models.checkpoint.runs import Gather, Move, Shape
 from mca_models.checkpoint.safetensors import TensorInfo
-from mca_models.checkpoint.shapes import expected_shape
+from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
 
 if TYPE_CHECKING:
@@ -151,15 +151,12 @@ def copy_move(source: "np.ndarray[Any, Any]", target: "np.ndarray[Any, Any]", mo
     np.copyto(views[1], views[0])
 
 
-def check_whole(
-    param: Param, whole: Shape, config: McaModelConfig, where: Path, names: Iterable[str]
-) -> None:
+def check_whole(param: Param, whole: Shape, config: McaModelConfig, where: Path) -> None:
     """Raises unless ``whole`` is the shape that ``config`` gives ``param``."""
-    expected = expected_shape(param, config)
-    if expected is not None and whole != expected:
+    expected = whole_shape(param, config)
+    if whole != expected:
         raise McaError(
-            f"{where}: {', '.join(names)} make up {param.mca_name()} of shape {list(whole)}; the "
-            f"configuration says {list(expected)}"
+            f"{where}: {param.mca_name()} has shape {list(whole)}; the configuration says {list(expected)}"
         )
 
 

@@ -15,10 +15,10 @@ from mca_models.checkpoint.dtypes import DTYPE_NAMES
 from mca_models.checkpoint.moves import Rule, Side, part_shapes
 from mca_models.checkpoint.runs import Gather, Shape
 from mca_models.checkpoint.safetensors import TensorInfo
-from mca_models.checkpoint.shapes import expected_shape
 from mca_models.checkpoint.source import Computed, Part, copy_move, plan_gathers
 from mca_models.foreign.storage import Stored, storages, to_storage
 from mca_models.foreign.tensors import Chunk, GridTensor, StridedTensor
+from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
 
 _COMPARED = 1 << 22  # elements at a time
@@ -130,7 +130,7 @@ def place_of(param: Param, config: McaModelConfig, pieces: Sequence[StridedTenso
     Raises:
         McaError: They do not make up the shape that the configuration demands.
     """
-    whole = expected_shape(param, config) or _joined_shape(param, pieces)
+    whole = whole_shape(param, config)
     if param.vocab:
         return Place(whole, 1, (_stack_rows(param, pieces, whole),))
     size = 1 if param.shard.axis is None else len(pieces)
@@ -156,14 +156,6 @@ def with_stored_dtype(config: McaModelConfig, places: Mapping[str, Place]) -> Mc
     code = counts.most_common(1)[0][0]
     dtype: Any = DTYPE_NAMES.get(code, config.dtype)
     return config if dtype == config.dtype else replace(config, dtype=dtype)
-
-
-def _joined_shape(param: Param, pieces: Sequence[StridedTensor]) -> Shape:
-    """The whole's shape, where only the pieces tell."""
-    shape, axis = pieces[0].shape, param.shard.axis
-    if axis is None:
-        return shape
-    return (*shape[:axis], sum(piece.shape[axis] for piece in pieces), *shape[axis + 1 :])
 
 
 def _stack_rows(param: Param, pieces: Sequence[StridedTensor], whole: Shape) -> Stored:

@@ -34,7 +34,6 @@ from mca_config.errors import McaError
 from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_models.checkpoint.hf_directory import read_config as read_hf_config
 from mca_models.checkpoint.placement import stored
-from mca_models.checkpoint.shapes import expected_shape
 from mca_models.foreign.dcp import METADATA, DcpDirectory, TensorEntry
 from mca_models.foreign.names import EMBEDDING, spellings
 from mca_models.foreign.roll import read_config
@@ -42,6 +41,7 @@ from mca_models.foreign.source import ForeignSource, Place, with_stored_dtype
 from mca_models.foreign.storage import Stored
 from mca_models.foreign.tensors import Chunk, Shape, assemble
 from mca_models.templates import config_from_hf, family_of
+from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
 
 logger = logging.getLogger(__name__)
@@ -231,7 +231,7 @@ class _Reader:
         return assemble(param.mca_name(), dtype, whole, chunks, str(self.directory.path))
 
     def _whole(self, param: Param, tensor: Stored) -> Shape:
-        expected = expected_shape(param, self.config) or tensor.shape
+        expected = whole_shape(param, self.config)
         enough = tensor.shape[0] >= expected[0] if param.vocab else tensor.shape == expected
         if not enough or tensor.shape[1:] != expected[1:]:
             raise McaError(

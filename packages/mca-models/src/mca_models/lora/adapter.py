@@ -8,9 +8,9 @@ from typing import Any
 from mca_config.errors import McaError, list_problems
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.moves import HF, Rule, part_shapes
-from mca_models.checkpoint.shapes import expected_shape
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.rules import AdapterRules, Factors, by_part
+from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
 
@@ -79,7 +79,7 @@ def check_shapes(adapter: Adapter, where: object) -> Adapter:
 
 def _faults(adapter: Adapter, pair: Factors) -> list[str]:
     shapes = tuple(adapter.read(pair.a).shape), tuple(adapter.read(pair.b).shape)
-    expected = _expected(adapter.model, pair, shapes)
+    expected = _expected(adapter.model, pair)
     return [
         f"{param.hf_names()[0]} has shape {list(shape)}, expected {list(right)} (rank {pair.rank})"
         for param, shape, right in zip((pair.a, pair.b), shapes, expected, strict=True)
@@ -87,12 +87,8 @@ def _faults(adapter: Adapter, pair: Factors) -> list[str]:
     ]
 
 
-def _expected(
-    model: McaModelConfig, pair: Factors, shapes: tuple[tuple[int, ...], ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    whole = expected_shape(pair.target.base, model)
-    if whole is None:  # the configuration does not say
-        return (pair.rank, *shapes[0][1:]), (*shapes[1][:1], pair.rank)
+def _expected(model: McaModelConfig, pair: Factors) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    whole = whole_shape(pair.target.base, model)
     rows, columns = part_shapes(Rule.of(pair.target.base), whole, HF)[pair.target.part]
     if pair.target.transposed:
         rows, columns = columns, rows
@@ -100,8 +96,8 @@ def _expected(
 
 
 def _saved_faults(adapter: Adapter, param: Param) -> list[str]:
-    shape, expected = tuple(adapter.read(param).shape), expected_shape(param, adapter.model)
-    if expected is None or shape == expected:
+    shape, expected = tuple(adapter.read(param).shape), whole_shape(param, adapter.model)
+    if shape == expected:
         return []
     hint = "; resize the base model's vocabulary first" if param.vocab else ""
     return [f"{param.hf_names()[0]} has shape {list(shape)}, the model's is {list(expected)}{hint}"]
