@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from mca_config.errors import McaError
+from mca_models.megatron.platform.children import children_die_with_us
 from mca_train import groups
 from mca_train.bucket_padding import positions_without_padding
-from mca_train.children import children_die_with_us
 
 _MASTER = "optimizer.state.fp32_param."
 _MASTER_WHERE_SPLIT = "optimizer.state.param."

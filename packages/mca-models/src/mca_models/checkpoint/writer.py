@@ -4,7 +4,7 @@ import ctypes
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,8 @@ from mca_models.checkpoint.manifest import FileRecord
 from mca_models.checkpoint.safetensors import FilePlan, TensorInfo
 
 _Part = tuple[int, int, int]  # start, length, checksum
+Written = Mapping[str, Sequence[_Part]]
+"""What one process has written of a file: start, length and checksum of each stretch, by tensor."""
 
 
 def as_bytes(data: Any) -> memoryview:
@@ -51,24 +53,21 @@ class SafetensorsWriter:
     Args:
         plan: The file; its directory is made, the file must not exist.
         checksum: Sum the bytes up; else ``record`` has checksum 0.
+        joins: The file has been made (``make_file``) and several processes write parts of it. What this one wrote is
+            ``written``, once it is closed; ``joined_record`` puts all of it together.
     """
 
-    def __init__(self, plan: FilePlan, *, checksum: bool = True) -> None:
+    def __init__(self, plan: FilePlan, *, checksum: bool = True, joins: bool = False) -> None:
         self.plan = plan
-        self._checksum = checksum
+        self._checksum, self._joins = checksum, joins
         self._parts: dict[str, list[_Part]] = {name: [] for name in plan.tensors}
         self._lock = threading.Lock()
         self._crc32: int | None = None
-        plan.file.parent.mkdir(parents=True, exist_ok=True)
+        if not joins:
+            make_file(plan)
         try:
-            self._fd = os.open(plan.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+            self._fd = os.open(plan.file, os.O_WRONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise McaError(f"{plan.file}: cannot be written ({error.strerror})") from None
-        try:
-            os.posix_fallocate(self._fd, 0, plan.nbytes)  # a full disk is found before any work
-            self._put(plan.header, 0)
-        except OSError as error:
-            os.close(self._fd)
             raise McaError(f"{plan.file}: cannot be written ({error.strerror})") from None
 
     def write(self, name: str, data: Any, start: int = 0) -> None:
@@ -101,22 +100,16 @@ class SafetensorsWriter:
             self._parts[name].append((start, position - start, crc))
 
     def _put(self, data: Any, position: int) -> None:
-        view = memoryview(data)
-        while len(view):
-            try:
-                written = os.pwrite(self._fd, view, position)
-            except OSError as error:
-                raise McaError(f"{self.plan.file}: cannot be written ({error.strerror})") from None
-            view, position = view[written:], position + written
+        try:
+            _pwrite(self._fd, data, position)
+        except OSError as error:
+            raise McaError(f"{self.plan.file}: cannot be written ({error.strerror})") from None
 
     def close(self) -> None:
         """Checks completeness, computes the checksum, syncs and closes. A second call does nothing."""
         if self._crc32 is not None:
             return
-        crc = zlib.crc32(self.plan.header)
-        for name, info in sorted(self.plan.tensors.items(), key=lambda item: item[1].offset):
-            for _, length, part in self._complete_parts(name, info):
-                crc = crc32_join(crc, part, length) if self._checksum else 0
+        crc = 0 if self._joins else _crc32(self.plan, self._parts, checksum=self._checksum)
         os.fsync(self._fd)
         os.close(self._fd)
         self._crc32 = crc
@@ -124,22 +117,18 @@ class SafetensorsWriter:
     @property
     def record(self) -> FileRecord:
         """Size and checksum of the file, once it is closed."""
+        self._require_closed()
+        return FileRecord(self.plan.nbytes, self._crc32 or 0)
+
+    @property
+    def written(self) -> Written:
+        """What went through this writer, once it is closed."""
+        self._require_closed()
+        return {name: parts for name, parts in self._parts.items() if parts}
+
+    def _require_closed(self) -> None:
         if self._crc32 is None:
             raise ValueError(f"{self.plan.file} is not closed yet")
-        return FileRecord(self.plan.nbytes, self._crc32)
-
-    def _complete_parts(self, name: str, info: TensorInfo) -> list[_Part]:
-        parts, position = sorted(part for part in self._parts[name] if part[1]), 0
-        for start, length, _ in parts:
-            if start != position:
-                break
-            position += length
-        if position != info.nbytes or sum(length for _, length, _ in parts) != info.nbytes:
-            raise McaError(
-                f"{self.plan.file}: tensor {name} was not written completely and once (bytes {position} of "
-                f"{info.nbytes})"
-            )
-        return parts
 
     def __enter__(self) -> "SafetensorsWriter":
         return self
@@ -149,3 +138,64 @@ class SafetensorsWriter:
             self.close()
         elif self._crc32 is None:
             os.close(self._fd)
+
+
+def make_file(plan: FilePlan) -> None:
+    """Makes the file with its header and all its room, so that a full disk is found before any work."""
+    plan.file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        fd = os.open(plan.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        try:
+            os.posix_fallocate(fd, 0, plan.nbytes)
+            _pwrite(fd, plan.header, 0)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise McaError(f"{plan.file}: cannot be written ({error.strerror})") from None
+
+
+def joined_record(plan: FilePlan, written: Iterable[Written]) -> FileRecord:
+    """Size and checksum of a file that several processes wrote.
+
+    Args:
+        plan: The file.
+        written: Of each of them.
+
+    Raises:
+        McaError: Together they did not write every byte once.
+    """
+    parts: dict[str, list[_Part]] = {name: [] for name in plan.tensors}
+    for own in written:
+        for name, stretches in own.items():
+            parts[name] += stretches
+    return FileRecord(plan.nbytes, _crc32(plan, parts, checksum=True))
+
+
+def _crc32(plan: FilePlan, parts: Mapping[str, Sequence[_Part]], *, checksum: bool) -> int:
+    """The checksum of the whole file, found to be written completely; 0 without ``checksum``."""
+    crc = zlib.crc32(plan.header)
+    for name, info in sorted(plan.tensors.items(), key=lambda item: item[1].offset):
+        for _, length, part in _complete_parts(plan, info, parts[name]):
+            crc = crc32_join(crc, part, length) if checksum else 0
+    return crc
+
+
+def _complete_parts(plan: FilePlan, info: TensorInfo, written: Iterable[_Part]) -> list[_Part]:
+    parts, position = sorted(part for part in written if part[1]), 0
+    for start, length, _ in parts:
+        if start != position:
+            break
+        position += length
+    if position != info.nbytes or sum(length for _, length, _ in parts) != info.nbytes:
+        raise McaError(
+            f"{plan.file}: tensor {info.name} was not written completely and once (bytes {position} of "
+            f"{info.nbytes})"
+        )
+    return parts
+
+
+def _pwrite(fd: int, data: Any, position: int) -> None:
+    view = memoryview(data)
+    while len(view):
+        written = os.pwrite(fd, view, position)
+        view, position = view[written:], position + written

@@ -40,7 +40,7 @@ def require_supported(
         *_wrong_gradients(config, layout, settings, version),
         *_wrong_losses(config, layout, settings, version),
         *_machine(settings, device),
-        *_local(settings, implementation),
+        *_own_attention(config, settings, implementation),
     ]
     error = list_problems(problems, f"{config.model_type} at {layout}")
     if error:
@@ -104,8 +104,8 @@ def _machine(settings: Mapping[str, Any], device: str) -> Iterator[str]:
         yield "moe_token_dispatcher_type flex needs CUDA; use alltoall or allgather"
 
 
-def _local(settings: Mapping[str, Any], implementation: str) -> Iterator[str]:
-    if implementation != "local":
+def _own_attention(config: McaModelConfig, settings: Mapping[str, Any], implementation: str) -> Iterator[str]:
+    if implementation != "local" and config.attn_logit_softcapping is None:
         return
     if settings.get("cp_comm_type") not in (None, "all_gather"):
         yield (

@@ -159,6 +159,11 @@ def replica_group(expert: bool) -> Any:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
+def replicas(expert: bool) -> list[int]:
+    """Global ranks of `replica_group`, the one that speaks for all first."""
+    return sorted(torch.distributed.get_process_group_ranks(replica_group(expert)))
+
+
 def expert_tensor_group() -> Any:
     """The expert-tensor-parallel group of this rank."""
     from megatron.core import parallel_state

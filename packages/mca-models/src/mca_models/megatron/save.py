@@ -1,11 +1,10 @@
-"""Writes checkpoints from live ranks: MCA (each rank its own file) and Hugging Face (streamed).
+"""Writes checkpoints from live ranks: MCA (each rank and its replicas one file) and Hugging Face (streamed).
 
 The bytes are written by ``mca_models.checkpoint``, the one writer; here is only who sends what to whom.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,22 +15,21 @@ from torch import Tensor
 
 from mca_models.checkpoint import (
     METADATA,
-    FileRecord,
     HfLayout,
     McaLayout,
-    PartialDirectory,
     SafetensorsWriter,
     copy_side_files,
     iteration_name,
     plan_file,
 )
-from mca_models.checkpoint.atomic import write_file
-from mca_models.checkpoint.hf_directory import CONFIG
 from mca_models.checkpoint.placement import cut_size, expert_rank, stage_of, stored
-from mca_models.megatron import platform
+from mca_models.checkpoint.safetensors import FilePlan
+from mca_models.checkpoint.writer import Written, joined_record, make_file
+from mca_models.megatron import parallel, platform
+from mca_models.megatron.agreement import all_gather, on_first, shared_directory, together
 from mca_models.megatron.fill import whole_shape
 from mca_models.megatron.tensors import CODES, DTYPE_OF, to_numpy
-from mca_models.templates import config_to_hf, family_of
+from mca_models.templates import family_of
 from mca_models.weights import Param
 
 if TYPE_CHECKING:
@@ -44,30 +42,77 @@ Facts = dict[str, tuple[str, Shape]]
 
 def save_mca(models: "VirtualModels", directory: Path, *, overwrite: bool = False) -> None:
     """See ``VirtualModels.save_pretrained``."""
-    facts = _facts(models)
-    dtypes, wholes = _split(facts)
+    dtypes, wholes = _split(_facts(models))
     layout = McaLayout(_params(models), models.config, dtypes, wholes)
-    with _shared_directory(directory, overwrite) as folder:
-        records = _write_own_files(models, layout, folder / iteration_name(1))
-        everyone = _all_gather(records)
-        if models.place.rank == 0:
-            layout.finish(folder, {name: record for part in everyone for name, record in part.items()})
-            _write_config(models, folder)
-            _copy_side_files(models, folder)
+    with shared_directory(directory, overwrite=overwrite) as folder:
+        iteration = folder / iteration_name(1)
+        shares = list(_shares(models, layout, iteration))
+        together(lambda: _make_files(shares))
+        everyone = together(lambda: {share.name: share.write(models) for share in shares})
+        on_first(lambda: _finish_mca(models, layout, everyone, folder))
 
 
-def _write_own_files(models: "VirtualModels", layout: McaLayout, folder: Path) -> dict[str, FileRecord]:
-    """The files whose pieces this rank holds, if it is the first of its replicas."""
-    live = dict(models.canonical_parameters())
-    records = {}
+def _make_files(shares: Sequence["_Share"]) -> None:
+    for share in shares:
+        if share.number == 0:
+            make_file(share.plan)
+
+
+def _finish_mca(
+    models: "VirtualModels", layout: McaLayout, everyone: Sequence[Mapping[str, Written]], folder: Path
+) -> None:
+    iteration = folder / iteration_name(1)
+    records = {
+        name: joined_record(
+            plan_file(iteration / name, layout.specs(name)), [own[name] for own in everyone if name in own]
+        )
+        for name in layout.files
+    }
+    layout.finish(folder, records)
+    copy_side_files_of(models, folder)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """The part of a file of this rank's pieces that this one of its replicas writes.
+
+    Args:
+        name: Of the file.
+        plan: The file.
+        number: Which replica this is.
+        count: How many there are.
+    """
+
+    name: str
+    plan: FilePlan
+    number: int
+    count: int
+
+    def write(self, models: "VirtualModels") -> Written:
+        """Writes and syncs it."""
+        live = dict(models.canonical_parameters())
+        first = len(self.plan.header)
+        size = self.plan.nbytes - first
+        low, high = (first + size * number // self.count for number in (self.number, self.number + 1))
+        with SafetensorsWriter(self.plan, joins=True) as writer:
+            for name, info in self.plan.tensors.items():
+                start, stop = (
+                    min(max(edge - info.offset, 0), info.nbytes) // info.itemsize for edge in (low, high)
+                )
+                if start < stop:
+                    elements = live[name].detach().reshape(-1)[start:stop]
+                    writer.write(name, _bytes(elements), start * info.itemsize)
+        return writer.written
+
+
+def _shares(models: "VirtualModels", layout: McaLayout, iteration: Path) -> Iterator[_Share]:
+    """What this rank writes: a share of each file whose pieces it holds."""
     for name, pieces in layout.files.items():
-        if {_owner(models, param, rank) for param, rank in pieces} != {models.place.rank}:
-            continue
-        with SafetensorsWriter(plan_file(folder / name, layout.specs(name))) as writer:
-            for param, _ in pieces:
-                writer.write(param.mca_name(), _bytes(live[param.mca_name()]))
-        records[name] = writer.record
-    return records
+        param, piece = pieces[0]  # a file holds the pieces of one dense or one expert rank
+        replicas = parallel.replicas(param.expert is not None)
+        if replicas[0] == _owner(models, param, piece):
+            plan = plan_file(iteration / name, layout.specs(name))
+            yield _Share(name, plan, replicas.index(models.place.rank), len(replicas))
 
 
 def save_hf(
@@ -78,11 +123,14 @@ def save_hf(
     dtypes, wholes = _split(facts)
     options = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
     layout = HfLayout(_params(models), models.config, dtypes, wholes, **options)
-    with _shared_directory(directory, overwrite) as folder:
+    with shared_directory(directory, overwrite=overwrite) as folder:
         _stream(models, layout, facts, folder)
-        if models.place.rank == 0:
-            layout.finish(folder)
-            _copy_side_files(models, folder)
+        on_first(lambda: _finish_hf(models, layout, folder))
+
+
+def _finish_hf(models: "VirtualModels", layout: HfLayout, folder: Path) -> None:
+    layout.finish(folder)
+    copy_side_files_of(models, folder)
 
 
 def _stream(models: "VirtualModels", layout: HfLayout, facts: Facts, folder: Path) -> None:
@@ -92,37 +140,69 @@ def _stream(models: "VirtualModels", layout: HfLayout, facts: Facts, folder: Pat
         for index, names in enumerate(layout.files.values())
         for tensor in names
     }
+    with ExitStack() as files:
+        writers: dict[str, SafetensorsWriter] = {}
+        together(lambda: writers.update(_opened(models, layout, folder, files)))
+        faults = _exchange_all(models, layout, facts, writer_of, writers)
+        together(lambda: _closed(files, faults))
+
+
+def _exchange_all(
+    models: "VirtualModels",
+    layout: HfLayout,
+    facts: Facts,
+    writer_of: Mapping[str, int],
+    writers: Mapping[str, SafetensorsWriter],
+) -> list[Exception]:
+    """Sends and writes every parameter. A rank that cannot write goes on sending; why it could not."""
     copies: dict[str, list[str]] = {}
     for copy, original in layout.duplicates.items():
         copies.setdefault(original, []).append(copy)
     live = dict(models.canonical_parameters())
-    with _writers(models, layout, folder) as writers:
-        for param in layout.params:
-            targets = [name for hf in param.hf_names() for name in (hf, *copies.get(hf, ()))]
-            exchange = _Exchange(models, param, facts)
-            pieces = exchange.collect(live, {writer_of[name] for name in targets})
-            if pieces is None:
-                continue
-            for hf, tensor in zip(param.hf_names(), exchange.to_hf(pieces), strict=True):
-                data = _bytes(tensor)
-                start = (param.expert or 0) * len(data) if param.stacked else 0
-                for name in (hf, *copies.get(hf, ())):
-                    if name in writers:
-                        writers[name].write(name, data, start)
+    faults: list[Exception] = []
+    for param in layout.params:
+        targets = [name for hf in param.hf_names() for name in (hf, *copies.get(hf, ()))]
+        exchange = _Exchange(models, param, facts)
+        pieces = exchange.collect(live, {writer_of[name] for name in targets})
+        if pieces is None or faults:
+            continue
+        try:
+            _write(param, exchange.to_hf(pieces), writers, copies)
+        except Exception as error:  # told to all ranks at the end
+            faults.append(error)
+    return faults
 
 
-@contextmanager
-def _writers(
-    models: "VirtualModels", layout: HfLayout, folder: Path
-) -> Iterator[Mapping[str, SafetensorsWriter]]:
+def _write(
+    param: Param,
+    tensors: Sequence[Tensor],
+    writers: Mapping[str, SafetensorsWriter],
+    copies: Mapping[str, Sequence[str]],
+) -> None:
+    for hf, tensor in zip(param.hf_names(), tensors, strict=True):
+        data = _bytes(tensor)
+        start = (param.expert or 0) * len(data) if param.stacked else 0
+        for name in (hf, *copies.get(hf, ())):
+            if name in writers:
+                writers[name].write(name, data, start)
+
+
+def _opened(
+    models: "VirtualModels", layout: HfLayout, folder: Path, files: ExitStack
+) -> Mapping[str, SafetensorsWriter]:
     """This rank's open files, by the tensors in them."""
-    with ExitStack() as stack:
-        writers: dict[str, SafetensorsWriter] = {}
-        for index, (name, tensors) in enumerate(layout.files.items()):
-            if index % models.place.world_size == models.place.rank:
-                plan = plan_file(folder / name, layout.specs(name), METADATA)
-                writers |= dict.fromkeys(tensors, stack.enter_context(SafetensorsWriter(plan)))
-        yield writers
+    writers: dict[str, SafetensorsWriter] = {}
+    for index, (name, tensors) in enumerate(layout.files.items()):
+        if index % models.place.world_size == models.place.rank:
+            plan = plan_file(folder / name, layout.specs(name), METADATA)
+            writers |= dict.fromkeys(tensors, files.enter_context(SafetensorsWriter(plan)))
+    return writers
+
+
+def _closed(files: ExitStack, faults: Sequence[Exception]) -> None:
+    if faults:
+        raise faults[0]
+    files.close()
 
 
 @dataclass(frozen=True)
@@ -191,7 +271,7 @@ def _facts(models: "VirtualModels") -> Facts:
         if not item.copy
     }
     facts: Facts = {}
-    for part in _all_gather(mine):
+    for part in all_gather(mine):
         facts |= part
     return facts
 
@@ -208,44 +288,7 @@ def _bytes(tensor: Tensor) -> Any:
     return to_numpy(tensor).reshape(-1).view(np.uint8)
 
 
-def _all_gather(value: Any) -> list[Any]:
-    """``value`` of every rank."""
-    values: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values
-
-
-@contextmanager
-def _shared_directory(directory: Path, overwrite: bool) -> Iterator[Path]:
-    """A partial directory that rank 0 owns and all write into; published when every rank is done."""
-    first = torch.distributed.get_rank() == 0
-    partial, fault = None, None
-    if first:
-        try:
-            partial = PartialDirectory(directory, overwrite=overwrite)
-        except Exception as error:  # every rank must raise, or the others wait forever
-            fault = error
-    shared: list[Any] = [None if partial is None else str(partial.path), fault]
-    torch.distributed.broadcast_object_list(shared, 0)
-    if shared[1] is not None:
-        raise shared[1]
-    try:
-        yield Path(shared[0])
-        torch.distributed.barrier()  # every file is written and synced
-    except BaseException:
-        if partial is not None:
-            partial.discard()
-        raise
-    if partial is not None:
-        partial.publish()
-    torch.distributed.barrier()
-
-
-def _write_config(models: "VirtualModels", folder: Path) -> None:
-    text = json.dumps(config_to_hf(models.config), indent=2, ensure_ascii=False)
-    write_file(folder / CONFIG, text.encode() + b"\n")
-
-
-def _copy_side_files(models: "VirtualModels", folder: Path) -> None:
+def copy_side_files_of(models: "VirtualModels", folder: Path) -> None:
+    """Copies what lies beside the weights that ``models`` was loaded from."""
     if models.source is not None and models.source.is_dir():
         copy_side_files(models.source, folder)

@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.checks import require_layout
+from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron import parallel
 from mca_models.megatron.chunks import build_chunk, live_tensors
@@ -17,7 +18,10 @@ from mca_models.megatron.forward import model_logits
 from mca_models.megatron.marks import mark_cut_parameters
 from mca_models.megatron.names import DtypeName, Held, Implementation, Spelling, chunk_params
 from mca_models.megatron.save import save_hf, save_mca
+from mca_models.megatron.torch_dist import PendingSave, save_torch_dist
 from mca_models.megatron.transformer_config import implementation_of, transformer_config
+
+CheckpointFormat = Literal["mca", "torch_dist"]
 
 
 class VirtualModels(torch.nn.Module):
@@ -103,9 +107,41 @@ class VirtualModels(torch.nn.Module):
         """
         return model_logits(self, input_ids)
 
-    def save_pretrained(self, directory: str | Path, *, overwrite: bool = False) -> None:
-        """Writes an MCA checkpoint of this layout; collective. Complete or absent."""
-        save_mca(self, Path(directory), overwrite=overwrite)
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        *,
+        overwrite: bool = False,
+        ckpt_format: CheckpointFormat = "mca",
+        async_save: bool = False,
+    ) -> PendingSave | None:
+        """Writes a checkpoint that ``AutoModel.from_pretrained`` loads on any layout; collective.
+
+        Args:
+            directory: Where it will stand, complete or absent.
+            overwrite: Replaces what stands there.
+            ckpt_format: ``mca``, this project's own; or ``torch_dist``, which Megatron-LM reads too.
+            async_save: Return as soon as the weights are copied and write them in the background (``torch_dist``
+                only); the checkpoint stands at ``directory`` when ``finish()`` of what is returned has returned.
+
+        Returns:
+            With ``async_save`` the save that is under way, on every rank; else None.
+
+        Raises:
+            McaError: A rank could not write: all ranks raise, naming it, and ``directory`` is as before.
+        """
+        if ckpt_format not in get_args(CheckpointFormat):
+            raise McaError(f"ckpt_format {ckpt_format!r} is none of {', '.join(get_args(CheckpointFormat))}")
+        if ckpt_format == "mca":
+            if async_save:
+                raise McaError("async_save writes torch_dist checkpoints only; add ckpt_format='torch_dist'")
+            save_mca(self, Path(directory), overwrite=overwrite)
+            return None
+        pending = save_torch_dist(self, Path(directory), overwrite=overwrite, in_background=async_save)
+        if async_save:
+            return pending
+        pending.finish()
+        return None
 
     def save_pretrained_as_hf(
         self, directory: str | Path, *, overwrite: bool = False, max_shard_bytes: int | None = None

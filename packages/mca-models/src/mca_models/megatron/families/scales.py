@@ -1,4 +1,4 @@
-"""Constant factors on embeddings, residuals and logits."""
+"""Constant factors on embeddings, residuals and logits; capped logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ AddToResidual = Callable[..., Tensor]
 
 
 def add_scales(model: Any, config: McaModelConfig) -> None:
-    """Makes a chunk's embedding and output layer multiply by what ``config`` says."""
+    """Makes a chunk's embedding and output layer multiply by what ``config`` says, and cap the logits."""
     if config.embedding_multiplier != 1.0 and hasattr(model, "embedding"):
         factor = config.embedding_multiplier
 
@@ -21,14 +21,15 @@ def add_scales(model: Any, config: McaModelConfig) -> None:
             return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
 
         model.embedding.register_forward_hook(scale_embedding)
-    if config.logits_scaling != 1.0 and hasattr(model, "output_layer"):
-        divisor = config.logits_scaling
+    divisor, cap = config.logits_scaling, config.final_logit_softcapping
+    if (divisor != 1.0 or cap is not None) and hasattr(model, "output_layer"):
 
         def scale_logits(
             module: torch.nn.Module, args: Any, output: tuple[Tensor, Any]
         ) -> tuple[Tensor, Any]:
             logits, bias = output
-            return logits / divisor, bias
+            logits = logits / divisor
+            return logits if cap is None else (logits / cap).tanh() * cap, bias
 
         model.output_layer.register_forward_hook(scale_logits)
 

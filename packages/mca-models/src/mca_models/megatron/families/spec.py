@@ -11,6 +11,7 @@ from mca_models.megatron.families.latent import with_plain_query
 from mca_models.megatron.families.norms import WideKeyNorm, WideNorm
 from mca_models.megatron.families.scales import scaled_residual
 from mca_models.megatron.families.two_ropes import with_own_rope
+from mca_models.megatron.layers.attention import CoreAttention, capped_attention
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.spec import rebuilt
 
@@ -45,20 +46,33 @@ def adapted(spec: Any, config: McaModelConfig, implementation: Implementation) -
     if config.moe_router_group_score == "max" and config.moe_router_num_groups:
         groups, kept = config.moe_router_num_groups, config.moe_router_group_topk or 1
         changes["router"] = lambda router: best_group_router(router, groups, kept)
-    return _changed(spec, changes, _classes(config))
+    return _changed(spec, changes, _classes(config, implementation))
 
 
-def _classes(config: McaModelConfig) -> dict[type, type]:
+def _classes(config: McaModelConfig, implementation: Implementation) -> dict[type, type]:
     """Modules to exchange wherever they stand."""
-    if isinstance(config, MlaMcaModelConfig):
+    classes: dict[type, type] = {}
+    if config.attn_logit_softcapping is not None:
+        classes[_core_attention(implementation)] = capped_attention(config.attn_logit_softcapping)
+    if isinstance(config, MlaMcaModelConfig) and not config.q_lora_rank:
         from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-        return {} if config.q_lora_rank else {MLASelfAttention: with_plain_query(MLASelfAttention)}
-    if config.rotary_base_local is None:
-        return {}
-    from megatron.core.transformer.attention import SelfAttention
+        classes[MLASelfAttention] = with_plain_query(MLASelfAttention)
+    if config.rotary_base_local is not None:
+        from megatron.core.transformer.attention import SelfAttention
 
-    return {SelfAttention: with_own_rope(SelfAttention, config.layer_types or ())}
+        classes[SelfAttention] = with_own_rope(SelfAttention, config.layer_types or ())
+    return classes
+
+
+def _core_attention(implementation: Implementation) -> type:
+    """What stands in the spec; Transformer Engine's attention cannot cap scores, ours takes its place."""
+    if implementation == "local":
+        return CoreAttention
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    engine: type = TEDotProductAttention
+    return engine
 
 
 def _without_norms_before(implementation: Implementation) -> dict[str, Change]:

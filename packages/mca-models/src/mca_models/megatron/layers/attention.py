@@ -1,4 +1,4 @@
-"""Core attention for the local spec: causal, grouped-query, windowed, packed and context parallel; with sinks.
+"""Core attention for the local spec: causal, grouped-query, windowed, packed and context parallel; with sinks, capped.
 
 Replaces Megatron's ``DotProductAttention``, which holds the whole score matrix and knows neither packing nor
 context parallelism nor windows. Context parallelism gathers keys and values (backward: reduce-scatter) and each
@@ -6,6 +6,7 @@ rank computes its own queries.
 """
 
 import itertools
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ _CAUSAL = ("causal", "padding_causal")
 
 class CoreAttention(torch.nn.Module):
     """softmax(scale * q k^T) v over the keys at or before each query; takes what Megatron's spec gives."""
+
+    softcap: float | None = None
+    """See ``causal_attention``; Megatron's configuration does not know it."""
 
     def __init__(
         self,
@@ -110,6 +114,7 @@ class CoreAttention(torch.nn.Module):
                 scale=self.scale,
                 dropout=self.dropout if self.training else 0.0,
                 sink=self.softmax_offset,
+                softcap=self.softcap,
             )
             outputs.append(out.permute(2, 0, 1, 3))
             row += chunk.length
@@ -124,6 +129,12 @@ class CoreAttention(torch.nn.Module):
 
         # forward all-gather, backward reduce-scatter, both on axis 0
         return in_order(gather_from_sequence_parallel_region(x, group=self.cp_group), lengths, size)
+
+
+@cache
+def capped_attention(softcap: float) -> type[CoreAttention]:
+    """``CoreAttention`` with capped scores."""
+    return type("CappedAttention", (CoreAttention,), {"softcap": softcap})
 
 
 def _window(config: Any, layer_number: int) -> int | None:

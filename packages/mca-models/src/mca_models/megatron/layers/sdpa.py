@@ -1,4 +1,4 @@
-"""Causal attention over torch's scaled_dot_product_attention, without a seq x seq mask.
+"""Causal attention over torch's scaled_dot_product_attention, without a seq x seq mask; with capped scores too.
 
 Names of axes: b batch, h heads, g key/value heads, q queries, k keys, d channels.
 """
@@ -7,10 +7,15 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout as dropped
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 QUERY_BLOCK = 512
 """Queries that share one mask where torch's own causal mask does not fit; bounds the mask's rows."""
+
+_Block = tuple[int, int, int, Tensor]
+_Capping = tuple[Tensor | None, float, float, float]
 
 
 def causal_attention(
@@ -23,6 +28,7 @@ def causal_attention(
     scale: float | None = None,
     dropout: float = 0.0,
     sink: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of queries at positions ``start, start + 1, ...`` to the keys at or before them.
 
@@ -35,6 +41,7 @@ def causal_attention(
         scale: Factor on the scores; None: d ** -0.5.
         dropout: Probability that a weight is dropped.
         sink: ``[h]``, a score of each head that every query has beside its keys', and that gives no value.
+        softcap: Scores x become ``softcap * tanh(x / softcap)`` (a sink's does not); None: they stay.
 
     Returns:
         ``[b, h, q, dv]``.
@@ -42,6 +49,9 @@ def causal_attention(
     channels = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     key, value = _every_head(key, query), _every_head(value, query)
+    if softcap is not None:
+        settings = (sink, scale, softcap, dropout)
+        return _capped_attention(query, key, value, _masked_blocks(query, start, window), settings)
     if sink is not None:
         query, key, sink_key = _with_sink(query, key, sink / scale)
     if channels < query.shape[-1]:
@@ -58,6 +68,50 @@ def causal_attention(
         pieces.append(out[:, :, -(last - first) :])
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
     return out[..., :channels]
+
+
+def _capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Iterator[_Block], settings: _Capping
+) -> Tensor:
+    """Attention with capped scores, which no kernel computes: a block's scores live no longer than the block.
+
+    The backward pass computes them again.
+    """
+    return torch.cat(
+        [
+            checkpoint(
+                _capped_block,
+                query[:, :, first:last],
+                key[:, :, low : low + mask.shape[1]],
+                value[:, :, low : low + mask.shape[1]],
+                mask,
+                *settings,
+                use_reentrant=False,
+                preserve_rng_state=settings[-1] > 0,
+            )
+            for first, last, low, mask in blocks
+        ],
+        2,
+    )
+
+
+def _capped_block(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    sink: Tensor | None,
+    scale: float,
+    softcap: float,
+    dropout: float,
+) -> Tensor:
+    scores = ((query @ key.mT) * (scale / softcap)).tanh() * softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sink is not None:
+        scores = torch.cat([scores, sink.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    exact = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.softmax(-1, dtype=exact)[..., : key.shape[2]].to(value.dtype)
+    return (dropped(weights, dropout) if dropout else weights) @ value
 
 
 def _with_sink(query: Tensor, key: Tensor, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,12 +142,19 @@ def _every_head(x: Tensor, query: Tensor) -> Tensor:
     return x if repeats == 1 else x.repeat_interleave(repeats, 1)
 
 
-def _blocks(query: Tensor, start: int, window: int | None) -> Iterator[tuple[int, int, int, Tensor | None]]:
-    """(first query, end of queries, first key, mask) of each block; no mask: torch's causal one."""
+def _blocks(
+    query: Tensor, start: int, window: int | None
+) -> Iterator[_Block] | Iterator[tuple[int, int, int, None]]:
+    """``_masked_blocks``, or one block without a mask where torch's causal one does."""
     length = query.shape[2]
     if start == 0 and (window is None or window >= length):
-        yield 0, length, 0, None
-        return
+        return iter([(0, length, 0, None)])
+    return _masked_blocks(query, start, window)
+
+
+def _masked_blocks(query: Tensor, start: int, window: int | None) -> Iterator[_Block]:
+    """(first query, end of queries, first key, mask of queries and keys) of each block."""
+    length = query.shape[2]
     for first in range(0, length, QUERY_BLOCK):
         last = min(first + QUERY_BLOCK, length)
         low = 0 if window is None else max(0, start + first - window + 1)

@@ -28,7 +28,7 @@ from mca_models.megatron.peft.settings import adapter_config
 from mca_models.megatron.peft.sharded import share, unshare
 from mca_models.megatron.peft.start import first_values, require_start
 from mca_models.megatron.tensors import to_torch
-from mca_models.megatron.virtual_models import VirtualModels
+from mca_models.megatron.virtual_models import CheckpointFormat, VirtualModels
 from mca_models.weights import Param
 
 Read = Callable[[Param, tuple[int, ...]], Any]
@@ -202,8 +202,19 @@ class PeftModels(VirtualModels):
         finally:
             self.unmerge_adapter()
 
-    def save_pretrained(self, directory: str | Path, *, overwrite: bool = False) -> None:
-        """Writes an MCA adapter directory of this layout; collective."""
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        *,
+        overwrite: bool = False,
+        ckpt_format: CheckpointFormat = "mca",
+        async_save: bool = False,
+    ) -> None:
+        """Writes an MCA adapter directory of this layout; collective. An adapter has no other format."""
+        if ckpt_format != "mca" or async_save:
+            raise McaError(
+                "an adapter is written as ckpt_format mca, in the foreground; leave both settings out"
+            )
         self._write(
             lambda found: write_mca_adapter(found, self.config.layout, Path(directory), overwrite=overwrite)
         )

@@ -4,6 +4,9 @@ The first ``dist_checkpointing.save`` of a process makes a queue with the "spawn
 main script again, which takes 10 s here and, where the script has no ``__main__`` guard, runs it twice. The
 forked manager inherits the listening rendezvous socket and outlives ``os._exit``, so it is shut down at exit
 by ``close()``, and by the kernel if its parent is killed.
+
+Each save gets a queue of its own: Megatron's one for all mixes up the results of two saves that are written in the
+background at the same time.
 """
 
 import atexit
@@ -13,7 +16,7 @@ import signal
 from multiprocessing.managers import SyncManager
 from typing import Any
 
-from mca_models.megatron.platform._patch import CPU, Patch
+from mca_models.megatron.platform._patch import EVERYWHERE, Patch
 
 _PR_SET_PDEATHSIG = 1
 _managers: dict[int, SyncManager] = {}
@@ -26,17 +29,15 @@ def _writer() -> Any:
 
 
 def _queue(*args: Any, **kwargs: Any) -> Any:
-    """This process's result queue; its manager is forked at the first call."""
+    """A new result queue; this process's manager is forked at the first call."""
     import torch.multiprocessing
 
-    writer = _writer()
     if os.getpid() not in _managers:
         manager = SyncManager(ctx=torch.multiprocessing.get_context("fork"))
         manager.start(initializer=_die_with_parent, initargs=(os.getpid(),))
         _managers[os.getpid()] = manager
-        writer._results_queue = manager.Queue()
         atexit.register(close)
-    return writer._results_queue
+    return _managers[os.getpid()].Queue()
 
 
 def _die_with_parent(parent: int) -> None:
@@ -50,7 +51,6 @@ def close() -> None:
     """Ends this process's manager; the next save starts a new one."""
     manager = _managers.pop(os.getpid(), None)
     if manager is not None:
-        _writer()._results_queue = None
         manager.shutdown()
 
 
@@ -75,7 +75,7 @@ PATCH = Patch(
     name="checkpoint-queue",
     why="the first checkpoint of a process spawns a child that imports the main script again (10 s)",
     megatron=">=0.16.1",
-    devices=CPU,
+    devices=EVERYWHERE,
     needed=_needed,
     apply=_apply,
 )

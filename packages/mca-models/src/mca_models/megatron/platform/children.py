@@ -17,7 +17,7 @@ _registered = False
 
 @contextmanager
 def children_die_with_us() -> Iterator[None]:
-    """A block whose forks are killed when this process ends."""
+    """A block whose forks, and theirs, are killed when the process that forked them ends."""
     global _parent, _registered
     if not _registered:
         os.register_at_fork(after_in_child=_follow)
@@ -30,8 +30,10 @@ def children_die_with_us() -> Iterator[None]:
 
 
 def _follow() -> None:
+    global _parent
     if not _parent:
         return
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != _parent:
         os._exit(1)
+    _parent = os.getpid()
