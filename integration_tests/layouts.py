@@ -1,9 +1,14 @@
 """Parallel layouts of tests, by short names such as ``tp2pp2vpp2``."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from mca_config.arguments import DistributingParallelArguments
+
+Pair = tuple[str, str]
 
 _FLAGS = {
     "tp": "tensor_model_parallel_size",
@@ -21,6 +26,20 @@ def arguments(name: str, **settings: Any) -> DistributingParallelArguments:
     sizes |= {_FLAGS[axis]: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", name) if axis != "dp"}
     sequence_parallel = True if name.endswith("sp") else None
     return DistributingParallelArguments(**sizes, sequence_parallel=sequence_parallel, **settings)
+
+
+def selected(request: pytest.FixtureRequest, grid: Sequence[Pair]) -> list[Pair]:
+    """The pairs of case and layout in ``grid`` that a test of this run needs of the fixture ``request``."""
+    params = [
+        item.callspec.params
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and request.fixturename in item.fixturenames
+        and item.module is request.module
+        and hasattr(item, "callspec")
+    ]
+    wanted = {(each.get("case"), each.get("layout")) for each in params}
+    return [pair for pair in grid if pair in wanted]
 
 
 def world_size(name: str) -> int:

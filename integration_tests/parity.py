@@ -2,7 +2,8 @@
 
     .venv/bin/python integration_tests/parity.py docs/parity.md
 
-Prints a table of the largest absolute differences of the fp32 logits, and which combinations are refused and why.
+Prints a table of the largest absolute differences of the fp32 logits, and which combinations are refused and why;
+fails where a difference is too large or a token is sent to other experts.
 """
 
 import math
@@ -16,6 +17,7 @@ from pathlib import Path
 from harness import run_ranks
 from layouts import arguments, world_size
 from reference import CASES, FAMILY_CASES, Reference, make_reference
+from routing import compare
 
 LAYOUTS = ("tp2sp", "tp2pp2sp", "pp2vpp2", "pp3uneven", "cp2", "tp2cp2sp", "ep2", "tp2ep2etp1sp")
 UNEVEN = "Et|tt|tL"
@@ -29,7 +31,7 @@ class Measured:
 
     Args:
         difference: Largest absolute difference of the logits.
-        refusal: The error, None if it ran.
+        refusal: What went wrong, None if nothing did.
     """
 
     difference: float
@@ -60,8 +62,9 @@ def measure_all(references: list[Reference], layouts: list[str]) -> dict[tuple[s
             except Exception as error:  # the same on every rank: go on with the other models
                 found[reference.case, layout] = Measured(math.inf, f"{type(error).__name__}: {error}"[:300])
                 continue
-            difference = (model.logits(reference.input_ids) - reference.logits).abs().max()
-            found[reference.case, layout] = Measured(float(difference))
+            compared = compare(model, reference)
+            problem = compared.problem()
+            found[reference.case, layout] = Measured(math.inf if problem else compared.difference, problem)
     return found
 
 
@@ -91,8 +94,9 @@ def render(found: dict[tuple[str, str], Measured], cases: Iterable[str], layouts
         f"megatron-core {version('megatron-core')}, transformers {version('transformers')}, torch CPU over gloo.",
         "",
         "Each figure is the largest absolute difference of the fp32 logits of a tiny random model (4 layers) between",
-        f"the factory on that layout and `transformers` on one process; {TOLERANCE:g} is allowed. `sp` is sequence",
-        f"parallelism, `pp3uneven` the pipeline `{UNEVEN}`; `-` means that the model has no experts.",
+        f"the factory on that layout and `transformers` on one process; {TOLERANCE:g} is allowed. Where there are",
+        "experts, every token is sent to the same ones in every layer; a layout that did not would read **fails**.",
+        f"`sp` is sequence parallelism, `pp3uneven` the pipeline `{UNEVEN}`; `-` means that the model has no experts.",
         "",
         "| case | " + " | ".join(layouts) + " |",
         "|---|" + "---|" * len(layouts),

@@ -1,7 +1,7 @@
 """Tiny Hugging Face models with weights that matter, and what transformers computes with them."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parent.parent / "packages" / "mca-models" / "tests"))
 from tiny_hf import CASES as FAMILY_CASES
 from tiny_hf import SIZE
+
+from routing import Experts, recorded_experts
 
 Case = tuple[str, dict[str, Any]]
 
@@ -73,12 +75,14 @@ class Reference:
         path: The directory that transformers saved.
         input_ids: ``[batch, seq]``.
         logits: fp32 ``[batch, seq, vocab]``.
+        experts: Where each token is sent.
     """
 
     case: str
     path: Path
     input_ids: torch.Tensor
     logits: torch.Tensor
+    experts: Experts = field(default_factory=dict)
 
 
 @cache
@@ -103,7 +107,7 @@ def make_reference(case: str, folder: Path, dtype: str = "float32", batch: int =
     model = hf_model(case)
     generator = torch.Generator().manual_seed(7)
     input_ids = torch.randint(0, SIZE["vocab_size"], (batch, 24), generator=generator)
-    with torch.no_grad():
+    with torch.no_grad(), recorded_experts(model, batch) as experts:
         logits = model(input_ids, use_cache=False).logits
     if not path.exists():
         if dtype == "float32":
@@ -112,4 +116,4 @@ def make_reference(case: str, folder: Path, dtype: str = "float32", batch: int =
             import copy
 
             copy.deepcopy(model).to(getattr(torch, dtype)).save_pretrained(path)
-    return Reference(case, path, input_ids, logits)
+    return Reference(case, path, input_ids, logits, experts)

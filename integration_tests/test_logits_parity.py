@@ -1,4 +1,4 @@
-"""The factory's models compute what transformers computes, on every layout."""
+"""The factory's models compute what transformers computes and choose the same experts, on every layout."""
 
 from collections.abc import Callable
 from functools import cache
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from harness import run_ranks
-from layouts import arguments, world_size
+from layouts import arguments, selected, world_size
 from reference import DENSE_CASES, MOE_CASES, Reference, make_reference
+from routing import compare
 
 pytestmark = pytest.mark.ranks
 
@@ -32,7 +33,7 @@ GRID += [(case, layout) for case in MOE_CASES for layout in MOE_LAYOUTS]
 TOLERANCE = 1e-4
 
 Differences = dict[tuple[str, str], float | str]
-"""The largest difference, or why the model could not be built."""
+"""The largest difference, or what went wrong: it could not be built, or chose other experts."""
 
 
 def differences(pairs: list[tuple[Reference, str]]) -> Differences:
@@ -46,20 +47,23 @@ def differences(pairs: list[tuple[Reference, str]]) -> Differences:
         except Exception as error:  # the same on every rank: go on with the other models
             found[reference.case, layout] = f"{type(error).__name__}: {error}"
             continue
-        logits = model.logits(reference.input_ids)
-        found[reference.case, layout] = float((logits - reference.logits).abs().max())
+        compared = compare(model, reference)
+        found[reference.case, layout] = compared.problem() or compared.difference
     return found
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Differences]]:
+def measured(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], list[Differences]]:
     """Every case on every layout of so many ranks, from one fork."""
     folder: Path = tmp_path_factory.mktemp("references")
+    grid = selected(request, GRID)
 
     @cache
     def of_world(size: int) -> list[Differences]:
         pairs = [
-            (make_reference(case, folder), layout) for case, layout in GRID if world_size(layout) == size
+            (make_reference(case, folder), layout) for case, layout in grid if world_size(layout) == size
         ]
         return run_ranks(size, differences, sorted(pairs, key=lambda pair: pair[1]), timeout=300)
 

@@ -13,6 +13,7 @@ from harness import RanksFailed, run_ranks
 from layouts import arguments
 from mca_models.weights import Concat, Param, Transposed
 from reference import Reference, make_reference
+from routing import compare
 
 pytestmark = pytest.mark.ranks
 
@@ -90,6 +91,29 @@ def test_a_wrong_template_is_seen(fault: Fault, reference: Reference) -> None:
 
 def test_the_right_template_is_not(reference: Reference) -> None:
     assert max(run_ranks(2, difference, reference, None)) <= 1e-4
+
+
+def swapped_experts(reference: Reference) -> tuple[float, str | None]:
+    """Experts 0 and 1 change places and their router rows too: logits cannot tell. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+
+    model = AutoModel.from_pretrained(reference.path, arguments("tp1"))
+    mlp: Any = model.chunks[0].decoder.layers[2].mlp
+    with torch.no_grad():
+        mlp.router.weight[:2] = mlp.router.weight[:2].flip(0)
+        first, second = mlp.experts.local_experts[0], mlp.experts.local_experts[1]
+        for a, b in zip(first.parameters(), second.parameters(), strict=True):
+            kept = a.clone()
+            a.copy_(b)
+            b.copy_(kept)
+    compared = compare(model, reference)
+    return compared.difference, compared.problem()
+
+
+def test_other_experts_are_seen_where_logits_cannot_tell(tmp_path: Path) -> None:
+    ((difference, problem),) = run_ranks(1, swapped_experts, make_reference("qwen3_moe", tmp_path))
+    assert difference <= 1e-4
+    assert problem and problem.endswith("are sent to other experts, in layers [2]")
 
 
 @pytest.mark.parametrize("kind", ["missing", "unexpected", "shape"])

@@ -61,6 +61,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
     "seed_oss": ("seed_oss", {}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}),
     "qwen2_moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]}),
     "qwen3_moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
     "glm4_moe": ("glm4_moe", {**GROUPED, "use_qk_norm": True, "attention_bias": True}),
@@ -72,6 +73,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {**EXPERTS, **DELTA_NET, **SHARED}),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "gemma2": (
+        "gemma2",
+        {
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,  # low enough to bend the scores and logits of this size
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "gemma3_text": ("gemma3_text", {"sliding_window": 8, "query_pre_attn_scalar": 24}),
     "olmo2": ("olmo2", {"head_dim": 8}),
     "phi3": ("phi3", {"head_dim": 8}),

@@ -68,6 +68,10 @@ class McaModelConfig:
     """Factor on attention scores; None: ``kv_channels ** -0.5``."""
     softmax_type: Literal["vanilla", "learnable"] = "vanilla"
     """``learnable``: each head has a logit of its own beside its keys' (an attention sink)."""
+    attn_logit_softcapping: float | None = None
+    """Attention scores x become ``c * tanh(x / c)``; None: they stay."""
+    final_logit_softcapping: float | None = None
+    """The same for the output layer's logits."""
     glu_linear_offset: float = 0.0
     """Added to the up half of a gated MLP: ``activation(gate) * (up + offset)``."""
     activation_func_clamp_value: float | None = None

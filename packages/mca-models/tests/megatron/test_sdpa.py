@@ -16,6 +16,7 @@ def reference(
     start: int,
     window: int | None,
     sink: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
@@ -25,6 +26,8 @@ def reference(
     if window is not None:
         seen &= columns > rows - window
     scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~seen, float("-inf"))
     if sink is not None:
         scores = torch.cat([scores, sink.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
@@ -57,27 +60,52 @@ def test_equals_explicit_mask(
 
 
 @pytest.mark.parametrize("block", [512, 3])
+@pytest.mark.parametrize("with_sink,softcap", [(True, None), (False, 0.7), (True, 0.7)])
 @pytest.mark.parametrize("start,window", [(0, None), (0, 5), (7, None), (7, 4)])
-def test_a_sink_takes_its_share_of_the_weights(
-    start: int, window: int | None, block: int, monkeypatch: pytest.MonkeyPatch
+def test_sinks_and_caps_equal_explicit_scores(
+    start: int,
+    window: int | None,
+    with_sink: bool,
+    softcap: float | None,
+    block: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sdpa, "QUERY_BLOCK", block)
     q, k, v = random_qkv(10, start + 10)
-    sink = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True)
-    out = causal_attention(q, k, v, start=start, window=window, sink=sink)
-    expected = reference(q, k, v, start, window, sink)
+    sink = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True) if with_sink else None
+    out = causal_attention(q, k, v, start=start, window=window, sink=sink, softcap=softcap)
+    expected = reference(q, k, v, start, window, sink, softcap)
     torch.testing.assert_close(out, expected)
     weight = torch.randn_like(out)
-    ours = torch.autograd.grad((out * weight).sum(), (q, k, v, sink))
-    theirs = torch.autograd.grad((expected * weight).sum(), (q, k, v, sink))
+    leaves = (q, k, v) if sink is None else (q, k, v, sink)
+    ours = torch.autograd.grad((out * weight).sum(), leaves)
+    theirs = torch.autograd.grad((expected * weight).sum(), leaves)
     for mine, his in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, his)
 
 
-def test_plain_causal_attention_makes_no_score_matrix() -> None:
-    length, heads, channels = 4096, 1, 8
-    q, k, v = (torch.randn(1, heads, length, channels) for _ in range(3))
+def test_dropout_of_capped_scores_is_the_same_in_the_backward_pass() -> None:
+    q, k, v = random_qkv(12, 12)
+    torch.manual_seed(3)
+    out = causal_attention(q, k, v, softcap=0.7, dropout=0.5)
+    (grad,) = torch.autograd.grad(out.sum(), v)
+    # the output is linear in the values: its gradient times them is the output again
+    torch.testing.assert_close((grad * v).sum(), out.sum())
+
+
+@pytest.mark.parametrize(
+    "window,softcap,start", [(None, None, 0), (64, None, 0), (None, 2.0, 0), (None, None, 64)]
+)
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_no_allocation_is_as_large_as_a_score_matrix(
+    window: int | None, softcap: float | None, start: int, with_sink: bool
+) -> None:
+    """One head, so that a seq x seq mask of bytes is the least that is forbidden; forwards and backwards."""
+    length, channels = 4096, 8
+    shapes = [(1, 1, length, channels)] + [(1, 1, start + length, channels)] * 2
+    q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    sink = torch.zeros(1, requires_grad=True) if with_sink else None
     with torch.profiler.profile(profile_memory=True) as profile:
-        causal_attention(q, k, v)
+        causal_attention(q, k, v, start=start, window=window, softcap=softcap, sink=sink).sum().backward()
     biggest = max(event.self_cpu_memory_usage for event in profile.events())
-    assert biggest < length * length, "an allocation as large as a seq x seq byte mask"
+    assert biggest < length * length

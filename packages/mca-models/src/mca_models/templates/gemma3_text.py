@@ -1,5 +1,6 @@
 """Gemma 3, the text model: HF ``Gemma3ForCausalLM``: norms around each block, windows, two ropes."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from mca_config.model_config import McaModelConfig
@@ -17,6 +18,29 @@ from mca_models.templates.family import Family
 
 GELU = "gelu_pytorch_tanh"
 FULL, SLIDING = "full_attention", "sliding_attention"
+CONSTANTS: Mapping[str, Any] = {
+    "hidden_act": GELU,
+    "layernorm_zero_centered_gamma": True,
+    "norm_placement": "sandwich",
+}
+GELU_ONLY = Fixed("hidden_activation", (GELU,), "Gemma's gated MLP")
+CAUSAL = Fixed("use_bidirectional_attention", (False, None), "Megatron's decoder is causal")
+
+
+def scales(hf: HfConfig) -> dict[str, Any]:
+    """The factors on scores and embeddings that HF computes from sizes."""
+    return {
+        "softmax_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5,
+        "embedding_multiplier": hf["hidden_size"] ** 0.5,
+    }
+
+
+def restore_scale(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    return {
+        "hidden_activation": GELU,
+        "query_pre_attn_scalar": round((config.softmax_scale or 1.0) ** -2),
+    }
 
 
 def derive(hf: HfConfig) -> dict[str, Any]:
@@ -37,8 +61,7 @@ def derive(hf: HfConfig) -> dict[str, Any]:
         **whole,
         "rotary_base_local": sliding["rotary_base"],
         "layer_types": tuple(kinds),
-        "softmax_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5,
-        "embedding_multiplier": hf["hidden_size"] ** 0.5,
+        **scales(hf),
     }
 
 
@@ -46,31 +69,25 @@ def restore(config: McaModelConfig) -> HfConfig:
     """See ``ConfigTable.restore``."""
     full = {"rope_theta": config.rotary_base, "rope_type": "default", **(config.rope_scaling or {})}
     return {
-        "hidden_activation": GELU,
         "rope_parameters": {
             FULL: full,
             SLIDING: {"rope_theta": config.rotary_base_local, "rope_type": "default"},
         },
         "layer_types": list(config.layer_types or ()),
-        "query_pre_attn_scalar": round((config.softmax_scale or 1.0) ** -2),
+        **restore_scale(config),
     }
 
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(tied=True), Field("window_size", "sliding_window", None)),
     defaults={"head_dim": 256, "sliding_window": 4096},
-    constants={
-        "hidden_act": GELU,
-        "layernorm_zero_centered_gamma": True,
-        "norm_placement": "sandwich",
-        "qk_layernorm": True,
-    },
+    constants={**CONSTANTS, "qk_layernorm": True},
     fixed=(
         NO_ATTENTION_BIAS,
-        Fixed("hidden_activation", (GELU,), "Gemma 3's gated MLP"),
+        GELU_ONLY,
         Fixed("attn_logit_softcapping", (None,), "Gemma 3 has none"),
         Fixed("final_logit_softcapping", (None,), "Gemma 3 has none"),
-        Fixed("use_bidirectional_attention", (False, None), "Megatron's decoder is causal"),
+        CAUSAL,
     ),
     derive=derive,
     restore=restore,

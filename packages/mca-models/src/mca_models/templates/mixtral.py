@@ -1,12 +1,11 @@
 """Mixtral: HF ``MixtralForCausalLM``, every MLP a mixture of experts."""
 
-from mca_config.model_config import McaModelConfig
-from mca_models.templates.common import attention, embedding, head
+from functools import partial
+
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.moe import aux_loss, expert_fields, mlp_layers, restore_aux_loss
+from mca_models.templates.moe import aux_loss, expert_fields, moe_params, restore_aux_loss
 from mca_models.templates.names import MoeNames
-from mca_models.weights import Param, each
 
 CONFIG = ConfigTable(
     fields=(
@@ -28,11 +27,7 @@ NAMES = MoeNames(
 )
 
 
-def params(config: McaModelConfig) -> list[Param]:
-    """Every parameter of the model, in checkpoint order."""
-    layers = each(attention(config), layers=range(config.num_layers))
-    return [embedding(), *layers, *mlp_layers(config, NAMES), *head(config)]
-
+params = partial(moe_params, names=NAMES)
 
 FAMILY = Family(
     model_type="mixtral", architecture="MixtralForCausalLM", config=CONFIG, params=params, moe=NAMES

@@ -4,20 +4,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.common import MLP, dense_mlp, down, gate_up, inner
+from mca_models.templates.common import MLP, attention, dense_mlp, down, embedding, gate_up, head, inner
 from mca_models.templates.config_table import Field, HfConfig
-from mca_models.templates.names import FUSED, FUSED_ROUTER, HF, MoeNames
+from mca_models.templates.names import FUSED, HF, MoeNames, in_memory
 from mca_models.weights import GATED, ROW, Concat, Param, each
 
 
 def router(config: McaModelConfig, names: MoeNames) -> list[Param]:
     """The norm before an expert layer, its router, and the bias that only chooses experts."""
+    weight, bias = names.router, names.router_bias
+    if config.extra.get("fused_experts"):
+        weight, bias = in_memory(weight), in_memory(bias)
     rules = [
         inner("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
-        inner("mlp.router.weight", FUSED_ROUTER if config.extra.get("fused_experts") else names.router),
+        inner("mlp.router.weight", weight),
     ]
     if config.moe_router_enable_expert_bias:
-        rules.append(inner("mlp.router.expert_bias", names.router_bias, keep_fp32=True))
+        rules.append(inner("mlp.router.expert_bias", bias, keep_fp32=True))
     return rules
 
 
@@ -45,6 +48,12 @@ def shared_experts(config: McaModelConfig, names: MoeNames) -> list[Param]:
     if config.moe_shared_expert_gate:
         rules.append(Param(mca=f"{mca}gate_weight", hf=(HF + names.shared_gate,)))
     return rules
+
+
+def moe_params(config: McaModelConfig, names: MoeNames) -> list[Param]:
+    """Every parameter of a model of attention and ``mlp_layers``, in checkpoint order."""
+    layers = each(attention(config), layers=range(config.num_layers))
+    return [embedding(), *layers, *mlp_layers(config, names), *head(config)]
 
 
 def mlp_layers(config: McaModelConfig, names: MoeNames) -> Iterator[Param]:

@@ -6,8 +6,8 @@ HF = "model.layers.{layer}."
 HF_ATTN, HF_MLP = HF + "self_attn.", HF + "mlp."
 HF_EMBEDDING, HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-# where transformers' modules (5.x) have all experts of a layer in one tensor, and the router beside it
-FUSED, FUSED_ROUTER = "mlp.experts.", "mlp.gate.weight"
+# where transformers' modules (5.x) have all experts of a layer in one tensor
+FUSED = "mlp.experts."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,3 +22,8 @@ class MoeNames:
     down: str = "down_proj.weight"
     shared: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate.weight"
+
+
+def in_memory(name: str) -> str:
+    """What transformers' modules (5.x) call a router's tensor that files call ``name``."""
+    return name.replace("block_sparse_moe.", "mlp.")

@@ -1,13 +1,13 @@
 """Qwen 3 with experts: HF ``Qwen3MoeForCausalLM``."""
 
+from functools import partial
+
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.common import attention, embedding, head
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.moe import aux_loss, expert_fields, mlp_layers, restore_aux_loss
+from mca_models.templates.moe import aux_loss, expert_fields, moe_params, restore_aux_loss
 from mca_models.templates.names import MoeNames
 from mca_models.templates.qwen2 import restore_window, window
-from mca_models.weights import Param, each
 
 NAMES = MoeNames()
 
@@ -41,11 +41,7 @@ CONFIG = ConfigTable(
 )
 
 
-def params(config: McaModelConfig) -> list[Param]:
-    """Every parameter of the model, in checkpoint order."""
-    layers = each(attention(config), layers=range(config.num_layers))
-    return [embedding(), *layers, *mlp_layers(config, NAMES), *head(config)]
-
+params = partial(moe_params, names=NAMES)
 
 FAMILY = Family(
     model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", config=CONFIG, params=params, moe=NAMES

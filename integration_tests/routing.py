@@ -1,0 +1,98 @@
+"""Which experts each token is sent to, by transformers and by the factory on any layout."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Experts = dict[int, Tensor]
+"""By decoder layer (from 0): ``[batch, seq, experts]``, whether a token is sent to an expert."""
+
+
+@contextmanager
+def recorded_experts(model: Any, batch: int) -> Iterator[Experts]:
+    """What the experts of a transformers model are given in one forward pass, by layer."""
+    found: Experts = {}
+
+    def record(layer: int) -> Any:
+        def hook(module: Any, args: tuple[Any, ...]) -> None:
+            chosen: Tensor = args[1]  # [batch * seq, topk]
+            count = module.gate_up_proj.shape[0]
+            sent = torch.zeros(len(chosen), count, dtype=torch.bool).scatter_(1, chosen, True)
+            found[layer] = sent.unflatten(0, (batch, -1))
+
+        return hook
+
+    named = [(name.split("."), module) for name, module in model.named_modules()]
+    hooks = [
+        module.register_forward_pre_hook(record(int(name[2])))
+        for name, module in named
+        if type(module).__name__.endswith("Experts")
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass
+class Compared:
+    """The factory against transformers on one rank.
+
+    Args:
+        difference: Largest absolute difference of the logits.
+        misrouted: Tokens of this rank, in layers of this rank, that are sent to other experts.
+        routed: Tokens of this rank, in layers of this rank, that were compared.
+    """
+
+    difference: float
+    misrouted: int = 0
+    routed: int = 0
+    layers: list[int] = field(default_factory=list)
+
+    def problem(self) -> str | None:
+        """What is wrong with the routing, None if nothing is."""
+        if self.misrouted:
+            return (
+                f"{self.misrouted} of {self.routed} tokens are sent to other experts, in layers {self.layers}"
+            )
+        return None
+
+
+def compare(models: Any, reference: Any) -> Compared:
+    """Logits and routing of ``models`` against ``reference``; on every rank."""
+    maps: dict[int, list[Tensor]] = {}
+    hooks = []
+    for layer in (layer for chunk in models.chunks for layer in chunk.decoder.layers):
+        router = getattr(layer.mlp, "router", None)
+        if router is not None:
+            record = maps.setdefault(layer.layer_number - 1, [])
+            hooks.append(router.register_forward_hook(lambda m, a, out, record=record: record.append(out[1])))
+    logits = models.logits(reference.input_ids)
+    for hook in hooks:
+        hook.remove()
+    compared = Compared(float((logits - reference.logits).abs().max()))
+    for layer, records in maps.items():
+        expected = own_tokens(models, reference.experts[layer])
+        rows = [each.bool().view(len(expected), -1, expected.shape[-1]) for each in records]
+        wrong = (torch.cat(rows, 1)[:, : expected.shape[1]] != expected).any(-1)
+        compared.routed += wrong.numel()
+        compared.misrouted += int(wrong.sum())
+        compared.layers += [layer] if wrong.any() else []
+    return compared
+
+
+def own_tokens(models: Any, x: Tensor) -> Tensor:
+    """What of ``[batch, seq, ...]`` a router of this rank sees, as ``[seq, batch, ...]``."""
+    from mca_models.megatron import parallel
+    from mca_models.megatron.layers.zigzag import take
+
+    context, tensor = parallel.context_group(), parallel.tensor_group()
+    x = take(x, 1, context.rank(), context.size())
+    if models.megatron.sequence_parallel:
+        x = x.chunk(tensor.size(), 1)[tensor.rank()]
+    return x.transpose(0, 1)

@@ -1,0 +1,45 @@
+"""Gemma 2: HF ``Gemma2ForCausalLM``: capped scores and logits, norms around each block, alternating windows."""
+
+from typing import Any
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates.common import dense_layers
+from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Field, HfConfig, dense_fields
+from mca_models.templates.family import Family
+from mca_models.templates.gemma3_text import (
+    CAUSAL,
+    CONSTANTS,
+    FULL,
+    GELU_ONLY,
+    SLIDING,
+    restore_scale,
+    scales,
+)
+
+
+def derive(hf: HfConfig) -> dict[str, Any]:
+    """Kinds of layers, every other one with a window, and the scales that HF computes from sizes."""
+    pattern = [FULL if i % 2 else SLIDING for i in range(hf["num_hidden_layers"])]
+    return {"layer_types": tuple(hf.get("layer_types") or pattern), **scales(hf)}
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    return {"layer_types": list(config.layer_types or ()), **restore_scale(config)}
+
+
+CONFIG = ConfigTable(
+    fields=(
+        *dense_fields(tied=True),
+        Field("window_size", "sliding_window", 4096),
+        Field("attn_logit_softcapping", "attn_logit_softcapping", None),
+        Field("final_logit_softcapping", "final_logit_softcapping", None),
+    ),
+    defaults={"head_dim": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    constants=CONSTANTS,
+    fixed=(NO_ATTENTION_BIAS, GELU_ONLY, CAUSAL),
+    derive=derive,
+    restore=restore,
+)
+
+FAMILY = Family(model_type="gemma2", architecture="Gemma2ForCausalLM", config=CONFIG, params=dense_layers)

@@ -1,0 +1,57 @@
+"""MiniMax M2: HF ``MiniMaxM2ForCausalLM``: sigmoid routing with a bias, norms over all heads of q and of k."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    SILU,
+    ConfigTable,
+    Fixed,
+    HfConfig,
+    dense_fields,
+    read_rope,
+)
+from mca_models.templates.family import Family
+from mca_models.templates.mixtral import NAMES as MIXTRAL
+from mca_models.templates.moe import aux_loss, expert_fields, moe_params, restore_aux_loss
+
+NAMES = replace(MIXTRAL, router_bias="block_sparse_moe.e_score_correction_bias")
+
+
+def derive(hf: HfConfig) -> dict[str, Any]:
+    """The load-balancing loss, and the rotated share of a head, which published files give in channels."""
+    rope = read_rope(hf)
+    if hf.get("rotary_dim") and rope["rotary_percent"] == 1.0:
+        rope["rotary_percent"] = hf["rotary_dim"] / hf["head_dim"]
+    return rope | aux_loss(hf)
+
+
+CONFIG = ConfigTable(
+    fields=(*dense_fields(), *expert_fields(count="num_local_experts", ffn="intermediate_size")),
+    defaults={"head_dim": 128, "rope_theta": 5e6},
+    constants={
+        "qk_layernorm": True,
+        "qk_layernorm_full_width": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_pre_softmax": True,
+    },
+    fixed=(
+        SILU,
+        NO_ATTENTION_BIAS,
+        Fixed("scoring_func", ("sigmoid",), "MiniMax M2's router"),
+        Fixed("use_qk_norm", (True,), "all published models have these norms"),
+    ),
+    derive=derive,
+    restore=restore_aux_loss,
+)
+
+FAMILY = Family(
+    model_type="minimax_m2",
+    architecture="MiniMaxM2ForCausalLM",
+    config=CONFIG,
+    params=partial(moe_params, names=NAMES),
+    moe=NAMES,
+)
