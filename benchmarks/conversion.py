@@ -1,15 +1,18 @@
 """Times mca-convert against ``cp -r`` plus ``sync`` of the same bytes, interleaved, with warm cache.
 
-    python benchmarks/conversion.py [--gigabytes 4.3] [--rounds 5] [--folder DIR] [dense|moe ...]
+    python benchmarks/conversion.py [--gigabytes 4.3] [--rounds 5] [--folder DIR] [dense|quarter|moe|fp8 ...]
 
-Makes random models (dense Llama; Qwen3-MoE with 128 experts in each of 24 layers), then for each round runs
-cp, HF -> MCA, cp, MCA -> HF. Prints medians, the ratio of throughputs, the peak of anonymous memory beyond
-the interpreter's own, and the size of the tree on disk. Needs three times the model's size in the folder.
+Makes random models (a Llama; the same at a quarter of the size; a Qwen3-MoE with 128 experts in each of 24
+layers; a quarter of the Llama in fp8 blocks), checks one round trip with ``verify``, then runs cp, HF -> MCA,
+cp, MCA -> HF in turns. Prints medians, the ratio of throughputs, processor time, the peak of anonymous memory, what
+``plan`` predicted for it, and the size of the written tree; exits 1 if a target is missed. Needs four times the
+model's size in the folder and, for a warm cache, in memory.
 """
 
 import argparse
 import json
 import os
+import platform
 import shutil
 import statistics
 import subprocess
@@ -17,14 +20,17 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mca_models.checkpoint import METADATA, HfLayout, SafetensorsWriter, plan_file
-from mca_models.checkpoint.shapes import expected_shape
 from mca_models.templates import config_from_hf, family_of
+from mca_models.templates.shapes import whole_shape
 
 BASE = {
     "hidden_act": "silu",
@@ -35,6 +41,11 @@ BASE = {
     "vocab_size": 32000,
     "attention_bias": False,
 }
+DENSE_LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+MOE_LAYOUT = DENSE_LAYOUT | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
+MEMORY_TARGET = 512 << 20  # beyond the largest tensor
+PLAN_TARGET, SIZE_TARGET = 0.2, 0.01  # relative
+NOISE_BYTES = 64 << 20
 
 
 def dense_config(nbytes: float) -> dict[str, Any]:
@@ -70,58 +81,204 @@ def moe_config(nbytes: float) -> dict[str, Any]:
     }
 
 
+def make_model(hf: dict[str, Any], directory: Path) -> None:
+    """Writes a HF checkpoint of random bytes."""
+    config = config_from_hf(hf)
+    params = family_of(config.model_type).params(config)
+    wholes = {param.mca_name(): whole_shape(param, config) for param in params}
+    layout = HfLayout(params, config, dict.fromkeys(wholes, "BF16"), wholes)
+    write_tensors(directory, {name: layout.specs(name) for name in layout.files})
+    layout.finish(directory)
+    (directory / "config.json").write_text(json.dumps(hf))
+
+
+def make_fp8_model(hf: dict[str, Any], directory: Path) -> None:
+    """The same with the layers' matrices in fp8 blocks of 128 x 128, each with its scale."""
+    make_model(hf, directory)
+    index = read_specs(directory)
+    specs = []
+    for name, (dtype, shape) in index.items():
+        if len(shape) == 2 and ".layers." in name:
+            specs.append((name, "F8_E4M3", shape))
+            specs.append((f"{name}_scale_inv", "F32", tuple(-(-size // 128) for size in shape)))
+        else:
+            specs.append((name, dtype, shape))
+    for file in directory.glob("*.safetensors*"):
+        file.unlink()
+    write_tensors(directory, {"model.safetensors": specs})
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (directory / "config.json").write_text(json.dumps(hf | {"quantization_config": settings}))
+
+
+def read_specs(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of every tensor of a HF checkpoint."""
+    from mca_models.checkpoint import read_header
+
+    headers = [read_header(file) for file in sorted(directory.glob("*.safetensors"))]
+    return {info.name: (info.dtype, info.shape) for header in headers for info in header.tensors.values()}
+
+
+def write_tensors(directory: Path, files: dict[str, list[tuple[str, str, tuple[int, ...]]]]) -> None:
+    """Writes files of random bytes, in which no float of 2 or 4 bytes is infinite or large."""
+    noise = np.random.default_rng(0).integers(0, 255, NOISE_BYTES, dtype=np.uint8)
+    noise[3::4] &= 0x3F
+    noise[1::4] &= 0x3F
+    directory.mkdir(parents=True, exist_ok=True)
+    for file, specs in files.items():
+        plan = plan_file(directory / file, specs, METADATA)
+        with SafetensorsWriter(plan, checksum=False) as writer:
+            for name, info in plan.tensors.items():
+                for start in range(0, info.nbytes, NOISE_BYTES):
+                    writer.write(name, noise[: min(NOISE_BYTES, info.nbytes - start)], start)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model: what it is, in which layout, and what is demanded of it."""
+
+    make: Callable[[dict[str, Any], Path], None]
+    config: Callable[[float], dict[str, Any]]
+    layout: dict[str, int]
+    share: float = 1.0
+    ratio: float | None = None
+    """cp + sync seconds over ours; None: no target."""
+
+
 CASES = {
-    "dense": (dense_config, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
-    "moe": (
-        moe_config,
-        {
-            "tensor_model_parallel_size": 2,
-            "pipeline_model_parallel_size": 2,
-            "expert_model_parallel_size": 4,
-            "expert_tensor_parallel_size": 1,
-        },
-    ),
+    "dense": Case(make_model, dense_config, DENSE_LAYOUT, ratio=1.0),
+    "quarter": Case(make_model, dense_config, DENSE_LAYOUT, share=0.25),
+    "moe": Case(make_model, moe_config, MOE_LAYOUT, ratio=0.7),
+    "fp8": Case(make_fp8_model, dense_config, DENSE_LAYOUT, share=0.25),
 }
 
 
-def make_model(hf: dict[str, Any], directory: Path) -> int:
-    """Writes a HF checkpoint of random bytes; returns their number."""
-    config = config_from_hf(hf)
-    params = family_of(config.model_type).params(config)
-    wholes = {param.mca_name(): shape for param in params if (shape := expected_shape(param, config))}
-    wholes |= {param.mca_name(): (config.kv_channels,) for param in params if param.mca_name() not in wholes}
-    layout = HfLayout(params, config, dict.fromkeys(wholes, "BF16"), wholes)
-    noise = np.random.default_rng(0).integers(0, 255, 64 << 20, dtype=np.uint8)
-    directory.mkdir(parents=True)
-    total = 0
-    for file in layout.files:
-        plan = plan_file(directory / file, layout.specs(file), METADATA)
-        with SafetensorsWriter(plan, checksum=False) as writer:
-            for name, info in plan.tensors.items():
-                for start in range(0, info.nbytes, noise.size):
-                    writer.write(name, noise[: min(noise.size, info.nbytes - start)], start)
-                total += info.nbytes
-    layout.finish(directory)
-    (directory / "config.json").write_text(json.dumps(hf))
-    return total
+@dataclass
+class Runs:
+    """What the runs of one command took."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    peak: int = 0
+
+    def add(self, seconds: float, cpu: float, peak: int) -> None:
+        """One more run."""
+        self.seconds.append(seconds)
+        self.cpu.append(cpu)
+        self.peak = max(self.peak, peak)
 
 
-def timed(command: list[str]) -> tuple[float, float, int]:
-    """Seconds until ``command`` and a sync are done, its CPU seconds, and its peak of anonymous memory."""
-    os.sync()
-    started = time.perf_counter()
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    peak = [0]
-    watcher = threading.Thread(target=watch, args=(process.pid, peak))
-    watcher.start()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = code = os.waitstatus_to_exitcode(status)
-    os.sync()
-    seconds = time.perf_counter() - started
-    watcher.join()
-    if code:
-        sys.exit(f"{' '.join(command)} failed with {code}")
-    return seconds, usage.ru_utime + usage.ru_stime, peak[0]
+class Bench:
+    """Measures one case in a folder of its own.
+
+    Args:
+        name: Of the case.
+        gigabytes: Of the whole size; a case may take a share.
+        rounds: Timed ones; one more warms the cache.
+        folder: Empty; everything is made there.
+    """
+
+    def __init__(self, name: str, gigabytes: float, rounds: int, folder: Path) -> None:
+        self.name, self.case, self.rounds = name, CASES[name], rounds
+        self.source, self.copy, self.mca, self.back = (folder / n for n in ("hf", "copy", "mca", "back"))
+        self.environment = {key: v for key, v in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+        self.environment["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")  # as an installer compiles it
+        self.case.make(self.case.config(gigabytes * 1e9 * self.case.share), self.source)
+        self.largest = max(int(np.prod(shape)) * 2 for _, shape in read_specs(self.source).values())
+
+    def converter(self, *arguments: object) -> list[str]:
+        """A command line of mca-convert."""
+        return [sys.executable, "-m", "mca_convert", *map(str, arguments)]
+
+    def flags(self) -> list[str]:
+        """The layout's."""
+        return [f"--{name}={value}" for name, value in self.case.layout.items()]
+
+    def steps(self) -> list[tuple[str, list[str], Path]]:
+        """The commands of a round, each with what it writes."""
+        to_mca = self.converter("--checkpoint_path", self.source, "--output_path", self.mca, *self.flags())
+        to_hf = self.converter("--checkpoint_path", self.mca, "--output_path", self.back)
+        copy = ["cp", "-r", str(self.source), str(self.copy)]
+        copy_mca = ["cp", "-r", str(self.mca), str(self.copy)]
+        return [
+            ("cp", copy, self.copy),
+            ("to MCA", to_mca, self.mca),
+            ("cp back", copy_mca, self.copy),
+            ("to HF", to_hf, self.back),
+        ]
+
+    def run(self) -> list[str]:
+        """Prints both directions; returns the targets that were missed."""
+        results = {name: Runs() for name, _, _ in self.steps()}
+        for number in range(self.rounds + 1):
+            for name, command, target in self.steps():
+                shutil.rmtree(target, ignore_errors=True)
+                measured = self.timed(command)
+                if number:  # the first round warms the cache
+                    results[name].add(*measured)
+            if number == 0:
+                self.quietly(self.converter("verify", self.source, self.back))
+        rows = [
+            ("to MCA", "cp", self.source, self.mca, self.flags()),
+            ("to HF", "cp back", self.mca, self.back, []),
+        ]
+        return [
+            f"{self.name} {name}: {fault}"
+            for name, cp, source, target, flags in rows
+            for fault in self.report(name, results[name], results[cp], source, target, flags)
+        ]
+
+    def report(
+        self, name: str, ours: Runs, cp: Runs, source: Path, target: Path, flags: list[str]
+    ) -> list[str]:
+        """Prints one direction; returns the targets that it missed."""
+        median, reference = statistics.median(ours.seconds), statistics.median(cp.seconds)
+        planned = self.planned_bytes(source, flags)
+        size = tree_bytes(target) / tree_bytes(source)
+        print(
+            f"| {self.name} {tree_bytes(target) / 1e9:.2f} GB | {name} | {median:.2f} | {reference:.2f} | "
+            f"{reference / median:.2f} | {statistics.median(ours.cpu):.2f} | {statistics.median(cp.cpu):.2f} | "
+            f"{ours.peak / 2**20:.0f} | {planned / 2**20:.0f} | {size:.4f} |",
+            flush=True,
+        )
+        faults = []
+        if self.case.ratio and reference / median < self.case.ratio:
+            faults.append(f"{reference / median:.2f} of cp, wanted {self.case.ratio}")
+        if ours.peak > MEMORY_TARGET + self.largest:
+            faults.append(f"{ours.peak >> 20} MiB of memory")
+        if abs(planned / ours.peak - 1) > PLAN_TARGET:
+            faults.append(f"planned {planned >> 20} MiB, took {ours.peak >> 20}")
+        if self.name != "fp8" and abs(size - 1) > SIZE_TARGET:
+            faults.append(f"{size:.4f} of the source's bytes")
+        return faults
+
+    def planned_bytes(self, source: Path, flags: list[str]) -> int:
+        """The peak of memory that ``plan`` predicts."""
+        command = self.converter("plan", "--checkpoint_path", source, *flags, "--json")
+        peak: int = json.loads(self.quietly(command))["peak_bytes"]
+        return peak
+
+    def quietly(self, command: list[str]) -> bytes:
+        """Standard output of ``command``."""
+        return subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=self.environment
+        ).stdout
+
+    def timed(self, command: list[str]) -> tuple[float, float, int]:
+        """Seconds until ``command`` and a sync are done, its CPU seconds, and its peak of anonymous memory."""
+        os.sync()
+        started = time.perf_counter()
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=self.environment)
+        peak = [0]
+        watcher = threading.Thread(target=watch, args=(process.pid, peak))
+        watcher.start()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = code = os.waitstatus_to_exitcode(status)
+        os.sync()
+        seconds = time.perf_counter() - started
+        watcher.join()
+        if code:
+            sys.exit(f"{' '.join(command)} failed with {code}")
+        return seconds, usage.ru_utime + usage.ru_stime, peak[0]
 
 
 def watch(pid: int, peak: list[int]) -> None:
@@ -144,50 +301,23 @@ def tree_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
-def measure(case: str, gigabytes: float, rounds: int, folder: Path) -> None:
-    """Makes the model of ``case`` in ``folder``, and times and prints both directions."""
-    make, sizes = CASES[case]
-    source, copy, mca, back = (folder / name for name in ("hf", "copy", "mca", "back"))
-    total = make_model(make(gigabytes * 1e9), source)
-    flags = [f"--{name}={value}" for name, value in sizes.items()]
-    convert = [sys.executable, "-m", "mca_convert", "--checkpoint_path"]
-    steps = {
-        "cp": (["cp", "-r", str(source), str(copy)], copy),
-        "to_mca": ([*convert, str(source), "--output_path", str(mca), *flags], mca),
-        "cp again": (["cp", "-r", str(source), str(copy)], copy),
-        "to_hf": ([*convert, str(mca), "--output_path", str(back)], back),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    cpu: dict[str, list[float]] = {name: [] for name in steps}
-    peaks = dict.fromkeys(steps, 0)
-    for number in range(rounds + 1):
-        for name, (command, target) in steps.items():
-            if target != back or name == "to_hf":
-                shutil.rmtree(target, ignore_errors=True)
-            elapsed, busy, peak = timed(command)
-            if number:  # the first round warms the cache
-                seconds[name].append(elapsed)
-                cpu[name].append(busy)
-                peaks[name] = max(peaks[name], peak)
-        if number == 0:
-            subprocess.run(
-                [*convert[:-1], "verify", str(source), str(back)], check=True, stderr=subprocess.DEVNULL
-            )
-    cp = statistics.median(seconds["cp"] + seconds["cp again"])
-    cp_cpu = statistics.median(cpu["cp"] + cpu["cp again"])
-    size = tree_bytes(mca) / tree_bytes(source)
-    for name in ("to_mca", "to_hf"):
-        median = statistics.median(seconds[name])
-        print(
-            f"| {case} {total / 1e9:.2f} GB | {name} | {median:.2f} | {cp:.2f} | {cp / median:.2f} | "
-            f"{statistics.median(cpu[name]):.2f} | {cp_cpu:.2f} | "
-            f"{peaks[name] / 2**20:.0f} | {size:.4f} |",
-            flush=True,
-        )
+def conditions() -> str:
+    """The machine, and how busy it is."""
+    cores = len(os.sched_getaffinity(0))
+    load = os.getloadavg()[0]
+    noise = bytes(1 << 20)
+    started = time.perf_counter()
+    for _ in range(200):
+        zlib.crc32(noise)
+    rate = 200 * len(noise) / (time.perf_counter() - started) / 1e9
+    return (
+        f"{cores} cores, load {load:.1f}, Linux {platform.release()}, Python {platform.python_version()}, "
+        f"NumPy {np.__version__}, zlib CRC-32 {rate:.1f} GB/s"
+    )
 
 
-def main() -> None:
-    """Runs the cases that were asked for."""
+def main() -> int:
+    """Runs the cases that were asked for; 1 if one misses a target."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -196,17 +326,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
-    print(
-        "| model | direction | median s | cp + sync s | cp / ours | CPU s | cp CPU s | anon. MiB | tree / source |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    print(conditions())
+    head = ("model", "direction", "median s", "cp + sync s", "cp / ours", "CPU s", "cp CPU s")
+    head += ("anon. MiB", "planned MiB", "target / source")
+    print("\n| " + " | ".join(head) + " |")
+    print("|---" * len(head) + "|", flush=True)
+    faults = []
     for case in options.cases or CASES:
         folder = Path(tempfile.mkdtemp(prefix="mca-bench-", dir=options.folder))
         try:
-            measure(case, options.gigabytes, options.rounds, folder)
+            faults += Bench(case, options.gigabytes, options.rounds, folder).run()
         finally:
             shutil.rmtree(folder)
+    for fault in faults:
+        print(f"missed: {fault}")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -95,11 +95,11 @@ class Conversion:
 def plan_to_mca(source: ModelSource, layout: ParallelLayout, cast: str | None = None) -> Conversion:
     """A conversion to an MCA checkpoint of ``layout``; ``cast`` is a dtype code."""
     config = replace(_with_dtype(source.config, cast), layout=layout)
-    dtypes = target_dtypes(source.params, source_dtypes(source), cast)
-    target = McaLayout(source.params, config, dtypes, _wholes(source))
+    found = source_dtypes(source)
+    target = McaLayout(source.params, config, target_dtypes(source.params, found, cast), _wholes(source))
     for file in target.files:
         target.specs(file)  # finds what does not divide, naming the flag
-    return Conversion(source, target, list(fills_to_mca(source, target)), iteration_name(1))
+    return Conversion(source, target, list(fills_to_mca(source, target, found)), iteration_name(1))
 
 
 def plan_to_hf(
@@ -107,9 +107,10 @@ def plan_to_hf(
 ) -> Conversion:
     """A conversion to a Hugging Face checkpoint; ``cast`` is a dtype code."""
     config = _with_dtype(source.config, cast)
-    dtypes = target_dtypes(source.params, source_dtypes(source), cast)
+    found = source_dtypes(source)
+    dtypes = target_dtypes(source.params, found, cast)
     target = HfLayout(source.params, config, dtypes, _wholes(source), max_shard_bytes)
-    return Conversion(source, target, list(fills_to_hf(source, target)))
+    return Conversion(source, target, list(fills_to_hf(source, target, found)))
 
 
 def _wholes(source: ModelSource) -> dict[str, tuple[int, ...]]:

@@ -50,6 +50,8 @@ def dtype_faults(source: ModelSource) -> Iterator[str]:
     """All parameters whose parts have different dtypes."""
     for param in source.params:
         parts = source.parts(param)
+        if len(parts) == 1:
+            continue
         found = sorted({part.info.dtype for part in parts})
         if len(found) > 1:
             names = ", ".join(part.info.name for part in parts)
@@ -75,10 +77,9 @@ def target_dtypes(params: Iterable[Param], found: Mapping[str, str], cast: str |
     }
 
 
-def fills_to_mca(source: ModelSource, target: McaLayout) -> Iterator[Fill]:
-    """Fills of an MCA checkpoint's pieces."""
+def fills_to_mca(source: ModelSource, target: McaLayout, found: Mapping[str, str]) -> Iterator[Fill]:
+    """Fills of an MCA checkpoint's pieces; ``found`` are the ``source_dtypes``."""
     plan = target.config.pipeline_plan()
-    found = source_dtypes(source)
     for param in target.params:
         name = param.mca_name()
         side = cut_size(param, target.config.layout)
@@ -88,13 +89,12 @@ def fills_to_mca(source: ModelSource, target: McaLayout) -> Iterator[Fill]:
             yield Fill(file, name, 0, gather, source.parts(param), found[name], target.dtypes[name])
 
 
-def fills_to_hf(source: ModelSource, target: HfLayout) -> Iterator[Fill]:
-    """Fills of a HF checkpoint's tensors, copies of a tied head included."""
+def fills_to_hf(source: ModelSource, target: HfLayout, found: Mapping[str, str]) -> Iterator[Fill]:
+    """Fills of a HF checkpoint's tensors, copies of a tied head included; ``found`` are the ``source_dtypes``."""
     file_of = {name: file for file, names in target.files.items() for name in names}
     copies: dict[str, list[str]] = {}
     for copy, original in target.duplicates.items():
         copies.setdefault(original, []).append(copy)
-    found = source_dtypes(source)
     for param in target.params:
         gathers = source.gathers(param, HF)
         dtype = target.tensors[param.hf_names()[0]][0]

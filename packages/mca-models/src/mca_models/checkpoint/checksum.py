@@ -37,9 +37,24 @@ def _shift(nbytes: int) -> int:
     return power
 
 
+@lru_cache(maxsize=64)
+def _shifted_bytes(nbytes: int) -> tuple[tuple[int, ...], ...]:
+    """For each of the four bytes of a checksum what it becomes, times x^(8 nbytes)."""
+    bits = [_times(_shift(nbytes), 1 << bit) for bit in range(32)]
+    tables = []
+    for low in range(0, 32, 8):
+        table = [0]
+        for bit in bits[low : low + 8]:
+            table += [entry ^ bit for entry in table]
+        tables.append(tuple(table))
+    return tuple(tables)
+
+
 def crc32_join(first: int, second: int, second_nbytes: int) -> int:
     """The CRC-32 of two parts one after the other, from theirs and the length of the second."""
-    return _times(_shift(second_nbytes), first) ^ second
+    a, b, c, d = _shifted_bytes(second_nbytes)
+    shifted = a[first & 255] ^ b[first >> 8 & 255] ^ c[first >> 16 & 255] ^ d[first >> 24]
+    return shifted ^ second
 
 
 def crc32_of_file(file: Path) -> int:

@@ -195,6 +195,7 @@ class McaLayout:
         self.params, self.config = stored(params), config
         self.dtypes, self.wholes = dtypes, wholes
         self.files = pieces_by_file(self.params, config)
+        self._specs: dict[str, list[tuple[str, str, Shape]]] = {}
 
     def piece_shape(self, param: Param, rank: int) -> Shape:
         """The shape of the piece that ``rank`` holds."""
@@ -202,10 +203,12 @@ class McaLayout:
 
     def specs(self, file: str) -> list[tuple[str, str, Shape]]:
         """What ``plan_file`` needs for ``file``: (name, dtype code, shape)."""
-        return [
-            (param.mca_name(), self.dtypes[param.mca_name()], self.piece_shape(param, rank))
-            for param, rank in self.files[file]
-        ]
+        if file not in self._specs:
+            self._specs[file] = [
+                (param.mca_name(), self.dtypes[param.mca_name()], self.piece_shape(param, rank))
+                for param, rank in self.files[file]
+            ]
+        return self._specs[file]
 
     @cached_property
     def manifest_tensors(self) -> dict[str, TensorRecord]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MAX_HEADER_BYTES = 100_000_000  # as the reference implementation
 _METADATA = "__metadata__"
+_ALIGNMENT = 4096  # of the first tensor: whole pages are written and mapped faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ def plan_file(
         places.append((name, dtype, tuple(shape), position, nbytes))
         position += nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     header = struct.pack("<Q", len(text)) + text
     infos = {n: TensorInfo(n, d, s, len(header) + p, size, file) for n, d, s, p, size in places}
     return FilePlan(file, infos, header)

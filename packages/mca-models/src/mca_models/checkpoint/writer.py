@@ -26,10 +26,24 @@ def as_bytes(data: Any) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def start_writeback(fd: int, offset: int, nbytes: int) -> None:
+class Writeback:
     """Has the kernel begin to write what it holds of a file, so that the sync at the end finds little to do."""
-    if nbytes >= _WRITEBACK_BYTES and _sync_file_range is not None:
-        _sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE)  # a hint: failing does no harm
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._lock = fd, threading.Lock()
+        self._start, self._stop, self._nbytes = 0, 0, 0
+
+    def add(self, start: int, nbytes: int) -> None:
+        """``nbytes`` from ``start`` on are there; what is small waits until it has grown."""
+        with self._lock:
+            self._start = min(self._start, start) if self._nbytes else start
+            self._stop = max(self._stop, start + nbytes) if self._nbytes else start + nbytes
+            self._nbytes += nbytes
+            if self._nbytes < _WRITEBACK_BYTES:
+                return
+            start, nbytes, self._nbytes = self._start, self._stop - self._start, 0
+        if _sync_file_range is not None:
+            _sync_file_range(self._fd, start, nbytes, _SYNC_FILE_RANGE_WRITE)  # a hint: failing does no harm
 
 
 def _load_sync_file_range() -> Any:
@@ -40,7 +54,7 @@ def _load_sync_file_range() -> Any:
 
 
 _SYNC_FILE_RANGE_WRITE = 2
-_WRITEBACK_BYTES = 1 << 20
+_WRITEBACK_BYTES = 16 << 20
 _sync_file_range = _load_sync_file_range()
 
 
@@ -69,6 +83,7 @@ class SafetensorsWriter:
             self._fd = os.open(plan.file, os.O_WRONLY | os.O_CLOEXEC)
         except OSError as error:
             raise McaError(f"{plan.file}: cannot be written ({error.strerror})") from None
+        self._writeback = Writeback(self._fd)
 
     def write(self, name: str, data: Any, start: int = 0) -> None:
         """Writes ``data`` (anything with contiguous bytes) at byte ``start`` of tensor ``name``."""
@@ -95,7 +110,7 @@ class SafetensorsWriter:
             position += len(view)
 
         yield append
-        start_writeback(self._fd, info.offset + start, position - start)
+        self._writeback.add(info.offset + start, position - start)
         with self._lock:
             self._parts[name].append((start, position - start, crc))
 
