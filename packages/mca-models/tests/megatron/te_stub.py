@@ -2,12 +2,13 @@
 
 Names and shapes are those of ``transformer_engine.pytorch``: ``weight``, ``bias``, a fused norm's
 ``layer_norm_weight`` / ``layer_norm_bias``, and ``weight0``, ``weight1``, ... of a grouped linear. Everything else
-of the package is a mock. Run as a script it builds the models whose ``config.json`` contents are given, by case, as
-JSON on the command line, with Megatron's own Transformer Engine spec, and prints their live names.
+of the package is a mock. Run as a script it builds parts of models, over process groups that are mocks too, with
+Megatron's own Transformer Engine spec, and prints their live names and shapes; the jobs are JSON on the command line.
 """
 
 import importlib.machinery
 import json
+import os
 import sys
 import traceback
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 VERSION = "2.9.0"
 
@@ -111,8 +113,8 @@ class _Finder:
         """Nothing to run."""
 
 
-def main(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Live names and shapes of every model, or what went wrong, as Megatron builds it over the stand-in."""
+def main(jobs: list[dict[str, Any]]) -> list[Any]:
+    """What Megatron builds over the stand-in for every job, or what went wrong."""
     sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
     import transformer_engine as te  # type: ignore[import-not-found]
     import transformer_engine.pytorch as te_pytorch  # type: ignore[import-not-found]
@@ -122,23 +124,54 @@ def main(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
     for module in (transformer_config, virtual_models):
         module.implementation_of = lambda args: "transformer_engine"  # type: ignore[attr-defined]
-    found: dict[str, Any] = {}
-    for case, hf_config in cases.items():
+    found: list[Any] = []
+    for job in jobs:
         try:
-            found[case] = build(hf_config)
+            found.append(build(**job))
         except Exception:
-            found[case] = traceback.format_exc()
+            found.append(traceback.format_exc())
     return found
 
 
-def build(hf_config: dict[str, Any]) -> dict[str, list[int]]:
-    """One model's live names; fails unless they are those of its template."""
+def build(config: dict[str, Any], arguments: dict[str, Any], ranks: int, rank: int) -> dict[str, Any]:
+    """One rank's part of a model; fails unless its names are those of its template.
+
+    Returns:
+        ``shapes``: live name to the shape there is and the one that the template gives this rank.
+        ``attention``: the classes of core attention.
+    """
     from mca_config import DistributingParallelArguments
-    from mca_models.megatron import AutoModel
+    from mca_models.megatron import AutoModel, parallel, platform
     from mca_models.templates import config_from_hf
 
-    models = AutoModel.from_config(config_from_hf(hf_config), DistributingParallelArguments())
-    return {item.live: list(tensor.shape) for item, tensor in models.held()}
+    for kernel in ("FLASH", "FUSED", "UNFUSED"):  # Megatron wants one choice for a whole process
+        os.environ.pop(f"NVTE_{kernel}_ATTN", None)
+    platform.prepare()
+    parallel.stop()
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    args = DistributingParallelArguments(**arguments)
+    models = AutoModel.from_config(config_from_hf(config), args)
+    attention = {
+        type(module).__name__
+        for name, module in models.named_modules()
+        if name.rpartition(".")[2] == "core_attention"
+    }
+    shapes = {
+        item.live: (list(tensor.shape), expected_shape(item.param, models.config, models.place.at))
+        for item, tensor in models.held()
+    }
+    return {"shapes": shapes, "attention": sorted(attention)}
+
+
+def expected_shape(param: Any, config: Any, at: Any) -> list[int]:
+    """The shape of this rank's piece of a parameter, by its template."""
+    from mca_models.templates.shapes import whole_shape
+
+    whole = list(whole_shape(param, config))
+    if param.vocab:
+        whole[0] = config.padded_vocab_size
+    rank, size = (at.etp, config.layout.etp) if param.expert is not None else (at.tp, config.layout.tp)
+    return list(param.shard.take(torch.empty(whole, device="meta"), rank, size).shape)
 
 
 if __name__ == "__main__":

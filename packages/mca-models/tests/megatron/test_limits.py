@@ -1,5 +1,6 @@
 """What would be computed wrongly is refused by name, on the versions and devices where it would be."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ MLA = MlaMcaModelConfig(
     v_head_dim=16,
     **SIZES,
 )
+WINDOWED = replace(DENSE, window_size=8)
+SINKS = replace(DENSE, softmax_type="learnable")
+ENGINE = {"implementation": "transformer_engine", "device": "cuda"}
 TP2 = ParallelLayout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
 VPP = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
 CP2 = ParallelLayout(context_parallel_size=2)
@@ -69,6 +73,9 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (DENSE, TP2, {"fp8": "hybrid"}, "fp8 needs CUDA"),
     (MOE, ParallelLayout(), {"moe_token_dispatcher_type": "flex"}, "use alltoall or allgather"),
     (DENSE, CP2, {"cp_comm_type": "p2p"}, "all_gather"),
+    (WINDOWED, CP2, ENGINE, "no sliding window"),
+    (SINKS, CP2, {**ENGINE, "cp_comm_type": "all_gather"}, "attention sinks"),
+    (MLA, CP2, {**ENGINE, "cp_comm_type": "a2a"}, "no latent attention"),
 ]
 
 
@@ -87,7 +94,12 @@ ACCEPTED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any]]] = [
     (MLA, TP2, {"version": V19}),
     (DENSE, CP2, {"mtp_num_layers": 1, "calculate_per_token_loss": True}),
     (DENSE, TP2, {"gradient_accumulation_fusion": True, "device": "cuda"}),
-    (DENSE, CP2, {"cp_comm_type": "p2p", "implementation": "transformer_engine", "device": "cuda"}),
+    (DENSE, CP2, {"cp_comm_type": "p2p", **ENGINE}),
+    (WINDOWED, ParallelLayout(), ENGINE),
+    (WINDOWED, CP2, {"cp_comm_type": "a2a", **ENGINE}),
+    (SINKS, CP2, {"cp_comm_type": "a2a", **ENGINE}),
+    (MLA, CP2, ENGINE),
+    *((model, CP2, {"attention_backend": "local", **ENGINE}) for model in (WINDOWED, SINKS, MLA)),
 ]
 
 

@@ -40,7 +40,7 @@ def require_supported(
         *_wrong_gradients(config, layout, settings, version),
         *_wrong_losses(config, layout, settings, version),
         *_machine(settings, device),
-        *_own_attention(config, settings, implementation),
+        *_attention(config, layout, settings, implementation),
     ]
     error = list_problems(problems, f"{config.model_type} at {layout}")
     if error:
@@ -104,11 +104,40 @@ def _machine(settings: Mapping[str, Any], device: str) -> Iterator[str]:
         yield "moe_token_dispatcher_type flex needs CUDA; use alltoall or allgather"
 
 
-def _own_attention(config: McaModelConfig, settings: Mapping[str, Any], implementation: str) -> Iterator[str]:
-    if implementation != "local" and config.attn_logit_softcapping is None:
+def _attention(
+    config: McaModelConfig, layout: ParallelLayout, settings: Mapping[str, Any], implementation: str
+) -> Iterator[str]:
+    """Kinds of attention that the kernel in use has no context parallelism for."""
+    kind = settings.get("cp_comm_type")
+    if _is_own(config, settings, implementation):
+        if kind not in (None, "all_gather"):
+            yield (
+                f"cp_comm_type {kind} needs Transformer Engine's attention (transformer_impl transformer_engine, "
+                "attention_backend other than local); our own gathers keys and values (all_gather)"
+            )
         return
-    if settings.get("cp_comm_type") not in (None, "all_gather"):
+    if layout.cp == 1:
+        return
+    ring = kind in (None, "p2p", "a2a+p2p")
+    if config.window_size is not None and ring:
         yield (
-            f"cp_comm_type {settings['cp_comm_type']} needs transformer_impl transformer_engine; the local "
-            "implementation gathers keys and values (all_gather)"
+            "Transformer Engine's ring attention has no sliding window; set cp_comm_type to all_gather or a2a, "
+            "or attention_backend to local"
         )
+    if config.softmax_type != "vanilla" and kind != "a2a":
+        yield (
+            "Transformer Engine has attention sinks under context parallelism with cp_comm_type a2a only; set "
+            "that, or attention_backend to local"
+        )
+    if isinstance(config, MlaMcaModelConfig) and not ring:
+        yield (
+            f"Transformer Engine has no latent attention with cp_comm_type {kind}; set it to p2p, or "
+            "attention_backend to local"
+        )
+
+
+def _is_own(config: McaModelConfig, settings: Mapping[str, Any], implementation: str) -> bool:
+    """Whether attention is computed by our own core attention."""
+    backend = settings.get("attention_backend")
+    chosen = backend is not None and getattr(backend, "name", backend) == "local"
+    return implementation == "local" or chosen or config.attn_logit_softcapping is not None

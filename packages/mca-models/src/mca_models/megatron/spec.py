@@ -25,7 +25,7 @@ def block_spec(config: Any, implementation: Implementation, vp_stage: int | None
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
     )
-    return spec if engine else _with_own_modules(spec, config)
+    return _with_own_attention(spec, config) if engine else _with_own_modules(spec, config)
 
 
 def mtp_spec(config: Any, decoder: Any, implementation: Implementation, vp_stage: int | None) -> Any:
@@ -40,7 +40,24 @@ def mtp_spec(config: Any, decoder: Any, implementation: Implementation, vp_stage
     engine = implementation == "transformer_engine"
     last = get_gpt_decoder_layer_specs(config, engine, normalization=config.normalization)[-1]
     spec = get_gpt_mtp_block_spec(config, last, use_transformer_engine=engine, vp_stage=vp_stage)
-    return spec if engine or spec is None else _with_own_modules(spec, config)
+    if spec is None:
+        return None
+    return _with_own_attention(spec, config) if engine else _with_own_modules(spec, config)
+
+
+def engine_attention() -> type:
+    """Transformer Engine's core attention, as Megatron's specs name it."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    attention: type = TEDotProductAttention
+    return attention
+
+
+def _with_own_attention(spec: Any, config: Any) -> Any:
+    """Transformer Engine's layers, with our core attention if ``attention_backend`` is ``local``."""
+    if config.attention_backend is None or config.attention_backend.name != "local":
+        return spec
+    return _replace(spec, {engine_attention(): CoreAttention})
 
 
 def _with_own_modules(spec: Any, config: Any) -> Any:

@@ -13,7 +13,7 @@ from mca_models.megatron.families.scales import scaled_residual
 from mca_models.megatron.families.two_ropes import with_own_rope
 from mca_models.megatron.layers.attention import CoreAttention, capped_attention
 from mca_models.megatron.names import Implementation
-from mca_models.megatron.spec import rebuilt
+from mca_models.megatron.spec import engine_attention, rebuilt
 
 Change = Callable[[Any], Any]
 
@@ -53,7 +53,10 @@ def _classes(config: McaModelConfig, implementation: Implementation) -> dict[typ
     """Modules to exchange wherever they stand."""
     classes: dict[type, type] = {}
     if config.attn_logit_softcapping is not None:
-        classes[_core_attention(implementation)] = capped_attention(config.attn_logit_softcapping)
+        capped = capped_attention(config.attn_logit_softcapping)
+        classes[CoreAttention] = capped
+        if implementation == "transformer_engine":  # whose attention cannot cap scores
+            classes[engine_attention()] = capped
     if isinstance(config, MlaMcaModelConfig) and not config.q_lora_rank:
         from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
@@ -63,16 +66,6 @@ def _classes(config: McaModelConfig, implementation: Implementation) -> dict[typ
 
         classes[SelfAttention] = with_own_rope(SelfAttention, config.layer_types or ())
     return classes
-
-
-def _core_attention(implementation: Implementation) -> type:
-    """What stands in the spec; Transformer Engine's attention cannot cap scores, ours takes its place."""
-    if implementation == "local":
-        return CoreAttention
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-    engine: type = TEDotProductAttention
-    return engine
 
 
 def _without_norms_before(implementation: Implementation) -> dict[str, Change]:
