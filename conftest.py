@@ -1,11 +1,25 @@
-"""Keeps the multi-process tests in one xdist worker: they share one import of Megatron, and two cores."""
+"""Keeps the multi-process tests in one xdist worker: they share one import of Megatron, and two cores.
+
+Skips those that need a GPU where there is none.
+"""
+
+from functools import cache
 
 import pytest
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives every test marked `ranks` the same group."""
+    """Gives every test marked `ranks` the same group; marks those marked `gpu` as skipped without a GPU."""
     for item in items:
         if item.get_closest_marker("ranks"):
             item.add_marker(pytest.mark.xdist_group("ranks"))
+        if item.get_closest_marker("gpu") and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@cache
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -75,10 +75,10 @@ def compare(models: Any, reference: Any) -> Compared:
     logits = models.logits(reference.input_ids)
     for hook in hooks:
         hook.remove()
-    compared = Compared(float((logits - reference.logits).abs().max()))
+    compared = Compared(float((logits.cpu() - reference.logits).abs().max()))
     for layer, records in maps.items():
         expected = own_tokens(models, reference.experts[layer])
-        rows = [each.bool().view(len(expected), -1, expected.shape[-1]) for each in records]
+        rows = [each.cpu().bool().view(len(expected), -1, expected.shape[-1]) for each in records]
         wrong = (torch.cat(rows, 1)[:, : expected.shape[1]] != expected).any(-1)
         compared.routed += wrong.numel()
         compared.misrouted += int(wrong.sum())

@@ -43,7 +43,7 @@ def expected_gradients(reference: Reference, folder: Path) -> Path:
 
 def batches(input_ids: torch.Tensor, micro_batches: int) -> Iterator[dict[str, torch.Tensor]]:
     """Micro-batches of this context rank; the last token has no target."""
-    from mca_models.megatron import parallel
+    from mca_models.megatron import parallel, platform
     from mca_models.megatron.layers.zigzag import take
 
     rows, length = input_ids.shape
@@ -56,7 +56,10 @@ def batches(input_ids: torch.Tensor, micro_batches: int) -> Iterator[dict[str, t
     group = parallel.context_group()
     for index in range(micro_batches):
         part = slice(index * rows // micro_batches, (index + 1) * rows // micro_batches)
-        yield {name: take(x[part], 1, group.rank(), group.size()) for name, x in whole.items()}
+        yield {
+            name: take(x[part], 1, group.rank(), group.size()).to(platform.current_device())
+            for name, x in whole.items()
+        }
 
 
 def forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
