@@ -1,8 +1,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mca_convert.chunks import ChunkCache, clip, cut
-from mca_models.checkpoint.runs import Gather, Move
+from mca_convert.chunks import ChunkCache, cut
+from mca_models.checkpoint.runs import Gather, Move, clip
 
 moves = st.builds(
     lambda source, target, run, repeat, source_gap, target_gap, source_step, target_step: Move(

@@ -15,7 +15,7 @@ from mca_convert.chunks import Chunk, cut_exactly
 from mca_convert.collect import Buffers, Collector
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import SourceFiles
-from mca_convert.tasks import checksums, source_dtypes
+from mca_convert.tasks import source_dtypes
 from mca_models.checkpoint import ModelSource
 from mca_models.checkpoint.dtypes import ITEM_SIZES
 from mca_models.checkpoint.moves import HF
@@ -85,11 +85,11 @@ def compare(
         source.check_duplicates()
     if result.problems:
         return result
-    files = SourceFiles({**checksums(first), **checksums(second)})
+    files = SourceFiles({**first.checksums(), **second.checksums()})
     worker = _Worker(files, limits, result, tolerance, progress)
     try:
         run_all(_pairs(first, second, result, limits), limits.workers, worker.start)
-        files.check()
+        files.check(limits.workers)
     finally:
         files.close()
     return result

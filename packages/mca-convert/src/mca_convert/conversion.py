@@ -10,7 +10,7 @@ from mca_config.model_config import McaModelConfig
 from mca_convert.engine import Engine
 from mca_convert.pool import Limits
 from mca_convert.reader import SourceFiles
-from mca_convert.tasks import Fill, checksums, fills_to_hf, fills_to_mca, source_dtypes, target_dtypes
+from mca_convert.tasks import Fill, fills_to_hf, fills_to_mca, source_dtypes, target_dtypes
 from mca_models.checkpoint import (
     METADATA,
     FilePlan,
@@ -81,12 +81,12 @@ class Conversion:
         return destination
 
     def _write_weights(self, directory: Path, limits: Limits, progress: Progress) -> dict[str, FileRecord]:
-        sources = SourceFiles(checksums(self.source))
+        sources = SourceFiles(self.source.checksums())
         to_mca = isinstance(self.target, McaLayout)
         try:
             engine = Engine(self.file_plans(directory), sources, limits, checksum=to_mca, progress=progress)
             records = engine.run(self.fills)
-            sources.check()
+            sources.check(limits.workers)
         finally:
             sources.close()
         return records

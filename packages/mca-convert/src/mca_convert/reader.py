@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mca_config.errors import McaError
+from mca_convert.pool import run_all
 from mca_models.checkpoint.checksum import crc32_join, crc32_of_file
 from mca_models.checkpoint.writer import as_bytes
 
@@ -114,10 +115,14 @@ class SourceFiles:
                 self._files[path] = file
         return file
 
-    def check(self) -> None:
-        """Checks every file that was read against its manifest."""
-        for file in self._files.values():
-            file.check()
+    def check(self, workers: int) -> None:
+        """Checks every file that has a checksum; what has not been read as it lies is read by ``workers`` threads.
+
+        Raises:
+            McaError: One is not what its manifest says.
+        """
+        files = [self.get(path) for path in self._checksums]
+        run_all(files, workers, lambda: SourceFile.check)
 
     def close(self) -> None:
         """Closes all."""

@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_models.checkpoint import HfLayout, McaLayout, McaSource, ModelSource, Part
+from mca_models.checkpoint import HfLayout, McaLayout, ModelSource, Part
 from mca_models.checkpoint.dtypes import ITEM_SIZES
 from mca_models.checkpoint.moves import HF
 from mca_models.checkpoint.placement import cut_size, files_of
@@ -110,10 +109,3 @@ def fills_to_hf(source: ModelSource, target: HfLayout, found: Mapping[str, str])
                     found[param.mca_name()],
                     dtype,
                 )
-
-
-def checksums(source: ModelSource) -> Mapping[Path, int]:
-    """What the source's manifest says of its files; a HF checkpoint has none."""
-    if not isinstance(source, McaSource):
-        return {}
-    return {source.folder / name: record.crc32 for name, record in source.manifest.files.items()}

@@ -9,11 +9,9 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.command_line import from_namespace
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_convert.commands.convert import layout_flags_for_hf
-from mca_convert.conversion import refuse_taken
-from mca_convert.reader import SourceFile
-from mca_convert.tasks import checksums
-from mca_models.checkpoint import ModelSource, kind_of, open_checkpoint
+from mca_convert.commands.convert import carry_out, layout_flags_for_hf
+from mca_convert.conversion import plan_to_hf, plan_to_mca, refuse_taken
+from mca_models.checkpoint import kind_of, open_checkpoint
 
 
 def convert_adapter(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -55,30 +53,19 @@ def _layout_of(adapter: Path) -> ParallelLayout:
 def _merge(
     parser: argparse.ArgumentParser, options: argparse.Namespace, adapter: Path, destination: Path
 ) -> int:
-    from mca_models.lora import merge_to_hf, open_adapter
-
     if not options.checkpoint_path:
         parser.error("--merge needs the base model: --checkpoint_path")
-    if options.to == "mca":
-        parser.error("--merge writes a Hugging Face checkpoint; convert that to MCA in a second step")
-    if fault := layout_flags_for_hf(options, megatron=False):
+    if options.to != "mca" and (fault := layout_flags_for_hf(options, megatron=True)):
         parser.error(fault)
     refuse_taken(Path(options.checkpoint_path), destination)
+    from mca_models.lora import MergedSource, open_adapter
+
     base = open_checkpoint(Path(options.checkpoint_path), options.cast)
-    base.check_duplicates()
-    _check_files(base)
-    opened = open_adapter(adapter, base.config)
-    merge_to_hf(base, opened, destination, cast=options.cast, max_shard_bytes=options.max_shard_size)
-    what = f"Hugging Face checkpoint with {adapter} merged"
-    sys.stderr.write(f"{destination}: {base.config.model_type}, {what}\n")
+    source = MergedSource(base, open_adapter(adapter, base.config), options.cast)
+    if options.to == "mca":
+        arguments = from_namespace(DistributingParallelArguments, options)
+        conversion = plan_to_mca(source, arguments.layout(base.config.layout), options.cast)
+    else:
+        conversion = plan_to_hf(source, options.cast, options.max_shard_size)
+    carry_out(conversion, destination, options, "merging")
     return 0
-
-
-def _check_files(base: ModelSource) -> None:
-    """Raises unless the files are those of the manifest, where there is one."""
-    for path, crc32 in checksums(base).items():
-        file = SourceFile(path, crc32)
-        try:
-            file.check()
-        finally:
-            file.close()

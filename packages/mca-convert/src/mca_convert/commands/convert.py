@@ -27,13 +27,17 @@ def convert(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
         parser.error("the following arguments are required: --checkpoint_path")
     source_path, destination = Path(options.checkpoint_path), Path(options.output_path)
     refuse_taken(source_path, destination)
+    carry_out(plan(parser, options), destination, options, "converting")
+    return 0
+
+
+def carry_out(conversion: Conversion, destination: Path, options: argparse.Namespace, what: str) -> None:
+    """Runs ``conversion`` under a progress bar that says ``what``, and sums it up."""
     started = time.monotonic()
-    conversion = plan(parser, options)
     allow_open_files()
-    with bar(conversion.nbytes, "converting") as progress:
+    with bar(conversion.nbytes, what) as progress:
         conversion.run(destination, limits_of(options), progress)
     sys.stderr.write(_summary(conversion, destination, time.monotonic() - started))
-    return 0
 
 
 def plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Conversion:

@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint directory: ``config.json`` and one or more safetensors files."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -94,6 +94,10 @@ class HfSource:
     def tensors(self) -> Iterable[Stored]:
         """All tensors of the directory, those without weights (computed buffers) included."""
         return self._infos.values()
+
+    def checksums(self) -> Mapping[Path, int]:
+        """Nobody knows them."""
+        return {}
 
     def side(self, param: Param) -> Side:
         """See ``ModelSource``."""

@@ -102,6 +102,10 @@ class McaSource:
         for infos in self._infos.values():
             yield from infos.values()
 
+    def checksums(self) -> Mapping[Path, int]:
+        """Those of the manifest."""
+        return {self.folder / name: record.crc32 for name, record in self.manifest.files.items()}
+
     def side(self, param: Param) -> Side:
         """See ``ModelSource``."""
         return cut_size(param, self.config.layout)

@@ -60,6 +60,43 @@ def in_unit_steps(move: Move) -> Iterator[Move]:
         yield Move(move.part, source, target, 1, move.repeat, move.source_stride, move.target_stride)
 
 
+def clip(move: Move, start: int, stop: int) -> Iterator[Move]:
+    """The parts of ``move`` whose targets lie in ``start:stop``, counted from ``start``."""
+    stride, reach = move.target_stride, (move.run - 1) * move.target_step + 1
+    # runs first..last touch the stretch
+    first = max(0, (start - move.target - reach) // stride + 1)
+    last = min(move.repeat - 1, (stop - 1 - move.target) // stride)
+    if first > last:
+        return
+    if first == last:
+        yield from _part_of_run(move, first, start, stop)
+        return
+    begin, end = first, last + 1
+    if move.target + first * stride < start:
+        yield from _part_of_run(move, first, start, stop)
+        begin += 1
+    if move.target + last * stride + reach > stop:
+        end -= 1
+    if begin < end:
+        yield move._replace(
+            source=move.source + begin * move.source_stride,
+            target=move.target + begin * stride - start,
+            repeat=end - begin,
+        )
+    if end == last:
+        yield from _part_of_run(move, last, start, stop)
+
+
+def _part_of_run(move: Move, index: int, start: int, stop: int) -> Iterator[Move]:
+    target, step = move.target + index * move.target_stride, move.target_step
+    low = max(0, -((target - start) // step))  # elements low..high of the run
+    high = min(move.run, -((target - stop) // step))
+    if low < high:
+        source = move.source + index * move.source_stride + low * move.source_step
+        run = high - low
+        yield Move(move.part, source, target + low * step - start, run, 1, run, run, move.source_step, step)
+
+
 @dataclass(frozen=True)
 class Gather:
     """How one target tensor is filled: by moves, and with zeros where nothing is moved to (padding)."""

@@ -4,7 +4,7 @@ A source knows its model (``config``, ``params``) and where the parts of each pa
 piece for one rank touches only the bytes of that piece.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -102,6 +102,9 @@ class ModelSource(Protocol):
 
     def tensors(self) -> Iterable[TensorInfo | Computed]:
         """All that is stored."""
+
+    def checksums(self) -> Mapping[Path, int]:
+        """The CRC-32 that each file must have; none where nobody knows."""
 
 
 def plan_gathers(param: Param, whole: Shape, source: Side, target: Side) -> tuple[Gather, ...]:

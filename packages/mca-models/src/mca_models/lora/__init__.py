@@ -3,7 +3,7 @@
     adapter = open_adapter(path, model)           # PEFT's or MCA's, complete or an McaError
     write_mca_adapter(adapter, layout, target)    # cut for parallel ranks
     write_peft(adapter, target)                   # for transformers and peft
-    merge_to_hf(open_checkpoint(base), adapter, target)
+    MergedSource(open_checkpoint(base), adapter)   # the merged model, as any other checkpoint
 
 The names of tensors are in ``rules``, what is refused in ``config``.
 """
@@ -12,7 +12,7 @@ from mca_models.lora.adapter import Adapter
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.convert import convert_adapter, is_adapter, model_of, open_adapter
 from mca_models.lora.mca_directory import is_mca_adapter, open_mca_adapter, relaid, write_mca_adapter
-from mca_models.lora.merge import Merge, merge_to_hf
+from mca_models.lora.merge import MergedSource, merge_to_hf
 from mca_models.lora.peft_directory import is_peft, open_peft, write_peft
 from mca_models.lora.rules import AdapterRules, Factors, rules_for_training
 from mca_models.lora.targets import Target
@@ -22,7 +22,7 @@ __all__ = [
     "AdapterConfig",
     "AdapterRules",
     "Factors",
-    "Merge",
+    "MergedSource",
     "Target",
     "convert_adapter",
     "is_adapter",

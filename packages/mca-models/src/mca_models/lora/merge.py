@@ -1,78 +1,117 @@
 """Folding an adapter into the weights: ``W + scale * lora_B @ lora_A``, in fp32, then W's own dtype.
 
 That is what ``merge_and_unload`` computes. PEFT rounds the product of *stacked* experts to W's dtype
-before it adds; here everything is rounded once. Rows are done in blocks, so beyond the tensor itself only
-a few megabytes are held.
+before it adds; here everything is rounded once, also where W is cast. Rows are done in blocks that do not
+depend on who asks, so a merged model is the same in whatever pieces it is read.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.atomic import atomic_directory
 from mca_models.checkpoint.dtypes import DTYPE_NAMES, numpy_dtype
 from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
-from mca_models.checkpoint.moves import HF
-from mca_models.checkpoint.safetensors import plan_file
+from mca_models.checkpoint.moves import HF, Rule, Side, part_shapes
+from mca_models.checkpoint.runs import Gather, Shape, clip
+from mca_models.checkpoint.safetensors import TensorInfo, plan_file
 from mca_models.checkpoint.side_files import copy_side_files
-from mca_models.checkpoint.source import ModelSource, copy_move
+from mca_models.checkpoint.source import Computed, ModelSource, Part, copy_move, plan_gathers
 from mca_models.checkpoint.writer import SafetensorsWriter
 from mca_models.foreign.fp8 import cast_to
+from mca_models.foreign.tensors import Array, TensorBase
 from mca_models.lora.adapter import Adapter, require_untied
 from mca_models.lora.rules import Factors
 from mca_models.weights import Param
 
-_BLOCK = 1 << 20
-"""Elements of fp32 work at a time: 4 MiB."""
+_BLOCK = 1 << 17
+"""Elements of fp32 work at a time: 512 KiB."""
 
 
-class Merge:
-    """What an adapter does to the tensors of a HF model.
+class MergedSource:
+    """A checkpoint with an adapter folded in: a ``ModelSource`` whose changed tensors are computed as they are read.
 
     Args:
-        adapter: The adapter; its model need not have the layout of the weights.
+        base: A checkpoint of any kind, opened.
+        adapter: An adapter of that model; it need not have the layout of the weights.
+        cast: Safetensors code that changed weights are read as (``BF16``, ``F16``, ``F32``); None: their own.
 
     Raises:
         McaError: The merged model could not be written with the base model's tensors.
     """
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, base: ModelSource, adapter: Adapter, cast: str | None = None) -> None:
         require_untied(adapter, "merging")
-        self.adapter = adapter
+        self.base, self.adapter, self._cast = base, adapter, cast
+        self.path: Path = base.path
+        self.config: McaModelConfig = base.config
+        self.params: Sequence[Param] = base.params
+        known = {param.mca_name() for param in base.params}
+        lost = sorted({*adapter.factors_of, *adapter.saved_of} - known)
+        if lost:
+            raise McaError(f"the adapter changes {lost[0]}, which the base model does not have")
+        self._parts: dict[str, tuple[Part, ...]] = {}
 
     def touches(self, param: Param) -> bool:
-        """Whether the HF tensors of base parameter ``param`` change."""
+        """Whether the HF tensors of ``param`` change."""
         name = param.mca_name()
         return name in self.adapter.factors_of or name in self.adapter.saved_of
 
-    def merge(self, param: Param, part: int, weight: Any) -> Any:
-        """HF tensor ``param.hf[part]`` (an expert's own entry of a stacked one) after merging.
+    def side(self, param: Param) -> Side:
+        """See ``ModelSource``."""
+        return HF if self.touches(param) else self.base.side(param)
 
-        Args:
-            param: The base parameter's rule.
-            part: Which of its HF tensors.
-            weight: That tensor; it is changed in place if it can be written to.
-        """
-        import numpy as np
-
+    def parts(self, param: Param) -> tuple[Part, ...]:
+        """See ``ModelSource``."""
+        if not self.touches(param):
+            return self.base.parts(param)
         name = param.mca_name()
-        if name in self.adapter.saved_of:
-            saved = self.adapter.saved_of[name]
-            weight = np.array(saved.from_whole(self.adapter.read(saved))[part]).astype(weight.dtype)
-        for pair, b, rows in self._on_part(param, part):
-            weight = weight if weight.flags.writeable else weight.copy()
-            changed = weight.T if pair.target.transposed else weight
-            if not add_product(changed[rows], self.adapter.read(pair.a), b, pair.scale):
-                raise McaError(
-                    f"{param.hf_names()[part]}: merging gives values that are not finite in {weight.dtype}; the "
-                    "adapter is broken or its scale too large"
-                )
-        return weight
+        if name not in self._parts:
+            shapes = part_shapes(Rule.of(param), self.whole_shape(param), HF)
+            self._parts[name] = tuple(
+                Part(MergedTensor(self, param, number, shape, self._dtype(param, number)), shape)
+                for number, shape in enumerate(shapes)
+            )
+        return self._parts[name]
 
-    def _on_part(self, param: Param, part: int) -> Iterator[tuple[Factors, Any, slice]]:
+    def _dtype(self, param: Param, number: int) -> str:
+        own = self.stored_dtype(param, number)
+        return self._cast if self._cast and own in DTYPE_NAMES and not param.keep_fp32 else own
+
+    def stored_dtype(self, param: Param, number: int) -> str:
+        """The code of what the base model has of HF tensor ``param.hf[number]``."""
+        parts = self.base.parts(param)
+        return parts[number if self.base.side(param) is HF else 0].info.dtype
+
+    def whole_shape(self, param: Param) -> Shape:
+        """See ``ModelSource``."""
+        return self.base.whole_shape(param)
+
+    def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
+        """See ``ModelSource``."""
+        if self.touches(param):
+            return plan_gathers(param, self.whole_shape(param), HF, side)
+        return self.base.gathers(param, side)
+
+    def check_duplicates(self) -> None:
+        """See ``ModelSource``."""
+        self.base.check_duplicates()
+
+    def checksums(self) -> Mapping[Path, int]:
+        """See ``ModelSource``."""
+        return self.base.checksums()
+
+    def tensors(self) -> "Iterable[TensorInfo | Computed]":
+        """What the base model stores."""
+        return self.base.tensors()
+
+    def factors_on(self, param: Param, number: int) -> "Iterator[tuple[Factors, Array, slice]]":
         """The factors on one HF tensor, the rows of lora_B that matter, and the rows that they change.
 
         Adapter and base may see the experts otherwise: each module its own tensor, or gate and up in one.
@@ -81,31 +120,107 @@ class Merge:
             b = pair.b.from_whole(self.adapter.read(pair.b))[0]
             mine, its = len(param.hf), len(pair.target.base.hf)
             if mine == its:
-                if pair.target.part == part:
-                    yield pair, b, slice(None)
+                if pair.target.part == number:
+                    yield pair, b, slice(0, len(b))
             elif mine == 1:  # the adapter's parts are rows of this one tensor
                 yield pair, b, slice(pair.target.part * len(b), (pair.target.part + 1) * len(b))
             else:  # this tensor is some rows of the adapter's one
                 rows = len(b) // mine
-                yield pair, b[part * rows : (part + 1) * rows], slice(None)
+                yield pair, b[number * rows : (number + 1) * rows], slice(0, rows)
 
 
-def add_product(weight: Any, a: Any, b: Any, scale: float) -> bool:
+@dataclass(frozen=True, slots=True)
+class MergedTensor(TensorBase):
+    """HF tensor ``param.hf[number]`` (an expert's own entry of a stacked one) after merging.
+
+    Args:
+        source: Which models are merged.
+        param: The base parameter's rule.
+        number: Which of its HF tensors.
+        shape: Of that tensor.
+        dtype: Safetensors code of what is read.
+    """
+
+    source: MergedSource
+    param: Param
+    number: int
+    shape: Shape
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """The HF tensor's."""
+        return self.param.hf_names()[self.number]
+
+    @property
+    def file(self) -> Path:
+        """Where the base model's weight begins."""
+        return self.source.base.parts(self.param)[0].info.file
+
+    def read(self, start: int = 0, stop: int | None = None) -> Array:
+        """Rows ``start:stop``: those of all blocks that they touch are computed."""
+        start, stop, _ = slice(start, stop).indices(self.shape[0])
+        out = np.empty((max(stop - start, 0), *self.shape[1:]), numpy_dtype(self.dtype))
+        step = max(1, _BLOCK // max(1, prod(self.shape[1:])))
+        for first in range(start // step * step, stop, step):
+            block = self._block(first, min(first + step, self.shape[0]))
+            low, high = max(first, start), min(first + len(block), stop)
+            cast_to(out[low - start : high - start], block[low - first : high - first], self.name)
+        return out
+
+    def _block(self, start: int, stop: int) -> Array:
+        """Rows ``start:stop`` in their stored dtype, or in fp32 where they are to be cast."""
+        own = numpy_dtype(self.source.stored_dtype(self.param, self.number))
+        weight = self._stored(start, stop, own)
+        if numpy_dtype(self.dtype) != own:
+            weight = weight.astype(np.float32)
+        for pair, b, rows in self.source.factors_on(self.param, self.number):
+            a = self.source.adapter.read(pair.a)
+            if pair.target.transposed:
+                changed, a = weight.T[rows], a[:, start:stop]
+            else:
+                low, high = max(rows.start, start), max(min(rows.stop, stop), start)
+                changed, b = weight[low - start : high - start], b[low - rows.start : high - rows.start]
+            if len(changed) and not add_product(changed, a, b, pair.scale):
+                raise McaError(
+                    f"{self.name}: merging gives values that are not finite in {own}; the adapter is broken or its "
+                    "scale too large"
+                )
+        return weight
+
+    def _stored(self, start: int, stop: int, dtype: "np.dtype[Any]") -> Array:
+        """Rows ``start:stop`` before merging, or as the adapter saved them; a fresh array."""
+        adapter = self.source.adapter
+        saved = adapter.saved_of.get(self.param.mca_name())
+        if saved is not None:
+            return np.array(saved.from_whole(adapter.read(saved))[self.number][start:stop]).astype(dtype)
+        base, row = self.source.base, prod(self.shape[1:])
+        out = np.empty((stop - start, *self.shape[1:]), dtype)
+        gather = base.gathers(self.param, HF)[self.number]
+        fill(out.reshape(-1), gather, base.parts(self.param), start * row)
+        return out
+
+
+def fill(out: Array, gather: Gather, parts: Sequence[Part], start: int = 0) -> None:
+    """Fills flat ``out`` with the elements from ``start`` on of what ``gather`` takes from ``parts``."""
+    for zero in gather.zeros:
+        out[max(zero[0] - start, 0) : max(zero[1] - start, 0)] = 0
+    for whole in gather.moves:
+        for move in clip(whole, start, start + out.size):
+            part = parts[move.part]
+            first = part.start + move.source
+            copy_move(part.elements()[first : first + move.source_span], out, move._replace(source=0))
+
+
+def add_product(weight: Array, a: Array, b: Array, scale: float) -> bool:
     """``weight += scale * b @ a`` in place, each element rounded once; whether all results are finite."""
-    import numpy as np
-
-    finite = True
-    columns, rows = a.astype(np.float32), max(1, _BLOCK // weight.shape[1])
-    for start in range(0, weight.shape[0], rows):
-        block = slice(start, start + rows)
-        with np.errstate(over="ignore", invalid="ignore"):  # told by the result
-            delta = b[block].astype(np.float32) @ columns
-            delta *= np.float32(scale)
-            delta += weight[block].astype(np.float32)
-            weight[block] = delta.astype(weight.dtype)
-        # NumPy knows float16; bfloat16 has float32's range
-        finite = finite and bool(np.isfinite(weight[block] if weight.dtype == np.float16 else delta).all())
-    return finite
+    with np.errstate(over="ignore", invalid="ignore"):  # told by the result
+        delta = b.astype(np.float32) @ a.astype(np.float32)
+        delta *= np.float32(scale)
+        delta += weight.astype(np.float32)
+        weight[...] = delta.astype(weight.dtype)
+    # NumPy knows float16; bfloat16 has float32's range
+    return bool(np.isfinite(weight if weight.dtype == np.float16 else delta).all())
 
 
 def merge_to_hf(
@@ -116,7 +231,7 @@ def merge_to_hf(
     cast: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes the HF directory of ``base`` with ``adapter`` folded in.
+    """Writes the HF directory of ``base`` with ``adapter`` folded in; ``mca-convert --merge`` does it with threads.
 
     Args:
         base: A checkpoint of any kind, opened.
@@ -128,73 +243,48 @@ def merge_to_hf(
     Raises:
         McaError: The adapter does not fit, or a merged or cast weight is not finite.
     """
-    merge, params = Merge(adapter), list(base.params)
-    _require_all(merge, params)
-    dtypes = {param.mca_name(): _dtype(base, param, cast) for param in params}
+    source = MergedSource(base, adapter, cast)
+    dtypes = {param.mca_name(): _dtype(source, param, cast) for param in source.params}
     config: McaModelConfig = replace(base.config, dtype=DTYPE_NAMES[cast]) if cast else base.config  # type: ignore[arg-type]
-    wholes = {param.mca_name(): base.whole_shape(param) for param in params}
-    layout = HfLayout(params, config, dtypes, wholes, max_shard_bytes)
+    wholes = {param.mca_name(): source.whole_shape(param) for param in source.params}
+    layout = HfLayout(source.params, config, dtypes, wholes, max_shard_bytes)
     with atomic_directory(destination) as folder:
         for file in layout.files:
             with SafetensorsWriter(plan_file(folder / file, layout.specs(file), METADATA)) as writer:
-                _write_file(writer, layout, file, merge, base)
+                _write_file(writer, layout, file, source)
         copy_side_files(base.path, folder)
         layout.finish(folder)
 
 
-def _dtype(base: ModelSource, param: Param, cast: str | None) -> str:
-    own = base.parts(param)[0].info.dtype
+def _dtype(source: ModelSource, param: Param, cast: str | None) -> str:
+    own = source.parts(param)[0].info.dtype
     return cast if cast and own in DTYPE_NAMES and not param.keep_fp32 else own
 
 
-def _require_all(merge: Merge, params: list[Param]) -> None:
-    known = {param.mca_name() for param in params}
-    lost = sorted({*merge.adapter.factors_of, *merge.adapter.saved_of} - known)
-    if lost:
-        raise McaError(f"the adapter changes {lost[0]}, which the base model does not have")
-
-
-def _write_file(
-    writer: SafetensorsWriter, layout: HfLayout, file: str, merge: Merge, base: ModelSource
-) -> None:
+def _write_file(writer: SafetensorsWriter, layout: HfLayout, file: str, source: ModelSource) -> None:
     """Writes every tensor of ``file``: a stacked one expert by expert."""
     wanted = set(layout.files[file])
     copies: dict[str, list[str]] = {}
     for copy, original in layout.duplicates.items():
         copies.setdefault(original, []).append(copy)
     for param in layout.params:
-        for part, name in enumerate(param.hf_names()):
+        for number, name in enumerate(param.hf_names()):
             targets = [target for target in (name, *copies.get(name, ())) if target in wanted]
             if not targets:
                 continue
-            data = _merged(merge, base, param, part, layout.tensors[name][0])
+            data = _whole_tensor(source, param, number, numpy_dtype(layout.tensors[name][0]))
             start = (param.expert or 0) * data.nbytes if param.stacked else 0
             for target in targets:
-                writer.write(target, data.reshape(-1).view("uint8"), start)
+                writer.write(target, data.view("uint8"), start)
 
 
-def _merged(merge: Merge, base: ModelSource, param: Param, part: int, code: str) -> Any:
-    """HF tensor ``param.hf[part]`` after merging, in the dtype of safetensors ``code``."""
-    import numpy as np
-
-    weight, dtype = _read_part(base, param, part), numpy_dtype(code)
-    if merge.touches(param):
-        # a cast follows the sum, so that there too each element is rounded once
-        weight = merge.merge(param, part, weight if weight.dtype == dtype else weight.astype(np.float32))
-    if weight.dtype == dtype:
-        return weight
-    out = np.empty(weight.shape, dtype)
-    cast_to(out, weight.astype(np.float32, copy=False), param.hf_names()[part])
+def _whole_tensor(source: ModelSource, param: Param, number: int, dtype: "np.dtype[Any]") -> Array:
+    """HF tensor ``param.hf[number]``, flat."""
+    gather, parts = source.gathers(param, HF)[number], source.parts(param)
+    own = np.empty(gather.size, numpy_dtype(parts[0].info.dtype))
+    fill(own, gather, parts)
+    if own.dtype == dtype:
+        return own
+    out = np.empty(own.shape, dtype)
+    cast_to(out, own.astype(np.float32, copy=False), param.hf_names()[number])
     return out
-
-
-def _read_part(base: ModelSource, param: Param, part: int) -> Any:
-    import numpy as np
-
-    gather, flats = base.gathers(param, HF)[part], [p.flat() for p in base.parts(param)]
-    out = np.empty(gather.size, numpy_dtype(base.parts(param)[0].info.dtype))
-    for start, stop in gather.zeros:
-        out[start:stop] = 0
-    for move in gather.moves:
-        copy_move(flats[move.part], out, move)
-    return out.reshape(gather.shape)
