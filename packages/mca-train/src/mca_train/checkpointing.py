@@ -9,15 +9,13 @@
       training_args.json
       training/manifest.json                size and checksum of all this
 
-All ranks write into a directory beside it, which rank 0 renames when everything is on disk.
+All ranks write into a directory beside it, which rank 0 renames when everything is on disk (`CheckpointWriter`).
 """
 
 import contextlib
 import json
 import logging
 import re
-import shutil
-import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -25,8 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from mca_config.errors import McaError
-from mca_models.checkpoint.atomic import PartialDirectory
+from mca_models.checkpoint.atomic import write_file
+from mca_models.megatron.agreement import on_first, together
+from mca_models.megatron.torch_dist import Writing
 from mca_train import groups, integrity, optimizer_state
+from mca_train.checkpoint_writer import delete
 from mca_train.groups import Ranks
 from mca_train.rng import load_rng, save_rng
 
@@ -98,48 +99,6 @@ def find(resume: str | bool | None, output_dir: Path, ranks: Ranks) -> Path | No
     return None
 
 
-@contextlib.contextmanager
-def new_checkpoint(destination: Path, ranks: Ranks) -> Iterator[Path]:
-    """A directory for all ranks to write into, which becomes ``destination`` when all have.
-
-    Args:
-        destination: Replaced if it exists.
-        ranks: The first one makes and renames it.
-    """
-    partial = PartialDirectory(destination, overwrite=True) if ranks.is_first else None
-    path = Path(groups.broadcast_object(str(partial.path) if partial else None))
-    try:
-        yield path
-        if (path / _TRAINING).is_dir():
-            integrity.write_manifest(path, ranks)
-    except BaseException as error:
-        free = shutil.disk_usage(path.parent).free
-        if partial:
-            partial.discard()
-        if _is_full(error):  # torch's CheckpointException is no Exception
-            raise McaError(
-                f"{destination}: cannot be written, the disk is full ({free >> 20} MiB were left); make room and "
-                "resume with resume_from_checkpoint auto"
-            ) from error
-        raise
-    groups.barrier()
-    if partial:
-        partial.publish()
-    groups.barrier()
-
-
-def _is_full(error: BaseException) -> bool:
-    """Whether a write failed for want of room; torch's writer says so in words of its own."""
-    words = (
-        "no space left on device",
-        "cannot be written (no space",
-        "pytorchstreamwriter failed",
-        "unexpected pos",
-    )
-    text = "".join(traceback.format_exception(error)).lower()
-    return any(word in text for word in words)
-
-
 def rotate(output_dir: Path, limit: int | None, keep: str | None) -> None:
     """Deletes the oldest checkpoints beyond ``limit``, but never the newest or the best (``keep``)."""
     if not limit or limit < 1:
@@ -149,9 +108,7 @@ def rotate(output_dir: Path, limit: int | None, keep: str | None) -> None:
     expendable = [path for path in found[:-1] if path.resolve() != best]
     for path in expendable[: max(len(found) - limit, 0)]:
         logger.info("deleting %s (save_total_limit %d)", path, limit)
-        doomed = path.with_name(f"{path.name}.partial-deleted")
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        delete(path)
 
 
 class TrainingState:
@@ -168,22 +125,27 @@ class TrainingState:
         self._scheduler = scheduler
         self._rank = rank
 
-    def save(self, checkpoint: Path) -> None:
-        """Writes this rank's part, and what one rank writes for all."""
+    def begin_save(self, checkpoint: Path, *, background: bool) -> Writing:
+        """Writes this rank's part, and what one rank writes for all; the optimizer's tensors have yet to be."""
         folder = checkpoint / _TRAINING
-        save_rng(folder, self._rank)
         optimizer = folder / "optimizer"
-        if self._rank == 0:
-            optimizer.mkdir(parents=True)
-        groups.barrier()
+        on_first(lambda: optimizer.mkdir(parents=True))
+        together(lambda: save_rng(folder, self._rank))
         with _without_warnings():
-            numbers = optimizer_state.save(self._engine.optimizer, self._modules(), optimizer)
-        if self._rank == 0:
-            (folder / "scheduler.json").write_text(json.dumps(_plain(self._scheduler.state_dict())))
-            (folder / "optimizer.json").write_text(json.dumps(_plain(asdict(numbers))))
+            numbers, writing = optimizer_state.save(
+                self._engine.optimizer, self._modules(), optimizer, background=background
+            )
+        words = {"scheduler": self._scheduler.state_dict(), "optimizer": asdict(numbers)}
+
+        def write() -> None:
+            for name, state in words.items():
+                write_file(folder / f"{name}.json", json.dumps(_plain(state)).encode())
+
+        on_first(write)
+        return writing
 
     def load(self, checkpoint: Path) -> None:
-        """Restores what `save` wrote.
+        """Restores what was saved.
 
         Raises:
             McaError: The checkpoint holds the model only.

@@ -59,12 +59,6 @@ def require_honoured(args: Any, parameters: Mapping[str, Any]) -> None:
     smoothing = float(getattr(args, "label_smoothing_factor", 0.0))
     if not 0 <= smoothing < 1:
         problems.append(f"label_smoothing_factor is {smoothing}; expected 0 or more and below 1")
-    if getattr(args, "ckpt_format", "mca") != "mca":
-        problems.append(
-            f"ckpt_format {args.ckpt_format} (and async_save) is not supported: "
-            "checkpoints are written as mca, at once; "
-            "remove it"
-        )
     error = list_problems(problems, "McaTrainer")
     if error:
         raise McaError(str(error))

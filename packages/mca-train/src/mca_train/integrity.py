@@ -1,17 +1,20 @@
 """Sizes and checksums of a training checkpoint, so that a damaged one is known before training starts.
 
-The model in it has a manifest of its own; ``training/manifest.json`` covers the rest. All ranks share the work.
+An MCA model in it has a manifest of its own; ``training/manifest.json`` covers the rest. All ranks share the work.
 """
 
 import json
 import os
 import re
+import threading
 import zlib
 from pathlib import Path
 
 from mca_config.errors import McaError
 from mca_models.checkpoint.atomic import write_file
+from mca_models.checkpoint.manifest import FILE_NAME as OF_MODEL
 from mca_models.checkpoint.manifest import Manifest
+from mca_models.megatron.agreement import together
 from mca_train import groups
 from mca_train.groups import Ranks
 
@@ -21,21 +24,61 @@ _OF_RANK = re.compile(r"(?:rng_|__)(\d+)")
 _Record = tuple[int, int]
 
 
-def write_manifest(checkpoint: Path, ranks: Ranks) -> None:
-    """Syncs every file of the training state and writes the manifest; collective, when all files are written."""
-    groups.barrier()
-    own = [path for path in _training_files(checkpoint) if _writer(path) % ranks.world_size == ranks.rank]
-    records = {str(path.relative_to(checkpoint)): _checksum(path, sync=True) for path in own}
-    found = groups.gather_objects(records)
-    if ranks.is_first:
-        files = {
-            name: {"bytes": size, "crc32": f"{crc:08x}"}
-            for part in found
-            for name, (size, crc) in sorted(part.items())
-        }
-        write_file(
-            checkpoint / MANIFEST, json.dumps({"version": 1, "files": files}, indent=1).encode() + b"\n"
-        )
+class Checksums:
+    """The last stage of writing a checkpoint: syncs and sums up its files, and writes the manifest.
+
+    Each rank reads the files that it wrote. The model's are left out where they have a manifest of their own.
+
+    Args:
+        checkpoint: Where all files are written by the time that a method is called.
+        ranks: This rank.
+    """
+
+    def __init__(self, checkpoint: Path, ranks: Ranks) -> None:
+        self._checkpoint = checkpoint
+        self._ranks = ranks
+        self._thread: threading.Thread | None = None
+        self._records: dict[str, _Record] = {}
+        self._fault: Exception | None = None
+
+    def done(self) -> bool:
+        """Whether all ranks have read their files; the first call has them begin. Collective."""
+        if self._thread is None:
+            groups.barrier()
+            self._thread = threading.Thread(target=self._sum, daemon=True)
+            self._thread.start()
+        return not groups.largest(float(self._thread.is_alive()), self._ranks.device)
+
+    def finish(self) -> None:
+        """Waits for them and writes the manifest; collective."""
+        if self._thread is None:
+            groups.barrier()
+            self._sum()
+        else:
+            self._thread.join()
+        found = together(self._own)
+        if self._ranks.is_first:
+            files = {
+                name: {"bytes": size, "crc32": f"{crc:08x}"}
+                for part in found
+                for name, (size, crc) in sorted(part.items())
+            }
+            document = json.dumps({"version": 1, "files": files}, indent=1).encode() + b"\n"
+            write_file(self._checkpoint / MANIFEST, document)
+        groups.barrier()
+
+    def _sum(self) -> None:
+        try:
+            for path in _covered_files(self._checkpoint):
+                if _writer(path) % self._ranks.world_size == self._ranks.rank:
+                    self._records[str(path.relative_to(self._checkpoint))] = _checksum(path, sync=True)
+        except Exception as error:  # raised by finish, on every rank
+            self._fault = error
+
+    def _own(self) -> dict[str, _Record]:
+        if self._fault is not None:
+            raise self._fault
+        return self._records
 
 
 def faults(checkpoint: Path, ranks: Ranks) -> list[str]:
@@ -54,9 +97,10 @@ def faults(checkpoint: Path, ranks: Ranks) -> list[str]:
     return sorted({fault for part in groups.gather_objects(mine) for fault in part})
 
 
-def _training_files(checkpoint: Path) -> list[Path]:
-    folder = checkpoint / MANIFEST.parent
-    inside = [path for path in folder.rglob("*") if path.is_file() and path != checkpoint / MANIFEST]
+def _covered_files(checkpoint: Path) -> list[Path]:
+    folders = [checkpoint / MANIFEST.parent]
+    folders += [path for path in checkpoint.glob("iter_*") if not (path / OF_MODEL).is_file()]
+    inside = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     return sorted([*inside, *checkpoint.glob("trainer_state.json"), *checkpoint.glob("training_args.json")])
 
 
@@ -72,7 +116,8 @@ def _expected(checkpoint: Path) -> dict[str, _Record]:
     if (checkpoint / MANIFEST.parent).is_dir():
         document = json.loads((checkpoint / MANIFEST).read_text())
         found = {name: (int(e["bytes"]), int(e["crc32"], 16)) for name, e in document["files"].items()}
-    for iteration in sorted(checkpoint.glob("iter_*")):
+    covered = {Path(name).parts[0] for name in found}
+    for iteration in sorted(path for path in checkpoint.glob("iter_*") if path.name not in covered):
         files = Manifest.load(iteration).files
         found |= {f"{iteration.name}/{name}": (record.nbytes, record.crc32) for name, record in files.items()}
     return found

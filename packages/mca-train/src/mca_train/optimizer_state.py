@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mca_config.errors import McaError
-from mca_models.megatron.platform.children import children_die_with_us
+from mca_models.megatron.torch_dist import Writing, write_state
 from mca_train import groups
 from mca_train.bucket_padding import positions_without_padding
 
@@ -32,15 +32,15 @@ class Numbers:
     grad_scaler: dict[str, Any] | None
 
 
-def save(optimizer: Any, chunks: list[Any], folder: Path) -> Numbers:
-    """Writes the tensors into the existing, empty ``folder``; collective. The numbers are the caller's to keep."""
-    from megatron.core import dist_checkpointing
+def save(optimizer: Any, chunks: list[Any], folder: Path, *, background: bool) -> tuple[Numbers, Writing]:
+    """Begins to write the tensors into the existing, empty ``folder``; collective.
 
+    Returns:
+        The numbers, which are the caller's to keep, and what has yet to be finished.
+    """
     state = _sharded(optimizer, chunks, loading=False)
     leaves = {str(number): leaf for number, (_, _, leaf) in enumerate(_leaves(state))}
-    with children_die_with_us():
-        dist_checkpointing.save(leaves, str(folder))
-    return _numbers(state)
+    return _numbers(state), write_state(leaves, folder, background=background)
 
 
 def load(optimizer: Any, chunks: list[Any], folder: Path, numbers: Numbers) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerState
-from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from mca_config.errors import McaError
 from mca_train import checkpointing, groups
 from mca_train.batches import Collator, MicroBatch, PadCollator, StepBatch, pad_token
+from mca_train.checkpoint_writer import CheckpointWriter, remove_unfinished
 from mca_train.engine import Engine, Pipeline, StepResult
 from mca_train.hf_glue import JsonlLog, ModelView, WithoutAccelerator
 from mca_train.honoured import require_honoured
@@ -28,14 +28,15 @@ from mca_train.loss_signals import ModelLosses, Signals
 from mca_train.losses import token_loss
 from mca_train.progress import Length, LossMeter
 from mca_train.sampling import StepSampler
-from mca_train.saving import load_weights, save_model
+from mca_train.saving import load_weights, require_format
 from mca_train.schedule import LearningRate
 from mca_train.watch import Watch
+from mca_train.with_checkpoints import WithCheckpoints
 
 logger = logging.getLogger(__name__)
 
 
-class McaTrainer(WithoutAccelerator, WithStepLoaders, Trainer):  # type: ignore[misc]
+class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):  # type: ignore[misc]
     """Trains `VirtualModels` with Megatron.
 
     Args:
@@ -75,6 +76,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, Trainer):  # type: ignore[
         **others: Any,
     ) -> None:
         require_honoured(args, others)
+        require_format(model, args.ckpt_format)
         self.ranks = groups.here(model.config.layout)
         view = ModelView(model.config.hf_config)
         super().__init__(
@@ -91,6 +93,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, Trainer):  # type: ignore[
         self.engine: Engine | None = None
         self._learning_rate: LearningRate | None = None
         self._meter = LossMeter(self.ranks.context_parallel_rank)
+        self._checkpoints = CheckpointWriter(in_background=args.async_save)
         self._last_logged = 0
         self._loss_total = 0.0
         self.watch = Watch(args, model, self.ranks)
@@ -145,6 +148,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, Trainer):  # type: ignore[
             with self.watch.signal:
                 return self._train(checkpoint)
         finally:
+            self._checkpoints.abandon()
             self.is_in_train = False
 
     def _train(self, checkpoint: Path | None) -> TrainOutput:
@@ -152,6 +156,8 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, Trainer):  # type: ignore[
         length = Length.of(self.args, sampler.num_steps)
         training = self._prepare(length, checkpoint)
         log_plan(self.args, self.ranks, length, sampler.shape.global_size, self.state.global_step)
+        if self.ranks.is_first:
+            remove_unfinished(Path(self.args.output_dir), checkpointing.PREFIX)
         start, started = self.state.global_step, time.time()
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         if checkpoint is not None:
@@ -160,9 +166,9 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, Trainer):  # type: ignore[
             self._evaluate(None, None, skip_scheduler=True)
         self._meter = LossMeter(self.ranks.context_parallel_rank)
         for epoch in range(start // length.steps_per_epoch, length.num_epochs):
-            self._run_epoch(epoch, loader, sampler, length)
-            if self.control.should_training_stop:
+            if self.control.should_training_stop or self.state.global_step >= length.max_steps:
                 break
+            self._run_epoch(epoch, loader, sampler, length)
         return self._finish(start, started, sampler)
 
     def _prepare(self, length: Length, checkpoint: Path | None) -> checkpointing.TrainingState:
@@ -202,11 +208,6 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, Trainer):  # type: ignore[
         self._last_logged = self.state.global_step
         self._loss_total = 0.0
 
-    def _exportable(self) -> list[Any]:
-        return [
-            cb for cb in [*self.callback_handler.callbacks, self.control] if isinstance(cb, ExportableState)
-        ]
-
     def _run_epoch(
         self, epoch: int, loader: DataLoader[StepBatch], sampler: StepSampler, length: Length
     ) -> None:
@@ -223,6 +224,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, Trainer):  # type: ignore[
             self.state.epoch = epoch + sampler.share(done)
             self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
             self.watch.stop_if_asked(self.control, self.state.global_step)
+            self._checkpoints.advance()
             self._log_evaluate_save(result)
             if self.control.should_epoch_stop or self.control.should_training_stop:
                 break
@@ -269,7 +271,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, Trainer):  # type: ignore[
         if self.control.should_save:
             with self._meter.pause():
                 self._save_checkpoint()
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+            self.control.should_save = False
 
     def _log_step(self, result: StepResult) -> None:
         report = self._meter.flush()
@@ -290,6 +292,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, Trainer):  # type: ignore[
         """The run's own metrics, the best model if asked for, and the last callback."""
         with self._pipeline().at_rest():
             pass  # the last step's parameters have arrived
+        self._checkpoints.finish()
         steps = self.state.global_step - first
         self._loss_total += sum(self._meter.flush().losses)
         samples = steps * sampler.shape.global_size
@@ -342,47 +345,3 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, Trainer):  # type: ignore[
 
     def _pipeline(self) -> Pipeline:
         return self.engine or Pipeline(self.model.chunks, self._loss, wants_logits=self.wants_logits)
-
-    # Saving.
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the model as an MCA checkpoint, with the tokenizer; all ranks take part.
-
-        Args:
-            output_dir: None: the run's own.
-        """
-        folder = Path(output_dir or self.args.output_dir)
-        with self._pipeline().at_rest():
-            save_model(
-                self.model,
-                folder,
-                self.processing_class,
-                first=self.ranks.is_first,
-                hf=self.args.save_hf_model,
-            )
-
-    def _save_checkpoint(self, *_: Any, **__: Any) -> None:
-        """A complete checkpoint of this step."""
-        output_dir = Path(self.args.output_dir)
-        target = output_dir / f"{checkpointing.PREFIX}-{self.state.global_step}"
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(target)
-        with checkpointing.new_checkpoint(target, self.ranks) as folder:
-            self.save_model(str(folder), _internal_call=True)
-            if not self.args.save_only_model:
-                self._training_state().save(folder)
-            if self.ranks.is_first:
-                self._write_state(folder)
-        if self.ranks.is_first:
-            checkpointing.rotate(output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
-        groups.barrier()
-
-    def _write_state(self, folder: Path) -> None:
-        states: dict[str, Any] = {}
-        for callback in self._exportable():
-            states.setdefault(type(callback).__name__, []).append(callback.state())
-        self.state.stateful_callbacks = {
-            name: found[0] if len(found) == 1 else found for name, found in states.items()
-        }
-        self.state.save_to_json(str(folder / checkpointing.STATE_FILE))
-        (folder / "training_args.json").write_text(self.args.to_json_string())

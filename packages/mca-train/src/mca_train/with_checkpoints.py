@@ -1,0 +1,93 @@
+"""The Trainer's methods about saving: the model, and checkpoints to resume from."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState
+from transformers.trainer_callback import ExportableState
+
+from mca_models.megatron.agreement import on_first
+from mca_train import checkpointing, groups
+from mca_train.checkpoint_writer import CheckpointWriter, Stage
+from mca_train.integrity import Checksums
+from mca_train.saving import ModelWriting
+
+
+class WithCheckpoints:
+    """Saves a trainer's model and checkpoints; collective like the trainer itself."""
+
+    args: Any
+    state: Any
+    control: Any
+    model: Any
+    ranks: Any
+    processing_class: Any
+    callback_handler: Any
+    _checkpoints: CheckpointWriter
+    _pipeline: Any
+    _training_state: Any
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the model as an MCA checkpoint, with the tokenizer; all ranks take part.
+
+        Args:
+            output_dir: None: the run's own.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        with self._pipeline().at_rest():
+            hf = self.args.save_hf_model
+            ModelWriting(self.model, folder, self.processing_class, hf=hf).finish()
+
+    def _save_checkpoint(self, *_: Any, **__: Any) -> None:
+        """A complete checkpoint of this step; with ``async_save`` it is complete some steps later."""
+        target = Path(self.args.output_dir) / f"{checkpointing.PREFIX}-{self.state.global_step}"
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(target)
+        of_step = copy.copy(self.state) if self.args.async_save else self.state
+        self._checkpoints.write(target, self._begin_checkpoint, lambda: self._after_checkpoint(of_step))
+
+    def _begin_checkpoint(self, folder: Path) -> list[Stage]:
+        """Begins to write into ``folder``; what has yet to be finished, in order."""
+        args = self.args
+        with self._pipeline().at_rest():
+            stages: list[Stage] = [
+                ModelWriting(
+                    self.model,
+                    folder,
+                    self.processing_class,
+                    hf=args.save_hf_model,
+                    ckpt_format=args.ckpt_format,
+                    async_save=args.async_save,
+                )
+            ]
+        on_first(lambda: self._write_state(folder))
+        if not args.save_only_model:
+            stages.append(self._training_state().begin_save(folder, background=args.async_save))
+            stages.append(Checksums(folder, self.ranks))
+        return stages
+
+    def _after_checkpoint(self, state: TrainerState) -> None:
+        """Deletes what is one too many, and tells the callbacks; ``state`` is that of the checkpoint's step."""
+        args = self.args
+        if self.ranks.is_first:
+            checkpointing.rotate(Path(args.output_dir), args.save_total_limit, state.best_model_checkpoint)
+        groups.barrier()
+        another = self.control.should_save
+        self.control = self.callback_handler.on_save(args, state, self.control)
+        self.control.should_save = another
+
+    def _write_state(self, folder: Path) -> None:
+        states: dict[str, Any] = {}
+        for callback in self._exportable():
+            states.setdefault(type(callback).__name__, []).append(callback.state())
+        self.state.stateful_callbacks = {
+            name: found[0] if len(found) == 1 else found for name, found in states.items()
+        }
+        self.state.save_to_json(str(folder / checkpointing.STATE_FILE))
+        (folder / "training_args.json").write_text(self.args.to_json_string())
+
+    def _exportable(self) -> list[Any]:
+        return [
+            cb for cb in [*self.callback_handler.callbacks, self.control] if isinstance(cb, ExportableState)
+        ]
