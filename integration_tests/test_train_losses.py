@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness import run_ranks
-from train_cases import VOCAB, history, quietly, samples, tiny_checkpoint, train_losses
+from train_cases import VOCAB, history, make_trainer, quietly, samples, tiny_checkpoint, train_losses
 
 pytestmark = pytest.mark.ranks
 
@@ -99,3 +99,74 @@ def test_smoothed_labels_equal_torchs_on_the_logits(checkpoint, tmp_path):
     ours = run_ranks(2, train_losses, checkpoint, tmp_path, **changes)[0]
     for key in theirs:
         assert worst(theirs[key], ours[key]) < 1e-4, key
+
+
+CHUNKED = {
+    "single": (1, {"loss_chunk_size": 7}),
+    "micro-batch-4": (
+        1,
+        {"loss_chunk_size": 10, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    ),
+    "packed-cp2": (2, {"loss_chunk_size": 5, "sequence_packing": True, "context_parallel_size": 2}),
+    "tp2-sp-pp2-overlap": (
+        4,
+        {
+            "loss_chunk_size": 6,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "pipeline_model_parallel_size": 2,
+            "overlap_grad_reduce": True,
+        },
+    ),
+}
+TIED = WHOLE | {"gradient_accumulation_steps": 8, "count": 8, "label_smoothing_factor": 0.1}
+
+
+def chunked_losses(checkpoint: Path, output: Path, **changes: Any) -> dict[str, list[float]]:
+    """Training losses, and on the rank with the loss the most tokens whose logits stood at once."""
+    from torch.nn.modules.module import register_module_forward_hook
+
+    rows = [0]
+
+    def watch(module: torch.nn.Module, _: Any, output: Any) -> None:
+        if type(module).__name__ == "ColumnParallelLinear" and output[0].shape[-1] in (131, 66):
+            rows[0] = max(rows[0], output[0].shape[:2].numel())
+
+    handle = register_module_forward_hook(watch)
+    found = train_losses(checkpoint, output, **changes)
+    handle.remove()
+    return found | {"rows": [float(rows[0])]}
+
+
+def test_losses_in_chunks_are_the_same(tmp_path):
+    tied = tiny_checkpoint(tmp_path / "tied", tie_word_embeddings=True, vocab_size=131, num_hidden_layers=2)
+    whole = run_ranks(1, chunked_losses, tied, tmp_path / "whole", **TIED)[0]
+    assert whole["rows"][0] >= 32
+    for name, (size, changes) in CHUNKED.items():
+        found = run_ranks(size, chunked_losses, tied, tmp_path / name, **(TIED | changes))
+        assert worst(whole["loss"], found[0]["loss"]) < 1e-5, name
+        assert worst(whole["grad_norm"], found[0]["grad_norm"]) < 1e-4, name
+        assert worst(whole["eval_loss"], found[0]["eval_loss"]) < 1e-5, name
+        assert 0 < found[-1]["rows"][0] <= changes["loss_chunk_size"], name
+
+
+def memory_of_a_step(checkpoint: Path, output: Path, **changes: Any) -> float:
+    """MiB by which a step on 1024 tokens raises the memory of this process."""
+    import resource
+
+    data = samples(1, longest=1025)
+    data.tokens, data.offsets = data.tokens.repeat(1024 // len(data.tokens) + 1)[:1024], data.offsets * 0
+    data.offsets[1], data.is_target = 1024, None
+    trainer = make_trainer(checkpoint, output, train_dataset=data, max_steps=1, **changes)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    quietly(trainer.train)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+def test_chunks_take_less_memory_than_whole_logits(tmp_path):
+    sizes = {"vocab_size": 40000, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+    large = tiny_checkpoint(tmp_path / "large", max_position_embeddings=1024, head_dim=8, **sizes)
+    logits = 1024 * 40000 * 4 / 2**20
+    (whole,) = run_ranks(1, memory_of_a_step, large, tmp_path / "whole")
+    (chunked,) = run_ranks(1, memory_of_a_step, large, tmp_path / "chunked", loss_chunk_size=64)
+    assert chunked < whole - 0.6 * logits, (whole, chunked, logits)

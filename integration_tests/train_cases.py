@@ -12,8 +12,8 @@ STEPS = 10
 VOCAB = 130  # not a multiple of 4: padded rows take part
 
 
-def tiny_checkpoint(folder: Path, **changes: Any) -> Path:
-    """A random Qwen3 of 4 layers with norms that are not all one."""
+def tiny_checkpoint(folder: Path, config_class: Any = None, model_class: Any = None, **changes: Any) -> Path:
+    """A random Qwen3 (or another model) of 4 layers with norms that are not all one."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -30,7 +30,8 @@ def tiny_checkpoint(folder: Path, **changes: Any) -> Path:
         tie_word_embeddings=False,
         initializer_range=0.05,
     )
-    model = Qwen3ForCausalLM(Qwen3Config(**(settings | changes)))
+    config = (config_class or Qwen3Config)(**(settings | changes))
+    model = (model_class or Qwen3ForCausalLM)(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -51,6 +52,20 @@ def samples(count: int, *, longest: int = 32, seed: int = 0) -> Any:
         tokens = (start + np.arange(length) * draw.integers(1, 4)) % VOCAB
         mask = np.arange(length) >= draw.integers(0, 6)
         rows.append((tokens, mask))
+    return TokenDataset.from_samples(rows)
+
+
+def filled_packs(packs: int, of: int, *, length: int = 32, seed: int = 1) -> Any:
+    """Samples of which every ``of`` in a row fill one pack of ``length`` to the last token."""
+    from mca_train import TokenDataset
+
+    draw = np.random.default_rng(seed)
+    rows = []
+    for _ in range(packs):
+        cuts = sorted(draw.choice(np.arange(1, length // 4), of - 1, replace=False))
+        for size in 4 * np.diff([0, *cuts, length // 4]):
+            tokens = (draw.integers(0, VOCAB) + np.arange(size) * draw.integers(1, 4)) % VOCAB
+            rows.append((tokens, np.arange(size) >= draw.integers(0, 3)))
     return TokenDataset.from_samples(rows)
 
 
@@ -83,7 +98,7 @@ def make_trainer(checkpoint: Path, output_dir: Path, *, count: int = 44, **chang
     from mca_models import AutoModel
     from mca_train import McaTrainer
 
-    data = changes.pop("train_dataset", None)
+    data, pack_length = changes.pop("train_dataset", None), changes.pop("pack_length", None)
     args = arguments(output_dir, **changes)
     model = AutoModel.from_pretrained(checkpoint, args)
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
@@ -92,6 +107,7 @@ def make_trainer(checkpoint: Path, output_dir: Path, *, count: int = 44, **chang
             args=args,
             train_dataset=samples(count) if data is None else data,
             eval_dataset=samples(7, seed=9),
+            pack_length=pack_length,
         )
 
 

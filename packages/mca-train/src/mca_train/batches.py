@@ -34,6 +34,8 @@ class MicroBatch:
     is ``2 * pair``, the rejected one ``2 * pair + 1``."""
     num_segments: int
     """Sequences, over all context-parallel ranks."""
+    padding: Tensor
+    """``[b, s]`` bool: tokens that are no sample's own, or of a sample that does not count."""
     cu_seqlens: Tensor | None = None
     """Packed sequences: where each begins in the whole pack, and its end, ``[sequences + 1]`` int32."""
     max_seqlen: int = 0
@@ -178,6 +180,12 @@ class StepCollator:
             loss_mask=mask.float(),
             segments=join([torch.full((1, length), number) for number, length in enumerate(lengths)]),
             num_segments=len(lengths),
+            padding=join(
+                [
+                    torch.arange(length)[None] >= own
+                    for own, length in zip(row.own_tokens, lengths, strict=True)
+                ]
+            ),
             cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
             max_seqlen=max(lengths),
         )
@@ -208,6 +216,7 @@ class StepCollator:
             loss_mask=take(mask.float()),
             segments=take(torch.arange(len(ids))[:, None].expand_as(ids)),
             num_segments=len(ids),
+            padding=take(positions >= batch["num_tokens"][:, None]),
         )
 
     def _slice(self, whole: Tensor) -> Tensor:

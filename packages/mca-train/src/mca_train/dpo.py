@@ -25,6 +25,7 @@ from torch.nn.functional import logsigmoid
 from mca_config.errors import McaError
 from mca_train import groups
 from mca_train.batches import MicroBatch, StepBatch
+from mca_train.chunked_loss import chunk_losses
 from mca_train.engine import Pipeline
 from mca_train.trainer import McaTrainer
 
@@ -139,6 +140,7 @@ class DpoTrainer(McaTrainer):
         self._reference_pipeline: Pipeline | None = None
         if self.preference.needs_reference:
             chunks = (reference or self.model).chunks
+            chunk_losses(chunks, self.args.loss_chunk_size, wants_logits=False)
             self._reference_pipeline = Pipeline(chunks, self._keep_reference)
 
     def _check(self, reference: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mca_train.batches import MicroBatch, StepBatch
 from mca_train.losses import LossFunction, StepLoss, add_up, megatron_loss
+from mca_train.moe_losses import padding_for_experts, weigh_alike, weigh_by_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ class Pipeline:
         self.configs = list({id(chunk.config): chunk.config for chunk in chunks}.values())
         for config in self.configs:
             config.calculate_per_token_loss = True
+            if config.num_moe_experts:
+                weigh_alike(self.chunks)
 
     def run(self, batch: StepBatch, *, forward_only: bool) -> StepLoss:
         """All micro-batches of ``batch``; the loss on this rank."""
@@ -100,6 +103,7 @@ class Pipeline:
             attention_mask=None,
             labels=None if self._wants_logits else batch.labels,
             loss_mask=batch.loss_mask,
+            padding_mask=padding_for_experts(batch, model),
             packed_seq_params=_packed_params(batch),
         )
         return output, megatron_loss(self._loss, batch)
@@ -197,6 +201,8 @@ class Engine(Pipeline):
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self.configs[0].num_moe_experts:
+            weigh_by_tokens(batch)
         return self.run(batch, forward_only=False)
 
     def optimizer_step(self) -> StepResult:

@@ -56,6 +56,13 @@ def sum_over_data(values: Tensor) -> Tensor:
     return values
 
 
+def sum_over_samples(values: Tensor) -> Tensor:
+    """``values`` added over data- and context-parallel ranks; every rank of a model replica has the same."""
+    total = values.clone()
+    dist.all_reduce(total, group=data_group_with_context())
+    return total
+
+
 def data_group_with_context() -> Any:
     """Ranks with the same part of the model."""
     from megatron.core import parallel_state
@@ -103,6 +110,12 @@ def balancing_loss(total: Tensor, entry: dict[str, Any]) -> float:
     if (group := entry.get("avg_group")) is not None:
         dist.all_reduce(total, group=group)
         total /= group.size()
+    if (
+        entry.get("reduce_group") is None and entry.get("avg_group") is None
+    ):  # the z-loss: of a rank's own tokens
+        shared = parallel_state.get_tensor_and_context_parallel_group()
+        dist.all_reduce(total, group=shared)
+        total /= shared.size()
     needs_mean = not entry.get("reduce_group_has_dp", not entry.get("needs_dp_avg", True))
     if needs_mean:
         data = parallel_state.get_data_parallel_group()

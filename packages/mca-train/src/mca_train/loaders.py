@@ -59,6 +59,11 @@ class Loaders:
         )
         return self._loader(dataset, sampler), sampler
 
+    def _common_length(self, dataset: Any) -> int | None:
+        """What all samples are padded to where ranks with different ones gather their tokens for experts."""
+        moe = self.args.moe_token_dispatcher_type == "allgather" and self.ranks.layout.ep > 1
+        return longest_sample(dataset) if moe and not self.args.sequence_packing else None
+
     def evaluation(self, dataset: Any) -> tuple[DataLoader[StepBatch], StepSampler]:
         """An item is as many micro-batches as fill the pipeline; every sample comes once, in order."""
         pipeline = self.ranks.layout.pp
@@ -108,6 +113,7 @@ class Loaders:
             context_parallel_rank=self.ranks.context_parallel_rank,
             pad_token_id=self.pad_token_id,
             packed=self.args.sequence_packing,
+            length=self._common_length(dataset),
         )
         samples: Any = CountedSamples(dataset)  # the collator makes the items steps
         return DataLoader(

@@ -176,6 +176,8 @@ class Row:
     input_ids: list[torch.Tensor]
     labels: list[torch.Tensor]
     """Of the position itself, not of the next."""
+    own_tokens: list[int]
+    """How many of each sequence are no padding; 0 of one that does not count."""
 
     @property
     def length(self) -> int:
@@ -190,6 +192,7 @@ class Row:
         return Row(
             input_ids=[*self.input_ids, torch.full((rest,), pad_token_id)],
             labels=[*self.labels, torch.full((rest,), ignored)],
+            own_tokens=[*self.own_tokens, 0],
         )
 
 
@@ -203,4 +206,5 @@ def row_of(sequences: Sequence[tuple[Any, bool]], multiple: int, pad_token_id: i
         rest = (0, -len(tokens) % multiple)
         ids.append(torch.nn.functional.pad(tokens, rest, value=pad_token_id))
         labels.append(torch.nn.functional.pad(targets, rest, value=ignored))
-    return Row(input_ids=ids, labels=labels)
+    own = [len(sequence["input_ids"]) * counts for sequence, counts in sequences]
+    return Row(input_ids=ids, labels=labels, own_tokens=own)

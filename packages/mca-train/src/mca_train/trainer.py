@@ -19,6 +19,7 @@ from mca_config.errors import McaError
 from mca_train import checkpointing, groups
 from mca_train.batches import Collator, MicroBatch, PadCollator, StepBatch, pad_token
 from mca_train.checkpoint_writer import CheckpointWriter, remove_unfinished
+from mca_train.chunked_loss import chunk_losses
 from mca_train.engine import Engine, Pipeline, StepResult
 from mca_train.hf_glue import JsonlLog, ModelView, WithoutAccelerator
 from mca_train.honoured import require_honoured
@@ -108,6 +109,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         self.signals = Signals(self.signal_names, self.ranks.device)
         self._model_losses = ModelLosses(model.megatron, model.config)
         smooth_labels(model.chunks, args.label_smoothing_factor, model.config.vocab_size)
+        chunk_losses(model.chunks, args.loss_chunk_size, wants_logits=self.wants_logits)
 
     # The hook for another loss.
 

@@ -145,7 +145,7 @@ def _ranges(args: "DistributingParallelArguments") -> list[str]:
 
 def of_training(args: "MegatronArguments") -> list[str]:
     """Contradictions among the arguments that :class:`MegatronArguments` adds."""
-    return [*_overlap(args), *_optimizer(args), *_saving(args)]
+    return [*_overlap(args), *_optimizer(args), *_loss(args), *_saving(args)]
 
 
 def _overlap(args: "MegatronArguments") -> list[str]:
@@ -189,6 +189,13 @@ def _optimizer(args: "MegatronArguments") -> list[str]:
             "remove it"
         )
     return problems
+
+
+def _loss(args: "MegatronArguments") -> list[str]:
+    size = args.loss_chunk_size
+    if size is not None and size < 1:
+        return [f"loss_chunk_size must be at least 1 token, not {size}"]
+    return []
 
 
 def _saving(args: "MegatronArguments") -> list[str]:

@@ -84,6 +84,10 @@ class MegatronArguments(DistributingParallelArguments):
         "Pack several sequences into one row, kept apart in attention, instead of padding each.",
         default=False,
     )
+    loss_chunk_size: int | None = option(
+        "Tokens of a micro-batch whose logits stand at once; the others' are computed again in the backward "
+        "pass. Unset: all."
+    )
     peak_tflops: float | None = option(
         "Peak TFLOP/s of one device, for the logged mfu; unset: the bf16 peak of a known GPU."
     )

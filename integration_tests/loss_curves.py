@@ -1,0 +1,247 @@
+"""Loss curves: fifty fp32 steps on every kind of layout against a single process.
+
+    .venv/bin/python integration_tests/loss_curves.py [PATTERN ...]
+
+Prints a row for each curve whose name fits a pattern (default: all, about 8 minutes on 2 cores): the largest relative
+differences of loss and gradient norm over the steps, and of the loss on held-out samples. 1 if one is too large.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from harness import run_ranks
+from train_cases import filled_packs, tiny_checkpoint, train_losses
+
+STEPS = 50
+TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-4
+
+TP = {"tensor_model_parallel_size": 2}
+SP = TP | {"sequence_parallel": True}
+PP = {"pipeline_model_parallel_size": 2}
+VPP = PP | {"virtual_pipeline_model_parallel_size": 2}
+UNEVEN = {"pipeline_model_parallel_layout": "Et|tt|tL", "pipeline_model_parallel_size": 3}
+FIRST = PP | {"num_layers_in_first_pipeline_stage": 1}
+CP = {"context_parallel_size": 2}
+EP = {"expert_model_parallel_size": 2}
+DP = {"gradient_accumulation_steps": 2}  # half as many micro-batches on each of two replicas
+ZERO = DP | {"use_distributed_optimizer": True, "ddp_bucket_size": 5000}
+REDUCE = {"overlap_grad_reduce": True, "ddp_bucket_size": 5000}
+GATHER = ZERO | {"overlap_grad_reduce": True, "overlap_param_gather": True}
+ETP1 = {"expert_tensor_parallel_size": 1}
+PACKED = {"sequence_packing": True}
+
+Curves = dict[str, tuple[int, dict[str, Any]]]
+DENSE: Curves = {
+    "micro-batch-4": (1, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}),
+    "tp2": (2, TP),
+    "tp2-sp": (2, SP),
+    "pp2": (2, PP),
+    "pp2-vpp2": (2, VPP),
+    "pp2-first1": (2, FIRST),
+    "pp3-uneven": (3, UNEVEN),
+    "cp2": (2, CP),
+    "dp2": (2, DP),
+    "dp2-reduce": (2, DP | REDUCE),
+    "dp2-zero": (2, ZERO),
+    "dp2-zero-reduce": (2, ZERO | REDUCE),
+    "dp2-zero-reduce-gather": (2, GATHER),
+    "cp2-zero-reduce-gather": (2, CP | GATHER | {"gradient_accumulation_steps": 4}),
+    "tp2-pp2": (4, TP | PP),
+    "tp2-sp-pp2-vpp2": (4, SP | VPP),
+    "tp2-sp-cp2": (4, SP | CP),
+    "pp2-cp2": (4, PP | CP),
+    "dp2-tp2-sp-zero": (4, ZERO | SP),
+    "dp2-cp2-zero": (4, ZERO | CP),
+    "dp2-pp2-zero": (4, ZERO | PP),
+    "dp2-pp2-vpp2-zero-reduce-gather": (4, GATHER | VPP),
+    "dp2-tp2-sp-pp2-zero-reduce-gather": (8, GATHER | SP | PP),
+}
+MOE: Curves = {
+    "tp2-sp-etp2": (2, SP),
+    "tp2-sp-ep2-etp1": (2, SP | EP | ETP1),
+    "pp2": (2, PP),
+    "pp2-vpp2": (2, VPP),
+    "cp2": (2, CP),
+    "cp2-ep2": (2, CP | EP),
+    "dp2": (2, DP),
+    "dp2-zero-reduce-gather": (2, GATHER),
+    "ep2": (2, DP | EP),
+    "ep2-allgather": (2, DP | EP | {"moe_token_dispatcher_type": "allgather"}),
+    "ep2-zero": (2, ZERO | EP),
+    "ep2-zero-reduce-gather": (2, GATHER | EP),
+    "ep2-pp2-zero-reduce-gather": (4, GATHER | EP | PP),
+    "tp2-sp-ep2-etp1-dp2-zero": (4, ZERO | SP | EP | ETP1),
+    "tp2-sp-ep2-etp2": (4, DP | SP | EP),
+}
+LATENT: Curves = {
+    "tp2-sp": (2, SP),
+    "pp2": (2, PP),
+    "pp2-vpp2": (2, VPP),
+    "cp2": (2, CP),
+    "ep2-zero-reduce-gather": (2, GATHER | EP),
+}
+PACKS: Curves = {
+    "single": (1, {}),
+    "tp2-sp": (2, SP),
+    "pp2": (2, PP),
+    "pp2-vpp2": (2, VPP),
+    "cp2": (2, CP),
+    "dp2": (2, {"gradient_accumulation_steps": 1}),
+    "dp2-zero-reduce-gather": (2, GATHER | {"gradient_accumulation_steps": 1}),
+    "tp2-sp-cp2": (4, SP | CP),
+}
+ALL: Curves = {
+    f"{model}/{name}": curve
+    for model, curves in {"dense": DENSE, "moe": MOE, "latent": LATENT, "packed": PACKS}.items()
+    for name, curve in curves.items()
+}
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+RUN = {"max_steps": STEPS, "gradient_accumulation_steps": 4, "count": 42, "learning_rate": 3e-3}
+_SEQUENTIAL = {"train_sampling_strategy": "sequential"}
+PACKS_PER_STEP, SAMPLES_PER_PACK = 2, 4
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative differences to the single process.
+
+    Args:
+        loss: Of the steps' losses.
+        grad_norm: Of the steps' gradient norms.
+        evaluation: Of the final loss on held-out samples.
+    """
+
+    loss: float
+    grad_norm: float
+    evaluation: float
+
+    @property
+    def small(self) -> bool:
+        """Whether the curves are the same."""
+        return max(self.loss, self.evaluation) < TOLERANCE and self.grad_norm < GRADIENT_TOLERANCE
+
+
+class CurvesOf:
+    """Runs curves in ``folder``; the single process of each model once.
+
+    Args:
+        folder: For checkpoints and outputs.
+        steps: Of a run.
+    """
+
+    def __init__(self, folder: Path, steps: int = STEPS) -> None:
+        self._folder, self._steps = folder, steps
+        self.single = cache(self._single)
+
+    def _single(self, model: str) -> dict[str, list[float]]:
+        changes = (
+            {"gradient_accumulation_steps": PACKS_PER_STEP * SAMPLES_PER_PACK} if model == "packed" else {}
+        )
+        return self._run(1, model, {"sequence_packing": False} | changes)[0]
+
+    def _run(self, size: int, model: str, changes: dict[str, Any]) -> list[dict[str, list[float]]]:
+        checkpoint = self._folder / ("dense" if model == "packed" else model)
+        if not checkpoint.exists():
+            _BUILDERS[checkpoint.name](checkpoint)
+        run = RUN | {"max_steps": self._steps} | (_packed_run() if model == "packed" else {})
+        return run_ranks(size, train_losses, checkpoint, self._folder / "out", timeout=600, **(run | changes))
+
+    def difference(self, name: str) -> Difference:
+        """Of one curve of `ALL`."""
+        model = name.partition("/")[0]
+        size, changes = ALL[name]
+        single, found = self.single(model), self._run(size, model, changes)
+        if any(rank["loss"] != found[0]["loss"] for rank in found):
+            raise AssertionError(f"{name}: ranks log different losses")
+        return Difference(*(worst(single[key], found[0][key]) for key in ("loss", "grad_norm", "eval_loss")))
+
+
+def worst(one: list[float], other: list[float]) -> float:
+    """The largest relative difference."""
+    if len(one) != len(other) or not one:
+        raise AssertionError(f"{len(one)} and {len(other)} values")
+    return max(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))
+
+
+def _packed_run() -> dict[str, Any]:
+    data = filled_packs(10 * PACKS_PER_STEP, SAMPLES_PER_PACK)
+    return (
+        _SEQUENTIAL
+        | PACKED
+        | {
+            "train_dataset": data,
+            "pack_length": 32,
+            "gradient_accumulation_steps": PACKS_PER_STEP,
+        }
+    )
+
+
+def _sparse(folder: Path) -> None:
+    """Experts in every layer, top 2 of 4, with their balancing loss in the gradients."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    }
+    sizes = SMALL | experts | {"router_aux_loss_coef": 0.01, "output_router_logits": True}
+    tiny_checkpoint(folder, Qwen3MoeConfig, Qwen3MoeForCausalLM, **sizes)
+
+
+def _latent(folder: Path) -> None:
+    """Latent attention, a dense layer, then experts with a shared one, sigmoid scores, groups and biases."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    attention = {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+    }
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    experts |= {"moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    tiny_checkpoint(folder, DeepseekV3Config, DeepseekV3ForCausalLM, **(SMALL | attention | experts))
+
+
+_BUILDERS = {"dense": lambda folder: tiny_checkpoint(folder, **SMALL), "moe": _sparse, "latent": _latent}
+
+
+def table(names: Iterable[str], curves: CurvesOf) -> Iterable[tuple[str, Difference]]:
+    """Rows, printed as they come."""
+    _say("| curve | ranks | loss | gradient norm | held-out loss |\n|---|---|---|---|---|")
+    for name in names:
+        found = curves.difference(name)
+        _say(
+            f"| `{name}` | {ALL[name][0]} | {found.loss:.1e} | {found.grad_norm:.1e} | {found.evaluation:.1e} |"
+            + ("" if found.small else " **too large** |")
+        )
+        yield name, found
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main(patterns: list[str]) -> int:
+    """Prints the table; 1 if a curve differs."""
+    names = [name for name in ALL if any(fnmatch(name, pattern) for pattern in patterns or ["*"])]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = list(table(names, CurvesOf(Path(folder))))
+    return int(not rows or not all(found.small for _, found in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
