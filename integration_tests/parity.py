@@ -1,6 +1,6 @@
 """The parity matrix: every family on every kind of layout against ``transformers``.
 
-    .venv/bin/python integration_tests/parity.py docs/parity.md
+    .venv/bin/python integration_tests/parity.py docs/parity.md [CASE ...]
 
 Prints a table of the largest absolute differences of the fp32 logits, and which combinations are refused and why;
 fails where a difference is too large or a token is sent to other experts.
@@ -128,8 +128,11 @@ def _cell(measured: Measured | None, refusals: list[str]) -> str:
 
 
 def main() -> int:
-    """Writes the file that is named, or prints; 1 if a difference is too large."""
-    cases = list(FAMILY_CASES)
+    """Writes the file that is named, or prints; of the cases named after it, or all. 1 if a difference is too large."""
+    cases = sys.argv[2:] or list(FAMILY_CASES)
+    if unknown := [case for case in cases if case not in CASES]:
+        sys.stderr.write(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}\n")
+        return 2
     found = matrix(cases, LAYOUTS)
     text = render(found, cases, LAYOUTS)
     if len(sys.argv) > 1:

@@ -66,6 +66,7 @@ DENSE = (
 MOE = (
     "olmoe",
     "minimax_m2",
+    "glm4_moe_lite",
     "gpt_oss",
     "deepseek_v2",
     "deepseek_v2-no-q-lora",

@@ -22,8 +22,20 @@ pytestmark = pytest.mark.ranks
 
 DENSE = ("llama", "qwen2-tied", "qwen3-tied", "mistral", "llama-one-group")
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
-DENSE_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2vpp2", "cp2", "tp2pp2vpp2", "tp2cp2sp")
-MOE_LAYOUTS = ("tp1", "tp2sp", "ep2", "tp2ep2etp1", "cp2", "pp2vpp2ep2", "tp2etp2ep2")
+DENSE_LAYOUTS = ("tp1", "tp2", "tp2sp", "tp4", "dp2", "pp2vpp2", "cp2", "tp2pp2vpp2", "tp2cp2sp", "cp2pp2")
+MOE_LAYOUTS = (
+    "tp1",
+    "tp2sp",
+    "dp2",
+    "ep2",
+    "tp2ep2etp1",
+    "cp2",
+    "cp2ep2",
+    "pp2vpp2ep2",
+    "tp2etp2ep2",
+    "tp2cp2sp",
+)
+BIASED = ("glm4_moe", "deepseek_v3")
 GRID = [(c, n) for c in DENSE for n in DENSE_LAYOUTS] + [(c, n) for c in MOE for n in MOE_LAYOUTS]
 TOLERANCE = 1e-4
 
@@ -42,7 +54,9 @@ def expected_gradients(reference: Reference, folder: Path) -> Path:
 
 
 def batches(input_ids: torch.Tensor, micro_batches: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Micro-batches of this context rank; the last token has no target."""
+    """This data-parallel rank's share of the micro-batches, this context rank's part; the last token has no target."""
+    from megatron.core import parallel_state
+
     from mca_models.megatron import parallel, platform
     from mca_models.megatron.layers.zigzag import take
 
@@ -54,7 +68,8 @@ def batches(input_ids: torch.Tensor, micro_batches: int) -> Iterator[dict[str, t
         "loss_mask": (torch.arange(length) < length - 1).float().expand(rows, -1),
     }
     group = parallel.context_group()
-    for index in range(micro_batches):
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    for index in range(replica, micro_batches, replicas):
         part = slice(index * rows // micro_batches, (index + 1) * rows // micro_batches)
         yield {
             name: take(x[part], 1, group.rank(), group.size()).to(platform.current_device())
@@ -81,6 +96,7 @@ def export_gradients(pairs: list[tuple[Reference, str]], folder: Path) -> None:
 
 def export_gradient(reference: Reference, layout: str, path: Path, **settings: Any) -> None:
     """The gradients of one forward and backward pass, exported as if they were weights."""
+    from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -95,12 +111,12 @@ def export_gradient(reference: Reference, layout: str, path: Path, **settings: A
     model.megatron.finalize_model_grads_func = finalize_model_grads
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
     chunks = [DistributedDataParallel(model.megatron, ddp, chunk) for chunk in model.chunks]
-    count = 4
+    count, replicas = 4, parallel_state.get_data_parallel_world_size()
     get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[batches(reference.input_ids, count) for _ in chunks],
         model=chunks,
-        num_microbatches=count,
+        num_microbatches=count // replicas,
         seq_length=reference.input_ids.shape[1],
         micro_batch_size=reference.input_ids.shape[0] // count,
         forward_only=False,
@@ -116,7 +132,8 @@ def export_gradient(reference: Reference, layout: str, path: Path, **settings: A
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The gradients of every case and layout, and those expected."""
     folder = tmp_path_factory.mktemp("gradients")
-    grid = selected(request, GRID)
+    chosen = selected(request, GRID)
+    grid = [pair for pair in GRID if pair in chosen or (pair[1] == "tp1" and pair[0] in BIASED)]
     references = {case: make_reference(case, folder, batch=4) for case, _ in grid}
     for reference in references.values():
         expected_gradients(reference, folder)
@@ -148,3 +165,14 @@ def worst_errors(expected: Path, found: Path) -> list[tuple[str, float]]:
 def test_gradients_equal_autograd(case: str, layout: str, exported: Path) -> None:
     worst = worst_errors(exported / f"{case}-expected", exported / f"{case}-{layout}")
     assert worst[0][1] <= TOLERANCE, worst
+
+
+@pytest.mark.parametrize("case,layout", [pair for pair in GRID if pair[0] in BIASED])
+def test_expert_biases_move_by_the_tokens_of_all_ranks(case: str, layout: str, exported: Path) -> None:
+    moved, alone = read(exported / f"{case}-{layout}"), read(exported / f"{case}-tp1")
+    biases = [name for name in moved if "e_score_correction_bias" in name]
+    assert biases
+    for name in biases:
+        before = hf_model(case).state_dict()[name]
+        assert (moved[name] - before).abs().max() > 1e-4
+        assert torch.equal(moved[name], alone[name])

@@ -36,6 +36,7 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
     "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-4,  # the norms inside the attention have 1e-6, whatever this is
 }
 DELTA_NET: dict[str, Any] = {
     "linear_num_key_heads": 2,
@@ -66,6 +67,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
     "glm4_moe": ("glm4_moe", {**GROUPED, "use_qk_norm": True, "attention_bias": True}),
     "deepseek_v3": ("deepseek_v3", {**GROUPED, **LATENT}),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {**GROUPED, **LATENT, "head_dim": 4, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+    ),
     "deepseek_v2": ("deepseek_v2", {**OLD_GROUPS, **LATENT, "topk_method": "group_limited_greedy"}),
     "deepseek_v2-no-q-lora": ("deepseek_v2", {**OLD_GROUPS, **LATENT, "q_lora_rank": None}),
     "qwen3_next": ("qwen3_next", {**EXPERTS, **DELTA_NET, **SHARED, "mlp_only_layers": [1]}),

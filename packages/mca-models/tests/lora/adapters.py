@@ -1,5 +1,6 @@
 """Random PEFT adapters on the tiny checkpoints, made and saved by peft itself."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import peft
 import tiny_hf
 import torch
 import transformers
+from safetensors.torch import load_file
 
 STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 DENSE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -75,3 +77,12 @@ def logits(model: Any) -> torch.Tensor:
     torch.manual_seed(3)
     with torch.no_grad():
         return model(torch.randint(0, 70, (2, 12))).logits
+
+
+def same_files(a: Path, b: Path) -> None:
+    """Both PEFT directories hold the same tensors and the same configuration."""
+    ours, theirs = load_file(a / "adapter_model.safetensors"), load_file(b / "adapter_model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    configs = [json.loads((folder / "adapter_config.json").read_text()) for folder in (a, b)]
+    assert configs[0] == configs[1]

@@ -52,6 +52,7 @@ class Linear(_Module):
 class LayerNormLinear(Linear):
     def __init__(self, in_features: int, out_features: int, **k: Any) -> None:
         super().__init__(in_features, out_features, **k)
+        self.eps = k["eps"]
         self._add("layer_norm_weight", in_features)
         if k.get("normalization", "LayerNorm") == "LayerNorm":
             self._add("layer_norm_bias", in_features)
@@ -139,6 +140,7 @@ def build(config: dict[str, Any], arguments: dict[str, Any], ranks: int, rank: i
     Returns:
         ``shapes``: live name to the shape there is and the one that the template gives this rank.
         ``attention``: the classes of core attention.
+        ``epsilon``: of the norms that are fused into linears, by the name of the linear.
     """
     from mca_config import DistributingParallelArguments
     from mca_models.megatron import AutoModel, parallel, platform
@@ -160,7 +162,11 @@ def build(config: dict[str, Any], arguments: dict[str, Any], ranks: int, rank: i
         item.live: (list(tensor.shape), expected_shape(item.param, models.config, models.place.at))
         for item, tensor in models.held()
     }
-    return {"shapes": shapes, "attention": sorted(attention)}
+    fused = [
+        (name, module) for name, module in models.named_modules() if hasattr(module, "layer_norm_weight")
+    ]
+    epsilon = {name.rpartition(".")[2]: module.eps for name, module in fused}
+    return {"shapes": shapes, "attention": sorted(attention), "epsilon": epsilon}
 
 
 def expected_shape(param: Any, config: Any, at: Any) -> list[int]:

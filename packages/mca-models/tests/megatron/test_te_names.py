@@ -69,6 +69,15 @@ def test_norms_are_fused_and_experts_grouped(case: str, built: dict[str, Any]) -
     assert is_sparse(case) == any(name.endswith("mlp.experts.linear_fc1.weight3") for name in names)
 
 
+def test_norms_inside_latent_attention_have_their_own_epsilon(built: dict[str, Any]) -> None:
+    assert built["deepseek_v3"]["epsilon"] == {
+        "linear_q_up_proj": 1e-6,
+        "linear_kv_up_proj": 1e-6,
+        "linear_fc1": 1e-4,
+    }
+    assert built["llama"]["epsilon"] == {"linear_qkv": 1e-6, "linear_fc1": 1e-6}
+
+
 def test_the_core_attention_can_be_chosen(built: dict[str, Any]) -> None:
     assert built["mistral"]["attention"] == [ENGINE]
     assert built["mistral-ours"]["attention"] == [OURS]

@@ -3,7 +3,7 @@
 from typing import Any
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_models.templates.common import ATTN, embedding, head, inner
+from mca_models.templates.common import ATTN, inner
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -14,10 +14,10 @@ from mca_models.templates.config_table import (
     dense_fields,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.moe import expert_fields, last_layer, mlp_layers
-from mca_models.templates.mtp import mtp_copies, mtp_params
+from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields, moe_params
+from mca_models.templates.mtp import mtp_copies
 from mca_models.templates.names import HF_ATTN, MoeNames
-from mca_models.weights import COLUMN, ROW, Param, each
+from mca_models.weights import COLUMN, ROW, Param
 
 NAMES = MoeNames()
 
@@ -68,12 +68,7 @@ def mla(hf: HfConfig) -> dict[str, Any]:
 CONFIG = ConfigTable(
     fields=MLA_FIELDS,
     defaults={"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
-    constants={
-        "qk_layernorm": True,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_pre_softmax": True,
-    },
+    constants={"qk_layernorm": True, **SIGMOID_ROUTER},
     fixed=(
         SILU,
         NO_ATTENTION_BIAS,
@@ -111,10 +106,7 @@ def latent_attention(config: MlaMcaModelConfig) -> list[Param]:
 
 def params(config: MlaMcaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    attention = latent_attention(config)
-    layers = each(attention, layers=range(config.num_layers))
-    mtp = mtp_params(config, last_layer(config, NAMES, attention))
-    return [embedding(), *layers, *mlp_layers(config, NAMES), *mtp, *head(config)]
+    return moe_params(config, NAMES, latent_attention(config))
 
 
 FAMILY = Family(

@@ -15,7 +15,7 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.mixtral import NAMES as MIXTRAL
-from mca_models.templates.moe import aux_loss, expert_fields, moe_params, restore_aux_loss
+from mca_models.templates.moe import SIGMOID_ROUTER, aux_loss, expert_fields, moe_params, restore_aux_loss
 
 NAMES = replace(MIXTRAL, router_bias="block_sparse_moe.e_score_correction_bias")
 
@@ -34,9 +34,7 @@ CONFIG = ConfigTable(
     constants={
         "qk_layernorm": True,
         "qk_layernorm_full_width": True,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_pre_softmax": True,
+        **SIGMOID_ROUTER,
     },
     fixed=(
         SILU,

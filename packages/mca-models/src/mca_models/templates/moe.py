@@ -1,13 +1,22 @@
 """Rules of mixture-of-experts layers: router, experts, shared experts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.common import MLP, attention, dense_mlp, down, embedding, gate_up, head, inner
 from mca_models.templates.config_table import Field, HfConfig
+from mca_models.templates.mtp import mtp_params
 from mca_models.templates.names import FUSED, HF, MoeNames, in_memory
 from mca_models.weights import GATED, ROW, Concat, Param, each
+
+SIGMOID_ROUTER: Mapping[str, Any] = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_pre_softmax": True,
+}
+"""Scores by sigmoid, experts chosen with a bias, weights normalised over the chosen ones."""
 
 
 def router(config: McaModelConfig, names: MoeNames) -> list[Param]:
@@ -50,10 +59,20 @@ def shared_experts(config: McaModelConfig, names: MoeNames) -> list[Param]:
     return rules
 
 
-def moe_params(config: McaModelConfig, names: MoeNames) -> list[Param]:
-    """Every parameter of a model of attention and ``mlp_layers``, in checkpoint order."""
-    layers = each(attention(config), layers=range(config.num_layers))
-    return [embedding(), *layers, *mlp_layers(config, names), *head(config)]
+def moe_params(
+    config: McaModelConfig, names: MoeNames, attention_rules: Sequence[Param] | None = None
+) -> list[Param]:
+    """Every parameter of a model of attention, ``mlp_layers`` and prediction layers, in checkpoint order.
+
+    Args:
+        config: The model.
+        names: What HF files call the inside of an expert layer.
+        attention_rules: One layer's attention with its norms; None: from ``attention``.
+    """
+    rules = attention(config) if attention_rules is None else attention_rules
+    layers = each(rules, layers=range(config.num_layers))
+    mtp = mtp_params(config, last_layer(config, names, rules)) if config.mtp_num_layers else []
+    return [embedding(), *layers, *mlp_layers(config, names), *mtp, *head(config)]
 
 
 def mlp_layers(config: McaModelConfig, names: MoeNames) -> Iterator[Param]:

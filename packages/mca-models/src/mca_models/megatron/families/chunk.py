@@ -6,6 +6,7 @@ import torch
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_models.megatron.families.biased_experts import own_expert_outputs
+from mca_models.megatron.families.latent import set_latent_epsilon
 from mca_models.megatron.families.norms import add_post_norms
 from mca_models.megatron.families.scales import add_scales
 from mca_models.megatron.families.settings import after_building
@@ -14,11 +15,13 @@ from mca_models.megatron.layers.rope import rotary_module
 
 
 def finish(model: Any, config: McaModelConfig) -> None:
-    """Adds norms and factors to a chunk; before anything else looks at its logits."""
+    """Adds norms and factors to a chunk, mends its experts and norms; before anything else looks at its logits."""
     if config.norm_placement != "pre":
         add_post_norms(model)
     if config.num_moe_experts and config.add_bias_linear:
         own_expert_outputs(model)
+    if isinstance(config, MlaMcaModelConfig):
+        set_latent_epsilon(model)
     add_scales(model, config)
     after_building(config, model.config)
 

@@ -100,9 +100,11 @@ def _module() -> type:
             tp = self.tp_size
             key_rows, value_rows, heads = self.qk_dim // tp, self.v_dim // tp, self.num_value_heads // tp
             qkv, gate, beta, fade = mixed.split([2 * key_rows + value_rows, value_rows, heads, heads], -1)
-            qkv = self._convolved(qkv.permute(1, 2, 0))
+            qkv = _convolved(qkv.permute(1, 2, 0), self.conv1d)
             query, key, value = qkv.split([key_rows, key_rows, value_rows], 1)
-            query, key = (self._per_value_head(_unit(_heads(x, self.key_head_dim))) for x in (query, key))
+            repeats = self.num_value_heads // self.num_key_heads
+            query, key = (_unit(_heads(x, self.key_head_dim)) for x in (query, key))
+            query, key = (x.repeat_interleave(repeats, 1) for x in (query, key))
             decay = -self.A_log.float().exp() * softplus(fade.float() + self.dt_bias)
             out = gated_delta_rule(
                 query * self.key_head_dim**-0.5,
@@ -114,15 +116,6 @@ def _module() -> type:
             out = self.out_norm(out.permute(2, 0, 1, 3).to(mixed.dtype))
             gated: Tensor = (out.flatten(2) * silu(gate.float())).to(mixed.dtype)
             return gated
-
-        def _convolved(self, x: Tensor) -> Tensor:
-            """``[b, channels, s]``: each channel mixed with its past."""
-            kernel = self.conv1d.weight
-            past = pad(x, (kernel.shape[-1] - 1, 0))
-            return silu(conv1d(past, kernel, self.conv1d.bias, groups=x.shape[1]))
-
-        def _per_value_head(self, x: Tensor) -> Tensor:
-            return x.repeat_interleave(self.num_value_heads // self.num_key_heads, 1)
 
     return DeltaNet
 
@@ -158,6 +151,13 @@ def _lengths(packed_seq_params: Any, rows: int) -> tuple[int, ...]:
     from mca_models.megatron.layers.attention import packed_lengths
 
     return packed_lengths(packed_seq_params, rows)
+
+
+def _convolved(x: Tensor, convolution: torch.nn.Conv1d) -> Tensor:
+    """``[b, channels, s]``: each channel mixed with its past."""
+    kernel = convolution.weight
+    past = pad(x, (kernel.shape[-1] - 1, 0))
+    return silu(conv1d(past, kernel, convolution.bias, groups=x.shape[1]))
 
 
 def _heads(x: Tensor, width: int) -> Tensor:

@@ -1,16 +1,31 @@
-"""Latent attention with uncompressed queries, which have no norm, on megatron-core 0.17 and later.
-
-There ``qk_layernorm`` without ``q_lora_rank`` puts a norm before the query projection; HF's models have a norm
-on the compressed keys and values only. Earlier versions build just that, and never ask this class.
-"""
+"""Latent attention: the norms of compressed queries, keys and values as HF's models have them."""
 
 from functools import cache
 from typing import Any
 
+EPSILON = 1e-6
+"""Of the norms inside HF's latent attention, whatever the model's ``rms_norm_eps`` is; Megatron takes that."""
+
+
+def set_latent_epsilon(model: Any) -> None:
+    """Gives the norms inside every latent attention of a chunk, prediction layers included, HF's epsilon."""
+    for attention in model.modules():
+        if not hasattr(attention, "linear_kv_up_proj"):
+            continue
+        # the local spec has norms, Transformer Engine's has them in the linears
+        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+            part: Any = getattr(attention, name, None)
+            if hasattr(part, "eps"):
+                part.eps = EPSILON
+
 
 @cache
 def with_plain_query(attention: type) -> type:
-    """Megatron's ``MLASelfAttention`` with the modules of its spec taken as they are."""
+    """Megatron's ``MLASelfAttention`` with the modules of its spec taken as they are, on megatron-core 0.17 and later.
+
+    There ``qk_layernorm`` without ``q_lora_rank`` puts a norm before the query projection; HF's models have a norm
+    on the compressed keys and values only. Earlier versions build just that, and never ask this class.
+    """
 
     class PlainQuery(attention):  # type: ignore[misc]
         """Latent attention without a norm on its queries."""

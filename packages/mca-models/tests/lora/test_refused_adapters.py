@@ -1,0 +1,137 @@
+"""Adapters that are damaged, of another model, or cannot be represented: refused by name."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import adapters
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
+from mca_models.checkpoint import open_checkpoint
+from mca_models.lora import (
+    AdapterConfig,
+    merge_to_hf,
+    open_adapter,
+    rules_for_training,
+    write_mca_adapter,
+    write_peft,
+)
+from mca_models.templates import config_from_hf
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_dora": True}, "use_dora is not supported: DoRA"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"lora_bias": True}, "lora_bias is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
+        ({"peft_type": "VERA"}, "peft_type is 'VERA'"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"a_switch_of_tomorrow": True}, "a_switch_of_tomorrow is not known"),
+        ({"use_dora": True, "layer_replication": [[0, 1]]}, "2 problems"),
+        ({"target_modules": []}, "name nothing"),
+        ({"target_modules": ["c_attn"]}, "matches no linear of this llama model"),
+        ({"target_modules": ["embed_tokens", "q_proj"]}, "embed_tokens cannot carry an adapter"),
+        ({"modules_to_save": ["q_proj"], "target_modules": ["o_proj"]}, "name all of them or none"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    import tiny_hf
+
+    model = config_from_hf({**tiny_hf.SIZE, "model_type": "llama"})
+    with pytest.raises(McaError, match=message):
+        rules_for_training(
+            model, AdapterConfig.from_dict({"peft_type": "LORA", "target_modules": ["q_proj"], **settings})
+        )
+
+
+@pytest.mark.parametrize("fault", ["missing", "unexpected", "rank", "truncated", "pickle", "embedding"])
+def test_damaged_adapters_are_refused(fault: str, tmp_path: Path) -> None:
+    base, source = adapters.save("qwen2", tmp_path)
+    file = source / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    messages = {
+        "missing": "1 missing tensor",
+        "unexpected": "1 unexpected tensor",
+        "rank": r"has shape \[4, 32\], expected \[3, 32\]",
+        "truncated": "truncated",
+        "pickle": "is a pickle",
+        "embedding": "adapters on embeddings",
+    }
+    if fault == "missing":
+        del tensors[name]
+    elif fault == "unexpected":
+        tensors["base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight"] = tensors[name]
+    elif fault == "rank":
+        tensors[name] = torch.zeros(4, 32)
+    elif fault == "embedding":
+        tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.zeros(3, 70)
+    save_file({key: value.clone() for key, value in tensors.items()}, file)
+    if fault == "truncated":
+        file.write_bytes(file.read_bytes()[:-4])
+    elif fault == "pickle":
+        file.rename(source / "adapter_model.bin")
+    with pytest.raises(McaError, match=messages[fault]):
+        open_adapter(source, open_checkpoint(base).config)
+
+
+def test_a_tied_model_is_not_merged_with_a_saved_embedding(tmp_path: Path) -> None:
+    adapters.CASES["tied"] = (
+        "qwen2-tied",
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    )
+    base, source = adapters.save("tied", tmp_path)
+    checkpoint = open_checkpoint(base)
+    adapter = open_adapter(source, checkpoint.config)
+    write_mca_adapter(adapter, ParallelLayout(tensor_model_parallel_size=2), tmp_path / "mca")
+    write_peft(open_adapter(tmp_path / "mca"), tmp_path / "peft")
+    adapters.same_files(source, tmp_path / "peft")
+    with pytest.raises(McaError, match="embed_tokens is tied to the output layer"):
+        merge_to_hf(checkpoint, adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_merging_refuses_what_is_not_finite(dtype: str, tmp_path: Path) -> None:
+    base, source = adapters.save("llama-linear", tmp_path, dtype)
+    tensors = load_file(source / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.2.mlp.gate_proj.lora_B.weight"
+    tensors[name] *= 1e8 if dtype == "float16" else float("inf")
+    save_file(tensors, source / "adapter_model.safetensors")
+    checkpoint = open_checkpoint(base)
+    with pytest.raises(
+        McaError, match=f"layers.2.mlp.gate_proj.weight: merging gives .* not finite in {dtype}"
+    ):
+        merge_to_hf(checkpoint, open_adapter(source, checkpoint.config), tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_flipped_bit_in_a_piece_is_noticed(tmp_path: Path) -> None:
+    base, source = adapters.save("qwen2", tmp_path)
+    adapter = open_adapter(source, open_checkpoint(base).config)
+    write_mca_adapter(adapter, ParallelLayout(tensor_model_parallel_size=2), tmp_path / "mca")
+    file = tmp_path / "mca" / "iter_0000001" / "pp_000" / "tp_01.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(McaError, match=r"tp_01.safetensors: its checksum is not the manifest's"):
+        open_adapter(tmp_path / "mca")
+    file.unlink()
+    with pytest.raises(McaError, match=r"tp_01.safetensors: no such file"):
+        open_adapter(tmp_path / "mca")
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    base, source = adapters.save("qwen2", tmp_path)
+    model = open_checkpoint(base).config
+    write_mca_adapter(open_adapter(source, model), ParallelLayout(), tmp_path / "mca")
+    with pytest.raises(McaError, match="num_layers of its base model is 4, here 5"):
+        open_adapter(tmp_path / "mca", replace(model, num_layers=5))
+    with pytest.raises(McaError, match="does not describe its base model"):
+        open_adapter(source)
