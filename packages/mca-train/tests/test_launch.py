@@ -6,6 +6,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import pytest
+
 from mca_train.launch import report_failure
 
 
@@ -62,14 +64,16 @@ def test_a_killed_rank_is_told_with_its_last_words():
     assert "[rank 1] last words" in done.stderr
 
 
-def _started(body):
+def _started(body, spawned=False):
+    imports = "import os, signal, sys, time"
+    launch = f"spawn_ranks([sys.executable, '-c', {imports + chr(10) + body!r}], 2)"
     code = textwrap.dedent(
         f"""
-        import os, signal, sys, time
-        from mca_train.launch import fork_ranks
+        {imports}
+        from mca_train.launch import fork_ranks, spawn_ranks
         def target():
 {textwrap.indent(textwrap.dedent(body), " " * 12)}
-        sys.exit(fork_ranks(target, 2))
+        sys.exit({launch if spawned else "fork_ranks(target, 2)"})
         """
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -97,11 +101,13 @@ def test_sigint_ends_all_ranks():
     assert process.wait(timeout=10) == 130
 
 
-def test_ranks_die_with_a_killed_launcher(tmp_path):
-    process = _started(
+@pytest.mark.parametrize("spawned", [False, True])
+def test_ranks_die_with_a_killed_launcher(spawned, tmp_path):
+    body = (
         f"open(r'{tmp_path}/' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
         "time.sleep(0.3)\nprint('ready', flush=True)\ntime.sleep(60)"
     )
+    process = _started(body, spawned)
     process.kill()
     process.wait()
     time.sleep(0.3)

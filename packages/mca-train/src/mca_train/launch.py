@@ -26,6 +26,7 @@ from mca_config.errors import McaError
 _GRACE = 1.0  # seconds in which the rank that failed first can be told from those that it pulled down
 _POLL = 0.02
 _PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,13 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 def fork_ranks(target: Callable[[], None], num_ranks: int) -> int:
     """Runs ``target`` in ``num_ranks`` forks of this process; 0 if all succeed, else an exit code."""
+    launcher = os.getpid()
 
     def start(rank: int, environment: dict[str, str], folder: Path) -> int:
         pid = os.fork()
         if pid:
             return pid
+        _die_with(launcher)
         _become_rank(rank, environment, folder)
         os._exit(report_failure(target, folder, rank))
 
@@ -90,21 +93,35 @@ def fork_ranks(target: Callable[[], None], num_ranks: int) -> int:
 
 def spawn_ranks(command: Sequence[str], num_ranks: int) -> int:
     """Runs ``command`` as ``num_ranks`` new processes; each must call its work through `report_failure`."""
+    launcher = os.getpid()
 
     def start(rank: int, environment: dict[str, str], folder: Path) -> int:
         variables = {**os.environ, **environment, "MCA_TRAIN_REPORTS": str(folder)}
         with (folder / f"output_{rank}.log").open("wb") as log:
             output = None if rank == 0 else log
-            process = subprocess.Popen(command, env=variables, stdout=output, stderr=output, process_group=0)
+            process = subprocess.Popen(
+                command,
+                env=variables,
+                stdout=output,
+                stderr=output,
+                process_group=0,
+                preexec_fn=lambda: _die_with(launcher),
+            )
         return process.pid
 
     return _supervise(start, num_ranks)
 
 
+def _die_with(launcher: int) -> None:
+    """Asks Linux to kill this process when its launcher ends, however it ends; it may have ended already."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os._exit(1)
+
+
 def _become_rank(rank: int, environment: dict[str, str], folder: Path) -> None:
     """In a fresh fork: a process group of its own, the rank's variables, and silence unless rank 0."""
     os.setpgid(0, 0)  # Ctrl-C reaches the launcher only, which passes it on once
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     os.environ.update(environment)
