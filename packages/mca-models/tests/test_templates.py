@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import tiny_hf
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from mca_config.errors import McaError
 from mca_models.templates import FAMILIES, config_from_hf, config_to_hf, family_of
+from mca_models.templates.config_table import REQUIRED
 from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
 
@@ -106,6 +108,18 @@ def test_unknown_fields_and_transformers_4_spelling_survive() -> None:
         "original_max_position_embeddings": 8192,
     }
     assert config_to_hf(config) == hf
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_absent_keys_mean_what_transformers_says(kind: str) -> None:
+    beside = {"num_experts_per_tok": 6} if kind == "deepseek_v2" else {}  # transformers too needs it
+    full = transformers.AutoConfig.for_model(kind, **beside).to_dict()
+    needed = {field.hf for field in FAMILIES[kind].config.fields if field.default is REQUIRED}
+    sizes = needed | {"num_hidden_layers", "num_attention_heads"}
+    least = {"model_type": kind} | {key: full[key] for key in sizes if key in full}
+    written, guessed = config_from_hf(full), config_from_hf(least)
+    same = {"hf_config": {}, "dtype": "float32"}
+    assert replace(guessed, **same) == replace(written, **same)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def restore(config: McaModelConfig) -> HfConfig:
 
 CONFIG = ConfigTable(
     fields=dense_fields(eps=1e-5),
+    defaults={"num_key_value_heads": 8},
     fixed=(SILU, NO_ATTENTION_BIAS, NO_MLP_BIAS),
     derive=derive,
     restore=restore,

@@ -23,7 +23,7 @@ NAMES = MoeNames()
 
 MLA_FIELDS = (
     *(field for field in dense_fields() if field.mca != "kv_channels"),
-    *expert_fields(count="n_routed_experts"),
+    *expert_fields(count="n_routed_experts", default=256),
     Field("q_lora_rank", "q_lora_rank", None),
     Field("kv_lora_rank", "kv_lora_rank"),
     Field("qk_head_dim", "qk_nope_head_dim"),
@@ -67,7 +67,15 @@ def mla(hf: HfConfig) -> dict[str, Any]:
 
 CONFIG = ConfigTable(
     fields=MLA_FIELDS,
-    defaults={"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+    defaults={
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "n_shared_experts": 1,
+        "q_lora_rank": 1536,
+        "num_nextn_predict_layers": 1,
+    },
     constants={"qk_layernorm": True, **SIGMOID_ROUTER},
     fixed=(
         SILU,

@@ -35,7 +35,12 @@ CONFIG = ConfigTable(
         Field("attn_logit_softcapping", "attn_logit_softcapping", None),
         Field("final_logit_softcapping", "final_logit_softcapping", None),
     ),
-    defaults={"head_dim": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    defaults={
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
     constants=CONSTANTS,
     fixed=(NO_ATTENTION_BIAS, GELU_ONLY, CAUSAL),
     derive=derive,

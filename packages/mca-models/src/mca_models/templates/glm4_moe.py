@@ -14,12 +14,19 @@ NAMES = MoeNames()
 CONFIG = ConfigTable(
     fields=(
         *dense_fields(),
-        *expert_fields(count="n_routed_experts"),
+        *expert_fields(count="n_routed_experts", default=128),
         Field("qk_layernorm", "use_qk_norm", False),
         Field("add_qkv_bias", "attention_bias", False),
         Field("moe_router_topk_scaling_factor", "routed_scaling_factor", 1.0),
     ),
-    defaults={"first_k_dense_replace": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
+    defaults={
+        "num_key_value_heads": 8,
+        "n_shared_experts": 1,
+        "num_nextn_predict_layers": 1,
+        "first_k_dense_replace": 1,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+    },
     constants=SIGMOID_ROUTER,
     fixed=(
         SILU,

@@ -24,7 +24,13 @@ def restore(config: McaModelConfig) -> HfConfig:
 
 CONFIG = replace(
     deepseek_v3.CONFIG,
-    defaults={"rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8},
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 1.8,
+        "n_shared_experts": 1,
+        "q_lora_rank": 768,
+        "n_routed_experts": 64,
+    },
     derive=derive,
     restore=restore,
 )

@@ -37,11 +37,11 @@ def restore(config: McaModelConfig) -> HfConfig:
 CONFIG = ConfigTable(
     fields=(
         *dense_fields(eps=1e-5),
-        *expert_fields(count="num_local_experts", ffn="intermediate_size"),
+        *expert_fields(count="num_local_experts", default=128, ffn="intermediate_size"),
         Field("window_size", "sliding_window", 128),
         Field("activation_func_clamp_value", "swiglu_limit", 7.0),
     ),
-    defaults={"head_dim": 64, "rope_theta": 150000.0, "rope_scaling": YARN},
+    defaults={"num_key_value_heads": 8, "head_dim": 64, "rope_theta": 150000.0, "rope_scaling": YARN},
     constants={
         "add_bias_linear": True,
         "softmax_type": "learnable",

@@ -5,7 +5,11 @@ from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fi
 from mca_models.templates.family import Family
 from mca_models.templates.llama import ignored_hf
 
-CONFIG = ConfigTable(fields=(*dense_fields(), Field("window_size", "sliding_window", None)), fixed=(SILU,))
+CONFIG = ConfigTable(
+    fields=(*dense_fields(), Field("window_size", "sliding_window", None)),
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    fixed=(SILU,),
+)
 
 FAMILY = Family(
     model_type="mistral",

@@ -10,10 +10,10 @@ from mca_models.templates.names import MoeNames
 CONFIG = ConfigTable(
     fields=(
         *dense_fields(),
-        *expert_fields(count="num_local_experts", ffn="intermediate_size"),
+        *expert_fields(count="num_local_experts", default=8, ffn="intermediate_size"),
         Field("window_size", "sliding_window", None),
     ),
-    defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     fixed=(SILU,),
     derive=aux_loss,
     restore=restore_aux_loss,

@@ -100,10 +100,18 @@ def last_layer(config: McaModelConfig, names: MoeNames, attention: Sequence[Para
     return [*attention, *router(config, names), *shared_experts(config, names), *own]
 
 
-def expert_fields(*, count: str, ffn: str = "moe_intermediate_size") -> tuple[Field, ...]:
-    """How many experts there are, how wide, and how many a token passes."""
+def expert_fields(
+    *, count: str, default: int | None = None, ffn: str = "moe_intermediate_size"
+) -> tuple[Field, ...]:
+    """How many experts there are, how wide, and how many a token passes.
+
+    Args:
+        count: HF's key of their number.
+        default: Their number where there is neither that key nor ``num_local_experts``.
+        ffn: HF's key of their width.
+    """
     return (
-        Field("num_moe_experts", count, lambda hf: hf.get("num_local_experts")),
+        Field("num_moe_experts", count, lambda hf: hf.get("num_local_experts", default)),
         Field("moe_ffn_hidden_size", ffn),
         Field("moe_router_topk", "num_experts_per_tok"),
     )

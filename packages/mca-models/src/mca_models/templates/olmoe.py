@@ -6,7 +6,10 @@ from mca_models.templates.moe import expert_fields
 from mca_models.templates.qwen3_moe import NAMES, params, restore_sparse, sparse_layers
 
 CONFIG = ConfigTable(
-    fields=(*dense_fields(eps=1e-5), *expert_fields(count="num_experts", ffn="intermediate_size")),
+    fields=(
+        *dense_fields(eps=1e-5),
+        *expert_fields(count="num_experts", default=64, ffn="intermediate_size"),
+    ),
     constants={"qk_layernorm": True, "qk_layernorm_full_width": True},
     fixed=(SILU, NO_ATTENTION_BIAS, Fixed("clip_qkv", (None,), "Megatron does not clip q, k and v")),
     derive=sparse_layers,

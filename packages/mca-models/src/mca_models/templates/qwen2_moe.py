@@ -12,7 +12,7 @@ SHARED = Field("moe_shared_expert_intermediate_size", "shared_expert_intermediat
 NAMES = MoeNames(shared="mlp.shared_expert.")
 
 CONFIG = ConfigTable(
-    fields=(*dense_fields(), *expert_fields(count="num_experts"), SHARED),
+    fields=(*dense_fields(), *expert_fields(count="num_experts", default=60), SHARED),
     constants={"add_qkv_bias": True, "moe_shared_expert_gate": True},
     fixed=(SILU, Fixed("qkv_bias", (True,), "all published models have it")),
     derive=sparse_layers,

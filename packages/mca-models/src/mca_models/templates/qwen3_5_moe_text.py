@@ -42,11 +42,11 @@ CONFIG = ConfigTable(
     fields=(
         *SIZES,
         Field("ffn_hidden_size", "intermediate_size", width_of_expert),
-        *expert_fields(count="num_experts"),
+        *expert_fields(count="num_experts", default=256),
         SHARED,
         *delta.FIELDS,
     ),
-    defaults=delta.DEFAULTS,
+    defaults={**delta.DEFAULTS, "num_key_value_heads": 2},
     constants={**delta.CONSTANTS, "moe_shared_expert_gate": True},
     fixed=(SILU, NO_ATTENTION_BIAS, OWN_EMBEDDING),
     derive=derive,

@@ -22,7 +22,7 @@ OWN_EMBEDDING = Fixed(
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(), *delta.FIELDS),
-    defaults=delta.DEFAULTS,
+    defaults={**delta.DEFAULTS, "num_key_value_heads": 4},
     constants=delta.CONSTANTS,
     fixed=(SILU, NO_ATTENTION_BIAS, OWN_EMBEDDING),
     derive=delta.mixed_layers,

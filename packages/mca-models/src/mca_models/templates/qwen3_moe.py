@@ -33,7 +33,8 @@ def restore_sparse(config: McaModelConfig) -> HfConfig:
 
 
 CONFIG = ConfigTable(
-    fields=(*dense_fields(), *expert_fields(count="num_experts")),
+    fields=(*dense_fields(), *expert_fields(count="num_experts", default=128)),
+    defaults={"num_key_value_heads": 4},
     constants={"qk_layernorm": True},
     fixed=(SILU, NO_ATTENTION_BIAS),
     derive=sparse_layers,

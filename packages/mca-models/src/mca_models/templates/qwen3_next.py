@@ -26,8 +26,8 @@ def restore(config: McaModelConfig) -> HfConfig:
 
 
 CONFIG = ConfigTable(
-    fields=(*dense_fields(), *expert_fields(count="num_experts"), SHARED, *delta.FIELDS),
-    defaults={**delta.DEFAULTS, "norm_topk_prob": True},
+    fields=(*dense_fields(), *expert_fields(count="num_experts", default=512), SHARED, *delta.FIELDS),
+    defaults={**delta.DEFAULTS, "num_key_value_heads": 2, "norm_topk_prob": True},
     constants={**delta.CONSTANTS, "moe_shared_expert_gate": True},
     fixed=(SILU, NO_ATTENTION_BIAS),
     derive=derive,

@@ -6,7 +6,7 @@ from mca_models.templates.family import Family
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(), Field("add_qkv_bias", "attention_bias", True)),
-    defaults={"head_dim": 128},
+    defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_dropout": 0.1},
     fixed=(
         SILU,
         Fixed("attention_out_bias", (False,), "Megatron has no bias on the output projection alone"),
