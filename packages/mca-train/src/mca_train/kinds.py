@@ -1,6 +1,7 @@
 """What ``mca-train pretrain``, ``sft`` and ``dpo`` train: the model, its adapter, its reference, and the trainer."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from mca_config.errors import McaError
@@ -23,9 +24,10 @@ def make_trainer(kind: Kind, settings: Settings, tokenizer: Any, train: Any, eva
     from mca_train.trainer import McaTrainer
 
     args = settings.training
-    reference = _reference(kind, settings)  # before the model: building one seeds the random states
-    model = _with_adapter(_base(settings, settings.data.model_name_or_path), settings)
-    _resized_enough(model, tokenizer)
+    reference = _reference(
+        kind, settings, tokenizer
+    )  # before the model: building one seeds the random states
+    model = _with_adapter(_base(settings, settings.data.model_name_or_path, tokenizer), settings)
     options: dict[str, Any] = {
         "model": model,
         "args": args,
@@ -43,13 +45,26 @@ def make_trainer(kind: Kind, settings: Settings, tokenizer: Any, train: Any, eva
     return DpoTrainer(reference=reference, preference=loss, **options)
 
 
-def _base(settings: Settings, path: str) -> Any:
+def _base(settings: Settings, path: str, tokenizer: Any) -> Any:
+    """The model at ``path``, its vocabulary grown to the tokenizer's where that is larger."""
     from mca_models import AutoModel
+    from mca_models.checkpoint import open_checkpoint
 
-    return AutoModel.from_pretrained(path, settings.training, seed=settings.training.seed)
+    seed, tokens = settings.training.seed, len(tokenizer)
+    known = open_checkpoint(Path(path)).config.vocab_size
+    if tokens <= known:
+        return AutoModel.from_pretrained(path, settings.training, seed=seed)
+    if settings.lora.wanted:
+        raise McaError(
+            f"the tokenizer has {tokens} tokens, the model's vocabulary {known}, and an adapter does not hold the new "
+            f"rows; write a larger base model first: AutoModel.from_pretrained({path!r}, vocab_size={tokens})"
+            ".save_pretrained_as_hf(...)"
+        )
+    logger.info("the vocabulary of %s grows from %d to the tokenizer's %d", path, known, tokens)
+    return AutoModel.from_pretrained(path, settings.training, seed=seed, vocab_size=tokens)
 
 
-def _reference(kind: Kind, settings: Settings) -> Any:
+def _reference(kind: Kind, settings: Settings, tokenizer: Any) -> Any:
     dpo = settings.dpo
     path = dpo.reference_model_name_or_path
     if kind != "dpo":
@@ -60,7 +75,7 @@ def _reference(kind: Kind, settings: Settings) -> Any:
         return None
     if path is None and settings.lora.wanted:
         return None
-    model = _base(settings, path or settings.data.model_name_or_path)
+    model = _base(settings, path or settings.data.model_name_or_path, tokenizer)
     model.requires_grad_(False)
     return model
 
@@ -77,11 +92,3 @@ def _with_adapter(model: Any, settings: Settings) -> Any:
         adapted = get_peft_model(model, lora.config(), seed=settings.training.seed)
     logger.info("%s", adapted.print_trainable_parameters())
     return adapted
-
-
-def _resized_enough(model: Any, tokenizer: Any) -> None:
-    if len(tokenizer) > model.config.vocab_size:
-        raise McaError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {model.config.vocab_size}; "
-            "resize the model's embeddings first"
-        )
