@@ -29,6 +29,14 @@ class VirtualModels(torch.nn.Module):
 
     Made by ``AutoModel``. Every rank of the world holds one; the methods marked collective are called by all.
 
+    Weights of a rank, of the layers in its pipeline stages and the experts of its expert rank: vocabulary
+    ``[padded_vocab / tp, hidden]``, column-parallel (qkv, gate and up) ``[out / tp, in]``, row-parallel (what attention
+    and the MLP end with) ``[out, in / tp]``, experts the same with etp, norms and routers whole.
+
+    Calling a chunk with ``input_ids`` and ``position_ids`` ``[batch, seq / cp]`` gives logits
+    ``[batch, seq / cp, padded_vocab / tp]`` on the last stage, else hidden states ``[seq / cp, batch, hidden]``, with
+    sequence parallelism ``[seq / cp / tp, batch, hidden]``; context rank r holds parts r and 2 cp - 1 - r of 2 cp.
+
     Attributes:
         config: The model, with the layout it stands on.
         args: The arguments it was made with.
@@ -79,11 +87,11 @@ class VirtualModels(torch.nn.Module):
         return Spelling(self.implementation, grouped, _mtp_layer_name())
 
     def held(self) -> Sequence[tuple[Held, Tensor]]:
-        """Every parameter (and saved buffer) of this rank with its rule, second copies included."""
+        """Every parameter (and saved buffer) of this rank with its rule, second copies included: this rank's pieces."""
         return [pair for chunk in self._held for pair in chunk]
 
     def canonical_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint names and live tensors of this rank, without second copies of tied weights."""
+        """Checkpoint names and live tensors (this rank's pieces), without second copies of tied weights."""
         for item, tensor in self.held():
             if not item.copy:
                 yield item.param.mca_name(), tensor
@@ -146,7 +154,7 @@ class VirtualModels(torch.nn.Module):
     def save_pretrained_as_hf(
         self, directory: str | Path, *, overwrite: bool = False, max_shard_bytes: int | None = None
     ) -> None:
-        """Writes a Hugging Face checkpoint; collective. No process holds more than a parameter beyond its own.
+        """Writes a Hugging Face checkpoint; collective. A rank needs the room of a few parameters (docs/limits.md).
 
         Args:
             directory: Where it will stand, complete or absent.
