@@ -1,11 +1,14 @@
 """LoRA adapters through the command: PEFT to MCA and back, other layouts, merging."""
 
+import json
+import shutil
 from pathlib import Path
 
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from files import tree
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mca_convert.cli import main
@@ -73,6 +76,62 @@ def test_merging_is_what_peft_computes(pair: tuple[Path, Path], convert, tmp_pat
     for name, tensor in load_file(tmp_path / "bf16/model.safetensors").items():
         merged = load_file(tmp_path / "merged0/model.safetensors")[name]
         assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, merged.bfloat16())
+
+
+def test_merging_goes_to_mca_too_and_through_any_memory(
+    pair: tuple[Path, Path], convert, tmp_path: Path
+) -> None:
+    base, adapter = pair
+    arguments = ["--checkpoint_path", base, "--adapter_path", adapter, "--merge", "--output_path"]
+    run(*arguments, tmp_path / "hf")
+    run(*arguments, tmp_path / "narrow", "--memory_limit=2K", "--workers=3", "--max_shard_size=20K")
+    run(*arguments, tmp_path / "mca", "--to", "mca", "--tensor_model_parallel_size=2")
+    run("verify", tmp_path / "hf", tmp_path / "narrow")
+    assert tree(tmp_path / "mca") == tree(convert(tmp_path / "hf", "two_steps", tp=2))
+    assert main(["verify", str(base), str(tmp_path / "hf")]) == 1
+
+
+def test_verify_compares_adapters(pair: tuple[Path, Path], tmp_path: Path, capsys) -> None:
+    base, adapter = pair
+    mca, half = tmp_path / "mca", tmp_path / "half"
+    convert = ["--checkpoint_path", base, "--adapter_path", adapter, "--output_path"]
+    run(*convert, mca, "--tensor_model_parallel_size=2")
+    run(*convert, half, "--bf16", "--to", "hf")
+    run("verify", adapter, mca)
+    run("verify", mca, adapter)
+    run("verify", adapter, half, "--tolerance=0.01")
+    capsys.readouterr()
+    assert main(["verify", str(adapter), str(half)]) == 1
+    assert "F32 and BF16 (--tolerance allows this)" in capsys.readouterr().out
+    assert main(["verify", str(adapter), str(base)]) == 1
+    assert f"{base}: a whole model, {adapter} is an adapter" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["peft", "mca"])
+def test_verify_tells_where_adapters_differ(
+    kind: str, pair: tuple[Path, Path], tmp_path: Path, capsys
+) -> None:
+    base, adapter = pair
+    other = tmp_path / "other"
+    shutil.copytree(adapter, other)
+    tensors = load_file(other / "adapter_model.safetensors")
+    name = sorted(name for name in tensors if ".lora_A." in name)[-1]
+    tensors[name][1, 2] += 1
+    save_file(tensors, other / "adapter_model.safetensors")
+    config = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 9}))
+    first = adapter
+    if kind == "mca":
+        first = tmp_path / "first"
+        run("--checkpoint_path", base, "--adapter_path", adapter, "--output_path", first)
+    assert main(["verify", str(first), str(other)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("different adapters") and "lora_alpha: 8 and 9" in out
+    assert f"{name}: 1 elements differ, the first at [1, 2]" in out and "1 more" not in out
+    del tensors[name]
+    save_file(tensors, other / "adapter_model.safetensors")
+    missing = main(["verify", str(first), str(other)]), capsys.readouterr()
+    assert missing[0] == 1 and name in missing[1].out + missing[1].err
 
 
 def test_a_damaged_base_is_not_merged_into(tiny, convert, tmp_path: Path, capsys) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from mca_convert.chunks import Chunk
 from mca_convert.reader import SourceFiles
 from mca_models.checkpoint import Part, TensorInfo
-from mca_models.checkpoint.dtypes import ITEM_SIZES, numpy_dtype
+from mca_models.checkpoint.dtypes import numpy_dtype
 from mca_models.checkpoint.runs import Move
 from mca_models.checkpoint.source import copy_move
 
@@ -24,18 +24,21 @@ class Buffers:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._raw: dict[str, np.ndarray[Any, Any]] = {}
+        self._typed: dict[tuple[str, str], np.ndarray[Any, Any]] = {}
 
-    def bytes(self, name: str, count: int) -> "np.ndarray[Any, Any]":
-        """The first ``count`` bytes of buffer ``name``."""
+    def array(self, name: str, dtype: str, size: int) -> "np.ndarray[Any, Any]":
+        """The first ``size`` elements of buffer ``name``."""
+        typed = self._typed.get((name, dtype))
+        if typed is None:
+            typed = self._typed[name, dtype] = self._bytes(name).view(numpy_dtype(dtype))
+        return typed[:size]
+
+    def _bytes(self, name: str) -> "np.ndarray[Any, Any]":
         import numpy as np
 
         if name not in self._raw:
             self._raw[name] = np.empty(self._nbytes, np.uint8)
-        return self._raw[name][:count]
-
-    def array(self, name: str, dtype: str, size: int) -> "np.ndarray[Any, Any]":
-        """The first ``size`` elements of buffer ``name``."""
-        return self.bytes(name, size * ITEM_SIZES[dtype]).view(numpy_dtype(dtype))
+        return self._raw[name]
 
 
 class Collector:
@@ -105,8 +108,9 @@ class ComputedParts:
 
     def keep(self, parts: tuple[Part, ...]) -> None:
         """Forgets all but ``parts``: the next chunks come from the same ones, or from others."""
-        wanted = {_key(part) for part in parts}
-        self._kept = {key: kept for key, kept in self._kept.items() if key in wanted}
+        if self._kept:
+            wanted = {_key(part) for part in parts}
+            self._kept = {key: kept for key, kept in self._kept.items() if key in wanted}
 
     def _whole(self, part: Part) -> "np.ndarray[Any, Any]":
         if _key(part) not in self._kept:

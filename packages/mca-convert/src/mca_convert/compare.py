@@ -6,7 +6,7 @@ knows, whatever the two layouts are.
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -56,11 +56,37 @@ class Comparison:
     differences: dict[str, TensorDifference] = field(default_factory=dict)
     tensors: int = 0
     elements: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def same(self) -> bool:
         """Whether the two are the same model."""
         return not self.problems and not self.differences
+
+    def note(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        arrays: "Sequence[np.ndarray[Any, Any]]",
+        tolerance: float | None,
+        start: int = 0,
+    ) -> None:
+        """Compares two flat stretches of tensor ``name`` that begin at its element ``start``; thread-safe."""
+        import numpy as np
+
+        different = _different(arrays[0], arrays[1], tolerance)
+        if not different.size:
+            return
+        values = [array[different].astype(np.float64) for array in arrays]
+        largest = float(np.nanmax(np.abs(values[0] - values[1]), initial=0.0))
+        position = start + int(different[0])
+        index = tuple(int(i) for i in np.unravel_index(position, shape)) if shape else ()
+        with self._lock:
+            entry = self.differences.setdefault(name, TensorDifference())
+            entry.elements += different.size
+            entry.largest = max(entry.largest, largest)
+            if entry.first is None or position < entry.first[0]:
+                entry.first = position, index, float(values[0][0]), float(values[1][0])
 
 
 def compare(
@@ -156,7 +182,6 @@ class _Worker:
     ) -> None:
         self._files, self._limits, self._result = files, limits, result
         self._tolerance, self._progress = tolerance, progress
-        self._lock = threading.Lock()
 
     def start(self) -> Callable[[tuple[str, tuple[int, ...], _Side, _Side]], None]:
         """The function that one thread calls for each chunk."""
@@ -170,24 +195,8 @@ class _Worker:
             collector.collect(side.chunk, side.source.parts(side.param), side.dtype, buffer)
             for side, buffer in ((first, "first"), (second, "second"))
         ]
-        different = _different(arrays[0], arrays[1], self._tolerance)
-        if different.size:
-            self._note(name, shape, first.chunk.start, different, arrays)
+        self._result.note(name, shape, arrays, self._tolerance, first.chunk.start)
         self._progress(arrays[0].nbytes)
-
-    def _note(self, name: str, shape: tuple[int, ...], start: int, different: Any, arrays: Any) -> None:
-        import numpy as np
-
-        values = [array[different].astype(np.float64) for array in arrays]
-        largest = float(np.nanmax(np.abs(values[0] - values[1]), initial=0.0))
-        position = start + int(different[0])
-        index = tuple(int(i) for i in np.unravel_index(position, shape)) if shape else ()
-        with self._lock:
-            entry = self._result.differences.setdefault(name, TensorDifference())
-            entry.elements += different.size
-            entry.largest = max(entry.largest, largest)
-            if entry.first is None or position < entry.first[0]:
-                entry.first = position, index, float(values[0][0]), float(values[1][0])
 
 
 def _different(

@@ -18,7 +18,7 @@ from mca_convert.tasks import Fill, fill_item_size
 from mca_models.checkpoint import FilePlan, FileRecord, SafetensorsWriter
 from mca_models.checkpoint.dtypes import ITEM_SIZES
 
-_STRETCH_CHUNKS = 32  # neighbouring chunks that one thread takes at a time
+_STRETCH_CHUNKS = 16  # neighbouring chunks that one thread takes at a time
 Progress = Callable[[int], None]
 Stretch = tuple[Fill, Sequence[Chunk]]
 

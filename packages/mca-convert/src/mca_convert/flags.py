@@ -33,6 +33,14 @@ _EXAMPLES = """examples:
   # are two directories the same model, bit for bit?
   mca-convert verify qwen3-hf qwen3-tp8
 """
+_SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -50,6 +58,8 @@ class Parser(argparse.ArgumentParser):
     def _suggestion(self, given: str) -> str:
         flag = given.partition("=")[0]
         name = flag.lstrip("-").replace("-", "_")
+        if long := _SHORT.get(name.lower().removesuffix("_size")):
+            return f", did you mean --{long}?"
         if name in DistributingParallelArguments.__dataclass_fields__:
             return " (it does not change how weights are stored: give it to the training)"
         known = [option for action in self._actions for option in action.option_strings]

@@ -148,7 +148,7 @@ def _open(request: Request, kind: Kind, result: Forecast) -> ModelSource | None:
     config = result.attempt(lambda: McaModelConfig.load(path)) if is_mca(path) else None
     if is_mca(path) and config is None:
         return None
-    imagined = result.attempt(lambda: ImaginedSource(path, config))
+    imagined = result.attempt(lambda: ImaginedSource(path, config, request.cast))
     if seen:
         result.refusals = seen  # the configuration's own faults were told when it was opened
     return imagined

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 BUFFER_BYTES = 1 << 20  # stays in the second-level cache between read, checksum and write
+_PAGE = 4096
 COMPUTED_BYTES = 320 << 20  # of all threads
 
 
@@ -28,7 +29,7 @@ class Limits:
         """Bytes of one buffer: a thread has at most three."""
         if self.memory is None:
             return BUFFER_BYTES
-        return max(64 << 10, min(8 << 20, self.memory // (3 * self.workers)))
+        return max(64 << 10, min(8 << 20, self.memory // (3 * self.workers) // _PAGE * _PAGE))
 
     @property
     def computed_bytes(self) -> int:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from mca_convert.commands.convert import allow_open_files, limits_of
 from mca_convert.compare import Comparison, compare
+from mca_convert.compare_adapters import compare_adapters
 from mca_convert.progress import bar
-from mca_models.checkpoint import open_checkpoint
+from mca_models.checkpoint import kind_of, open_checkpoint
 
 _SHOWN = 10
 
@@ -15,7 +16,12 @@ _SHOWN = 10
 def verify(options: argparse.Namespace) -> int:
     """Compares two checkpoints; prints what differs; 0 if they are the same model, else 1."""
     allow_open_files()
-    first, second = (open_checkpoint(Path(path)) for path in (options.first, options.second))
+    paths = Path(options.first), Path(options.second)
+    if any(kind_of(path).is_adapter for path in paths):
+        result = compare_adapters(*paths, tolerance=options.tolerance)
+        sys.stdout.write(report(result, options, "adapter"))
+        return 0 if result.same else 1
+    first, second = (open_checkpoint(path) for path in paths)
     total = sum(info.nbytes for info in first.tensors())
     with bar(total, "comparing") as progress:
         result = compare(first, second, limits_of(options), tolerance=options.tolerance, progress=progress)
@@ -23,13 +29,13 @@ def verify(options: argparse.Namespace) -> int:
     return 0 if result.same else 1
 
 
-def report(result: Comparison, options: argparse.Namespace) -> str:
-    """What was found, for people."""
+def report(result: Comparison, options: argparse.Namespace, what: str = "model") -> str:
+    """What was found, for people; ``what`` the two are."""
     pair = f"{options.first} and {options.second}"
     if result.same:
         how = "bit for bit" if options.tolerance is None else f"within {options.tolerance:g}"
-        return f"same model, {how}: {pair}, {result.tensors} tensors, {result.elements} elements\n"
-    lines = [f"different models: {pair}"]
+        return f"same {what}, {how}: {pair}, {result.tensors} tensors, {result.elements} elements\n"
+    lines = [f"different {what}s: {pair}"]
     lines += [f"  {problem}" for problem in result.problems[:_SHOWN]]
     for name, difference in sorted(result.differences.items())[:_SHOWN]:
         _, index, mine, its = difference.first or (0, (), 0.0, 0.0)

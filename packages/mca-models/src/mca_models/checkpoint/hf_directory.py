@@ -1,7 +1,8 @@
 """A Hugging Face checkpoint directory: ``config.json`` and one or more safetensors files."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -126,8 +127,15 @@ def _plain(
     from mca_models.foreign.quantised import dequantised, plain_config
 
     code = dtype or plain_dtype(hf_config)
-    try:
+    with naming_config(path):
         return dict(dequantised(found, hf_config, code)), plain_config(hf_config, DTYPE_NAMES[code])
+
+
+@contextmanager
+def naming_config(path: Path) -> Iterator[None]:
+    """Errors about ``config.json`` name that of directory ``path``."""
+    try:
+        yield
     except McaError as error:
         text = str(error)
         raise McaError(f"{path / text}" if text.startswith(CONFIG) else text) from None

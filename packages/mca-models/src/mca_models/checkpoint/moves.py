@@ -13,7 +13,7 @@ A side is ``None`` for the HF tensors, or the number of ranks for the pieces of 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +41,21 @@ class Rule:
 
     @staticmethod
     def of(param: Param) -> "Rule":
-        """The rule of ``param``."""
-        return Rule(param.shard, param.layout, param.hf_layout, param.vocab)
+        """The rule of ``param``: the same object for parameters that share theirs."""
+        key = id(param.shard), id(param.layout), id(param.hf_layout), param.vocab
+        rule = _KNOWN_RULES.get(key)
+        if rule is None:  # it keeps its parts alive, so their ids stay their own
+            if len(_KNOWN_RULES) > _MAX_RULES:
+                _KNOWN_RULES.clear()
+            rule = _KNOWN_RULES[key] = Rule(param.shard, param.layout, param.hf_layout, param.vocab)
+        return rule
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shard, self.layout, self.hf_layout, self.vocab))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def to_whole(self, hf: Sequence[Any]) -> Any:
         """As ``Param.to_whole``, of the tensors' own entries."""
@@ -64,6 +77,10 @@ class Rule:
         if not isinstance(self.hf_layout, Transposed) or self.vocab:
             return None
         return replace(self, hf_layout=self.hf_layout.inside)
+
+
+_MAX_RULES = 4096
+_KNOWN_RULES: dict[tuple[int, int, int, bool], Rule] = {}
 
 
 def _pad(whole: "np.ndarray[Any, Any]", size: int) -> "np.ndarray[Any, Any]":

@@ -8,6 +8,7 @@ layer (``alias_of``) nowhere.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
@@ -16,11 +17,13 @@ from mca_config.pipeline import PipelinePlan
 from mca_models.weights import Param, Stage
 
 
+@cache
 def dense_file(pp: int, tp: int) -> str:
     """The file of the dense pieces that ranks (``pp``, ``tp``) hold, relative to the iteration."""
     return f"pp_{pp:03d}/tp_{tp:02d}.safetensors"
 
 
+@cache
 def expert_file(pp: int, ep: int, etp: int) -> str:
     """The file of the expert pieces that ranks (``pp``, ``ep``, ``etp``) hold."""
     return f"pp_{pp:03d}/ep_{ep:03d}_etp_{etp:02d}.safetensors"

@@ -23,7 +23,9 @@ def as_bytes(data: Any) -> memoryview:
     if hasattr(data, "dtype"):
         data = data.reshape(-1).view("u1")
     view = memoryview(data)
-    return view.cast("B") if view.nbytes else memoryview(b"")
+    if not view.nbytes:
+        return memoryview(b"")
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
 class Writeback:

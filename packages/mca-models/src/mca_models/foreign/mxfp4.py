@@ -21,7 +21,7 @@ from mca_models.checkpoint.safetensors import TensorInfo
 from mca_models.foreign.tensors import Array, FlatRows, Shape, TensorBase
 
 BLOCKS, SCALES = "_blocks", "_scales"
-_GROUP = 32
+GROUP = 32
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], 1)  # by byte: lower half, upper half
 _STEP = 1 << 18  # elements that are unpacked at a time
@@ -50,7 +50,7 @@ class Mxfp4Tensor(TensorBase):
     def shape(self) -> Shape:
         """Of the parameter: [experts, in, out]."""
         experts, outputs, groups, _ = self.blocks.shape
-        return experts, groups * _GROUP, outputs
+        return experts, groups * GROUP, outputs
 
     @property
     def file(self) -> Path:
@@ -80,12 +80,12 @@ class Mxfp4Tensor(TensorBase):
 
     def _unpack(self, out: Array, expert: int, start: int, stop: int) -> None:
         """Writes input features ``start:stop`` of one expert to ``out``."""
-        first, last = start // _GROUP, -(-stop // _GROUP)
+        first, last = start // GROUP, -(-stop // GROUP)
         blocks = self.blocks.array()[expert, :, first:last]
         scales = self.scales.array()[expert, :, first:last].view(np.uint8)
         table = _pairs(self.dtype)
-        step = max(1, _STEP // ((last - first) * _GROUP))
-        inside = slice(start - first * _GROUP, stop - first * _GROUP)
+        step = max(1, _STEP // ((last - first) * GROUP))
+        inside = slice(start - first * GROUP, stop - first * GROUP)
         for at in range(0, self.shape[2], step):
             rows = slice(at, at + step)
             pairs = table[(scales[rows].astype(np.int32) << 8)[..., None] + blocks[rows]]
@@ -113,7 +113,7 @@ def mxfp4_tensor(blocks: TensorInfo, scales: TensorInfo, dtype: str) -> Mxfp4Ten
         McaError: The two do not fit together.
     """
     packed = blocks.shape
-    if blocks.dtype != "U8" or len(packed) != 4 or packed[-1] != _GROUP // 2:
+    if blocks.dtype != "U8" or len(packed) != 4 or packed[-1] != GROUP // 2:
         raise McaError(
             f"{blocks.file}: {blocks.name} is {blocks.dtype} {list(packed)}; expected U8 of "
             "[experts, out, in / 32, 16]"

@@ -1,12 +1,15 @@
 """Quantised Hugging Face checkpoints: which tensors belong together, and the config without quantisation."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
 from mca_config.errors import McaError
+from mca_models.checkpoint.dtypes import ITEM_SIZES
 from mca_models.checkpoint.safetensors import TensorInfo
 from mca_models.foreign.fp8 import FP8, SCALE_SUFFIX, Fp8Tensor, fp8_tensor
-from mca_models.foreign.mxfp4 import BLOCKS, SCALES, Mxfp4Tensor, mxfp4_tensor
+from mca_models.foreign.mxfp4 import BLOCKS, GROUP, SCALES, Mxfp4Tensor, mxfp4_tensor
 
 HfTensor = TensorInfo | Fp8Tensor | Mxfp4Tensor
 _KEY = "quantization_config"
@@ -32,16 +35,59 @@ def dequantised(
     """
     if not is_quantised(hf_config):
         return dict(infos)
+    if _method(hf_config) == "fp8":
+        return _fp8(infos, _block_size(hf_config[_KEY]), dtype)
+    return _mxfp4(infos, dtype)
+
+
+def _method(hf_config: Mapping[str, Any]) -> str:
     quantisation = hf_config[_KEY]
     method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+    if method not in ("fp8", "mxfp4"):
+        raise McaError(
+            f"config.json: quant_method {method!r} cannot be read; supported: 'fp8', 'mxfp4'. Dequantise the model "
+            "with transformers first, or take its unquantised checkpoint"
+        )
+    return str(method)
+
+
+def imagined(linear: TensorInfo, hf_config: Mapping[str, Any], dtype: str) -> HfTensor:
+    """What a quantised checkpoint would hold in the place of ``linear``, the weight of a linear or of all experts.
+
+    Args:
+        linear: The unquantised tensor.
+        hf_config: The parsed ``config.json``.
+        dtype: Safetensors code that quantised tensors are read as.
+
+    Raises:
+        McaError: A method that cannot be read.
+    """
+    method, shape = _method(hf_config), linear.shape
+    if _is_left_out(linear.name, hf_config[_KEY].get("modules_to_not_convert") or ()):
+        return linear
     if method == "fp8":
-        return _fp8(infos, _block_size(quantisation), dtype)
-    if method == "mxfp4":
-        return _mxfp4(infos, dtype)
-    raise McaError(
-        f"config.json: quant_method {method!r} cannot be read; supported: 'fp8', 'mxfp4'. Dequantise the model "
-        "with transformers first, or take its unquantised checkpoint"
-    )
+        block = _block_size(hf_config[_KEY])
+        grid = (
+            *shape[:-2],
+            *(-(-size // part) for size, part in zip(shape[-2:], block or shape, strict=False)),
+        )
+        scale = _stored_as(linear, SCALE_SUFFIX, "F32", grid if block else (1,))
+        return fp8_tensor(_stored_as(linear, "", FP8[0], shape), scale, block, dtype)
+    if len(shape) != 3 or shape[1] % GROUP:
+        return linear
+    groups = shape[0], shape[2], shape[1] // GROUP
+    blocks = _stored_as(linear, BLOCKS, "U8", (*groups, GROUP // 2))
+    return mxfp4_tensor(blocks, _stored_as(linear, SCALES, "U8", groups), dtype)
+
+
+def _is_left_out(tensor: str, modules: Iterable[str]) -> bool:
+    """Whether one of ``modules`` (``*`` stands for a number) is, or holds, the module of ``tensor``."""
+    patterns = (re.escape(module).replace(r"\*", r"[^.]+") for module in modules)
+    return any(re.search(rf"(^|\.){pattern}(\.|$)", tensor) for pattern in patterns)
+
+
+def _stored_as(info: TensorInfo, suffix: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+    return TensorInfo(info.name + suffix, dtype, shape, 0, prod(shape) * ITEM_SIZES[dtype], info.file)
 
 
 def plain_config(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

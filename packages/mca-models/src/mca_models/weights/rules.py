@@ -113,8 +113,12 @@ class Param:
 
     def hf_names(self) -> tuple[str, ...]:
         """The HF tensors that this parameter is made of."""
+        return self._hf_names
+
+    @cached_property
+    def _hf_names(self) -> tuple[str, ...]:
         layer = self.layer if self.hf_layer is None else self.hf_layer
-        return tuple(name.format(layer=layer, expert=self.expert) for name in self.hf)
+        return tuple([name.format(layer=layer, expert=self.expert) for name in self.hf])
 
     def mca_name(self) -> str:
         """The canonical (global) name in an MCA checkpoint."""

@@ -1,0 +1,90 @@
+"""Compares two LoRA adapters, PEFT's or MCA's of any layout, tensor by tensor under PEFT's names."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
+from mca_convert.compare import Comparison
+from mca_models.checkpoint import kind_of, read_header
+from mca_models.checkpoint.dtypes import code_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_SCALES = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+_Tensors = Mapping[str, "Callable[[], np.ndarray[Any, Any]]"]
+
+
+def compare_adapters(first: Path, second: Path, *, tolerance: float | None = None) -> Comparison:
+    """Compares every element of two adapters, and what scales their products.
+
+    Args:
+        first: One directory.
+        second: The other.
+        tolerance: Largest absolute difference allowed, and dtypes may differ; None compares bits.
+
+    Raises:
+        McaError: One is damaged, or a whole model.
+    """
+    for path, other in ((first, second), (second, first)):
+        if not kind_of(path).is_adapter:
+            raise McaError(
+                f"{path}: a whole model, {other} is an adapter; merge the adapter (--merge) to compare models"
+            )
+    result = Comparison(problems=list(_different_scales(first, second)))
+    model = _described_model(first) or _described_model(second)
+    mine, its = _tensors(first, model), _tensors(second, model)
+    for path, names in ((first, mine.keys() - its.keys()), (second, its.keys() - mine.keys())):
+        if names:
+            result.problems.append(f"{len(names)} tensors only in {path} ({', '.join(sorted(names)[:4])})")
+    for name in sorted(mine.keys() & its.keys()):
+        _compare(name, mine[name](), its[name](), result, tolerance)
+    return result
+
+
+def _compare(
+    name: str,
+    mine: "np.ndarray[Any, Any]",
+    its: "np.ndarray[Any, Any]",
+    result: Comparison,
+    tolerance: float | None,
+) -> None:
+    result.tensors += 1
+    result.elements += mine.size
+    if mine.shape != its.shape:
+        result.problems.append(f"{name}: shapes {list(mine.shape)} and {list(its.shape)}")
+    elif mine.dtype != its.dtype and tolerance is None:
+        codes = f"{code_of(mine.dtype)} and {code_of(its.dtype)}"
+        result.problems.append(f"{name}: {codes} (--tolerance allows this)")
+    else:
+        result.note(name, mine.shape, [mine.reshape(-1), its.reshape(-1)], tolerance)
+
+
+def _different_scales(first: Path, second: Path) -> Iterator[str]:
+    from mca_models.lora import AdapterConfig
+
+    mine, its = (AdapterConfig.load(path).document for path in (first, second))
+    for key in _SCALES:
+        if (mine.get(key) or None) != (its.get(key) or None):
+            yield f"adapter_config.json, {key}: {mine.get(key)!r} and {its.get(key)!r}"
+
+
+def _described_model(path: Path) -> McaModelConfig | None:
+    """The base model, which only an MCA adapter describes."""
+    from mca_models.lora import is_mca_adapter
+
+    return McaModelConfig.load(path) if is_mca_adapter(path) else None
+
+
+def _tensors(path: Path, model: McaModelConfig | None) -> _Tensors:
+    """What reads each tensor; checked against the rules of ``model`` where that is known."""
+    from mca_models.lora import open_adapter
+    from mca_models.lora.peft_directory import WEIGHTS, PeftTensors
+
+    if model is None:
+        return {info.name: info.read for info in read_header(path / WEIGHTS).tensors.values()}
+    tensors = PeftTensors(open_adapter(path, model))
+    return {name: partial(tensors.array, name) for name in tensors.sources}
