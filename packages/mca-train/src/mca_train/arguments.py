@@ -41,10 +41,22 @@ class DataArguments:
     preprocessing_num_workers: int | None = field(
         default=None, metadata={"help": "Processes that tokenize; None: one."}
     )
+    streaming: bool = field(
+        default=False, metadata={"help": "Read the training files as training goes; needs max_steps."}
+    )
+    shuffle_buffer_size: int = field(
+        default=1000, metadata={"help": "With streaming, rows that the next one is drawn from; 1: in order."}
+    )
 
     def __post_init__(self) -> None:
         if self.seq_length < 2:
             raise McaError(f"seq_length is {self.seq_length}; expected at least 2")
+        if self.shuffle_buffer_size < 1:
+            raise McaError(f"shuffle_buffer_size is {self.shuffle_buffer_size}; expected at least 1")
+        if self.streaming and self.preprocessing_num_workers:
+            raise McaError(
+                "preprocessing_num_workers does nothing with streaming; set dataloader_num_workers"
+            )
         for name in ("max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
             value = getattr(self, name)
             if value is not None and value < 1:

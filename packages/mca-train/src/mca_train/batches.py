@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -148,10 +148,12 @@ class StepCollator:
         return longest + -longest % self.multiple
 
     def _padded(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], int]:
-        batches = [self._collated(group) for group in groups]
+        own = isinstance(self.collate, PadCollator)  # whose rows do not depend on one another
+        batches = [self._collated(group) for group in ([[*chain(*groups)]] if own else groups)]
         length = self._length([batch["input_ids"].shape[1] for batch in batches])
+        sizes = [len(group) for group in groups] if own else [len(batch["input_ids"]) for batch in batches]
         num_tokens = sum(int(batch["num_tokens"].sum()) for batch in batches)
-        return tuple(self._micro_batch(batch, length) for batch in batches), num_tokens
+        return self._micro_batches(batches, length, sizes), num_tokens
 
     def _packed(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], int]:
         size = self.context_parallel_size
@@ -203,20 +205,28 @@ class StepCollator:
         batch["num_tokens"] = lengths * counts
         return batch
 
-    def _micro_batch(self, batch: dict[str, Tensor], length: int) -> MicroBatch:
-        ids = _pad(batch["input_ids"], length, self.pad_token_id)
-        labels = shift_labels(_pad(batch["labels"], length, IGNORED))
+    def _micro_batches(
+        self, batches: list[dict[str, Tensor]], length: int, sizes: list[int]
+    ) -> tuple[MicroBatch, ...]:
+        """Those of a step, made together and then cut into ``sizes`` samples each."""
+        ids = torch.cat([_pad(batch["input_ids"], length, self.pad_token_id) for batch in batches])
+        labels = shift_labels(torch.cat([_pad(batch["labels"], length, IGNORED) for batch in batches]))
+        num_tokens = torch.cat([batch["num_tokens"] for batch in batches])
+        segments = torch.cat([torch.arange(size) for size in sizes])
         positions = torch.arange(length).expand_as(ids)
         mask = labels != IGNORED
-        take = self._slice
-        return MicroBatch(
-            input_ids=take(ids),
-            position_ids=take(positions),
-            labels=take(labels.masked_fill(~mask, 0)),
-            loss_mask=take(mask.float()),
-            segments=take(torch.arange(len(ids))[:, None].expand_as(ids)),
-            num_segments=len(ids),
-            padding=take(positions >= batch["num_tokens"][:, None]),
+        whole = {
+            "input_ids": ids,
+            "position_ids": positions,
+            "labels": labels.masked_fill(~mask, 0),
+            "loss_mask": mask.float(),
+            "segments": segments[:, None].expand_as(ids),
+            "padding": positions >= num_tokens[:, None],
+        }
+        cut = {name: self._slice(values).split(sizes) for name, values in whole.items()}
+        return tuple(
+            MicroBatch(num_segments=size, **{name: parts[number] for name, parts in cut.items()})
+            for number, size in enumerate(sizes)
         )
 
     def _slice(self, whole: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Files to tokenized samples: JSONL, JSON, parquet and text, for pre-training and for fine-tuning."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,9 +42,12 @@ def load_rows(files: Sequence[str], key: str, limit: int | None = None) -> Any:
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
 
-def _load_file(path: Path, key: str) -> Any:
-    import datasets
+def check_file(path: Path, key: str) -> tuple[str, dict[str, Any]]:
+    """The reader of ``datasets`` for ``path``, and its options.
 
+    Raises:
+        McaError: The file is missing, empty, or of another type.
+    """
     if not path.is_file():
         raise McaError(f"{key}: file {path} does not exist")
     reader = _READERS.get(path.suffix.lower())
@@ -52,7 +55,13 @@ def _load_file(path: Path, key: str) -> Any:
         raise McaError(f"{key}: {path} ends in '{path.suffix}'; expected one of {', '.join(_READERS)}")
     if path.stat().st_size == 0:
         raise McaError(f"{key}: {path} is empty")
-    options = {"sample_by": "document"} if reader == "text" else {}
+    return reader, {"sample_by": "document"} if reader == "text" else {}
+
+
+def _load_file(path: Path, key: str) -> Any:
+    import datasets
+
+    reader, options = check_file(path, key)
     try:
         return datasets.load_dataset(reader, data_files=str(path), split="train", **options)
     except (datasets.exceptions.DatasetGenerationError, ValueError, TypeError) as error:
@@ -86,18 +95,10 @@ def load_tokenized(
 
 def pretrain_blocks(rows: Any, tokenizer: Any, arguments: DataArguments, key: str) -> TokenDataset:
     """All texts one after another, each ended by EOS, cut into blocks of ``seq_length`` tokens."""
+    tokenize = block_tokenizer(rows.column_names, tokenizer, arguments, key)
     column = arguments.text_column
-    if column not in rows.column_names:
-        raise McaError(f"{key}: no column '{column}' (columns: {_names(rows)}); set text_column")
-    eos = _eos(tokenizer)
-
-    def tokenize(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
-        texts = [text for text in batch[column] if text]
-        ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-        return {"input_ids": [[*tokens, eos] for tokens in ids]}
-
     tokenized = rows.map(
-        tokenize,
+        lambda batch: {"input_ids": tokenize([{column: text} for text in batch[column]])},
         batched=True,
         remove_columns=rows.column_names,
         num_proc=arguments.preprocessing_num_workers,
@@ -109,6 +110,23 @@ def pretrain_blocks(rows: Any, tokenizer: Any, arguments: DataArguments, key: st
     return blocks
 
 
+def block_tokenizer(
+    names: Sequence[str], tokenizer: Any, arguments: DataArguments, key: str
+) -> Callable[[list[Any]], list[list[int]]]:
+    """The function from rows to the tokens of each text, EOS last; rows without text have none."""
+    column = arguments.text_column
+    if column not in names:
+        raise McaError(f"{key}: no column '{column}' (columns: {', '.join(names)}); set text_column")
+    eos = _eos(tokenizer)
+
+    def tokenize(rows: list[Any]) -> list[list[int]]:
+        texts = [row[column] for row in rows if row[column]]
+        ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        return [[*tokens, eos] for tokens in ids]
+
+    return tokenize
+
+
 def _flatten(tokenized: Any) -> NDArray[np.int32]:
     """Column ``input_ids`` as one array, without passing through Python lists."""
     chunks = tokenized.data.column("input_ids").chunks
@@ -118,7 +136,7 @@ def _flatten(tokenized: Any) -> NDArray[np.int32]:
 
 def sft_samples(rows: Any, tokenizer: Any, arguments: DataArguments, key: str) -> TokenDataset:
     """A sample of each row; only answers are targets. Rows without a target left are dropped and counted."""
-    encode = _encoder(rows, tokenizer, arguments, key)
+    encode = row_encoder(rows.column_names, tokenizer, arguments, key)
     length = arguments.seq_length
 
     def tokenize(row: dict[str, Any], index: int) -> dict[str, Any]:
@@ -150,19 +168,18 @@ def sft_samples(rows: Any, tokenizer: Any, arguments: DataArguments, key: str) -
     return TokenDataset.from_samples(samples)
 
 
-def _encoder(rows: Any, tokenizer: Any, arguments: DataArguments, key: str) -> Any:
+def row_encoder(names: Sequence[str], tokenizer: Any, arguments: DataArguments, key: str) -> Any:
     """The function from a row to ``(tokens, is_target)``, by the columns that the rows have."""
-    names = set(rows.column_names)
     if arguments.messages_column in names:
         return lambda row: tokenize_chat(tokenizer, check_messages(row[arguments.messages_column]))
-    if {arguments.prompt_column, arguments.completion_column} <= names:
+    if {arguments.prompt_column, arguments.completion_column} <= set(names):
         return lambda row: tokenize_answer(
             tokenizer, row[arguments.prompt_column], row[arguments.completion_column]
         )
     if arguments.text_column in names:
         return lambda row: tokenize_answer(tokenizer, "", row[arguments.text_column])
     raise McaError(
-        f"{key}: columns {_names(rows)}; expected '{arguments.messages_column}', "
+        f"{key}: columns {', '.join(names)}; expected '{arguments.messages_column}', "
         f"'{arguments.prompt_column}' with '{arguments.completion_column}', or '{arguments.text_column}' "
         "(set messages_column, prompt_column, completion_column or text_column)"
     )
@@ -203,7 +220,3 @@ def _eos(tokenizer: Any) -> int:
     if tokenizer.eos_token_id is None:
         raise McaError("the tokenizer has no end-of-sequence token; set `eos_token` in its directory")
     return int(tokenizer.eos_token_id)
-
-
-def _names(rows: Any) -> str:
-    return ", ".join(rows.column_names)

@@ -15,6 +15,8 @@ from mca_train.groups import Ranks
 from mca_train.packing import PackedDataset, longest_sample
 from mca_train.progress import Length
 from mca_train.sampling import BatchShape, StepSampler
+from mca_train.stream_steps import PackedStream, StepStream, is_stream, require_steps
+from mca_train.streams import RowStream
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +41,13 @@ class Loaders:
     pad_token_id: int
     pack_length: int | None = None
     _packs: dict[int, PackedDataset] = field(default_factory=dict)
+    _read: dict[int, tuple[Any, list[Any]]] = field(default_factory=dict)
 
-    def train(self, dataset: Any) -> tuple[DataLoader[StepBatch], StepSampler]:
+    def train(self, dataset: Any) -> tuple[DataLoader[StepBatch], StepSampler | StepStream]:
         """An item is a step; the sampler says which epoch and where in it to begin."""
         args = self.args
+        if is_stream(dataset):
+            return self._of_stream(dataset)
         length = _length(dataset, "train_dataset")
         strategy = str(getattr(args, "train_sampling_strategy", "random"))
         if strategy not in ("random", "sequential"):
@@ -57,7 +62,27 @@ class Loaders:
             seed=seed if strategy == "random" else None,
             drop_last=args.dataloader_drop_last,
         )
-        return self._loader(dataset, sampler), sampler
+        return self._loader(CountedSamples(dataset), sampler, self._common_length(dataset)), sampler
+
+    def _of_stream(self, dataset: Any) -> tuple[DataLoader[StepBatch], StepStream]:
+        args = self.args
+        require_steps(dataset, args.max_steps)
+        if args.moe_token_dispatcher_type == "allgather" and self.ranks.layout.ep > 1:
+            raise McaError(
+                "moe_token_dispatcher_type allgather needs samples of one length on all ranks, which a stream does "
+                "not promise; use alltoall"
+            )
+        shape = self._shape(args.per_device_train_batch_size, args.gradient_accumulation_steps)
+        rows, make = (dataset.rows, dataset.make) if isinstance(dataset, RowStream) else (dataset, None)
+        if args.sequence_packing:
+            if self.pack_length is None:
+                raise McaError(
+                    "sequence_packing of a stream needs pack_length: its longest sample is not known"
+                )
+            rows = PackedStream(rows, self.pack_length, multiple=self._sequence_multiple(), make=make)
+            make = None
+        stream = StepStream(rows, shape, args.max_steps, make=make, drop_last=args.dataloader_drop_last)
+        return self._loader(stream, stream, None), stream
 
     def _common_length(self, dataset: Any) -> int | None:
         """What all samples are padded to where ranks with different ones gather their tokens for experts."""
@@ -68,19 +93,31 @@ class Loaders:
         """An item is as many micro-batches as fill the pipeline; every sample comes once, in order."""
         pipeline = self.ranks.layout.pp
         shape = self._shape(self.args.per_device_eval_batch_size, pipeline)
+        if is_stream(dataset):
+            dataset = self._in_memory(dataset)
         length = _length(dataset, "eval_dataset")
         if self.args.sequence_packing:
             dataset = self._packed(dataset, "eval_dataset", None)
             length = len(dataset)
         sampler = StepSampler(length, shape)
-        return self._loader(dataset, sampler), sampler
+        return self._loader(CountedSamples(dataset), sampler, self._common_length(dataset)), sampler
+
+    def _in_memory(self, dataset: Any) -> list[Any]:
+        """A stream to evaluate on; it is read once."""
+        if id(dataset) not in self._read:
+            self._read[id(dataset)] = (dataset, list(dataset))
+        return self._read[id(dataset)][1]
+
+    def _sequence_multiple(self) -> int:
+        """What packed sequences are padded to multiples of."""
+        size = self.ranks.layout.cp
+        return 2 * size if size > 1 else 1
 
     def _packed(self, dataset: Any, name: str, seed: int | None) -> PackedDataset:
         known = self._packs.get(id(dataset))
         if known is not None and known.dataset is dataset:
             return known
-        size = self.ranks.layout.cp
-        multiple = 2 * size if size > 1 else 1
+        multiple = self._sequence_multiple()
         length = self.pack_length or longest_sample(dataset, multiple)
         made = PackedDataset(dataset, length, multiple=multiple, seed=seed, name=name)
         logger.info("%s: %s", name, made.fill)
@@ -102,7 +139,9 @@ class Loaders:
         """Micro-batches that the interleaved schedule hands out together."""
         return self.args.microbatch_group_size_per_vp_stage or self.ranks.layout.pp
 
-    def _loader(self, dataset: Any, sampler: StepSampler) -> DataLoader[StepBatch]:
+    def _loader(
+        self, samples: Any, sampler: StepSampler | StepStream, length: int | None
+    ) -> DataLoader[StepBatch]:
         args = self.args
         workers = args.dataloader_num_workers
         collator = StepCollator(
@@ -113,12 +152,13 @@ class Loaders:
             context_parallel_rank=self.ranks.context_parallel_rank,
             pad_token_id=self.pad_token_id,
             packed=self.args.sequence_packing,
-            length=self._common_length(dataset),
+            length=length,
         )
-        samples: Any = CountedSamples(dataset)  # the collator makes the items steps
+        stream = isinstance(sampler, StepStream)  # its items are steps already
         return DataLoader(
             samples,
-            batch_sampler=sampler,
+            batch_size=None if stream else 1,
+            batch_sampler=None if stream else sampler,
             collate_fn=collator,
             num_workers=workers,
             prefetch_factor=args.dataloader_prefetch_factor if workers else None,
@@ -129,7 +169,7 @@ class Loaders:
 
 def _length(dataset: Any, name: str) -> int:
     if not isinstance(dataset, Sized):
-        raise McaError(f"{name} has no length; streaming datasets are not supported")
+        raise McaError(f"{name} has items but no length; give it __len__, or make it an IterableDataset")
     if len(dataset) == 0:
         raise McaError(f"{name} is empty")
     return len(dataset)
@@ -150,7 +190,7 @@ class WithStepLoaders:
         """Of this rank; an item is a round of micro-batches."""
         return self._loaders.evaluation(self._eval_dataset(eval_dataset))[0]
 
-    def _train_loader(self) -> tuple[DataLoader[StepBatch], StepSampler]:
+    def _train_loader(self) -> tuple[DataLoader[StepBatch], StepSampler | StepStream]:
         if self.train_dataset is None:
             raise McaError("training needs a train_dataset (train_file)")
         return self._loaders.train(self.train_dataset)

@@ -115,25 +115,39 @@ def first_fit(
         room: Tokens of a pack.
         open_packs: Packs that are kept open.
     """
-    left = np.zeros(0, np.int64)
-    opened: list[list[int]] = []
-    closed: list[list[int]] = []
-    for number in order:
-        size = sizes[number]
-        fits = left >= size
-        if fits.any():
-            place = int(fits.argmax())
-        else:
-            if len(opened) == open_packs:
-                fullest = int(left.argmin())
-                closed.append(opened.pop(fullest))
-                left = np.delete(left, fullest)
-            opened.append([])
-            left = np.append(left, room)
-            place = len(opened) - 1
-        opened[place].append(int(number))
-        left[place] -= size
-    return [np.asarray(pack) for pack in [*closed, *opened]]
+    packs = OpenPacks(room, open_packs)
+    closed = [pack for number in order if (pack := packs.add(int(number), int(sizes[number]))) is not None]
+    return [np.asarray(pack) for pack in [*closed, *packs.open]]
+
+
+class OpenPacks:
+    """Packs that are being filled.
+
+    Args:
+        room: Tokens of a pack.
+        limit: Packs that are kept open.
+    """
+
+    def __init__(self, room: int, limit: int = OPEN_PACKS) -> None:
+        self.open: list[list[Any]] = []
+        self._room, self._limit = room, limit
+        self._left = np.zeros(0, np.int64)
+
+    def add(self, item: Any, size: int) -> list[Any] | None:
+        """Puts ``item`` of ``size`` tokens into the first pack with room; the pack that was closed for a new one."""
+        fits, closed = self._left >= size, None
+        place = int(fits.argmax()) if fits.any() else len(self.open)
+        if place == len(self.open):
+            if place == self._limit:
+                fullest = int(self._left.argmin())
+                closed = self.open.pop(fullest)
+                self._left = np.delete(self._left, fullest)
+                place -= 1
+            self.open.append([])
+            self._left = np.append(self._left, self._room)
+        self.open[place].append(item)
+        self._left[place] -= size
+        return closed
 
 
 def sequence_lengths(dataset: Any) -> NDArray[np.int64]:

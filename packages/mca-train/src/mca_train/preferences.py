@@ -1,6 +1,7 @@
 """Rows of a prompt with a better and a worse answer, tokenized."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -53,13 +54,12 @@ def preference_pairs(rows: Any, tokenizer: Any, arguments: DataArguments, key: s
     Raises:
         McaError: A column is missing, a row is of another form, or no pair is left.
     """
-    _require_columns(rows, arguments, key)
+    encode = pair_encoder(rows.column_names, tokenizer, arguments, key)
     length = arguments.seq_length
 
     def tokenize(row: dict[str, Any], index: int) -> dict[str, Any]:
         try:
-            prompt, chosen, rejected = split_row(row, arguments)
-            pair = [tokenize_answer(tokenizer, prompt, answer) for answer in (chosen, rejected)]
+            pair = encode(row)
         except McaError as error:
             raise McaError(f"{key}, row {index}: {error}") from error
         return {
@@ -92,13 +92,18 @@ def preference_pairs(rows: Any, tokenizer: Any, arguments: DataArguments, key: s
     return PairDataset(TokenDataset.from_samples(side for pair in pairs for side in pair))
 
 
-def _require_columns(rows: Any, arguments: DataArguments, key: str) -> None:
+def pair_encoder(names: Sequence[str], tokenizer: Any, arguments: DataArguments, key: str) -> Any:
+    """The function from a row to ``(tokens, is_target)`` of the chosen and of the rejected answer."""
     for name in ("chosen_column", "rejected_column"):
         column = getattr(arguments, name)
-        if column not in rows.column_names:
-            raise McaError(
-                f"{key}: no column '{column}' (columns: {', '.join(rows.column_names)}); set {name}"
-            )
+        if column not in names:
+            raise McaError(f"{key}: no column '{column}' (columns: {', '.join(names)}); set {name}")
+
+    def encode(row: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
+        prompt, chosen, rejected = split_row(row, arguments)
+        return [tokenize_answer(tokenizer, prompt, answer) for answer in (chosen, rejected)]
+
+    return encode
 
 
 def split_row(row: dict[str, Any], arguments: DataArguments) -> tuple[Any, Any, Any]:

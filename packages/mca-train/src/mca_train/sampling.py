@@ -80,7 +80,7 @@ class StepSampler:
         order = self._order()
         size = self.shape.global_size
         for step in range(self._first_step, self.num_steps):
-            yield self._deal(order[step * size : (step + 1) * size])
+            yield deal(order[step * size : (step + 1) * size], self.shape)
 
     def _order(self) -> Indices:
         if self._seed is None:
@@ -88,12 +88,12 @@ class StepSampler:
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
         return torch.randperm(self.num_samples, generator=generator).numpy()
 
-    def _deal(self, samples: Indices) -> list[int]:
-        """This rank's part of one step's samples."""
-        shape = self.shape
-        micro_batches = -(-len(samples) // shape.row_size)
-        micro_batches += -micro_batches % shape.micro_batch_multiple
-        places = np.full(micro_batches * shape.row_size, ~samples[0])
-        places[: len(samples)] = samples
-        grid = places.reshape(micro_batches, shape.data_parallel_size, shape.micro_batch_size)
-        return [int(index) for index in grid[:, shape.data_parallel_rank].reshape(-1)]
+
+def deal(samples: Indices, shape: BatchShape) -> list[int]:
+    """This rank's part of one step's samples; ``~index`` fills places without a sample."""
+    micro_batches = -(-len(samples) // shape.row_size)
+    micro_batches += -micro_batches % shape.micro_batch_multiple
+    places = np.full(micro_batches * shape.row_size, ~samples[0])
+    places[: len(samples)] = samples
+    grid = places.reshape(micro_batches, shape.data_parallel_size, shape.micro_batch_size)
+    return [int(index) for index in grid[:, shape.data_parallel_rank].reshape(-1)]

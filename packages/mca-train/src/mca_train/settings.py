@@ -57,6 +57,8 @@ def parse(values: dict[str, Any], where: str) -> Settings:
         classes = [TrainingArguments, DataArguments, LaunchArguments, LoraArguments, DpoArguments]
         training, data, launch, lora, dpo = build(classes, values, where=where, only=["output_dir"])
         _require_adapter_keys_used(values, lora)
+        if data.streaming and training.max_steps <= 0:
+            raise McaError("streaming needs max_steps: a stream has no length")
     except UsageError:
         raise
     except (McaError, ValueError) as error:

@@ -31,6 +31,7 @@ from mca_train.progress import Length, LossMeter
 from mca_train.sampling import StepSampler
 from mca_train.saving import load_weights, require_format
 from mca_train.schedule import LearningRate
+from mca_train.stream_steps import StepStream, require_steps
 from mca_train.watch import Watch
 from mca_train.with_checkpoints import WithCheckpoints
 
@@ -45,7 +46,8 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         args: ``mca_config.TrainingArguments``.
         data_collator: Makes ``input_ids`` and ``labels`` (not shifted) of a micro-batch's samples; None: pads
             on the right.
-        train_dataset: Map-style; items have ``input_ids`` and, if not every token is a target, ``labels``.
+        train_dataset: Items have ``input_ids`` and, if not every token is a target, ``labels``. May be a stream
+            (``IterableDataset``, ``datasets`` streaming too); then ``max_steps`` must be set.
         eval_dataset: The same, or a dict of several by name.
         processing_class: The tokenizer; saved with the model.
         callbacks: Hugging Face ``TrainerCallback``s.
@@ -77,6 +79,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         **others: Any,
     ) -> None:
         require_honoured(args, others)
+        require_steps(train_dataset, args.max_steps)
         require_format(model, args.ckpt_format)
         self.ranks = groups.here(model.config.layout)
         view = ModelView(model.config.hf_config)
@@ -211,7 +214,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         self._loss_total = 0.0
 
     def _run_epoch(
-        self, epoch: int, loader: DataLoader[StepBatch], sampler: StepSampler, length: Length
+        self, epoch: int, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream, length: Length
     ) -> None:
         first = max(self.state.global_step - epoch * length.steps_per_epoch, 0)
         sampler.set_epoch(epoch, 0 if self.args.ignore_data_skip else first)
@@ -245,6 +248,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         self._meter.add(loss, batch.num_tokens, batch.num_samples)
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         result = engine.optimizer_step()
+        self._keep_before_failing(result.grad_norm)
         self.watch.after_step(result.updated, result.grad_norm, self.state.global_step + 1)
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
         self._rate_of_step = rate.value
@@ -277,6 +281,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
 
     def _log_step(self, result: StepResult) -> None:
         report = self._meter.flush()
+        self._keep_before_failing(report.mean)
         self._loss_total += sum(report.losses)
         self._last_logged = self.state.global_step
         self.state.num_input_tokens_seen += report.num_tokens
@@ -290,7 +295,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
             | self.watch.logs(report, self.optimizer, self._last_logged)
         )
 
-    def _finish(self, first: int, started: float, sampler: StepSampler) -> TrainOutput:
+    def _finish(self, first: int, started: float, sampler: StepSampler | StepStream) -> TrainOutput:
         """The run's own metrics, the best model if asked for, and the last callback."""
         with self._pipeline().at_rest():
             pass  # the last step's parameters have arrived

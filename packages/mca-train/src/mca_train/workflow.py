@@ -110,14 +110,27 @@ def _prepare(kind: Kind, settings: Settings) -> _Inputs:
         raise McaError(f"{settings.where}: train_file is not set")
     tokenizer = load_tokenizer(settings)
     logger.info("reading %s", ", ".join(settings.data.train_file))
-    train = load_tokenized(kind, settings.data.train_file, tokenizer, settings.data)
+    train = _training_data(kind, settings, tokenizer)
     evaluation = None
     if settings.data.eval_file:
         evaluation = load_tokenized(kind, settings.data.eval_file, tokenizer, settings.data, evaluation=True)
     elif settings.training.eval_strategy != "no":
         raise McaError(f"eval_strategy is {settings.training.eval_strategy.value}, but eval_file is not set")
-    logger.info("%d training samples of %d tokens", len(train), int(train.lengths.sum()))
     return _Inputs(kind, settings, tokenizer, train, evaluation)
+
+
+def _training_data(kind: Kind, settings: Settings, tokenizer: Any) -> Any:
+    files = settings.data.train_file
+    if settings.data.streaming:
+        from mca_train.streams import load_stream
+
+        args = settings.training
+        seed = args.seed if args.data_seed is None else args.data_seed
+        in_order = str(args.train_sampling_strategy) == "sequential"
+        return load_stream(kind, files, tokenizer, settings.data, seed=None if in_order else seed)
+    train = load_tokenized(kind, files, tokenizer, settings.data)
+    logger.info("%d training samples of %d tokens", len(train), int(train.lengths.sum()))
+    return train
 
 
 def load_tokenizer(settings: Settings) -> Any:
