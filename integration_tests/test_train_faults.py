@@ -141,7 +141,7 @@ def last_logged(folder: Path) -> int:
 
 
 def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 7)
+    os.truncate(path, path.stat().st_size - 2)
 
 
 def flip(path: Path) -> None:
@@ -155,8 +155,7 @@ def copy(source: Path, target: Path) -> Path:
     return target
 
 
-def spoil(folder: Path, pattern: str, how: Any) -> Path:
-    path = sorted(folder.glob(pattern))[0]
+def spoil(path: Path, how: Any) -> Path:
     whole = path.read_bytes()
     path.unlink()  # the copy is a hard link
     if how is not None:
@@ -165,14 +164,7 @@ def spoil(folder: Path, pattern: str, how: Any) -> Path:
     return path
 
 
-DAMAGES = {
-    "truncated shard": ("iter_*/**/*.safetensors", truncate, "bytes, the manifest says"),
-    "flipped byte in a shard": ("iter_*/**/*.safetensors", flip, "checksum is wrong"),
-    "flipped byte in the optimizer": ("training/optimizer/*.distcp", flip, "checksum is wrong"),
-    "lost random state": ("training/rng_0.safetensors", None, "cannot be read"),
-    "lost manifest": ("training/manifest.json", None, "manifest.json"),
-    "spoilt state": ("trainer_state.json", flip, "checksum is wrong"),
-}
+DAMAGES = {"truncated": truncate, "flipped": flip, "lost": None}
 
 
 def find_all(folders: dict[str, Path]) -> dict[str, tuple[str, str]]:
@@ -196,24 +188,34 @@ def find_all(folders: dict[str, Path]) -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(finished, tmp_path):
-    source, _ = finished
-    folders = {name: copy(source, tmp_path / name) for name in DAMAGES}
-    spoilt = {
-        name: spoil(folders[name] / f"checkpoint-{STEPS}", pattern, how)
-        for name, (pattern, how, _) in DAMAGES.items()
-    }
-    (found,) = run_ranks(1, find_all, folders)
+@pytest.mark.parametrize("ckpt_format", ["mca", "torch_dist"])
+def test_any_damage_to_any_file_is_told_and_the_one_before_is_taken(
+    ckpt_format, checkpoint, finished, tmp_path
+):
+    source = finished[0] if ckpt_format == "mca" else tmp_path / "source"
+    if ckpt_format != "mca":
+        run_ranks(1, go_on, checkpoint, source, ckpt_format=ckpt_format)
+    last = source / f"checkpoint-{STEPS}"
+    files = sorted(path.relative_to(last) for path in last.rglob("*") if path.is_file())
+    assert len(files) >= 13
+    assert sum(file.suffix in (".safetensors", ".distcp") for file in files) >= 3
+    spoilt = {}
+    for file in files:
+        for how, damage in DAMAGES.items():
+            name = f"{file} {how}".replace("/", "_")
+            for step in (STEPS - 1, STEPS):
+                copy(source / f"checkpoint-{step}", tmp_path / name / f"checkpoint-{step}")
+            spoilt[name] = spoil(tmp_path / name / f"checkpoint-{STEPS}" / file, damage)
+    (found,) = run_ranks(1, find_all, {name: tmp_path / name for name in spoilt})
     for name, (auto, told) in found.items():
         assert auto == f"checkpoint-{STEPS - 1}", name
-        assert DAMAGES[name][2] in told
-        assert spoilt[name].name in told
+        assert spoilt[name].name in told, (name, told)
 
 
 def test_it_goes_on_from_the_one_before(checkpoint, finished, tmp_path):
     source, losses = finished
     folder = copy(source, tmp_path / "run")
-    spoil(folder / f"checkpoint-{STEPS}", "training/optimizer/*.distcp", flip)
+    spoil(next((folder / f"checkpoint-{STEPS}" / "training" / "optimizer").glob("*.distcp")), flip)
     (resumed,) = run_ranks(1, go_on, checkpoint, folder)
     assert resumed["loss"] == losses
     assert f"checkpoint-{STEPS} is damaged" in resumed["told"][0]
@@ -234,7 +236,7 @@ def test_nothing_starts_anew_where_every_checkpoint_is_damaged(checkpoint, finis
     folder = copy(source, tmp_path / "run")
     for path in list(folder.glob("checkpoint-*")):
         if path.name == f"checkpoint-{STEPS}":
-            spoil(path, "training/optimizer/*.distcp", truncate)
+            spoil(next((path / "training" / "optimizer").glob("*.distcp")), truncate)
         else:
             shutil.rmtree(path)
     (message,) = run_ranks(1, only_damaged, checkpoint, folder)

@@ -1,6 +1,7 @@
 """Sizes and checksums of a training checkpoint, so that a damaged one is known before training starts.
 
-An MCA model in it has a manifest of its own; ``training/manifest.json`` covers the rest. All ranks share the work.
+The weights of an MCA model have a manifest of their own; ``training/manifest.json`` covers the rest. All ranks share
+the work.
 """
 
 import json
@@ -17,6 +18,7 @@ from mca_models.checkpoint.manifest import Manifest
 from mca_models.megatron.agreement import together
 from mca_train import groups
 from mca_train.groups import Ranks
+from mca_train.saving import HF_FOLDER
 
 MANIFEST = Path("training") / "manifest.json"
 _CHUNK = 1 << 22
@@ -98,10 +100,15 @@ def faults(checkpoint: Path, ranks: Ranks) -> list[str]:
 
 
 def _covered_files(checkpoint: Path) -> list[Path]:
-    folders = [checkpoint / MANIFEST.parent]
-    folders += [path for path in checkpoint.glob("iter_*") if not (path / OF_MODEL).is_file()]
-    inside = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    return sorted([*inside, *checkpoint.glob("trainer_state.json"), *checkpoint.glob("training_args.json")])
+    """All but the Hugging Face model and what a manifest of the model's own covers."""
+    own = [path.parent for path in checkpoint.glob(f"iter_*/{OF_MODEL}")]
+    found = []
+    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+        inside = path.relative_to(checkpoint).parts[0] == HF_FOLDER
+        covered = any(folder in path.parents and path.name != OF_MODEL for folder in own)
+        if not inside and not covered and path != checkpoint / MANIFEST:
+            found.append(path)
+    return found
 
 
 def _writer(path: Path) -> int:
@@ -116,7 +123,7 @@ def _expected(checkpoint: Path) -> dict[str, _Record]:
     if (checkpoint / MANIFEST.parent).is_dir():
         document = json.loads((checkpoint / MANIFEST).read_text())
         found = {name: (int(e["bytes"]), int(e["crc32"], 16)) for name, e in document["files"].items()}
-    covered = {Path(name).parts[0] for name in found}
+    covered = {Path(name).parts[0] for name in found if Path(name).name != OF_MODEL}
     for iteration in sorted(path for path in checkpoint.glob("iter_*") if path.name not in covered):
         files = Manifest.load(iteration).files
         found |= {f"{iteration.name}/{name}": (record.nbytes, record.crc32) for name, record in files.items()}

@@ -1,6 +1,7 @@
 """The Trainer's methods about saving: the model, and checkpoints to resume from."""
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,11 @@ class WithCheckpoints:
             stages.append(self._training_state().begin_save(folder, background=args.async_save))
             stages.append(Checksums(folder, self.ranks))
         return stages
+
+    def _keep_before_failing(self, *numbers: float | None) -> None:
+        """Completes what is being written if one of ``numbers``, alike on all ranks, is about to end the run."""
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            self._checkpoints.finish()
 
     def _after_checkpoint(self, state: TrainerState) -> None:
         """Deletes what is one too many, and tells the callbacks; ``state`` is that of the checkpoint's step."""
