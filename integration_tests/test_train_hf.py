@@ -7,20 +7,22 @@ from typing import Any
 import pytest
 
 from harness import run_ranks
+from loss_curves import SMALL
 from train_cases import arguments, history, make_trainer, quietly, samples, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
-COMMON = {"train_sampling_strategy": "sequential", "max_grad_norm": 0.5}
+COMMON = {"train_sampling_strategy": "sequential", "max_grad_norm": 0.5, "gradient_accumulation_steps": 4}
+COMMON |= {"learning_rate": 3e-3}
 
 
-def with_hugging_face(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
+def with_hugging_face(checkpoint: Path, output_dir: Path, steps: int) -> dict[str, Any]:
     import torch
     from transformers import Qwen3ForCausalLM, Trainer, TrainingArguments
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
-    ours = arguments(output_dir, **COMMON)
+    ours = arguments(output_dir, max_steps=steps, **COMMON)
     names = [field for field in TrainingArguments.__dataclass_fields__ if field in vars(ours)]
     same = {n: getattr(ours, n) for n in names if n not in ("accelerator_config", "mixed_precision")}
     init = {n: v for n, v in same.items() if TrainingArguments.__dataclass_fields__[n].init}
@@ -44,18 +46,19 @@ def with_hugging_face(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
     return {key: history(trainer, key) for key in keys} | {"eval": total / targets}
 
 
-def with_megatron(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
-    trainer = make_trainer(checkpoint, output_dir, **COMMON)
+def with_megatron(checkpoint: Path, output_dir: Path, steps: int) -> dict[str, Any]:
+    trainer = make_trainer(checkpoint, output_dir, max_steps=steps, **COMMON)
     quietly(trainer.train)
     keys = ("loss", "grad_norm", "learning_rate", "epoch")
     return {key: history(trainer, key) for key in keys} | {"eval": quietly(trainer.evaluate)["eval_loss"]}
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_losses_gradients_and_schedule_equal_hugging_faces(tied, tmp_path):
-    checkpoint = tiny_checkpoint(tmp_path / "model", tie_word_embeddings=tied)
-    theirs = run_ranks(1, with_hugging_face, checkpoint, tmp_path / "hf", process_group=False)[0]
-    ours = run_ranks(1, with_megatron, checkpoint, tmp_path / "mca")[0]
+@pytest.mark.parametrize(("tied", "steps"), [(False, 50), (True, 10)])
+def test_losses_gradients_and_schedule_equal_hugging_faces(tied, steps, tmp_path):
+    checkpoint = tiny_checkpoint(tmp_path / "model", tie_word_embeddings=tied, **SMALL)
+    theirs = run_ranks(1, with_hugging_face, checkpoint, tmp_path / "hf", steps, process_group=False)[0]
+    ours = run_ranks(1, with_megatron, checkpoint, tmp_path / "mca", steps)[0]
+    assert len(ours["loss"]) == steps
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
     assert ours["learning_rate"] == pytest.approx(theirs["learning_rate"], rel=1e-6, abs=1e-12)
