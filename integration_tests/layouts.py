@@ -21,10 +21,12 @@ _FLAGS = {
 
 
 def arguments(name: str, **settings: Any) -> DistributingParallelArguments:
-    """The arguments of layout ``name``; a trailing ``sp`` turns sequence parallelism on."""
+    """The arguments of layout ``name``; ``sp`` at its end is sequence parallelism, ``allgather`` that dispatcher."""
     sizes = {_FLAGS["tp"]: 1, _FLAGS["pp"]: 1}
     sizes |= {_FLAGS[axis]: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", name) if axis != "dp"}
     sequence_parallel = True if name.endswith("sp") else None
+    if name.endswith("allgather"):
+        settings["moe_token_dispatcher_type"] = "allgather"
     return DistributingParallelArguments(**sizes, sequence_parallel=sequence_parallel, **settings)
 
 

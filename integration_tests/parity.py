@@ -110,7 +110,15 @@ def render(found: dict[tuple[str, str], Measured], cases: Iterable[str], layouts
                 refusals.setdefault(measured.refusal, []).append(f"`{case}` on `{layout}`")
             cells.append(_cell(measured, list(refusals)))
         lines.append(f"| `{case}` | " + " | ".join(cells) + " |")
-    lines += ["", "## Refused", ""]
+    lines += [
+        "",
+        "The gradient of every tensor is compared too, to 1e-4 of its largest, on ten layouts of dense models and",
+        "twelve of those with experts (`integration_tests/test_gradient_parity.py`; families with layers of their own:",
+        "`test_families.py`); in the default test run, as are logits on most of these layouts.",
+        "",
+        "## Refused",
+        "",
+    ]
     lines += [f"{n}. {', '.join(where)}: {why}" for n, (why, where) in enumerate(refusals.items(), 1)]
     if not refusals:
         lines.append("None of these combinations.")

@@ -34,6 +34,17 @@ LINEAR_FULL = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+YARN_FULL = {
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "attention_factor": 1.5,
+        "beta_fast": 2.0,
+        "original_max_position_embeddings": 16,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-short": ("phi3", {"rope_parameters": dict(LONGROPE), "original_max_position_embeddings": 32}),
     "phi3-long": ("phi3", {"rope_parameters": dict(LONGROPE), "original_max_position_embeddings": 16}),
@@ -45,6 +56,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         {"rope_parameters": LINEAR_FULL, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
+    "olmo3-yarn": ("olmo3", {"rope_parameters": YARN_FULL}),
     "smollm3-windows": (
         "smollm3",
         {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 6},
@@ -58,6 +70,7 @@ DENSE = (
     "granite",
     "gemma2",
     "olmo2",
+    "olmo3",
     "exaone4",
     "exaone4-no-window",
     "qwen3_5_text",

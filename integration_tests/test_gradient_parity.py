@@ -34,6 +34,8 @@ MOE_LAYOUTS = (
     "pp2vpp2ep2",
     "tp2etp2ep2",
     "tp2cp2sp",
+    "ep2allgather",
+    "tp2ep2etp1allgather",
 )
 BIASED = ("glm4_moe", "deepseek_v3")
 GRID = [(c, n) for c in DENSE for n in DENSE_LAYOUTS] + [(c, n) for c in MOE for n in MOE_LAYOUTS]

@@ -17,6 +17,7 @@ SIZE: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 64,
     "pad_token_id": 0,
+    "rms_norm_eps": 1e-3,  # large enough to show a norm that has another
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GROUPED: dict[str, Any] = {
@@ -36,7 +37,6 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
     "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-4,  # the norms inside the attention have 1e-6, whatever this is
 }
 DELTA_NET: dict[str, Any] = {
     "linear_num_key_heads": 2,
@@ -44,7 +44,6 @@ DELTA_NET: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 10,
     "linear_conv_kernel_dim": 3,
-    "rms_norm_eps": 1e-4,  # tokens whose output is nearly zero make the norm after it amplify rounding
 }
 SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 24}
 OLD_GROUPS: dict[str, Any] = {**GROUPED, "norm_topk_prob": False}
@@ -89,6 +88,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3_text": ("gemma3_text", {"sliding_window": 8, "query_pre_attn_scalar": 24}),
     "olmo2": ("olmo2", {"head_dim": 8}),
+    "olmo3": ("olmo3", {"head_dim": 8, "sliding_window": 8}),
     "phi3": ("phi3", {"head_dim": 8}),
     "granite": (
         "granite",

@@ -120,7 +120,7 @@ class DistributingParallelArguments:
         "Layers of Transformer Engine or of Megatron itself; unset: Transformer Engine where it is installed."
     )
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] | None = option(
-        "Attention kernel, by Megatron's names."
+        "Attention kernel, by Megatron's names; local is mca's own, also in Transformer Engine's layers."
     )
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] | None = option(
         "How keys and values travel between context-parallel ranks."

@@ -292,13 +292,14 @@ def _converted(overrides: Mapping[str, Any]) -> Settings:
 
 
 def _with_attention_factor(megatron: Any, config: McaModelConfig) -> Any:
-    """Tells Megatron yarn's factor on cosine and sine, whatever its value.
+    """Tells Megatron yarn's factor on cosine and sine, whatever its value, where all layers have it.
 
     Megatron computes it as ``(0.1 m ln s + 1) / (0.1 a ln s + 1)`` from three attributes that its
     ``TransformerConfig`` does not declare; with s = e^10, m = factor - 1 and a = 0 that is the factor itself.
     """
     factor = attention_factor(config)
-    if factor != 1.0 and not isinstance(config, MlaMcaModelConfig):
+    of_all_layers = config.rotary_base_local is None and not isinstance(config, MlaMcaModelConfig)
+    if factor != 1.0 and of_all_layers:
         megatron.yarn_rotary_scaling_factor = math.exp(10)
         megatron.yarn_mscale = factor - 1
         megatron.yarn_mscale_all_dim = 0.0

@@ -6,8 +6,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from mca_models.templates.two_ropes import FULL, SLIDING
 
 
 def pattern(hf: HfConfig) -> list[str]:

@@ -6,15 +6,8 @@ from mca_config.model_config import McaModelConfig
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Field, HfConfig, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.gemma3_text import (
-    CAUSAL,
-    CONSTANTS,
-    FULL,
-    GELU_ONLY,
-    SLIDING,
-    restore_scale,
-    scales,
-)
+from mca_models.templates.gemma3_text import CAUSAL, CONSTANTS, GELU_ONLY, restore_scale, scales
+from mca_models.templates.two_ropes import FULL, SLIDING
 
 
 def derive(hf: HfConfig) -> dict[str, Any]:

@@ -12,12 +12,11 @@ from mca_models.templates.config_table import (
     Fixed,
     HfConfig,
     dense_fields,
-    read_rope,
 )
 from mca_models.templates.family import Family
+from mca_models.templates.two_ropes import FULL, SLIDING, restore_ropes, two_ropes
 
 GELU = "gelu_pytorch_tanh"
-FULL, SLIDING = "full_attention", "sliding_attention"
 CONSTANTS: Mapping[str, Any] = {
     "hidden_act": GELU,
     "layernorm_zero_centered_gamma": True,
@@ -49,17 +48,8 @@ def derive(hf: HfConfig) -> dict[str, Any]:
     kinds = hf.get("layer_types") or [
         SLIDING if (i + 1) % step else FULL for i in range(hf["num_hidden_layers"])
     ]
-    rope = dict(hf.get("rope_parameters") or {})
-    full, local = rope.get(FULL) or hf.get("rope_scaling") or {}, rope.get(SLIDING) or {}
-    whole = read_rope({"rope_theta": hf.get("rope_theta", 1e6), "rope_parameters": full})
-    sliding = read_rope({"rope_theta": hf.get("rope_local_base_freq", 1e4), "rope_parameters": local})
-    if sliding["rope_scaling"] is not None or sliding["rotary_percent"] != 1.0:
-        Fixed("rope_parameters.sliding_attention", ({},), "layers with a window have an unscaled rope").check(
-            {"rope_parameters.sliding_attention": local}
-        )
     return {
-        **whole,
-        "rotary_base_local": sliding["rotary_base"],
+        **two_ropes(hf, hf.get("rope_theta", 1e6), hf.get("rope_local_base_freq", 1e4)),
         "layer_types": tuple(kinds),
         **scales(hf),
     }
@@ -67,12 +57,8 @@ def derive(hf: HfConfig) -> dict[str, Any]:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """See ``ConfigTable.restore``."""
-    full = {"rope_theta": config.rotary_base, "rope_type": "default", **(config.rope_scaling or {})}
     return {
-        "rope_parameters": {
-            FULL: full,
-            SLIDING: {"rope_theta": config.rotary_base_local, "rope_type": "default"},
-        },
+        **restore_ropes(config),
         "layer_types": list(config.layer_types or ()),
         **restore_scale(config),
     }

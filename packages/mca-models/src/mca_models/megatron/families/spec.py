@@ -12,6 +12,7 @@ from mca_models.megatron.families.norms import WideKeyNorm, WideNorm
 from mca_models.megatron.families.scales import scaled_residual
 from mca_models.megatron.families.two_ropes import with_own_rope
 from mca_models.megatron.layers.attention import CoreAttention, capped_attention
+from mca_models.megatron.layers.rope import attention_factor
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.spec import engine_attention, rebuilt
 
@@ -64,7 +65,9 @@ def _classes(config: McaModelConfig, implementation: Implementation) -> dict[typ
     if config.rotary_base_local is not None:
         from megatron.core.transformer.attention import SelfAttention
 
-        classes[SelfAttention] = with_own_rope(SelfAttention, config.layer_types or ())
+        classes[SelfAttention] = with_own_rope(
+            SelfAttention, config.layer_types or (), attention_factor(config)
+        )
     return classes
 
 

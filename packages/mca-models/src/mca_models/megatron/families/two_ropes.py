@@ -1,4 +1,4 @@
-"""Layers with a sliding window rotate with a base of their own (Gemma 3).
+"""Layers with a sliding window rotate in a way of their own (Gemma 3, OLMo 3).
 
 Megatron computes one rotation for all layers and hands it through. Here both are handed through, side by side on
 the second axis, and each layer's attention takes its own.
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.layers.rope import rotary_module
+
+_SLIDING = "sliding_attention"
 
 
 class TwoRopes(torch.nn.Module):
@@ -35,21 +37,29 @@ class TwoRopes(torch.nn.Module):
 
 
 @cache
-def with_own_rope(attention: type, kinds: tuple[str, ...]) -> type:
+def with_own_rope(attention: type, kinds: tuple[str, ...], factor: float) -> type:
     """An attention class whose layers take one of two ropes.
 
     Args:
         attention: Megatron's class.
         kinds: HF's kind of each decoder layer.
+        factor: On cosine and sine in full layers (yarn's): scores grow by its square.
     """
 
     class OwnRope(attention):  # type: ignore[misc]
         """Attention that picks its rope by the layer's kind."""
 
+        def __init__(self, config: Any, *args: Any, layer_number: int, **kwargs: Any) -> None:
+            before = config.softmax_scale
+            if factor != 1.0 and kinds[layer_number - 1] != _SLIDING:
+                config.softmax_scale = (before or config.kv_channels**-0.5) * factor**2
+            super().__init__(config, *args, layer_number=layer_number, **kwargs)
+            config.softmax_scale = before
+
         def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> Any:
             """See Megatron's attention."""
             if rotary_pos_emb is not None:
-                which = int(kinds[self.layer_number - 1] == "sliding_attention")
+                which = int(kinds[self.layer_number - 1] == _SLIDING)
                 rotary_pos_emb = rotary_pos_emb[:, which : which + 1]
             return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 

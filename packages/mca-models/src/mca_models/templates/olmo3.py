@@ -1,0 +1,36 @@
+"""OLMo 3: HF ``Olmo3ForCausalLM``: OLMo 2's layers; three of four have a window and a rope without scaling."""
+
+from typing import Any
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import olmo2
+from mca_models.templates.common import dense_layers
+from mca_models.templates.config_table import ConfigTable, Field, HfConfig, dense_fields
+from mca_models.templates.family import Family
+from mca_models.templates.two_ropes import FULL, SLIDING, restore_ropes, two_ropes
+
+
+def derive(hf: HfConfig) -> dict[str, Any]:
+    """Kinds of layers, and a rope for each kind."""
+    pattern = [SLIDING if (i + 1) % 4 else FULL for i in range(hf["num_hidden_layers"])]
+    return {
+        "layer_types": tuple(hf.get("layer_types") or pattern),
+        **two_ropes(hf, hf.get("rope_theta", 5e5), 5e5),
+    }
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    return {"layer_types": list(config.layer_types or ()), **restore_ropes(config)}
+
+
+CONFIG = ConfigTable(
+    fields=(*dense_fields(eps=1e-5), Field("window_size", "sliding_window", None)),
+    defaults={"sliding_window": 4096},
+    constants=olmo2.CONFIG.constants,
+    fixed=olmo2.CONFIG.fixed,
+    derive=derive,
+    restore=restore,
+)
+
+FAMILY = Family(model_type="olmo3", architecture="Olmo3ForCausalLM", config=CONFIG, params=dense_layers)
