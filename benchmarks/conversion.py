@@ -3,7 +3,7 @@
     python benchmarks/conversion.py [--gigabytes 4.3] [--rounds 5] [--folder DIR] [dense|quarter|moe|fp8 ...]
 
 Makes random models (a Llama; the same at a quarter of the size; a Qwen3-MoE with 128 experts in each of 24
-layers; a quarter of the Llama in fp8 blocks), checks one round trip with ``verify``, then runs cp, HF -> MCA,
+layers; half of the Llama in fp8 blocks), checks one round trip with ``verify``, then runs cp, HF -> MCA,
 cp, MCA -> HF in turns. Prints medians, the ratio of throughputs, processor time, the peak of anonymous memory, what
 ``plan`` predicted for it, and the size of the written tree; exits 1 if a target is missed. Needs three times the
 model's size in the folder and, for a warm cache, in memory.
@@ -148,7 +148,7 @@ CASES = {
     "dense": Case(make_model, dense_config, DENSE_LAYOUT, ratio=1.0),
     "quarter": Case(make_model, dense_config, DENSE_LAYOUT, share=0.25),
     "moe": Case(make_model, moe_config, MOE_LAYOUT, ratio=0.7),
-    "fp8": Case(make_fp8_model, dense_config, DENSE_LAYOUT, share=0.25),
+    "fp8": Case(make_fp8_model, dense_config, DENSE_LAYOUT, share=0.5),
 }
 
 

@@ -84,6 +84,11 @@ def computed_bytes(part: Part) -> int:
     return prod(part.shape) * part.info.itemsize
 
 
+def is_kept(parts: tuple[Part, ...], limit: int) -> bool:
+    """Whether any of ``parts`` is computed once and kept, being small enough."""
+    return any(not isinstance(part.info, TensorInfo) and computed_bytes(part) <= limit for part in parts)
+
+
 class ComputedParts:
     """Copies from parts that are worked out as they are read, keeping small ones for the next chunk.
 

@@ -8,10 +8,11 @@ Memory is ``workers`` times the buffers, whatever the model's size.
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import groupby
 
 from mca_convert.cast import cast_into
 from mca_convert.chunks import Chunk, ChunkCache
-from mca_convert.collect import Buffers, Collector
+from mca_convert.collect import Buffers, Collector, is_kept
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import SourceFiles
 from mca_convert.tasks import Fill, fill_item_size
@@ -20,7 +21,7 @@ from mca_models.checkpoint.dtypes import ITEM_SIZES
 
 _STRETCH_CHUNKS = 16  # neighbouring chunks that one thread takes at a time
 Progress = Callable[[int], None]
-Stretch = tuple[Fill, Sequence[Chunk]]
+Stretch = list[tuple[Fill, Sequence[Chunk]]]
 
 
 class Engine:
@@ -68,15 +69,27 @@ class Engine:
     def _start_worker(self) -> Callable[[Stretch], None]:
         buffers = Buffers(self._limits.buffer_bytes)
         collector = Collector(self._sources, buffers, self._limits.computed_bytes)
-        return lambda stretch: self._carry_out(*stretch, collector, buffers)
+
+        def carry_out(stretch: Stretch) -> None:
+            for fill, chunks in stretch:
+                self._carry_out(fill, chunks, collector, buffers)
+
+        return carry_out
 
     def _stretches(self, fills: Sequence[Fill]) -> Iterator[Stretch]:
-        for fill in fills:
-            size = fill_item_size(fill)
-            cache = self._caches.setdefault(size, ChunkCache(self._limits.buffer_bytes // size))
-            chunks = cache.chunks(fill.gather)
-            for first in range(0, len(chunks), _STRETCH_CHUNKS):
-                yield fill, chunks[first : first + _STRETCH_CHUNKS]
+        for _, group in groupby(fills, lambda fill: id(fill.parts)):
+            jobs = [(fill, self._chunks(fill)) for fill in group]
+            if is_kept(jobs[0][0].parts, self._limits.computed_bytes):
+                yield jobs  # by one thread, which computes the parts once
+                continue
+            for fill, chunks in jobs:
+                for first in range(0, len(chunks), _STRETCH_CHUNKS):
+                    yield [(fill, chunks[first : first + _STRETCH_CHUNKS])]
+
+    def _chunks(self, fill: Fill) -> Sequence[Chunk]:
+        size = fill_item_size(fill)
+        cache = self._caches.setdefault(size, ChunkCache(self._limits.buffer_bytes // size))
+        return cache.chunks(fill.gather)
 
     def _carry_out(self, fill: Fill, chunks: Sequence[Chunk], collector: Collector, buffers: Buffers) -> None:
         writer, size = self._writers[fill.file], ITEM_SIZES[fill.dtype]

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -13,7 +13,7 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
-from mca_convert.chunks import ChunkCache
+from mca_convert.chunks import Chunk, ChunkCache
 from mca_convert.collect import computed_bytes
 from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca, refuse_taken
 from mca_convert.pool import Limits
@@ -33,9 +33,9 @@ from mca_models.checkpoint import (
 from mca_models.checkpoint.dtypes import ITEM_SIZES
 
 T = TypeVar("T")
-_THREAD_BYTES = 400 << 10  # a thread's stack and its share of the allocator
-_COMPUTE_BYTES = 6 << 20  # of one thread, while it dequantises
-_WORK_BYTES = 3 << 20  # what comes and goes while a conversion runs
+_THREAD_BYTES = 200 << 10  # a thread's stack and its share of the allocator
+_COMPUTE_BYTES = 3 << 20  # of one thread, while it dequantises
+_WORK_BYTES = 1 << 20  # what comes and goes while a conversion runs
 
 
 @dataclass(frozen=True)
@@ -211,21 +211,32 @@ def _buffer_bytes(conversion: Conversion, limits: Limits) -> int:
     """What the threads' buffers will take: those that are used, as far as they are filled."""
     largest: dict[str, int] = {}
     caches: dict[int, ChunkCache] = {}
+    seen: dict[tuple[int, int], tuple[int, int]] = {}
     computed = 0
     for fill in conversion.fills:
         size = fill_item_size(fill)
         cache = caches.setdefault(size, ChunkCache(limits.buffer_bytes // size))
-        chunk = max(cache.chunks(fill.gather), key=lambda chunk: chunk.stop - chunk.start, default=None)
-        elements = chunk.stop - chunk.start if chunk else 0
-        wanted = {"out": elements * ITEM_SIZES[fill.source_dtype]}
+        key = id(fill.gather), size
+        if key not in seen:
+            seen[key] = _largest_chunk(cache.chunks(fill.gather))
+        elements, scratch = seen[key]
+        wanted = {
+            name: count * ITEM_SIZES[fill.source_dtype]
+            for name, count in (("out", elements), ("scratch", scratch))
+        }
         if fill.dtype != fill.source_dtype:
             wanted["cast"] = elements * ITEM_SIZES[fill.dtype]
-        if any(move.reads_in_order and not move.writes_in_order for move in fill.gather.moves):
-            wanted["scratch"] = wanted["out"]
         for name, nbytes in wanted.items():
             largest[name] = max(largest.get(name, 0), nbytes)
         computed = max(computed, _computed_bytes(fill, limits))
     return limits.workers * (sum(largest.values()) + computed + _THREAD_BYTES)
+
+
+def _largest_chunk(chunks: Sequence[Chunk]) -> tuple[int, int]:
+    """Most elements of one of ``chunks``, and of a move that goes through the scratch buffer."""
+    moves = (move for chunk in chunks for move in chunk.moves)
+    scratch = (move.run * move.repeat for move in moves if move.reads_in_order and not move.writes_in_order)
+    return max((chunk.stop - chunk.start for chunk in chunks), default=0), max(scratch, default=0)
 
 
 def _computed_bytes(fill: Fill, limits: Limits) -> int:
