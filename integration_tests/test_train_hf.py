@@ -16,13 +16,13 @@ COMMON = {"train_sampling_strategy": "sequential", "max_grad_norm": 0.5, "gradie
 COMMON |= {"learning_rate": 3e-3}
 
 
-def with_hugging_face(checkpoint: Path, output_dir: Path, steps: int) -> dict[str, Any]:
+def with_hugging_face(checkpoint: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
     import torch
     from transformers import Qwen3ForCausalLM, Trainer, TrainingArguments
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
-    ours = arguments(output_dir, max_steps=steps, **COMMON)
+    ours = arguments(output_dir, **(COMMON | changes))
     names = [field for field in TrainingArguments.__dataclass_fields__ if field in vars(ours)]
     same = {n: getattr(ours, n) for n in names if n not in ("accelerator_config", "mixed_precision")}
     init = {n: v for n, v in same.items() if TrainingArguments.__dataclass_fields__[n].init}
@@ -46,18 +46,23 @@ def with_hugging_face(checkpoint: Path, output_dir: Path, steps: int) -> dict[st
     return {key: history(trainer, key) for key in keys} | {"eval": total / targets}
 
 
-def with_megatron(checkpoint: Path, output_dir: Path, steps: int) -> dict[str, Any]:
-    trainer = make_trainer(checkpoint, output_dir, max_steps=steps, **COMMON)
+def with_megatron(checkpoint: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
+    trainer = make_trainer(checkpoint, output_dir, **(COMMON | changes))
     quietly(trainer.train)
     keys = ("loss", "grad_norm", "learning_rate", "epoch")
     return {key: history(trainer, key) for key in keys} | {"eval": quietly(trainer.evaluate)["eval_loss"]}
 
 
-@pytest.mark.parametrize(("tied", "steps"), [(False, 50), (True, 10)])
-def test_losses_gradients_and_schedule_equal_hugging_faces(tied, steps, tmp_path):
+@pytest.mark.parametrize(
+    ("tied", "steps", "changes"),
+    [(False, 50, {}), (True, 10, {}), (False, 10, {"optim": "sgd", "learning_rate": 0.3})],
+    ids=["fifty-steps", "tied", "sgd"],
+)
+def test_losses_gradients_and_schedule_equal_hugging_faces(tied, steps, changes, tmp_path):
     checkpoint = tiny_checkpoint(tmp_path / "model", tie_word_embeddings=tied, **SMALL)
-    theirs = run_ranks(1, with_hugging_face, checkpoint, tmp_path / "hf", steps, process_group=False)[0]
-    ours = run_ranks(1, with_megatron, checkpoint, tmp_path / "mca", steps)[0]
+    run = changes | {"max_steps": steps}
+    theirs = run_ranks(1, with_hugging_face, checkpoint, tmp_path / "hf", process_group=False, **run)[0]
+    ours = run_ranks(1, with_megatron, checkpoint, tmp_path / "mca", **run)[0]
     assert len(ours["loss"]) == steps
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)

@@ -23,6 +23,25 @@ def test_defaults_of_the_training_arguments_pass(tmp_path):
     require_honoured(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), {})
 
 
+@pytest.mark.parametrize(
+    ("wish", "reason"),
+    [
+        ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload needs CUDA"),
+        (
+            {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True},
+            "needs Transformer Engine's Adam",
+        ),
+        ({"optimizer": "muon"}, "optimizer muon needs"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_built_here_is_refused_before_training(wish, reason, tmp_path):
+    from mca_config import TrainingArguments
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **wish)
+    with pytest.raises(McaError, match=reason):
+        require_honoured(args, {})
+
+
 def test_an_unknown_parameter_is_a_type_error():
     with pytest.raises(TypeError, match="'modle'"):
         require_honoured(SimpleNamespace(), {"modle": 1})

@@ -1,7 +1,11 @@
 """Arguments of Hugging Face's Trainer that would be taken and then not followed: refused by name."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
+
+import torch
 
 from mca_config.errors import McaError, list_problems
 
@@ -59,6 +63,22 @@ def require_honoured(args: Any, parameters: Mapping[str, Any]) -> None:
     smoothing = float(getattr(args, "label_smoothing_factor", 0.0))
     if not 0 <= smoothing < 1:
         problems.append(f"label_smoothing_factor is {smoothing}; expected 0 or more and below 1")
+    problems += _optimizer(args)
     error = list_problems(problems, "McaTrainer")
     if error:
         raise McaError(str(error))
+
+
+def _optimizer(args: Any) -> Iterator[str]:
+    """What Megatron's optimizer needs and this machine, or this installation, does not have."""
+    if getattr(args, "optimizer_cpu_offload", None) and not torch.cuda.is_available():
+        yield "optimizer_cpu_offload needs CUDA: without a GPU the state is in host memory already; remove it"
+    if getattr(args, "use_precision_aware_optimizer", None) and find_spec("transformer_engine") is None:
+        yield (
+            "use_precision_aware_optimizer needs Transformer Engine's Adam, which is not installed; remove it"
+        )
+    if getattr(args, "optimizer", None) == "muon":
+        if version("megatron-core").startswith("0.16."):
+            yield "optimizer muon needs megatron-core 0.17 or later: 0.16 does not build it; use adam or sgd"
+        elif find_spec("emerging_optimizers") is None:
+            yield "optimizer muon needs the package emerging-optimizers, which is not installed; use adam or sgd"

@@ -58,7 +58,7 @@ class MegatronArguments(DistributingParallelArguments):
     check_for_nan_in_grad: bool | None = switch("Stop when a gradient is not finite before it is reduced.")
 
     optimizer: Literal["adam", "sgd", "muon"] | None = option("Optimizer; unset: adam (AdamW's decay).")
-    sgd_momentum: float | None = option("Momentum of sgd.")
+    sgd_momentum: float | None = option("Momentum of sgd; unset: none, as in Hugging Face.")
     optimizer_cpu_offload: bool | None = switch(
         "Keep optimizer state in host memory and step there; adam only."
     )

@@ -1,0 +1,97 @@
+"""What options of the optimizer and of recomputation do to the parameters."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import run_ranks
+from loss_curves import _BUILDERS, SMALL, worst
+from train_cases import history, make_trainer, quietly, tiny_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+RUN = {"max_steps": 2, "gradient_accumulation_steps": 2, "count": 4, "warmup_steps": 0}
+FULL = {"recompute_granularity": "full"}
+RECOMPUTATION: dict[str, list[dict[str, Any]]] = {
+    "dense": [
+        FULL | {"recompute_method": "uniform", "recompute_num_layers": 1},
+        FULL | {"recompute_method": "uniform", "recompute_num_layers": 2},
+        FULL | {"recompute_method": "block", "recompute_num_layers": 3},
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    ],
+    "moe": [
+        FULL | {"recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]},
+    ],
+    "latent": [
+        FULL | {"recompute_method": "block", "recompute_num_layers": 2},
+        {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "shared_experts"]},
+    ],
+}
+
+
+def trained(checkpoint: Path, output: Path, **changes: Any) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Parameters by name after a short run, and what it logged."""
+    trainer = make_trainer(checkpoint, output, **(RUN | changes))
+    quietly(trainer.train)
+    keys = ("loss", "grad_norm", "learning_rate")
+    parameters = {name: tensor.detach().clone() for name, tensor in trainer.model.canonical_parameters()}
+    return parameters, {key: history(trainer, key) for key in keys}
+
+
+def moved(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    return {name for name, tensor in one.items() if (tensor - other[name]).abs().max() > 1e-7}
+
+
+def with_biases(folder: Path) -> Path:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return tiny_checkpoint(folder, Qwen2Config, Qwen2ForCausalLM, **SMALL)
+
+
+def decayed(checkpoint: Path, output: Path) -> tuple[set[str], set[str]]:
+    """Those that weight decay changes, and all matrices."""
+    without, _ = trained(checkpoint, output, max_steps=1, weight_decay=0.0)
+    with_decay, _ = trained(checkpoint, output, max_steps=1, weight_decay=0.5)
+    return moved(without, with_decay), {name for name, tensor in without.items() if tensor.dim() > 1}
+
+
+def test_matrices_decay_biases_and_norms_do_not(tmp_path):
+    ((changed, matrices),) = run_ranks(1, decayed, with_biases(tmp_path / "model"), tmp_path)
+    assert changed == matrices
+
+
+def apart(checkpoint: Path, output: Path, **changes: Any) -> tuple[set[str], set[str]]:
+    """What moves where embedding and output have a rate of nothing, and all names."""
+    before, _ = trained(checkpoint, output, weight_decay=0.0, learning_rate=1e-12, **changes)
+    after, logged = trained(checkpoint, output, weight_decay=0.0, decoupled_lr=1e-12, **changes)
+    assert min(logged["learning_rate"]) > 1e-4
+    return moved(before, after), set(before)
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_distributed_optimizer": True}])
+def test_a_rate_of_their_own_for_embedding_and_output(changes, tmp_path):
+    checkpoint = tiny_checkpoint(tmp_path / "model", **SMALL)
+    ((changed, names),) = run_ranks(1, apart, checkpoint, tmp_path, **changes)
+    assert names - changed == {"embedding.word_embeddings.weight", "output_layer.weight"}
+
+
+def recomputed(folder: Path, output: Path, model: str) -> list[tuple[dict[str, Any], float, float]]:
+    _BUILDERS[model](folder)
+    _, plain = trained(folder, output)
+    found = []
+    for changes in RECOMPUTATION[model]:
+        _, logged = trained(folder, output, **changes)
+        found.append((changes, *(worst(plain[key], logged[key]) for key in ("loss", "grad_norm"))))
+    return found
+
+
+@pytest.mark.parametrize("model", RECOMPUTATION)
+def test_recomputation_changes_nothing(model, tmp_path):
+    (found,) = run_ranks(1, recomputed, tmp_path / "model", tmp_path, model)
+    assert len(found) == len(RECOMPUTATION[model])
+    for changes, loss, grad_norm in found:
+        assert loss < 1e-6, changes
+        assert grad_norm < 1e-5, changes
