@@ -3,18 +3,21 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from test_train_kinds import LORA, launched
+from harness import run_ranks
+from mca_config.errors import McaError
+from test_train_kinds import launched
 from train_cases import tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
-OLD = 256
+OLD, TOKENS = 256, 263
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -28,37 +31,43 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_checkpoint(folder / "model", vocab_size=OLD, num_hidden_layers=2)
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<tool>", "</tool>", "<think>"])
-    assert len(tokenizer) == 263
+    assert len(tokenizer) == TOKENS
     tokenizer.save_pretrained(folder / "model")
     rows = [{"prompt": f"<tool>{n}", "completion": "<think>" + "é" * n} for n in range(1, 9)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
-def trained(folder: Path, name: str, **changes: Any) -> Path:
-    done = launched(folder, "sft", name, save_hf_model=True, seed=11, max_steps=2, **changes)
+def grow(model: Path, target: Path) -> None:
+    """The same model on one rank, not trained. Runs on every rank."""
+    from mca_models import AutoModel
+
+    AutoModel.from_pretrained(model, vocab_size=TOKENS, seed=11).save_pretrained_as_hf(target)
+
+
+def test_new_tokens_are_added_and_trained(folder: Path) -> None:
+    changes = {"seed": 11, "max_steps": 2, "weight_decay": 0.0, "tensor_model_parallel_size": 2}
+    done = launched(folder, "sft", "run", save_hf_model=True, **changes)
     assert done.returncode == 0, done.stderr
-    return folder / name
-
-
-def test_new_tokens_are_trained_alike_on_every_layout(folder: Path) -> None:
-    plain = trained(folder, "still", learning_rate="0.0")
-    cut = trained(folder, "cut", tensor_model_parallel_size=2, learning_rate="0.0")
-    moved = trained(folder, "moved", tensor_model_parallel_size=2)
-    for output in (plain, cut, moved):
-        assert json.loads((output / "hf" / "config.json").read_text())["vocab_size"] == 263
-    first, second, third = (load_file(output / "hf" / "model.safetensors") for output in (plain, cut, moved))
-    original = load_file(folder / "model" / "model.safetensors")
-    assert first[EMBEDDING].shape[0] == 263
-    assert torch.equal(first[EMBEDDING][:OLD], original[EMBEDDING].to(first[EMBEDDING].dtype))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    learnt = (third[EMBEDDING] - first[EMBEDDING]).abs().amax(1)
-    assert float(learnt[OLD:].max()) > 0, "the new tokens' rows are trained"
+    run_ranks(1, grow, folder / "model", folder / "grown")
+    for path in (folder / "run" / "hf", folder / "grown"):
+        assert json.loads((path / "config.json").read_text())["vocab_size"] == TOKENS
+    before, after = (load_file(folder / p / "model.safetensors")[EMBEDDING] for p in ("grown", "run/hf"))
+    original = load_file(folder / "model" / "model.safetensors")[EMBEDDING]
+    assert len(before) == len(after) == TOKENS
+    assert torch.equal(before[:OLD], original.to(before.dtype))
+    changed = (after != before).any(1)
+    # in the data are <tool> and <think>; a row that no gradient reaches is as it was drawn, whatever the layout
+    assert changed[[TOKENS - 3, TOKENS - 1]].tolist() == [True, True]
+    assert not changed[TOKENS - 2]
 
 
 def test_an_adapter_has_no_place_for_new_tokens(folder: Path) -> None:
-    done = launched(folder, "sft", "adapter", **LORA)
-    assert done.returncode == 1
-    assert "the tokenizer has 263 tokens, the model's vocabulary 256" in done.stderr
-    assert "vocab_size=263" in done.stderr
+    from transformers import AutoTokenizer
+
+    from mca_train import kinds
+
+    settings: Any = SimpleNamespace(training=SimpleNamespace(seed=1), lora=SimpleNamespace(wanted=True))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    with pytest.raises(McaError, match=r"has 263 tokens, the model's vocabulary 256.*vocab_size=263"):
+        kinds._base(settings, str(folder / "model"), tokenizer)
