@@ -79,7 +79,7 @@ def check_shapes(adapter: Adapter, where: object) -> Adapter:
 
 def _faults(adapter: Adapter, pair: Factors) -> list[str]:
     shapes = tuple(adapter.read(pair.a).shape), tuple(adapter.read(pair.b).shape)
-    expected = _expected(adapter.model, pair)
+    expected = expected_shapes(adapter.model, pair)
     return [
         f"{param.hf_names()[0]} has shape {list(shape)}, expected {list(right)} (rank {pair.rank})"
         for param, shape, right in zip((pair.a, pair.b), shapes, expected, strict=True)
@@ -87,7 +87,8 @@ def _faults(adapter: Adapter, pair: Factors) -> list[str]:
     ]
 
 
-def _expected(model: McaModelConfig, pair: Factors) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def expected_shapes(model: McaModelConfig, pair: Factors) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the whole lora_A and lora_B on a target."""
     whole = whole_shape(pair.target.base, model)
     rows, columns = part_shapes(Rule.of(pair.target.base), whole, HF)[pair.target.part]
     if pair.target.transposed:
