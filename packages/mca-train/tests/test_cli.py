@@ -137,6 +137,17 @@ def test_plan_needs_no_weights(run, capsys):
     assert "2-3 head" in text
 
 
+def test_plan_of_an_adapter_and_of_a_reference(run, capsys):
+    assert main(["plan", run(lora_rank=4)]) == 0
+    adapted = capsys.readouterr().out
+    assert "trained (LoRA)" in adapted
+    assert "reference" not in adapted
+    assert main(["plan", run(dpo_beta=0.2)]) == 0
+    assert "reference" in capsys.readouterr().out
+    assert main(["plan", run(dpo_beta=0.2, lora_rank=4)]) == 0
+    assert "reference" not in capsys.readouterr().out
+
+
 def test_an_impossible_plan_says_all_reasons(run, capsys):
     assert main(["plan", run(tensor_model_parallel_size=3, pipeline_model_parallel_size=3)]) == 1
     text = capsys.readouterr().out

@@ -1,18 +1,31 @@
 """``mca-train plan``: what a run needs on each rank, by arithmetic alone."""
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mca_config.checks import check_layout
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
-from mca_train.settings import Settings, given_values, layout_of, model_config, parse, smallest_world
+from mca_train.settings import (
+    Settings,
+    given_values,
+    keys_of_preferences,
+    layout_of,
+    model_config,
+    parse,
+    smallest_world,
+)
+
+if TYPE_CHECKING:
+    from mca_models.lora.config import AdapterConfig
 
 _GIB = 1024**3
+_PARTS = ("weights", "gradients", "optimizer", "activations")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +39,13 @@ class StageNeeds:
     gradients: int
     optimizer: int
     activations: int
+    reference: int = 0
+    """Weights of the frozen model that preferences are compared with."""
 
     @property
     def total(self) -> int:
         """All of it; without what Megatron, kernels and communication buffers take."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gradients + self.optimizer + self.activations + self.reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +57,23 @@ class Plan:
     data_parallel_size: int
     stages: tuple[StageNeeds, ...]
     total_parameters: int
+    trained_parameters: int | None
+    """Of an adapter; None: all."""
     global_batch: int
     tokens_per_step: int
     bubble: float
     problems: tuple[str, ...]
 
 
-def make_plan(config: McaModelConfig, training: Any, seq_length: int, world_size: int | None = None) -> Plan:
+def make_plan(
+    config: McaModelConfig,
+    training: Any,
+    seq_length: int,
+    world_size: int | None = None,
+    *,
+    adapter: "AdapterConfig | None" = None,
+    reference: McaModelConfig | None = None,
+) -> Plan:
     """The plan of training ``config`` as ``training`` says.
 
     Args:
@@ -56,9 +81,9 @@ def make_plan(config: McaModelConfig, training: Any, seq_length: int, world_size
         training: Training arguments.
         seq_length: Tokens of a sample.
         world_size: Ranks; None: the fewest that the layout stands on.
+        adapter: What is trained instead of the whole model.
+        reference: A second model that stands beside it.
     """
-    from dataclasses import replace
-
     layout = layout_of(training, config)
     config = replace(config, layout=layout)
     world = world_size or smallest_world(layout)
@@ -68,14 +93,28 @@ def make_plan(config: McaModelConfig, training: Any, seq_length: int, world_size
     data_parallel = RankGrid(layout, world).data_parallel_size
     accumulation = training.gradient_accumulation_steps
     batch = training.per_device_train_batch_size * accumulation * data_parallel
-    counts = _parameters_by_stage(config)
+    held = _model_by_stage(config)
+    trained = _adapter_by_stage(config, adapter) if adapter else held
+    beside = _model_by_stage(replace(reference, layout=layout)) if reference else [0] * layout.pp
     copies = data_parallel * layout.cp if training.use_distributed_optimizer else 1
+    stages = (
+        _needs(
+            config,
+            training,
+            pp,
+            _Counts(held[pp] + (trained[pp] if adapter else 0), trained[pp], beside[pp]),
+            copies,
+            seq_length,
+        )
+        for pp in range(layout.pp)
+    )
     return Plan(
         layout=layout,
         world_size=world,
         data_parallel_size=data_parallel,
-        stages=tuple(_needs(config, training, pp, counts[pp], copies, seq_length) for pp in range(layout.pp)),
+        stages=tuple(stages),
         total_parameters=_total_parameters(config),
+        trained_parameters=_total_of_adapter(config, adapter) if adapter else None,
         global_batch=batch,
         tokens_per_step=batch * seq_length,
         bubble=(layout.pp - 1) / (accumulation * layout.vpp + layout.pp - 1),
@@ -90,6 +129,7 @@ def _impossible(layout: ParallelLayout, world: int, problems: tuple[str, ...]) -
         data_parallel_size=0,
         stages=(),
         total_parameters=0,
+        trained_parameters=None,
         global_batch=0,
         tokens_per_step=0,
         bubble=0.0,
@@ -115,14 +155,39 @@ def _total_parameters(config: McaModelConfig) -> int:
     return sum(prod(shape_of(param, config)) for param in params_of(config) if param.alias_of is None)
 
 
-def _parameters_by_stage(config: McaModelConfig) -> list[int]:
-    """Parameters on the fullest rank of each pipeline stage, vocabulary padding included."""
+def _model_by_stage(config: McaModelConfig) -> list[int]:
+    """Parameters of the model on the fullest rank of each pipeline stage, vocabulary padding included."""
+    return _by_stage(config, ((param, shape_of(param, config)) for param in params_of(config)))
+
+
+def _adapter_by_stage(config: McaModelConfig, adapter: "AdapterConfig") -> list[int]:
+    """The same of an adapter."""
+    return _by_stage(config, _adapter_shapes(config, adapter))
+
+
+def _total_of_adapter(config: McaModelConfig, adapter: "AdapterConfig") -> int:
+    return sum(prod(shape) for _, shape in _adapter_shapes(config, adapter))
+
+
+def _adapter_shapes(
+    config: McaModelConfig, adapter: "AdapterConfig"
+) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    from mca_models.lora.adapter import expected_shapes
+    from mca_models.lora.rules import rules_for_training
+
+    rules = rules_for_training(config, adapter)
+    for pair in rules.factors:
+        yield from zip((pair.a, pair.b), expected_shapes(config, pair), strict=True)
+    for param in rules.saved:
+        yield param, shape_of(param, config)
+
+
+def _by_stage(config: McaModelConfig, sized: Iterable[tuple[Any, tuple[int, ...]]]) -> list[int]:
     from mca_models.checkpoint.placement import stage_of
 
     layout, plan = config.layout, config.pipeline_plan()
     counts = [0] * layout.pp
-    for param in params_of(config):
-        shape = shape_of(param, config)
+    for param, shape in sized:
         if param.vocab:
             shape = (config.padded_vocab_size, *shape[1:])
         size = prod(shape)
@@ -135,8 +200,17 @@ def _parameters_by_stage(config: McaModelConfig) -> list[int]:
     return [int(count) for count in counts]
 
 
+@dataclass(frozen=True)
+class _Counts:
+    """Parameters on a rank: those held, those of them that are trained, and those of the reference."""
+
+    held: int
+    trained: int
+    reference: int
+
+
 def _needs(
-    config: McaModelConfig, training: Any, pp: int, parameters: int, copies: int, seq_length: int
+    config: McaModelConfig, training: Any, pp: int, counts: _Counts, copies: int, seq_length: int
 ) -> StageNeeds:
     half = training.bf16 or training.fp16
     width = 2 if half else 4
@@ -145,10 +219,11 @@ def _needs(
     chunks = config.pipeline_plan().chunks[pp]
     return StageNeeds(
         layers=" | ".join(_layers(chunk) for chunk in chunks),
-        parameters=parameters,
-        weights=parameters * width,
-        gradients=parameters * gradients,
-        optimizer=parameters * state // copies,
+        parameters=counts.held,
+        weights=counts.held * width,
+        gradients=counts.trained * gradients,
+        optimizer=counts.trained * state // copies,
+        reference=counts.reference * width,
         activations=_activations(config, training, pp, seq_length, width),
     )
 
@@ -199,30 +274,55 @@ def print_plan(config: Path, overrides: list[str]) -> int:
     settings = parse(values, where)
     model = model_config(settings.data.model_name_or_path)
     world = settings.launch.local_ranks
-    plan = make_plan(model, settings.training, settings.data.seq_length, world)
+    plan = make_plan(
+        model,
+        settings.training,
+        settings.data.seq_length,
+        world,
+        adapter=_adapter(settings),
+        reference=_reference(settings, model),
+    )
     sys.stdout.write(render(plan, settings, model))
     return 1 if plan.problems else 0
+
+
+def _adapter(settings: Settings) -> "AdapterConfig | None":
+    from mca_models.lora.config import AdapterConfig
+
+    if settings.lora.adapter_name_or_path is not None:
+        return AdapterConfig.load(Path(settings.lora.adapter_name_or_path))
+    return AdapterConfig.from_dict(settings.lora.config()) if settings.lora.wanted else None
+
+
+def _reference(settings: Settings, model: McaModelConfig) -> McaModelConfig | None:
+    """The frozen second model of ``dpo``, which is meant where a key of it is given."""
+    if not keys_of_preferences(settings.values) or settings.dpo.dpo_loss == "orpo":
+        return None
+    path = settings.dpo.reference_model_name_or_path
+    if path is None:
+        return None if settings.lora.wanted else model
+    return model_config(path)
 
 
 def render(plan: Plan, settings: Settings, model: McaModelConfig) -> str:
     """The plan as text."""
     if plan.problems:
         return f"this run is impossible as {plan.layout}:\n" + "".join(f"  - {p}\n" for p in plan.problems)
-    training = settings.training
+    training, beside = settings.training, any(stage.reference for stage in plan.stages)
     lines = [
-        f"model        {model.model_type}, {plan.total_parameters:,} parameters, {model.num_layers} layers",
+        f"model        {model.model_type}, {plan.total_parameters:,} parameters, {model.num_layers} layers"
+        + ("" if plan.trained_parameters is None else f"; {plan.trained_parameters:,} trained (LoRA)"),
         f"ranks        {plan.world_size} = {plan.layout}, data parallel {plan.data_parallel_size}",
         f"global batch {plan.global_batch} samples, {plan.tokens_per_step:,} tokens = micro-batch "
         f"{training.per_device_train_batch_size} x accumulated {training.gradient_accumulation_steps} x data "
         f"parallel {plan.data_parallel_size}",
         f"bubble       {plan.bubble:.1%} of a step",
         "",
-        _row(
-            "stage", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "total GiB"
-        ),
+        _row("stage", "layers", "parameters", *_PARTS, *(["reference"] if beside else []), "total GiB"),
     ]
     for pp, stage in enumerate(plan.stages):
-        sizes = (stage.weights, stage.gradients, stage.optimizer, stage.activations, stage.total)
+        sizes = [stage.weights, stage.gradients, stage.optimizer, stage.activations]
+        sizes += [*([stage.reference] if beside else []), stage.total]
         lines.append(
             _row(str(pp), stage.layers, f"{stage.parameters:,}", *(f"{size / _GIB:.3f}" for size in sizes))
         )

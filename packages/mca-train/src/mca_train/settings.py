@@ -81,10 +81,15 @@ def require_keys_of(kind: str, values: dict[str, Any]) -> None:
     Raises:
         UsageError: There are some.
     """
-    preference = [*DpoArguments.__dataclass_fields__, "chosen_column", "rejected_column"]
-    needless = [key for key in values if key in preference]
+    needless = keys_of_preferences(values)
     if kind in ("pretrain", "sft") and needless:
         raise UsageError(f"{', '.join(needless)}: for mca-train dpo, not {kind}; remove the key")
+
+
+def keys_of_preferences(values: dict[str, Any]) -> list[str]:
+    """Keys that only ``dpo`` looks at."""
+    names = [*DpoArguments.__dataclass_fields__, "chosen_column", "rejected_column"]
+    return [key for key in values if key in names]
 
 
 def _with_device(values: dict[str, Any]) -> dict[str, Any]:

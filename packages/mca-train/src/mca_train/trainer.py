@@ -58,6 +58,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
     Attributes:
         signal_names: Names of what `compute_loss` adds to ``signals``; their means are logged beside the loss.
         wants_logits: `compute_loss` gets logits instead of the cross entropy of each token.
+        started_at_step: Steps that were done before `train`: 0, or those of the checkpoint it went on from.
     """
 
     signal_names: tuple[str, ...] = ()
@@ -100,6 +101,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         self._checkpoints = CheckpointWriter(in_background=args.async_save)
         self._last_logged = 0
         self._loss_total = 0.0
+        self.started_at_step = 0
         self.watch = Watch(args, model, self.ranks)
         self._loaders = Loaders(
             args=args,
@@ -164,6 +166,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         if self.ranks.is_first:
             remove_unfinished(Path(self.args.output_dir), checkpointing.PREFIX)
         start, started = self.state.global_step, time.time()
+        self.started_at_step = start
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         if checkpoint is not None:
             training.load_rng(checkpoint)
@@ -301,7 +304,9 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
             pass  # the last step's parameters have arrived
         self._checkpoints.finish()
         steps = self.state.global_step - first
-        self._loss_total += sum(self._meter.flush().losses)
+        rest = self._meter.flush()
+        self._loss_total += sum(rest.losses)
+        self.state.num_input_tokens_seen += rest.num_tokens
         samples = steps * sampler.shape.global_size
         metrics = speed_metrics("train", started, num_samples=samples, num_steps=steps)
         metrics["train_loss"] = self._loss_total / max(steps, 1)

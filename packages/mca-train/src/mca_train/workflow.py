@@ -22,6 +22,7 @@ from mca_train.settings import (
     parse,
     require_keys_of,
 )
+from mca_train.summary import summary
 
 logger = logging.getLogger(__name__)
 
@@ -169,29 +170,13 @@ def _train_rank(inputs: _Inputs) -> None:
     trainer.save_model()
     if trainer.is_world_process_zero():
         trainer.state.save_to_json(str(Path(args.output_dir) / "trainer_state.json"))
-        sys.stdout.write(_summary(trainer, result) + "\n")
+        sys.stdout.write(summary(trainer, result) + "\n")
     groups.barrier()
     platform.close()
 
 
 def _evaluated_last(state: Any) -> bool:
     return any("eval_loss" in log and log["step"] == state.global_step for log in state.log_history)
-
-
-def _summary(trainer: Any, result: Any) -> str:
-    """What was done and where it is, for the end of the run."""
-    output = Path(trainer.args.output_dir)
-    evaluations = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
-    lines = {
-        "steps": f"{result.global_step} in {result.metrics['train_runtime']:.1f} s",
-        "training loss": f"{result.training_loss:.4f} (mean of the run)",
-        **({"evaluation loss": f"{evaluations[-1]:.6f}"} if evaluations else {}),
-        "model": str(output),
-        **({"Hugging Face model": str(output / "hf")} if trainer.args.save_hf_model else {}),
-        "log": str(output / "train_log.jsonl"),
-    }
-    width = max(map(len, lines))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
 
 def _stopped(trainer: Any) -> str:
