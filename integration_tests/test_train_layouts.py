@@ -4,8 +4,9 @@ import os
 
 import pytest
 
+import loss_curves
 from harness import run_ranks
-from loss_curves import ALL, GATHER, TP, VPP, CurvesOf, worst
+from loss_curves import ALL, CurvesOf, worst
 from train_cases import STEPS, tiny_checkpoint, train_losses
 
 pytestmark = pytest.mark.ranks
@@ -22,7 +23,10 @@ SAMPLE = (
 )
 """Of `ALL`, which take ten minutes: they are run with MCA_EVERY_CURVE=1."""
 CURVES = tuple(ALL) if os.environ.get("MCA_EVERY_CURVE") else SAMPLE
-OVERLAP = GATHER | {"gradient_accumulation_steps": 4}
+TP, SP, PP = loss_curves.TP, loss_curves.SP, loss_curves.PP
+VPP, CP = loss_curves.VPP, loss_curves.CP
+ZERO = {"gradient_accumulation_steps": 4, "use_distributed_optimizer": True}
+OVERLAP = ZERO | {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5000}
 
 
 @pytest.fixture(scope="module")
