@@ -114,7 +114,7 @@ class CheckpointWriter:
                     f"{self._destination}: cannot be written, the disk is full; make room and resume with "
                     "resume_from_checkpoint auto"
                 ) from error
-            if isinstance(error, McaError) and str(self._destination) not in str(error):
+            if isinstance(error, McaError) and not str(error).startswith(f"{self._destination}:"):
                 raise McaError(f"{self._destination}: cannot be written: {error}") from error
             raise
 
