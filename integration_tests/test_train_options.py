@@ -95,3 +95,38 @@ def test_recomputation_changes_nothing(model, tmp_path):
     for changes, loss, grad_norm in found:
         assert loss < 1e-6, changes
         assert grad_norm < 1e-5, changes
+
+
+LORA = {"lora_rank": 4, "lora_target_modules": ["q_proj", "k_proj", "down_proj", "gate_proj"]}
+
+
+def held_and_trained(checkpoint: Path, output: Path) -> tuple[int, int]:
+    """Parameters of this rank of an adapted model, and those that are trained."""
+    from mca_models import AutoModel
+    from mca_models.megatron.peft import get_peft_model
+    from mca_train.arguments import LoraArguments
+    from train_cases import arguments
+
+    args = arguments(output, tensor_model_parallel_size=2)
+    model = get_peft_model(AutoModel.from_pretrained(checkpoint, args), LoraArguments(**LORA).config())
+    parameters = [p for chunk in model.chunks for p in chunk.parameters()]
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def test_the_plan_of_an_adapter_counts_what_ranks_hold(tmp_path):
+    from mca_models.lora.config import AdapterConfig
+    from mca_train.arguments import LoraArguments
+    from mca_train.plan import make_plan
+    from mca_train.settings import model_config
+    from train_cases import arguments
+
+    checkpoint = tiny_checkpoint(tmp_path / "model", **SMALL)
+    args = arguments(tmp_path / "out", tensor_model_parallel_size=2)
+    config, adapter = model_config(str(checkpoint)), AdapterConfig.from_dict(LoraArguments(**LORA).config())
+    plan = make_plan(config, args, 32, 2, adapter=adapter, reference=config)
+    (stage,) = plan.stages
+    for held, trained in run_ranks(2, held_and_trained, checkpoint, tmp_path):
+        assert stage.parameters == held
+        assert stage.gradients == 4 * trained
+        assert stage.optimizer == 8 * trained
+    assert stage.reference == stage.weights - 4 * (stage.gradients // 4)
