@@ -18,7 +18,9 @@ pytestmark = pytest.mark.ranks
 def load_and_save(path: Path, folder: Path) -> None:
     from mca_models.megatron import AutoModel
 
-    AutoModel.from_pretrained(path, arguments("tp2pp2")).save_pretrained(folder)
+    models = AutoModel.from_pretrained(path, arguments("tp2pp2"))
+    models.save_pretrained(folder / "mca")
+    models.save_pretrained(folder / "torch_dist", ckpt_format="torch_dist")
 
 
 def reading(paths: list[Path], layout: str) -> list[float]:
@@ -35,10 +37,47 @@ def reading(paths: list[Path], layout: str) -> list[float]:
 @pytest.mark.parametrize("case", ["qwen3-tied", "qwen3_moe"])
 def test_a_rank_reads_what_it_holds(case: str, tmp_path: Path) -> None:
     reference = make_reference(case, tmp_path)
-    run_ranks(4, load_and_save, reference.path, tmp_path / "mca")
+    run_ranks(4, load_and_save, reference.path, tmp_path)
+    paths = [reference.path, tmp_path / "mca", tmp_path / "torch_dist"]
     for layout in ("tp2pp2", "tp2", "pp2vpp2"):
-        for shares in run_ranks(world_size(layout), reading, [reference.path, tmp_path / "mca"], layout):
+        for shares in run_ranks(world_size(layout), reading, paths, layout):
             assert all(0.9 < share <= 1.1 for share in shares), (layout, shares)
+
+
+RANDOM = {
+    "qwen3-tied": ("tp1", "tp2pp2vpp2", "cp2"),
+    "qwen3_moe": ("tp1", "ep2", "tp2ep2etp1pp2", "tp2etp2"),
+    "deepseek_v3": ("tp1", "tp2sp", "pp2ep2"),
+    "qwen3_next": ("tp1", "tp2", "pp2"),
+}
+
+
+def draw(pairs: list[tuple[str, str]], folder: Path, seed: int) -> None:
+    """Saves random models. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+    from mca_models.templates import config_from_hf
+
+    for case, layout in pairs:
+        config = config_from_hf(json.loads((folder / f"{case}-float32" / "config.json").read_text()))
+        models = AutoModel.from_config(config, arguments(layout), dtype="bfloat16", seed=seed)
+        models.save_pretrained_as_hf(folder / f"{case}-{layout}-{seed}")
+
+
+def test_a_seed_draws_the_same_model_on_every_layout(tmp_path: Path) -> None:
+    pairs = [(case, layout) for case, layouts in RANDOM.items() for layout in layouts]
+    for case in RANDOM:
+        make_reference(case, tmp_path)
+    for size in (1, 2, 4):
+        run_ranks(size, draw, [pair for pair in pairs if world_size(pair[1]) == size], tmp_path, 5)
+    run_ranks(1, draw, [("qwen3_moe", "tp1")], tmp_path, 6)
+    for case, (first, *others) in RANDOM.items():
+        right = tensors_of(tmp_path / f"{case}-{first}-5")
+        assert (
+            right.keys() >= tensors_of(tmp_path / f"{case}-float32").keys()
+        )  # DeepSeek: prediction layers too
+        for layout in others:
+            assert tensors_of(tmp_path / f"{case}-{layout}-5") == right, (case, layout)
+    assert tensors_of(tmp_path / "qwen3_moe-tp1-6") != tensors_of(tmp_path / "qwen3_moe-tp1-5")
 
 
 def broadcast(reference: Reference, folder: Path) -> tuple[int, float]:
