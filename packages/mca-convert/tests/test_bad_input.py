@@ -238,6 +238,13 @@ def test_link_out_of_the_directory(source: Path, tmp_path: Path, capsys) -> None
     assert "leads out of the directory" in refused(source, tmp_path, capsys)
 
 
+def test_a_small_file_that_links_out_of_the_directory(source: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "secret").write_text("not to be published")
+    (source / "tokenizer.json").symlink_to(tmp_path / "secret")
+    error = refused(source, tmp_path, capsys)
+    assert "tokenizer.json: leads out of the directory" in error
+
+
 def test_links_of_the_hugging_face_cache_are_followed(tiny, tmp_path: Path) -> None:
     snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
     snapshot.mkdir(parents=True)

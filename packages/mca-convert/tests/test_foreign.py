@@ -1,6 +1,7 @@
 """Checkpoints that others wrote, through the command: ROLL's, Megatron's torch_dist, quantised ones."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,14 @@ def test_torch_dist_goes_to_hugging_face_and_to_mca(case: str, tiny, convert, tm
     assert_same_tensors(source.path, convert(folder.parent, "hf"))
     mca = convert(folder.parent, "mca", "--to", "mca", tp=2, pp=2)
     assert main(["verify", str(mca), str(source.path)]) == 0
+    shutil.copy(source.path / "config.json", folder)
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (folder / "tokenizer.json").write_text("{}")
+    one = convert(
+        folder, "iteration"
+    )  # the iteration itself may be named; nothing of its own format goes along
+    assert {file.name for file in one.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert_same_tensors(source.path, one)
 
 
 @pytest.fixture(params=["kept", "in bands"])

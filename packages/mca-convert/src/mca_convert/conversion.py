@@ -23,6 +23,7 @@ from mca_models.checkpoint import (
     iteration_name,
     plan_file,
     require_absent,
+    side_files,
 )
 from mca_models.checkpoint.dtypes import DTYPE_NAMES
 from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES
@@ -66,6 +67,7 @@ class Conversion:
             McaError: The destination is taken, or something cannot be read or written.
         """
         self.source.check_duplicates()
+        side_files(self.source.path)  # what is refused is refused before the work
         partial = PartialDirectory(destination)
         try:
             records = self._write_weights(partial.path, limits, progress)

@@ -29,6 +29,7 @@ from mca_models.checkpoint import (
     kind_of,
     layout_faults,
     open_checkpoint,
+    side_files,
 )
 from mca_models.checkpoint.dtypes import ITEM_SIZES
 
@@ -138,6 +139,7 @@ def _open(request: Request, kind: Kind, result: Forecast) -> ModelSource | None:
         source = result.attempt(lambda: open_checkpoint(path, request.cast))
         if source is not None:
             result.attempt(source.check_duplicates)
+            result.attempt(lambda: side_files(path))
             return source
         if kind.is_adapter:
             return None

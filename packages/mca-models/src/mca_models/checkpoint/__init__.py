@@ -32,7 +32,7 @@ from mca_models.checkpoint.mca_directory import (
 )
 from mca_models.checkpoint.opening import Kind, kind_of, open_checkpoint
 from mca_models.checkpoint.safetensors import FilePlan, TensorInfo, plan_file, read_header
-from mca_models.checkpoint.side_files import copy_side_files
+from mca_models.checkpoint.side_files import copy_side_files, side_files
 from mca_models.checkpoint.source import ModelSource, Part, gather_piece, read_piece
 from mca_models.checkpoint.writer import SafetensorsWriter
 
@@ -66,4 +66,5 @@ __all__ = [
     "read_header",
     "read_piece",
     "require_absent",
+    "side_files",
 ]

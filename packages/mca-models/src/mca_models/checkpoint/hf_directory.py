@@ -193,7 +193,7 @@ def read_json(file: Path, absent: str) -> dict[str, Any]:
 
 def _all_tensors(path: Path) -> list[TensorInfo]:
     if (path / SINGLE).exists():
-        return list(read_header(_inside(path, SINGLE)).tensors.values())
+        return list(read_header(inside(path, SINGLE)).tensors.values())
     if (path / INDEX).exists():
         return _indexed_tensors(path)
     if binaries := sorted(file.name for file in path.glob("*.bin")):
@@ -210,7 +210,7 @@ def _indexed_tensors(path: Path) -> list[TensorInfo]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise McaError(f"{path / INDEX}: has no 'weight_map' from tensor to file names")
     files = sorted(set(weight_map.values()))
-    paths = {name: _inside(path, name) for name in files}
+    paths = {name: inside(path, name) for name in files}
     absent = [name for name in files if not paths[name].exists()]
     if absent:
         raise McaError(
@@ -245,7 +245,7 @@ def _require_index(path: Path, weight_map: dict[str, str], tensors: dict[str, Te
             )
 
 
-def _inside(path: Path, name: str) -> Path:
+def inside(path: Path, name: str) -> Path:
     """File ``name`` of ``path``; neither its name nor a link may lead elsewhere.
 
     A snapshot of the Hugging Face cache links to the ``blobs`` beside its ``snapshots``, which is allowed.

@@ -4,19 +4,28 @@ import shutil
 from pathlib import Path
 
 from mca_models.checkpoint.atomic import write_file
+from mca_models.checkpoint.hf_directory import inside
 
 _WRITTEN = {"config.json", "mca_config.json", "latest_checkpointed_iteration.txt"}
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_MEGATRON = {"metadata.json", "latest_wandb_artifact_path.txt", "progress.txt"}  # of the source's own kind
+_WEIGHTS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".npz", ".gguf", ".h5", ".msgpack", ".onnx"),
+    ".index.json",
+)
 _LARGEST = 64 << 20  # a tokenizer's files stay far below
 
 
 def side_files(source: Path) -> list[Path]:
-    """Tokenizer, generation config, chat template, remote code, licence: all but weights and configs."""
+    """Tokenizer, generation config, chat template, remote code, licence: all but weights and configs.
+
+    Raises:
+        McaError: A link leads out of the directory.
+    """
     return sorted(
-        file
+        inside(source, file.name)
         for file in source.iterdir()
         if file.is_file()
-        and file.name not in _WRITTEN
+        and file.name not in _WRITTEN | _MEGATRON
         and not file.name.startswith(".")
         and not file.name.endswith(_WEIGHTS)
         and file.stat().st_size <= _LARGEST

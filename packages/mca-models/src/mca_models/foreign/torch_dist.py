@@ -126,7 +126,9 @@ def _require_backend(folder: Path) -> None:
         backend = json.loads(file.read_text(encoding="utf-8"))["sharded_backend"]
     except FileNotFoundError:
         return
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError):
+        raise McaError(f"{file}: names no 'sharded_backend'; expected 'torch_dist' there") from None
+    except (OSError, ValueError) as error:
         raise McaError(f"{file}: cannot be read ({error})") from None
     if backend != "torch_dist":
         raise McaError(
