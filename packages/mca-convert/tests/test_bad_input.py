@@ -300,6 +300,7 @@ def test_fp16_overflow_names_the_tensor(source: Path, tmp_path: Path, capsys) ->
     (["--checkpoint_path", "a", "--output_path", "b", "--tensor_model_paralel_size", "2"],
      "did you mean --tensor_model_parallel_size?"),
     (["--checkpoint_path", "a", "--output_path", "b", "--tp", "2"], "did you mean --tensor_model_parallel_size?"),
+    (["--checkpoint_path", "a", "--output_path", "b", "--dtype", "bf16"], "did you mean --bf16, --fp16 or --fp32?"),
     (["--checkpoint_path", "a", "--output_path", "b", "--vpp-size=2"],
      "did you mean --virtual_pipeline_model_parallel_size?"),
     (["--checkpoint_path", "a", "--output_path", "b", "--recompute_granularity", "full"], "give it to the training"),

@@ -41,7 +41,7 @@ _SHORT = {
     "ep": "expert_model_parallel_size",
     "etp": "expert_tensor_parallel_size",
 }
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,6 +60,8 @@ class Parser(argparse.ArgumentParser):
         name = flag.lstrip("-").replace("-", "_")
         if long := _SHORT.get(name.lower().removesuffix("_size")):
             return f", did you mean --{long}?"
+        if name in ("dtype", "torch_dtype", "precision"):
+            return ", did you mean --bf16, --fp16 or --fp32?"
         if name in DistributingParallelArguments.__dataclass_fields__:
             return " (it does not change how weights are stored: give it to the training)"
         known = [option for action in self._actions for option in action.option_strings]
@@ -215,7 +217,7 @@ _BUILDERS = {
 
 def byte_count(text: str) -> int:
     """Bytes from ``512M``, ``2G``, ``1000000``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)i?b?", text.strip().lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)i?b?", text.strip().lower())
     if not match or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"expected a size such as 512M or 2G, not {text!r}")
     return int(float(match[1]) * _UNITS[match[2]])

@@ -41,7 +41,8 @@ def report(result: Forecast) -> Iterator[str]:
             f"reads      {result.tensors} tensors, {result.parameters / 1e9:.3f} billion parameters, "
             f"{size_of(result.read_bytes)}"
         )
-    what = f"MCA, {result.layout}" if result.target == "mca" else "Hugging Face"
+    mca = f"MCA, {result.layout}" if result.layout else "MCA"
+    what = mca if result.target == "mca" else "Hugging Face"
     yield f"target     {what}"
     if result.files:
         yield f"writes     {len(result.files)} files, {size_of(result.written_bytes)} of weights"
