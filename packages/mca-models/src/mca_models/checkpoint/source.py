@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class Computed(Protocol):
-    """A tensor that no file holds as it is: its elements are worked out as they are read (dequantised)."""
+class Described(Protocol):
+    """A tensor of a checkpoint, as it is read."""
 
     @property
     def name(self) -> str:
-        """Of the tensor that it stands for."""
+        """As its file calls it, or that which it stands for."""
 
     @property
     def dtype(self) -> str:
@@ -35,11 +35,15 @@ class Computed(Protocol):
 
     @property
     def shape(self) -> Shape:
-        """As it is read."""
+        """Sizes of all axes."""
 
     @property
     def file(self) -> Path:
-        """Where most of it is stored."""
+        """Where most of it is stored, for errors."""
+
+
+class Computed(Described, Protocol):
+    """A tensor that no file holds as it is: its elements are worked out as they are read (dequantised, merged)."""
 
     @property
     def itemsize(self) -> int:

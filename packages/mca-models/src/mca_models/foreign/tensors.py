@@ -21,30 +21,15 @@ import numpy as np
 from mca_config.errors import McaError
 from mca_models.checkpoint.dtypes import ITEM_SIZES, numpy_dtype
 from mca_models.checkpoint.safetensors import TensorInfo
+from mca_models.checkpoint.source import Described
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 MAX_GRID_CELLS = 1 << 20
 
 
-class Tensor(Protocol):
+class Tensor(Described, Protocol):
     """Anything that rows can be read from."""
-
-    @property
-    def name(self) -> str:
-        """As its file calls it."""
-
-    @property
-    def dtype(self) -> str:
-        """Safetensors code of the elements that are read."""
-
-    @property
-    def shape(self) -> Shape:
-        """Sizes of all axes."""
-
-    @property
-    def file(self) -> Path:
-        """A file that holds it, for errors."""
 
     def read(self, start: int = 0, stop: int | None = None) -> Array:
         """A fresh array of rows ``start:stop`` (of everything, for a scalar)."""
