@@ -1,0 +1,126 @@
+"""How much memory a rank needs to load its part of a model and to write all of it.
+
+``MCA_TEST_LAYERS=40 pytest -s integration_tests/test_factory_memory.py`` prints the figures for a larger model.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness import run_ranks
+from layouts import arguments
+from mca_models.checkpoint import METADATA, SafetensorsWriter, plan_file
+from reference import make_reference
+
+pytestmark = pytest.mark.ranks
+
+LAYERS = int(os.environ.get("MCA_TEST_LAYERS", "6"))
+HIDDEN, FFN, ROWS = 768, 2560, 12000
+MIB = 1 << 20
+SLACK = 12 * MIB  # what imports, allocators and Python leave behind
+
+
+def anonymous() -> int:
+    """Bytes of this process that no file stands behind."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssAnon")
+
+
+@contextmanager
+def peak() -> Iterator[list[int]]:
+    """The most anonymous memory while the block runs, beyond what there was before; filled in at its end."""
+    start, most, stop, found = anonymous(), 0, threading.Event(), []
+
+    def watch() -> None:
+        nonlocal most
+        while not stop.wait(0.002):
+            most = max(most, anonymous())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        thread.join()
+        found.append(max(most, anonymous()) - start)
+
+
+def make_model(folder: Path) -> Path:
+    """A llama of 121 MiB in bf16 with 6 layers (14.5 MiB a layer)."""
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        vocab_size=ROWS,
+        dtype="bfloat16",
+        tie_word_embeddings=False,
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {n: tuple(t.shape) for n, t in transformers.LlamaForCausalLM(config).state_dict().items()}
+    plan = plan_file(
+        folder / "model.safetensors", [(n, "BF16", shape) for n, shape in shapes.items()], METADATA
+    )
+    random = np.random.default_rng(1)
+    block = random.integers(0, 0x4000, 1 << 22, dtype=np.uint16)
+    with SafetensorsWriter(plan) as writer:
+        for name, info in plan.tensors.items():
+            writer.write(name, np.resize(block, info.nbytes // 2).view(np.uint8))
+    return folder
+
+
+def save_kinds(source: Path, folder: Path) -> None:
+    from mca_models.megatron import AutoModel
+
+    models = AutoModel.from_pretrained(source, arguments("tp2"))
+    models.save_pretrained(folder / "mca")
+    models.save_pretrained(folder / "torch_dist", ckpt_format="torch_dist")
+
+
+def load_and_save(small: Path, source: Path, layout: str, target: Path) -> tuple[int, int, int]:
+    """Bytes held, peak of loading and peak of the export. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+
+    first = AutoModel.from_pretrained(small, arguments(layout))  # what is imported and made once
+    first.save_pretrained_as_hf(target.with_suffix(".small"))
+    with peak() as loading:
+        models: Any = AutoModel.from_pretrained(source, arguments(layout))
+    held = sum(tensor.nbytes for _, tensor in models.held())
+    with peak() as saving:
+        models.save_pretrained_as_hf(target, max_shard_bytes=64 * MIB)
+    return held, loading[0], saving[0]
+
+
+def test_a_rank_needs_little_more_than_what_it_holds(tmp_path: Path) -> None:
+    source = make_model(tmp_path / "hf")
+    small = make_reference("llama", tmp_path / "small").path
+    whole = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    biggest = 2 * HIDDEN * ROWS
+    run_ranks(2, save_kinds, source, tmp_path)
+    for kind, layout in (("hf", "tp2"), ("hf", "pp2"), ("mca", "tp2"), ("mca", "pp2"), ("torch_dist", "pp2")):
+        name = f"{kind} on {layout}"
+        for held, loading, saving in run_ranks(
+            2, load_and_save, small, tmp_path / kind, layout, tmp_path / name
+        ):
+            print(  # noqa: T201
+                f"{name}: holds {held / MIB:.0f} of {whole / MIB:.0f} MiB, loading peaks at {loading / held:.2f} "
+                f"of it; the export needs {saving / MIB:.0f} MiB, {saving / biggest:.1f} biggest parameters"
+            )
+            assert held < 0.55 * whole
+            assert 0.7 * held < loading < 1.1 * held + biggest + SLACK
+            assert saving < 2 * biggest + SLACK
