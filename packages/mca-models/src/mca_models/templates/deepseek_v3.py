@@ -14,7 +14,7 @@ from mca_models.templates.config_table import (
     dense_fields,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields, moe_params
+from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields, moe_params, require_sigmoid_choice
 from mca_models.templates.mtp import mtp_copies
 from mca_models.templates.names import HF_ATTN, MoeNames
 from mca_models.weights import COLUMN, ROW, Param
@@ -31,6 +31,12 @@ MLA_FIELDS = (
     Field("v_head_dim", "v_head_dim"),
     Field("moe_router_topk_scaling_factor", "routed_scaling_factor", 1.0),
 )
+
+
+def sigmoid_experts(hf: HfConfig) -> dict[str, Any]:
+    """``grouped_experts``, chosen by sigmoid scores."""
+    require_sigmoid_choice(hf)
+    return grouped_experts(hf)
 
 
 def grouped_experts(hf: HfConfig) -> dict[str, Any]:
@@ -65,6 +71,12 @@ def mla(hf: HfConfig) -> dict[str, Any]:
     return {**grouped_experts(hf), "kv_channels": hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]}
 
 
+def derive(hf: HfConfig) -> dict[str, Any]:
+    """What ``mla`` says, with sigmoid routing."""
+    require_sigmoid_choice(hf)
+    return mla(hf)
+
+
 CONFIG = ConfigTable(
     fields=MLA_FIELDS,
     defaults={
@@ -86,7 +98,7 @@ CONFIG = ConfigTable(
         Fixed("moe_layer_freq", (1,), "every layer after the first dense ones has experts"),
         Fixed("rope_interleave", (True,), "Megatron's latent attention rotates pairs of neighbours"),
     ),
-    derive=mla,
+    derive=derive,
     restore=restore_groups,
     config_class=MlaMcaModelConfig,
 )

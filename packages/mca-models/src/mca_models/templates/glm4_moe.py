@@ -3,7 +3,7 @@
 from functools import partial
 
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, dense_fields
-from mca_models.templates.deepseek_v3 import grouped_experts, restore_groups
+from mca_models.templates.deepseek_v3 import restore_groups, sigmoid_experts
 from mca_models.templates.family import Family
 from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields, moe_params
 from mca_models.templates.mtp import mtp_copies
@@ -32,7 +32,7 @@ CONFIG = ConfigTable(
         SILU,
         Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores over the chosen experts"),
     ),
-    derive=grouped_experts,
+    derive=sigmoid_experts,
     restore=restore_groups,
 )
 

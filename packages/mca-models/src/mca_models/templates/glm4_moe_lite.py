@@ -13,7 +13,7 @@ DENSE, SPARSE = "dense", "sparse"
 def derive(hf: HfConfig) -> dict[str, Any]:
     """What DeepSeek V3's table says; which layers have experts is a list, and all but the first if there is none."""
     kinds = hf.get("mlp_layer_types") or [DENSE] + [SPARSE] * (hf["num_hidden_layers"] - 1)
-    return deepseek_v3.mla(hf) | {"moe_layer_freq": tuple(int(kind == SPARSE) for kind in kinds)}
+    return deepseek_v3.derive(hf) | {"moe_layer_freq": tuple(int(kind == SPARSE) for kind in kinds)}
 
 
 def restore(config: McaModelConfig) -> HfConfig:

@@ -15,13 +15,21 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.mixtral import NAMES as MIXTRAL
-from mca_models.templates.moe import SIGMOID_ROUTER, aux_loss, expert_fields, moe_params, restore_aux_loss
+from mca_models.templates.moe import (
+    SIGMOID_ROUTER,
+    aux_loss,
+    expert_fields,
+    moe_params,
+    require_sigmoid_choice,
+    restore_aux_loss,
+)
 
 NAMES = replace(MIXTRAL, router_bias="block_sparse_moe.e_score_correction_bias")
 
 
 def derive(hf: HfConfig) -> dict[str, Any]:
     """The load-balancing loss, and the rotated share of a head, which published files give in channels."""
+    require_sigmoid_choice(hf)
     rope = read_rope(hf)
     if hf.get("rotary_dim") and rope["rotary_percent"] == 1.0:
         rope["rotary_percent"] = hf["rotary_dim"] / hf["head_dim"]

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.common import MLP, attention, dense_mlp, down, embedding, gate_up, head, inner
 from mca_models.templates.config_table import Field, HfConfig
@@ -17,6 +18,27 @@ SIGMOID_ROUTER: Mapping[str, Any] = {
     "moe_router_pre_softmax": True,
 }
 """Scores by sigmoid, experts chosen with a bias, weights normalised over the chosen ones."""
+
+
+def require_sigmoid_choice(hf: HfConfig) -> None:
+    """Refuses what Megatron's sigmoid routing chooses or weighs otherwise than HF's models.
+
+    Raises:
+        McaError: One expert for a token, whose weight Megatron does not normalise; or groups without two experts,
+            by whose sum they are chosen.
+    """
+    topk, groups = hf["num_experts_per_tok"], hf.get("n_group") or 1
+    experts = hf.get("n_routed_experts") or hf.get("num_local_experts") or 2 * groups
+    if topk < 2:
+        raise McaError(
+            f"config.json: 'num_experts_per_tok' is {topk}; supported: 2 or more (Megatron does not normalise a "
+            "single sigmoid score)"
+        )
+    if groups > 1 and experts < 2 * groups:
+        raise McaError(
+            f"config.json: 'n_group' is {groups}, for {experts} experts; supported: up to {experts // 2} (groups are "
+            "chosen by their two best experts)"
+        )
 
 
 def router(config: McaModelConfig, names: MoeNames) -> list[Param]:

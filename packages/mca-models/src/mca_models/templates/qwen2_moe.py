@@ -2,20 +2,30 @@
 
 from functools import partial
 
-from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, dense_fields
+from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.moe import expert_fields, moe_params
 from mca_models.templates.names import MoeNames
+from mca_models.templates.qwen2 import window
 from mca_models.templates.qwen3_moe import restore_sparse, sparse_layers
+from mca_models.templates.two_ropes import FULL, SLIDING
 
 SHARED = Field("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
 NAMES = MoeNames(shared="mlp.shared_expert.")
+
+
+def derive(hf: HfConfig) -> dict[str, object]:
+    """What ``sparse_layers`` says, and windows: of every other layer before ``max_window_layers``, if not listed."""
+    last = hf.get("max_window_layers", 28)
+    pattern = [FULL if i % 2 or i >= last else SLIDING for i in range(hf["num_hidden_layers"])]
+    return sparse_layers(hf) | window({**hf, "layer_types": hf.get("layer_types") or pattern})
+
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(), *expert_fields(count="num_experts", default=60), SHARED),
     constants={"add_qkv_bias": True, "moe_shared_expert_gate": True},
     fixed=(SILU, Fixed("qkv_bias", (True,), "all published models have it")),
-    derive=sparse_layers,
+    derive=derive,
     restore=restore_sparse,
 )
 

@@ -7,7 +7,7 @@ from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTab
 from mca_models.templates.family import Family
 from mca_models.templates.moe import aux_loss, expert_fields, moe_params, restore_aux_loss
 from mca_models.templates.names import MoeNames
-from mca_models.templates.qwen2 import restore_window, window
+from mca_models.templates.qwen2 import restore_window
 
 NAMES = MoeNames()
 
@@ -18,7 +18,13 @@ def sparse_layers(hf: HfConfig) -> dict[str, object]:
     freq = tuple(int(i not in dense and (i + 1) % step == 0) for i in range(hf["num_hidden_layers"]))
     # weights normalised over the chosen experts are a softmax after the choice
     pre_softmax = not hf.get("norm_topk_prob", False)
-    return {"moe_layer_freq": freq, "moe_router_pre_softmax": pre_softmax} | aux_loss(hf) | window(hf)
+    return {"moe_layer_freq": freq, "moe_router_pre_softmax": pre_softmax} | aux_loss(hf)
+
+
+def derive(hf: HfConfig) -> dict[str, object]:
+    """What ``sparse_layers`` says, and the window, which all layers have or none."""
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+    return sparse_layers(hf) | {"window_size": window}
 
 
 def restore_sparse(config: McaModelConfig) -> HfConfig:
@@ -37,7 +43,7 @@ CONFIG = ConfigTable(
     defaults={"num_key_value_heads": 4},
     constants={"qk_layernorm": True},
     fixed=(SILU, NO_ATTENTION_BIAS),
-    derive=sparse_layers,
+    derive=derive,
     restore=restore_sparse,
 )
 
