@@ -21,7 +21,7 @@ def names():
     return [kind.value for kind in SchedulerType]
 
 
-def arguments(tmp_path, name):
+def arguments(tmp_path, name, **more):
     from mca_config import TrainingArguments
 
     return TrainingArguments(
@@ -32,6 +32,7 @@ def arguments(tmp_path, name):
         warmup_steps=4,
         report_to="none",
         use_cpu=True,
+        **more,
     )
 
 
@@ -68,3 +69,33 @@ def test_warm_up_stable_decay(tmp_path):
     assert seen[4:14] == [2e-3] * 10
     assert seen[14:] == sorted(seen[14:], reverse=True)
     assert seen[-1] < 1e-3
+
+
+@pytest.mark.parametrize("warmup", [{"warmup_steps": 0.2}, {"warmup_steps": 4}])
+def test_warm_up_as_a_share_or_as_steps(warmup, tmp_path):
+    from mca_config import TrainingArguments
+    from mca_train.schedule import LearningRate
+
+    args = TrainingArguments(
+        output_dir=str(tmp_path), learning_rate=2e-3, report_to="none", use_cpu=True, **warmup
+    )
+    rate, seen = LearningRate(args, STEPS), []
+    for _ in range(6):
+        seen.append(rate.value)
+        rate.step()
+    assert seen[:5] == pytest.approx([0.0, 5e-4, 1e-3, 1.5e-3, 2e-3])
+    assert seen[5] < seen[4]
+
+
+def test_a_plateau_of_the_metric_lowers_the_rate(tmp_path):
+    from mca_train.schedule import LearningRate
+
+    args = arguments(tmp_path, "reduce_lr_on_plateau", eval_strategy="steps", eval_steps=5)
+    args.lr_scheduler_kwargs = {"patience": 1, "factor": 0.5}
+    rate = LearningRate(args, STEPS)
+    for _ in range(4):
+        rate.step()
+    assert rate.value == 2e-3
+    for metric in (1.0, 1.0, 1.0):
+        rate.scheduler.step(metric)
+    assert rate.value == 1e-3
