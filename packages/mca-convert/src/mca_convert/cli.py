@@ -5,6 +5,7 @@ Only ``argparse`` and the flags are imported here; NumPy and the rest come with 
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, rest = command_of(arguments)
     parser = build_parser(command, __version__)
     options = parser.parse_args(rest)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the workers are threads enough
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         return _run(command, parser, options)
