@@ -7,12 +7,14 @@ import pytest
 
 from harness import run_ranks
 from test_train_layouts import CP, OVERLAP, PP, SP, TP, VPP, ZERO, worst
+from test_train_resume import ASYNC
 from train_cases import history, make_trainer, quietly, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
 FIRST, ALL = 4, 24
 EP = {"expert_model_parallel_size": 2}
+TORCH_DIST = {"ckpt_format": "torch_dist"}
 HALF = {"gradient_accumulation_steps": 2}  # on two replicas
 
 
@@ -36,8 +38,8 @@ def straight(checkpoint, tmp_path_factory):
 
 
 TRANSITIONS = {
-    "tp2-dp2 to pp2": ((4, TP | HALF), (2, PP)),
-    "split dp2 to tp2": ((2, OVERLAP | HALF), (2, TP)),
+    "tp2-dp2 to pp2": ((4, TP | HALF | TORCH_DIST), (2, PP)),
+    "split dp2 to tp2": ((2, OVERLAP | HALF | ASYNC), (2, TP)),
     "one rank to split tp2 dp2": ((1, {}), (4, SP | OVERLAP | HALF)),
     "tp2 to one rank": ((2, SP), (1, {})),
     "cp2 to pp2-vpp2 split dp2": ((2, CP), (4, OVERLAP | VPP | HALF)),
