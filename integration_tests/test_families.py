@@ -65,6 +65,29 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 for case, (base, different) in MORE.items():
     reference.CASES[case] = (base, {**reference.CASES[base][1], **different})
 
+MORE_MOE: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3-choice": (
+        "deepseek_v3",
+        {
+            "n_routed_experts": 8,
+            "topk_group": 1,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "attention_factor": 1.3,
+                "mscale_all_dim": 0.7,
+                "beta_fast": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+}
+for case, (base, different) in MORE_MOE.items():
+    reference.CASES[case] = (base, {**reference.CASES[base][1], **different})
+
 DENSE = (
     "cwm",
     "granite",
@@ -85,6 +108,7 @@ MOE = (
     "deepseek_v2-no-q-lora",
     "qwen3_next",
     "qwen3_5_moe_text",
+    *MORE_MOE,
 )
 DENSE_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2vpp2", "cp2", "tp2cp2sp")
 MOE_LAYOUTS = ("tp1", "ep2", "tp2ep2etp1", "cp2", "pp2vpp2ep2", "tp2etp2ep2")

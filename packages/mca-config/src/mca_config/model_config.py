@@ -121,7 +121,7 @@ class McaModelConfig:
     moe_router_num_groups: int | None = None
     moe_router_group_topk: int | None = None
     moe_router_group_score: Literal["top_sum", "max"] = "top_sum"
-    """A group's score: the sum of its ``topk / group_topk`` best experts', or its best one's."""
+    """A group's score: the sum of its two best experts', or its best one's."""
     moe_router_topk_scaling_factor: float | None = None
     moe_shared_expert_intermediate_size: int | None = None
     moe_shared_expert_gate: bool = False

@@ -66,8 +66,9 @@ def test_strong_decay_does_not_overflow() -> None:
 
 def test_groups_are_kept_by_their_best_expert() -> None:
     scores = torch.tensor([[0.4, 0.0, 0.3, 0.3, 0.1, 0.2]])  # sums would keep the middle group
-    assert experts_of_best_groups(scores, 3, 1).tolist() == [[True, True, False, False, False, False]]
-    assert experts_of_best_groups(scores, 3, 2).tolist() == [[True, True, True, True, False, False]]
+    assert experts_of_best_groups(scores, 3, 1, best=1).tolist() == [[True, True, False, False, False, False]]
+    assert experts_of_best_groups(scores, 3, 2, best=1).tolist() == [[True, True, True, True, False, False]]
+    assert experts_of_best_groups(scores, 3, 1, best=2).tolist() == [[False, False, True, True, False, False]]
 
 
 def test_residual_is_not_scaled_but_what_is_added() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from mca_config.errors import list_problems
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_models.megatron.families.group_router import own_router
 from mca_models.megatron.layers.rope import check_rope
 
 Version = tuple[int, ...]
@@ -40,6 +41,7 @@ def require_supported(
         *_wrong_gradients(config, layout, settings, version),
         *_wrong_losses(config, layout, settings, version),
         *_machine(settings, device),
+        *_routing(config, settings),
         *_attention(config, layout, settings, implementation),
     ]
     error = list_problems(problems, f"{config.model_type} at {layout}")
@@ -102,6 +104,15 @@ def _machine(settings: Mapping[str, Any], device: str) -> Iterator[str]:
             yield f"{name} needs CUDA; remove it"
     if settings.get("moe_token_dispatcher_type") == "flex":
         yield "moe_token_dispatcher_type flex needs CUDA; use alltoall or allgather"
+
+
+def _routing(config: McaModelConfig, settings: Mapping[str, Any]) -> Iterator[str]:
+    if settings.get("moe_router_fusion") and own_router(config) is not None:
+        yield (
+            f"the fused router chooses groups of experts otherwise than {config.model_type} with "
+            f"num_experts_per_tok {config.moe_router_topk} and topk_group {config.moe_router_group_topk}; remove "
+            "moe_router_fusion"
+        )
 
 
 def _attention(

@@ -17,7 +17,7 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_models.megatron import families, platform
-from mca_models.megatron.layers.rope import attention_factor
+from mca_models.megatron.layers.rope import attention_factor, yarn_factor, yarn_scale
 from mca_models.megatron.limits import require_supported
 from mca_models.megatron.names import Implementation
 
@@ -199,15 +199,33 @@ def _latent_rope(config: MlaMcaModelConfig) -> Settings:
         raise McaError(
             f"rope_type {rope['rope_type']!r} with latent attention is not supported; supported: yarn"
         )
+    factor, of_scores = yarn_factor(config, rope), rope.get("mscale_all_dim") or 0.0
     return settings | {
         "rope_type": "yarn",
-        "rotary_scaling_factor": rope["factor"],
-        "original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "rotary_scaling_factor": factor,
+        "original_max_position_embeddings": rope.get("original_max_position_embeddings")
+        or config.max_position_embeddings,
         "beta_fast": rope.get("beta_fast") or 32,
         "beta_slow": rope.get("beta_slow") or 1,
-        "mscale": rope.get("mscale") or 1.0,
-        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+        "mscale": _latent_mscale(attention_factor(config), factor, of_scores),
+        "mscale_all_dim": of_scores,
     }
+
+
+def _latent_mscale(on_rope: float, factor: float, of_scores: float) -> float:
+    """The ``mscale`` with which Megatron computes the factor ``on_rope`` on cosine and sine.
+
+    It computes ``(0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1)``; ``mscale_all_dim`` is what the
+    model multiplies scores by, whatever stands on cosine and sine.
+    """
+    if factor > 1:
+        return (on_rope * yarn_scale(factor, of_scores) - 1) / (0.1 * math.log(factor))
+    if on_rope != 1.0:
+        raise McaError(
+            f"yarn with latent attention, attention_factor {on_rope} and factor {factor} is not supported; "
+            "supported: a factor above 1"
+        )
+    return 1.0
 
 
 def _layout(config: McaModelConfig, args: DistributingParallelArguments, layout: ParallelLayout) -> Settings:

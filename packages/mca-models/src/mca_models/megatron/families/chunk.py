@@ -6,7 +6,7 @@ import torch
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_models.megatron.families.biased_experts import own_expert_outputs
-from mca_models.megatron.families.latent import set_latent_epsilon
+from mca_models.megatron.families.latent import set_latent_epsilon, set_yarn_ramp
 from mca_models.megatron.families.norms import add_post_norms
 from mca_models.megatron.families.scales import add_scales
 from mca_models.megatron.families.settings import after_building
@@ -22,6 +22,7 @@ def finish(model: Any, config: McaModelConfig) -> None:
         own_expert_outputs(model)
     if isinstance(config, MlaMcaModelConfig):
         set_latent_epsilon(model)
+        set_yarn_ramp(model, config.rope_scaling)
     add_scales(model, config)
     after_building(config, model.config)
 

@@ -1,5 +1,6 @@
 """Latent attention: the norms of compressed queries, keys and values as HF's models have them."""
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,15 @@ def set_latent_epsilon(model: Any) -> None:
             part: Any = getattr(attention, name, None)
             if hasattr(part, "eps"):
                 part.eps = EPSILON
+
+
+def set_yarn_ramp(model: Any, rope: Mapping[str, Any] | None) -> None:
+    """Leaves the ends of yarn's ramp where they fall, between two channels, if the model says so."""
+    if rope is None or rope.get("truncate", True):
+        return
+    for attention in model.modules():
+        if hasattr(attention, "linear_kv_up_proj"):
+            attention.rotary_pos_emb.correction_range_round_to_int = False
 
 
 @cache

@@ -3,6 +3,7 @@
 from typing import Any
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.families.group_router import own_router
 
 _FUSED = ("silu", "gelu", "quick_gelu")
 """Activations that Megatron has a fused kernel for."""
@@ -33,7 +34,7 @@ def settings(config: McaModelConfig) -> dict[str, Any]:
             "linear_value_head_dim": config.linear_value_head_dim,
         }
     chosen = {name: value for name, value in found.items() if value is not None}
-    if config.moe_router_group_score == "max":  # our router chooses the groups
+    if own_router(config) is not None:  # it chooses the groups
         chosen |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
     return chosen
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_models.megatron.families.gated_delta_net import delta_net_spec
-from mca_models.megatron.families.group_router import best_group_router
+from mca_models.megatron.families.group_router import own_router
 from mca_models.megatron.families.latent import with_plain_query
 from mca_models.megatron.families.norms import WideKeyNorm, WideNorm
 from mca_models.megatron.families.scales import scaled_residual
@@ -44,9 +44,8 @@ def adapted(spec: Any, config: McaModelConfig, implementation: Implementation) -
     if config.residual_multiplier != 1.0:
         factor = config.residual_multiplier
         changes |= dict.fromkeys(("self_attn_bda", "mlp_bda"), lambda add: scaled_residual(add, factor))
-    if config.moe_router_group_score == "max" and config.moe_router_num_groups:
-        groups, kept = config.moe_router_num_groups, config.moe_router_group_topk or 1
-        changes["router"] = lambda router: best_group_router(router, groups, kept)
+    if (router := own_router(config)) is not None:
+        changes["router"] = router
     return _changed(spec, changes, _classes(config, implementation))
 
 

@@ -65,7 +65,7 @@ def _yarn(config: McaModelConfig, rope: Rope) -> Tensor:
     width = high - low if high != low else 0.001
     stretched_share = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     frequencies = inverse_frequencies(base, dim)
-    return frequencies / _yarn_factor(config, rope) * stretched_share + frequencies * (1 - stretched_share)
+    return frequencies / yarn_factor(config, rope) * stretched_share + frequencies * (1 - stretched_share)
 
 
 def _longrope(config: McaModelConfig, rope: Rope) -> Tensor:
@@ -73,7 +73,8 @@ def _longrope(config: McaModelConfig, rope: Rope) -> Tensor:
     return inverse_frequencies(config.rotary_base, rotary_dim(config)) / torch.tensor(rope["short_factor"])
 
 
-def _yarn_factor(config: McaModelConfig, rope: Rope) -> float:
+def yarn_factor(config: McaModelConfig, rope: Rope) -> float:
+    """How many times longer the context is than the original one."""
     original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     return float(rope.get("factor") or config.max_position_embeddings / original)
 
@@ -130,14 +131,15 @@ def attention_factor(config: McaModelConfig) -> float:
         return float(rope["attention_factor"])
     if rope["rope_type"] == "longrope":
         return _longrope_scale(config, rope)
-    factor = _yarn_factor(config, rope)
+    factor = yarn_factor(config, rope)
     mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if mscale and all_dim:
-        return _yarn_scale(factor, mscale) / _yarn_scale(factor, all_dim)
-    return _yarn_scale(factor, 1.0)
+        return yarn_scale(factor, mscale) / yarn_scale(factor, all_dim)
+    return yarn_scale(factor, 1.0)
 
 
-def _yarn_scale(factor: float, mscale: float) -> float:
+def yarn_scale(factor: float, mscale: float) -> float:
+    """Yarn's correction of magnitudes for a context ``factor`` times as long."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
