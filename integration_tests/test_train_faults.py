@@ -245,11 +245,11 @@ def test_nothing_starts_anew_where_every_checkpoint_is_damaged(checkpoint, finis
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system with room for two checkpoints."""
+    """A file system with room for a few checkpoints."""
     folder = tmp_path / "disk"
     folder.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=5m", "mca-test", str(folder)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=7m", "mca-test", str(folder)], capture_output=True, text=True
     )
     if done.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
@@ -257,16 +257,21 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_leaves_the_checkpoints_before(checkpoint, finished, small_disk):
+@pytest.mark.parametrize("name", ["one rank", "two ranks in background"])
+def test_a_full_disk_leaves_the_checkpoints_before(name, checkpoint, small_disk, tmp_path):
     from mca_train.checkpointing import checkpoints
 
-    _, losses = finished
-    with pytest.raises(RanksFailed, match="cannot be written, the disk is full"):
-        run_ranks(1, go_on, checkpoint, small_disk)
+    size, changes = KILLED[name]
+    whole = run_ranks(size, uninterrupted, checkpoint, tmp_path / "whole", **changes)
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(size, go_on, checkpoint, small_disk, **changes)
+    told = "cannot be written, the disk is full; make room and resume"
+    assert str(failed.value).count(told) == size, "every rank ends by itself, within a second"
     steps = [int(path.name.split("-")[1]) for path in checkpoints(small_disk)]
     assert steps
     assert steps == list(range(1, len(steps) + 1))
+    assert not list(small_disk.glob("*.partial-*"))
     for step in steps[:-1]:
         shutil.rmtree(small_disk / f"checkpoint-{step}")
-    (resumed,) = run_ranks(1, go_on, checkpoint, small_disk, save_total_limit=1)
-    assert resumed["loss"] == losses
+    for resumed in run_ranks(size, go_on, checkpoint, small_disk, save_total_limit=1, **changes):
+        assert resumed["curve"] == whole[0]["curve"]
