@@ -7,7 +7,8 @@ from tokenizers_for_tests import CHATML, THINKING, byte_tokenizer
 from mca_config.errors import McaError
 from mca_train.arguments import DataArguments
 from mca_train.chat import tokenize_chat
-from mca_train.data import load_tokenized
+from mca_train.data import check_messages, load_tokenized
+from mca_train.streams import load_stream
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +120,24 @@ def test_rows_whose_answer_is_cut_off_are_dropped(tmp_path, caplog):
         ("sft", "a.jsonl", '{"question": "a"}\n', "columns question; expected 'messages'"),
         ("sft", "a.jsonl", '{"prompt": "a", "completion": 3}\n', "row 0: prompt and completion must be text"),
         ("sft", "a.jsonl", '{"messages": []}\n', "row 0: messages must be a list of turns"),
+        ("pretrain", "a.jsonl", '{"text": 1}\n', "train_file, row 0: text is 1; expected text"),
+        ("pretrain", "a.jsonl", '{"text": ["a"]}\n', "row 0: text is ['a']; expected text"),
+        ("pretrain", "a.jsonl", '{"text": null}\n', "1 of 1 rows have no text in column 'text'"),
+        ("sft", "a.jsonl", '{"text": null}\n', "row 0: text is None; expected text"),
+        ("sft", "a.jsonl", '{"prompt": [], "completion": "x"}\n', "so the completion must be; got 'x'"),
+        (
+            "sft",
+            "a.jsonl",
+            '{"messages": [{"role": "assistant", "content": null}]}\n',
+            "row 0: messages, turn 0 (assistant): no content or tool_calls; give it",
+        ),
+        (
+            "sft",
+            "a.jsonl",
+            '{"messages": [{"role": "user", "content": null}]}\n',
+            "turn 0 (user): no content;",
+        ),
+        ("sft", "a.jsonl", '{"messages": [{"role": "user", "content": 7}]}\n', "content is 7; expected text"),
     ],
 )
 def test_bad_files_are_named(tmp_path, kind, name, content, message):
@@ -138,3 +157,38 @@ def test_chat_without_a_template_says_so(tmp_path):
     file = jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
     with pytest.raises(McaError, match="has no chat template"):
         load_tokenized("sft", [file], byte_tokenizer(None), arguments())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_file_without_the_column_and_rows_without_text_are_told(tmp_path, caplog, streaming):
+    rows = [{"text": "ab"}, {"text": None}]
+    files = [jsonl(tmp_path / "a.jsonl", rows), jsonl(tmp_path / "chat.jsonl", [{"messages": TURNS}])]
+
+    def load(files):
+        if streaming:
+            return list(load_stream("pretrain", files, byte_tokenizer(), arguments(), seed=None))
+        return load_tokenized("pretrain", files, byte_tokenizer(), arguments())
+
+    with pytest.raises(McaError, match=r"train_file: .*chat\.jsonl: no column 'text' \(columns: messages\)"):
+        load(files)
+    assert len(load(files[:1])[0]["input_ids"]) == 3
+    assert ("rows without text are left out" if streaming else "1 of 2 rows have no text") in caplog.text
+
+
+def test_an_assistant_that_only_calls_tools_may_be_without_content():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert check_messages([call]) == [{key: value for key, value in call.items() if value is not None}]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('no way') }}",
+        "{% if %}",
+        "{{ messages[0]['content'] + 1 }}",
+        "{{ nothing.at.all }}",
+    ],
+)
+def test_a_template_that_fails_is_one_line(template):
+    with pytest.raises(McaError, match="the tokenizer's chat template cannot render them: "):
+        tokenize_chat(byte_tokenizer(template), TURNS)

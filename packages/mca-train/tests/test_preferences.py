@@ -81,6 +81,14 @@ def test_pairs_whose_answer_is_cut_off_are_left_out(tmp_path, caplog):
             "row 0: chosen and rejected are text, so the prompt",
         ),
         ({"chosen": [GOOD], "rejected": [BAD]}, "row 0: there is no prompt"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": None},
+            "row 0: rejected is None; expected text or a list",
+        ),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": [BAD]},
+            "chosen is text and rejected is a list; expected",
+        ),
     ],
 )
 def test_bad_rows_are_named(tmp_path, row, message):

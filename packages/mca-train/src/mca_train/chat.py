@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from jinja2 import TemplateError
+
 from mca_config.errors import McaError
 
 Message = dict[str, Any]
@@ -16,8 +18,18 @@ Span = tuple[int, int]
 
 
 def render(tokenizer: Any, messages: Sequence[Message], *, prompt: bool = False) -> str:
-    """The conversation as text; with ``prompt`` also the words that open the assistant's turn."""
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
+    """The conversation as text; with ``prompt`` also the words that open the assistant's turn.
+
+    Raises:
+        McaError: The tokenizer's template fails or refuses.
+    """
+    try:
+        return str(
+            tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
+        )
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise McaError(f"messages: the tokenizer's chat template cannot render them: {reason}") from error
 
 
 def answer_spans(tokenizer: Any, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:

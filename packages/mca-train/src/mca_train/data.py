@@ -19,7 +19,7 @@ Kind = Literal["pretrain", "sft", "dpo"]
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 
 
-def load_rows(files: Sequence[str], key: str, limit: int | None = None) -> Any:
+def load_rows(files: Sequence[str], key: str, limit: int | None = None, column: str | None = None) -> Any:
     """The rows of ``files``, as a ``datasets.Dataset``.
 
     A ``.txt`` file is one row; the others have a row per record.
@@ -28,18 +28,28 @@ def load_rows(files: Sequence[str], key: str, limit: int | None = None) -> Any:
         files: Paths.
         key: The argument that named them, for errors.
         limit: Rows to keep; None: all.
+        column: Every file must have it; None: they may differ.
 
     Raises:
-        McaError: A file is missing, of another type, or not readable as its type; or there are no rows.
+        McaError: A file is missing, of another type, not readable as its type, or without the column; or there
+            are no rows.
     """
     import datasets
 
     datasets.disable_progress_bars()
     parts = [_load_file(Path(file), key) for file in files]
-    rows = parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
-    if len(rows) == 0:
+    if not any(map(len, parts)):
         raise McaError(f"{key}: {', '.join(files)} has no rows")
+    for file, part in zip(files, parts, strict=True):
+        require_column(part.column_names, column, f"{key}: {file}")
+    rows = parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
+
+
+def require_column(names: Sequence[str], column: str | None, where: str) -> None:
+    """Refuses a file whose rows would contribute nothing, as they do not have the ``column`` with text."""
+    if column is not None and names and column not in names:
+        raise McaError(f"{where}: no column '{column}' (columns: {', '.join(names)}); set text_column")
 
 
 def check_file(path: Path, key: str) -> tuple[str, dict[str, Any]]:
@@ -83,7 +93,7 @@ def load_tokenized(
     """
     key = "eval_file" if evaluation else "train_file"
     limit = arguments.max_eval_samples if evaluation else arguments.max_train_samples
-    rows = load_rows(files, key, limit)
+    rows = load_rows(files, key, limit, arguments.text_column if kind == "pretrain" else None)
     if kind == "pretrain":
         return pretrain_blocks(rows, tokenizer, arguments, key)
     if kind == "dpo":
@@ -94,16 +104,28 @@ def load_tokenized(
 
 
 def pretrain_blocks(rows: Any, tokenizer: Any, arguments: DataArguments, key: str) -> TokenDataset:
-    """All texts one after another, each ended by EOS, cut into blocks of ``seq_length`` tokens."""
+    """All texts one after another, each ended by EOS, cut into blocks of ``seq_length`` tokens.
+
+    Rows without text are counted.
+    """
+    import datasets
+
     tokenize = block_tokenizer(rows.column_names, tokenizer, arguments, key)
     column = arguments.text_column
     tokenized = rows.map(
-        lambda batch: {"input_ids": tokenize([{column: text} for text in batch[column]])},
+        lambda batch, indices: {"input_ids": tokenize([{column: text} for text in batch[column]], indices)},
         batched=True,
+        with_indices=True,
         remove_columns=rows.column_names,
         num_proc=arguments.preprocessing_num_workers,
         keep_in_memory=True,
+        features=datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int32"))}),
     )
+    if empty := len(rows) - len(tokenized):
+        told = f"{key}: {empty} of {len(rows)} rows have no text in column '{column}'"
+        if empty == len(rows):
+            raise McaError(f"{told}; set text_column")
+        logger.warning("%s and are left out", told)
     blocks = TokenDataset.in_blocks(_flatten(tokenized), arguments.seq_length)
     if not len(blocks):
         raise McaError(f"{key}: the texts have fewer than two tokens together")
@@ -112,14 +134,16 @@ def pretrain_blocks(rows: Any, tokenizer: Any, arguments: DataArguments, key: st
 
 def block_tokenizer(
     names: Sequence[str], tokenizer: Any, arguments: DataArguments, key: str
-) -> Callable[[list[Any]], list[list[int]]]:
-    """The function from rows to the tokens of each text, EOS last; rows without text have none."""
+) -> Callable[[list[Any], Sequence[int]], list[list[int]]]:
+    """The function from rows and their numbers to the tokens of each text, EOS last; rows without text have none."""
     column = arguments.text_column
-    if column not in names:
-        raise McaError(f"{key}: no column '{column}' (columns: {', '.join(names)}); set text_column")
+    require_column(names, column, key)
     eos = _eos(tokenizer)
 
-    def tokenize(rows: list[Any]) -> list[list[int]]:
+    def tokenize(rows: list[Any], numbers: Sequence[int]) -> list[list[int]]:
+        for row, number in zip(rows, numbers, strict=True):
+            if not isinstance(row[column], str | None):
+                raise McaError(f"{key}, row {number}: {column} is {row[column]!r:.80}; expected text")
         texts = [row[column] for row in rows if row[column]]
         ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
         return [[*tokens, eos] for tokens in ids]
@@ -176,8 +200,8 @@ def row_encoder(names: Sequence[str], tokenizer: Any, arguments: DataArguments, 
         return lambda row: tokenize_answer(
             tokenizer, row[arguments.prompt_column], row[arguments.completion_column]
         )
-    if arguments.text_column in names:
-        return lambda row: tokenize_answer(tokenizer, "", row[arguments.text_column])
+    if (column := arguments.text_column) in names:
+        return lambda row: tokenize_answer(tokenizer, "", require_text(row[column], column))
     raise McaError(
         f"{key}: columns {', '.join(names)}; expected '{arguments.messages_column}', "
         f"'{arguments.prompt_column}' with '{arguments.completion_column}', or '{arguments.text_column}' "
@@ -188,6 +212,10 @@ def row_encoder(names: Sequence[str], tokenizer: Any, arguments: DataArguments, 
 def tokenize_answer(tokenizer: Any, prompt: Any, completion: Any) -> tuple[list[int], list[bool]]:
     """Prompt and answer as text, or as two lists of chat messages; the answer ends with EOS."""
     if isinstance(prompt, list):
+        if not isinstance(completion, list):
+            raise McaError(
+                f"the prompt is a list of messages, so the completion must be; got {completion!r:.80}"
+            )
         turns = check_messages([*prompt, *completion])
         return tokenize_chat(tokenizer, turns, first=len(prompt))
     if not isinstance(prompt, str) or not isinstance(completion, str):
@@ -206,14 +234,32 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     """``messages`` with the keys that are not set left out.
 
     Raises:
-        McaError: Not a list of messages with a role and content.
+        McaError: Not a list of messages with a role and content (or, of an assistant, anything else to say).
     """
     if not isinstance(messages, list) or not messages:
         raise McaError(f"messages must be a list of turns; got {messages!r:.80}")
     for turn, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise McaError(f"messages, turn {turn}: expected a mapping with 'role' and 'content'")
+        _require_said(turn, message)
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _require_said(turn: int, message: dict[str, Any]) -> None:
+    content, role = message.get("content"), message["role"]
+    if not isinstance(content, str | list | None):
+        raise McaError(f"messages, turn {turn} ({role}): content is {content!r:.80}; expected text")
+    others = [value for key, value in message.items() if key not in ("role", "name", "content")]
+    if content is None and not (role == "assistant" and any(others)):
+        wanted = "content or tool_calls" if role == "assistant" else "content"
+        raise McaError(f"messages, turn {turn} ({role}): no {wanted}; give it, or leave the row out")
+
+
+def require_text(value: Any, column: str) -> str:
+    """``value`` of ``column``, which must be text."""
+    if not isinstance(value, str):
+        raise McaError(f"{column} is {value!r:.80}; expected text")
+    return value
 
 
 def _eos(tokenizer: Any) -> int:

@@ -111,9 +111,17 @@ def split_row(row: dict[str, Any], arguments: DataArguments) -> tuple[Any, Any, 
 
     Without a prompt the two conversations' common beginning is the prompt.
     """
-    prompt = row.get(arguments.prompt_column)
-    chosen, rejected = row[arguments.chosen_column], row[arguments.rejected_column]
-    if isinstance(chosen, str) and isinstance(rejected, str):
+    prompt, names = row.get(arguments.prompt_column), (arguments.chosen_column, arguments.rejected_column)
+    chosen, rejected = (row[name] for name in names)
+    kinds = {name: "text" if isinstance(row[name], str) else "a list" for name in names}
+    for name in names:
+        if not isinstance(row[name], str | list):
+            raise McaError(f"{name} is {row[name]!r:.80}; expected text or a list of messages")
+    if len(set(kinds.values())) > 1:
+        raise McaError(
+            " and ".join(f"{name} is {kind}" for name, kind in kinds.items()) + "; expected both alike"
+        )
+    if isinstance(chosen, str):
         if not isinstance(prompt, str):
             raise McaError(f"chosen and rejected are text, so the prompt must be too; got {prompt!r:.80}")
         return prompt, chosen, rejected

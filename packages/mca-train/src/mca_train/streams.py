@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from mca_config.errors import McaError
 from mca_train.arguments import DataArguments
-from mca_train.data import Kind, block_tokenizer, check_file, row_encoder
+from mca_train.data import Kind, block_tokenizer, check_file, require_column, row_encoder
 from mca_train.token_dataset import IGNORED
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,11 @@ class BlockStream(IterableDataset[dict[str, torch.Tensor]]):
         length: Tokens of a block.
     """
 
-    def __init__(self, rows: Any, tokenize: Callable[[list[Any]], list[list[int]]], length: int) -> None:
+    def __init__(
+        self, rows: Any, tokenize: Callable[[list[Any], Sequence[int]], list[list[int]]], length: int
+    ) -> None:
         self._rows, self._tokenize, self._length = rows, tokenize, length
+        self._has_told = False
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffles anew, if the rows are shuffled."""
@@ -56,15 +59,24 @@ class BlockStream(IterableDataset[dict[str, torch.Tensor]]):
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         left: list[int] = []
-        rows = iter(self._rows)
+        rows, number = iter(self._rows), 0
         while some := list(islice(rows, _ROWS_AT_ONCE)):
-            left += chain.from_iterable(self._tokenize(some))
+            left += chain.from_iterable(self._told(some, number))
+            number += len(some)
             whole = len(left) - len(left) % self._length
             for start in range(0, whole, self._length):
                 yield {"input_ids": torch.tensor(left[start : start + self._length])}
             left = left[whole:]
         if len(left) > 1:
             yield {"input_ids": torch.tensor(left)}
+
+    def _told(self, rows: list[Any], first: int) -> list[list[int]]:
+        """The tokens of ``rows``; that some have no text is said once."""
+        tokens = self._tokenize(rows, range(first, first + len(rows)))
+        if len(tokens) < len(rows) and not self._has_told:
+            logger.warning("train_file: rows without text are left out; this is said once")
+            self._has_told = True
+        return tokens
 
 
 def load_stream(
@@ -80,7 +92,8 @@ def load_stream(
         seed: Of the order, drawn from a buffer of ``shuffle_buffer_size`` rows; None: the files' own.
     """
     key = "train_file"
-    rows = _rows(files, key, arguments.max_train_samples)
+    column = arguments.text_column if kind == "pretrain" else None
+    rows = _rows(files, key, arguments.max_train_samples, column)
     first = next(iter(rows), None)
     if first is None:
         raise McaError(f"{key}: {', '.join(files)} has no rows")
@@ -92,13 +105,25 @@ def load_stream(
     if kind == "dpo":
         from mca_train.preferences import pair_encoder
 
-        encode = pair_encoder(names, tokenizer, arguments, key)
+        encode = _named(key, pair_encoder(names, tokenizer, arguments, key))
         return RowStream(rows, lambda row: _pair(encode(row), arguments.seq_length))
-    encode = row_encoder(names, tokenizer, arguments, key)
+    encode = _named(key, row_encoder(names, tokenizer, arguments, key))
     return RowStream(rows, lambda row: _sample(encode(row), arguments.seq_length))
 
 
-def _rows(files: Sequence[str], key: str, limit: int | None) -> Any:
+def _named(key: str, encode: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``encode`` with errors that name the argument."""
+
+    def named(row: Any) -> Any:
+        try:
+            return encode(row)
+        except McaError as error:
+            raise McaError(f"{key}: {error}") from error
+
+    return named
+
+
+def _rows(files: Sequence[str], key: str, limit: int | None, column: str | None) -> Any:
     import datasets
 
     parts = []
@@ -107,6 +132,7 @@ def _rows(files: Sequence[str], key: str, limit: int | None) -> Any:
         parts.append(
             datasets.load_dataset(reader, data_files=str(file), split="train", streaming=True, **options)
         )
+        require_column(list(next(iter(parts[-1]), {})), column, f"{key}: {file}")
     rows = parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     return rows if limit is None else rows.take(limit)
 
