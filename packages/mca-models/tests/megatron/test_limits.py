@@ -32,6 +32,13 @@ MLA = MlaMcaModelConfig(
     v_head_dim=16,
     **SIZES,
 )
+GROUPED = replace(
+    MOE,
+    moe_router_score_function="sigmoid",
+    moe_router_num_groups=2,
+    moe_router_group_topk=1,
+    moe_router_topk=3,
+)
 WINDOWED = replace(DENSE, window_size=8)
 SINKS = replace(DENSE, softmax_type="learnable")
 ENGINE = {"implementation": "transformer_engine", "device": "cuda"}
@@ -62,6 +69,7 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     ),
     (MOE, TP2, {}, "expert_tensor_parallel_size 1"),
     (MLA, TP2, {"sequence_parallel": False}, "set sequence_parallel"),
+    (GROUPED, ParallelLayout(), ENGINE | {"moe_router_fusion": True}, "remove moe_router_fusion"),
     (DENSE, CP2, {"mtp_num_layers": 1}, "calculate_per_token_loss"),
     (
         DENSE,
