@@ -131,8 +131,9 @@ def test_optim_chooses_the_optimizer() -> None:
     assert training(optim="adamw_torch").optimizer == "adam"
     assert training(optim="sgd").optimizer == "sgd"
     assert training(optim="adafactor", optimizer="muon").optimizer == "muon"
-    with pytest.raises(McaError, match="optim adafactor is none of Megatron's"):
-        training(optim="adafactor")
+    for name in ("adafactor", "adamw_torch_8bit", "adamw_torch_4bit"):
+        with pytest.raises(McaError, match=f"optim {name} is none of Megatron's"):
+            training(optim=name)
 
 
 @pytest.mark.parametrize(
@@ -145,11 +146,79 @@ def test_optim_chooses_the_optimizer() -> None:
         ({"auto_find_batch_size": True}, "auto_find_batch_size is not supported"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1"),
         ({"overlap_param_gather": True}, "overlap_param_gather needs"),
+        ({"torch_compile_backend": "inductor"}, "torch_compile_backend is not supported"),
+        ({"torch_compile_mode": "default"}, "torch_compile_mode is not supported"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is not supported"),
+        ({"push_to_hub": True}, "push_to_hub is not supported"),
+        ({"accelerator_config": {"split_batches": True}}, r"accelerator_config \(split_batches\) is not"),
+        ({"accelerator_config": '{"even_batches": false}'}, r"accelerator_config \(even_batches\) is not"),
+        ({"accelerator_config": "accelerate.json"}, r"accelerator_config \(accelerate.json\) is not"),
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices cannot be off"),
+        ({"skip_memory_metrics": False}, "skip_memory_metrics cannot be off"),
+        ({"debug": "underflow_overflow"}, "debug is not supported"),
+        ({"ddp_bucket_cap_mb": 25}, "ddp_bucket_cap_mb is not supported .*ddp_bucket_size"),
+        ({"save_on_each_node": True}, "save_on_each_node is not supported"),
+        ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint is not supported"),
+        ({"do_predict": True}, "do_predict is not supported"),
+        ({"label_names": ["x"]}, "label_names is not supported"),
+        ({"dataloader_persistent_workers": True}, "dataloader_persistent_workers is not supported"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy group_by_length is not"),
+        ({"log_level": "loud"}, "log_level is 'loud'; expected one of detail, debug"),
+        ({"log_level_replica": "foo"}, "log_level_replica is 'foo'"),
+        ({"report_to": "foo"}, "report_to is 'foo'; expected none, all or some of"),
     ],
 )
 def test_what_megatron_cannot_is_refused_before_anything_starts(given: dict[str, Any], words: str) -> None:
     with pytest.raises(McaError, match=words):
         training(**given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("learning_rate", -0.1),
+        ("learning_rate", float("nan")),
+        ("learning_rate", float("inf")),
+        ("adam_beta1", -0.5),
+        ("adam_beta2", 1.5),
+        ("adam_epsilon", -1.0),
+        ("weight_decay", -1.0),
+        ("max_grad_norm", -1.0),
+        ("min_lr", -1.0),
+        ("warmup_steps", -1),
+        ("label_smoothing_factor", 1.5),
+        ("num_train_epochs", 0.0),
+        ("num_train_epochs", -2.0),
+        ("dataloader_num_workers", -1),
+        ("save_steps", -1),
+        ("initial_loss_scale", 0.0),
+        ("seed", -1),
+        ("seed", 2**32),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(name: str, value: float) -> None:
+    with pytest.raises(McaError, match=f"arguments: {name} must be .*, not {value}"):
+        training(**{name: value})
+
+
+def test_a_package_that_reports_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.integrations, "get_available_reporting_integrations", lambda: ["mlflow"])
+    with pytest.raises(McaError, match="report_to wandb needs the package wandb, which is not installed"):
+        training(report_to=["mlflow", "wandb"])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_steps": 5, "num_train_epochs": 0},
+        {"max_grad_norm": 0.0, "learning_rate": 0.0, "adam_epsilon": 0.0},
+        {"ddp_find_unused_parameters": False},
+        {"accelerator_config": {"split_batches": False}},
+        {"report_to": "none", "log_level": "debug"},
+    ],
+)
+def test_what_says_what_is_done_anyway_is_accepted(given: dict[str, Any]) -> None:
+    training(**given)
 
 
 @pytest.mark.parametrize(

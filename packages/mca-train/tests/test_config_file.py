@@ -1,9 +1,15 @@
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Literal
 
 import pytest
 
 from mca_train.config_file import UsageError, build, cast, parse_overrides, read_yaml
+
+
+class Strategy(Enum):
+    NO = "no"
+    STEPS = "steps"
 
 
 @dataclass
@@ -15,6 +21,7 @@ class Example:
     files: list[str] = field(default_factory=list)
     kind: Literal["a", "b"] | None = None
     ratio: float | str = 1.0
+    when: Strategy | str = "no"
 
 
 def make(values):
@@ -38,6 +45,8 @@ def test_values_take_the_types_of_their_fields():
         ({"name": "n", "steps": 1.5}, "steps is 1.5; expected a whole number"),
         ({"name": "n", "kind": "c"}, "kind is 'c'; expected null or 'a' or 'b'"),
         ({"name": "n", "fast": "maybe"}, "fast is 'maybe'; expected true or false"),
+        ({"name": "n", "when": "never"}, "when is 'never'; expected no or steps"),
+        ({"name": "n", "when": True}, "when is True; expected no or steps"),
         ({"name": "n", "files": {"a": 1}}, "files is {'a': 1}"),
     ],
 )
@@ -88,3 +97,11 @@ def test_a_union_prefers_the_value_as_it_is():
     assert cast("x", "cosine", float | str) == "cosine"
     assert cast("x", 0.5, float | str) == 0.5
     assert cast("x", {"a": 1}, dict[str, int] | str | None) == {"a": 1}
+
+
+def test_a_bare_no_is_the_strategy_no(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("name: n\nwhen: no\n")
+    assert make(read_yaml(file)).when is Strategy.NO
+    assert make({"name": "n"} | parse_overrides(["--when", "no"])).when is Strategy.NO
+    assert make({"name": "n", "when": "steps"}).when is Strategy.STEPS

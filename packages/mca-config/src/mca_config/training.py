@@ -7,17 +7,12 @@ from typing import Literal
 import transformers
 from transformers.training_args import OptimizerNames
 
+from mca_config import _hf_arguments
 from mca_config.arguments import MegatronArguments
 from mca_config.errors import McaError
 
 _logger = logging.getLogger(__name__)
 
-_REFUSED = {
-    "deepspeed": "training runs on Megatron",
-    "fsdp": "training runs on Megatron; use_distributed_optimizer splits optimizer state",
-    "auto_find_batch_size": "the batch size must be the same on every rank",
-    "torch_compile": "Megatron compiles what it can by itself",
-}
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 
@@ -67,18 +62,7 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # t
         problems = super()._problems()
         if self.bf16 and self.fp16:
             problems.append("bf16 excludes fp16; remove one of the two")
-        problems += [
-            f"{name} is not supported ({why}); remove it"
-            for name, why in _REFUSED.items()
-            if self._is_on(name)
-        ]
-        for name in (
-            "per_device_train_batch_size",
-            "per_device_eval_batch_size",
-            "gradient_accumulation_steps",
-        ):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} must be at least 1, not {getattr(self, name)}")
+        problems += _hf_arguments.problems(self)
         if not self._layout_problems() and self._virtual_size() > 1:
             problems += self._interleaving_problems()
         return problems
@@ -87,9 +71,6 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # t
         if self.pipeline_model_parallel_size is None:
             return self.virtual_pipeline_model_parallel_size or 1
         return self.layout().vpp
-
-    def _is_on(self, name: str) -> bool:
-        return getattr(self, name) not in (None, False, "", [], {})
 
     def _interleaving_problems(self) -> list[str]:
         """The interleaved schedule hands out micro batches in groups of at least the pipeline size."""
@@ -130,13 +111,12 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # t
 
 def _optimizer_of(optim: str) -> Literal["adam", "sgd"]:
     name = str(OptimizerNames(optim).value)
-    if name.startswith("adamw_torch"):
-        return "adam"
-    if name == "sgd":
-        return "sgd"
-    raise McaError(
-        f"optim {name} is none of Megatron's; use adamw_torch or sgd, or set optimizer to adam, sgd or muon"
-    )
+    optimizer = _hf_arguments.optimizer_of(name)
+    if optimizer is None:
+        raise McaError(
+            f"optim {name} is none of Megatron's; use adamw_torch or sgd, or set optimizer to adam, sgd or muon"
+        )
+    return optimizer
 
 
 @dataclass(kw_only=True, repr=False)

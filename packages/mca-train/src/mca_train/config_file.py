@@ -155,11 +155,13 @@ def cast(name: str, value: Any, hint: Any) -> Any:
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, those that take a value as it is before those that convert it."""
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        members = typing.get_args(hint)
-    else:
-        members = (hint,)
+    """The members of a union, those that take a value as it is before those that convert it.
+
+    Text beside an enumeration is its members' names, not any text.
+    """
+    members = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if any(map(_is_enum, members)):
+        members = tuple(member for member in members if member is not str)
     order: dict[Any, int] = {type(None): 0, bool: 1, dict: 2, list: 3, int: 4, float: 5}
     return tuple(sorted(members, key=lambda m: order.get(typing.get_origin(m) or m, 6)))
 
@@ -180,9 +182,13 @@ def _as(kind: Any, value: Any) -> Any:
         return [cast("item", word, item) for word in words]
     if (origin or kind) is dict:
         return _require(isinstance(value, dict), value)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(value)
+    if _is_enum(kind):
+        return kind("no" if value is False else value)  # to YAML 1.1 a bare no is false
     return value
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)
 
 
 def _require(holds: bool, value: Any) -> Any:
@@ -226,7 +232,7 @@ def _describe(hint: Any) -> str:
             words.append("null")
         elif typing.get_origin(member) is Literal:
             words.extend(repr(choice) for choice in typing.get_args(member))
-        elif isinstance(member, type) and issubclass(member, Enum):
+        elif _is_enum(member):
             words.extend(str(choice.value) for choice in member)
         else:
             words.append(names.get(typing.get_origin(member) or member, str(member)))

@@ -36,6 +36,7 @@ def optimizer_settings(args: Any, params_dtype: torch.dtype) -> dict[str, Any]:
         "adam_beta2": args.adam_beta2,
         "adam_eps": args.adam_epsilon,
         "sgd_momentum": 0.0,
+        "initial_loss_scale": 2.0**16,
         "clip_grad": args.max_grad_norm or 0.0,
         "bf16": params_dtype == torch.bfloat16,
         "fp16": params_dtype == torch.float16,

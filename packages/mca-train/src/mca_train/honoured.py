@@ -1,4 +1,7 @@
-"""Arguments of Hugging Face's Trainer that would be taken and then not followed: refused by name."""
+"""Parameters of Hugging Face's Trainer that would be taken and then not followed: refused by name.
+
+Its arguments are looked through when they are made: `mca_config.TrainingArguments`.
+"""
 
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -9,21 +12,6 @@ import torch
 
 from mca_config.errors import McaError, list_problems
 
-_ARGUMENTS: Mapping[str, str] = {
-    "neftune_noise_alpha": "noise on embeddings is not made here",
-    "use_liger_kernel": "the model's layers are Megatron's",
-    "include_for_metrics": "evaluation computes the loss only",
-    "batch_eval_metrics": "evaluation computes the loss only",
-    "optim_args": "set Megatron's optimizer keys instead",
-    "optim_target_modules": "the optimizer takes every trained parameter",
-    "push_to_hub": "nothing is uploaded; save_hf_model writes a directory that can be",
-    "jit_mode_eval": "Megatron compiles what it can by itself",
-    "torch_empty_cache_steps": "Megatron keeps its buffers",
-    "past_index": "there is no state that passes from batch to batch",
-    "bf16_full_eval": "evaluation runs in the dtype of training",
-    "fp16_full_eval": "evaluation runs in the dtype of training",
-    "parallelism_config": "set the parallel sizes of mca",
-}
 _PARAMETERS: Mapping[str, str] = {
     "compute_metrics": "evaluation computes the loss only; override evaluate",
     "preprocess_logits_for_metrics": "evaluation computes the loss only; override evaluate",
@@ -55,14 +43,6 @@ def require_honoured(args: Any, parameters: Mapping[str, Any]) -> None:
         for name, why in _PARAMETERS.items()
         if parameters.get(name) is not None
     ]
-    problems += [
-        f"{name} is not supported ({why}); remove it"
-        for name, why in _ARGUMENTS.items()
-        if getattr(args, name, None) not in (None, False, "", [], {}, -1)
-    ]
-    smoothing = float(getattr(args, "label_smoothing_factor", 0.0))
-    if not 0 <= smoothing < 1:
-        problems.append(f"label_smoothing_factor is {smoothing}; expected 0 or more and below 1")
     problems += _optimizer(args)
     error = list_problems(problems, "McaTrainer")
     if error:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from mca_config.errors import McaError
 from mca_train.batches import Collator, CountedSamples, StepBatch, StepCollator
 from mca_train.groups import Ranks
 from mca_train.packing import PackedDataset, longest_sample
-from mca_train.progress import Length
+from mca_train.progress import Length, Place
 from mca_train.sampling import BatchShape, StepSampler
 from mca_train.stream_steps import PackedStream, StepStream, is_stream, require_steps
 from mca_train.streams import RowStream
@@ -50,8 +50,6 @@ class Loaders:
             return self._of_stream(dataset)
         length = _length(dataset, "train_dataset")
         strategy = str(getattr(args, "train_sampling_strategy", "random"))
-        if strategy not in ("random", "sequential"):
-            raise McaError(f"train_sampling_strategy {strategy} is not supported; use random or sequential")
         seed = args.seed if args.data_seed is None else args.data_seed
         if args.sequence_packing:
             dataset = self._packed(dataset, "train_dataset", seed if strategy == "random" else None)
@@ -216,5 +214,31 @@ def log_plan(args: Any, ranks: Ranks, length: Length, samples: int, done: int) -
         ranks.data_parallel_size,
         ranks.layout,
     )
-    if done:
+    if done >= length.max_steps:
+        logger.info("nothing to train: step %d is the end of the run already", done)
+    elif done:
         logger.info("continuing after step %d", done)
+
+
+def continued(place: Place, sampler: StepSampler | StepStream) -> Place:
+    """``place`` of a checkpoint in this run's data: in the epoch after it if its own is over.
+
+    Raises:
+        McaError: Data is a stream, whose steps are counted, and they have another size now.
+    """
+    size, samples = sampler.shape.global_size, sampler.num_samples
+    if isinstance(sampler, StepStream) and place.batch not in (0, size):
+        raise McaError(
+            f"the checkpoint's steps have {place.batch} samples, this run's {size}; a stream goes on with steps of the "
+            "same size only: change gradient_accumulation_steps or per_device_train_batch_size"
+        )
+    if isinstance(sampler, StepSampler) and place.of not in (0, samples):
+        logger.warning(
+            "the checkpoint is in an epoch of %d samples, this run's have %d: some of this epoch may come twice or not "
+            "at all",
+            place.of,
+            samples,
+        )
+    if not sampler.steps_after(place.samples):
+        place = replace(place, epoch=place.epoch + 1, samples=0)
+    return replace(place, of=samples, batch=size)

@@ -73,7 +73,9 @@ class MegatronArguments(DistributingParallelArguments):
     )
     min_lr: float | None = option("Learning rate that the schedule ends at.")
     loss_scale: float | None = option("Fixed loss scale of fp16; unset: dynamic.")
-    initial_loss_scale: float | None = option("First value of fp16's dynamic loss scale.")
+    initial_loss_scale: float | None = option(
+        "First value of fp16's dynamic loss scale; unset: 65536, as in Hugging Face."
+    )
     min_loss_scale: float | None = option("Least value of fp16's dynamic loss scale.")
     loss_scale_window: float | None = option(
         "Steps without overflow before the dynamic loss scale is doubled."

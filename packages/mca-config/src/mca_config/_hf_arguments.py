@@ -1,0 +1,147 @@
+"""What of Hugging Face's training arguments Megatron does not follow, and which values mean nothing."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+REFUSED: Mapping[str, str] = {
+    "deepspeed": "training runs on Megatron",
+    "fsdp": "training runs on Megatron; use_distributed_optimizer splits optimizer state",
+    "fsdp_config": "training runs on Megatron",
+    "parallelism_config": "set the parallel sizes of mca",
+    "auto_find_batch_size": "the batch size must be the same on every rank",
+    "torch_compile": "Megatron compiles what it can by itself",
+    "torch_compile_backend": "Megatron compiles what it can by itself",
+    "torch_compile_mode": "Megatron compiles what it can by itself",
+    "use_liger_kernel": "the model's layers are Megatron's",
+    "liger_kernel_config": "the model's layers are Megatron's",
+    "torch_empty_cache_steps": "Megatron keeps its buffers",
+    "neftune_noise_alpha": "noise on embeddings is not made here",
+    "optim_args": "set Megatron's optimizer keys instead",
+    "optim_target_modules": "the optimizer takes every trained parameter",
+    "bf16_full_eval": "evaluation runs in the dtype of training",
+    "fp16_full_eval": "evaluation runs in the dtype of training",
+    "include_for_metrics": "evaluation computes the loss only",
+    "batch_eval_metrics": "evaluation computes the loss only",
+    "do_predict": "there is no prediction",
+    "label_names": "the targets are labels",
+    "push_to_hub": "nothing is uploaded; save_hf_model writes a directory that can be",
+    "enable_jit_checkpoint": "SIGTERM always saves a checkpoint",
+    "save_on_each_node": "all ranks write one checkpoint, into a directory that they share",
+    "debug": "a loss or gradient that is not finite ends the run and is named",
+    "ddp_bucket_cap_mb": "data parallelism is Megatron's; set ddp_bucket_size",
+    "ddp_find_unused_parameters": "data parallelism is Megatron's",
+    "ddp_broadcast_buffers": "data parallelism is Megatron's",
+    "ddp_static_graph": "data parallelism is Megatron's",
+    "dataloader_persistent_workers": "workers start anew in each epoch",
+    "dataloader_multiprocessing_context": "workers are forked",
+}
+_ON: Mapping[str, str] = {
+    "average_tokens_across_devices": "the loss is a mean over the targets of all ranks",
+    "skip_memory_metrics": "every log has peak_memory_gib",
+    "dataloader_in_order": "samples come in order",
+}
+"""Switches that cannot be turned off."""
+_LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
+_SAMPLING = ("random", "sequential")
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+
+
+def problems(args: Any) -> list[str]:
+    """Everything wrong with the fields that Hugging Face declares."""
+    found = [
+        f"{name} is not supported ({why}); remove it" for name, why in REFUSED.items() if _is_on(args, name)
+    ]
+    found += [
+        f"{name} cannot be off ({why}); remove it"
+        for name, why in _ON.items()
+        if getattr(args, name, True) is False
+    ]
+    return [*found, *_accelerator(getattr(args, "accelerator_config", None)), *_words(args), *_numbers(args)]
+
+
+def optimizer_of(optim: str) -> Literal["adam", "sgd"] | None:
+    """Megatron's name of Hugging Face's ``optim``; None: it has no such optimizer."""
+    return "adam" if optim in _ADAMW else "sgd" if optim == "sgd" else None
+
+
+def _is_on(args: Any, name: str) -> bool:
+    return getattr(args, name, None) not in (None, False, "", [], {})
+
+
+def _accelerator(given: Any) -> Iterator[str]:
+    """Accelerate is not used; its defaults, which a copy of the arguments holds, say nothing."""
+    from transformers.trainer_pt_utils import AcceleratorConfig
+
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.lstrip().startswith("{") else {given: True}
+        except json.JSONDecodeError:
+            given = {given: True}
+    values = given.to_dict() if isinstance(given, AcceleratorConfig) else given or {}
+    usual = AcceleratorConfig().to_dict()
+    changed = [name for name, value in values.items() if name not in usual or value != usual[name]]
+    if changed:
+        yield f"accelerator_config ({', '.join(changed)}) is not supported (accelerate is not used); remove it"
+
+
+def _words(args: Any) -> Iterator[str]:
+    for name in ("log_level", "log_level_replica"):
+        if (level := getattr(args, name)) not in _LOG_LEVELS:
+            yield f"{name} is {level!r}; expected one of {', '.join(_LOG_LEVELS)}"
+    strategy = str(getattr(args, "train_sampling_strategy", "random"))
+    if strategy not in _SAMPLING:
+        yield f"train_sampling_strategy {strategy} is not supported; use {' or '.join(_SAMPLING)}"
+    yield from _reports(args.report_to)
+
+
+def _reports(given: Any) -> Iterator[str]:
+    names = [given] if isinstance(given, str) else list(given or [])
+    if not names or names in (["none"], ["all"]):
+        return
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            yield f"report_to is {name!r}; expected none, all or some of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}"
+        elif name not in get_available_reporting_integrations():
+            yield f"report_to {name} needs the package {name}, which is not installed; install it or remove {name}"
+
+
+_AT_LEAST_ONE = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+_AT_LEAST_ZERO = (
+    "learning_rate",
+    "weight_decay",
+    "adam_epsilon",
+    "max_grad_norm",
+    "warmup_steps",
+    "min_lr",
+    "decoupled_lr",
+    "dataloader_num_workers",
+    "data_seed",
+    "logging_steps",
+    "save_steps",
+    "eval_steps",
+    "eval_delay",
+)
+_SHARES = ("adam_beta1", "adam_beta2", "label_smoothing_factor", "sgd_momentum")
+_ABOVE_ZERO = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window")
+
+_RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+    (_AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
+    (_AT_LEAST_ZERO, lambda value: 0 <= value < math.inf, "at least 0"),
+    (_SHARES, lambda value: 0 <= value < 1, "at least 0 and below 1"),
+    (_ABOVE_ZERO, lambda value: 0 < value < math.inf, "above 0"),
+    (("seed",), lambda value: 0 <= value < 2**32, "at least 0 and below 2**32"),
+)
+
+
+def _numbers(args: Any) -> Iterator[str]:
+    for names, fits, words in _RANGES:
+        given = {name: getattr(args, name, None) for name in names}
+        wrong = {name: value for name, value in given.items() if value is not None and not fits(float(value))}
+        yield from (f"{name} must be {words}, not {value}" for name, value in wrong.items())
+    if args.max_steps <= 0 and not 0 < float(args.num_train_epochs) < math.inf:
+        yield f"num_train_epochs must be above 0 where max_steps is not set, not {args.num_train_epochs}"
