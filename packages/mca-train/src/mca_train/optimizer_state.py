@@ -8,7 +8,8 @@ KeyError 'optimizer' between expert sizes 1 and 2). The tensors inside, however,
 them the few numbers that are no tensors (`Numbers`). Loading asks for what the *new* optimizer holds.
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from typing import Any
 import torch
 
 from mca_config.errors import McaError
+from mca_models.megatron.distributed_reader import read_state, shapes_in
 from mca_models.megatron.torch_dist import Writing, write_state
 from mca_train import groups
 from mca_train.bucket_padding import positions_without_padding
 
 _MASTER = "optimizer.state.fp32_param."
 _MASTER_WHERE_SPLIT = "optimizer.state.param."
+_KIND = re.compile(r"optimizer\.state\.(?!fp32_param\.)(\w+)\.")
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,9 @@ def load(optimizer: Any, chunks: list[Any], folder: Path, numbers: Numbers) -> N
     Raises:
         McaError: The checkpoint has no state for a parameter (another optimizer or another model wrote it).
     """
-    from megatron.core import dist_checkpointing
-
-    saved = _saved_shapes(folder)
+    saved = shapes_in(folder)
     state = _sharded(optimizer, chunks, loading=True)
+    _require_same_kind(folder, saved, state)
     asked = {}
     for number, (_, key, leaf) in enumerate(_leaves(state)):
         if leaf.key in saved:
@@ -62,7 +64,7 @@ def load(optimizer: Any, chunks: list[Any], folder: Path, numbers: Numbers) -> N
                 f"{folder}: holds no '{leaf.key.removeprefix('optimizer.state.')}' ({key}); it was written with "
                 "another optimizer or another model, training cannot resume with this one"
             )
-    loaded = dist_checkpointing.load(dict(asked), str(folder))
+    loaded = read_state(asked, folder) if any(groups.gather_objects(len(asked))) else {}
     for number, (container, key, leaf) in enumerate(list(_leaves(state))):
         if str(number) in asked:
             container[key] = _without_padding(loaded[str(number)], leaf, saved[leaf.key])
@@ -82,6 +84,9 @@ def _sharded(optimizer: Any, chunks: list[Any], *, loading: bool) -> Any:
     model = {
         f"model{number}": chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)
     }
+    for single in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if single.init_state_fn is None:  # of sgd
+            single.init_state_fn = _begin_momentum
     with positions_without_padding(optimizer):
         state = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     for _, _, leaf in _leaves(state):
@@ -90,17 +95,27 @@ def _sharded(optimizer: Any, chunks: list[Any], *, loading: bool) -> Any:
     return state
 
 
-def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Whole shapes by name. Megatron's own reader of them fails with torch 2.15 (its TypeError: 'strides')."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+def _begin_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Zeros for what SGD is about to load."""
+    for group in optimizer.param_groups:
+        for param in group["params"] if group.get("momentum") else ():
+            optimizer.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
 
-    try:
-        entries = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    except Exception as error:
+
+def _require_same_kind(folder: Path, saved: Iterable[str], state: Any) -> None:
+    """Raises unless this optimizer keeps of each parameter what that of the checkpoint did; collective."""
+    mine = groups.gather_objects(_kinds(leaf.key for _, _, leaf in _leaves(state)))
+    here, there = sorted(set().union(*mine)), sorted(_kinds(saved))
+    if here != there:
         raise McaError(
-            f"{folder / '.metadata'}: cannot be read ({error}); the checkpoint is damaged"
-        ) from error
-    return {key: tuple(entry.size) for key, entry in entries.items() if hasattr(entry, "size")}
+            f"{folder}: was written by an optimizer that keeps {' and '.join(there) or 'nothing'} of each parameter, "
+            f"this run's keeps {' and '.join(here) or 'nothing'}; resume with the optimizer that it was written with"
+        )
+
+
+def _kinds(keys: Iterable[str]) -> set[str]:
+    """What besides masters stands there of parameters: ``exp_avg``, ``momentum_buffer``, ..."""
+    return {found[1] for key in keys if (found := _KIND.match(key))}
 
 
 def _leaves(state: Any) -> Iterator[tuple[Any, Any, Any]]:
