@@ -11,6 +11,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from mca_config.errors import McaError
 from mca_config.layout import Coordinates, ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint import ModelSource, read_piece
@@ -19,6 +20,7 @@ from mca_models.megatron import parallel
 from mca_models.megatron.names import Held
 from mca_models.megatron.tensors import to_torch
 from mca_models.megatron.vocabulary import Growth, grown_piece
+from mca_models.templates import family_of
 from mca_models.weights import Param
 
 _NORMS = ("layernorm.weight", "layer_norm_weight", "norm.weight")
@@ -43,6 +45,25 @@ def whole_shape(param: Param, live: Tensor, config: McaModelConfig) -> tuple[int
     if param.vocab:
         shape[0] = config.vocab_size
     return tuple(shape)
+
+
+def require_same_names(source: ModelSource, config: McaModelConfig, where: str) -> None:
+    """Raises unless the checkpoint has every parameter of a model, and no other.
+
+    Args:
+        source: The checkpoint.
+        config: The model.
+        where: Names the checkpoint in errors.
+    """
+    there = {param.mca_name() for param in source.params if param.alias_of is None}
+    here = {p.mca_name() for p in family_of(config.model_type).params(config) if p.alias_of is None}
+    told = [
+        f"{what} {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}"
+        for what, names in (("lacks", here - there), ("also has", there - here))
+        if names
+    ]
+    if told:
+        raise McaError(f"{where}: holds another model than this one: it {' and '.join(told)}")
 
 
 @torch.no_grad()
