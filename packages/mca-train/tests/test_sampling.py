@@ -54,7 +54,15 @@ def test_epochs_differ_and_repeat():
 
 
 def test_resuming_skips_exactly_the_trained_steps():
-    assert steps(23, micro=4, seed=1, first=2)[0] == steps(23, micro=4, seed=1)[0][2:]
+    assert steps(23, micro=4, seed=1, first=8)[0] == steps(23, micro=4, seed=1)[0][2:]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_resuming_with_other_steps_gives_what_remains(drop_last):
+    before = steps(23, micro=2, seed=1, drop_last=drop_last)[0][:5]
+    after = steps(23, micro=4, seed=1, first=10, drop_last=drop_last)[0]
+    order = list(chain(*steps(23, micro=23, seed=1)[0]))
+    assert list(chain(*before, *after)) == order[: 22 if drop_last else 23]
 
 
 def test_drop_last_leaves_out_the_short_step():

@@ -65,7 +65,7 @@ def test_rows_of_others_are_not_tokenized(files):
     made = []
     shape = BatchShape(micro_batch_size=1, num_micro_batches=2, data_parallel_size=2, data_parallel_rank=1)
     steps = StepStream(stream.rows, shape, 4, make=lambda row: made.append(row["prompt"]) or row)
-    steps.set_epoch(0, 1)
+    steps.set_epoch(0, 4)
     assert [[counts for _, counts in step] for step in steps] == [[True, True]] * 3
     assert made == ["6+1=", "8+1=", "10+1=", "12+1=", "14+1=", "16+1="]
 

@@ -4,7 +4,7 @@
       mca_config.json, iter_0000001/, ...   the model, an MCA checkpoint of its own
       training/optimizer/                   Megatron's distributed checkpoint of the optimizer
       training/rng_<rank>.safetensors       random states
-      training/scheduler.json, training/optimizer.json
+      training/scheduler.json, training/optimizer.json, training/place.json
       trainer_state.json                    Hugging Face's TrainerState: step, epoch, logs, best metric
       training_args.json
       training/manifest.json                size and checksum of all this
@@ -29,6 +29,7 @@ from mca_models.megatron.torch_dist import Writing
 from mca_train import groups, integrity, optimizer_state
 from mca_train.checkpoint_writer import delete
 from mca_train.groups import Ranks
+from mca_train.progress import Place
 from mca_train.rng import load_rng, save_rng
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,21 @@ def rotate(output_dir: Path, limit: int | None, keep: str | None) -> None:
         delete(path)
 
 
+def place_in(checkpoint: Path) -> Place:
+    """Where the run stood in its data.
+
+    Raises:
+        McaError: The checkpoint holds the model only.
+    """
+    folder = checkpoint / _TRAINING
+    if not (folder / "optimizer.json").is_file():
+        raise McaError(f"{checkpoint}: holds no optimizer state (save_only_model?); training cannot resume")
+    try:
+        return Place(**json.loads((folder / "place.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise McaError(f"{folder / 'place.json'}: cannot be read ({error}); training cannot resume") from None
+
+
 class TrainingState:
     """What training needs beyond the model, to and from a checkpoint.
 
@@ -118,9 +134,11 @@ class TrainingState:
         engine: With the optimizer and the wrapped chunks.
         scheduler: The learning rate, with ``state_dict`` and ``load_state_dict``.
         rank: Of this process.
+        place: Where the run stands in its data.
     """
 
-    def __init__(self, engine: Any, scheduler: Any, rank: int) -> None:
+    def __init__(self, engine: Any, scheduler: Any, rank: int, place: Place) -> None:
+        self._place = place
         self._engine = engine
         self._scheduler = scheduler
         self._rank = rank
@@ -136,6 +154,7 @@ class TrainingState:
                 self._engine.optimizer, self._modules(), optimizer, background=background
             )
         words = {"scheduler": self._scheduler.state_dict(), "optimizer": asdict(numbers)}
+        words["place"] = asdict(self._place)
 
         def write() -> None:
             for name, state in words.items():
@@ -145,16 +164,8 @@ class TrainingState:
         return writing
 
     def load(self, checkpoint: Path) -> None:
-        """Restores what was saved.
-
-        Raises:
-            McaError: The checkpoint holds the model only.
-        """
+        """Restores what was saved."""
         folder = checkpoint / _TRAINING
-        if not (folder / "optimizer.json").is_file():
-            raise McaError(
-                f"{checkpoint}: holds no optimizer state (save_only_model?); training cannot resume"
-            )
         numbers = optimizer_state.Numbers(**json.loads((folder / "optimizer.json").read_text()))
         with _without_warnings():
             optimizer_state.load(self._engine.optimizer, self._modules(), folder / "optimizer", numbers)

@@ -55,32 +55,36 @@ class StepSampler:
         self._seed = seed
         self._drop_last = drop_last and num_samples >= shape.global_size
         self._epoch = 0
-        self._first_step = 0
+        self._first = 0
 
-    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Shuffle for ``epoch`` and leave out its first ``first_step`` steps, which were trained already."""
+    def set_epoch(self, epoch: int, first: int = 0) -> None:
+        """Shuffle for ``epoch`` and leave out its first ``first`` samples, which were trained already."""
         self._epoch = epoch
-        self._first_step = first_step
+        self._first = first
 
     @property
     def num_steps(self) -> int:
         """Steps in a whole epoch."""
-        steps, rest = divmod(self.num_samples, self.shape.global_size)
+        return self.steps_after(0)
+
+    def steps_after(self, samples: int) -> int:
+        """Steps that remain in an epoch after its first ``samples`` samples."""
+        steps, rest = divmod(max(self.num_samples - samples, 0), self.shape.global_size)
         return steps + int(rest > 0 and not self._drop_last)
 
-    def share(self, steps: int) -> float:
-        """How much of an epoch its first ``steps`` steps are: by samples, as Hugging Face counts."""
-        size = self.shape.global_size
-        return min(steps * size / min(self.num_samples, self.num_steps * size), 1.0)
+    def share(self, samples: int) -> float:
+        """How much of an epoch its first ``samples`` samples are, as Hugging Face counts."""
+        return min(samples / min(self.num_samples, self.num_steps * self.shape.global_size), 1.0)
 
     def __len__(self) -> int:
-        return max(self.num_steps - self._first_step, 0)
+        return self.steps_after(self._first)
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order()
         size = self.shape.global_size
-        for step in range(self._first_step, self.num_steps):
-            yield deal(order[step * size : (step + 1) * size], self.shape)
+        for step in range(len(self)):
+            first = self._first + step * size
+            yield deal(order[first : first + size], self.shape)
 
     def _order(self) -> Indices:
         if self._seed is None:

@@ -56,6 +56,15 @@ class LearningRate:
         if not self._by_metric:
             self.scheduler.step()
 
+    def move(self, steps: int) -> None:
+        """Sets the schedule forward, or back; one that follows a metric stays."""
+        if steps == 0 or self._by_metric:
+            return
+        self.scheduler.last_epoch = max(self.scheduler.last_epoch + steps, 0)
+        rate = self._base * self.scheduler.lr_lambdas[0](self.scheduler.last_epoch)
+        self._carrier.param_groups[0]["lr"] = rate
+        self.scheduler._last_lr = [rate]
+
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's state, and the coming step's rate."""
         return dict(self.scheduler.state_dict()) | {"mca_rate": self._carrier.param_groups[0]["lr"]}

@@ -59,13 +59,22 @@ class StepStream(IterableDataset[list[tuple[Any, bool]]]):
         self._dataset, self._make, self._drop_last = dataset, make, drop_last
         self._first_step = 0
 
-    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Leave out the first ``first_step`` steps, which were trained already; a run is one epoch."""
-        self._first_step = first_step
+    @property
+    def num_samples(self) -> int:
+        """Of the run, as if every step were full."""
+        return self.num_steps * self.shape.global_size
 
-    def share(self, steps: int) -> float:
-        """How much of the run its first ``steps`` steps are, as Hugging Face counts epochs of streams."""
-        return steps / self.num_steps
+    def set_epoch(self, epoch: int, first: int = 0) -> None:
+        """Leave out the steps of the first ``first`` samples, which were trained already; a run is one epoch."""
+        self._first_step = first // self.shape.global_size
+
+    def steps_after(self, samples: int) -> int:
+        """Steps that remain after ``samples`` samples in full steps."""
+        return max(self.num_steps - samples // self.shape.global_size, 0)
+
+    def share(self, samples: int) -> float:
+        """How much of the run its first ``samples`` samples are, as Hugging Face counts epochs of streams."""
+        return samples / self.num_samples
 
     def __iter__(self) -> Iterator[list[tuple[Any, bool]]]:
         worker, workers = _claim_worker()

@@ -11,6 +11,10 @@ def summary(trainer: Any, result: Any) -> str:
     history = trainer.state.log_history
     evaluations = [log["eval_loss"] for log in history if "eval_loss" in log]
     speed = averages(history, since=trainer.started_at_step)
+    if result.global_step == trainer.started_at_step:
+        ending = f"the checkpoint is at step {result.global_step} already, the end of the run"
+        lines = {"steps": f"none; {ending}", "model": str(output)}
+        return "\n".join(f"{name:<5}  {value}" for name, value in lines.items())
     lines = {
         "steps": f"{result.global_step} in {result.metrics['train_runtime']:.1f} s"
         + (f", {speed['step_time']:.3g} s each" if speed else ""),

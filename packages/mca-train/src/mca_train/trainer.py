@@ -7,6 +7,7 @@ evaluation and checkpoints are this module's: nothing goes through accelerate.
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from mca_train.engine import Engine, Pipeline, StepResult
 from mca_train.hf_glue import JsonlLog, ModelView, WithoutAccelerator
 from mca_train.honoured import require_honoured
 from mca_train.label_smoothing import smooth_labels
-from mca_train.loaders import Loaders, WithStepLoaders, log_plan
+from mca_train.loaders import Loaders, WithStepLoaders, continued, log_plan
 from mca_train.loss_signals import ModelLosses, Signals
 from mca_train.losses import token_loss
-from mca_train.progress import Length, LossMeter
+from mca_train.output_place import require_own
+from mca_train.progress import Length, LossMeter, Place
 from mca_train.sampling import StepSampler
 from mca_train.saving import load_weights, require_format
 from mca_train.schedule import LearningRate
@@ -99,6 +101,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         self._learning_rate: LearningRate | None = None
         self._meter = LossMeter(self.ranks.context_parallel_rank)
         self._checkpoints = CheckpointWriter(in_background=args.async_save)
+        self._place = Place()
         self._last_logged = 0
         self._loss_total = 0.0
         self.started_at_step = 0
@@ -149,6 +152,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         """
         if trial is not None:
             raise McaError("hyper-parameter search is not supported")
+        require_own(Path(self.args.output_dir), [getattr(self.model, "source", None)])
         checkpoint = checkpointing.find(resume_from_checkpoint, Path(self.args.output_dir), self.ranks)
         self.is_in_train = True
         try:
@@ -160,7 +164,10 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
 
     def _train(self, checkpoint: Path | None) -> TrainOutput:
         loader, sampler = self._train_loader()
-        length = Length.of(self.args, sampler.num_steps)
+        self._start_state(checkpoint)
+        place = Place() if checkpoint is None else checkpointing.place_in(checkpoint)
+        self._place = continued(place, sampler)
+        length = Length.of(self.args, sampler, self._place, self.state.global_step)
         training = self._prepare(length, checkpoint)
         log_plan(self.args, self.ranks, length, sampler.shape.global_size, self.state.global_step)
         if self.ranks.is_first:
@@ -173,54 +180,59 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         if self.args.eval_on_start:
             self._evaluate(None, None, skip_scheduler=True)
         self._meter = LossMeter(self.ranks.context_parallel_rank)
-        for epoch in range(start // length.steps_per_epoch, length.num_epochs):
+        for epoch in range(self._place.epoch, length.num_epochs):
             if self.control.should_training_stop or self.state.global_step >= length.max_steps:
                 break
-            self._run_epoch(epoch, loader, sampler, length)
+            self._run_epoch(epoch, loader, sampler)
         return self._finish(start, started, sampler)
 
     def _prepare(self, length: Length, checkpoint: Path | None) -> checkpointing.TrainingState:
-        """State, engine and schedule; restored from ``checkpoint`` if there is one."""
-        self._start_state(length, checkpoint)
+        """Engine and schedule; restored from ``checkpoint`` if there is one."""
+        self._set_length(length)
         if checkpoint is not None:
             load_weights(self.model, checkpoint)
         if self.engine is None:
             self.engine = Engine(self.model.chunks, self.args, self._loss, wants_logits=self.wants_logits)
         self.optimizer = self.engine.optimizer
-        self._learning_rate = LearningRate(self.args, length.max_steps)
+        self._learning_rate = LearningRate(self.args, length.schedule_steps)
         self.lr_scheduler = self._learning_rate.scheduler
         training = self._training_state()
         if checkpoint is not None:
             training.load(checkpoint)
+            self._learning_rate.move(length.schedule_done - self._place.schedule)
+        self._place = replace(self._place, schedule=length.schedule_done)
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self._view, self.optimizer, self.lr_scheduler
         return training
 
     def _training_state(self) -> checkpointing.TrainingState:
-        return checkpointing.TrainingState(self.engine, self._learning_rate, self.ranks.rank)
+        return checkpointing.TrainingState(self.engine, self._learning_rate, self.ranks.rank, self._place)
 
-    def _start_state(self, length: Length, checkpoint: Path | None) -> None:
+    def _start_state(self, checkpoint: Path | None) -> None:
         """A fresh `TrainerState`, or that of the checkpoint."""
         if checkpoint is None:
             self.state = TrainerState(stateful_callbacks=self._exportable())
         else:
             self.state = TrainerState.load_from_json(str(checkpoint / checkpointing.STATE_FILE))
             self._load_callback_state()
-        self.state.compute_steps(self.args, length.max_steps)
         self.state.train_batch_size = self.args.per_device_train_batch_size
-        self.state.max_steps = length.max_steps
-        self.state.num_train_epochs = length.num_epochs
         self.state.is_world_process_zero = self.is_world_process_zero()
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.control._new_training()
         self._last_logged = self.state.global_step
         self._loss_total = 0.0
 
+    def _set_length(self, length: Length) -> None:
+        self.state.compute_steps(self.args, length.max_steps)
+        self.state.max_steps = length.max_steps
+        self.state.num_train_epochs = length.num_epochs
+
     def _run_epoch(
-        self, epoch: int, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream, length: Length
+        self, epoch: int, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream
     ) -> None:
-        first = max(self.state.global_step - epoch * length.steps_per_epoch, 0)
-        sampler.set_epoch(epoch, 0 if self.args.ignore_data_skip else first)
+        if epoch != self._place.epoch:
+            self._place = replace(self._place, epoch=epoch, samples=0)
+        sampler.set_epoch(epoch, 0 if self.args.ignore_data_skip else self._place.samples)
         self.callback_handler.train_dataloader = loader
         self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
         result = StepResult(True, None)
@@ -228,8 +240,8 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
             self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
             result = self.training_step(batch)
             self.state.global_step += 1
-            done = self.state.global_step - epoch * length.steps_per_epoch
-            self.state.epoch = epoch + sampler.share(done)
+            self._place = self._place.after_step()
+            self.state.epoch = epoch + sampler.share(self._place.samples)
             self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
             self.watch.stop_if_asked(self.control, self.state.global_step)
             self._checkpoints.advance()
@@ -309,14 +321,15 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         self.state.num_input_tokens_seen += rest.num_tokens
         samples = steps * sampler.shape.global_size
         metrics = speed_metrics("train", started, num_samples=samples, num_steps=steps)
-        metrics["train_loss"] = self._loss_total / max(steps, 1)
+        if steps:
+            metrics["train_loss"] = self._loss_total / steps
         self.log(dict(metrics))
         best = self.args.load_best_model_at_end and not self.watch.stopped
         if best and self.state.best_model_checkpoint is not None:
             logger.info("loading the best model, %s", self.state.best_model_checkpoint)
             load_weights(self.model, Path(self.state.best_model_checkpoint))
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+        return TrainOutput(self.state.global_step, metrics.get("train_loss", 0.0), metrics)
 
     # Evaluation.
 

@@ -1,0 +1,120 @@
+"""A run that stops inside an epoch and goes on with steps of another size trains on every sample once."""
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import run_ranks
+from train_cases import history, make_trainer, quietly, tiny_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+SAMPLES, STOP = 23, 5
+RUN = {
+    "max_steps": -1,
+    "num_train_epochs": 2,
+    "warmup_steps": 0,
+    "lr_scheduler_type": "linear",
+    "gradient_accumulation_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 5,
+}
+
+
+def numbered() -> Any:
+    """Samples that begin with their own number."""
+    import numpy as np
+
+    from mca_train import TokenDataset
+
+    rows = [(np.arange(number, number + 8), np.ones(8, dtype=bool)) for number in range(SAMPLES)]
+    return TokenDataset.from_samples(rows)
+
+
+def run(
+    checkpoint: Path, output_dir: Path, resume: str | None, stop: int = 0, **changes: Any
+) -> dict[str, Any]:
+    """Trains, up to ``stop`` if that is given; what it saw on this rank in each step, and what it logged."""
+    from transformers import TrainerCallback
+
+    from mca_train.summary import summary
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step == stop
+
+    trainer = make_trainer(checkpoint, output_dir, train_dataset=numbered(), **RUN | changes)
+    trainer.add_callback(Stop())
+    seen: list[list[int]] = []
+
+    def see(batch: Any) -> None:
+        rows = [
+            (row, mask)
+            for b in batch.micro_batches
+            for row, mask in zip(b.input_ids, b.loss_mask, strict=True)
+        ]
+        seen.append([int(row[0]) for row, mask in rows if mask.any()])
+
+    trainer.before_forward = see
+    path = str(output_dir / resume) if resume else None
+    result = quietly(lambda: trainer.train(resume_from_checkpoint=path))
+    keys = ("loss", "grad_norm", "learning_rate", "epoch")
+    found = {key: history(trainer, key) for key in keys}
+    return found | {"seen": seen, "max_steps": trainer.state.max_steps, "summary": summary(trainer, result)}
+
+
+def again(checkpoint: Path, output_dir: Path) -> list[dict[str, Any]]:
+    """On two ranks: from the checkpoint of one rank, from one of its own, and from the end."""
+    return [run(checkpoint, output_dir, f"checkpoint-{step}") for step in (STOP, 10, 15)]
+
+
+def test_every_sample_comes_once_whatever_the_batch_size(tmp_path):
+    model, output = tiny_checkpoint(tmp_path / "tiny"), tmp_path / "run"
+    (first,) = run_ranks(1, run, model, output, None, STOP)
+    assert [len(step) for step in first["seen"]] == [2] * STOP
+    assert first["max_steps"] == 24
+    found = run_ranks(2, again, model, output)
+    resumed, own, ended = found[0]
+    steps = [sorted(one + other) for one, other in zip(found[0][0]["seen"], found[1][0]["seen"], strict=True)]
+    assert [len(step) for step in steps] == [4, 4, 4, 1, 4, 4, 4, 4, 4, 3]
+    before = [number for step in first["seen"] for number in step]
+    assert sorted(before + list(chain(*steps[:4]))) == list(range(SAMPLES)), "the rest of the epoch"
+    assert sorted(chain(*steps[4:])) == list(range(SAMPLES)), "a whole epoch"
+    assert resumed["max_steps"] == 15
+    # six steps of four are an epoch; four of them remained, so the schedule goes on at the third of twelve
+    expected = [5e-3 * (12 - step) / 12 for step in range(2, 12)]
+    assert resumed["learning_rate"][STOP:] == pytest.approx(expected)
+    assert resumed["epoch"][STOP + 3] == 1.0
+    assert resumed["epoch"][-1] == 2.0
+    for key in ("loss", "grad_norm", "learning_rate", "epoch", "max_steps"):
+        assert own[key] == resumed[key] == ended[key], "bit for bit after another change of nothing"
+    assert ended["seen"] == []
+    assert "none; the checkpoint is at step 15 already, the end of the run" in ended["summary"]
+    assert "training loss" not in ended["summary"]
+
+
+def streamed(checkpoint: Path, output_dir: Path) -> str:
+    from mca_config.errors import McaError
+
+    class Stream:
+        def __iter__(self) -> Any:
+            return iter([numbered()[number] for number in range(SAMPLES)])
+
+    settings = RUN | {"train_dataset": Stream(), "max_steps": 5}
+    quietly(make_trainer(checkpoint, output_dir, **settings).train)
+    trainer = make_trainer(checkpoint, output_dir, **settings | {"gradient_accumulation_steps": 3})
+    try:
+        quietly(lambda: trainer.train(resume_from_checkpoint=True))
+    except McaError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_stream_goes_on_with_steps_of_its_size_only(tmp_path):
+    (said,) = run_ranks(1, streamed, tiny_checkpoint(tmp_path / "tiny"), tmp_path / "run")
+    assert (
+        "the checkpoint's steps have 2 samples, this run's 3; a stream goes on with steps of the same size"
+        in said
+    )
