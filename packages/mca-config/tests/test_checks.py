@@ -12,6 +12,7 @@ from mca_config import (
     require_layout,
     sequence_multiple,
 )
+from mca_config.checks import positions_exceeded
 
 DENSE: dict[str, Any] = {
     "model_type": "llama",
@@ -146,3 +147,26 @@ def test_all_problems_come_at_once() -> None:
     assert text.startswith("llama cannot be laid out as tp 16 pp 4 ep 2 etp 16: ")
     for words in ("num_layers 30", "num_attention_heads", "ffn_hidden_size", "no experts", "7 processes"):
         assert words in text
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        (None, 512),
+        ({"rope_type": "linear", "factor": 2.0}, 1024),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}, 512),
+    ],
+)
+def test_positions_that_a_model_does_not_have_are_told(
+    scaling: dict[str, Any] | None, positions: int
+) -> None:
+    scaled = model(rope_scaling=scaling)
+    assert positions_exceeded(scaled, positions) is None
+    told = positions_exceeded(scaled, positions + 1)
+    assert told is not None
+    assert f"of {positions + 1} tokens are longer than the model's {positions} positions" in told
+
+
+def test_dynamic_scaling_has_no_last_position() -> None:
+    assert positions_exceeded(model(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), 10**6) is None

@@ -1,11 +1,14 @@
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers_for_tests import byte_tokenizer
 
+from mca_config.errors import McaError
 from mca_train.cli import main
 
 MODEL = {
@@ -85,12 +88,46 @@ def test_wrong_usage_is_one_line_and_2(words, message, capsys):
         ({"overlap_param_gather": True}, [], "use_distributed_optimizer"),
         ({"seq_length": 1}, [], "seq_length is 1; expected at least 2"),
         ({"bf16": True, "fp16": True}, [], "bf16 excludes fp16"),
+        ({"train_file": ...}, [], "train_file is not set"),
+        ({"eval_strategy": "steps"}, [], "eval_strategy is steps, but eval_file is not set"),
+        ({"eval_on_start": True}, [], "eval_on_start is true, but eval_file is not set"),
+        ({"do_eval": True}, [], "do_eval is true, but eval_file is not set"),
+        ({"do_eval": False, "eval_file": "e.jsonl"}, [], "do_eval is false, but eval_file is set"),
+        ({"do_train": False}, [], "do_train is false, but mca-train trains"),
+        ({"adam_beta2": 1.5}, [], "adam_beta2 must be at least 0 and below 1, not 1.5"),
+        ({"num_train_epochs": 0}, [], "num_train_epochs must be above 0"),
+        ({}, ["--learning_rate", ".nan"], "learning_rate must be at least 0, not nan"),
+        ({}, ["--save_strategy", "never"], "save_strategy is 'never'; expected no or steps"),
+        ({"ddp_backend": "mpi"}, [], "ddp_backend is 'mpi'; ranks of this machine talk over"),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay"},
+            [],
+            "warmup_stable_decay with lr_scheduler_kwargs {}: ",
+        ),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, [], "One of min_lr or min_lr_rate should be set"),
+        (
+            {},
+            ["--lr_scheduler_kwargs", '{"foo":1}'],
+            "lr_scheduler_type linear with lr_scheduler_kwargs {'foo': 1}",
+        ),
+        (
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": "x"}},
+            [],
+            "lr_scheduler_type poly",
+        ),
+        (
+            {"metric_for_best_model": "accuracy"},
+            [],
+            "metric_for_best_model is 'accuracy'; mca-train pretrain eval",
+        ),
+        ({"load_best_model_at_end": True, "save_strategy": "epoch"}, [], "--load_best_model_at_end requires"),
     ],
 )
 def test_wrong_configurations_are_one_line_and_2(run, changes, flags, message, capsys):
     assert main(["pretrain", run(**changes), *flags]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
+    assert error.count("\n") == 1
     assert message in error
 
 
@@ -99,10 +136,10 @@ def test_wrong_configurations_are_one_line_and_2(run, changes, flags, message, c
     [
         ({"model_name_or_path": "/none"}, "model_name_or_path: directory /none does not exist"),
         ({"train_file": "/none.jsonl"}, "train_file: file /none.jsonl does not exist"),
-        ({"train_file": ...}, "train_file is not set"),
         ({"tensor_model_parallel_size": 3}, "tensor_model_parallel_size 3"),
         ({"tensor_model_parallel_size": 2, "local_ranks": 3}, "3"),
-        ({"eval_strategy": "steps"}, "eval_file is not set"),
+        ({"output_dir": "/proc/none"}, "output_dir: /proc/none cannot be written"),
+        ({"train_file": __file__}, "ends in '.py'"),
     ],
 )
 def test_what_cannot_run_is_one_error_and_1(run, changes, message, capsys, tmp_path):
@@ -161,3 +198,56 @@ def test_readme_and_docs_name_the_keys_of_the_data():
     for cls in (DataArguments, LaunchArguments):
         for name in cls.__dataclass_fields__:
             assert f"`{name}`" in text, name
+
+
+def test_a_metric_of_preferences_can_choose_the_best_model(run, tmp_path):
+    from mca_train.sense import require_run
+    from mca_train.settings import given_values, parse
+
+    values, where = given_values(Path(run(metric_for_best_model="eval_rewards/margins")), [])
+    require_run("dpo", parse(values, where))
+    with pytest.raises(McaError, match="mca-train sft evaluates loss, runtime"):
+        require_run("sft", parse(values, where))
+
+
+def test_an_output_dir_that_is_tried_is_left_as_it_was(tmp_path):
+    from mca_train.sense import require_writable
+
+    require_writable(tmp_path / "a" / "b")
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(McaError, match=r"output_dir: .* cannot be written"):
+            require_writable(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "given", "level"),
+    [
+        ("0", {}, None),
+        ("0", {"log_level": "warning"}, logging.WARNING),
+        ("0", {"log_level": "debug"}, logging.DEBUG),
+        ("1", {"log_level": "debug"}, None),
+        ("1", {"log_level_replica": "info"}, logging.INFO),
+    ],
+)
+def test_log_levels_are_followed(rank, given, level, monkeypatch):
+    from mca_train.sense import speak
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(logging.getLogger("mca_train"), "level", -7)
+    speak(SimpleNamespace(**({"log_level": "passive", "log_level_replica": "warning"} | given)))
+    assert logging.getLogger("mca_train").level == (-7 if level is None else level)
+    for name in ("mca_models", "mca_config"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
+
+
+def test_a_plan_names_positions_that_the_model_does_not_have(run, capsys):
+    assert main(["plan", run(seq_length=129)]) == 0
+    assert (
+        "seq_length 129: sequences of 129 tokens are longer than the model's 128 positions"
+        in capsys.readouterr().out
+    )
+    assert main(["plan", run(seq_length=128)]) == 0
+    assert "positions" not in capsys.readouterr().out

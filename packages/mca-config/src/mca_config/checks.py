@@ -58,6 +58,27 @@ def sequence_multiple(layout: ParallelLayout, sequence_parallel: bool | None = N
     return layout.cp * math.lcm(slices, layout.tp if _is_sequence_parallel(layout, sequence_parallel) else 1)
 
 
+def positions_exceeded(model: McaModelConfig, length: int) -> str | None:
+    """What to say where sequences of ``length`` tokens are longer than the model's positions; None: they fit.
+
+    Rope scaling makes as many positions as it says; dynamic scaling any number.
+    """
+    scaling = model.rope_scaling or {}
+    if scaling.get("rope_type") == "dynamic":
+        return None
+    known = model.max_position_embeddings
+    scaled = float(scaling.get("factor") or 1) * float(
+        scaling.get("original_max_position_embeddings") or known
+    )
+    positions = max(known, int(scaled))
+    if length <= positions:
+        return None
+    return (
+        f"sequences of {length} tokens are longer than the model's {positions} positions (max_position_embeddings and "
+        "rope scaling), beyond which it has not been trained; lower seq_length, or set rope_scaling in its config.json"
+    )
+
+
 def _is_sequence_parallel(layout: ParallelLayout, asked: bool | None) -> bool:
     return (layout.tp > 1 and layout.ep > 1) if asked is None else asked
 

@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mca_config.checks import check_layout
+from mca_config.checks import check_layout, positions_exceeded
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
@@ -283,6 +283,8 @@ def print_plan(config: Path, overrides: list[str]) -> int:
         reference=_reference(settings, model),
     )
     sys.stdout.write(render(plan, settings, model))
+    if told := positions_exceeded(model, settings.data.seq_length):
+        sys.stdout.write(f"seq_length {settings.data.seq_length}: {told}\n")
     return 1 if plan.problems else 0
 
 

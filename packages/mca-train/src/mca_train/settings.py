@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mca_config.arguments import MegatronArguments
-from mca_config.errors import McaError
+from mca_config.errors import McaError, list_problems
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_train.arguments import DataArguments, DpoArguments, LaunchArguments, LoraArguments
 from mca_train.config_file import UsageError, build, parse_overrides, read_yaml
+from mca_train.sense import contradictions, require_backend
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -54,15 +55,18 @@ def parse(values: dict[str, Any], where: str) -> Settings:
 
     values = _with_device(values)
     try:
+        require_backend(values.get("ddp_backend"))
         classes = [TrainingArguments, DataArguments, LaunchArguments, LoraArguments, DpoArguments]
         training, data, launch, lora, dpo = build(classes, values, where=where, only=["output_dir"])
         _require_adapter_keys_used(values, lora)
-        if data.streaming and training.max_steps <= 0:
-            raise McaError("streaming needs max_steps: a stream has no length")
+        if error := list_problems(list(contradictions(values, training, data)), where):
+            raise UsageError(str(error))
     except UsageError:
         raise
-    except (McaError, ValueError) as error:
+    except McaError as error:
         raise UsageError(f"{where}: {error}") from error
+    except ValueError as error:
+        raise UsageError(f"{where}: {' '.join(str(error).split())}") from error
     return Settings(training, data, launch, lora, dpo, values, where)
 
 

@@ -9,10 +9,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from mca_config.checks import require_layout
+from mca_config.checks import positions_exceeded, require_layout
 from mca_config.errors import McaError
 from mca_train import launch
 from mca_train.data import Kind, load_tokenized
+from mca_train.output_place import require_own
+from mca_train.sense import require_run, require_writable, speak
 from mca_train.settings import (
     Settings,
     given_values,
@@ -59,6 +61,8 @@ def run(kind: Kind, config: Path, overrides: list[str], command: list[str]) -> i
         )
     settings = parse(values, where)
     require_keys_of(kind, values)
+    require_run(kind, settings)
+    speak(settings.training)
     layout = layout_of(settings.training, _checked_model(settings))
     ranks = num_local_ranks(settings.launch, layout)
     logger.info("starting %d rank%s: %s", ranks, "s" if ranks > 1 else "", layout)
@@ -107,16 +111,22 @@ def _checked_model(settings: Settings) -> Any:
 
 def _prepare(kind: Kind, settings: Settings) -> _Inputs:
     """Tokenizer and data."""
-    if not settings.data.train_file:
-        raise McaError(f"{settings.where}: train_file is not set")
+    require_run(kind, settings)
+    if os.environ.get("RANK", "0") == "0":
+        require_writable(Path(settings.training.output_dir))
+    data, adapter = settings.data, settings.lora.adapter_name_or_path
+    sources = (data.model_name_or_path, data.tokenizer_name_or_path, adapter)
+    require_own(Path(settings.training.output_dir), sources)
     tokenizer = load_tokenizer(settings)
     logger.info("reading %s", ", ".join(settings.data.train_file))
     train = _training_data(kind, settings, tokenizer)
+    longest = settings.data.seq_length if settings.data.streaming else int(train.lengths.max())
+    told = positions_exceeded(model_config(settings.data.model_name_or_path), longest)
+    if told:
+        logger.warning("seq_length %d: %s", settings.data.seq_length, told)
     evaluation = None
     if settings.data.eval_file:
         evaluation = load_tokenized(kind, settings.data.eval_file, tokenizer, settings.data, evaluation=True)
-    elif settings.training.eval_strategy != "no":
-        raise McaError(f"eval_strategy is {settings.training.eval_strategy.value}, but eval_file is not set")
     return _Inputs(kind, settings, tokenizer, train, evaluation)
 
 
@@ -157,6 +167,7 @@ def _train_rank(inputs: _Inputs) -> None:
     from mca_train.kinds import make_trainer
 
     args = inputs.settings.training
+    speak(args)
     trainer = make_trainer(inputs.kind, inputs.settings, inputs.tokenizer, inputs.train, inputs.evaluation)
     result = trainer.train(args.resume_from_checkpoint)
     if trainer.watch.stopped:

@@ -1,0 +1,130 @@
+"""Keys of a run that contradict one another: told before a model or a file is read."""
+
+import contextlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mca_config.errors import McaError
+from mca_train.config_file import UsageError
+
+if TYPE_CHECKING:
+    from mca_train.data import Kind
+    from mca_train.settings import Settings
+
+_STEPS = 1000  # of a schedule that is only tried
+_TIMES = ("runtime", "samples_per_second", "steps_per_second")
+
+
+def contradictions(values: dict[str, Any], training: Any, data: Any) -> Iterator[str]:
+    """What is wrong with a run whatever it trains.
+
+    Args:
+        values: As given.
+        training: Training arguments.
+        data: Model and files.
+    """
+    if data.streaming and training.max_steps <= 0:
+        yield "streaming needs max_steps: a stream has no length"
+    if values.get("do_train", True) is not True and not training.do_train:
+        yield "do_train is false, but mca-train trains; remove it"
+    if values.get("do_eval", True) is not True and not training.do_eval and data.eval_file:
+        yield "do_eval is false, but eval_file is set, which is evaluated at the end; remove one of the two"
+    if not data.eval_file:
+        yield from _without_evaluation(values, training)
+    yield from _schedule(training)
+
+
+def _without_evaluation(values: dict[str, Any], training: Any) -> Iterator[str]:
+    asked = {
+        f"eval_strategy is {training.eval_strategy.value}": training.eval_strategy != "no",
+        "eval_on_start is true": training.eval_on_start,
+        "do_eval is true": "do_eval" in values and training.do_eval and training.eval_strategy == "no",
+    }
+    yield from (
+        f"{what}, but eval_file is not set; set it or remove {what.split()[0]}"
+        for what, on in asked.items()
+        if on
+    )
+
+
+def _schedule(training: Any) -> Iterator[str]:
+    """Builds the schedule once: Hugging Face tells what its ``lr_scheduler_kwargs`` lack in many ways."""
+    from mca_train.schedule import LearningRate
+
+    try:
+        LearningRate(training, training.max_steps if training.max_steps > 0 else _STEPS)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        name, given = training.lr_scheduler_type.value, training.lr_scheduler_kwargs or {}
+        yield f"lr_scheduler_type {name} with lr_scheduler_kwargs {given}: {' '.join(str(error).split())}"
+
+
+def require_backend(given: Any) -> None:
+    """Refuses a ``ddp_backend`` that is not what ranks of this machine talk over.
+
+    Raises:
+        McaError: It is another.
+    """
+    from mca_models.megatron import platform
+
+    usual = platform.backend()
+    if given not in (None, usual):
+        raise McaError(f"ddp_backend is {given!r}; ranks of this machine talk over {usual}; remove it")
+
+
+def require_run(kind: "Kind", settings: "Settings") -> None:
+    """Refuses what ``kind`` cannot begin with.
+
+    Raises:
+        UsageError: There are no training files, or the best model is chosen by a number that is not computed.
+    """
+    if not settings.data.train_file:
+        raise UsageError(f"{settings.where}: train_file is not set")
+    metric = settings.training.metric_for_best_model
+    signals: tuple[str, ...] = ()
+    if kind == "dpo":
+        from mca_train.dpo import DpoTrainer
+
+        signals = DpoTrainer.signal_names
+    known = ("loss", *signals, *_TIMES)
+    if metric is not None and metric.removeprefix("eval_") not in known:
+        raise UsageError(
+            f"metric_for_best_model is {metric!r}; mca-train {kind} evaluates {', '.join(known)}"
+        )
+
+
+def require_writable(folder: Path) -> None:
+    """Tries ``output_dir`` before anything is read; what was made for that is taken away again.
+
+    Raises:
+        McaError: Nothing can be written there.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise McaError(
+            f"output_dir: {folder} cannot be written ({reason}); name another directory"
+        ) from error
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def speak(training: Any) -> None:
+    """Sets what this project says to ``log_level``, on ranks but the first to ``log_level_replica``, where asked."""
+    from transformers.training_args import trainer_log_levels
+
+    first = os.environ.get("RANK", "0") == "0"
+    level = training.log_level if first else training.log_level_replica
+    if level == ("passive" if first else "warning"):
+        return
+    for name in ("mca_train", "mca_models", "mca_config"):
+        logging.getLogger(name).setLevel(trainer_log_levels[level] if level != "passive" else logging.INFO)
