@@ -40,6 +40,8 @@ ROPES: tuple[dict[str, Any], ...] = (
     {**YARN, "truncate": False},
 )
 LATENT_YARNS = ({**YARN, "mscale": 0.7}, {**YARN, "mscale_all_dim": 0.7}, {**YARN, "attention_factor": 1.7})
+WHOLE_HEADS = ("llama", "mistral", "qwen3_moe", "gpt_oss", "exaone4", "deepseek_v3")
+"""Families that rotate whole heads: transformers ignores a part that ``config.json`` names."""
 GROUPS = ((2, 1, 3), (2, 1, 4), (4, 2, 2), (2, 2, 2))
 """Groups, those kept and experts for each token; the sum of two best is chosen by in all."""
 # of the models whose configuration has the first key: what may stand under the others
@@ -112,6 +114,9 @@ def models() -> Iterator[tuple[str, str, dict[str, Any]]]:
             "deepseek_v3",
             {"rope_parameters": {"rope_theta": 100.0, **rope}},
         )
+    half = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    for case in WHOLE_HEADS:
+        yield f"half-{case}", case, {"rope_parameters": half}
     rng = random.Random(2026)
     for number in range(COUNT):
         case = rng.choice(sorted(FAMILY_CASES))
@@ -151,7 +156,9 @@ def test_every_value_is_computed_or_refused(tmp_path: Path, monkeypatch: pytest.
     }
     assert not wrong
     assert [what for name, what in found.items() if name.startswith("windows")] == ["same", "same"]
-    assert {what for name, what in found.items() if name.startswith(("groups", "rope-yarn"))} == {"same"}
+    assert {what for name, what in found.items() if name.startswith(("groups", "rope-yarn", "half"))} == {
+        "same"
+    }
     for name in (name for name in found if name.startswith("one-expert")):
         assert "num_experts_per_tok" in found[name], name
     assert sum(what == "same" for what in found.values()) > COUNT / 2

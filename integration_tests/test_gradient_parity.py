@@ -6,6 +6,7 @@ templates are the tested ones.
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,19 @@ def worst_errors(expected: Path, found: Path) -> list[tuple[str, float]]:
 def test_gradients_equal_autograd(case: str, layout: str, exported: Path) -> None:
     worst = worst_errors(exported / f"{case}-expected", exported / f"{case}-{layout}")
     assert worst[0][1] <= TOLERANCE, worst
+
+
+@pytest.mark.parametrize("layout", ["tp2sp", "cp2", "pp2"])
+def test_the_padding_token_gets_no_gradient_as_an_input(layout: str, tmp_path: Path) -> None:
+    references = [make_reference(case, tmp_path, batch=4) for case in ("llama", "qwen3-tied")]
+    padded = [replace(each, input_ids=each.input_ids.clone()) for each in references]
+    for each in padded:
+        each.input_ids[:, 5::4] = hf_model(each.case).config.pad_token_id
+        expected_gradients(each, tmp_path)
+    run_ranks(2, export_gradients, [(each, layout) for each in padded], tmp_path)
+    for each in padded:
+        worst = worst_errors(tmp_path / f"{each.case}-expected", tmp_path / f"{each.case}-{layout}")
+        assert worst[0][1] <= TOLERANCE, worst
 
 
 @pytest.mark.parametrize("case,layout", [pair for pair in GRID if pair[0] in BIASED])

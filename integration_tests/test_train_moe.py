@@ -1,5 +1,6 @@
 """Experts, latent attention and prediction layers train alike on every layout, and their losses are logged apart."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,6 @@ def test_balancing_losses_are_logged_apart(tmp_path):
 
 def predicting(checkpoint: Path, output: Path, **changes: Any) -> dict[str, list[float]]:
     """A random model with a prediction layer."""
-    import json
-
     from mca_models import AutoModel
     from mca_models.templates import config_from_hf
     from mca_train import McaTrainer
@@ -136,7 +135,7 @@ def answers(count: int) -> Any:
     return TokenDataset.from_samples([(draw.integers(0, 64, n), np.arange(n) >= n - 4) for n in lengths])
 
 
-def balanced_in_plain_torch(checkpoint: Path) -> dict[str, list[float]]:
+def balanced_in_plain_torch(checkpoint: Path, weight: float = 0.4) -> dict[str, list[float]]:
     """Two steps of one batch of two samples; HF's balancing loss counts each of the two chosen experts apart."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -156,7 +155,7 @@ def balanced_in_plain_torch(checkpoint: Path) -> dict[str, list[float]]:
         valid = mask.flatten().bool()
         squares = [router.logsumexp(-1)[valid].square().mean() for router in out.router_logits]
         balance = out.aux_loss / 2
-        (entropy + 0.4 * balance + 0.02 * sum(squares)).backward()
+        (entropy + weight * balance + 0.02 * sum(squares)).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
         values = (entropy, norm, balance, sum(squares) / len(squares))
         for key, value in zip(found, values, strict=True):
@@ -205,3 +204,15 @@ def test_experts_losses_weigh_what_hugging_faces_do(tmp_path):
                 # the z-loss of a log is the mean of the ranks' means, whose tokens differ in number
                 allowed = 8e-2 if key == "moe_z_loss" and size > 1 else 1e-4
                 assert worst(values, ours[key]) < allowed, (name, key, values, ours[key])
+
+
+def test_the_coefficient_of_config_json_is_hugging_faces(tmp_path):
+    checkpoint = one_layer(tmp_path / "one")
+    described = json.loads((checkpoint / "config.json").read_text())
+    described |= {"output_router_logits": True, "router_aux_loss_coef": 0.4}
+    (checkpoint / "config.json").write_text(json.dumps(described))
+    (theirs,) = run_ranks(1, balanced_in_plain_torch, checkpoint, 2 * 0.4)
+    unsaid = {"moe_aux_loss_coeff": None, "moe_router_load_balancing_type": None}
+    (ours,) = run_ranks(1, balanced, checkpoint, tmp_path / "run", **unsaid)
+    for key, values in theirs.items():
+        assert worst(values, ours[key]) < 1e-4, (key, values, ours[key])

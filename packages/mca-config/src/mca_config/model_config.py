@@ -84,9 +84,12 @@ class McaModelConfig:
     """The output layer's logits are divided by it."""
     tie_word_embeddings: bool = False
     """The output layer shares the embedding's weight."""
+    pad_token_id: int | None = None
+    """The token whose embedding gets no gradient as an input; None: all get one."""
     init_method_std: float = 0.02
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
+    """Of what attention and MLP add to the residual; embeddings have none."""
 
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
@@ -126,6 +129,7 @@ class McaModelConfig:
     moe_shared_expert_intermediate_size: int | None = None
     moe_shared_expert_gate: bool = False
     moe_aux_loss_coeff: float = 0.0
+    """HF's ``router_aux_loss_coef``: of a loss over all layers together; arguments take Megatron's, of each layer's."""
     moe_router_load_balancing_type: str = "none"
     mtp_num_layers: int = 0
 

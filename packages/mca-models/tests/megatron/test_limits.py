@@ -34,6 +34,7 @@ MLA = MlaMcaModelConfig(
 )
 GROUPED = replace(
     MOE,
+    model_type="deepseek_v3",
     moe_router_score_function="sigmoid",
     moe_router_num_groups=2,
     moe_router_group_topk=1,

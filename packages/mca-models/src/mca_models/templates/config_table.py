@@ -72,6 +72,7 @@ class ConfigTable:
         fixed: HF keys with values that cannot be represented.
         derive: Further fields computed from the HF dict.
         restore: The HF keys for what ``derive`` computed; used only when there is no source ``config.json``.
+        partial_rotary: Whether HF's models rotate ``partial_rotary_factor`` of a head; others rotate all of it.
         config_class: ``McaModelConfig`` or its MLA subclass.
     """
 
@@ -81,6 +82,7 @@ class ConfigTable:
     fixed: tuple[Fixed, ...] = ()
     derive: Callable[[HfConfig], dict[str, Any]] = lambda hf: {}
     restore: Callable[[Any], HfConfig] = lambda config: {}
+    partial_rotary: bool = False
     config_class: type[McaModelConfig] = McaModelConfig
 
     def to_mca(self, hf: HfConfig) -> McaModelConfig:
@@ -90,6 +92,8 @@ class ConfigTable:
             fixed.check(full)
         values = {field.mca: field.read(full) for field in self.fields}
         values |= dict(self.constants) | read_rope(full) | self.derive(full)
+        if not self.partial_rotary:
+            values["rotary_percent"] = _whole_head(values)
         return self.config_class(model_type=hf["model_type"], dtype=read_dtype(hf), hf_config=hf, **values)
 
     def to_hf(self, config: McaModelConfig, architecture: str) -> HfConfig:
@@ -133,6 +137,17 @@ class ConfigTable:
         return hf
 
 
+def _whole_head(values: Mapping[str, Any]) -> float:
+    """What a family rotates that has no partial rotary: with an unscaled rope transformers ignores the factor."""
+    percent, scaling = values["rotary_percent"], values["rope_scaling"]
+    if percent != 1.0 and scaling is not None:
+        raise McaError(
+            f"config.json: 'partial_rotary_factor' is {percent} beside rope_type {scaling['rope_type']!r}; supported: "
+            "1.0 (transformers fails with it in this family)"
+        )
+    return 1.0
+
+
 def read_dtype(hf: Mapping[str, Any]) -> Literal["float32", "bfloat16", "float16"]:
     """The weights' dtype: ``dtype``, or ``torch_dtype`` as transformers 4 spelled it; float32 if neither."""
     value = hf.get("dtype") or hf.get("torch_dtype") or "float32"
@@ -172,6 +187,7 @@ def dense_fields(*, tied: bool = False, eps: float = 1e-6) -> tuple[Field, ...]:
         Field("layernorm_epsilon", "rms_norm_eps", eps),
         Field("tie_word_embeddings", "tie_word_embeddings", tied),
         Field("init_method_std", "initializer_range", 0.02),
+        Field("pad_token_id", "pad_token_id", None),
         Field("attention_dropout", "attention_dropout", 0.0),
     )
 

@@ -31,6 +31,7 @@ CONFIG = ConfigTable(
     defaults={
         "head_dim": 256,
         "num_key_value_heads": 4,
+        "pad_token_id": 0,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },

@@ -66,7 +66,7 @@ def restore(config: McaModelConfig) -> HfConfig:
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(tied=True), Field("window_size", "sliding_window", None)),
-    defaults={"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096},
+    defaults={"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096, "pad_token_id": 0},
     constants={**CONSTANTS, "qk_layernorm": True},
     fixed=(
         NO_ATTENTION_BIAS,

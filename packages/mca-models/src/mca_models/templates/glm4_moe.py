@@ -34,6 +34,7 @@ CONFIG = ConfigTable(
     ),
     derive=sigmoid_experts,
     restore=restore_groups,
+    partial_rotary=True,
 )
 
 

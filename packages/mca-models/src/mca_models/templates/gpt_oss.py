@@ -4,7 +4,15 @@ from typing import Any
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.common import MLP, attention, embedding, head, inner
-from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
+from mca_models.templates.config_table import (
+    SILU,
+    ConfigTable,
+    Field,
+    Fixed,
+    HfConfig,
+    dense_fields,
+    read_rope,
+)
 from mca_models.templates.family import Family
 from mca_models.templates.moe import aux_loss, expert_fields, restore_aux_loss
 from mca_models.templates.names import HF
@@ -21,11 +29,13 @@ YARN = {
 
 
 def derive(hf: HfConfig) -> dict[str, Any]:
-    """Every other layer has a sliding window, unless listed; and the load-balancing loss."""
+    """Every other layer has a sliding window, unless listed; the load-balancing loss; the family's own yarn."""
     kinds = hf.get("layer_types") or [
         "full_attention" if i % 2 else "sliding_attention" for i in range(hf["num_hidden_layers"])
     ]
-    return {"layer_types": tuple(kinds), **aux_loss(hf)}
+    named = hf.get("rope_parameters") or hf.get("rope_scaling")
+    rope = {} if named else read_rope({"rope_theta": hf.get("rope_theta"), "rope_parameters": YARN})
+    return {"layer_types": tuple(kinds), **rope, **aux_loss(hf)}
 
 
 def restore(config: McaModelConfig) -> HfConfig:
@@ -41,7 +51,7 @@ CONFIG = ConfigTable(
         Field("window_size", "sliding_window", 128),
         Field("activation_func_clamp_value", "swiglu_limit", 7.0),
     ),
-    defaults={"num_key_value_heads": 8, "head_dim": 64, "rope_theta": 150000.0, "rope_scaling": YARN},
+    defaults={"num_key_value_heads": 8, "head_dim": 64, "rope_theta": 150000.0},
     constants={
         "add_bias_linear": True,
         "softmax_type": "learnable",

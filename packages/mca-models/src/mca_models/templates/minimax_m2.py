@@ -16,6 +16,7 @@ from mca_models.templates.config_table import (
 from mca_models.templates.family import Family
 from mca_models.templates.mixtral import NAMES as MIXTRAL
 from mca_models.templates.moe import (
+    NO_JITTER,
     SIGMOID_ROUTER,
     aux_loss,
     expert_fields,
@@ -47,11 +48,13 @@ CONFIG = ConfigTable(
     fixed=(
         SILU,
         NO_ATTENTION_BIAS,
+        NO_JITTER,
         Fixed("scoring_func", ("sigmoid",), "MiniMax M2's router"),
         Fixed("use_qk_norm", (True,), "all published models have these norms"),
     ),
     derive=derive,
     restore=restore_aux_loss,
+    partial_rotary=True,
 )
 
 FAMILY = Family(

@@ -4,7 +4,7 @@ from functools import partial
 
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.moe import aux_loss, expert_fields, moe_params, restore_aux_loss
+from mca_models.templates.moe import NO_JITTER, aux_loss, expert_fields, moe_params, restore_aux_loss
 from mca_models.templates.names import MoeNames
 
 CONFIG = ConfigTable(
@@ -14,7 +14,7 @@ CONFIG = ConfigTable(
         Field("window_size", "sliding_window", None),
     ),
     defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
-    fixed=(SILU,),
+    fixed=(SILU, NO_JITTER),
     derive=aux_loss,
     restore=restore_aux_loss,
 )

@@ -7,7 +7,7 @@ from typing import Any
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.common import MLP, attention, dense_mlp, down, embedding, gate_up, head, inner
-from mca_models.templates.config_table import Field, HfConfig
+from mca_models.templates.config_table import Field, Fixed, HfConfig
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.names import FUSED, HF, MoeNames, in_memory
 from mca_models.weights import GATED, ROW, Concat, Param, each
@@ -18,6 +18,12 @@ SIGMOID_ROUTER: Mapping[str, Any] = {
     "moe_router_pre_softmax": True,
 }
 """Scores by sigmoid, experts chosen with a bias, weights normalised over the chosen ones."""
+
+NO_JITTER = Fixed(
+    "router_jitter_noise",
+    (0.0, None),
+    "transformers shakes the experts' input too, Megatron the router's alone",
+)
 
 
 def require_sigmoid_choice(hf: HfConfig) -> None:

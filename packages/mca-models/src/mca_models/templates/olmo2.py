@@ -6,6 +6,7 @@ from mca_models.templates.family import Family
 
 CONFIG = ConfigTable(
     fields=dense_fields(eps=1e-5),
+    defaults={"pad_token_id": 1},
     constants={"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_full_width": True},
     fixed=(SILU, NO_ATTENTION_BIAS),
 )

@@ -26,7 +26,7 @@ def restore(config: McaModelConfig) -> HfConfig:
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(eps=1e-5), Field("window_size", "sliding_window", None)),
-    defaults={"sliding_window": 4096},
+    defaults={"sliding_window": 4096, "pad_token_id": 1},
     constants=olmo2.CONFIG.constants,
     fixed=olmo2.CONFIG.fixed,
     derive=derive,

@@ -10,6 +10,7 @@ CONFIG = ConfigTable(
         *dense_fields(eps=1e-5),
         *expert_fields(count="num_experts", default=64, ffn="intermediate_size"),
     ),
+    defaults={"pad_token_id": 1},
     constants={"qk_layernorm": True, "qk_layernorm_full_width": True},
     fixed=(SILU, NO_ATTENTION_BIAS, Fixed("clip_qkv", (None,), "Megatron does not clip q, k and v")),
     derive=sparse_layers,

@@ -28,10 +28,16 @@ def restore(config: McaModelConfig) -> HfConfig:
 
 
 CONFIG = ConfigTable(
-    fields=(*dense_fields(eps=1e-5), Field("window_size", "sliding_window", None)),
+    fields=(
+        *dense_fields(eps=1e-5),
+        Field("window_size", "sliding_window", None),
+        Field("hidden_dropout", "resid_pdrop", 0.0),
+    ),
+    defaults={"pad_token_id": 32000},
     fixed=(SILU,),
     derive=long_rope,
     restore=restore,
+    partial_rotary=True,
 )
 
 

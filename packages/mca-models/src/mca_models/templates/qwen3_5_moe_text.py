@@ -51,6 +51,7 @@ CONFIG = ConfigTable(
     fixed=(SILU, NO_ATTENTION_BIAS, OWN_EMBEDDING),
     derive=derive,
     restore=restore,
+    partial_rotary=True,
 )
 
 

@@ -27,6 +27,7 @@ CONFIG = ConfigTable(
     fixed=(SILU, NO_ATTENTION_BIAS, OWN_EMBEDDING),
     derive=delta.mixed_layers,
     restore=delta.restore_layers,
+    partial_rotary=True,
 )
 
 

@@ -32,6 +32,7 @@ CONFIG = ConfigTable(
     fixed=(SILU, NO_ATTENTION_BIAS),
     derive=derive,
     restore=restore,
+    partial_rotary=True,
 )
 
 

@@ -5,8 +5,12 @@ from mca_models.templates.config_table import NO_MLP_BIAS, SILU, ConfigTable, Fi
 from mca_models.templates.family import Family
 
 CONFIG = ConfigTable(
-    fields=(*dense_fields(), Field("add_qkv_bias", "attention_bias", True)),
-    defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_dropout": 0.1},
+    fields=(
+        *dense_fields(),
+        Field("add_qkv_bias", "attention_bias", True),
+        Field("hidden_dropout", "residual_dropout", 0.1),
+    ),
+    defaults={"head_dim": 128, "num_key_value_heads": 8, "attention_dropout": 0.1, "pad_token_id": 1},
     fixed=(
         SILU,
         Fixed("attention_out_bias", (False,), "Megatron has no bias on the output projection alone"),

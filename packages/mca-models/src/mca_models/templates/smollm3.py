@@ -37,7 +37,7 @@ def restore(config: McaModelConfig) -> HfConfig:
 
 CONFIG = ConfigTable(
     fields=dense_fields(tied=True),
-    defaults={"rope_theta": 2e6, "num_key_value_heads": 4},
+    defaults={"rope_theta": 2e6, "num_key_value_heads": 4, "pad_token_id": 128004},
     fixed=(SILU, NO_ATTENTION_BIAS, NO_MLP_BIAS),
     derive=derive,
     restore=restore,

@@ -6,6 +6,7 @@ import torch
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_models.megatron.families.biased_experts import own_expert_outputs
+from mca_models.megatron.families.embedding import train_embedding_like_hf
 from mca_models.megatron.families.latent import set_latent_epsilon, set_yarn_ramp
 from mca_models.megatron.families.norms import add_post_norms
 from mca_models.megatron.families.scales import add_scales
@@ -24,6 +25,7 @@ def finish(model: Any, config: McaModelConfig) -> None:
         set_latent_epsilon(model)
         set_yarn_ramp(model, config.rope_scaling)
     add_scales(model, config)
+    train_embedding_like_hf(model, config)
     after_building(config, model.config)
 
 

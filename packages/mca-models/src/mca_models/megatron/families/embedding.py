@@ -1,0 +1,33 @@
+"""Word embeddings in training, as HF's modules have them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mca_config.model_config import McaModelConfig
+
+
+def train_embedding_like_hf(model: Any, config: McaModelConfig) -> None:
+    """Takes the dropout from a chunk's embedding, and the gradient from the padding token's row, if it has any.
+
+    The row of a tied output layer keeps the gradient that it gets there.
+    """
+    if not hasattr(model, "embedding"):
+        return
+    if config.hidden_dropout:
+        model.embedding.embedding_dropout.p = 0.0
+    if config.pad_token_id is not None:
+        row = config.pad_token_id % config.vocab_size  # torch counts a negative one from the end
+        model.embedding.word_embeddings.register_forward_hook(_without_gradient(row))
+
+
+def _without_gradient(row: int) -> Any:
+    def hook(module: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
+        padding = args[0] == row  # [batch, seq]
+        if module.reduce_scatter_embeddings:  # the output is [seq / tp, batch, hidden]
+            group = module.tp_group
+            padding = padding.transpose(0, 1).chunk(group.size())[group.rank()]
+        return torch.where(padding.unsqueeze(-1), output.detach(), output)
+
+    return hook
