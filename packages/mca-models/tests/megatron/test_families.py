@@ -1,6 +1,7 @@
 """The pieces of families' own layers, one by one, without ranks."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tiny_hf
@@ -9,8 +10,10 @@ import torch
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families import settings
 from mca_models.megatron.families.delta_rule import CHUNK, gated_delta_rule
+from mca_models.megatron.families.embedding import train_embedding_like_hf
 from mca_models.megatron.families.group_router import experts_of_best_groups
 from mca_models.megatron.families.scales import scaled_residual
+from mca_models.megatron.transformer_config import aux_loss_coefficient
 from mca_models.templates import config_from_hf
 
 Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -96,3 +99,27 @@ def test_megatrons_group_choice_is_off_where_ours_is_on() -> None:
     assert config.moe_router_group_score == "max"
     assert settings(config)["moe_router_num_groups"] is None
     assert "moe_router_num_groups" not in settings(replace(config, moe_router_group_score="top_sum"))
+
+
+@pytest.mark.parametrize("row", [2, -1])
+def test_a_models_own_dropout_leaves_embeddings_and_its_padding_row_gets_no_gradient(row: int) -> None:
+    words = torch.nn.Embedding(5, 3)
+    words.reduce_scatter_embeddings = False  # type: ignore[assignment]
+    model = SimpleNamespace(
+        embedding=SimpleNamespace(word_embeddings=words, embedding_dropout=torch.nn.Dropout(0.3))
+    )
+    config = replace(config_of("llama"), vocab_size=5, hidden_dropout=0.3, pad_token_id=row)
+    train_embedding_like_hf(model, config)
+    assert model.embedding.embedding_dropout.p == 0
+    words(torch.tensor([[1, 2, 4, 2]])).sum().backward()
+    theirs = torch.nn.Embedding(5, 3, padding_idx=row)
+    theirs(torch.tensor([[1, 2, 4, 2]])).sum().backward()
+    assert words.weight.grad is not None and theirs.weight.grad is not None
+    assert torch.equal(words.weight.grad, theirs.weight.grad)
+    train_embedding_like_hf(SimpleNamespace(), config)  # a chunk without an embedding
+
+
+def test_the_balancing_coefficient_counts_all_layers_together() -> None:
+    config = replace(config_of("qwen3_moe"), moe_aux_loss_coeff=0.6, moe_layer_freq=(0, 1, 1, 1))
+    assert aux_loss_coefficient(config) == pytest.approx(0.6 * 2 / 3)
+    assert aux_loss_coefficient(replace(config, moe_layer_freq=(0,) * 4)) == pytest.approx(1.2)

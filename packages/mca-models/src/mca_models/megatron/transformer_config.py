@@ -158,7 +158,7 @@ def _architecture(config: McaModelConfig) -> Settings:
     if config.num_moe_experts is not None:
         settings |= {name: getattr(config, name) for name in _SAME_NAME_MOE}
         settings["moe_layer_freq"] = [int(config.is_moe_layer(i)) for i in range(config.num_layers)]
-        settings["moe_aux_loss_coeff"] = _aux_loss_coefficient(config)
+        settings["moe_aux_loss_coeff"] = aux_loss_coefficient(config)
         settings["moe_router_dtype"] = "fp32"
         settings["moe_token_dispatcher_type"] = "alltoall"
     if isinstance(config, MlaMcaModelConfig):
@@ -167,7 +167,7 @@ def _architecture(config: McaModelConfig) -> Settings:
     return settings
 
 
-def _aux_loss_coefficient(config: McaModelConfig) -> float:
+def aux_loss_coefficient(config: McaModelConfig) -> float:
     """HF's coefficient as Megatron's.
 
     Where experts get equal shares HF's loss of all layers together is ``topk``, Megatron's is 1 for each layer.
