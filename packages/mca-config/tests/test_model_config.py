@@ -76,6 +76,15 @@ def test_json_round_trip(more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_layers", "4"), ("layernorm_epsilon", "1e-6"), ("hidden_size", (64,)), ("window_size", {})],
+)
+def test_what_is_no_number_is_named(name: str, value: Any) -> None:
+    with pytest.raises(McaError, match=f"{name} must be a number, not .*; correct the model's config.json"):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda d: d["model"].update(num_layer=4), ["model", "unknown key num_layer"]),

@@ -1,7 +1,7 @@
 """The architecture of a model as data, under Megatron's field names, with no Megatron import."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -141,6 +141,7 @@ class McaModelConfig:
     """The parallel sizes a checkpoint was written with."""
 
     def __post_init__(self) -> None:
+        self._require_numbers()
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise McaError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -153,6 +154,17 @@ class McaModelConfig:
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_query_groups "
                 f"{self.num_query_groups}"
             )
+
+    def _require_numbers(self) -> None:
+        """A ``config.json`` may hold anything, such as ``"4"``."""
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.type in (int, float, int | None, float | None) and isinstance(
+                value, str | list | tuple | dict
+            ):
+                raise McaError(
+                    f"{entry.name} must be a number, not {value!r:.80}; correct the model's config.json"
+                )
 
     def is_linear_layer(self, layer: int) -> bool:
         """Whether decoder ``layer`` has linear attention (a gated delta net)."""

@@ -83,14 +83,16 @@ def require_run(kind: "Kind", settings: "Settings") -> None:
     """
     if not settings.data.train_file:
         raise UsageError(f"{settings.where}: train_file is not set")
-    metric = settings.training.metric_for_best_model
-    signals: tuple[str, ...] = ()
-    if kind == "dpo":
+    metric = (settings.training.metric_for_best_model or "loss").removeprefix("eval_")
+    known: tuple[str, ...] = ("loss", *_TIMES)
+    if metric not in known and kind == "dpo":
+        from mca_models.megatron import platform
+
+        platform.prepare()  # before the next line imports Megatron
         from mca_train.dpo import DpoTrainer
 
-        signals = DpoTrainer.signal_names
-    known = ("loss", *signals, *_TIMES)
-    if metric is not None and metric.removeprefix("eval_") not in known:
+        known += DpoTrainer.signal_names
+    if metric not in known:
         raise UsageError(
             f"metric_for_best_model is {metric!r}; mca-train {kind} evaluates {', '.join(known)}"
         )
