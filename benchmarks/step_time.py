@@ -1,10 +1,11 @@
 """Times a step of McaTrainer against a hand-written Megatron-core loop of the same model, data and schedule.
 
-    python benchmarks/step_time.py [--ranks 1] [--steps 40] [--rounds 4]
+    python benchmarks/step_time.py [--ranks 1] [--steps 60] [--rounds 20] [--longest 128]
 
 Both are built once per process and take turns, ``--steps / --rounds`` steps at a time, so that a busy machine slows
-both. Four ranks are tensor 2 x pipeline 2. Says the median step of each and their ratio, on the slowest rank. The loop
-by hand reads ready batches and calls schedule and optimizer, nothing else: no sampler, callbacks or log.
+both. A step has 8 samples of 8 to ``--longest`` tokens, one a micro-batch. Four ranks are tensor 2 x pipeline 2. Says
+the median step of each and their ratio, on the slowest rank. The loop by hand reads ready batches and calls schedule
+and optimizer, nothing else: no sampler, callbacks or log.
 """
 
 import argparse
@@ -63,13 +64,13 @@ def by_hand(trainer: Any, batches: list[Any]) -> Any:
 
 
 def measure(
-    checkpoint: Path, output: Path, steps: int, rounds: int, changes: dict[str, Any]
+    checkpoint: Path, output: Path, steps: int, rounds: int, longest: int, changes: dict[str, Any]
 ) -> dict[str, list[float]]:
     """Seconds of every step, on one rank."""
     import torch.distributed as dist
     from transformers import TrainerCallback
 
-    from train_cases import make_trainer, quietly
+    from train_cases import make_trainer, quietly, samples
 
     each = steps // rounds
     times: dict[str, list[float]] = {"trainer": [], "by hand": []}
@@ -99,9 +100,12 @@ def measure(
                 next(hand[0])
                 times["by hand"].append(time.perf_counter() - start)
             dist.barrier()
-            self.since = 0.0
+            self.since = time.perf_counter()
 
-    trainer = make_trainer(checkpoint, output, count=64, max_steps=steps + 2, logging_steps=10, **changes)
+    data = samples(64, longest=longest)
+    trainer = make_trainer(
+        checkpoint, output, train_dataset=data, max_steps=steps + 2, logging_steps=10, **changes
+    )
     trainer.add_callback(Turns())
     quietly(trainer.train)
     return times
@@ -113,8 +117,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, choices=(1, 4), default=1)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--longest", type=int, default=128)
     args = parser.parse_args()
     from harness import run_ranks
     from train_cases import tiny_checkpoint
@@ -124,7 +129,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = tiny_checkpoint(Path(folder) / "model", **size)
         changes = four if args.ranks == 4 else {}
-        call = (checkpoint, Path(folder) / "out", args.steps, args.rounds, changes)
+        call = (checkpoint, Path(folder) / "out", args.steps, args.rounds, args.longest, changes)
         found = run_ranks(args.ranks, measure, *call, timeout=900)
     medians = {name: max(statistics.median(rank[name]) for rank in found) for name in ("trainer", "by hand")}
     ratio = medians["trainer"] / medians["by hand"]
