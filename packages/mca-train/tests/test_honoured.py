@@ -43,3 +43,14 @@ def test_an_optimizer_that_cannot_be_built_here_is_refused_before_training(wish,
 def test_an_unknown_parameter_is_a_type_error():
     with pytest.raises(TypeError, match="'modle'"):
         require_honoured(SimpleNamespace(), {"modle": 1})
+
+
+@pytest.mark.parametrize(("given", "scale"), [({}, 65536), ({"initial_loss_scale": 1024.0}, 1024)])
+def test_fp16_starts_at_hugging_faces_loss_scale(given, scale, tmp_path):
+    import torch
+
+    from mca_config import TrainingArguments
+    from mca_train.engine import optimizer_settings
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, fp16=True, **given)
+    assert optimizer_settings(args, torch.float16)["initial_loss_scale"] == scale
