@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from mca_config.errors import McaError
+from mca_train import honoured
 from mca_train.honoured import require_honoured
 
 
@@ -32,9 +33,12 @@ def test_defaults_of_the_training_arguments_pass(tmp_path):
         ({"optimizer": "muon"}, "optimizer muon needs"),
     ],
 )
-def test_an_optimizer_that_cannot_be_built_here_is_refused_before_training(wish, reason, tmp_path):
+def test_an_optimizer_that_cannot_be_built_here_is_refused_before_training(
+    wish, reason, tmp_path, monkeypatch
+):
     from mca_config import TrainingArguments
 
+    monkeypatch.setattr(honoured, "find_spec", lambda _: None)
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **wish)
     with pytest.raises(McaError, match=reason):
         require_honoured(args, {})

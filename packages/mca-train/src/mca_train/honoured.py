@@ -61,4 +61,4 @@ def _optimizer(args: Any) -> Iterator[str]:
         if version("megatron-core").startswith("0.16."):
             yield "optimizer muon needs megatron-core 0.17 or later: 0.16 does not build it; use adam or sgd"
         elif find_spec("emerging_optimizers") is None:
-            yield "optimizer muon needs the package emerging-optimizers, which is not installed; use adam or sgd"
+            yield "optimizer muon needs emerging-optimizers; install mca-train[muon], or use adam or sgd"
