@@ -1,4 +1,4 @@
-"""Multi-process tests run in one xdist worker, so that they do not fight for the cores."""
+"""The multi-process tests of a module run in one xdist worker: they share references that are made once."""
 
 import os
 
@@ -9,4 +9,6 @@ import pytest
 def test_multi_process_tests_are_grouped(request):
     if "PYTEST_XDIST_WORKER" not in os.environ:
         pytest.skip("not distributed")
-    assert request.node.nodeid.endswith("@ranks"), "pytest-xdist no longer sees the group; see conftest.py"
+    assert request.node.nodeid.endswith("@test_workers"), (
+        "pytest-xdist no longer sees the group; see conftest.py"
+    )
