@@ -30,7 +30,8 @@ HEAVY = (
     "triton",
 )
 IMPORT_NAMES = {"megatron-core": "megatron", "pyyaml": "yaml", "transformer-engine": "transformer_engine"}
-EXTRA_ONLY = ("mca_config.training", "mca_models.megatron")
+TRAINING = ("mca_config.training", "mca_config._hf_arguments")
+EXTRA_ONLY = (*TRAINING, "mca_models.megatron")
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ ARROWS = (
     Arrow("mca_models", ("mca_convert", "mca_train")),
     Arrow("mca_train", ("mca_convert",)),
     Arrow("mca_convert", ("mca_train", *EXTRA_ONLY, *HEAVY)),
-    Arrow("mca_config", ("mca_config.training",), outside=("mca_config.training",)),
-    Arrow("mca_config", HEAVY, outside=("mca_config.training",)),
-    Arrow("mca_models", ("mca_config.training", *HEAVY), outside=("mca_models.megatron",)),
+    Arrow("mca_config", TRAINING, outside=TRAINING),
+    Arrow("mca_config", HEAVY, outside=TRAINING),
+    Arrow("mca_models", (*TRAINING, *HEAVY), outside=("mca_models.megatron",)),
     Arrow("mca_models", ("mca_models.megatron",), outside=("mca_models.megatron",)),
 )
 
