@@ -76,7 +76,7 @@ def measure(
     times: dict[str, list[float]] = {"trainer": [], "by hand": []}
     hand: list[Any] = []
 
-    class Turns(TrainerCallback):  # type: ignore[misc]
+    class Turns(TrainerCallback):
         """Times the trainer from step end to step end; every ``each`` steps the loop by hand has its turn."""
 
         since = 0.0

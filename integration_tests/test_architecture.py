@@ -118,7 +118,7 @@ def imports(text: str) -> list[Import]:
     found: list[Import] = []
 
     def visit(node: ast.AST, lazy: bool, typing_only: bool) -> None:
-        found.extend(Import(name, node.lineno, lazy, typing_only) for name in _names(node))  # type: ignore[attr-defined]
+        found.extend(Import(name, node.lineno, lazy, typing_only) for name in _names(node))
         lazy = lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         if isinstance(node, ast.If) and _is_type_checking(node.test):
             for child in node.body:

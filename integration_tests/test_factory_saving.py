@@ -175,7 +175,7 @@ def share(pairs: list[tuple[Path, str]], folder: Path) -> list[tuple[int, int]]:
         counts[-1] += len(data)
         original(self, name, data, start)
 
-    SafetensorsWriter.write = counting  # type: ignore[method-assign]
+    SafetensorsWriter.write = counting
     for path, layout in pairs:
         models = AutoModel.from_pretrained(path, arguments(layout))
         counts.append(0)

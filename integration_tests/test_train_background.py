@@ -56,7 +56,7 @@ def recorder(trainer: Any, folder: Path, writer: Writer) -> Any:
     """A callback that holds the writer of step 4 until step 5 is over, and notes what it hears of."""
     from transformers import TrainerCallback
 
-    class Record(TrainerCallback):  # type: ignore[misc]
+    class Record(TrainerCallback):
         def __init__(self) -> None:
             self.heard: list[tuple[int, int, bool]] = []
 

@@ -42,7 +42,7 @@ def go_on(checkpoint: Path, output_dir: Path, ready: Any = lambda: None, **chang
     told: list[str] = []
     logging.disable(logging.NOTSET)
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: told.append(record.getMessage())
     logging.getLogger("mca_train").addHandler(handler)
     ready()
     start = time.monotonic()

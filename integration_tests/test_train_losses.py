@@ -53,7 +53,7 @@ def leaking_losses(checkpoint: Path, output: Path) -> dict[str, list[float]]:
     """With a planted fault: attention is not told where sequences end."""
     from mca_train import engine
 
-    engine._packed_params = lambda batch: None  # type: ignore[assignment]
+    engine._packed_params = lambda batch: None
     return train_losses(checkpoint, output, **PACKED)
 
 

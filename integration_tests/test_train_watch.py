@@ -24,7 +24,7 @@ def stop_at(step: int, rank: int) -> Any:
     """A callback that sends SIGTERM to the process of ``rank`` in the middle of ``step``."""
     from transformers import TrainerCallback
 
-    class Stop(TrainerCallback):  # type: ignore[misc]
+    class Stop(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step + 1 == step and int(os.environ["RANK"]) == rank:
                 os.kill(os.getpid(), signal.SIGTERM)

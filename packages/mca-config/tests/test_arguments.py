@@ -201,7 +201,7 @@ def test_what_goes_together_is_accepted() -> None:
 
 
 def test_a_number_that_yaml_left_a_string_is_read() -> None:
-    assert MegatronArguments(min_lr="1e-5").min_lr == 1e-5  # type: ignore[arg-type]
+    assert MegatronArguments(min_lr="1e-5").min_lr == 1e-5
 
 
 def test_tp_with_ep_turns_sequence_parallel_on_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

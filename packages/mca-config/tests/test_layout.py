@@ -82,7 +82,7 @@ def test_a_world_that_does_not_divide_names_the_sizes(
 @pytest.mark.parametrize("bad", [0, -1, True, "2", 1.5])
 def test_sizes_are_counts(bad: object) -> None:
     with pytest.raises(McaError, match="tensor_model_parallel_size must be an integer of at least 1"):
-        ParallelLayout(tensor_model_parallel_size=bad)  # type: ignore[arg-type]
+        ParallelLayout(tensor_model_parallel_size=bad)
 
 
 def test_a_rank_or_axis_outside_is_an_error() -> None:

@@ -13,7 +13,7 @@ def layers_by_chunk(plan: PipelinePlan) -> list[list[tuple[int, ...]]]:
 
 
 def pp(size: int, **more: object) -> ParallelLayout:
-    return ParallelLayout(pipeline_model_parallel_size=size, **more)  # type: ignore[arg-type]
+    return ParallelLayout(pipeline_model_parallel_size=size, **more)
 
 
 def test_even() -> None:

@@ -135,7 +135,7 @@ def test_state_of_a_record_stays_inside_it() -> None:
 
 def test_attributes_of_an_ordered_dict_are_dropped() -> None:
     value = collections.OrderedDict(a=1)
-    value._metadata = {"version": 1}  # type: ignore[attr-defined]
+    value._metadata = {"version": 1}
     read = read_pickle(pickle.dumps(value, 2), "x")
     assert read == {"a": 1}
     assert not hasattr(read, "_metadata")
@@ -191,7 +191,7 @@ def test_common_objects_of_torch_are_read() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.p = torch.nn.Parameter(torch.zeros(2))
-            self.p.note = 1  # type: ignore[attr-defined]
+            self.p.note = 1
 
     value = {
         "p": Module().p,

@@ -194,7 +194,7 @@ def test_what_hooks_do_not_see_is_refused(change: dict[str, bool], target: str, 
     put = {"dropout": 0.0, "grouped": False}
     ranks = replace(RANKS, **change)
     if message is None:
-        assert attach(chunk, held(rules, live, chunk), rules, ranks, **put)  # type: ignore[arg-type]
+        assert attach(chunk, held(rules, live, chunk), rules, ranks, **put)
         return
     with pytest.raises(McaError, match=message):
-        attach(chunk, held(rules, live, chunk), rules, ranks, **put)  # type: ignore[arg-type]
+        attach(chunk, held(rules, live, chunk), rules, ranks, **put)

@@ -99,7 +99,7 @@ class _Finder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.partition(".")[0] != "transformer_engine":
             return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: Any) -> Any:
         module = MagicMock(name=spec.name)
@@ -116,15 +116,15 @@ class _Finder:
 
 def main(jobs: list[dict[str, Any]]) -> list[Any]:
     """What Megatron builds over the stand-in for every job, or what went wrong."""
-    sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
-    import transformer_engine as te  # type: ignore[import-not-found]
-    import transformer_engine.pytorch as te_pytorch  # type: ignore[import-not-found]
+    sys.meta_path.insert(0, _Finder())
+    import transformer_engine as te
+    import transformer_engine.pytorch as te_pytorch
 
     te.pytorch = te_pytorch
     from mca_models.megatron import transformer_config, virtual_models
 
     for module in (transformer_config, virtual_models):
-        module.implementation_of = lambda args: "transformer_engine"  # type: ignore[attr-defined]
+        module.implementation_of = lambda args: "transformer_engine"
     found: list[Any] = []
     for job in jobs:
         try:

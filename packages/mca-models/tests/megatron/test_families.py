@@ -104,7 +104,7 @@ def test_megatrons_group_choice_is_off_where_ours_is_on() -> None:
 @pytest.mark.parametrize("row", [2, -1])
 def test_a_models_own_dropout_leaves_embeddings_and_its_padding_row_gets_no_gradient(row: int) -> None:
     words = torch.nn.Embedding(5, 3)
-    words.reduce_scatter_embeddings = False  # type: ignore[assignment]
+    words.reduce_scatter_embeddings = False
     model = SimpleNamespace(
         embedding=SimpleNamespace(word_embeddings=words, embedding_dropout=torch.nn.Dropout(0.3))
     )
