@@ -4,9 +4,6 @@
 """
 
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +13,14 @@ import pytest
 from harness import run_ranks
 from layouts import arguments
 from mca_models.checkpoint import METADATA, SafetensorsWriter, plan_file
+from memory import MIB, peak
 from reference import make_reference
 
 pytestmark = pytest.mark.ranks
 
 LAYERS = int(os.environ.get("MCA_TEST_LAYERS", "6"))
 HIDDEN, FFN, ROWS = 768, 2560, 12000
-MIB = 1 << 20
 SLACK = 12 * MIB  # what imports, allocators and Python leave behind
-
-
-def anonymous() -> int:
-    """Bytes of this process that no file stands behind."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no RssAnon")
-
-
-@contextmanager
-def peak() -> Iterator[list[int]]:
-    """The most anonymous memory while the block runs, beyond what there was before; filled in at its end."""
-    start, most, stop, found = anonymous(), 0, threading.Event(), []
-
-    def watch() -> None:
-        nonlocal most
-        while not stop.wait(0.002):
-            most = max(most, anonymous())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield found
-    finally:
-        stop.set()
-        thread.join()
-        found.append(max(most, anonymous()) - start)
 
 
 def make_model(folder: Path) -> Path:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from harness import run_ranks
+from memory import MIB, peak
 from train_cases import VOCAB, history, make_trainer, quietly, samples, tiny_checkpoint, train_losses
 
 pytestmark = pytest.mark.ranks
@@ -152,15 +153,13 @@ def test_losses_in_chunks_are_the_same(tmp_path):
 
 def memory_of_a_step(checkpoint: Path, output: Path, **changes: Any) -> float:
     """MiB by which a step on 1024 tokens raises the memory of this process."""
-    import resource
-
     data = samples(1, longest=1025)
     data.tokens, data.offsets = data.tokens.repeat(1024 // len(data.tokens) + 1)[:1024], data.offsets * 0
     data.offsets[1], data.is_target = 1024, None
     trainer = make_trainer(checkpoint, output, train_dataset=data, max_steps=1, **changes)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    quietly(trainer.train)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    with peak() as most:
+        quietly(trainer.train)
+    return most[0] / MIB
 
 
 def test_chunks_take_less_memory_than_whole_logits(tmp_path):
