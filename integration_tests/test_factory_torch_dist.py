@@ -178,10 +178,10 @@ def _set_layers(file: Path, layers: int) -> None:
 
 
 def train_meanwhile(path: Path, folder: Path) -> dict[str, Any]:
-    """Two saves in the background at once, the weights changing under them. Runs on every rank."""
+    """Two saves in the background at once; nothing is written before the weights change. Runs on every rank."""
     from mca_models.megatron import AutoModel
 
-    _write_slowly(0.1)
+    _write_once_there_is(folder / "go")
     models = AutoModel.from_pretrained(path, arguments("tp2"))
     first = models.save_pretrained(folder / "first", ckpt_format="torch_dist", async_save=True)
     for parameter in models.parameters():
@@ -192,6 +192,7 @@ def train_meanwhile(path: Path, folder: Path) -> dict[str, Any]:
     assert first is not None
     assert second is not None
     seen = {"at once": first.done(), "there": (folder / "first").exists()}
+    (folder / "go").touch()
     deadline = time.monotonic() + 60
     while not (first.done() and second.done()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -202,18 +203,19 @@ def train_meanwhile(path: Path, folder: Path) -> dict[str, Any]:
     return seen
 
 
-def _write_slowly(seconds: float) -> None:
-    """Each tensor takes a while, in this process and those that it forks."""
+def _write_once_there_is(file: Path) -> None:
+    """Each tensor waits for ``file``, in this process and those that it forks."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     write = filesystem_async._write_item
 
     @functools.wraps(write)  # Megatron looks at its signature
-    def slowly(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(seconds)
+    def later(*args: Any, **kwargs: Any) -> Any:
+        while not file.exists():
+            time.sleep(0.01)
         return write(*args, **kwargs)
 
-    filesystem_async._write_item = slowly
+    filesystem_async._write_item = later
 
 
 def test_training_goes_on_while_it_saves(saved: Path, tmp_path: Path) -> None:
@@ -236,7 +238,7 @@ def _floats(path: Path) -> dict[str, torch.Tensor]:
 def die_while_saving(path: Path, folder: Path) -> None:
     from mca_models.megatron import AutoModel
 
-    _write_slowly(0.3)
+    _write_once_there_is(folder / "never")
     models = AutoModel.from_pretrained(path, arguments("tp2"))
     pending: Any = models.save_pretrained(folder / "out", ckpt_format="torch_dist", async_save=True)
     rank = os.environ["RANK"]
