@@ -121,6 +121,23 @@ def test_wrong_usage_is_one_line_and_2(words, message, capsys):
             "metric_for_best_model is 'accuracy'; mca-train pretrain eval",
         ),
         ({"load_best_model_at_end": True, "save_strategy": "epoch"}, [], "--load_best_model_at_end requires"),
+        (
+            {"load_best_model_at_end": True, "save_strategy": "no"},
+            [],
+            "is true, but eval_strategy is no: no model is",
+        ),
+        ({"dpo_beta": 0}, [], "dpo_beta is 0.0; expected a positive number"),
+        (
+            {"dpo_label_smoothing": 0.1, "dpo_loss": "ipo"},
+            [],
+            "dpo_label_smoothing is for dpo_loss sigmoid, not ipo",
+        ),
+        (
+            {"dpo_loss": "orpo", "reference_model_name_or_path": "m"},
+            [],
+            "dpo_loss orpo has no reference; remove",
+        ),
+        ({}, ["--eval_file"], "eval_file is True; expected a list"),
     ],
 )
 def test_wrong_configurations_are_one_line_and_2(run, changes, flags, message, capsys):
@@ -140,6 +157,11 @@ def test_wrong_configurations_are_one_line_and_2(run, changes, flags, message, c
         ({"tensor_model_parallel_size": 2, "local_ranks": 3}, "3"),
         ({"output_dir": "/proc/none"}, "output_dir: /proc/none cannot be written"),
         ({"train_file": __file__}, "ends in '.py'"),
+        ({"train_file": "/tmp"}, "train_file: /tmp is a directory; name its files"),
+        ({"eval_file": "/none.jsonl"}, "eval_file: file /none.jsonl does not exist"),
+        ({"adapter_name_or_path": "/none"}, "adapter_name_or_path: directory /none does not exist"),
+        ({"resume_from_checkpoint": "/none"}, "resume_from_checkpoint: directory /none does not exist"),
+        ({"resume_from_checkpoint": True}, "resume_from_checkpoint: no complete checkpoint-<step> in"),
     ],
 )
 def test_what_cannot_run_is_one_error_and_1(run, changes, message, capsys, tmp_path):

@@ -2,7 +2,7 @@ import json
 
 import datasets
 import pytest
-from tokenizers_for_tests import CHATML, THINKING, byte_tokenizer
+from tokenizers_for_tests import CHATML, MARKED, OPENS_THOUGHT, REASONING, THINKING, byte_tokenizer
 
 from mca_config.errors import McaError
 from mca_train.arguments import DataArguments
@@ -45,11 +45,15 @@ def test_pretrain_joins_texts_with_eos_and_keeps_every_token(tmp_path):
     assert (blocks[0]["labels"] == blocks[0]["input_ids"]).all()
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "txt"])
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "txt"])
 def test_other_file_types_read_the_same(tmp_path, suffix):
     file = tmp_path / f"a.{suffix}"
+    rows = datasets.Dataset.from_dict({"text": ["one\ntwo"]})
     if suffix == "parquet":
-        datasets.Dataset.from_dict({"text": ["one\ntwo"]}).to_parquet(str(file))
+        rows.to_parquet(str(file))
+    elif suffix == "arrow":
+        rows.save_to_disk(tmp_path / "saved")
+        next((tmp_path / "saved").glob("*.arrow")).rename(file)
     else:
         file.write_text("one\ntwo")
     tokenizer = byte_tokenizer()
@@ -87,6 +91,59 @@ def test_every_assistant_turn_is_a_target_and_nothing_else(template, answers):
     assert tokenizer.decode(tokens) == rendered
 
 
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+THOUGHTS = [
+    {"role": "user", "content": "hi"},
+    CALL,
+    {"role": "tool", "content": "1"},
+    {"role": "assistant", "content": "<think>a</think>hello"},
+    {"role": "user", "content": "bye"},
+    {"role": "assistant", "content": "<think>b</think>ciao"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "last"), [(REASONING, "<think>b</think>ciao"), (OPENS_THOUGHT, "b</think>ciao")]
+)
+def test_turns_that_the_template_rewrites_and_calls_of_tools_are_targets(template, last):
+    tokenizer = byte_tokenizer(template)
+    tokens, mask = tokenize_chat(tokenizer, THOUGHTS)
+    assert (
+        targets(tokenizer, tokens, mask) == f"<call>f</call><|im_end|>\nhello<|im_end|>\n{last}<|im_end|>\n"
+    )
+    assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(THOUGHTS, tokenize=False)
+    tokens, mask = tokenize_chat(tokenizer, THOUGHTS[:4], first=3)
+    assert targets(tokenizer, tokens, mask).endswith("a</think>hello<|im_end|>\n")
+
+
+def test_a_template_that_marks_answers_is_followed_as_by_transformers():
+    tokenizer = byte_tokenizer(MARKED)
+    tokens, mask = tokenize_chat(tokenizer, TURNS)
+    theirs = tokenizer.apply_chat_template(TURNS, return_dict=True, return_assistant_tokens_mask=True)
+    assert (tokens, mask) == (theirs["input_ids"], [bool(one) for one in theirs["assistant_masks"]])
+    assert targets(tokenizer, tokens, mask) == "hello;ciao;"
+    tokens, mask = tokenize_chat(tokenizer, TURNS, first=2)
+    assert targets(tokenizer, tokens, mask) == "ciao;"
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_the_template_is_told_of_a_rows_tools(tmp_path, as_text):
+    tokenizer = byte_tokenizer(REASONING)
+    tools = [[{"name": "f", "arguments": {"x": "int"}}], [{"name": "g"}]]
+    rows = [
+        {"messages": TURNS[:2], "tools": json.dumps(some) if as_text else some} for some in [*tools, None]
+    ]
+    data = load_tokenized("sft", [jsonl(tmp_path / "a.jsonl", rows)], tokenizer, arguments())
+    for number, some in enumerate([*tools, None]):
+        text = tokenizer.apply_chat_template(TURNS[:2], tools=some, tokenize=False)
+        assert sample(tokenizer, data, number) == (text, "<think></think>hello<|im_end|>\n")
+    pair = {"prompt": TURNS[:1], "chosen": TURNS[1:2], "rejected": TURNS[3:], "tools": tools[0]}
+    pairs = load_tokenized("dpo", [jsonl(tmp_path / "b.jsonl", [pair])], tokenizer, arguments())
+    for side in ("chosen", "rejected"):
+        text = tokenizer.apply_chat_template(pair["prompt"] + pair[side], tools=tools[0], tokenize=False)
+        assert tokenizer.decode(pairs[0][f"{side}_input_ids"]) == text
+
+
 def test_messages_of_a_file(tmp_path):
     tokenizer = byte_tokenizer()
     file = jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}, {"messages": TURNS[:2]}])
@@ -116,6 +173,19 @@ def test_rows_whose_answer_is_cut_off_are_dropped(tmp_path, caplog):
         ("pretrain", "a.jsonl", '{"txt": "a"}\n', "no column 'text' (columns: txt); set text_column"),
         ("pretrain", "a.csv", "text\na\n", "ends in '.csv'; expected one of .jsonl"),
         ("pretrain", "a.jsonl", "", "is empty"),
+        ("pretrain", "a.jsonl", "\n\n", "a.jsonl has no rows"),
+        (
+            "sft",
+            "a.jsonl",
+            '{"messages": [{"role": "user", "content": "a"}], "tools": "{"}\n',
+            "tools is not valid JSON",
+        ),
+        (
+            "sft",
+            "a.jsonl",
+            '{"messages": [{"role": "user", "content": "a"}], "tools": "[1]"}\n',
+            "tools is [1]; expected a list of mappings",
+        ),
         ("pretrain", "a.jsonl", '{"text": "a"\n', "cannot be read as json"),
         ("sft", "a.jsonl", '{"question": "a"}\n', "columns question; expected 'messages'"),
         ("sft", "a.jsonl", '{"prompt": "a", "completion": 3}\n', "row 0: prompt and completion must be text"),

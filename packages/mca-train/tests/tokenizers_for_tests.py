@@ -14,6 +14,28 @@ THINKING = (
     "{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Reasoning models' habits: thoughts are dropped once a user's turn follows, calls of tools stand beside empty content.
+REASONING = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% set last = namespace(user=-1) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.index0 < last.user %}{{ m['content'].split('</think>')[-1] }}"
+    "{% elif m['role'] == 'assistant' and '</think>' not in m['content'] %}<think></think>{{ m['content'] }}"
+    "{% else %}{{ m['content'] }}{% endif %}"
+    "{% for call in m['tool_calls'] or [] %}<call>{{ call['function']['name'] }}</call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# One that opens the thought itself: its prompt is no beginning of an earlier turn.
+OPENS_THOUGHT = REASONING.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+# One that says itself what the assistant wrote.
+MARKED = (
+    "{% for m in messages %}{{ m['role'] }}:"
+    "{%- if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }};{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %}|{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
 def byte_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:

@@ -31,6 +31,10 @@ class DataArguments:
     completion_column: str = field(default="completion", metadata={"help": "Column with the answer (sft)."})
     chosen_column: str = field(default="chosen", metadata={"help": "Column with the better answer (dpo)."})
     rejected_column: str = field(default="rejected", metadata={"help": "Column with the worse answer (dpo)."})
+    tools_column: str = field(
+        default="tools",
+        metadata={"help": "Column with the tools that a chat template is told of (sft, dpo)."},
+    )
     messages_column: str = field(default="messages", metadata={"help": "Column with chat messages (sft)."})
     max_train_samples: int | None = field(
         default=None, metadata={"help": "Rows of the training files to use; None: all."}
@@ -159,3 +163,22 @@ class DpoArguments:
             "help": "Directory of the reference; None: the model as it begins (with LoRA: without adapter)."
         },
     )
+
+    def __post_init__(self) -> None:
+        require_preference(self.dpo_loss, self.dpo_beta, self.dpo_label_smoothing)
+        if self.dpo_loss == "orpo" and self.reference_model_name_or_path is not None:
+            raise McaError("reference_model_name_or_path: dpo_loss orpo has no reference; remove it")
+
+
+def require_preference(loss: str, beta: float, label_smoothing: float) -> None:
+    """Refuses numbers that make no loss of preferences.
+
+    Raises:
+        McaError: One is out of range, or labels are smoothed where that means nothing.
+    """
+    if beta <= 0:
+        raise McaError(f"dpo_beta is {beta}; expected a positive number")
+    if not 0 <= label_smoothing < 0.5:
+        raise McaError(f"dpo_label_smoothing is {label_smoothing}; expected 0 or more and below 0.5")
+    if label_smoothing and loss != "sigmoid":
+        raise McaError(f"dpo_label_smoothing is for dpo_loss sigmoid, not {loss}; remove it")

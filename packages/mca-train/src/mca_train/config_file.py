@@ -179,6 +179,7 @@ def _as(kind: Any, value: Any) -> Any:
     if (origin or kind) in (list, tuple):
         item = (typing.get_args(kind) or (Any,))[0]
         words = value if isinstance(value, (list, tuple)) else [value]
+        _require(item is not str or not any(isinstance(word, bool) for word in words), value)
         return [cast("item", word, item) for word in words]
     if (origin or kind) is dict:
         return _require(isinstance(value, dict), value)
@@ -225,6 +226,7 @@ def _describe(hint: Any) -> str:
         float: "a number",
         str: "text",
         dict: "a mapping",
+        list: "a list",
     }
     words = []
     for member in _alternatives(hint):

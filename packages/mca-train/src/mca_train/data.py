@@ -1,5 +1,6 @@
-"""Files to tokenized samples: JSONL, JSON, parquet and text, for pre-training and for fine-tuning."""
+"""Files to tokenized samples: JSONL, JSON, parquet, Arrow and text, for pre-training and for fine-tuning."""
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,13 +11,13 @@ from numpy.typing import NDArray
 
 from mca_config.errors import McaError
 from mca_train.arguments import DataArguments
-from mca_train.chat import tokenize_chat
+from mca_train.chat import Tools, tokenize_chat
 from mca_train.token_dataset import TokenDataset
 
 logger = logging.getLogger(__name__)
 
 Kind = Literal["pretrain", "sft", "dpo"]
-_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 
 
 def load_rows(files: Sequence[str], key: str, limit: int | None = None, column: str | None = None) -> Any:
@@ -58,6 +59,8 @@ def check_file(path: Path, key: str) -> tuple[str, dict[str, Any]]:
     Raises:
         McaError: The file is missing, empty, or of another type.
     """
+    if path.is_dir():
+        raise McaError(f"{key}: {path} is a directory; name its files")
     if not path.is_file():
         raise McaError(f"{key}: file {path} does not exist")
     reader = _READERS.get(path.suffix.lower())
@@ -72,10 +75,13 @@ def _load_file(path: Path, key: str) -> Any:
     import datasets
 
     reader, options = check_file(path, key)
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of files that cannot be read, twice
     try:
         return datasets.load_dataset(reader, data_files=str(path), split="train", **options)
     except (datasets.exceptions.DatasetGenerationError, ValueError, TypeError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
+        if "corresponds to no data" in reason:
+            raise McaError(f"{key}: {path} has no rows") from error
         raise McaError(f"{key}: {path} cannot be read as {reader}: {reason[:200]}") from error
 
 
@@ -195,10 +201,15 @@ def sft_samples(rows: Any, tokenizer: Any, arguments: DataArguments, key: str) -
 def row_encoder(names: Sequence[str], tokenizer: Any, arguments: DataArguments, key: str) -> Any:
     """The function from a row to ``(tokens, is_target)``, by the columns that the rows have."""
     if arguments.messages_column in names:
-        return lambda row: tokenize_chat(tokenizer, check_messages(row[arguments.messages_column]))
+        return lambda row: tokenize_chat(
+            tokenizer, check_messages(row[arguments.messages_column]), tools=tools_of(row, arguments)
+        )
     if {arguments.prompt_column, arguments.completion_column} <= set(names):
         return lambda row: tokenize_answer(
-            tokenizer, row[arguments.prompt_column], row[arguments.completion_column]
+            tokenizer,
+            row[arguments.prompt_column],
+            row[arguments.completion_column],
+            tools_of(row, arguments),
         )
     if (column := arguments.text_column) in names:
         return lambda row: tokenize_answer(tokenizer, "", require_text(row[column], column))
@@ -209,7 +220,32 @@ def row_encoder(names: Sequence[str], tokenizer: Any, arguments: DataArguments, 
     )
 
 
-def tokenize_answer(tokenizer: Any, prompt: Any, completion: Any) -> tuple[list[int], list[bool]]:
+def tools_of(row: dict[str, Any], arguments: DataArguments) -> Tools | None:
+    """What a row says of tools: a list of mappings, or that as JSON text; None: nothing."""
+    column = arguments.tools_column
+    found = row.get(column)
+    if isinstance(found, str) and found:
+        try:
+            found = json.loads(found)
+        except json.JSONDecodeError as error:
+            raise McaError(f"{column} is not valid JSON: {error}") from None
+    if not found:
+        return None
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        raise McaError(f"{column} is {found!r:.80}; expected a list of mappings, or that as JSON text")
+    return [_without_nulls(tool) for tool in found]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the keys that only other rows of the file have, which is what columns make of mappings."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def tokenize_answer(
+    tokenizer: Any, prompt: Any, completion: Any, tools: Tools | None = None
+) -> tuple[list[int], list[bool]]:
     """Prompt and answer as text, or as two lists of chat messages; the answer ends with EOS."""
     if isinstance(prompt, list):
         if not isinstance(completion, list):
@@ -217,7 +253,7 @@ def tokenize_answer(tokenizer: Any, prompt: Any, completion: Any) -> tuple[list[
                 f"the prompt is a list of messages, so the completion must be; got {completion!r:.80}"
             )
         turns = check_messages([*prompt, *completion])
-        return tokenize_chat(tokenizer, turns, first=len(prompt))
+        return tokenize_chat(tokenizer, turns, first=len(prompt), tools=tools)
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise McaError(f"prompt and completion must be text; got {prompt!r} and {completion!r}")
     context = tokenizer(prompt, verbose=False)["input_ids"] if prompt else []
@@ -242,7 +278,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise McaError(f"messages, turn {turn}: expected a mapping with 'role' and 'content'")
         _require_said(turn, message)
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return [_without_nulls(message) for message in messages]
 
 
 def _require_said(turn: int, message: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from torch.nn.functional import logsigmoid
 
 from mca_config.errors import McaError
 from mca_train import groups
+from mca_train.arguments import require_preference
 from mca_train.batches import MicroBatch, StepBatch
 from mca_train.chunked_loss import chunk_losses
 from mca_train.engine import Pipeline
@@ -62,12 +63,7 @@ class PreferenceLoss:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise McaError(f"dpo_beta is {self.beta}; expected a positive number")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise McaError(f"dpo_label_smoothing is {self.label_smoothing}; expected 0 or more and below 0.5")
-        if self.label_smoothing and self.kind != "sigmoid":
-            raise McaError(f"dpo_label_smoothing is for dpo_loss sigmoid, not {self.kind}; remove it")
+        require_preference(self.kind, self.beta, self.label_smoothing)
 
     @property
     def needs_reference(self) -> bool:

@@ -70,8 +70,6 @@ def _reference(kind: Kind, settings: Settings, tokenizer: Any) -> Any:
     if kind != "dpo":
         return None
     if dpo.dpo_loss == "orpo":
-        if path is not None:
-            raise McaError("reference_model_name_or_path: dpo_loss orpo has no reference; remove it")
         return None
     if path is None and settings.lora.wanted:
         return None

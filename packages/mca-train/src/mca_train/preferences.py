@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from mca_config.errors import McaError
 from mca_train.arguments import DataArguments
-from mca_train.data import check_messages, tokenize_answer
+from mca_train.data import check_messages, tokenize_answer, tools_of
 from mca_train.token_dataset import TokenDataset
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,8 @@ def pair_encoder(names: Sequence[str], tokenizer: Any, arguments: DataArguments,
 
     def encode(row: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
         prompt, chosen, rejected = split_row(row, arguments)
-        return [tokenize_answer(tokenizer, prompt, answer) for answer in (chosen, rejected)]
+        tools = tools_of(row, arguments)
+        return [tokenize_answer(tokenizer, prompt, answer, tools) for answer in (chosen, rejected)]
 
     return encode
 

@@ -35,7 +35,9 @@ def contradictions(values: dict[str, Any], training: Any, data: Any) -> Iterator
         yield "do_eval is false, but eval_file is set, which is evaluated at the end; remove one of the two"
     if not data.eval_file:
         yield from _without_evaluation(values, training)
-    yield from _schedule(training)
+    if training.load_best_model_at_end and training.eval_strategy == "no":
+        yield "load_best_model_at_end is true, but eval_strategy is no: no model is the best; set it or remove the key"
+    yield from schedule_problems(training)
 
 
 def _without_evaluation(values: dict[str, Any], training: Any) -> Iterator[str]:
@@ -51,7 +53,7 @@ def _without_evaluation(values: dict[str, Any], training: Any) -> Iterator[str]:
     )
 
 
-def _schedule(training: Any) -> Iterator[str]:
+def schedule_problems(training: Any) -> Iterator[str]:
     """Builds the schedule once: Hugging Face tells what its ``lr_scheduler_kwargs`` lack in many ways."""
     from mca_train.schedule import LearningRate
 
@@ -79,10 +81,13 @@ def require_run(kind: "Kind", settings: "Settings") -> None:
     """Refuses what ``kind`` cannot begin with.
 
     Raises:
+        McaError: A file or a directory that it reads is not there.
         UsageError: There are no training files, or the best model is chosen by a number that is not computed.
     """
-    if not settings.data.train_file:
+    data = settings.data
+    if not data.train_file:
         raise UsageError(f"{settings.where}: train_file is not set")
+    _require_there(settings)
     metric = (settings.training.metric_for_best_model or "loss").removeprefix("eval_")
     known: tuple[str, ...] = ("loss", *_TIMES)
     if metric not in known and kind == "dpo":
@@ -96,6 +101,22 @@ def require_run(kind: "Kind", settings: "Settings") -> None:
         raise UsageError(
             f"metric_for_best_model is {metric!r}; mca-train {kind} evaluates {', '.join(known)}"
         )
+
+
+def _require_there(settings: "Settings") -> None:
+    from mca_train.data import check_file
+
+    data = settings.data
+    for key, files in (("train_file", data.train_file), ("eval_file", data.eval_file)):
+        for file in files:
+            check_file(Path(file), key)
+    for holder, key in (
+        (settings.lora, "adapter_name_or_path"),
+        (settings.dpo, "reference_model_name_or_path"),
+    ):
+        path = getattr(holder, key)
+        if path is not None and not Path(path).is_dir():
+            raise McaError(f"{key}: directory {path} does not exist")
 
 
 def require_writable(folder: Path) -> None:

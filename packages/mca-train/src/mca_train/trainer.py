@@ -33,6 +33,7 @@ from mca_train.progress import Length, LossMeter, Place
 from mca_train.sampling import StepSampler
 from mca_train.saving import load_weights, require_format
 from mca_train.schedule import LearningRate
+from mca_train.sense import schedule_problems
 from mca_train.stream_steps import StepStream, require_steps
 from mca_train.watch import Watch
 from mca_train.with_checkpoints import WithCheckpoints
@@ -82,6 +83,8 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         **others: Any,
     ) -> None:
         require_honoured(args, others)
+        for problem in schedule_problems(args):
+            raise McaError(problem)
         require_steps(train_dataset, args.max_steps)
         require_format(model, args.ckpt_format)
         self.ranks = groups.here(model.config.layout)

@@ -117,6 +117,7 @@ def _prepare(kind: Kind, settings: Settings) -> _Inputs:
     data, adapter = settings.data, settings.lora.adapter_name_or_path
     sources = (data.model_name_or_path, data.tokenizer_name_or_path, adapter)
     require_own(Path(settings.training.output_dir), sources)
+    _require_checkpoint(settings)
     tokenizer = load_tokenizer(settings)
     logger.info("reading %s", ", ".join(settings.data.train_file))
     train = _training_data(kind, settings, tokenizer)
@@ -128,6 +129,16 @@ def _prepare(kind: Kind, settings: Settings) -> _Inputs:
     if settings.data.eval_file:
         evaluation = load_tokenized(kind, settings.data.eval_file, tokenizer, settings.data, evaluation=True)
     return _Inputs(kind, settings, tokenizer, train, evaluation)
+
+
+def _require_checkpoint(settings: Settings) -> None:
+    """Tells of a ``resume_from_checkpoint`` that is not there; its contents are checked by the ranks together."""
+    from mca_models.megatron import platform
+
+    platform.prepare()  # before the next line imports Megatron
+    from mca_train.checkpointing import resolve
+
+    resolve(settings.training.resume_from_checkpoint, Path(settings.training.output_dir))
 
 
 def _training_data(kind: Kind, settings: Settings, tokenizer: Any) -> Any:
