@@ -165,6 +165,10 @@ class McaModelConfig:
                 raise McaError(
                     f"{entry.name} must be a number, not {value!r:.80}; correct the model's config.json"
                 )
+            if entry.type in (int, int | None) and isinstance(value, float | bool):
+                raise McaError(
+                    f"{entry.name} must be a whole number, not {value!r}; correct the model's config.json"
+                )
 
     def is_linear_layer(self, layer: int) -> bool:
         """Whether decoder ``layer`` has linear attention (a gated delta net)."""
