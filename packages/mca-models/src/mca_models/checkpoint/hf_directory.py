@@ -50,6 +50,7 @@ class HfSource:
         self._infos, hf_config = _plain(path, hf_config, self.stored, dtype)
         config = config_from_hf(hf_config)
         family = family_of(config.model_type)
+        _require_plausible(config, self.stored)
         self.config: McaModelConfig = family.as_found(config, self._infos.keys())
         self.params: Sequence[Param] = stored(family.params(self.config))
         self._require_names()
@@ -115,6 +116,16 @@ class HfSource:
     def whole_shape(self, param: Param) -> Shape:
         """See ``ModelSource``."""
         return self._wholes[param.mca_name()]
+
+
+def _require_plausible(config: McaModelConfig, tensors: Sequence[TensorInfo]) -> None:
+    """Raises if there are not even as many bytes as layers and experts, whose names would fill all memory."""
+    experts, nbytes = config.num_moe_experts or 1, sum(info.nbytes for info in tensors)
+    if config.num_layers * experts > nbytes:
+        raise McaError(
+            f"{CONFIG}: {config.num_layers} layers of {experts} MLPs cannot lie in {nbytes} bytes of weights; "
+            "the checkpoint and its config.json do not agree"
+        )
 
 
 def _plain(

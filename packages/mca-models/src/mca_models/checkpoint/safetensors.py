@@ -101,6 +101,8 @@ def read_header(file: Path) -> Header:
 
 def _read_raw_header(file: Path) -> tuple[bytes, int, int]:
     try:
+        if file.exists() and not file.is_file():
+            raise McaError(f"{file}: no file of weights but a directory or device")
         with file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             prefix = stream.read(8)

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from mca_config.errors import McaError
 from mca_models.checkpoint.atomic import write_file
 from mca_models.checkpoint.hf_directory import inside
 
@@ -36,6 +37,10 @@ def copy_side_files(source: Path, target: Path) -> list[str]:
     """Copies and syncs them; returns their names."""
     files = side_files(source)
     for file in files:
-        write_file(target / file.name, file.read_bytes())
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise McaError(f"{file}: cannot be read ({error.strerror})") from None
+        write_file(target / file.name, data)
         shutil.copymode(file, target / file.name)
     return [file.name for file in files]

@@ -42,7 +42,9 @@ def dequantised(
 
 def _method(hf_config: Mapping[str, Any]) -> str:
     quantisation = hf_config[_KEY]
-    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+    if not isinstance(quantisation, dict):
+        raise McaError(f"config.json: '{_KEY}' must be an object, not {quantisation!r:.80}")
+    method = quantisation.get("quant_method")
     if method not in ("fp8", "mxfp4"):
         raise McaError(
             f"config.json: quant_method {method!r} cannot be read; supported: 'fp8', 'mxfp4'. Dequantise the model "

@@ -89,7 +89,7 @@ def config_from_hf(hf: dict[str, Any]) -> McaModelConfig:
     Raises:
         McaError: Its family or one of its values cannot be represented.
     """
-    if "model_type" not in hf:
+    if not isinstance(hf.get("model_type"), str):
         raise McaError("config.json has no 'model_type'; it names the model family")
     text = text_config(hf)
     return family_of(text["model_type"]).config.to_mca(text)

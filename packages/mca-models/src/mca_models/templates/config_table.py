@@ -14,6 +14,20 @@ REQUIRED: Any = object()
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
+class _Watched(dict[str, Any]):
+    """Knows which key was read last: the one to name where a value is of no use."""
+
+    last = ""
+
+    def __getitem__(self, key: str) -> Any:
+        self.last = key
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.last = key
+        return super().get(key, default)
+
+
 @dataclass(frozen=True)
 class Field:
     """One fact under both names.
@@ -87,14 +101,28 @@ class ConfigTable:
 
     def to_mca(self, hf: HfConfig) -> McaModelConfig:
         """The model that ``hf`` describes."""
-        full = {**self.defaults, **hf}
+        full = _Watched({**self.defaults, **hf})
+        try:
+            values = self._values(full)
+            return self.config_class(
+                model_type=hf["model_type"], dtype=read_dtype(hf), hf_config=hf, **values
+            )
+        except McaError:
+            raise
+        except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+            raise McaError(
+                f"config.json: a {hf['model_type']} model cannot be made of its values ({error}; "
+                f"'{full.last}' is {full.get(full.last)!r:.80})"
+            ) from error
+
+    def _values(self, hf: HfConfig) -> dict[str, Any]:
         for fixed in self.fixed:
-            fixed.check(full)
-        values = {field.mca: field.read(full) for field in self.fields}
-        values |= dict(self.constants) | read_rope(full) | self.derive(full)
+            fixed.check(hf)
+        values = {field.mca: field.read(hf) for field in self.fields}
+        values |= dict(self.constants) | read_rope(hf) | self.derive(hf)
         if not self.partial_rotary:
             values["rotary_percent"] = _whole_head(values)
-        return self.config_class(model_type=hf["model_type"], dtype=read_dtype(hf), hf_config=hf, **values)
+        return values
 
     def to_hf(self, config: McaModelConfig, architecture: str) -> HfConfig:
         """``config.hf_config`` with every fact that changed since brought up to date.
@@ -159,11 +187,19 @@ def read_dtype(hf: Mapping[str, Any]) -> Literal["float32", "bfloat16", "float16
 
 def read_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     """``rotary_base`` and ``rope_scaling`` from transformers 5's ``rope_parameters`` or 4's two keys."""
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise McaError(
+            f"config.json: 'rope_parameters' (or 'rope_scaling') must be an object, not {given!r:.80}"
+        )
+    rope = dict(given)
     base = rope.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
     percent = rope.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0
+    for name, value in (("rope_theta", base), ("partial_rotary_factor", percent)):
+        if not isinstance(value, int | float):
+            raise McaError(f"config.json: '{name}' must be a number, not {value!r:.80}")
     scaling = None if kind == "default" else {"rope_type": kind, **rope}
     return {"rotary_base": float(base), "rope_scaling": scaling, "rotary_percent": float(percent)}
 
