@@ -1,6 +1,7 @@
 """Every bad input gives one clear line, the right exit code, and nothing at the output path."""
 
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -104,6 +105,13 @@ def test_pickles_are_refused_with_the_command_that_converts_them(
     ({"vocab_size": 80}, "expected [80, 32]"),
     ({"intermediate_size": 96}, "expected [96, 32]"),
     ({"num_key_value_heads": 4}, "expected [64, 32]"),
+    ({"hidden_size": 32.0}, "hidden_size must be a whole number, not 32.0"),
+    ({"num_hidden_layers": 10**9}, "1000000000 layers of 1 MLPs cannot lie in"),
+    ({"model_type": ["llama"]}, "config.json has no 'model_type'"),
+    ({"rope_parameters": "yarn"}, "must be an object, not 'yarn'"),
+    ({"rope_parameters": {"rope_theta": "1e4"}}, "'rope_theta' must be a number, not '1e4'"),
+    ({"quantization_config": "fp8"}, "'quantization_config' must be an object, not 'fp8'"),
+    ({"model_type": "exaone4", "layer_types": 3}, "a exaone4 model cannot be made of its values"),
 ])  # fmt: skip
 def test_config_that_does_not_fit(source: Path, tmp_path: Path, capsys, change, message: str) -> None:
     config = json.loads((source / "config.json").read_text())
@@ -195,6 +203,39 @@ def read_raw_names(raw: bytes) -> set[str]:
     return json.loads(raw[8 : 8 + length]).keys() - {"__metadata__"}
 
 
+def test_weights_that_are_no_file_are_not_waited_for(source: Path, tmp_path: Path, capsys) -> None:
+    (source / "model.safetensors").unlink()
+    os.mkfifo(source / "model.safetensors")
+    assert "no file of weights" in refused(source, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "bool", "float8_e4m3fn"])
+def test_weights_that_are_no_floats(dtype: str, source: Path, tmp_path: Path, capsys) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(source / "model.safetensors")
+    tensors[NORM] = tensors[NORM].to(getattr(torch, dtype))
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    assert f"{NORM} has dtype" in refused(source, tmp_path, capsys)
+
+
+def test_what_the_system_refuses_is_one_line(source: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    assert "File name too long" in refused_at(source, tmp_path / ("n" * 300), capsys)
+    if os.geteuid() != 0:
+        (source / "generation_config.json").chmod(0)
+        assert "generation_config.json: cannot be read (Permission denied)" in refused(
+            source, tmp_path, capsys
+        )
+    monkeypatch.setattr("mca_convert.engine.run_all", lambda *_: [0] * (1 << 60))
+    assert "out of memory" in refused(source, tmp_path, capsys)
+
+
+def refused_at(source: Path, output: Path, capsys) -> str:
+    assert main(["--checkpoint_path", str(source), "--output_path", str(output)]) == 1
+    return capsys.readouterr().err
+
+
 def test_missing_shard(sharded: Path, tmp_path: Path, capsys) -> None:
     victim = sorted(sharded.glob("*.safetensors"))[1]
     victim.unlink()
@@ -280,6 +321,33 @@ def test_output_that_is_taken(source: Path, tmp_path: Path, capsys) -> None:
     assert (taken / "precious").read_text() == "x"
     assert main(["--checkpoint_path", str(source), "--output_path", str(source / "inside")]) == 1
     assert "lies inside the source" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("dtype", "flag", "value", "message"), [
+    ("float32", "--bf16", 3.4e38, "3.4e+38 overflows bf16"),
+    ("float64", "--fp32", 1e39, "1e+39 overflows fp32"),
+    ("float64", "--bf16", 1e39, "1e+39 overflows bf16"),
+])  # fmt: skip
+def test_other_casts_overflow_too(
+    dtype: str, flag: str, value: float, message: str, source: Path, tmp_path: Path, capsys
+) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    name = "model.layers.3.mlp.down_proj.weight"
+    tensors = load_file(source / "model.safetensors")
+    tensors[name] = tensors[name].to(getattr(torch, dtype))
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    assert main(["--checkpoint_path", str(source), "--output_path", str(tmp_path / "mca"), flag]) == 0
+    assert main(["--checkpoint_path", str(tmp_path / "mca"), "--output_path", str(tmp_path / "hf")]) == 0
+    back = load_file(tmp_path / "hf/model.safetensors")
+    code = {"--bf16": torch.bfloat16, "--fp32": torch.float32}[flag]
+    assert {tensor.dtype for tensor in back.values()} == {code}
+    assert torch.equal(back[name], tensors[name].to(code))
+    tensors[name][1, 2] = value
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    error = refused(source, tmp_path, capsys, flag)
+    assert message in error and "decoder.layers.3.mlp.linear_fc2.weight" in error
 
 
 def test_fp16_overflow_names_the_tensor(source: Path, tmp_path: Path, capsys) -> None:

@@ -27,9 +27,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except McaError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
+    except OSError as error:
+        sys.stderr.write(f"error: {_where(error)}{error.strerror or error}\n")
+        return 1
+    except MemoryError:
+        sys.stderr.write("error: out of memory; give fewer --workers, or a smaller --memory_limit\n")
+        return 1
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; nothing was left behind\n")
         return 130
+
+
+def _where(error: OSError) -> str:
+    return f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
 
 
 def _run(command: str, parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

@@ -164,7 +164,7 @@ def _adapter_flags(parser: argparse.ArgumentParser) -> None:
         group,
         "merge",
         action="store_true",
-        help="fold the adapter into the base model and write that as a Hugging Face checkpoint",
+        help="fold the adapter into the base model and write that as Hugging Face, or with --to mca as MCA",
     )
 
 

@@ -12,7 +12,7 @@ from mca_models.checkpoint.placement import cut_size, files_of
 from mca_models.checkpoint.runs import Gather
 from mca_models.weights import Param
 
-FLOATS = frozenset({"F32", "BF16", "F16"})
+FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def source_dtypes(source: ModelSource) -> dict[str, str]:
     """The dtype code of each stored parameter's parts.
 
     Raises:
-        McaError: The parts of a parameter differ.
+        McaError: The parts of a parameter differ, or hold no weights.
     """
     for fault in dtype_faults(source):
         raise McaError(fault)
@@ -46,13 +46,19 @@ def source_dtypes(source: ModelSource) -> dict[str, str]:
 
 
 def dtype_faults(source: ModelSource) -> Iterator[str]:
-    """All parameters whose parts have different dtypes."""
+    """All parameters whose parts have different dtypes, or one that no weights have."""
     for param in source.params:
         parts = source.parts(param)
-        if len(parts) == 1:
-            continue
         found = sorted({part.info.dtype for part in parts})
-        if len(found) > 1:
+        if strange := [part.info for part in parts if part.info.dtype not in FLOATS]:
+            why = ""
+            if strange[0].dtype.startswith("F8_"):
+                why = "; fp8 needs its scales, and quantization_config in config.json"
+            yield (
+                f"{source.path}: {strange[0].name} has dtype {strange[0].dtype}; weights must be one of "
+                f"{', '.join(sorted(FLOATS))}{why}"
+            )
+        elif len(found) > 1:
             names = ", ".join(part.info.name for part in parts)
             yield (
                 f"{source.path}: {names} have different dtypes ({', '.join(found)}) and cannot share one "
