@@ -16,6 +16,7 @@ def run(body, ranks=2, **options):
         f"""
         import os, sys, time
         from mca_config.errors import McaError
+        from mca_train.config_file import UsageError
         from mca_train.launch import fork_ranks
         def target():
             rank = int(os.environ["RANK"])
@@ -62,6 +63,62 @@ def test_a_killed_rank_is_told_with_its_last_words():
     assert done.returncode == 1
     assert "rank 1 was killed by SIGKILL without a report" in done.stderr
     assert "[rank 1] last words" in done.stderr
+
+
+def _own_failures(fault):
+    """One rank ends by ``fault``; the other notices as a collective would."""
+    mark = "os.path.join(os.environ['TMPDIR'], 'gone')"
+    return f"""
+    if rank == 1:
+        open({mark}, 'w').close()
+        {fault}
+    while not os.path.exists({mark}):
+        time.sleep(0.001)
+    """
+
+
+@pytest.mark.parametrize(
+    ("fault", "told", "code"),
+    [
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL", 1),
+        ("os._exit(0)", "ended with exit code 0", 1),
+        ("sys.exit(0)", "ended with exit code 0", 1),
+        ("os._exit(3)", "ended with exit code 3", 3),
+    ],
+)
+def test_the_silent_rank_is_blamed_and_not_the_one_that_lost_it(fault, told, code, tmp_path):
+    body = _own_failures(fault) + "    raise RuntimeError('connection closed by peer')"
+    done = run(body, env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert done.returncode == code
+    assert done.stderr == (
+        f"error: rank 1 {told} without a report\n"
+        "rank 0 then failed: RuntimeError: connection closed by peer\n"
+    )
+
+
+def test_a_rank_that_leaves_the_others_waiting_is_told(tmp_path):
+    done = run(
+        _own_failures("sys.exit(0)") + "    time.sleep(60)", env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
+    assert (done.returncode, done.stderr) == (1, "error: rank 1 ended with exit code 0 without a report\n")
+
+
+def test_ranks_may_all_leave_early():
+    assert run("sys.exit(0)").returncode == 0
+
+
+def test_what_the_communication_library_aborts_is_not_the_cause(tmp_path):
+    fault = "raise RuntimeError('broken here')"
+    done = run(_own_failures(fault) + "    os.abort()", env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert done.returncode == 1
+    assert done.stderr.startswith("rank 1 failed:\nTraceback")
+    assert done.stderr.endswith("RuntimeError: broken here\n")
+
+
+def test_wrong_usage_ends_with_2_and_words_of_an_exit_are_told():
+    assert run("raise UsageError('no such key')").returncode == 2
+    done = run("sys.exit('no more')")
+    assert (done.returncode, done.stderr) == (1, "error: no more\n")
 
 
 def _started(body, spawned=False):

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from mca_config.errors import McaError
+from mca_train.config_file import UsageError
 
 _GRACE = 1.0  # seconds in which the rank that failed first can be told from those that it pulled down
 _POLL = 0.02
@@ -36,6 +37,15 @@ class _Report:
     time: float
     rank: int
     text: str
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a rank's process ended, seen at most `_POLL` later."""
+
+    time: float
+    rank: int
+    code: int
 
 
 def started_by_launcher(environment: Mapping[str, str] = os.environ) -> bool:
@@ -133,10 +143,15 @@ def _become_rank(rank: int, environment: dict[str, str], folder: Path) -> None:
 
 def report_failure(target: Callable[[], None], folder: Path | None, rank: int) -> int:
     """Runs ``target``; a failure goes to ``folder`` for the launcher to print, or to stderr. The exit code."""
+    code = 1
     try:
         target()
     except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        text = f"error: {stop.code}"
+    except UsageError as error:
+        text, code = f"error: {error}", 2
     except McaError as error:
         text = f"error: {error}"
     except BaseException:
@@ -144,18 +159,25 @@ def report_failure(target: Callable[[], None], folder: Path | None, rank: int) -
     else:
         sys.stdout.flush()
         sys.stderr.flush()
+        if folder is not None:
+            _done_mark(folder, rank).touch()
         return 0
     if folder is None:
         sys.stderr.write(text.rstrip() + "\n")
     else:
         _write_report(folder, _Report(time.time(), rank, text))
-    return 1
+    return code
 
 
 def _write_report(folder: Path, report: _Report) -> None:
     path = folder / f"report_{report.rank}.json"
     path.with_suffix(".tmp").write_text(json.dumps([report.time, report.rank, report.text]))
     path.with_suffix(".tmp").rename(path)
+
+
+def _done_mark(folder: Path, rank: int) -> Path:
+    """A file that says that a rank's work was done before its process ended."""
+    return folder / f"done_{rank}"
 
 
 def _supervise(start: Callable[[int, dict[str, str], Path], int], num_ranks: int) -> int:
@@ -168,32 +190,35 @@ def _supervise(start: Callable[[int, dict[str, str], Path], int], num_ranks: int
             start(rank, rank_environment(rank, num_ranks, port), folder): rank for rank in range(num_ranks)
         }
         with _forward_signals(list(pids)) as received:
+            ended: list[_End] = []
             try:
-                failed = _wait(pids, until_failure=True)
-                if failed:
-                    _wait(pids, seconds=_GRACE)
+                ended = _wait(pids, lambda end: end.code != 0 or not _done_mark(folder, end.rank).exists())
+                ended += _wait(pids, seconds=_GRACE)
             finally:
+                killed = bool(pids)
                 for pid in pids:
                     _signal_group(pid, signal.SIGKILL)
                 _wait(pids)
-        if failed:
-            return _explain(folder, failed, received)
+        if killed or any(end.code for end in ended):
+            return _explain(folder, ended, received)
     return 0
 
 
-def _wait(pids: dict[int, int], seconds: float = float("inf"), until_failure: bool = False) -> dict[int, int]:
-    """Reaps ranks for up to ``seconds``; returns the status of those that failed and drops them all."""
-    failed: dict[int, int] = {}
-    end = time.monotonic() + seconds
-    while pids and time.monotonic() < end and not (until_failure and failed):
+def _wait(
+    pids: dict[int, int],
+    is_failure: Callable[[_End], bool] = lambda _: False,
+    seconds: float = float("inf"),
+) -> list[_End]:
+    """Reaps ranks for up to ``seconds`` or until one failed; drops them from ``pids`` and says how they ended."""
+    ended: list[_End] = []
+    last = time.monotonic() + seconds
+    while pids and time.monotonic() < last and not any(is_failure(end) for end in ended):
         for pid in list(pids):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                rank = pids.pop(pid)
-                if status:
-                    failed[rank] = os.waitstatus_to_exitcode(status)
+                ended.append(_End(time.time(), pids.pop(pid), os.waitstatus_to_exitcode(status)))
         time.sleep(_POLL)
-    return failed
+    return ended
 
 
 @contextlib.contextmanager
@@ -221,8 +246,8 @@ def _signal_group(pid: int, number: int) -> None:
             return
 
 
-def _explain(folder: Path, failed: dict[int, int], received: Sequence[int]) -> int:
-    """Prints what the rank that failed first said, and returns the launcher's exit code."""
+def _explain(folder: Path, ended: Sequence[_End], received: Sequence[int]) -> int:
+    """Prints why the rank failed that pulled down the others, and returns the launcher's exit code."""
     if received:
         name = signal.Signals(received[0]).name
         sys.stderr.write(f"stopped by {name}\n")
@@ -231,13 +256,29 @@ def _explain(folder: Path, failed: dict[int, int], received: Sequence[int]) -> i
         (_Report(*json.loads(path.read_text())) for path in folder.glob("report_*.json")),
         key=lambda report: report.time,
     )
-    if reports:
+    cause = _silent(folder, ended, reports)
+    if cause is None:
         sys.stderr.write(reports[0].text.rstrip() + "\n")
-        return 1
-    rank, code = next(iter(failed.items()))
+        return next((end.code for end in ended if end.rank == reports[0].rank and end.code > 0), 1)
+    rank, code = cause.rank, cause.code
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     sys.stderr.write(f"error: rank {rank} {how} without a report\n{_tail(folder, rank)}")
+    for report in reports[:1]:
+        sys.stderr.write(f"rank {report.rank} then failed: {report.text.rstrip().splitlines()[-1]}\n")
     return code if code > 0 else 1
+
+
+def _silent(folder: Path, ended: Sequence[_End], reports: Sequence[_Report]) -> _End | None:
+    """The first rank that died without a word, unless it did so because another one had failed.
+
+    A rank whose peer is gone fails with a report of that, or is aborted by the communication library.
+    """
+    told = {report.rank for report in reports}
+    failed = [end for end in ended if end.code or not _done_mark(folder, end.rank).exists()]
+    silent = [end for end in failed if end.rank not in told]
+    aborted = [end for end in silent if end.code == -signal.SIGABRT]
+    own = [end for end in silent if end not in aborted]
+    return next(iter(own or ([] if reports else aborted)), None)
 
 
 def _tail(folder: Path, rank: int, lines: int = 20) -> str:
