@@ -48,6 +48,25 @@ def stopped_and_resumed(checkpoint: Path, output_dir: Path, rank: int, **changes
         "straight": history(straight, "loss"),
         "resumed": history(second, "loss"),
         "handler": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+        "patience": patience(first),
+    }
+
+
+def patience(trainer: Any) -> set[float]:
+    """Seconds that ranks wait for each other, in every group that they wait in."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state as state
+
+    watch = trainer.watch.signal._group
+    groups = [
+        dist.group.WORLD,
+        state.get_tensor_model_parallel_group(),
+        state.get_data_parallel_group(),
+        *([watch] if watch else []),
+    ]
+    return {
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups if group
     }
 
 
@@ -59,6 +78,7 @@ def test_sigterm_to_any_rank_saves_and_ends_at_one_step(size, changes, checkpoin
         assert rank["stopped"] == found[0]["stopped"]
         assert rank["resumed"] == rank["straight"]
         assert rank["handler"], "what listened before listens again"
+        assert rank["patience"] == {120.0}, "the harness's, as with ddp_timeout"
 
 
 def stopped_twice(checkpoint: Path, output_dir: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mca_models.megatron import parallel
+
 _AGAIN = 1.0  # seconds; launchers and schedulers may both deliver the same signal
 _EVERY = 1.0  # seconds between the exchanges of steps that are shorter
 _LONGEST = 1000  # steps, in case that a step takes no time
@@ -40,7 +42,7 @@ class StopSignal:
         self._received, self.stopped = None, False
         self._pause, self._interval, self._since = 0, 1, time.monotonic()
         if dist.get_world_size() > 1 and self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=parallel.timeout())
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._handle)
         return self

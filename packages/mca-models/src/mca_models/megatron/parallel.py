@@ -90,7 +90,15 @@ def _start_megatron(layout: ParallelLayout) -> None:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=timeout().total_seconds() / 60,
     )
+
+
+def timeout() -> timedelta:
+    """How long ranks wait for each other: what torch.distributed was started with."""
+    world: Any = torch.distributed.group.WORLD
+    waits: timedelta = world._get_backend(torch.device(platform.device_type())).options._timeout
+    return waits
 
 
 def _wanted_sizes(layout: ParallelLayout) -> tuple[int, ...]:
