@@ -10,10 +10,10 @@ The names of tensors are in ``rules``, what is refused in ``config``.
 
 from mca_models.lora.adapter import Adapter
 from mca_models.lora.config import AdapterConfig
-from mca_models.lora.convert import convert_adapter, is_adapter, model_of, open_adapter
-from mca_models.lora.mca_directory import is_mca_adapter, open_mca_adapter, relaid, write_mca_adapter
+from mca_models.lora.convert import casted, convert_adapter, is_adapter, model_of, open_adapter
+from mca_models.lora.mca_directory import is_mca_adapter, open_mca_adapter, planned, relaid, write_mca_adapter
 from mca_models.lora.merge import MergedSource, merge_to_hf
-from mca_models.lora.peft_directory import is_peft, open_peft, write_peft
+from mca_models.lora.peft_directory import PeftTensors, is_peft, open_peft, write_peft
 from mca_models.lora.rules import AdapterRules, Factors, rules_for_training
 from mca_models.lora.targets import Target
 
@@ -23,7 +23,9 @@ __all__ = [
     "AdapterRules",
     "Factors",
     "MergedSource",
+    "PeftTensors",
     "Target",
+    "casted",
     "convert_adapter",
     "is_adapter",
     "is_mca_adapter",
@@ -33,6 +35,7 @@ __all__ = [
     "open_adapter",
     "open_mca_adapter",
     "open_peft",
+    "planned",
     "relaid",
     "rules_for_training",
     "write_mca_adapter",

@@ -14,6 +14,8 @@ from mca_models.lora.adapter import Adapter
 from mca_models.lora.mca_directory import is_mca_adapter, open_mca_adapter, write_mca_adapter
 from mca_models.lora.peft_directory import is_peft, open_peft, write_peft
 from mca_models.templates import config_from_hf
+from mca_models.weights import Param
+from mca_models.weights.arrays import Array
 
 Kind = Literal["mca", "hf"]
 _SAME_MODEL = ("model_type", "num_layers", "hidden_size", "num_attention_heads", "num_moe_experts")
@@ -88,5 +90,15 @@ def convert_adapter(
 
 
 def casted(adapter: Adapter, code: str) -> Adapter:
-    """``adapter`` with its tensors in the dtype of safetensors code ``code``."""
-    return replace(adapter, read=lambda param: adapter.read(param).astype(numpy_dtype(code)))
+    """``adapter`` with its tensors in the dtype of safetensors code ``code``; reading raises where fp16 overflows."""
+    import numpy as np
+
+    from mca_models.foreign.fp8 import cast_to
+
+    def read(param: Param) -> Array:
+        values = adapter.read(param)
+        out = np.empty(values.shape, numpy_dtype(code))
+        cast_to(out, values.astype(np.float32, copy=False), param.hf_names()[0])
+        return out
+
+    return replace(adapter, read=read)

@@ -104,13 +104,7 @@ def write_mca_adapter(
         overwrite: Replaces what stands at ``destination``.
     """
     adapter = relaid(adapter, layout)
-    wholes = {param.mca_name(): adapter.read(param) for param in adapter.params}
-    plan = McaLayout(
-        adapter.params,
-        adapter.model,
-        {name: code_of(x.dtype) for name, x in wholes.items()},
-        {name: tuple(x.shape) for name, x in wholes.items()},
-    )
+    plan = planned(adapter)
     with atomic_directory(destination, overwrite=overwrite) as folder:
         records = {}
         for file, pieces in plan.files.items():
@@ -123,6 +117,21 @@ def write_mca_adapter(
             copy_side_files(side_files, folder)
         write_file(folder / FILE_NAME, adapter.config.to_json().encode())
         plan.finish(folder, records)
+
+
+def planned(adapter: Adapter) -> McaLayout:
+    """The files and tensors of an MCA directory of ``adapter``, in the layout of its model.
+
+    Raises:
+        McaError: The layout does not divide it.
+    """
+    wholes = {param.mca_name(): adapter.read(param) for param in adapter.params}
+    return McaLayout(
+        adapter.params,
+        adapter.model,
+        {name: code_of(x.dtype) for name, x in wholes.items()},
+        {name: tuple(x.shape) for name, x in wholes.items()},
+    )
 
 
 def relaid(adapter: Adapter, layout: ParallelLayout) -> Adapter:
