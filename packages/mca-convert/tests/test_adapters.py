@@ -91,6 +91,57 @@ def test_merging_goes_to_mca_too_and_through_any_memory(
     assert main(["verify", str(base), str(tmp_path / "hf")]) == 1
 
 
+def planned(capsys, *arguments: object) -> dict:
+    capsys.readouterr()
+    code = main(["plan", "--json", *map(str, arguments)])
+    plan = json.loads(capsys.readouterr().out)
+    assert code == bool(plan["refusals"])
+    return plan
+
+
+def weight_files(path: Path) -> dict[str, int]:
+    folder = path / "iter_0000001" if (path / "iter_0000001").exists() else path
+    return {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*.safetensors")}
+
+
+def test_plan_says_what_is_written(pair: tuple[Path, Path], tmp_path: Path, capsys) -> None:
+    base, adapter = pair
+    mca, layout = tmp_path / "mca", ["--tensor_model_parallel_size=2", "--pipeline_model_parallel_size=2"]
+    arguments = ["--checkpoint_path", base, "--adapter_path", adapter]
+    plan = planned(capsys, *arguments, "--output_path", mca, *layout)
+    assert plan["kind"] == "PEFT LoRA adapter" and plan["layout"] == "tp 2 pp 2" and not mca.exists()
+    assert plan["tensors"] == len(load_file(adapter / "adapter_model.safetensors"))
+    run(*arguments, "--output_path", mca, *layout)
+    assert plan["files"] == weight_files(mca) and len(plan["stages"]) == 2
+    back = planned(capsys, "--adapter_path", mca, "--bf16", "--output_path", tmp_path / "back")
+    run("--adapter_path", mca, "--bf16", "--output_path", tmp_path / "back")
+    assert back["target"] == "hf" and back["files"] == weight_files(tmp_path / "back")
+    for to in ([], ["--to", "mca", *layout]):
+        target = tmp_path / f"merged{len(to)}"
+        merged = planned(capsys, *arguments, "--merge", "--output_path", target, *to)
+        run(*arguments, "--merge", "--output_path", target, *to)
+        assert merged["files"] == weight_files(target)
+    wrong = planned(capsys, *arguments, "--output_path", mca, "--pipeline_model_parallel_size=3")
+    assert "exists and is not empty" in wrong["refusals"][0]
+    assert any("num_layers 4 cannot be divided" in reason for reason in wrong["refusals"])
+    refused = planned(capsys, "--adapter_path", adapter)["refusals"]
+    assert len(refused) == 1 and "does not describe its base model" in refused[0]
+    assert "no adapter_config.json is there" in planned(capsys, "--adapter_path", base)["refusals"][0]
+
+
+def test_casts_of_adapters_overflow_by_name(pair: tuple[Path, Path], tmp_path: Path, capsys) -> None:
+    base, adapter = pair
+    other = tmp_path / "other"
+    shutil.copytree(adapter, other)
+    tensors = load_file(other / "adapter_model.safetensors")
+    name = sorted(tensors)[3]
+    tensors[name][0, 1] = 70000.0
+    save_file(tensors, other / "adapter_model.safetensors")
+    arguments = ["--checkpoint_path", str(base), "--adapter_path", str(other), "--fp16", "--output_path"]
+    assert main([*arguments, str(tmp_path / "out")]) == 1 and not (tmp_path / "out").exists()
+    assert name in capsys.readouterr().err
+
+
 def test_verify_compares_adapters(pair: tuple[Path, Path], tmp_path: Path, capsys) -> None:
     base, adapter = pair
     mca, half = tmp_path / "mca", tmp_path / "half"
@@ -159,6 +210,9 @@ def test_what_is_no_adapter(tiny, tmp_path: Path, capsys) -> None:
     ("arguments", "message"),
     [
         (["--merge"], "--merge needs --adapter_path"),
+        (["plan", "--merge"], "--merge needs --adapter_path"),
+        (["plan"], "the following arguments are required: --checkpoint_path"),
+        (["plan", "--adapter_path", "{adapter}", "--merge"], "required: --checkpoint_path"),
         (["--adapter_path", "{adapter}", "--merge"], "--merge needs the base model: --checkpoint_path"),
     ],
 )

@@ -21,6 +21,7 @@ from mca_models.checkpoint import (
     PartialDirectory,
     copy_side_files,
     iteration_name,
+    kind_of,
     plan_file,
     require_absent,
     side_files,
@@ -124,6 +125,14 @@ def _with_dtype(config: McaModelConfig, cast: str | None) -> McaModelConfig:
         return config
     names: dict[str, object] = {"dtype": DTYPE_NAMES[cast]}
     return replace(config, **names)  # type: ignore[arg-type]
+
+
+def refuse_no_adapter(path: Path) -> None:
+    """Raises if directory ``path`` holds no LoRA adapter."""
+    if not kind_of(path).is_adapter:
+        raise McaError(
+            f"--adapter_path {path}: no adapter_config.json is there; expected a PEFT or MCA adapter directory"
+        )
 
 
 def refuse_taken(source: Path, destination: Path) -> None:

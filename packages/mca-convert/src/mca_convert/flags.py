@@ -120,10 +120,8 @@ def _inspect_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _conversion_flags(parser: argparse.ArgumentParser, *, planning: bool) -> None:
-    source = "the checkpoint to read" + (
-        "" if planning else "; with --adapter_path: the adapter's base model"
-    )
-    _flag(parser, "checkpoint_path", required=planning, metavar="DIR", help=source)
+    source = "the checkpoint to read; with --adapter_path: the adapter's base model"
+    _flag(parser, "checkpoint_path", metavar="DIR", help=source)
     where = (
         "where it would go; checks that it is free and has room"
         if planning
@@ -137,8 +135,7 @@ def _conversion_flags(parser: argparse.ArgumentParser, *, planning: bool) -> Non
         help="the target; default: hf from Megatron's checkpoints (MCA, ROLL, torch_dist), else mca. An MCA source "
         "can go to mca again, in another layout; a quantised Hugging Face one to hf, dequantised",
     )
-    if not planning:
-        _adapter_flags(parser)
+    _adapter_flags(parser)
     _dtype_flags(parser)
     _layout_flags(parser)
     _engine_flags(parser)

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -91,36 +92,47 @@ class Request:
     """What was asked for.
 
     Args:
-        path: The checkpoint.
+        path: The checkpoint; None where an adapter needs none.
         target: ``mca``, ``hf``, or None for the natural one.
         arguments: Makes the layout arguments; raises if they contradict each other.
         cast: Safetensors code to cast to.
         limits: Threads and memory.
         max_shard_bytes: Of a Hugging Face target.
         destination: Where it would go; None if not said.
+        adapter: A LoRA adapter to convert, or to fold into the checkpoint.
+        merge: Fold it.
     """
 
-    path: Path
+    path: Path | None
     target: Literal["mca", "hf"] | None
     arguments: Callable[[], DistributingParallelArguments]
     cast: str | None
     limits: Limits
     max_shard_bytes: int
     destination: Path | None
+    adapter: Path | None = None
+    merge: bool = False
 
 
 def forecast(request: Request) -> Forecast:
     """Plans what ``request`` asks for, as far as it can be planned; writes nothing."""
-    result = Forecast(str(request.path), request.target or "mca", workers=request.limits.workers)
-    kind = result.attempt(lambda: kind_of(request.path))
+    if request.adapter is not None and not request.merge:
+        from mca_convert.forecast_adapter import forecast_adapter
+
+        return forecast_adapter(request, request.adapter)
+    if request.path is None:
+        raise ValueError("a checkpoint is needed unless an adapter is converted")
+    path = request.path
+    result = Forecast(str(path), request.target or "mca", workers=request.limits.workers)
+    kind = result.attempt(lambda: kind_of(path))
     if kind is not None:
         result.kind = kind.value
-        result.target = request.target or ("hf" if kind.is_megatron else "mca")
-    if request.destination is not None:
-        destination = request.destination
-        result.attempt(lambda: refuse_taken(request.path, destination))
+        result.target = request.target or ("hf" if kind.is_megatron or request.merge else "mca")
+    check_destination(request, result)
     arguments = result.attempt(request.arguments)
-    source = None if kind is None else _open(request, kind, result)
+    source = None if kind is None else _open(path, request, kind, result)
+    if source is not None and request.adapter is not None:
+        source = _merged(source, request.adapter, request.cast, result)
     if source is None:
         return result
     base = source.config.layout
@@ -128,13 +140,26 @@ def forecast(request: Request) -> Forecast:
     conversion = _plan(request, source, layout, result)
     if conversion is not None:
         _describe(conversion, request, result)
-        _require_space(request.destination, result)
+        require_space(request.destination, result)
     return result
 
 
-def _open(request: Request, kind: Kind, result: Forecast) -> ModelSource | None:
+def check_destination(request: Request, result: Forecast) -> None:
+    """Notes whether the destination is taken, or lies inside what is read."""
+    destination = request.destination
+    for source in (request.adapter, request.path):
+        if destination is not None and source is not None:
+            result.attempt(partial(refuse_taken, source, destination))
+
+
+def _merged(base: ModelSource, path: Path, cast: str | None, result: Forecast) -> ModelSource | None:
+    from mca_models.lora import MergedSource, open_adapter
+
+    return result.attempt(lambda: MergedSource(base, open_adapter(path, base.config), cast))
+
+
+def _open(path: Path, request: Request, kind: Kind, result: Forecast) -> ModelSource | None:
     """The source; where it cannot be opened, what its configuration promises, so that more can be said."""
-    path = request.path
     if kind is not Kind.HF or has_weights(path):
         source = result.attempt(lambda: open_checkpoint(path, request.cast))
         if source is not None:
@@ -187,17 +212,18 @@ def _stored_bytes(info: Any) -> int:
 
 
 def _describe(conversion: Conversion, request: Request, result: Forecast) -> None:
-    plans = conversion.file_plans(request.destination or request.path)
+    plans = conversion.file_plans(request.destination or conversion.source.path)
     result.written_bytes = conversion.nbytes
     result.files = {name: plan.nbytes for name, plan in plans.items()}
     if isinstance(conversion.target, McaLayout):
-        result.stages = list(_stages(conversion.target, result.files))
+        result.stages = list(stages_of(conversion.target, result.files))
         _ = conversion.target.manifest_tensors  # takes its memory, as in the conversion itself
     buffers = _buffer_bytes(conversion, request.limits)
     result.peak_bytes = anonymous_bytes() + _WORK_BYTES + buffers
 
 
-def _stages(target: McaLayout, sizes: dict[str, int]) -> Iterator[Stage]:
+def stages_of(target: McaLayout, sizes: dict[str, int]) -> Iterator[Stage]:
+    """What each pipeline rank would hold; ``sizes`` are those of the target's files."""
     plan = target.config.pipeline_plan()
     names = sorted(target.files)
     for rank in range(target.config.layout.pp):
@@ -256,7 +282,8 @@ def anonymous_bytes() -> int:
     return 0
 
 
-def _require_space(destination: Path | None, result: Forecast) -> None:
+def require_space(destination: Path | None, result: Forecast) -> None:
+    """Notes it if the disk has no room for what would be written."""
     if destination is None:
         return
     place = Path(os.path.abspath(destination)).parent  # noqa: PTH100

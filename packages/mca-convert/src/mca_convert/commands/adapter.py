@@ -7,11 +7,10 @@ from typing import Literal
 
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.command_line import from_namespace
-from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_convert.commands.convert import carry_out, layout_flags_for_hf
-from mca_convert.conversion import plan_to_hf, plan_to_mca, refuse_taken
-from mca_models.checkpoint import kind_of, open_checkpoint
+from mca_convert.conversion import plan_to_hf, plan_to_mca, refuse_no_adapter, refuse_taken
+from mca_models.checkpoint import open_checkpoint
 
 
 def convert_adapter(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -19,10 +18,7 @@ def convert_adapter(parser: argparse.ArgumentParser, options: argparse.Namespace
     adapter, destination = Path(options.adapter_path), Path(options.output_path)
     base = Path(options.checkpoint_path) if options.checkpoint_path else None
     refuse_taken(adapter, destination)
-    if not kind_of(adapter).is_adapter:
-        raise McaError(
-            f"--adapter_path {adapter}: no adapter_config.json is there; expected a PEFT or MCA adapter directory"
-        )
+    refuse_no_adapter(adapter)
     if options.merge:
         return _merge(parser, options, adapter, destination)
     from mca_models.lora import convert_adapter as convert

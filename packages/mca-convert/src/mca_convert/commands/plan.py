@@ -15,15 +15,21 @@ from mca_convert.tables import size_of, table
 
 def plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Prints the plan; 0 if the conversion would go through, 1 if it would be refused."""
+    if options.merge and not options.adapter_path:
+        parser.error("--merge needs --adapter_path")
+    if not options.checkpoint_path and (options.merge or not options.adapter_path):
+        parser.error("the following arguments are required: --checkpoint_path")
     result = forecast(
         Request(
-            path=Path(options.checkpoint_path),
+            path=_path(options.checkpoint_path),
             target=options.to,
             arguments=lambda: from_namespace(DistributingParallelArguments, options),
             cast=options.cast,
             limits=limits_of(options),
             max_shard_bytes=options.max_shard_size,
-            destination=Path(options.output_path) if options.output_path else None,
+            destination=_path(options.output_path),
+            adapter=_path(options.adapter_path),
+            merge=options.merge,
         )
     )
     if result.target == "hf" and (fault := layout_flags_for_hf(options, megatron=True)):
@@ -31,6 +37,10 @@ def plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     text = json.dumps(result.as_dict(), indent=1) if options.json else "\n".join(report(result))
     sys.stdout.write(text + "\n")
     return 1 if result.refusals else 0
+
+
+def _path(given: str | None) -> Path | None:
+    return Path(given) if given else None
 
 
 def report(result: Forecast) -> Iterator[str]:

@@ -1,0 +1,88 @@
+"""What the conversion of a LoRA adapter would read and write, and every reason why it would be refused."""
+
+from pathlib import Path
+
+from mca_config.layout import ParallelLayout
+from mca_convert.conversion import refuse_no_adapter
+from mca_convert.forecast import (
+    Forecast,
+    Request,
+    anonymous_bytes,
+    check_destination,
+    require_space,
+    stages_of,
+)
+from mca_models.checkpoint import METADATA, iteration_name, kind_of, layout_faults, plan_file, side_files
+from mca_models.checkpoint.dtypes import code_of
+from mca_models.lora import (
+    Adapter,
+    PeftTensors,
+    casted,
+    is_mca_adapter,
+    model_of,
+    open_adapter,
+    planned,
+    relaid,
+)
+from mca_models.lora.peft_directory import WEIGHTS
+
+
+def forecast_adapter(request: Request, path: Path) -> Forecast:
+    """Plans the conversion of the adapter in ``path``; writes nothing."""
+    from_mca = is_mca_adapter(path)
+    target = request.target or ("hf" if from_mca else "mca")
+    result = Forecast(str(path), target, workers=1)
+    kind = result.attempt(lambda: kind_of(path))
+    result.kind = kind.value if kind is not None else ""
+    result.attempt(lambda: refuse_no_adapter(path))
+    check_destination(request, result)
+    arguments = result.attempt(request.arguments)
+    adapter = None if result.kind == "" else result.attempt(lambda: _open(request, path))
+    if adapter is None:
+        return result
+    result.attempt(lambda: side_files(path))
+    _count(adapter, result)
+    written = casted(adapter, request.cast) if request.cast else adapter
+    if target == "hf":
+        result.attempt(lambda: _as_peft(written, result))
+    elif arguments is not None:
+        own = adapter.model.layout if from_mca else ParallelLayout()
+        result.attempt(lambda: _as_mca(written, arguments.layout(own), result))
+    # whole adapters are held, once as they are read and once as they are written
+    result.peak_bytes = anonymous_bytes() + result.written_bytes
+    require_space(request.destination, result)
+    return result
+
+
+def _open(request: Request, path: Path) -> Adapter:
+    return open_adapter(path, None if request.path is None else model_of(request.path))
+
+
+def _count(adapter: Adapter, result: Forecast) -> None:
+    result.model_type = adapter.model.model_type
+    result.tensors = len({name for param in adapter.params for name in param.hf_names()})
+    wholes = [adapter.read(param) for param in adapter.params]
+    result.parameters = sum(whole.size for whole in wholes)
+    result.read_bytes = sum(whole.nbytes for whole in wholes)
+
+
+def _as_peft(adapter: Adapter, result: Forecast) -> None:
+    tensors = PeftTensors(adapter)
+    arrays = {name: tensors.array(name) for name in sorted(tensors.sources)}
+    specs = [(name, code_of(x.dtype), tuple(x.shape)) for name, x in arrays.items()]
+    result.written_bytes = sum(x.nbytes for x in arrays.values())
+    result.files = {WEIGHTS: plan_file(Path(WEIGHTS), specs, METADATA).nbytes}
+
+
+def _as_mca(adapter: Adapter, layout: ParallelLayout, result: Forecast) -> None:
+    result.layout = str(layout)
+    cut = relaid(adapter, layout)
+    wholes = {param.mca_name(): tuple(cut.read(param).shape) for param in cut.params}
+    result.refusals += (faults := layout_faults(cut.params, cut.model, wholes))
+    if faults:
+        return
+    plan = planned(cut)
+    folder = Path(iteration_name(1))
+    result.files = {name: plan_file(folder / name, plan.specs(name)).nbytes for name in plan.files}
+    result.written_bytes = sum(result.files.values())
+    result.stages = list(stages_of(plan, result.files))
