@@ -7,23 +7,17 @@ from typing import Any
 import pytest
 
 from mca_config.arguments import DistributingParallelArguments
+from mca_config.layout import SIZE_FIELDS
 
 Pair = tuple[str, str]
-
-_FLAGS = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-}
 
 
 def arguments(name: str, **settings: Any) -> DistributingParallelArguments:
     """The arguments of layout ``name``; ``sp`` at its end is sequence parallelism, ``allgather`` that dispatcher."""
-    sizes = {_FLAGS["tp"]: 1, _FLAGS["pp"]: 1}
-    sizes |= {_FLAGS[axis]: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", name) if axis != "dp"}
+    sizes = {SIZE_FIELDS["tp"]: 1, SIZE_FIELDS["pp"]: 1}
+    sizes |= {
+        SIZE_FIELDS[axis]: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", name) if axis != "dp"
+    }
     sequence_parallel = True if name.endswith("sp") else None
     if name.endswith("allgather"):
         settings["moe_token_dispatcher_type"] = "allgather"

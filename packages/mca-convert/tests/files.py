@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from mca_config.layout import SIZE_FIELDS
 from mca_convert.cli import main
 
 
@@ -51,12 +52,7 @@ def write_raw(file: Path, header: Any, data: bytes) -> None:
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-LAYOUT = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
+LAYOUT = SIZE_FIELDS | {
     "first": "num_layers_in_first_pipeline_stage",
     "last": "num_layers_in_last_pipeline_stage",
     "string": "pipeline_model_parallel_layout",

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from mca_config.errors import McaError
 from mca_config.layout_string import parse_layout
 
-_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
+SIZE_FIELDS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+"""The fields of a layout that are sizes, by their abbreviations."""
 _STAGE_SIZES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
@@ -40,7 +41,7 @@ class ParallelLayout:
     account_for_loss_in_pipeline_split: bool = False
 
     def __post_init__(self) -> None:
-        for name in (*_SIZES, *_STAGE_SIZES):
+        for name in (*SIZE_FIELDS.values(), *_STAGE_SIZES):
             _require_count(name, getattr(self, name))
         self._require_one_way_of_splitting()
         if self.pipeline_model_parallel_layout is not None:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.arguments.distributing import LAYOUT_FIELDS
 from mca_config.command_line import add_arguments
+from mca_config.layout import SIZE_FIELDS
 
 DEFAULT_COMMAND = "convert"
 COMMANDS = {
@@ -33,14 +34,6 @@ _EXAMPLES = """examples:
   # are two directories the same model, bit for bit?
   mca-convert verify qwen3-hf qwen3-tp8
 """
-_SHORT = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-}
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -58,7 +51,7 @@ class Parser(argparse.ArgumentParser):
     def _suggestion(self, given: str) -> str:
         flag = given.partition("=")[0]
         name = flag.lstrip("-").replace("-", "_")
-        if long := _SHORT.get(name.lower().removesuffix("_size")):
+        if long := SIZE_FIELDS.get(name.lower().removesuffix("_size")):
             return f", did you mean --{long}?"
         if name in ("dtype", "torch_dtype", "precision"):
             return ", did you mean --bf16, --fp16 or --fp32?"
