@@ -92,7 +92,7 @@ def test_the_silent_rank_is_blamed_and_not_the_one_that_lost_it(fault, told, cod
     assert done.returncode == code
     assert done.stderr == (
         f"error: rank 1 {told} without a report\n"
-        "rank 0 then failed: RuntimeError: connection closed by peer\n"
+        "then rank 0 lost another rank: RuntimeError: connection closed by peer\n"
     )
 
 

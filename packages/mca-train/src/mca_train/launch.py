@@ -27,6 +27,12 @@ from mca_train.config_file import UsageError
 _GRACE = 1.0  # seconds in which the rank that failed first can be told from those that it pulled down
 _POLL = 0.02
 _PR_SET_PDEATHSIG = 1
+_LOST = (
+    "closed by peer",
+    "reset by peer",
+    "remote process exited",
+    "Broken pipe",
+)  # gloo's words, and nccl's
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -154,8 +160,10 @@ def report_failure(target: Callable[[], None], folder: Path | None, rank: int) -
         text, code = f"error: {error}", 2
     except McaError as error:
         text = f"error: {error}"
-    except BaseException:
-        text = f"rank {rank} failed:\n{traceback.format_exc()}"
+    except BaseException as error:
+        lost = any(words in str(error) for words in _LOST)
+        told = traceback.format_exception_only(error)[0] if lost else traceback.format_exc()
+        text = f"rank {rank} lost another rank: {told}" if lost else f"rank {rank} failed:\n{told}"
     else:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -264,7 +272,7 @@ def _explain(folder: Path, ended: Sequence[_End], received: Sequence[int]) -> in
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     sys.stderr.write(f"error: rank {rank} {how} without a report\n{_tail(folder, rank)}")
     for report in reports[:1]:
-        sys.stderr.write(f"rank {report.rank} then failed: {report.text.rstrip().splitlines()[-1]}\n")
+        sys.stderr.write(f"then {report.text.rstrip().splitlines()[-1]}\n")
     return code if code > 0 else 1
 
 
