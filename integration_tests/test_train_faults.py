@@ -109,7 +109,8 @@ def killed(checkpoint: Path, output_dir: Path, seed: int, whole: list[Any], **ch
 KILLS = int(os.environ.get("MCA_TEST_KILLS", "2"))
 EPOCHS = {"count": 7}  # of 3.5 steps: kills in the middle of one
 TWO = EPOCHS | ZERO | {"gradient_accumulation_steps": 1}
-KILLED = {"one rank": (1, EPOCHS), "two ranks": (2, TWO), "two ranks in background": (2, TWO | ASYNC)}
+SAVED = {"one rank": (1, EPOCHS), "two ranks": (2, TWO), "two ranks in background": (2, TWO | ASYNC)}
+KILLED = SAVED | {"two ranks in background": (2, TWO | ASYNC | {"save_total_limit": 1})}
 
 
 @pytest.mark.parametrize("name", KILLED)
@@ -261,7 +262,7 @@ def small_disk(tmp_path):
 def test_a_full_disk_leaves_the_checkpoints_before(name, checkpoint, small_disk, tmp_path):
     from mca_train.checkpointing import checkpoints
 
-    size, changes = KILLED[name]
+    size, changes = SAVED[name]
     whole = run_ranks(size, uninterrupted, checkpoint, tmp_path / "whole", **changes)
     with pytest.raises(RanksFailed) as failed:
         run_ranks(size, go_on, checkpoint, small_disk, **changes)

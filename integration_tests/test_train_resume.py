@@ -82,6 +82,50 @@ def test_the_last_complete_checkpoint_is_found(checkpoint, tmp_path):
         resolve(str(tmp_path / "checkpoint-11"), tmp_path)
 
 
+def test_the_best_checkpoint_is_where_the_run_is(tmp_path):
+    """Not where it was: runs are moved, copied and given by other paths."""
+    from transformers import TrainerState
+
+    from mca_train.checkpointing import expendable, locate_best
+
+    run = tmp_path / "run"
+    for step in (2, 4, 6):
+        (run / f"checkpoint-{step}").mkdir(parents=True)
+        (run / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    state = TrainerState(best_model_checkpoint="before/run/checkpoint-2", best_metric=1.5, best_global_step=2)
+    locate_best(state, run / "checkpoint-6")
+    assert state.best_model_checkpoint == str(run / "checkpoint-2")
+    assert expendable(run, 1, state.best_model_checkpoint) == [run / "checkpoint-4"]
+    elsewhere = TrainerState(best_model_checkpoint=str(run / "checkpoint-2"), best_metric=1.5)
+    locate_best(elsewhere, tmp_path / "other" / "checkpoint-9")
+    assert elsewhere.best_model_checkpoint == str(run / "checkpoint-2")
+    gone = TrainerState(best_model_checkpoint="before/checkpoint-1", best_metric=1.5, best_global_step=1)
+    locate_best(gone, run / "checkpoint-6")
+    assert (gone.best_model_checkpoint, gone.best_metric, gone.best_global_step) == (None, None, None)
+
+
+def test_a_checkpoint_is_deleted_beside_the_training(tmp_path, monkeypatch):
+    """Renamed at once, so that nobody takes half of one for whole; gone before the next is written."""
+    import shutil
+    import threading
+
+    from mca_train.checkpoint_writer import CheckpointWriter
+    from mca_train.checkpointing import checkpoints
+
+    folder, go = tmp_path / "checkpoint-1", threading.Event()
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text("{}")
+    remove = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda *words: go.wait(60) and remove(*words))
+    writer = CheckpointWriter(in_background=False)
+    writer.delete(folder)
+    assert checkpoints(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1.partial-deleted"]
+    go.set()
+    writer.abandon()
+    assert list(tmp_path.iterdir()) == []
+
+
 def fail_while_saving(checkpoint: Path, output_dir: Path) -> None:
     import torch.distributed as dist
 

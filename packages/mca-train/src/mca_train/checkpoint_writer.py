@@ -3,10 +3,12 @@
 A checkpoint is written in stages, one after another: the weights, the optimizer, then sizes and checksums of all files.
 In the background each stage runs beside the training steps, and after every step the ranks agree on whether it is over.
 Whichever way, all ranks write into a directory beside the destination, which is renamed when the last stage is.
+Checkpoints that are one too many go in a thread, once a newer one is complete.
 """
 
 import contextlib
 import shutil
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,6 +43,7 @@ class CheckpointWriter:
         self._shared: SharedDirectory | None = None
         self._stages: list[Stage] = []
         self._published: Callable[[], object] = lambda: None
+        self._deletions: list[threading.Thread] = []
 
     def write(
         self, destination: Path, begin: Callable[[Path], Sequence[Stage]], published: Callable[[], object]
@@ -56,6 +59,7 @@ class CheckpointWriter:
             McaError: This one, or the one before, could not be written.
         """
         self.finish()
+        self._wait_for_room()
         self._destination, self._published = destination, published
         with self._said_clearly():
             self._shared = SharedDirectory(destination, overwrite=True)
@@ -81,8 +85,21 @@ class CheckpointWriter:
         while self._stages:
             self._finish_stage()
 
+    def delete(self, checkpoint: Path) -> None:
+        """Removes a checkpoint, which at no moment is half of one: renamed now, gone by the next; not collective."""
+        doomed = checkpoint.with_name(f"{checkpoint.name}.partial-deleted")
+        checkpoint.rename(doomed)
+        thread = threading.Thread(target=shutil.rmtree, args=(doomed, True))
+        thread.start()
+        self._deletions.append(thread)
+
+    def _wait_for_room(self) -> None:
+        while self._deletions:
+            self._deletions.pop().join()
+
     def abandon(self) -> None:
         """Removes what is not complete; not collective. What still writes ends with its process."""
+        self._wait_for_room()
         if self._shared is not None:
             self._shared.discard()
         self._shared, self._stages = None, []
@@ -138,10 +155,3 @@ def remove_unfinished(output_dir: Path, prefix: str) -> None:
 
     for leftover in output_dir.glob(f"{prefix}-*.partial-*"):
         remove_leftovers(leftover.with_name(leftover.name.split(".partial-")[0]))
-
-
-def delete(checkpoint: Path) -> None:
-    """Removes a checkpoint, which at no moment is half of one."""
-    doomed = checkpoint.with_name(f"{checkpoint.name}.partial-deleted")
-    checkpoint.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)

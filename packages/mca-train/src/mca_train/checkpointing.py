@@ -27,7 +27,6 @@ from mca_models.checkpoint.atomic import write_file
 from mca_models.megatron.agreement import on_first, together
 from mca_models.megatron.torch_dist import Writing
 from mca_train import groups, integrity, optimizer_state
-from mca_train.checkpoint_writer import delete
 from mca_train.groups import Ranks
 from mca_train.progress import Place
 from mca_train.rng import load_rng, save_rng
@@ -100,16 +99,29 @@ def find(resume: str | bool | None, output_dir: Path, ranks: Ranks) -> Path | No
     return None
 
 
-def rotate(output_dir: Path, limit: int | None, keep: str | None) -> None:
-    """Deletes the oldest checkpoints beyond ``limit``, but never the newest or the best (``keep``)."""
+def expendable(output_dir: Path, limit: int | None, keep: str | None) -> list[Path]:
+    """The oldest checkpoints beyond ``limit``, but never the newest or the best (``keep``)."""
     if not limit or limit < 1:
-        return
+        return []
     found = checkpoints(output_dir)
     best = Path(keep).resolve() if keep else None
-    expendable = [path for path in found[:-1] if path.resolve() != best]
-    for path in expendable[: max(len(found) - limit, 0)]:
-        logger.info("deleting %s (save_total_limit %d)", path, limit)
-        delete(path)
+    others = [path for path in found[:-1] if path.resolve() != best]
+    return others[: max(len(found) - limit, 0)]
+
+
+def locate_best(state: Any, resumed: Path) -> None:
+    """Corrects where ``state``, that of the checkpoint ``resumed``, says that the best one is.
+
+    A run that was moved or copied has it beside the one that it goes on from. If it is gone, none is the best yet.
+    """
+    if state.best_model_checkpoint is None:
+        return
+    beside = resumed.parent / Path(state.best_model_checkpoint).name
+    if beside.is_dir():
+        state.best_model_checkpoint = str(beside)
+    elif not Path(state.best_model_checkpoint).is_dir():
+        logger.warning("the best checkpoint, %s, is gone; the best from here on counts", beside)
+        state.best_model_checkpoint = state.best_metric = state.best_global_step = None
 
 
 def place_in(checkpoint: Path) -> Place:

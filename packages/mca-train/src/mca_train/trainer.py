@@ -217,6 +217,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
             self.state = TrainerState(stateful_callbacks=self._exportable())
         else:
             self.state = TrainerState.load_from_json(str(checkpoint / checkpointing.STATE_FILE))
+            checkpointing.locate_best(self.state, checkpoint)
             self._load_callback_state()
         self.state.train_batch_size = self.args.per_device_train_batch_size
         self.state.is_world_process_zero = self.is_world_process_zero()

@@ -1,6 +1,7 @@
 """The Trainer's methods about saving: the model, and checkpoints to resume from."""
 
 import copy
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from mca_train import checkpointing, groups
 from mca_train.checkpoint_writer import CheckpointWriter, Stage
 from mca_train.integrity import Checksums
 from mca_train.saving import ModelWriting
+
+logger = logging.getLogger(__name__)
 
 
 class WithCheckpoints:
@@ -77,7 +80,10 @@ class WithCheckpoints:
         """Deletes what is one too many, and tells the callbacks; ``state`` is that of the checkpoint's step."""
         args = self.args
         if self.ranks.is_first:
-            checkpointing.rotate(Path(args.output_dir), args.save_total_limit, state.best_model_checkpoint)
+            output_dir, limit = Path(args.output_dir), args.save_total_limit
+            for path in checkpointing.expendable(output_dir, limit, state.best_model_checkpoint):
+                logger.info("deleting %s (save_total_limit %d)", path, limit)
+                self._checkpoints.delete(path)
         groups.barrier()
         another = self.control.should_save
         self.control = self.callback_handler.on_save(args, state, self.control)
