@@ -27,7 +27,8 @@ def test_pads_to_the_longest_of_the_step_and_shifts_the_labels():
     assert micro.input_ids.tolist() == [[1, 2, 3, 0, 0], [4, 5, 6, 7, 8]]
     assert micro.labels.tolist() == [[2, 3, 0, 0, 0], [5, 6, 7, 8, 0]]
     assert micro.loss_mask.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]
-    assert (step.seq_length, step.num_samples, step.num_tokens) == (5, 2, 8)
+    assert (step.seq_length, step.num_samples, step.num_tokens, step.squares) == (5, 2, 8, 9 + 25)
+    assert batch([0, 1], packed=True).squares == 9 + 25
 
 
 def test_length_is_rounded_up():
@@ -43,7 +44,7 @@ def test_micro_batches_have_one_length():
 def test_a_repeated_sample_does_not_count():
     step = batch([0, ~1])
     assert step.micro_batches[0].loss_mask.sum() == 2
-    assert (step.num_samples, step.num_tokens) == (1, 3)
+    assert (step.num_samples, step.num_tokens, step.squares) == (1, 3, 9)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

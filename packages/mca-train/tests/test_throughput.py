@@ -17,6 +17,22 @@ SIZE = {
     "max_position_embeddings": 64,
 }
 ATTENTION = 8 * (2 * 6 + 2 * 6) + 2 * 6 * 8  # queries, keys and values; and the projection back
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 4}
+LATENT = {
+    "num_key_value_heads": 2,
+    "q_lora_rank": 4,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 10,
+    "head_dim": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 
 
 def flops(**hf):
@@ -26,10 +42,10 @@ def flops(**hf):
 
 
 def test_a_dense_model():
-    found = flops(model_type="qwen3", architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True)
+    found = flops(**QWEN3)
     assert found.per_token == 6 * (3 * (ATTENTION + 3 * 8 * 12) + 100 * 8)
-    assert found.per_token_and_length == 6 * 3 * 2 * 6
-    assert found.of_tokens(20, 2) == 20 * (found.per_token + 10 * found.per_token_and_length)
+    assert found.per_square == 6 * 3 * 2 * 6
+    assert found.of_tokens(20, 15**2 + 5**2) == 20 * found.per_token + 250 * found.per_square
 
 
 def test_of_experts_only_the_chosen_count():
@@ -38,13 +54,37 @@ def test_of_experts_only_the_chosen_count():
         architectures=["Qwen3MoeForCausalLM"],
         tie_word_embeddings=False,
         num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=5,
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=[],
+        **EXPERTS,
     )
-    assert found.per_token == 6 * (3 * (ATTENTION + 4 * 8 + 2 * 3 * 8 * 5) + 100 * 8)
+    assert found.per_token == 6 * (3 * (ATTENTION + 4 * 8 + 2 * 3 * 8 * 4) + 100 * 8)
+
+
+def test_a_prediction_layer_is_a_layer_and_uses_the_output_layer_again():
+    hf = EXPERTS | LATENT | {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+    hf |= {"scoring_func": "sigmoid", "norm_topk_prob": True, "tie_word_embeddings": False}
+    assert flops(**hf, num_nextn_predict_layers=0).per_square == 6 * 3 * 2 * (6 + 10) / 2
+    without, more = flops(**hf, num_nextn_predict_layers=0), flops(**hf, num_nextn_predict_layers=1)
+    attention = 8 * 4 + 4 * 2 * 6 + 8 * (6 + 2) + 6 * 2 * (4 + 10) + 2 * 10 * 8
+    experts = 8 * 4 + 3 * 3 * 8 * 4  # the router, two chosen and a shared one
+    assert more.per_token - without.per_token == 6 * (2 * 8 * 8 + attention + experts + 100 * 8)
+    assert more.per_square - without.per_square == 6 * 2 * (6 + 10) / 2
+
+
+def test_an_adapters_frozen_weights_get_no_gradient():
+    from mca_models.lora.config import AdapterConfig
+    from mca_models.lora.rules import rules_for_training
+    from mca_train.throughput import ModelFlops
+
+    config = config_from_hf(SIZE | QWEN3 | {"tie_word_embeddings": False})
+    adapter = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"]}
+    adapter |= {"task_type": "CAUSAL_LM", "bias": "none", "modules_to_save": ["lm_head"]}
+    rules = rules_for_training(config, AdapterConfig.from_dict(adapter))
+    layers = 3 * (ATTENTION + 3 * 8 * 12)
+    factors = 3 * 2 * (8 + 12 + 12 + 8)
+    assert ModelFlops.of(config, rules).per_token == 4 * layers + 6 * factors + 6 * 100 * 8
 
 
 def test_the_peak_is_what_is_given_or_unknown():

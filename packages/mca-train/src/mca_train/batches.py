@@ -61,6 +61,8 @@ class StepBatch:
     """Samples that count, of this data-parallel rank."""
     num_tokens: int
     """Tokens that are not padding, of this data-parallel rank."""
+    squares: int
+    """Of the lengths of all sequences that count, summed: what causal attention costs."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -134,12 +136,13 @@ class StepCollator:
         size = self.micro_batch_size
         groups = [samples[start : start + size] for start in range(0, len(samples), size)]
         flat = [_sequences(group) for group in groups]
-        made, num_tokens = self._packed(flat) if self.packed else self._padded(flat)
+        made, lengths = self._packed(flat) if self.packed else self._padded(flat)
         return StepBatch(
             micro_batches=made,
             seq_length=made[0].input_ids.shape[1] * self.context_parallel_size,
             num_samples=sum(count_samples(sample) for sample, counts in samples if counts),
-            num_tokens=num_tokens,
+            num_tokens=sum(lengths),
+            squares=sum(length * length for length in lengths),
         )
 
     def _length(self, lengths: Sequence[int]) -> int:
@@ -147,24 +150,24 @@ class StepCollator:
         longest = max(*lengths, self.length or 0)
         return longest + -longest % self.multiple
 
-    def _padded(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], int]:
+    def _padded(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], list[int]]:
+        """The micro-batches, and how many tokens each sequence has that count."""
         own = isinstance(self.collate, PadCollator)  # whose rows do not depend on one another
         batches = [self._collated(group) for group in ([[*chain(*groups)]] if own else groups)]
         length = self._length([batch["input_ids"].shape[1] for batch in batches])
         sizes = [len(group) for group in groups] if own else [len(batch["input_ids"]) for batch in batches]
-        num_tokens = sum(int(batch["num_tokens"].sum()) for batch in batches)
-        return self._micro_batches(batches, length, sizes), num_tokens
+        lengths = [int(tokens) for batch in batches for tokens in batch["num_tokens"]]
+        return self._micro_batches(batches, length, sizes), lengths
 
-    def _packed(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], int]:
+    def _packed(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], list[int]]:
+        """The micro-batches, and how many tokens each sequence has that count."""
         size = self.context_parallel_size
         multiple = 2 * size if size > 1 else 1
         rows = [row_of(group, multiple, self.pad_token_id, IGNORED) for group in groups]
         length = self._length([row.length for row in rows])
-        num_tokens = sum(
-            len(sequence["input_ids"]) for group in groups for sequence, counts in group if counts
-        )
         padded = [row.padded(length, self.pad_token_id, IGNORED) for row in rows]
-        return tuple(self._packed_micro_batch(row) for row in padded), num_tokens
+        own = [tokens for row in rows for tokens in row.own_tokens]
+        return tuple(self._packed_micro_batch(row) for row in padded), own
 
     def _packed_micro_batch(self, row: Row) -> MicroBatch:
         lengths = [len(ids) for ids in row.input_ids]

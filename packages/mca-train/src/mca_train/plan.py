@@ -172,14 +172,20 @@ def _total_of_adapter(config: McaModelConfig, adapter: "AdapterConfig") -> int:
 def _adapter_shapes(
     config: McaModelConfig, adapter: "AdapterConfig"
 ) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    from mca_models.lora.adapter import expected_shapes
     from mca_models.lora.rules import rules_for_training
 
     rules = rules_for_training(config, adapter)
-    for pair in rules.factors:
-        yield from zip((pair.a, pair.b), expected_shapes(config, pair), strict=True)
+    yield from adapter_shapes(config, rules.factors)
     for param in rules.saved:
         yield param, shape_of(param, config)
+
+
+def adapter_shapes(config: McaModelConfig, factors: Iterable[Any]) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """The tensors of an adapter's ``factors``, and their shapes."""
+    from mca_models.lora.adapter import expected_shapes
+
+    for pair in factors:
+        yield from zip((pair.a, pair.b), expected_shapes(config, pair), strict=True)
 
 
 def _by_stage(config: McaModelConfig, sized: Iterable[tuple[Any, tuple[int, ...]]]) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from mca_train import groups
+from mca_train.batches import StepBatch
 from mca_train.losses import StepLoss
 
 
@@ -96,18 +97,21 @@ class LossMeter:
     _steps: list[torch.Tensor] = field(default_factory=list)
     _since: float = field(default_factory=time.perf_counter)
 
-    def add(self, loss: StepLoss, num_tokens: int, num_samples: int) -> None:
+    def add(self, loss: StepLoss, batch: StepBatch) -> None:
         """One step of this rank. Ranks that share samples count them once."""
-        alone = self.context_parallel_rank == 0
-        device = loss.loss_sum.device
-        counts = torch.tensor([num_tokens * alone, num_samples * alone], dtype=torch.float64, device=device)
+        counts = torch.tensor(
+            [batch.num_tokens, batch.num_samples, batch.squares],
+            dtype=torch.float64,
+            device=loss.loss_sum.device,
+        )
+        counts *= self.context_parallel_rank == 0
         self._steps.append(torch.cat([loss.loss_sum[None], loss.targets[None], counts]))
 
     def flush(self) -> "LossReport":
         """Sums over all ranks, and begins anew. Every rank calls this at the same step."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        steps = groups.sum_over_data(torch.stack(self._steps)) if self._steps else torch.zeros(0, 4)
+        steps = groups.sum_over_data(torch.stack(self._steps)) if self._steps else torch.zeros(0, 5)
         self._steps = []
         losses = steps[:, 0] / steps[:, 1].clamp(min=1)
         return LossReport(
@@ -116,6 +120,7 @@ class LossMeter:
             num_targets=int(steps[:, 1].sum()),
             num_tokens=int(steps[:, 2].sum()),
             num_samples=int(steps[:, 3].sum()),
+            squares=int(steps[:, 4].sum()),
             seconds=seconds,
         )
 
@@ -145,6 +150,8 @@ class LossReport:
     num_targets: int
     num_tokens: int
     num_samples: int
+    squares: int
+    """Of the lengths of all sequences, summed."""
     seconds: float
 
     @property

@@ -1,23 +1,27 @@
 """How well a run uses its devices: model FLOP/s, MFU, memory, and the pipeline's bubble.
 
-Model FLOP of a token, forward and backward: ``6 x weights that multiply it + 6 x layers x heads x head size x
-sequence length``. The weights are all matrices but the embedding (of the experts, the share that the router picks);
-the second part is causal attention, which looks at half the sequence on average. Recomputation does not count. The
-sequence length is the mean of the samples since the last log; sliding windows and linear attention count as whole
-attention. MFU is model FLOP/s divided by ranks x peak.
+Model FLOP, forward and backward: ``6 x weights`` for each token and ``6 x layers x heads x head size x length^2`` for
+each sequence. The weights are all matrices that multiply a token: not the embedding, of the experts the share that the
+router picks, the output layer once more for each prediction layer. The second part is causal attention, which looks at
+half the sequence on average; of latent attention the head size is the mean of keys' and values'. Of an adapter's run
+frozen weights count 4 times, as they get no gradient. Recomputation does not count, nor does the reference of
+preferences; sliding windows and linear attention count as whole attention. MFU is model FLOP/s divided by ranks x peak.
 """
 
 import resource
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mca_config.model_config import McaModelConfig
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_train import groups
 from mca_train.groups import Ranks
 from mca_train.progress import LossReport
+
+if TYPE_CHECKING:
+    from mca_models.lora.rules import AdapterRules
 
 PEAK_TFLOPS = {
     "B200": 2250.0,
@@ -46,31 +50,50 @@ class ModelFlops:
 
     Args:
         per_token: Of the weights.
-        per_token_and_length: Of attention; times the sequence length.
+        per_square: Of attention; times the square of a sequence's length.
     """
 
     per_token: float
-    per_token_and_length: float
+    per_square: float
 
     @classmethod
-    def of(cls, config: McaModelConfig) -> "ModelFlops":
-        """Counted from the model's own parameters."""
-        from mca_train.plan import params_of, shape_of
+    def of(cls, config: McaModelConfig, adapter: "AdapterRules | None" = None) -> "ModelFlops":
+        """Counted from the model's own parameters.
 
-        weights = 0.0
+        Args:
+            config: The model.
+            adapter: What is trained instead of the whole model.
+        """
+        from mca_train.plan import adapter_shapes, params_of, shape_of
+
+        trained = None if adapter is None else {param.mca_name() for param in adapter.saved}
+        per_token, depth = 0.0, config.mtp_num_layers or 0
         for param in params_of(config):
-            shape = shape_of(param, config)
-            if len(shape) < 2 or param.mca_name().startswith("embedding."):
+            shape, name = shape_of(param, config), param.mca_name()
+            if len(shape) < 2 or name.startswith("embedding."):
                 continue
-            share = config.moe_router_topk / config.num_moe_experts if param.expert is not None else 1.0  # type: ignore[operator]
-            weights += prod(shape) * share
-        heads = config.num_attention_heads * config.kv_channels
-        return cls(6.0 * weights, 6.0 * config.num_layers * heads)
+            times = 1 + depth * (name == "output_layer.weight")
+            passes = 6 if trained is None or name in trained else 4
+            per_token += passes * times * prod(shape) * _share(param, config)
+        for param, shape in () if adapter is None else adapter_shapes(config, adapter.factors):
+            per_token += 6 * prod(shape) * _share(param, config)
+        return cls(per_token, 6.0 * (config.num_layers + depth) * config.num_attention_heads * _width(config))
 
-    def of_tokens(self, tokens: int, samples: int) -> float:
-        """FLOP of ``tokens`` in ``samples`` sequences."""
-        length = tokens / max(samples, 1)
-        return tokens * (self.per_token + self.per_token_and_length * length)
+    def of_tokens(self, tokens: int, squares: int) -> float:
+        """FLOP of ``tokens`` in sequences, the squares of whose lengths are ``squares`` together."""
+        return tokens * self.per_token + squares * self.per_square
+
+
+def _share(param: Any, config: McaModelConfig) -> float:
+    """How many of the tokens a weight multiplies."""
+    return 1.0 if param.expert is None else config.moe_router_topk / (config.num_moe_experts or 1)
+
+
+def _width(config: McaModelConfig) -> float:
+    """Of a head, the mean of keys and values."""
+    if isinstance(config, MlaMcaModelConfig):
+        return (config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim) / 2
+    return config.kv_channels
 
 
 def peak_flops(args: Any, device: torch.device) -> float | None:
@@ -96,12 +119,12 @@ class Throughput:
 
     Args:
         args: Training arguments.
-        config: The model.
+        model: `VirtualModels`, with an adapter or without.
         ranks: This rank.
     """
 
-    def __init__(self, args: Any, config: McaModelConfig, ranks: Ranks) -> None:
-        self._flops = ModelFlops.of(config)
+    def __init__(self, args: Any, model: Any, ranks: Ranks) -> None:
+        self._flops = ModelFlops.of(model.config, getattr(model, "rules", None))
         self._peak = peak_flops(args, ranks.device)
         self._ranks = ranks
         layout = ranks.layout
@@ -116,7 +139,7 @@ class Throughput:
         if self._bubble:
             found["pipeline_bubble"] = round(self._bubble, 4)
         if report.num_tokens and report.seconds > 0:
-            rate = self._flops.of_tokens(report.num_tokens, report.num_samples) / report.seconds
+            rate = self._flops.of_tokens(report.num_tokens, report.squares) / report.seconds
             found["model_tflops"] = float(f"{rate / _TERA:.4g}")
             if self._peak:
                 found["mfu"] = float(f"{rate / (self._peak * self._ranks.world_size):.4g}")

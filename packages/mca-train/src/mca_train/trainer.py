@@ -264,7 +264,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         self.before_forward(batch)
         loss = engine.forward_backward(batch)
         self._model_losses.add(len(batch.micro_batches))
-        self._meter.add(loss, batch.num_tokens, batch.num_samples)
+        self._meter.add(loss, batch)
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         result = engine.optimizer_step()
         self._keep_before_failing(result.grad_norm)
@@ -367,7 +367,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         with pipeline.at_rest():
             for batch in loader:
                 self.before_forward(batch)
-                meter.add(pipeline.evaluate(batch), batch.num_tokens, batch.num_samples)
+                meter.add(pipeline.evaluate(batch), batch)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         report = meter.flush()
         return report.loss_sum / max(report.num_targets, 1)

@@ -25,7 +25,7 @@ class Watch:
         self.signal = StopSignal()
         self._args = args
         self._model = model
-        self._throughput = Throughput(args, model.config, ranks)
+        self._throughput = Throughput(args, model, ranks)
         self._skipped = 0
 
     @property
