@@ -60,8 +60,21 @@ def _with_gradient_buffers(models: Any) -> list[Any]:
 def _forward_backward(models: Any, wrapped: list[Any]) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from mca_models.megatron import parallel
+    from mca_models.megatron.layers.zigzag import take
+
     batch = tokens()
-    rows = [{"ids": row[None], "labels": row.roll(-1)[None]} for row in batch]
+    group, length = parallel.context_group(), batch.shape[1]
+    whole = [
+        {
+            "ids": row[None],
+            "labels": row.roll(-1)[None],
+            "positions": torch.arange(length)[None],
+            "weights": (torch.arange(length) < length - 1)[None] / (length - 1),
+        }
+        for row in batch
+    ]
+    rows = [{name: take(x, 1, group.rank(), group.size()) for name, x in row.items()} for row in whole]
     get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=[iter(rows) for _ in wrapped],
@@ -75,11 +88,10 @@ def _forward_backward(models: Any, wrapped: list[Any]) -> None:
 
 def _forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
     row = next(iterator)
-    positions = torch.arange(row["ids"].shape[1])[None]
-    output = model(row["ids"], positions, None, labels=row["labels"])
+    output = model(row["ids"], row["positions"], None, labels=row["labels"])
 
     def loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mean = losses[:, :-1].mean()
+        mean = (losses * row["weights"]).sum()  # this context rank's part of it
         return mean, {"loss": mean.detach()}
 
     return output, loss

@@ -9,6 +9,8 @@ import torch
 from harness import run_ranks
 from layouts import arguments, world_size
 from lora_training import adapter_of, megatron_gradients, peft_gradients, tokens
+from mca_models.templates import FAMILIES
+from reference import CASES as REFERENCES
 from reference import make_reference
 from test_lora import CASES as TRAINED
 from test_lora import LATENT, LINEAR, STACKED
@@ -20,6 +22,7 @@ DELTA_3_5 = ["in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj", "up_
 ALL: dict[str, Any] = {"target_modules": LINEAR}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **TRAINED,
+    "cwm": ("cwm", ALL),
     "deepseek_v2": ("deepseek_v2", {"target_modules": LATENT, "target_parameters": STACKED}),
     "exaone4": ("exaone4", ALL),
     "gemma3_text": ("gemma3_text", ALL),
@@ -30,13 +33,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", ALL),
     "olmoe": ("olmoe", {"target_modules": LINEAR[:4], "target_parameters": STACKED}),
     "qwen3": ("qwen3", ALL),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        {"target_modules": [*DELTA_3_5[:5], "shared_expert_gate"], "target_parameters": STACKED},
+    ),
     "qwen3_5_text": ("qwen3_5_text", {"target_modules": DELTA_3_5}),
     "qwen3_next": ("qwen3_next", {"target_modules": DELTA, "target_parameters": STACKED}),
     "seed_oss": ("seed_oss", ALL),
     "smollm3": ("smollm3", ALL),
 }
-LAYOUTS = ("tp1", "tp2sp", "tp2pp2")
-EXPERT_LAYOUTS = ("tp1", "ep2", "tp2ep2etp1sp")
+LAYOUTS = ("tp1", "tp2pp2", "tp2cp2sp")
+EXPERT_LAYOUTS = ("tp1", "cp2ep2", "tp2ep2etp1sp")
 TOLERANCE = 1e-4  # of the largest element of a tensor's gradient
 
 
@@ -46,6 +53,10 @@ def gradients(base: Path, adapter: Path, layout: str) -> tuple[torch.Tensor, dic
 
     models = load_adapter(AutoModel.from_pretrained(base, arguments(layout)), adapter)
     return models.logits(tokens()), megatron_gradients(models)
+
+
+def test_every_family_is_here() -> None:
+    assert {REFERENCES[case][0] for case, _ in CASES.values()} == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("case", CASES)
