@@ -23,6 +23,7 @@ each rank stood. Ranks also die with the process that forked them. Mark such tes
 
 import contextlib
 import faulthandler
+import importlib
 import os
 import pickle
 import random
@@ -75,6 +76,7 @@ def prepare_parent() -> None:
     from mca_models.megatron import platform
 
     platform.prepare()
+    importlib.import_module("torch._dynamo")  # a rank's first optimizer imports it: 3 s, in each rank anew
 
 
 def run_ranks(
