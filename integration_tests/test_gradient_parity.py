@@ -93,7 +93,8 @@ def forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> Any
 
 def export_gradients(pairs: list[tuple[Reference, str]], folder: Path) -> None:
     """One forward and backward pass of each model on its layout, exported. Runs on every rank."""
-    for reference, layout in sorted(pairs, key=lambda pair: pair[1]):  # new process groups for each layout only
+    by_layout = sorted(pairs, key=lambda pair: pair[1])  # each has process groups of its own
+    for reference, layout in by_layout:
         export_gradient(reference, layout, folder / f"{reference.case}-{layout}")
 
 
