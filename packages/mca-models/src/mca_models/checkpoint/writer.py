@@ -127,7 +127,10 @@ class SafetensorsWriter:
         if self._crc32 is not None:
             return
         crc = 0 if self._joins else _crc32(self.plan, self._parts, checksum=self._checksum)
-        os.fsync(self._fd)
+        try:
+            os.fsync(self._fd)
+        except OSError as error:  # some file systems find a full disk only now
+            raise McaError(f"{self.plan.file}: cannot be written ({error.strerror})") from None
         os.close(self._fd)
         self._crc32 = crc
 
