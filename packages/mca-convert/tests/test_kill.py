@@ -1,5 +1,6 @@
 """``kill -9`` at random moments never leaves a directory that a reader takes for complete."""
 
+import errno
 import os
 import random
 import shutil
@@ -7,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -91,19 +94,61 @@ def assert_refused_or_right(leftover: Path, source: Path) -> None:
         shutil.rmtree(again, ignore_errors=True)
 
 
-def test_a_full_disk_is_found_before_any_work(tiny, tmp_path: Path, capsys) -> None:
+@contextmanager
+def small_disk(folder: Path, nbytes: int) -> Iterator[Path]:
+    """A file system of ``nbytes`` in ``folder``."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
-    small = tmp_path / "small"
-    small.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], capture_output=True
-    )
-    if mounted.returncode:
+    folder.mkdir()
+    options = f"size={nbytes}"
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True)
+    if mount.returncode:
         pytest.skip("no tmpfs can be mounted here")
     try:
-        code = main(["--checkpoint_path", str(tiny("llama")), "--output_path", str(small / "out")])
-        assert code == 1 and not any(small.iterdir())
-        assert "No space left on device" in capsys.readouterr().err
+        yield folder
     finally:
-        subprocess.run(["umount", str(small)], check=True)
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def assert_nothing_is_left(source: Path, disk: Path, capsys) -> None:
+    capsys.readouterr()
+    assert main(["--checkpoint_path", str(source), "--output_path", str(disk / "out")]) == 1
+    assert not any(disk.iterdir())
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and "No space left on device" in error
+
+
+def test_a_full_disk_is_found_before_any_work(tiny, tmp_path: Path, capsys) -> None:
+    with small_disk(tmp_path / "small", 64 << 10) as disk:
+        assert_nothing_is_left(tiny("llama"), disk, capsys)
+
+
+@pytest.mark.parametrize("target", ["mca", "hf"])
+def test_a_disk_that_fills_halfway(target: str, tiny, convert, tmp_path: Path, capsys, monkeypatch) -> None:
+    """Not every file system keeps what was reserved, and others write meanwhile."""
+    source = tiny("llama") if target == "mca" else convert(tiny("llama"), "mca", tp=2)
+    with small_disk(tmp_path / "small", 96 << 10) as disk:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", lambda fd, offset, length: os.ftruncate(fd, length))
+            writes = []
+            write = os.pwrite
+            patch.setattr(os, "pwrite", lambda fd, data, at: writes.append(write(fd, data, at)) or writes[-1])
+            assert_nothing_is_left(source, disk, capsys)
+        assert sum(writes) > 64 << 10  # it had begun
+
+
+def test_a_disk_without_room_for_the_small_files(tiny, convert, tmp_path: Path, capsys) -> None:
+    mca = convert(tiny("llama"), "mca")
+    (weights,) = mca.rglob("*.safetensors")
+    pages = -(-weights.stat().st_size // 4096)
+    with small_disk(tmp_path / "small", 4096 * pages) as disk:
+        assert_nothing_is_left(tiny("llama"), disk, capsys)
+
+
+def test_a_disk_that_is_found_full_by_the_sync(tiny, tmp_path: Path, capsys, monkeypatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr("mca_models.checkpoint.writer.os.fsync", full)
+    assert_nothing_is_left(tiny("llama"), tmp_path / "disk", capsys)
