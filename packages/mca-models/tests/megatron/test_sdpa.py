@@ -93,19 +93,45 @@ def test_dropout_of_capped_scores_is_the_same_in_the_backward_pass() -> None:
     torch.testing.assert_close((grad * v).sum(), out.sum())
 
 
-@pytest.mark.parametrize(
-    "window,softcap,start", [(None, None, 0), (64, None, 0), (None, 2.0, 0), (None, None, 64)]
-)
+KINDS = [(None, None, 0), (64, None, 0), (None, 2.0, 0), (None, None, 1)]
+"""Window, cap, and how many lengths before the queries there are keys (as on a later context rank)."""
+
+
+def long_sequence(
+    length: int, window: int | None, softcap: float | None, start: int, with_sink: bool
+) -> torch.Tensor:
+    """One head, so that a seq x seq mask of bytes is the least that is forbidden."""
+    shapes = [(1, 1, length, 8)] + [(1, 1, (start + 1) * length, 8)] * 2
+    q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    sink = torch.zeros(1, requires_grad=True) if with_sink else None
+    return causal_attention(q, k, v, start=start * length, window=window, softcap=softcap, sink=sink)
+
+
+@pytest.mark.parametrize("window,softcap,start", KINDS)
 @pytest.mark.parametrize("with_sink", [False, True])
 def test_no_allocation_is_as_large_as_a_score_matrix(
     window: int | None, softcap: float | None, start: int, with_sink: bool
 ) -> None:
-    """One head, so that a seq x seq mask of bytes is the least that is forbidden; forwards and backwards."""
-    length, channels = 4096, 8
-    shapes = [(1, 1, length, channels)] + [(1, 1, start + length, channels)] * 2
-    q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
-    sink = torch.zeros(1, requires_grad=True) if with_sink else None
     with torch.profiler.profile(profile_memory=True) as profile:
-        causal_attention(q, k, v, start=start, window=window, softcap=softcap, sink=sink).sum().backward()
+        long_sequence(4096, window, softcap, start, with_sink).sum().backward()
     biggest = max(event.self_cpu_memory_usage for event in profile.events())
-    assert biggest < length * length
+    assert biggest < 4096 * 4096 * (start + 1)
+
+
+@pytest.mark.parametrize("window,softcap,start", KINDS)
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_what_is_kept_for_the_backward_pass_grows_with_the_length(
+    window: int | None, softcap: float | None, start: int, with_sink: bool
+) -> None:
+    kept = {}
+    for length in (1536, 3072):
+        storages: dict[int, torch.Tensor] = {}
+
+        def keep(x: torch.Tensor, storages: dict[int, torch.Tensor] = storages) -> torch.Tensor:
+            storages[x.untyped_storage().data_ptr()] = x
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            long_sequence(length, window, softcap, start, with_sink)
+        kept[length] = sum(x.untyped_storage().nbytes() for x in storages.values())
+    assert kept[3072] < 2.2 * kept[1536]

@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 QUERY_BLOCK = 512
 """Queries that share one mask where torch's own causal mask does not fit; bounds the mask's rows."""
+_ALIGNED = 8
+"""Elements: CUDA's kernels want rows of a mask, and its first element, at multiples of it."""
 
-_Block = tuple[int, int, int, Tensor]
+_Block = tuple[int, int, int]
 _Capping = tuple[Tensor | None, float, float, float]
 
 
@@ -46,50 +48,78 @@ def causal_attention(
     Returns:
         ``[b, h, q, dv]``.
     """
-    channels = value.shape[-1]
+    length, channels = query.shape[2], value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     key, value = _every_head(key, query), _every_head(value, query)
+    if window is not None and window >= start + length:
+        window = None
     if softcap is not None:
-        settings = (sink, scale, softcap, dropout)
-        return _capped_attention(query, key, value, _masked_blocks(query, start, window), settings)
+        return _capped_attention(query, key, value, start, window, (sink, scale, softcap, dropout))
     if sink is not None:
-        query, key, sink_key = _with_sink(query, key, sink / scale)
+        query, key, sink = _with_sink(query, key, sink / scale)
     if channels < query.shape[-1]:
         # torch's CPU kernel wants equal sizes, else it makes the whole score matrix
         value = pad(value, (0, query.shape[-1] - channels))
+    if sink is not None and window is None:  # it stands before all keys
+        key, value = _after_sink(key, value, sink)
+        if start:
+            start += 1
+        else:
+            query = pad(query, (0, 0, 1, 0))  # keeps the causal mask square
+        sink = None
+    if window is None and start == 0:
+        out = scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scale)
+    else:
+        out = _masked_attention(query, key, value, start, window, (sink, scale, dropout))
+    return out[:, :, -length:, :channels]
+
+
+def _masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    start: int,
+    window: int | None,
+    settings: tuple[Tensor | None, float, float],
+) -> Tensor:
+    """Attention block by block; all masks are views of one, so that what autograd keeps is no seq x seq."""
+    sink, scale, dropout = settings
+    allowed = _mask(query, start, window)
+    mask = torch.zeros(allowed.shape, dtype=query.dtype, device=query.device)
+    mask.masked_fill_(~allowed, float("-inf"))  # torch would make one of these of each boolean one
     pieces = []
-    for first, last, low, mask in _blocks(query, start, window):
-        q, k, v = query[:, :, first:last], key[:, :, low : start + last], value[:, :, low : start + last]
+    for first, last, low in _blocks(query.shape[2], start, window):
+        seen = _part(mask, last - first, start + last - low)
+        k, v = key[:, :, low : start + last], value[:, :, low : start + last]
         if sink is not None:
-            q, k, v, mask = _after_sink(q, k, v, mask, sink_key)
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale
-        )
-        pieces.append(out[:, :, -(last - first) :])
-    out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
-    return out[..., :channels]
+            k, v = _after_sink(k, v, sink)
+            seen = pad(seen, (1, 0))
+        q = query[:, :, first:last]
+        pieces.append(scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout, scale=scale))
+    return torch.cat(pieces, 2)
 
 
 def _capped_attention(
-    query: Tensor, key: Tensor, value: Tensor, blocks: Iterator[_Block], settings: _Capping
+    query: Tensor, key: Tensor, value: Tensor, start: int, window: int | None, settings: _Capping
 ) -> Tensor:
     """Attention with capped scores, which no kernel computes: a block's scores live no longer than the block.
 
     The backward pass computes them again.
     """
+    mask = _mask(query, start, window)
     return torch.cat(
         [
             checkpoint(
                 _capped_block,
                 query[:, :, first:last],
-                key[:, :, low : low + mask.shape[1]],
-                value[:, :, low : low + mask.shape[1]],
-                mask,
+                key[:, :, low : start + last],
+                value[:, :, low : start + last],
+                _part(mask, last - first, start + last - low),
                 *settings,
                 use_reentrant=False,
                 preserve_rng_state=settings[-1] > 0,
             )
-            for first, last, low, mask in blocks
+            for first, last, low in _blocks(query.shape[2], start, window)
         ],
         2,
     )
@@ -126,14 +156,9 @@ def _with_sink(query: Tensor, key: Tensor, score: Tensor) -> tuple[Tensor, Tenso
     return padded, pad(key, (0, 8)), sink.expand(query.shape[0], -1, -1, -1)
 
 
-def _after_sink(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sink: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """A block with the sink as its first key; the causal mask stays square by a first query of zeros."""
-    key, value = torch.cat([sink, key], 2), pad(value, (0, 0, 1, 0))
-    if mask is None:
-        return pad(query, (0, 0, 1, 0)), key, value, None
-    return query, key, value, pad(mask, (1, 0), value=True)
+def _after_sink(key: Tensor, value: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with the sink as their first one."""
+    return torch.cat([sink, key], 2), pad(value, (0, 0, 1, 0))
 
 
 def _every_head(x: Tensor, query: Tensor) -> Tensor:
@@ -142,25 +167,30 @@ def _every_head(x: Tensor, query: Tensor) -> Tensor:
     return x if repeats == 1 else x.repeat_interleave(repeats, 1)
 
 
-def _blocks(
-    query: Tensor, start: int, window: int | None
-) -> Iterator[_Block] | Iterator[tuple[int, int, int, None]]:
-    """``_masked_blocks``, or one block without a mask where torch's causal one does."""
-    length = query.shape[2]
-    if start == 0 and (window is None or window >= length):
-        return iter([(0, length, 0, None)])
-    return _masked_blocks(query, start, window)
-
-
-def _masked_blocks(query: Tensor, start: int, window: int | None) -> Iterator[_Block]:
-    """(first query, end of queries, first key, mask of queries and keys) of each block."""
-    length = query.shape[2]
-    for first in range(0, length, QUERY_BLOCK):
-        last = min(first + QUERY_BLOCK, length)
+def _blocks(length: int, start: int, window: int | None) -> Iterator[_Block]:
+    """(first query, end of queries, first key) of each block; the first one is the short one."""
+    size = min(QUERY_BLOCK, length)
+    for last in range(length % size or size, length + 1, size):
+        first = max(0, last - size)
         low = 0 if window is None else max(0, start + first - window + 1)
-        positions = torch.arange(start + first, start + last, device=query.device)[:, None]
-        keys = torch.arange(low, start + last, device=query.device)[None, :]
-        allowed = keys <= positions
-        if window is not None:
-            allowed &= keys > positions - window
-        yield first, last, low, allowed
+        yield first, last, low
+
+
+def _mask(query: Tensor, start: int, window: int | None) -> Tensor:
+    """Which keys a block's queries see, ``[queries, keys]``, both counted from the last: see `_part`."""
+    length = query.shape[2]
+    rows = min(QUERY_BLOCK, length)
+    columns = start + length if window is None else min(start + length, rows + window - 1)
+    width = -(-columns // _ALIGNED) * _ALIGNED
+    places = torch.arange(columns - rows, columns, device=query.device)[:, None]
+    keys = torch.arange(width, device=query.device)[None, :]
+    seen = keys <= places
+    if window is not None:
+        seen &= keys > places - window
+    return seen[:, :columns]
+
+
+def _part(mask: Tensor, queries: int, keys: int) -> Tensor:
+    """The last ``queries`` rows and ``keys`` columns of ``_mask``: a view wherever CUDA's kernels take one."""
+    part = mask[mask.shape[0] - queries :, mask.shape[1] - keys :]
+    return part if part.storage_offset() % _ALIGNED == 0 else part.clone()
