@@ -49,7 +49,7 @@ def go_on(checkpoint: Path, output_dir: Path, ready: Any = lambda: None, **chang
     quietly(lambda: trainer.train(resume_from_checkpoint="auto"))
     seconds = time.monotonic() - start
     curve = [history(trainer, key) for key in ("loss", "grad_norm", "learning_rate", "epoch")]
-    damaged = [line for line in told if "damaged" in line]
+    damaged = [line for line in told if "damaged" in line or "passed over" in line]
     return {"loss": curve[0], "curve": curve, "told": damaged, "seconds": seconds}
 
 
@@ -207,6 +207,10 @@ def test_any_damage_to_any_file_is_told_and_the_one_before_is_taken(
             for step in (STEPS - 1, STEPS):
                 copy(source / f"checkpoint-{step}", tmp_path / name / f"checkpoint-{step}")
             spoilt[name] = spoil(tmp_path / name / f"checkpoint-{STEPS}" / file, damage)
+    for step in (STEPS - 1, STEPS):
+        whole = copy(source / f"checkpoint-{step}", tmp_path / "no training" / f"checkpoint-{step}")
+    spoilt["no training"] = whole / "training"
+    shutil.rmtree(whole / "training")
     (found,) = run_ranks(1, find_all, {name: tmp_path / name for name in spoilt})
     for name, (auto, told) in found.items():
         assert auto == f"checkpoint-{STEPS - 1}", name
@@ -217,9 +221,11 @@ def test_it_goes_on_from_the_one_before(checkpoint, finished, tmp_path):
     source, losses = finished
     folder = copy(source, tmp_path / "run")
     spoil(next((folder / f"checkpoint-{STEPS}" / "training" / "optimizer").glob("*.distcp")), flip)
+    (folder / "checkpoint-99").mkdir()
     (resumed,) = run_ranks(1, go_on, checkpoint, folder)
     assert resumed["loss"] == losses
-    assert f"checkpoint-{STEPS} is damaged" in resumed["told"][0]
+    assert "checkpoint-99 has no trainer_state.json; it is no checkpoint" in resumed["told"][0]
+    assert f"checkpoint-{STEPS} is damaged" in resumed["told"][1]
 
 
 def only_damaged(checkpoint: Path, output_dir: Path) -> str:

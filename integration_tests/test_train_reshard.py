@@ -1,5 +1,7 @@
 """A run stopped on one layout goes on upon another, or with another split of its optimizer, as if it had not."""
 
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,73 +14,131 @@ from train_cases import history, make_trainer, quietly, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
-FIRST, ALL = 4, 24
-EP = {"expert_model_parallel_size": 2}
+FIRST, ALL, SAMPLED_EXPERT_STEPS = 4, 24, 12
+EVERY = bool(os.environ.get("MCA_EVERY_TRANSITION"))
+EP, ETP1 = {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}
 TORCH_DIST = {"ckpt_format": "torch_dist"}
 HALF = {"gradient_accumulation_steps": 2}  # on two replicas
 
+DENSE: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2": (2, TP),
+    "tp2-sp": (2, SP),
+    "pp2": (2, PP),
+    "pp2-vpp2": (2, VPP | TORCH_DIST),
+    "cp2": (2, CP),
+    "dp2": (2, HALF),
+    "dp2-split": (2, OVERLAP | HALF | ASYNC),
+    "tp2-dp2": (4, TP | HALF | TORCH_DIST),
+    "tp2-sp-dp2-split": (4, SP | OVERLAP | HALF),
+    "dp2-pp2-vpp2-split": (4, OVERLAP | VPP | HALF),
+}
+EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "dp2-split": (2, ZERO | HALF),
+    "ep2": (2, EP | HALF),
+    "ep2-split": (2, EP | ZERO | HALF | ASYNC),
+    "tp2-sp-ep2-etp1": (2, SP | EP | ETP1),
+    "pp2-ep2-split": (4, PP | EP | ZERO | HALF | TORCH_DIST),
+}
+SOME_DENSE = (
+    ("tp2-dp2", "pp2"),
+    ("dp2-split", "tp2"),
+    ("one", "tp2-sp-dp2-split"),
+    ("tp2-sp", "one"),
+    ("cp2", "dp2-pp2-vpp2-split"),
+)
+SOME_EXPERTS = (("one", "ep2-split"), ("ep2-split", "one"), ("ep2", "ep2"))
+"""Of all pairs, 157 in all, which are run with MCA_EVERY_TRANSITION=1."""
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=131)  # padded at tensor size 2
+
+def pairs(layouts: dict[str, Any], some: tuple[tuple[str, str], ...]) -> Any:
+    every = [(before, after) for after in layouts for before in layouts]
+    return [pytest.param(*pair, id="-to-".join(pair)) for pair in (every if EVERY else some)]
 
 
-def run(checkpoint: Path, output_dir: Path, steps: int, **changes: Any) -> dict[str, Any]:
-    """Up to ``steps`` from the last checkpoint, if there is one; the first run leaves one."""
+def run(checkpoint: Path, output_dir: Path, steps: int, resume: Path | None = None, **changes: Any) -> Any:
+    """Up to ``steps``, from the beginning or from ``resume``; leaves a checkpoint of step `FIRST`."""
+    from transformers import TrainerCallback
+
+    class Save(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save = state.global_step == FIRST and not resume
+
     settings = {"lr_scheduler_type": "constant", "learning_rate": 2e-3, "gradient_accumulation_steps": 4}
-    saving = {"save_strategy": "steps", "save_steps": FIRST} if steps == FIRST else {}
-    trainer = make_trainer(checkpoint, output_dir, count=200, max_steps=steps, **settings | saving | changes)
-    quietly(lambda: trainer.train(resume_from_checkpoint="auto"))
+    data = changes.pop("data", None)
+    data = {"count": 200} if data is None else {"train_dataset": data()}
+    trainer = make_trainer(checkpoint, output_dir, max_steps=steps, **settings | data | changes)
+    trainer.add_callback(Save())
+    quietly(lambda: trainer.train(resume_from_checkpoint=str(resume) if resume else None))
     return {key: history(trainer, key) for key in ("loss", "grad_norm")}
 
 
+@dataclass
+class Runs:
+    """Runs of one model that were stopped, each made once, and the curve of one that was not."""
+
+    model: Path
+    folder: Path
+    layouts: dict[str, tuple[int, dict[str, Any]]]
+    steps: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    curves: dict[str, Any] = field(default_factory=dict)
+
+    def straight(self, name: str) -> Any:
+        """The whole curve on a layout, which leaves a checkpoint on its way."""
+        if len(self.curves.get(name, {}).get("loss", ())) < self.steps:
+            self._run(name, self.steps)
+        return self.curves[name]
+
+    def resumed(self, before: str, after: str, output: Path) -> Any:
+        """The whole curve of which the beginning was made on another layout."""
+        if before not in self.curves:
+            self._run(before, self.steps if EVERY else FIRST)
+        size, changes = self.layouts[after]
+        checkpoint = self.folder / before / f"checkpoint-{FIRST}"
+        found = run_ranks(size, run, self.model, output, self.steps, checkpoint, **self.settings | changes)
+        return found[0]
+
+    def _run(self, name: str, steps: int) -> None:
+        size, changes = self.layouts[name]
+        found = run_ranks(size, run, self.model, self.folder / name, steps, **self.settings | changes)
+        self.curves[name] = found[0]
+
+    def difference(self, before: str, after: str, output: Path) -> float:
+        """The largest relative one to the loss curve of one process; on its own layout there must be none."""
+        resumed = self.resumed(before, after, output)
+        if before == after:
+            assert resumed == self.straight(before)
+        assert len(resumed["loss"]) == self.steps
+        return worst(self.straight("one")["loss"], resumed["loss"])
+
+
 @pytest.fixture(scope="module")
-def straight(checkpoint, tmp_path_factory):
-    return run_ranks(1, run, checkpoint, tmp_path_factory.mktemp("straight"), ALL)[0]
-
-
-TRANSITIONS = {
-    "tp2-dp2 to pp2": ((4, TP | HALF | TORCH_DIST), (2, PP)),
-    "split dp2 to tp2": ((2, OVERLAP | HALF | ASYNC), (2, TP)),
-    "one rank to split tp2 dp2": ((1, {}), (4, SP | OVERLAP | HALF)),
-    "tp2 to one rank": ((2, SP), (1, {})),
-    "cp2 to pp2-vpp2 split dp2": ((2, CP), (4, OVERLAP | VPP | HALF)),
-}
-
-
-@pytest.mark.parametrize("name", TRANSITIONS)
-def test_the_loss_curve_goes_on(name, straight, checkpoint, tmp_path):
-    (size, before), (other, after) = TRANSITIONS[name]
-    run_ranks(size, run, checkpoint, tmp_path, FIRST, **before)
-    resumed = run_ranks(other, run, checkpoint, tmp_path, ALL, **after)[0]
-    assert len(resumed["loss"]) == ALL
-    assert worst(straight["loss"], resumed["loss"]) < 1e-4
+def dense(tmp_path_factory):
+    model = tiny_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=131)  # padded at tensor size 2
+    return Runs(model, tmp_path_factory.mktemp("dense"), DENSE, ALL)
 
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
     from reference import make_reference
-
-    return make_reference("qwen3_moe", tmp_path_factory.mktemp("experts")).path
-
-
-EXPERT_STEPS = 12
-EXPERTS = {
-    "experts on one rank to two": ((1, {}), (2, EP | ZERO | HALF)),
-    "split experts to one rank": ((2, EP | ZERO | HALF), (1, {})),
-    "experts exactly": ((2, EP | HALF), (2, EP | HALF)),
-}
-
-
-@pytest.mark.parametrize("name", EXPERTS)
-def test_experts_go_on(name, experts, tmp_path):
     from test_train_moe import tokens
 
-    (size, before), (other, after) = EXPERTS[name]
-    data = {"train_dataset": tokens(96)}
-    run_ranks(size, run, experts, tmp_path, FIRST, **before, **data)
-    straight = run_ranks(size, run, experts, tmp_path / "straight", EXPERT_STEPS, **before, **data)[0]
-    resumed = run_ranks(other, run, experts, tmp_path, EXPERT_STEPS, **after, **data)[0]
-    if before == after:
-        assert resumed == straight
-    assert worst(straight["loss"], resumed["loss"]) < 1e-4
+    model = make_reference("qwen3_moe", tmp_path_factory.mktemp("experts")).path
+    steps = ALL if EVERY else SAMPLED_EXPERT_STEPS
+    return Runs(model, tmp_path_factory.mktemp("runs"), EXPERTS, steps, {"data": lambda: tokens(96)})
+
+
+@pytest.mark.parametrize(("before", "after"), pairs(DENSE, SOME_DENSE))
+def test_the_loss_curve_goes_on(before, after, dense, tmp_path, record_property):
+    difference = dense.difference(before, after, tmp_path)
+    record_property("difference", difference)
+    assert difference < 1e-4
+
+
+@pytest.mark.parametrize(("before", "after"), pairs(EXPERTS, SOME_EXPERTS))
+def test_experts_go_on(before, after, experts, tmp_path, record_property):
+    difference = experts.difference(before, after, tmp_path)
+    record_property("difference", difference)
+    assert difference < 1e-4

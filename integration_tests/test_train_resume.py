@@ -80,6 +80,12 @@ def test_the_last_complete_checkpoint_is_found(checkpoint, tmp_path):
         resolve(True, tmp_path / "none")
     with pytest.raises(McaError, match=r"has no trainer_state\.json"):
         resolve(str(tmp_path / "checkpoint-11"), tmp_path)
+    with pytest.raises(
+        McaError, match=r"is the directory of a run; name a checkpoint in it \(checkpoint-10\)"
+    ):
+        resolve(str(tmp_path), tmp_path)
+    with pytest.raises(McaError, match="is a file, not a directory"):
+        resolve(str(tmp_path / "checkpoint-9" / "trainer_state.json"), tmp_path)
 
 
 def test_the_best_checkpoint_is_where_the_run_is(tmp_path):

@@ -68,7 +68,14 @@ def resolve(resume: str | bool | None, output_dir: Path) -> Path | None:
         return last
     path = Path(str(resume))
     if not path.is_dir():
-        raise McaError(f"resume_from_checkpoint: directory {path} does not exist")
+        what = "is a file, not a directory" if path.exists() else "does not exist"
+        raise McaError(f"resume_from_checkpoint: {path} {what}")
+    inside = checkpoints(path)
+    if inside and not (path / _TRAINING).is_dir():
+        raise McaError(
+            f"resume_from_checkpoint: {path} is the directory of a run; name a checkpoint in it ({inside[-1].name}), "
+            "or go on there with output_dir and auto"
+        )
     if not (path / STATE_FILE).is_file():
         raise McaError(f"resume_from_checkpoint: {path} has no {STATE_FILE}; it is not a training checkpoint")
     return path
@@ -83,9 +90,11 @@ def find(resume: str | bool | None, output_dir: Path, ranks: Ranks) -> Path | No
         McaError: As `resolve`; or what was named, or every checkpoint there is, is damaged.
     """
     newest = resolve(resume, output_dir)
-    candidates: list[Path] = groups.broadcast_object([newest] if newest else [])
-    if newest and str(resume).lower() in ("true", "last", "auto"):
-        candidates = groups.broadcast_object(checkpoints(output_dir)[::-1])
+    ours = str(resume).lower() in ("true", "last", "auto")
+    found = checkpoints(output_dir)[::-1] if ours else [newest] if newest else []
+    candidates: list[Path] = groups.broadcast_object(found)
+    if ours:
+        _tell_of_incomplete(output_dir, next(iter(candidates), None))
     told = []
     for candidate in candidates:
         faults = integrity.faults(candidate, ranks)
@@ -97,6 +106,15 @@ def find(resume: str | bool | None, output_dir: Path, ranks: Ranks) -> Path | No
     if told:
         raise McaError("resume_from_checkpoint: " + "\n".join(told))
     return None
+
+
+def _tell_of_incomplete(output_dir: Path, newest: Path | None) -> None:
+    """Says what looks like a newer checkpoint than the newest one, and is none."""
+    step = int(newest.name.removeprefix(f"{PREFIX}-")) if newest else -1
+    for path in sorted(output_dir.glob(f"{PREFIX}-*")):
+        match = _NAME.fullmatch(path.name)
+        if match and int(match[1]) > step:
+            logger.warning("%s has no %s; it is no checkpoint and is passed over", path, STATE_FILE)
 
 
 def expendable(output_dir: Path, limit: int | None, keep: str | None) -> list[Path]:

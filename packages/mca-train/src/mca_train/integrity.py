@@ -21,6 +21,7 @@ from mca_train.groups import Ranks
 from mca_train.saving import HF_FOLDER
 
 MANIFEST = Path("training") / "manifest.json"
+ARGUMENTS_FILE = "training_args.json"
 _CHUNK = 1 << 22
 _OF_RANK = re.compile(r"(?:rng_|__)(\d+)")
 _Record = tuple[int, int]
@@ -123,11 +124,21 @@ def _expected(checkpoint: Path) -> dict[str, _Record]:
     if (checkpoint / MANIFEST.parent).is_dir():
         document = json.loads((checkpoint / MANIFEST).read_text())
         found = {name: (int(e["bytes"]), int(e["crc32"], 16)) for name, e in document["files"].items()}
+    elif not _is_of_model_only(checkpoint):
+        raise McaError(f"{checkpoint / MANIFEST.parent}: is missing")
     covered = {Path(name).parts[0] for name in found if Path(name).name != OF_MODEL}
     for iteration in sorted(path for path in checkpoint.glob("iter_*") if path.name not in covered):
         files = Manifest.load(iteration).files
         found |= {f"{iteration.name}/{name}": (record.nbytes, record.crc32) for name, record in files.items()}
     return found
+
+
+def _is_of_model_only(checkpoint: Path) -> bool:
+    """Whether it was saved without what training needs, on purpose."""
+    try:
+        return bool(json.loads((checkpoint / ARGUMENTS_FILE).read_text())["save_only_model"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _fault(path: Path, record: _Record) -> str | None:

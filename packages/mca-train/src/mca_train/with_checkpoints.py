@@ -12,7 +12,7 @@ from transformers.trainer_callback import ExportableState
 from mca_models.megatron.agreement import on_first
 from mca_train import checkpointing, groups
 from mca_train.checkpoint_writer import CheckpointWriter, Stage
-from mca_train.integrity import Checksums
+from mca_train.integrity import ARGUMENTS_FILE, Checksums
 from mca_train.saving import ModelWriting
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class WithCheckpoints:
             name: found[0] if len(found) == 1 else found for name, found in states.items()
         }
         self.state.save_to_json(str(folder / checkpointing.STATE_FILE))
-        (folder / "training_args.json").write_text(self.args.to_json_string())
+        (folder / ARGUMENTS_FILE).write_text(self.args.to_json_string())
 
     def _exportable(self) -> list[Any]:
         return [
