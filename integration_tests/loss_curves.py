@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import run_ranks
-from train_cases import filled_packs, tiny_checkpoint, train_losses
+from train_cases import filled_packs, sparse_checkpoint, tiny_checkpoint, train_losses
 
 STEPS = 50
 TOLERANCE = 1e-5
@@ -184,17 +184,8 @@ def _packed_run() -> dict[str, Any]:
 
 
 def _sparse(folder: Path) -> None:
-    """Experts in every layer, top 2 of 4, with their balancing loss in the gradients."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    experts = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-    }
-    sizes = SMALL | experts | {"router_aux_loss_coef": 0.01, "output_router_logits": True}
-    tiny_checkpoint(folder, Qwen3MoeConfig, Qwen3MoeForCausalLM, **sizes)
+    """With the experts' balancing loss in the gradients."""
+    sparse_checkpoint(folder, **SMALL, router_aux_loss_coef=0.01, output_router_logits=True)
 
 
 def _latent(folder: Path) -> None:

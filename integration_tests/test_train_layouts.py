@@ -35,11 +35,6 @@ def curves(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def single(checkpoint, tmp_path_factory):
     return run_ranks(1, train_losses, checkpoint, tmp_path_factory.mktemp("single"))[0]
 

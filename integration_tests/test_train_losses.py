@@ -7,8 +7,18 @@ import pytest
 import torch
 
 from harness import run_ranks
+from loss_curves import worst
 from memory import MIB, peak
-from train_cases import VOCAB, history, make_trainer, quietly, samples, tiny_checkpoint, train_losses
+from train_cases import (
+    VOCAB,
+    arguments,
+    history,
+    make_trainer,
+    quietly,
+    samples,
+    tiny_checkpoint,
+    train_losses,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -27,18 +37,8 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def unpacked(checkpoint, tmp_path_factory):
     return run_ranks(1, train_losses, checkpoint, tmp_path_factory.mktemp("out"), **PLAIN)[0]
-
-
-def worst(one: list[float], other: list[float]) -> float:
-    assert len(one) == len(other) > 0
-    return max(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -69,7 +69,6 @@ SMOOTHING = 0.15
 def smoothed_by_torch(checkpoint: Path, output: Path) -> dict[str, list[float]]:
     """Losses of a trainer that takes the logits to `torch`'s smoothed cross entropy."""
     from mca_train import McaTrainer
-    from train_cases import arguments
 
     class OnLogits(McaTrainer):
         wants_logits = True
@@ -169,3 +168,53 @@ def test_chunks_take_less_memory_than_whole_logits(tmp_path):
     (whole,) = run_ranks(1, memory_of_a_step, large, tmp_path / "whole")
     (chunked,) = run_ranks(1, memory_of_a_step, large, tmp_path / "chunked", loss_chunk_size=64)
     assert chunked < whole - 0.3 * logits, (whole, chunked, logits)  # resident memory: allocators keep some
+
+
+def told_in_python(checkpoint: Path, output: Path) -> list[str]:
+    """What the trainer says of arguments that Hugging Face's would take, and of wrong ones."""
+    import transformers
+
+    from mca_config.errors import McaError
+    from mca_models import AutoModel
+    from mca_train import McaTrainer
+
+    class OneNumber(McaTrainer):
+        def compute_loss(self, output: torch.Tensor, batch: Any, **_: Any) -> Any:
+            return output.mean()
+
+    args = arguments(output)
+    model = AutoModel.from_pretrained(checkpoint, args)
+    theirs = transformers.TrainingArguments(output_dir=str(output), use_cpu=True)
+    unfinished = arguments(output, lr_scheduler_type="warmup_stable_decay")
+    good = {"model": model, "args": args, "train_dataset": samples(8)}
+    wrong = [
+        lambda: McaTrainer(**(good | {"model": torch.nn.Linear(1, 1)})),
+        lambda: McaTrainer(**(good | {"args": theirs})),
+        lambda: McaTrainer(**(good | {"args": unfinished})),
+        lambda: McaTrainer(**good).predict(samples(2)),
+        lambda: OneNumber(**good).train(),
+        lambda: McaTrainer(**(good | {"train_dataset": [{"text": "a"}] * 8})).train(),
+        lambda: McaTrainer(**good, data_collator=lambda rows: {"input_ids": [[1]]}).train(),
+    ]
+    told = []
+    for call in wrong:
+        with pytest.raises(McaError) as error:
+            quietly(call)
+        told.append(str(error.value))
+    return told
+
+
+def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
+    (told,) = run_ranks(1, told_in_python, checkpoint, tmp_path)
+    expected = [
+        "model is a Linear; expected what mca_models.AutoModel.from_pretrained returns",
+        "expected mca_config.TrainingArguments",
+        "warmup_stable_decay with lr_scheduler_kwargs {}: ",
+        "McaTrainer.predict is not supported; use evaluate",
+        "OneNumber.compute_loss returned tensor(",
+        "a sample of the dataset has text; expected 'input_ids'",
+        "data_collator made no tensor 'input_ids'",
+    ]
+    for message, part in zip(told, expected, strict=True):
+        assert part in message, message
+        assert "\n" not in message

@@ -8,7 +8,7 @@ import pytest
 
 from harness import run_ranks
 from reference import make_reference
-from train_cases import arguments, history, quietly, tiny_checkpoint
+from train_cases import arguments, history, quietly, sparse_checkpoint
 
 pytestmark = pytest.mark.ranks
 
@@ -184,15 +184,7 @@ def balanced(checkpoint: Path, output: Path, **changes: Any) -> dict[str, list[f
 
 def one_layer(folder: Path) -> Path:
     """HF balances the experts of all layers together, Megatron those of each: with one layer it is the same."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    experts = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-    }
-    return tiny_checkpoint(folder, Qwen3MoeConfig, Qwen3MoeForCausalLM, num_hidden_layers=1, **experts)
+    return sparse_checkpoint(folder, num_hidden_layers=1)
 
 
 def test_experts_losses_weigh_what_hugging_faces_do(tmp_path):

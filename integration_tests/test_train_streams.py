@@ -14,7 +14,6 @@ from train_cases import (
     make_trainer,
     samples,
     stop_and_resume,
-    tiny_checkpoint,
     train_losses,
 )
 
@@ -53,11 +52,6 @@ def hugging_faces(data: Any) -> Any:
 
     rows = [{name: values.tolist() for name, values in row.items()} for row in Stream(data)]
     return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,19 @@ def tiny_checkpoint(folder: Path, config_class: Any = None, model_class: Any = N
     return folder
 
 
+def sparse_checkpoint(folder: Path, **changes: Any) -> Path:
+    """A Qwen3 MoE: experts in every layer, top 2 of 4."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    }
+    return tiny_checkpoint(folder, Qwen3MoeConfig, Qwen3MoeForCausalLM, **(experts | changes))
+
+
 def samples(count: int, *, longest: int = 32, seed: int = 0) -> Any:
     """Ragged samples with some tokens that are no targets."""
     from mca_train import TokenDataset

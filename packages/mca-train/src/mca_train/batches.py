@@ -1,6 +1,6 @@
 """Samples to the tensors of a training step: padded, shifted, and sliced for context parallelism."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mca_config.errors import McaError
 from mca_train.packing import Row, count_samples, row_of, sequences_of
 from mca_train.token_dataset import IGNORED
 
@@ -81,7 +82,7 @@ class PadCollator:
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
         """``input_ids`` and ``labels`` ``[b, s]``, and ``num_tokens`` ``[b]`` without padding."""
-        ids = [torch.as_tensor(feature["input_ids"]) for feature in features]
+        ids = [torch.as_tensor(_tokens(feature)) for feature in features]
         labels = [torch.as_tensor(feature.get("labels", feature["input_ids"])) for feature in features]
         pad = torch.nn.utils.rnn.pad_sequence
         return {
@@ -89,6 +90,15 @@ class PadCollator:
             "labels": pad(labels, batch_first=True, padding_value=IGNORED),
             "num_tokens": torch.tensor([len(x) for x in ids]),
         }
+
+
+def _tokens(sample: Any) -> Any:
+    if not isinstance(sample, Mapping) or "input_ids" not in sample:
+        has = f"has {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else f"is {sample!r:.80}"
+        raise McaError(
+            f"a sample of the dataset {has}; expected 'input_ids', and 'labels' if not all are targets"
+        )
+    return sample["input_ids"]
 
 
 class CountedSamples(Dataset[tuple[Any, bool]]):
@@ -196,7 +206,11 @@ class StepCollator:
         )
 
     def _collated(self, group: Sequences) -> dict[str, Tensor]:
-        batch = dict(self.collate([feature for feature, _ in group]))
+        features = [feature for feature, _ in group]
+        batch = dict(self.collate(features))
+        for name in ("input_ids", "labels"):
+            if not isinstance(batch.get(name, batch.get("input_ids")), Tensor):
+                raise McaError(f"data_collator made no tensor {name!r}, only {', '.join(batch)}")
         counts = torch.tensor([real for _, real in group])
         labels = batch.get("labels", batch["input_ids"]).clone()
         labels[~counts] = IGNORED

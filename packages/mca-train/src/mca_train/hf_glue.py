@@ -8,6 +8,24 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from mca_config.errors import McaError
+
+
+def require_mca(model: Any, args: Any) -> None:
+    """Refuses what Hugging Face's Trainer takes in the place of ours.
+
+    Raises:
+        McaError: The model is not one of Megatron's, or the arguments lack Megatron's.
+    """
+    if not hasattr(model, "chunks"):
+        raise McaError(
+            f"model is a {type(model).__name__}; expected what mca_models.AutoModel.from_pretrained returns"
+        )
+    if not hasattr(args, "layout"):
+        raise McaError(
+            f"args is a {type(args).__module__}.{type(args).__name__}; expected mca_config.TrainingArguments"
+        )
+
 
 class NoAccelerator:
     """Stands where the Trainer keeps accelerate's ``Accelerator``: it wraps nothing and moves nothing."""
@@ -43,6 +61,16 @@ class WithoutAccelerator:
     def is_local_process_zero(self) -> bool:
         """Whether this is the first rank of its machine."""
         return bool(self.ranks.is_first) or int(self.args.local_process_index) == 0
+
+    def predict(self, *_: Any, **__: Any) -> Any:
+        """Refused: logits are spread over ranks."""
+        raise McaError(
+            "McaTrainer.predict is not supported; use evaluate for a loss, VirtualModels.logits for logits"
+        )
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
+        """Refused."""
+        raise McaError("hyper-parameter search is not supported")
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples in a step, all ranks together."""

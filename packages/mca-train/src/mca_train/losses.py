@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mca_config.errors import McaError
 from mca_train.batches import MicroBatch
 
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
@@ -24,6 +25,20 @@ class StepLoss:
 
     loss_sum: Tensor
     targets: Tensor
+
+
+def require_sums(made: Any, trainer: str) -> tuple[Tensor, Tensor]:
+    """What ``trainer``'s ``compute_loss`` returned.
+
+    Raises:
+        McaError: It is not a sum and a number.
+    """
+    if isinstance(made, tuple) and len(made) == 2 and all(isinstance(value, Tensor) for value in made):
+        return made
+    raise McaError(
+        f"{trainer}.compute_loss returned {made!r:.80}; expected two tensors: the sum over the targets, and "
+        "their number"
+    )
 
 
 def token_loss(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:

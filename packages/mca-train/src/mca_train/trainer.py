@@ -22,12 +22,12 @@ from mca_train.batches import Collator, MicroBatch, PadCollator, StepBatch, pad_
 from mca_train.checkpoint_writer import CheckpointWriter, remove_unfinished
 from mca_train.chunked_loss import chunk_losses
 from mca_train.engine import Engine, Pipeline, StepResult
-from mca_train.hf_glue import JsonlLog, ModelView, WithoutAccelerator
+from mca_train.hf_glue import JsonlLog, ModelView, WithoutAccelerator, require_mca
 from mca_train.honoured import require_honoured
 from mca_train.label_smoothing import smooth_labels
 from mca_train.loaders import Loaders, WithStepLoaders, continued, log_plan
 from mca_train.loss_signals import ModelLosses, Signals
-from mca_train.losses import token_loss
+from mca_train.losses import require_sums, token_loss
 from mca_train.output_place import require_own
 from mca_train.progress import Length, LossMeter, Place
 from mca_train.sampling import StepSampler
@@ -82,6 +82,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         pack_length: int | None = None,
         **others: Any,
     ) -> None:
+        require_mca(model, args)
         require_honoured(args, others)
         for problem in schedule_problems(args):
             raise McaError(problem)
@@ -281,7 +282,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         return self.engine, self._learning_rate
 
     def _loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        return self.compute_loss(output, batch)
+        return require_sums(self.compute_loss(output, batch), type(self).__name__)
 
     def _log_evaluate_save(self, result: StepResult) -> None:
         """Does what the callbacks asked for."""

@@ -1,0 +1,23 @@
+"""What a loss in chunks cannot be computed of."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from mca_config.errors import McaError
+from mca_train.chunked_loss import chunk_losses
+
+
+@pytest.mark.parametrize(
+    ("depth", "wants_logits", "message"),
+    [
+        (0, True, "loss_chunk_size does nothing for a trainer that wants logits"),
+        (1, False, "loss_chunk_size does not work with prediction layers"),
+    ],
+)
+@pytest.mark.parametrize("has_loss", [False, True])
+def test_whole_logits_are_refused_on_every_stage(depth, wants_logits, message, has_loss):
+    chunk = SimpleNamespace(config=SimpleNamespace(mtp_num_layers=depth), post_process=has_loss)
+    with pytest.raises(McaError, match=message):
+        chunk_losses([chunk], 8, wants_logits=wants_logits)
+    chunk_losses([chunk], None, wants_logits=wants_logits)
