@@ -1,25 +1,28 @@
 """Keeps the multi-process tests of a module in one xdist worker: they share its process groups and models.
 
-Skips those that need a GPU where there is none.
+Everything is computed on the CPU, also where there is a GPU: a process that has asked CUDA anything cannot fork ranks
+that use it. ``MCA_DEVICE=cuda pytest -m gpu`` runs the tests of a GPU, and those alone.
 """
 
-from functools import cache
+import os
+
+os.environ.setdefault("MCA_DEVICE", "cpu")  # before anything asks; what tests start inherits it
 
 import pytest
+
+_ON_GPU = os.environ["MCA_DEVICE"] == "cuda"
+_OTHER = {
+    "ranks": (_ON_GPU, "forked ranks compute on the CPU; unset MCA_DEVICE"),
+    "gpu": (not _ON_GPU, "needs a CUDA device: MCA_DEVICE=cuda pytest -m gpu"),
+}
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives the tests marked `ranks` of a module one group; marks those marked `gpu` as skipped without a GPU."""
+    """Gives the tests marked `ranks` of a module one group; skips what the chosen device is not for."""
     for item in items:
         if item.get_closest_marker("ranks"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-        if item.get_closest_marker("gpu") and not _has_gpu():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-@cache
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
+        for mark, (skipped, reason) in _OTHER.items():
+            if skipped and item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))

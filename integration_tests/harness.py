@@ -70,6 +70,7 @@ def prepare_parent() -> None:
     if "mca_models.megatron.platform" in sys.modules and "megatron.core" in sys.modules:
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["MCA_DEVICE"] = "cpu"  # also where there is a GPU: CUDA does not survive a fork
     import torch
 
     torch.set_num_threads(1)

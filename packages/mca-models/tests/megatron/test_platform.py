@@ -7,12 +7,11 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
-import torch
 from packaging.specifiers import SpecifierSet
 
 from mca_models.megatron import platform
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the patches of a machine without a GPU")
+pytestmark = pytest.mark.skipif(platform.device_type() == "cuda", reason="the patches of the CPU")
 
 PROBE = """
 import importlib, json, sys, warnings
@@ -52,7 +51,19 @@ def test_patch_is_needed_where_it_says(patch: platform.Patch, needed: dict[str, 
     )
 
 
-@pytest.mark.parametrize("name", ["router-gemm-name", "split-sizes", "distributed-adam", "mla-flags"])
+MENDED = (
+    "router-gemm-name",
+    "split-sizes",
+    "distributed-adam",
+    "mla-flags",
+    "hybrid-grads",
+    "hybrid-split",
+    "hybrid-views",
+    "optimizer-te-version",
+)
+
+
+@pytest.mark.parametrize("name", MENDED)
 def test_patch_mends_the_fault(name: str, needed: dict[str, list[bool]]) -> None:
     assert needed[name][1] is False
 
@@ -81,6 +92,25 @@ def test_prepare_is_quiet_idempotent_and_gives_compile_back() -> None:
     done = run(code)
     assert done.returncode == 0, done.stderr
     assert not done.stderr and not done.stdout
+
+
+def test_the_cpu_of_a_machine_with_a_gpu_leaves_the_gpu_alone() -> None:
+    code = (
+        "import os, torch\n"
+        "os.environ['MCA_DEVICE'] = 'cpu'\n"
+        "def used(*_): raise SystemExit('CUDA was asked')\n"
+        "torch._C._cuda_init = torch._C._cuda_getDeviceCount = torch.cuda.is_available = used\n"
+        "torch.cuda.device_count = used\n"
+        "from mca_config.model_config import McaModelConfig\n"
+        "from mca_models.megatron import AutoModel\n"
+        "sizes = dict(hidden_size=8, ffn_hidden_size=16, num_layers=1, num_attention_heads=2, vocab_size=10,\n"
+        "             num_query_groups=2, kv_channels=4, max_position_embeddings=8)\n"
+        "model = AutoModel.from_config(McaModelConfig(model_type='llama', **sizes))\n"
+        "assert model.logits(torch.zeros(1, 4, dtype=torch.int64)).device.type == 'cpu'\n"
+        "assert not torch.cuda.is_available() and torch.cuda.device_count() == 0\n"
+    )
+    done = run(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_unknown_device_is_refused() -> None:

@@ -1,5 +1,7 @@
 """``torch.cuda.*`` calls that Megatron makes unconditionally: current device, streams, events, RNG.
 
+Where there is a GPU that was not asked for, nobody sees it.
+
 Every name gets a function object of its own: ``torch._dynamo`` builds a table keyed by function and stops at
 duplicates. ``manual_seed_all`` is left alone, because ``torch.manual_seed`` calls it.
 """
@@ -55,6 +57,8 @@ class IdleEvent:
 
 def _apply() -> None:
     cuda: Any = torch.cuda
+    cuda.is_available = lambda: False  # on the CPU of a machine that has a GPU too
+    cuda.device_count = lambda: 0
     cuda.current_device = lambda: CPU_DEVICE
     cuda.set_device = lambda *a, **k: None
     cuda.synchronize = lambda *a, **k: None
@@ -77,6 +81,6 @@ PATCH = Patch(
     why="megatron-core calls torch.cuda.current_device() and friends unconditionally; they raise without CUDA",
     megatron=">=0.16.1",
     devices=CPU,
-    needed=lambda: not torch.cuda.is_available(),
+    needed=lambda: True,
     apply=_apply,
 )
