@@ -82,7 +82,7 @@ def _start_megatron(layout: ParallelLayout) -> None:
         if _megatron_sizes() == _wanted_sizes(layout):
             return
         _log.info("replacing Megatron's process groups by those of %s", layout)
-        parallel_state.destroy_model_parallel()
+        _end_megatron()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -92,6 +92,17 @@ def _start_megatron(layout: ParallelLayout) -> None:
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=timeout().total_seconds() / 60,
     )
+
+
+def _end_megatron() -> None:
+    """Ends Megatron's groups, which it only forgets: their threads would go on."""
+    from megatron.core import parallel_state
+
+    torch.distributed.barrier()  # no rank still receives in a group that another one ends
+    _, *groups = parallel_state._global_process_group_list  # the first stands for all ranks
+    for group in groups:
+        torch.distributed.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
 
 
 def timeout() -> timedelta:
