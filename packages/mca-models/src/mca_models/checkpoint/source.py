@@ -197,14 +197,18 @@ def checked_parts(
 
 def require_same_names(present: Iterable[str], expected: Iterable[str], where: Path) -> None:
     """Raises one error with all missing and unexpected names: their count and the first few."""
+    if faults := different_names(present, expected):
+        raise McaError(f"{where}: {faults}; the checkpoint and its config.json do not agree")
+
+
+def different_names(present: Iterable[str], expected: Iterable[str]) -> str:
+    """All missing and unexpected names, their count and the first few; empty if there are none."""
     have, want = set(present), set(expected)
-    faults = [
+    return " and ".join(
         f"{len(names)} {what} {'tensor' if len(names) == 1 else 'tensors'} ({_first_few(names)})"
         for what, names in (("missing", want - have), ("unexpected", have - want))
         if names
-    ]
-    if faults:
-        raise McaError(f"{where}: {' and '.join(faults)}; the checkpoint and its config.json do not agree")
+    )
 
 
 def _first_few(names: set[str], count: int = 4) -> str:

@@ -15,7 +15,7 @@ from mca_config.errors import McaError
 from mca_config.layout import Coordinates, ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint import ModelSource, read_piece
-from mca_models.checkpoint.source import gather_piece
+from mca_models.checkpoint.source import different_names, gather_piece
 from mca_models.megatron import parallel
 from mca_models.megatron.names import Held
 from mca_models.megatron.tensors import to_torch
@@ -57,13 +57,8 @@ def require_same_names(source: ModelSource, config: McaModelConfig, where: str) 
     """
     there = {param.mca_name() for param in source.params if param.alias_of is None}
     here = {p.mca_name() for p in family_of(config.model_type).params(config) if p.alias_of is None}
-    told = [
-        f"{what} {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}"
-        for what, names in (("lacks", here - there), ("also has", there - here))
-        if names
-    ]
-    if told:
-        raise McaError(f"{where}: holds another model than this one: it {' and '.join(told)}")
+    if faults := different_names(there, here):
+        raise McaError(f"{where}: holds another model than this one: {faults}")
 
 
 @torch.no_grad()
