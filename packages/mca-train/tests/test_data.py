@@ -165,6 +165,7 @@ def test_rows_whose_answer_is_cut_off_are_dropped(tmp_path, caplog):
     )
     assert len(data) == 1
     assert "1 of 2 rows have no answer within seq_length 8" in caplog.text
+    assert "1 of 2 rows are longer than seq_length 8 and are cut at the end" in caplog.text
 
 
 @pytest.mark.parametrize(

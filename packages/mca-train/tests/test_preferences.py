@@ -67,6 +67,7 @@ def test_pairs_whose_answer_is_cut_off_are_left_out(tmp_path, caplog):
     ]
     assert len(load(tmp_path, *rows, seq_length=8)) == 1
     assert "1 of 2 rows lack an answer within seq_length 8" in caplog.text
+    assert "1 of 2 rows are longer than seq_length 8" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -174,7 +174,11 @@ def sft_samples(rows: Any, tokenizer: Any, arguments: DataArguments, key: str) -
             tokens, targets = encode(row)
         except McaError as error:
             raise McaError(f"{key}, row {index}: {error}") from error
-        return {"input_ids": tokens[:length], "is_target": targets[:length]}
+        return {
+            "input_ids": tokens[:length],
+            "is_target": targets[:length],
+            "is_cut": len(tokens) > length,
+        }
 
     tokenized = rows.map(
         tokenize,
@@ -183,6 +187,7 @@ def sft_samples(rows: Any, tokenizer: Any, arguments: DataArguments, key: str) -
         num_proc=arguments.preprocessing_num_workers,
         keep_in_memory=True,
     )
+    tell_cut(tokenized["is_cut"], length, key)
     columns = zip(tokenized["input_ids"], tokenized["is_target"], strict=True)
     samples = [(tokens, targets) for tokens, targets in columns if any(targets[1:])]
     if not samples:
@@ -196,6 +201,19 @@ def sft_samples(rows: Any, tokenizer: Any, arguments: DataArguments, key: str) -
             length,
         )
     return TokenDataset.from_samples(samples)
+
+
+def tell_cut(is_cut: Iterable[bool], length: int, key: str) -> None:
+    """Says how many rows did not fit whole."""
+    cut = list(is_cut)
+    if any(cut):
+        logger.warning(
+            "%s: %d of %d rows are longer than seq_length %d and are cut at the end",
+            key,
+            sum(cut),
+            len(cut),
+            length,
+        )
 
 
 def row_encoder(names: Sequence[str], tokenizer: Any, arguments: DataArguments, key: str) -> Any:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from mca_config.errors import McaError
 from mca_train.arguments import DataArguments
-from mca_train.data import check_messages, tokenize_answer, tools_of
+from mca_train.data import check_messages, tell_cut, tokenize_answer, tools_of
 from mca_train.token_dataset import TokenDataset
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ def preference_pairs(rows: Any, tokenizer: Any, arguments: DataArguments, key: s
         return {
             "input_ids": [tokens[:length] for tokens, _ in pair],
             "is_target": [targets[:length] for _, targets in pair],
+            "is_cut": any(len(tokens) > length for tokens, _ in pair),
         }
 
     tokenized = rows.map(
@@ -74,6 +75,7 @@ def preference_pairs(rows: Any, tokenizer: Any, arguments: DataArguments, key: s
         num_proc=arguments.preprocessing_num_workers,
         keep_in_memory=True,
     )
+    tell_cut(tokenized["is_cut"], length, key)
     pairs = [
         list(zip(tokens, targets, strict=True))
         for tokens, targets in zip(tokenized["input_ids"], tokenized["is_target"], strict=True)
