@@ -110,7 +110,10 @@ KILLS = int(os.environ.get("MCA_TEST_KILLS", "2"))
 EPOCHS = {"count": 7}  # of 3.5 steps: kills in the middle of one
 TWO = EPOCHS | ZERO | {"gradient_accumulation_steps": 1}
 SAVED = {"one rank": (1, EPOCHS), "two ranks": (2, TWO), "two ranks in background": (2, TWO | ASYNC)}
-KILLED = SAVED | {"two ranks in background": (2, TWO | ASYNC | {"save_total_limit": 1})}
+KILLED = SAVED | {
+    "two ranks": (2, TWO | {"save_hf_model": True}),
+    "two ranks in background": (2, TWO | ASYNC | {"save_total_limit": 1}),
+}
 
 
 @pytest.mark.parametrize("name", KILLED)
@@ -125,6 +128,8 @@ def test_killed_runs_go_on_from_their_last_complete_checkpoint(name, checkpoint,
         with pytest.raises(RanksFailed, match="died without a word"):
             run_ranks(size, killed, checkpoint, folder, seed, whole, timeout=60, **changes)
         found = [int(path.name.split("-")[1]) for path in checkpoints(folder)]
+        for path in checkpoints(folder) if changes.get("save_hf_model") else ():
+            assert parameters(path / "hf") == parameters(checkpoint)
         lost = last_logged(folder) - max(found, default=0)
         assert lost <= (2 if changes.get("async_save") else 1), (
             "a checkpoint is complete before the next begins"
@@ -133,6 +138,14 @@ def test_killed_runs_go_on_from_their_last_complete_checkpoint(name, checkpoint,
             assert resumed["curve"] == whole[0]["curve"]
             assert not resumed["told"]
         assert not list(folder.glob("*.partial-*"))
+
+
+def parameters(folder: Path) -> dict[str, Any]:
+    """Shapes by name of a model that transformers would load."""
+    from safetensors.torch import load_file
+
+    assert (folder / "config.json").is_file()
+    return {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
 
 
 def last_logged(folder: Path) -> int:

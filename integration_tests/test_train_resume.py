@@ -159,6 +159,57 @@ def test_a_failed_save_leaves_the_checkpoint_before(checkpoint, tmp_path):
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]
 
 
+EP = {"expert_model_parallel_size": 2}
+AS_HF = {
+    "tp2-in-background": (2, "dense", TP | ASYNC),
+    "pp2-vpp2-only-model": (2, "dense", VPP | {"save_only_model": True}),
+    "ep2-distributed-optimizer": (2, "experts", EP | ZERO),
+}
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    from reference import make_reference
+
+    return make_reference("qwen3_moe", tmp_path_factory.mktemp("experts")).path
+
+
+def ids() -> Any:
+    import torch
+
+    return torch.arange(48).reshape(2, 24)
+
+
+def saved_as_hf(checkpoint: Path, output_dir: Path, **changes: Any) -> Any:
+    """Logits of the model after two steps, of which the second left a checkpoint."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_hf_model": True, "warmup_steps": 0}
+    settings = {"max_steps": 2, "gradient_accumulation_steps": 2}
+    if "expert_model_parallel_size" in changes:
+        from test_train_moe import tokens
+
+        settings["train_dataset"] = tokens(8)
+    trainer = make_trainer(checkpoint, output_dir, **settings | saving | changes | {"learning_rate": 0.02})
+    quietly(trainer.train)
+    return trainer.model.logits(ids())
+
+
+@pytest.mark.parametrize("name", AS_HF)
+def test_transformers_loads_what_a_checkpoint_holds_for_it(name, checkpoint, experts, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    size, kind, changes = AS_HF[name]
+    start = checkpoint if kind == "dense" else experts
+    logits = run_ranks(size, saved_as_hf, start, tmp_path, **changes)[0]
+    with torch.no_grad():
+        before, after = (
+            AutoModelForCausalLM.from_pretrained(folder)(ids(), use_cache=False).logits
+            for folder in (start, tmp_path / "checkpoint-2" / "hf")
+        )
+    assert (after - before).abs().max() > 0.01, "trained"
+    torch.testing.assert_close(logits, after, rtol=1e-4, atol=2e-5)
+
+
 def logged(checkpoint: Path, output_dir: Path) -> None:
     trainer = make_trainer(checkpoint, output_dir, max_steps=4, save_strategy="steps", save_steps=2)
     quietly(trainer.train)
