@@ -1,7 +1,10 @@
 """What Hugging Face's ``Trainer`` wants to see in place of the parts that Megatron replaces."""
 
+import contextlib
 import json
+import logging
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,8 @@ import torch
 from transformers import TrainerCallback
 
 from mca_config.errors import McaError
+
+logger = logging.getLogger(__name__)
 
 
 def require_mca(model: Any, args: Any) -> None:
@@ -118,20 +123,27 @@ class ModelView(torch.nn.Module):
 class JsonlLog(TrainerCallback):  # type: ignore[misc]
     """Every log as a line of ``<output_dir>/train_log.jsonl``: step, time, and what was logged.
 
-    On a resumed run, lines of steps after the checkpoint are taken out first.
+    On a resumed run, lines of steps after the checkpoint are taken out first. A log that cannot be written (a full
+    disk) is told once and ends no run.
     """
 
     name = "train_log.jsonl"
+
+    def __init__(self) -> None:
+        self._told = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Keeps the lines up to the step that the run starts from."""
         if not state.is_world_process_zero:
             return
         path = Path(args.output_dir) / self.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if path.exists() and state.global_step else []
-        kept = [line for line in lines if _step_of(line) <= state.global_step]
-        path.write_text("".join(line + "\n" for line in kept))
+        with self._told_if_not_written(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_text().splitlines() if path.exists() and state.global_step else []
+            kept = [line for line in lines if _step_of(line) <= state.global_step]
+            beside = path.with_name(f".{self.name}")
+            beside.write_text("".join(line + "\n" for line in kept))
+            beside.replace(path)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
@@ -140,9 +152,20 @@ class JsonlLog(TrainerCallback):  # type: ignore[misc]
         if not state.is_world_process_zero or not logs:
             return
         path = Path(args.output_dir) / self.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(json.dumps({"step": state.global_step, "time": round(time.time(), 3), **logs}) + "\n")
+        line = json.dumps({"step": state.global_step, "time": round(time.time(), 3), **logs}) + "\n"
+        with self._told_if_not_written(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(line)
+
+    @contextlib.contextmanager
+    def _told_if_not_written(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._told:
+                logger.warning("%s: cannot be written (%s); logs are lost until it can", path, error.strerror)
+            self._told = True
 
 
 def _step_of(line: str) -> int:
