@@ -98,9 +98,8 @@ def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def found(request: pytest.FixtureRequest, expected: dict[str, Expected]) -> dict[Pair, Found]:
     """What the factory makes of every case on every layout, as rank 0 has it."""
     made: dict[Pair, Found] = {}
-    grid = sorted(
-        selected(request, GRID), key=lambda pair: pair[1]
-    )  # each layout has process groups of its own
+    # by layout, because each has process groups of its own
+    grid = sorted(selected(request, GRID), key=lambda pair: pair[1])
     for size in (1, 2, 4):
         pairs = [pair for pair in grid if world_size(pair[1]) == size]
         jobs = [(expected[case].base, expected[case].adapter, layout) for case, layout in pairs]
