@@ -9,7 +9,6 @@ import ctypes
 import fcntl
 import logging
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ class PartialDirectory:
         try:
             self.destination.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self.destination)
-            self.path = self.destination.with_name(f"{self.destination.name}.partial-{secrets.token_hex(4)}")
+            self.path = self.destination.with_name(f"{self.destination.name}.partial-{os.urandom(4).hex()}")
             self.path.mkdir()
         except OSError as error:
             raise McaError(f"{destination}: cannot be written ({error.strerror})") from None
