@@ -4,6 +4,7 @@ Whatever a layout makes impossible is refused by the plan and by the conversion 
 """
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from mca_models.checkpoint import (
 )
 from mca_models.templates import FAMILIES
 
+EXAMPLES = int(os.environ.get("MCA_TEST_EXAMPLES", "8"))  # of each family
 LIMITS = Limits(workers=2, memory=400_000)
 NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v2", "qwen3_next"}
@@ -161,7 +163,7 @@ def test_round_trips(family: str, tmp_path_factory: pytest.TempPathFactory) -> N
     done = {"whole": 0, "refused": 0}
 
     @settings(
-        max_examples=8,
+        max_examples=EXAMPLES,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         derandomize=True,

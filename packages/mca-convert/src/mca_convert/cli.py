@@ -4,10 +4,12 @@ Only ``argparse`` and the flags are imported here; NumPy and the rest come with 
 """
 
 import argparse
+import gc
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from mca_config.errors import McaError
 from mca_convert import __version__
@@ -23,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the workers are threads enough
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        return _run(command, parser, options)
+        with no_collection():
+            return _run(command, parser, options)
     except McaError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -36,6 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; nothing was left behind\n")
         return 130
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Without searches for cycles: a plan of many thousand objects has none, and they cost a tenth of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _where(error: OSError) -> str:
