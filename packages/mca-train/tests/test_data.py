@@ -219,6 +219,30 @@ def test_bad_files_are_named(tmp_path, kind, name, content, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_of_several_files_must_go_together(tmp_path, streaming):
+    rows = {
+        "a": {"prompt": "a", "completion": "b", "id": 1},
+        "other-id": {"prompt": "a", "completion": "b", "id": "x"},
+        "number": {"prompt": "a", "completion": 7},
+        "chat": {"messages": TURNS},
+    }
+    files = {name: jsonl(tmp_path / f"{name}.jsonl", [row] * 2) for name, row in rows.items()}
+
+    def load(*names):
+        given = [files[name] for name in names]
+        if streaming:
+            return list(load_stream("sft", given, byte_tokenizer(), arguments(), seed=None))
+        return load_tokenized("sft", given, byte_tokenizer(), arguments())
+
+    assert len(load("a", "other-id")) == 4
+    with pytest.raises(McaError, match=r"train_file: the columns of .* do not go together: ") as error:
+        load("a", "number")
+    assert "\n" not in str(error.value)
+    with pytest.raises(McaError, match="the same columns" if streaming else "messages must be a list"):
+        load("a", "chat")
+
+
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(McaError, match=r"eval_file: file .*none\.jsonl does not exist"):
         load_tokenized("sft", [str(tmp_path / "none.jsonl")], byte_tokenizer(), arguments(), evaluation=True)

@@ -20,14 +20,21 @@ Kind = Literal["pretrain", "sft", "dpo"]
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 
 
-def load_rows(files: Sequence[str], key: str, limit: int | None = None, column: str | None = None) -> Any:
-    """The rows of ``files``, as a ``datasets.Dataset``.
+def load_rows(
+    files: Sequence[str],
+    key: str,
+    arguments: DataArguments,
+    limit: int | None = None,
+    column: str | None = None,
+) -> Any:
+    """The rows of ``files``, as a ``datasets.Dataset``, with the columns that samples are made of.
 
     A ``.txt`` file is one row; the others have a row per record.
 
     Args:
         files: Paths.
         key: The argument that named them, for errors.
+        arguments: Which columns these are.
         limit: Rows to keep; None: all.
         column: Every file must have it; None: they may differ.
 
@@ -43,8 +50,41 @@ def load_rows(files: Sequence[str], key: str, limit: int | None = None, column: 
         raise McaError(f"{key}: {', '.join(files)} has no rows")
     for file, part in zip(files, parts, strict=True):
         require_column(part.column_names, column, f"{key}: {file}")
-    rows = parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+    rows = joined(parts, files, key, arguments)
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
+
+
+def column_names(arguments: DataArguments) -> set[str]:
+    """The columns that samples may be made of."""
+    return {value for name, value in vars(arguments).items() if name.endswith("_column")}
+
+
+def joined(parts: Sequence[Any], files: Sequence[str], key: str, arguments: DataArguments) -> Any:
+    """``parts`` one after another, with the columns that samples are made of: others may differ in type.
+
+    Args:
+        parts: ``datasets``' of ``files``, in memory or not.
+        files: Paths.
+        key: The argument that named them, for errors.
+        arguments: Which columns these are.
+
+    Raises:
+        McaError: A column is of one type in one file and of another in another.
+    """
+    import datasets
+
+    if len(parts) == 1:
+        return parts[0]
+    wanted = column_names(arguments)
+    kept = [[name for name in part.column_names or () if name in wanted] for part in parts]
+    parts = [part.select_columns(names) if names else part for part, names in zip(parts, kept, strict=True)]
+    try:
+        return datasets.concatenate_datasets(list(parts))
+    except (ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise McaError(
+            f"{key}: the columns of {', '.join(files)} do not go together: {reason[:300]}"
+        ) from error
 
 
 def require_column(names: Sequence[str], column: str | None, where: str) -> None:
@@ -99,7 +139,7 @@ def load_tokenized(
     """
     key = "eval_file" if evaluation else "train_file"
     limit = arguments.max_eval_samples if evaluation else arguments.max_train_samples
-    rows = load_rows(files, key, limit, arguments.text_column if kind == "pretrain" else None)
+    rows = load_rows(files, key, arguments, limit, arguments.text_column if kind == "pretrain" else None)
     if kind == "pretrain":
         return pretrain_blocks(rows, tokenizer, arguments, key)
     if kind == "dpo":

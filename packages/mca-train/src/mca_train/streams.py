@@ -11,7 +11,15 @@ from torch.utils.data import IterableDataset
 
 from mca_config.errors import McaError
 from mca_train.arguments import DataArguments
-from mca_train.data import Kind, block_tokenizer, check_file, require_column, row_encoder
+from mca_train.data import (
+    Kind,
+    block_tokenizer,
+    check_file,
+    column_names,
+    joined,
+    require_column,
+    row_encoder,
+)
 from mca_train.token_dataset import IGNORED
 
 logger = logging.getLogger(__name__)
@@ -93,7 +101,7 @@ def load_stream(
     """
     key = "train_file"
     column = arguments.text_column if kind == "pretrain" else None
-    rows = _rows(files, key, arguments.max_train_samples, column)
+    rows = _rows(files, key, arguments, column)
     first = next(iter(rows), None)
     if first is None:
         raise McaError(f"{key}: {', '.join(files)} has no rows")
@@ -123,7 +131,7 @@ def _named(key: str, encode: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return named
 
 
-def _rows(files: Sequence[str], key: str, limit: int | None, column: str | None) -> Any:
+def _rows(files: Sequence[str], key: str, arguments: DataArguments, column: str | None) -> Any:
     import datasets
 
     parts = []
@@ -133,7 +141,13 @@ def _rows(files: Sequence[str], key: str, limit: int | None, column: str | None)
             datasets.load_dataset(reader, data_files=str(file), split="train", streaming=True, **options)
         )
         require_column(list(next(iter(parts[-1]), {})), column, f"{key}: {file}")
-    rows = parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+    columns = [set(next(iter(part), {})) & column_names(arguments) for part in parts]
+    if any(some != columns[0] for some in columns):
+        told = "; ".join(
+            f"{file}: {', '.join(sorted(some))}" for file, some in zip(files, columns, strict=True)
+        )
+        raise McaError(f"{key}: with streaming all files must have the same columns ({told})")
+    rows, limit = joined(parts, files, key, arguments), arguments.max_train_samples
     return rows if limit is None else rows.take(limit)
 
 
