@@ -13,6 +13,7 @@ from torch import Tensor
 from mca_train.batches import MicroBatch, StepBatch
 from mca_train.losses import LossFunction, StepLoss, add_up, megatron_loss
 from mca_train.moe_losses import padding_for_experts, weigh_alike, weigh_by_tokens
+from mca_train.optimizer_offload import settle
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ def optimizer_settings(args: Any, params_dtype: torch.dtype) -> dict[str, Any]:
         "adam_beta2": args.adam_beta2,
         "adam_eps": args.adam_epsilon,
         "sgd_momentum": 0.0,
+        "optimizer_offload_fraction": 1.0,
         "initial_loss_scale": 2.0**16,
         "clip_grad": args.max_grad_norm or 0.0,
         "bf16": params_dtype == torch.bfloat16,
@@ -175,7 +177,9 @@ class Engine(Pipeline):
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         config = OptimizerConfig(**optimizer_settings(self._args, self.params_dtype))
-        return get_megatron_optimizer(config, self.chunks)
+        optimizer = get_megatron_optimizer(config, self.chunks)
+        settle(optimizer)
+        return optimizer
 
     def _wire(self) -> None:
         """Gives the schedule what it calls: gradient scale, synchronisation, and the end of a step."""

@@ -8,8 +8,6 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
-import torch
-
 from mca_config.errors import McaError, list_problems
 
 _PARAMETERS: Mapping[str, str] = {
@@ -51,11 +49,13 @@ def require_honoured(args: Any, parameters: Mapping[str, Any]) -> None:
 
 def _optimizer(args: Any) -> Iterator[str]:
     """What Megatron's optimizer needs and this machine, or this installation, does not have."""
-    if getattr(args, "optimizer_cpu_offload", None) and not torch.cuda.is_available():
-        yield "optimizer_cpu_offload needs CUDA: without a GPU the state is in host memory already; remove it"
-    if getattr(args, "use_precision_aware_optimizer", None) and find_spec("transformer_engine") is None:
+    precise = getattr(args, "use_precision_aware_optimizer", None) and not getattr(
+        args, "optimizer_cpu_offload", None
+    )
+    if precise and find_spec("transformer_engine") is None:
         yield (
-            "use_precision_aware_optimizer needs Transformer Engine's Adam, which is not installed; remove it"
+            "use_precision_aware_optimizer needs Transformer Engine's Adam, which is not installed, or "
+            "optimizer_cpu_offload; remove it"
         )
     if getattr(args, "optimizer", None) == "muon":
         if version("megatron-core").startswith("0.16."):

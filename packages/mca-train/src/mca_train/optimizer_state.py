@@ -21,6 +21,7 @@ from mca_models.megatron.distributed_reader import read_state, shapes_in
 from mca_models.megatron.torch_dist import Writing, write_state
 from mca_train import groups
 from mca_train.bucket_padding import positions_without_padding
+from mca_train.optimizer_offload import as_plain
 
 _MASTER = "optimizer.state.fp32_param."
 _MASTER_WHERE_SPLIT = "optimizer.state.param."
@@ -41,7 +42,8 @@ def save(optimizer: Any, chunks: list[Any], folder: Path, *, background: bool) -
     Returns:
         The numbers, which are the caller's to keep, and what has yet to be finished.
     """
-    state = _sharded(optimizer, chunks, loading=False)
+    with as_plain(optimizer, loading=False):
+        state = _sharded(optimizer, chunks, loading=False)
     leaves = {str(number): leaf for number, (_, _, leaf) in enumerate(_leaves(state))}
     return _numbers(state), write_state(leaves, folder, background=background)
 
@@ -52,6 +54,11 @@ def load(optimizer: Any, chunks: list[Any], folder: Path, numbers: Numbers) -> N
     Raises:
         McaError: The checkpoint has no state for a parameter (another optimizer or another model wrote it).
     """
+    with as_plain(optimizer, loading=True):
+        _load(optimizer, chunks, folder, numbers)
+
+
+def _load(optimizer: Any, chunks: list[Any], folder: Path, numbers: Numbers) -> None:
     saved = shapes_in(folder)
     state = _sharded(optimizer, chunks, loading=True)
     _require_same_kind(folder, saved, state)
