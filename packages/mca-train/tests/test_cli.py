@@ -160,7 +160,7 @@ def test_wrong_configurations_are_one_line_and_2(run, changes, flags, message, c
         ({"train_file": "/tmp"}, "train_file: /tmp is a directory; name its files"),
         ({"eval_file": "/none.jsonl"}, "eval_file: file /none.jsonl does not exist"),
         ({"adapter_name_or_path": "/none"}, "adapter_name_or_path: directory /none does not exist"),
-        ({"resume_from_checkpoint": "/none"}, "resume_from_checkpoint: directory /none does not exist"),
+        ({"resume_from_checkpoint": "/none"}, "resume_from_checkpoint: /none does not exist"),
         ({"resume_from_checkpoint": True}, "resume_from_checkpoint: no complete checkpoint-<step> in"),
     ],
 )
@@ -230,6 +230,23 @@ def test_a_metric_of_preferences_can_choose_the_best_model(run, tmp_path):
     require_run("dpo", parse(values, where))
     with pytest.raises(McaError, match="mca-train sft evaluates loss, runtime"):
         require_run("sft", parse(values, where))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"label_smoothing_factor": 0.1}, "use dpo_label_smoothing"),
+        (
+            {"lora_rank": 2, "lora_modules_to_save": ["lm_head"]},
+            "set reference_model_name_or_path, or remove",
+        ),
+    ],
+)
+def test_what_pairs_cannot_be_trained_with_is_told_before_reading(run, changes, message, capsys):
+    assert main(["dpo", run(**changes)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def test_an_output_dir_that_is_tried_is_left_as_it_was(tmp_path):

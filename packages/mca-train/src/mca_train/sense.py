@@ -87,6 +87,8 @@ def require_run(kind: "Kind", settings: "Settings") -> None:
     data = settings.data
     if not data.train_file:
         raise UsageError(f"{settings.where}: train_file is not set")
+    if kind == "dpo":
+        _require_pairs(settings)
     _require_there(settings)
     metric = (settings.training.metric_for_best_model or "loss").removeprefix("eval_")
     known: tuple[str, ...] = ("loss", *_TIMES)
@@ -100,6 +102,17 @@ def require_run(kind: "Kind", settings: "Settings") -> None:
     if metric not in known:
         raise UsageError(
             f"metric_for_best_model is {metric!r}; mca-train {kind} evaluates {', '.join(known)}"
+        )
+
+
+def _require_pairs(settings: "Settings") -> None:
+    dpo, lora = settings.dpo, settings.lora
+    if settings.training.label_smoothing_factor:
+        raise UsageError("label_smoothing_factor is not for preference pairs; use dpo_label_smoothing")
+    if lora.lora_modules_to_save and dpo.dpo_loss != "orpo" and dpo.reference_model_name_or_path is None:
+        raise UsageError(
+            "lora_modules_to_save trains parts of the base model, which then is no reference; set "
+            "reference_model_name_or_path, or remove it"
         )
 
 
