@@ -14,6 +14,7 @@ from layouts import arguments, world_size
 from lora_training import tokens, train_megatron
 from mca_config.errors import McaError
 from reference import make_reference
+from test_lora import EVERY
 
 pytestmark = pytest.mark.ranks
 
@@ -135,15 +136,16 @@ def test_the_trainer_trains_adapters_alike_on_every_layout(tmp_path: Path) -> No
     tp = {"tensor_model_parallel_size": 2}
     layouts: list[tuple[int, dict[str, Any]]] = [
         (1, {}),
-        (4, {**tp, "pipeline_model_parallel_size": 2}),
         (4, {**tp, "sequence_parallel": True, "use_distributed_optimizer": True, "gradient_accumulation_steps": 4}),
         (2, {"pipeline_model_parallel_size": 2, "recompute_granularity": "full", "recompute_method": "uniform",
              "recompute_num_layers": 1}),
         (4, {**tp, "sequence_parallel": True, "context_parallel_size": 2}),
-        (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
         (4, {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True, "overlap_grad_reduce": True,
              "overlap_param_gather": True, "gradient_accumulation_steps": 4}),
     ]  # fmt: skip
+    if EVERY:
+        layouts.append((4, {**tp, "pipeline_model_parallel_size": 2}))
+        layouts.append((2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}))
     logged = [
         run_ranks(size, trained_by_trainer, checkpoint, tmp_path / str(i), changes, timeout=200)[0]
         for i, (size, changes) in enumerate(layouts)
