@@ -48,6 +48,10 @@ def test_overrides_carry_megatrons_names() -> None:
         optimizer="adam",
         optimizer_cpu_offload=True,
         optimizer_offload_fraction=0.5,
+        use_torch_optimizer_for_cpu_offload=True,
+        overlap_cpu_optimizer_d2h_h2d=True,
+        pin_cpu_grads=False,
+        pin_cpu_params=True,
         use_precision_aware_optimizer=True,
         sgd_momentum=0.5,
         decoupled_lr=1e-4,
@@ -64,7 +68,7 @@ def test_overrides_carry_megatrons_names() -> None:
     assert args.ddp_config_overrides().keys() <= names_of(DistributedDataParallelConfig)
     assert len(args.ddp_config_overrides()) == 8
     assert args.optimizer_config_overrides().keys() <= names_of(OptimizerConfig)
-    assert len(args.optimizer_config_overrides()) == 14
+    assert len(args.optimizer_config_overrides()) == 18
     assert args.transformer_config_overrides() == {"moe_grouped_gemm": True, "moe_per_layer_logging": True}
 
 
@@ -148,6 +152,15 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"ddp_bucket_size": 0}, ["ddp_bucket_size must be at least 1"]),
     ({"optimizer_offload_fraction": 0.5}, ["optimizer_offload_fraction needs optimizer_cpu_offload"]),
     ({"optimizer_offload_fraction": 2, "optimizer_cpu_offload": True}, ["must be between 0 and 1"]),
+    ({"overlap_cpu_optimizer_d2h_h2d": True}, ["overlap_cpu_optimizer_d2h_h2d needs optimizer_cpu_offload"]),
+    (
+        {
+            "optimizer_cpu_offload": True,
+            "use_torch_optimizer_for_cpu_offload": False,
+            "pin_cpu_params": False,
+        },
+        ["use_torch_optimizer_for_cpu_offload cannot be false", "pin_cpu_params cannot be false"],
+    ),
     ({"optimizer_cpu_offload": True, "optimizer": "sgd"}, ["needs optimizer adam, not sgd"]),
     ({"optimizer": "muon", "use_distributed_optimizer": True}, ["muon excludes use_distributed_optimizer"]),
     ({"use_precision_aware_optimizer": True}, ["needs use_distributed_optimizer"]),

@@ -59,6 +59,12 @@ def _optimizer(args: Any) -> Iterator[str]:
         )
     if getattr(args, "optimizer", None) == "muon":
         if version("megatron-core").startswith("0.16."):
-            yield "optimizer muon needs megatron-core 0.17 or later: 0.16 does not build it; use adam or sgd"
+            yield (
+                "optimizer muon needs megatron-core 0.17 or later (0.16 calls emerging-optimizers as it was before "
+                "0.3, its first release) and Python 3.12; install them, or use adam or sgd"
+            )
         elif find_spec("emerging_optimizers") is None:
-            yield "optimizer muon needs emerging-optimizers; install mca-train[muon], or use adam or sgd"
+            yield (
+                "optimizer muon needs emerging-optimizers, which needs Python 3.12; install mca-train[muon] there, "
+                "or use adam or sgd"
+            )

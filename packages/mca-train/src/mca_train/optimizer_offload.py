@@ -43,7 +43,7 @@ def as_plain(optimizer: Any, *, loading: bool) -> Iterator[None]:
     for single, hybrid, _ in singles:
         if loading:
             _copy_to_inner(hybrid)
-        single.optimizer = _plain(hybrid)
+        single.optimizer = _plain(hybrid, _held(single, hybrid))
         setattr(single.config, _PRECISION_AWARE, False)
     try:
         yield
@@ -52,7 +52,7 @@ def as_plain(optimizer: Any, *, loading: bool) -> Iterator[None]:
             plain, single.optimizer = single.optimizer, hybrid
             setattr(single.config, _PRECISION_AWARE, precision_aware)
             if loading:
-                _take(hybrid, plain, parts=hasattr(single, "buffers"))
+                _take(hybrid, plain, _held(single, hybrid))
 
 
 def _hybrids(optimizer: Any) -> list[Any]:
@@ -63,21 +63,30 @@ def _hybrids(optimizer: Any) -> list[Any]:
     return [single for single in singles if isinstance(single.optimizer, HybridDeviceOptimizer)]
 
 
-def _plain(hybrid: Any) -> Any:
-    """An Adam over the fp32 tensors of ``hybrid``, in the order of its groups, that shares its state."""
+def _held(single: Any, hybrid: Any) -> dict[Any, Any]:
+    """What Megatron expects in the groups instead of each of the hybrid's parameters.
+
+    The distributed optimizer loads main parameters into its groups; the others look up the weights in theirs, and load
+    main parameters beside them.
+    """
+    inner: dict[Any, Any] = hybrid.param_to_inner_param
+    return inner if hasattr(single, "buffers") else {param: param for param in inner}
+
+
+def _plain(hybrid: Any, held: dict[Any, Any]) -> Any:
+    """An Adam over what is ``held``, in the order of the hybrid's groups, that shares its state."""
     from mca_models.megatron.platform import FusedAdam
 
-    inner = hybrid.param_to_inner_param
     step = _step(hybrid)
     groups = [
-        group | {"params": [inner[param] for param in group["params"]], **({"step": step} if step else {})}
+        group | {"params": [held[param] for param in group["params"]], **({"step": step} if step else {})}
         for group in hybrid.param_groups
     ]
     plain = FusedAdam(groups)
     states = {param: state for single in hybrid.sub_optimizers for param, state in single.state.items()}
-    for param in inner.values():
-        held = states.get(param) or {name: torch.zeros_like(param, requires_grad=False) for name in _MOMENTS}
-        plain.state[param] = {name: held[name] for name in _MOMENTS}
+    for param, inner in hybrid.param_to_inner_param.items():
+        state = states.get(inner) or {name: torch.zeros_like(inner, requires_grad=False) for name in _MOMENTS}
+        plain.state[held[param]] = {name: state[name] for name in _MOMENTS}
     return plain
 
 
@@ -89,29 +98,24 @@ def _step(hybrid: Any) -> int:
 
 
 @torch.no_grad()
-def _take(hybrid: Any, plain: Any, *, parts: bool) -> None:
-    """What was loaded into ``plain``, and the parameters that belong to it.
-
-    Args:
-        hybrid: Gets it.
-        plain: Of `_plain`.
-        parts: Megatron loaded main parameters into ``plain`` (distributed optimizer), not beside it.
-    """
-    if parts:
-        for param, inner in hybrid.param_to_inner_param.items():
+def _take(hybrid: Any, plain: Any, held: dict[Any, Any]) -> None:
+    """Gives the hybrid what was loaded into ``plain`` and into what it ``held``."""
+    for param, inner in hybrid.param_to_inner_param.items():
+        if held[param] is inner:
             param.data.copy_(inner)
-    else:
-        _copy_to_inner(hybrid)
+        else:
+            inner.data.copy_(param)
     step = max((group.get("step", 0) for group in plain.param_groups), default=0)
     for single in hybrid.sub_optimizers:
         of_each_parameter = isinstance(single, torch.optim.AdamW)
         for group in single.param_groups:
             if not of_each_parameter:
                 group["step"] = step
-            for param in group["params"]:
-                single.state[param] = {name: plain.state[param][name] for name in _MOMENTS}
+            for inner in group["params"]:
+                loaded = plain.state[held[hybrid.inner_param_to_orig_param[inner]]]
+                single.state[inner] = {name: loaded[name].to(inner.device) for name in _MOMENTS}
                 if of_each_parameter:
-                    single.state[param]["step"] = torch.tensor(float(step))
+                    single.state[inner]["step"] = torch.tensor(float(step))
     hybrid._sync_sub_optimizers_state_to_hdo()
 
 

@@ -123,6 +123,12 @@ _AT_LEAST_ZERO = (
     "mtp_loss_scaling_factor",
     "cpu_offloading_num_layers",
 )
+_OFFLOAD_DETAILS = (
+    "use_torch_optimizer_for_cpu_offload",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+)
 _AT_LEAST_ONE = ("recompute_num_layers", "microbatch_group_size_per_vp_stage")
 
 
@@ -145,7 +151,7 @@ def _ranges(args: "DistributingParallelArguments") -> list[str]:
 
 def of_training(args: "MegatronArguments") -> list[str]:
     """Contradictions among the arguments that :class:`MegatronArguments` adds."""
-    return [*_overlap(args), *_optimizer(args), *_loss(args), *_saving(args)]
+    return [*_overlap(args), *_optimizer(args), *_offload(args), *_loss(args), *_saving(args)]
 
 
 def _overlap(args: "MegatronArguments") -> list[str]:
@@ -166,17 +172,6 @@ def _overlap(args: "MegatronArguments") -> list[str]:
 
 def _optimizer(args: "MegatronArguments") -> list[str]:
     problems = []
-    fraction = args.optimizer_offload_fraction
-    if fraction is not None and not 0 <= fraction <= 1:
-        problems.append(f"optimizer_offload_fraction must be between 0 and 1, not {fraction}")
-    if fraction is not None and not args.optimizer_cpu_offload:
-        problems.append(
-            "optimizer_offload_fraction needs optimizer_cpu_offload; add it or remove the fraction"
-        )
-    if args.optimizer_cpu_offload and args.optimizer not in (None, "adam"):
-        problems.append(
-            f"optimizer_cpu_offload needs optimizer adam, not {args.optimizer}; remove one of the two"
-        )
     if args.optimizer == "muon" and (args.use_distributed_optimizer or args.overlap_param_gather):
         problems.append(
             "optimizer muon excludes use_distributed_optimizer and overlap_param_gather; remove them or use adam"
@@ -187,6 +182,34 @@ def _optimizer(args: "MegatronArguments") -> list[str]:
         problems.append(
             "use_precision_aware_optimizer needs use_distributed_optimizer and optimizer adam; set them or "
             "remove it"
+        )
+    return problems
+
+
+def _offload(args: "MegatronArguments") -> list[str]:
+    problems = []
+    fraction = args.optimizer_offload_fraction
+    if fraction is not None and not 0 <= fraction <= 1:
+        problems.append(f"optimizer_offload_fraction must be between 0 and 1, not {fraction}")
+    if fraction is not None and not args.optimizer_cpu_offload:
+        problems.append(
+            "optimizer_offload_fraction needs optimizer_cpu_offload; add it or remove the fraction"
+        )
+    given = [name for name in _OFFLOAD_DETAILS if getattr(args, name)]
+    if given and not args.optimizer_cpu_offload:
+        problems.append(f"{' and '.join(given)} needs optimizer_cpu_offload; add it or remove {given[0]}")
+    if args.optimizer_cpu_offload and args.optimizer not in (None, "adam"):
+        problems.append(
+            f"optimizer_cpu_offload needs optimizer adam, not {args.optimizer}; remove one of the two"
+        )
+    if args.use_torch_optimizer_for_cpu_offload is False:
+        problems.append(
+            "use_torch_optimizer_for_cpu_offload cannot be false: Megatron has no other optimizer on the host; "
+            "remove it"
+        )
+    if args.pin_cpu_params is False:
+        problems.append(
+            "pin_cpu_params cannot be false: Megatron always pins the weights on the host; remove it"
         )
     return problems
 

@@ -23,6 +23,10 @@ _OPTIMIZER_NAMES = (
     "overlap_param_gather",
     "optimizer_cpu_offload",
     "optimizer_offload_fraction",
+    "use_torch_optimizer_for_cpu_offload",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "pin_cpu_grads",
+    "pin_cpu_params",
     "use_precision_aware_optimizer",
     "sgd_momentum",
     "decoupled_lr",
@@ -63,10 +67,21 @@ class MegatronArguments(DistributingParallelArguments):
         "Keep optimizer state in host memory and step there; adam only."
     )
     optimizer_offload_fraction: float | None = option(
-        "Share of the state that optimizer_cpu_offload moves, 0 to 1."
+        "Share of the parameters that optimizer_cpu_offload moves, 0 to 1; unset: 1."
+    )
+    use_torch_optimizer_for_cpu_offload: bool | None = switch(
+        "Step on the host with torch's AdamW; Megatron has no other there, so false is refused."
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool | None = switch(
+        "Copy gradients to the host and weights back while other parameters step there."
+    )
+    pin_cpu_grads: bool | None = switch("Pin the host's copies of offloaded gradients; unset: true.")
+    pin_cpu_params: bool | None = switch(
+        "Pin the host's copies of offloaded weights; Megatron always does, so false is refused."
     )
     use_precision_aware_optimizer: bool | None = switch(
-        "Allow low-precision optimizer state; needs use_distributed_optimizer, adam and Transformer Engine."
+        "Let the optimizer hold the fp32 weights; with optimizer_cpu_offload those of offloaded parameters leave "
+        "the device. Needs use_distributed_optimizer, adam, and Transformer Engine or optimizer_cpu_offload."
     )
     decoupled_lr: float | None = option(
         "Learning rate of the embedding and output layer; unset: that of the rest."

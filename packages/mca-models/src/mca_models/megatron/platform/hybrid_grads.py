@@ -1,0 +1,45 @@
+"""Optimizer offloading trains fp32 parameters that stay on the device with a precision-aware optimizer too.
+
+Their gradients are in ``decoupled_grad`` then. ``HybridDeviceOptimizer`` hands these on to its copies, on the host and
+in fp32, but not to parameters that need no copy: they would silently never change.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+from mca_models.megatron.platform._patch import EVERYWHERE, Patch
+
+_NAME = "_set_sub_optimizer_grads"
+
+
+def _needed() -> bool:
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    method = getattr(HybridDeviceOptimizer, _NAME)
+    return "param.grad = " in inspect.getsource(method) and not hasattr(method, "__wrapped__")
+
+
+def _apply() -> None:
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    hand_on = getattr(HybridDeviceOptimizer, _NAME)
+
+    @functools.wraps(hand_on)
+    def to_all(self: Any) -> None:
+        hand_on(self)
+        for param, inner in self.param_to_inner_param.items():
+            if inner is param and hasattr(param, "decoupled_grad"):
+                param.grad = param.decoupled_grad
+
+    setattr(HybridDeviceOptimizer, _NAME, to_all)
+
+
+PATCH = Patch(
+    name="hybrid-grads",
+    why="optimizer offloading with a precision-aware optimizer forgets fp32 parameters that stay on the device",
+    megatron=">=0.16.1",
+    devices=EVERYWHERE,
+    needed=_needed,
+    apply=_apply,
+)

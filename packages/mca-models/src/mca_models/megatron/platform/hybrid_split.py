@@ -1,0 +1,71 @@
+"""Optimizer offloading divides parameters between device and host where the device is the host itself.
+
+``HybridDeviceOptimizer`` asks ``is_cuda`` whether a tensor is a parameter or the copy of one in host memory. Without
+CUDA every parameter looks like such a copy: nothing is offloaded, whatever the fraction, and the first step raises
+``KeyError``. While it divides them, what came out of ``.cpu()``, and what is made of that, is the host's here, and
+all else the device's.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mca_models.megatron.platform._patch import CPU, Patch
+
+_NAME = "_get_sub_optimizer_param_groups"
+_IS_CUDA: Any = torch.Tensor.is_cuda
+_CPU: Any = torch.Tensor.cpu
+
+
+class TwoPlaces(TorchFunctionMode):
+    """Tells copies in host memory from tensors of a device that is the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Calls ``func``; answers ``is_cuda`` itself."""
+        copied = any(id(value) in self._copies for value in args)
+        if func == _IS_CUDA.__get__:
+            return not copied
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and (copied or func is _CPU):
+            self._copies[id(result)] = result
+        return result
+
+
+def _needed() -> bool:
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    method = getattr(HybridDeviceOptimizer, _NAME)
+    return ".is_cuda" in inspect.getsource(method) and not hasattr(method, "__wrapped__")
+
+
+def _apply() -> None:
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    divide = getattr(HybridDeviceOptimizer, _NAME)
+
+    @functools.wraps(divide)
+    def with_two_places(*args: Any) -> Any:
+        with TwoPlaces():
+            return divide(*args)
+
+    setattr(HybridDeviceOptimizer, _NAME, with_two_places)
+
+
+PATCH = Patch(
+    name="hybrid-split",
+    why="optimizer offloading tells parameters from their copies in host memory by is_cuda",
+    megatron=">=0.16.1",
+    devices=CPU,
+    needed=_needed,
+    apply=_apply,
+)

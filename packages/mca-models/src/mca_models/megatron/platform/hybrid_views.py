@@ -1,0 +1,40 @@
+"""Optimizer offloading takes the distributed optimizer's parts of fp32 parameters.
+
+They are views of the parameters, hence no leaves of the graph, and ``torch.optim.Optimizer`` refuses them ("can't
+optimize a non-leaf Tensor"). The other optimizers never ask: their groups are replaced after they were made, but
+``HybridDeviceOptimizer`` is made anew. A view that retains its gradient is accepted.
+"""
+
+from typing import Any
+
+import torch
+
+from mca_models.megatron.platform._patch import EVERYWHERE, Patch
+
+
+def _needed() -> bool:
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    return "add_param_group" not in vars(HybridDeviceOptimizer)
+
+
+def _apply() -> None:
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        for param in param_group["params"]:
+            if not param.is_leaf:
+                param.retain_grad()
+        torch.optim.Optimizer.add_param_group(self, param_group)
+
+    HybridDeviceOptimizer.add_param_group = add_param_group
+
+
+PATCH = Patch(
+    name="hybrid-views",
+    why="optimizer offloading with the distributed optimizer refuses fp32 parameters",
+    megatron=">=0.16.1",
+    devices=EVERYWHERE,
+    needed=_needed,
+    apply=_apply,
+)
