@@ -46,6 +46,18 @@ def test_router_biases_stay_fp32(tiny, convert) -> None:
         assert tensor.dtype == (torch.float32 if "e_score_correction_bias" in name else torch.bfloat16), name
 
 
+def test_router_biases_become_fp32_like_all_else(tiny, convert, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    low = {name: tensor.bfloat16() for name, tensor in hf_tensors(tiny("glm4_moe")).items()}
+    (tmp_path / "low").mkdir()
+    save_file(low, tmp_path / "low/model.safetensors", {"format": "pt"})
+    (tmp_path / "low/config.json").write_bytes((tiny("glm4_moe") / "config.json").read_bytes())
+    back = hf_tensors(convert(convert(tmp_path / "low", "mca", "--fp32", ep=2), "hf"))
+    assert back.keys() == low.keys()
+    assert all(torch.equal(tensor, low[name].float()) for name, tensor in back.items())
+
+
 def test_verify_with_a_tolerance(tiny, convert, capsys) -> None:
     source = tiny("qwen3")
     cast = convert(source, "mca", "--bf16", tp=2)
@@ -72,6 +84,7 @@ def test_verify_tells_where_models_differ(tiny, convert, tmp_path: Path, capsys)
     assert main(["verify", str(mca), str(other)]) == 1
     out = capsys.readouterr().out
     assert f"{name}: 2 elements differ, the first at [7, 5]" in out and "and 3;" in out
+    assert "largest difference inf" in out  # a NaN is as far from a number as can be
     assert main(["verify", str(other), str(other)]) == 0  # the same bits are the same, NaN or not
     assert main(["verify", str(tiny("llama")), str(mca)]) == 1
     assert "model_type: 'llama' and 'qwen3'" in capsys.readouterr().out

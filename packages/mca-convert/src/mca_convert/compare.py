@@ -78,7 +78,11 @@ class Comparison:
         if not different.size:
             return
         values = [array[different].astype(np.float64) for array in arrays]
-        largest = float(np.nanmax(np.abs(values[0] - values[1]), initial=0.0))
+        with np.errstate(invalid="ignore"):
+            apart = np.abs(values[0] - values[1])
+        apart[np.isnan(apart)] = np.inf  # a NaN on one side
+        apart[np.isnan(values[0]) & np.isnan(values[1])] = 0.0
+        largest = float(apart.max())
         position = start + int(different[0])
         index = tuple(int(i) for i in np.unravel_index(position, shape)) if shape else ()
         with self._lock:

@@ -77,7 +77,7 @@ def target_dtypes(params: Iterable[Param], found: Mapping[str, str], cast: str |
     ``cast`` changes floating-point parameters but those that stay fp32 (router biases).
     """
     return {
-        name: cast if cast and found[name] in FLOATS and not keep else found[name]
+        name: cast if cast and found[name] in FLOATS and (cast == "F32" or not keep) else found[name]
         for name, keep in ((param.mca_name(), param.keep_fp32) for param in params)
     }
 
