@@ -45,13 +45,15 @@ def as_plain(optimizer: Any, *, loading: bool) -> Iterator[None]:
             _copy_to_inner(hybrid)
         single.optimizer = _plain(hybrid, _held(single, hybrid))
         setattr(single.config, _PRECISION_AWARE, False)
+    loaded = False
     try:
         yield
+        loaded = loading
     finally:
         for single, hybrid, precision_aware in singles:
             plain, single.optimizer = single.optimizer, hybrid
             setattr(single.config, _PRECISION_AWARE, precision_aware)
-            if loading:
+            if loaded:
                 _take(hybrid, plain, _held(single, hybrid))
 
 
