@@ -1,5 +1,6 @@
 """Tiny checkpoints, made once for each case and dtype, and the command in this process."""
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,13 @@ def in_dtype(source: Path, directory: Path, dtype: str) -> Path:
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
     (directory / "generation_config.json").write_bytes((source / "generation_config.json").read_bytes())
     return directory
+
+
+@pytest.fixture
+def source(tiny, tmp_path: Path) -> Path:
+    copy = tmp_path / "source"
+    shutil.copytree(tiny("llama"), copy)
+    return copy
 
 
 @pytest.fixture
