@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness import RanksFailed, run_ranks
+from harness import RanksFailed, prepare_parent, run_ranks
 from test_train_layouts import OVERLAP, PP, TP, VPP, ZERO
 from train_cases import history, make_trainer, quietly, stop_and_resume, tiny_checkpoint
 
@@ -130,6 +130,25 @@ def test_a_checkpoint_is_deleted_beside_the_training(tmp_path, monkeypatch):
     go.set()
     writer.abandon()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told_whatever_is_written(tmp_path):
+    import errno
+
+    from mca_config.errors import McaError
+    from mca_train.checkpoint_writer import said_clearly
+
+    prepare_parent()
+
+    def told(error: Exception) -> str:
+        with pytest.raises(McaError) as found, said_clearly(tmp_path):
+            raise error
+        return str(found.value)
+
+    full = told(OSError(errno.ENOSPC, "No space left on device"))
+    assert full.startswith(f"{tmp_path}: cannot be written, the disk is full; make room and resume")
+    assert told(McaError(f"{tmp_path}/x: cannot be written (No space left on device)")) == full
+    assert told(McaError("rank 1 fell")) == f"{tmp_path}: cannot be written: rank 1 fell"
 
 
 def fail_while_saving(checkpoint: Path, output_dir: Path) -> None:

@@ -120,20 +120,34 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def _said_clearly(self) -> Iterator[None]:
-        """Errors inside name the checkpoint and remove it; a full disk is called by its name."""
-        try:
-            with reasons_kept():
+        """Errors inside name the checkpoint and remove it."""
+        with said_clearly(self._destination):
+            try:
                 yield
-        except BaseException as error:
-            self.abandon()
-            if _is_full(error):
-                raise McaError(
-                    f"{self._destination}: cannot be written, the disk is full; make room and resume with "
-                    "resume_from_checkpoint auto"
-                ) from error
-            if isinstance(error, McaError) and not str(error).startswith(f"{self._destination}:"):
-                raise McaError(f"{self._destination}: cannot be written: {error}") from error
-            raise
+            except BaseException:
+                self.abandon()
+                raise
+
+
+@contextlib.contextmanager
+def said_clearly(destination: Path) -> Iterator[None]:
+    """A block that writes ``destination``: its errors name it, and a full disk is called by its name.
+
+    Raises:
+        McaError: It could not be written.
+    """
+    try:
+        with reasons_kept():
+            yield
+    except BaseException as error:
+        if _is_full(error):
+            raise McaError(
+                f"{destination}: cannot be written, the disk is full; make room and resume with "
+                "resume_from_checkpoint auto"
+            ) from error
+        if isinstance(error, McaError) and not str(error).startswith(f"{destination}:"):
+            raise McaError(f"{destination}: cannot be written: {error}") from error
+        raise
 
 
 def _is_full(error: BaseException) -> bool:

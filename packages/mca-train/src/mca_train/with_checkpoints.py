@@ -11,7 +11,7 @@ from transformers.trainer_callback import ExportableState
 
 from mca_models.megatron.agreement import on_first
 from mca_train import checkpointing, groups
-from mca_train.checkpoint_writer import CheckpointWriter, Stage
+from mca_train.checkpoint_writer import CheckpointWriter, Stage, said_clearly
 from mca_train.integrity import ARGUMENTS_FILE, Checksums
 from mca_train.saving import ModelWriting
 
@@ -39,7 +39,7 @@ class WithCheckpoints:
             output_dir: None: the run's own.
         """
         folder = Path(output_dir or self.args.output_dir)
-        with self._pipeline().at_rest():
+        with self._pipeline().at_rest(), said_clearly(folder):
             hf = self.args.save_hf_model
             ModelWriting(self.model, folder, self.processing_class, hf=hf).finish()
 
