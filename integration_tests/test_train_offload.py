@@ -1,5 +1,9 @@
-"""Optimizer state in host memory changes nothing but the host's rounding, and is saved as any other."""
+"""Optimizer state in host memory changes nothing but the host's rounding, and is saved as any other.
 
+A sample of the cases; all with ``MCA_EVERY_OFFLOAD=1``.
+"""
+
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +12,8 @@ import pytest
 from harness import run_ranks
 from test_train_layouts import PP, TP, ZERO, worst
 from test_train_reshard import ALL, FIRST, run
+from test_train_reshard import HALF as TWO_EACH
+from test_train_resume import ASYNC
 from train_cases import history, make_trainer, quietly, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -15,9 +21,14 @@ pytestmark = pytest.mark.ranks
 OFF = {"optimizer_cpu_offload": True}
 HALF = OFF | {"optimizer_offload_fraction": 0.5}
 EACH = HALF | {"overlap_cpu_optimizer_d2h_h2d": True}
-PRECISE = ZERO | {"use_precision_aware_optimizer": True}
+PRECISE = {"use_precision_aware_optimizer": True}
 BF16 = {"bf16": True}
 STEPS = 20
+EVERY = bool(os.environ.get("MCA_EVERY_OFFLOAD"))
+
+
+def sample(cases: dict[str, Any], *names: str) -> list[str]:
+    return [name for name in cases if EVERY or name in names]
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +89,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "alone": (1, {}, {"all": OFF, "half": HALF, "each": EACH}),
     "split bf16": (2, ZERO | BF16, {"half": HALF, "precise": EACH | PRECISE}),
     "split": (2, ZERO, {"half": HALF, "precise": HALF | PRECISE}),
+    "tp2": (2, TP, {"half": EACH}),
     "tp2 bf16": (2, TP | BF16, {"half": EACH}),
     "pp2": (2, PP, {"half": HALF}),
+    "pp2 bf16": (2, PP | BF16, {"half": HALF}),
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", sample(LAYOUTS, "split bf16"))
 def test_offloading_changes_nothing_but_the_hosts_rounding(layout, checkpoint, tmp_path):
     size, base, changes = LAYOUTS[layout]
     for rank in run_ranks(size, curves, checkpoint, tmp_path, base, changes, timeout=240):
@@ -102,21 +115,28 @@ def test_offloading_changes_nothing_but_the_hosts_rounding(layout, checkpoint, t
             )
 
 
+SPLIT = ZERO | TWO_EACH
 RESUMED: dict[str, tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]] = {
     "exactly, bf16": ((1, EACH | BF16), (1, EACH | BF16)),
-    "exactly, split, precise": ((2, HALF | PRECISE | BF16), (2, HALF | PRECISE | BF16)),
+    "exactly, split, precise, in background": ((2, HALF | SPLIT | PRECISE | BF16 | ASYNC),) * 2,
     "another fraction": ((1, HALF), (1, OFF)),
     "offloaded from now on": ((1, {}), (1, HALF)),
+    "not offloaded any more": ((1, OFF), (1, {})),
+    "split to tp2": ((2, HALF | SPLIT), (2, OFF | TP)),
+    "pp2 to split, precise": ((2, OFF | PP), (2, HALF | SPLIT | PRECISE)),
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(
+    "name", sample(RESUMED, "exactly, split, precise, in background", "pp2 to split, precise")
+)
 def test_the_loss_curve_goes_on(name, checkpoint, tmp_path):
     (size, before), (other, after) = RESUMED[name]
-    run_ranks(size, run, checkpoint, tmp_path, FIRST, **before)
     straight = run_ranks(size, run, checkpoint, tmp_path / "straight", ALL, **before)[0]
-    resumed = run_ranks(other, run, checkpoint, tmp_path, ALL, **after)[0]
+    saved = tmp_path / "straight" / f"checkpoint-{FIRST}"
+    resumed = run_ranks(other, run, checkpoint, tmp_path / "resumed", ALL, saved, **after)[0]
     assert len(resumed["loss"]) == ALL
     if before == after:
         assert resumed == straight
+    assert resumed["loss"][:FIRST] == straight["loss"][:FIRST]
     assert worst(straight["loss"], resumed["loss"]) < 1e-4

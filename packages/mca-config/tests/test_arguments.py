@@ -161,10 +161,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
         },
         ["use_torch_optimizer_for_cpu_offload cannot be false", "pin_cpu_params cannot be false"],
     ),
-    (
-        {"optimizer_cpu_offload": True, "async_save": True, "ckpt_format": "torch_dist"},
-        ["async_save excludes optimizer_cpu_offload"],
-    ),
     ({"optimizer_cpu_offload": True, "optimizer": "sgd"}, ["needs optimizer adam, not sgd"]),
     ({"optimizer": "muon", "use_distributed_optimizer": True}, ["muon excludes use_distributed_optimizer"]),
     ({"use_precision_aware_optimizer": True}, ["needs use_distributed_optimizer"]),

@@ -202,11 +202,6 @@ def _offload(args: "MegatronArguments") -> list[str]:
         problems.append(
             f"optimizer_cpu_offload needs optimizer adam, not {args.optimizer}; remove one of the two"
         )
-    if args.optimizer_cpu_offload and args.async_save:
-        problems.append(
-            "async_save excludes optimizer_cpu_offload: its state is not proven to survive a save in the "
-            "background; remove one of the two"
-        )
     if args.use_torch_optimizer_for_cpu_offload is False:
         problems.append(
             "use_torch_optimizer_for_cpu_offload cannot be false: Megatron has no other optimizer on the host; "
