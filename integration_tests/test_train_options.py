@@ -130,3 +130,25 @@ def test_the_plan_of_an_adapter_counts_what_ranks_hold(tmp_path):
         assert stage.gradients == 4 * trained
         assert stage.optimizer == 8 * trained
     assert stage.reference == stage.weights - 4 * (stage.gradients // 4)
+
+
+def test_the_plan_of_an_offloaded_optimizer_moves_its_state(tmp_path):
+    from mca_train.plan import make_plan
+    from mca_train.settings import model_config
+    from train_cases import arguments
+
+    config = model_config(str(tiny_checkpoint(tmp_path / "model", **SMALL)))
+
+    def stage(**changes: Any) -> Any:
+        return make_plan(config, arguments(tmp_path / "out", bf16=True, **changes), 32, 1).stages[0]
+
+    whole, half = stage(), stage(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    count = whole.parameters
+    assert (whole.optimizer, whole.host) == (12 * count, 0)  # two moments and the fp32 weight
+    assert (half.optimizer, half.host) == (
+        8 * count,
+        8 * count,
+    )  # half of: moments, weights and gradients in fp32
+    precise = {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True}
+    moved = stage(optimizer_cpu_offload=True, **precise)
+    assert (moved.optimizer, moved.host) == (0, 16 * count)

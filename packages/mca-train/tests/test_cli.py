@@ -200,11 +200,14 @@ def test_plan_of_an_adapter_and_of_a_reference(run, capsys):
     assert main(["plan", run(lora_rank=4)]) == 0
     adapted = capsys.readouterr().out
     assert "trained (LoRA)" in adapted
+    assert "on host" not in adapted
     assert "reference" not in adapted
     assert main(["plan", run(dpo_beta=0.2)]) == 0
     assert "reference" in capsys.readouterr().out
-    assert main(["plan", run(dpo_beta=0.2, lora_rank=4)]) == 0
-    assert "reference" not in capsys.readouterr().out
+    assert main(["plan", run(dpo_beta=0.2, lora_rank=4, optimizer_cpu_offload=True)]) == 0
+    offloaded = capsys.readouterr().out
+    assert "on host" in offloaded
+    assert "reference" not in offloaded
 
 
 def test_an_impossible_plan_says_all_reasons(run, capsys):

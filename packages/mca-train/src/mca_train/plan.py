@@ -41,6 +41,8 @@ class StageNeeds:
     activations: int
     reference: int = 0
     """Weights of the frozen model that preferences are compared with."""
+    host: int = 0
+    """In host memory: what of the optimizer is offloaded, with its copies of weights and gradients. Not in `total`."""
 
     @property
     def total(self) -> int:
@@ -221,14 +223,19 @@ def _needs(
     half = training.bf16 or training.fp16
     width = 2 if half else 4
     gradients = 2 if half and training.accumulate_allreduce_grads_in_fp32 is False else 4
-    state = (8 if training.optimizer != "sgd" else 4) + (4 if half else 0)
+    moments, main = 8 if training.optimizer != "sgd" else 4, 4 if half else 0
+    trained = counts.trained // copies
+    moved = training.optimizer_offload_fraction if training.optimizer_cpu_offload else 0
+    moved = 1.0 if moved is None else moved
+    main_moved = moved if training.use_precision_aware_optimizer else 0
     chunks = config.pipeline_plan().chunks[pp]
     return StageNeeds(
         layers=" | ".join(_layers(chunk) for chunk in chunks),
         parameters=counts.held,
         weights=counts.held * width,
         gradients=counts.trained * gradients,
-        optimizer=counts.trained * state // copies,
+        optimizer=int(trained * (moments * (1 - moved) + main * (1 - main_moved))),
+        host=int(trained * moved * (moments + 4 + 4)),
         reference=counts.reference * width,
         activations=_activations(config, training, pp, seq_length, width),
     )
@@ -317,6 +324,8 @@ def render(plan: Plan, settings: Settings, model: McaModelConfig) -> str:
     if plan.problems:
         return f"this run is impossible as {plan.layout}:\n" + "".join(f"  - {p}\n" for p in plan.problems)
     training, beside = settings.training, any(stage.reference for stage in plan.stages)
+    host = any(stage.host for stage in plan.stages)
+    columns = [*_PARTS, *(["reference"] if beside else []), "total GiB", *(["on host"] if host else [])]
     lines = [
         f"model        {model.model_type}, {plan.total_parameters:,} parameters, {model.num_layers} layers"
         + ("" if plan.trained_parameters is None else f"; {plan.trained_parameters:,} trained (LoRA)"),
@@ -326,11 +335,11 @@ def render(plan: Plan, settings: Settings, model: McaModelConfig) -> str:
         f"parallel {plan.data_parallel_size}",
         f"bubble       {plan.bubble:.1%} of a step",
         "",
-        _row("stage", "layers", "parameters", *_PARTS, *(["reference"] if beside else []), "total GiB"),
+        _row("stage", "layers", "parameters", *columns),
     ]
     for pp, stage in enumerate(plan.stages):
         sizes = [stage.weights, stage.gradients, stage.optimizer, stage.activations]
-        sizes += [*([stage.reference] if beside else []), stage.total]
+        sizes += [*([stage.reference] if beside else []), stage.total, *([stage.host] if host else [])]
         lines.append(
             _row(str(pp), stage.layers, f"{stage.parameters:,}", *(f"{size / _GIB:.3f}" for size in sizes))
         )
