@@ -89,6 +89,7 @@ def test_wrong_usage_is_one_line_and_2(words, message, capsys):
         ({"seq_length": 1}, [], "seq_length is 1; expected at least 2"),
         ({"bf16": True, "fp16": True}, [], "bf16 excludes fp16"),
         ({"train_file": ...}, [], "train_file is not set"),
+        ({"lora_rank": 2, "ckpt_format": "torch_dist"}, [], "an adapter is not written as torch_dist"),
         ({"eval_strategy": "steps"}, [], "eval_strategy is steps, but eval_file is not set"),
         ({"eval_on_start": True}, [], "eval_on_start is true, but eval_file is not set"),
         ({"do_eval": True}, [], "do_eval is true, but eval_file is not set"),

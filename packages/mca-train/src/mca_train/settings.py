@@ -59,6 +59,7 @@ def parse(values: dict[str, Any], where: str) -> Settings:
         classes = [TrainingArguments, DataArguments, LaunchArguments, LoraArguments, DpoArguments]
         training, data, launch, lora, dpo = build(classes, values, where=where, only=["output_dir"])
         _require_adapter_keys_used(values, lora)
+        _require_format_of_adapters(training, lora)
         if error := list_problems(list(contradictions(values, training, data)), where):
             raise UsageError(str(error))
     except UsageError:
@@ -77,6 +78,11 @@ def _require_adapter_keys_used(values: dict[str, Any], lora: LoraArguments) -> N
     if needless and lora.lora_rank is None:
         why = "adapter_name_or_path has its own" if lora.adapter_name_or_path else "lora_rank is not set"
         raise McaError(f"{', '.join(needless)}: {why}; remove the key or set lora_rank")
+
+
+def _require_format_of_adapters(training: "TrainingArguments", lora: LoraArguments) -> None:
+    if lora.wanted and training.ckpt_format != "mca":
+        raise McaError(f"an adapter is not written as {training.ckpt_format}; remove ckpt_format and async_save")
 
 
 def require_keys_of(kind: str, values: dict[str, Any]) -> None:
