@@ -108,8 +108,8 @@ def _end_megatron() -> None:
 def timeout() -> timedelta:
     """How long ranks wait for each other: what torch.distributed was started with."""
     world: Any = torch.distributed.group.WORLD
-    waits: timedelta = world._get_backend(torch.device(platform.device_type())).options._timeout
-    return waits
+    options = world._get_backend(torch.device(platform.device_type())).options
+    return getattr(options, "_timeout", _TIMEOUT)  # torch's fake backend has no options
 
 
 def _wanted_sizes(layout: ParallelLayout) -> tuple[int, ...]:
