@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import forked_cli
 from train_cases import tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -109,8 +110,8 @@ def test_sft_on_two_replicas_and_resume(folder):
     command = config(
         folder, "sft", train_file=str(folder / "chat.jsonl"), local_ranks=2, save_strategy="steps"
     )
-    assert launched([*command, "--save_steps", "2", "--max_steps", "2"]).returncode == 0
-    done = launched([*command, "--save_steps", "2", "--resume_from_checkpoint", "auto"])
+    assert forked_cli.launched([*command, "--save_steps", "2", "--max_steps", "2"]).returncode == 0
+    done = forked_cli.launched([*command, "--save_steps", "2", "--resume_from_checkpoint", "auto"])
     assert done.returncode == 0, done.stderr
     steps = [log["step"] for log in logs(folder / "sft") if "loss" in log]
     assert steps == [1, 2, 3, 4]
@@ -126,7 +127,9 @@ def test_a_damaged_model_is_one_line(folder):
     for file in (folder / "model").iterdir():
         data = file.read_bytes()
         (weights.parent / file.name).write_bytes(data[:-100] if file.name == weights.name else data)
-    done = launched(config(folder, "broken", model_name_or_path=str(weights.parent), local_ranks=2))
+    done = forked_cli.launched(
+        config(folder, "broken", model_name_or_path=str(weights.parent), local_ranks=2)
+    )
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
@@ -195,7 +198,7 @@ def test_sigterm_to_the_launcher_saves_and_resumes(folder):
     (saved,) = output.glob("checkpoint-*")
     assert saved.name in stdout
     step = int(saved.name.split("-")[1])
-    done = launched([*command, "--resume_from_checkpoint", "auto", "--max_steps", str(step + 2)])
+    done = forked_cli.launched([*command, "--resume_from_checkpoint", "auto", "--max_steps", str(step + 2)])
     assert done.returncode == 0, done.stderr
     steps = [log["step"] for log in logs(output) if "loss" in log]
     assert steps == list(range(1, step + 3))

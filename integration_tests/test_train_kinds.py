@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import forked_cli
 from harness import run_ranks
 from train_cases import quietly, tiny_checkpoint
 
@@ -52,8 +53,7 @@ def launched(folder: Path, kind: str, name: str, **changes: Any) -> subprocess.C
     }
     path = folder / f"{name}.yaml"
     path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items()))
-    command = [sys.executable, "-m", "mca_train", kind, str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT)
+    return forked_cli.launched([sys.executable, "-m", "mca_train", kind, str(path)])
 
 
 def logs(output: Path, key: str) -> list[float]:
