@@ -82,7 +82,9 @@ def _require_adapter_keys_used(values: dict[str, Any], lora: LoraArguments) -> N
 
 def _require_format_of_adapters(training: "TrainingArguments", lora: LoraArguments) -> None:
     if lora.wanted and training.ckpt_format != "mca":
-        raise McaError(f"an adapter is not written as {training.ckpt_format}; remove ckpt_format and async_save")
+        raise McaError(
+            f"an adapter is not written as {training.ckpt_format}; remove ckpt_format and async_save"
+        )
 
 
 def require_keys_of(kind: str, values: dict[str, Any]) -> None:
