@@ -87,7 +87,7 @@ def _own_failures(fault):
     ],
 )
 def test_the_silent_rank_is_blamed_and_not_the_one_that_lost_it(fault, told, code, tmp_path):
-    body = _own_failures(fault) + "    raise RuntimeError('connection closed by peer')"
+    body = _own_failures(fault) + "raise RuntimeError('connection closed by peer')"
     done = run(body, env=os.environ | {"TMPDIR": str(tmp_path)})
     assert done.returncode == code
     assert done.stderr == (
@@ -97,9 +97,7 @@ def test_the_silent_rank_is_blamed_and_not_the_one_that_lost_it(fault, told, cod
 
 
 def test_a_rank_that_leaves_the_others_waiting_is_told(tmp_path):
-    done = run(
-        _own_failures("sys.exit(0)") + "    time.sleep(60)", env=os.environ | {"TMPDIR": str(tmp_path)}
-    )
+    done = run(_own_failures("sys.exit(0)") + "time.sleep(60)", env=os.environ | {"TMPDIR": str(tmp_path)})
     assert (done.returncode, done.stderr) == (1, "error: rank 1 ended with exit code 0 without a report\n")
 
 
@@ -109,7 +107,7 @@ def test_ranks_may_all_leave_early():
 
 def test_what_the_communication_library_aborts_is_not_the_cause(tmp_path):
     fault = "raise RuntimeError('broken here')"
-    done = run(_own_failures(fault) + "    os.abort()", env=os.environ | {"TMPDIR": str(tmp_path)})
+    done = run(_own_failures(fault) + "os.abort()", env=os.environ | {"TMPDIR": str(tmp_path)})
     assert done.returncode == 1
     assert done.stderr.startswith("rank 1 failed:\nTraceback")
     assert done.stderr.endswith("RuntimeError: broken here\n")
