@@ -1,13 +1,13 @@
-"""Makes ``harness`` and its neighbours importable; the model that most of the trainer's tests train."""
+"""Makes ``harness`` and its neighbours, and what packages' tests share, importable; the model of most trainer tests."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-_HERE = str(Path(__file__).parent)
-if _HERE not in sys.path:
-    sys.path.insert(0, _HERE)
+_HERE = Path(__file__).parent
+_SHARED = ("mca-models/tests", "mca-models/tests/foreign", "mca-train/tests")
+sys.path[:0] = [str(_HERE), *(str(_HERE.parent / "packages" / tests) for tests in _SHARED)]
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,12 @@
 """The converter's engine on checkpoints that others wrote: to Hugging Face and to MCA, bit for bit."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import roll_tree
+import tiny_hf
 import torch
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
@@ -16,11 +17,6 @@ from mca_convert.pool import Limits
 from mca_models.checkpoint import McaSource, ModelSource, read_piece
 from mca_models.foreign import open_roll, open_torch_dist
 from mca_models.templates import config_from_hf, family_of
-
-_MODEL_TESTS = Path(__file__).parent.parent / "packages" / "mca-models" / "tests"
-sys.path[:0] = [str(_MODEL_TESTS), str(_MODEL_TESTS / "foreign")]
-import roll_tree  # noqa: E402
-import tiny_hf  # noqa: E402
 
 LIMITS = Limits(workers=2, memory=2 << 20)
 ROLL = ParallelLayout(

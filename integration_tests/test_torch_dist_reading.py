@@ -1,13 +1,14 @@
 """Checkpoints that Megatron's own dist_checkpointing saved are read back without torch, bit for bit."""
 
-import sys
 import traceback
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_hf
 import torch
+from compare import assert_same
 from safetensors.torch import load_file
 
 from harness import run_ranks
@@ -16,11 +17,6 @@ from mca_config.errors import McaError
 from mca_models.checkpoint import McaSource, read_piece
 from mca_models.foreign.torch_dist import open_torch_dist
 from mca_models.templates import config_from_hf
-
-_MODEL_TESTS = Path(__file__).parent.parent / "packages" / "mca-models" / "tests"
-sys.path[:0] = [str(_MODEL_TESTS), str(_MODEL_TESTS / "foreign")]
-import tiny_hf  # noqa: E402
-from compare import assert_same  # noqa: E402
 
 pytestmark = pytest.mark.ranks
 

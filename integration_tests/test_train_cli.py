@@ -22,7 +22,6 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    sys.path.insert(0, str(_HERE.parent / "packages" / "mca-train" / "tests"))
     from tokenizers_for_tests import byte_tokenizer
 
     folder = tmp_path_factory.mktemp("run")

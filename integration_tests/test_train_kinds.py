@@ -23,7 +23,6 @@ LORA = {"lora_rank": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "down
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    sys.path.insert(0, str(_HERE.parent / "packages" / "mca-train" / "tests"))
     from tokenizers_for_tests import byte_tokenizer
 
     folder = tmp_path_factory.mktemp("kinds")

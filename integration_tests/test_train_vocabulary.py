@@ -1,7 +1,6 @@
 """``mca-train sft`` with a tokenizer that has more tokens than the model: rows are added, alike on every layout."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ EMBEDDING = "model.embed_tokens.weight"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with fewer rows than its tokenizer has tokens."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "packages" / "mca-train" / "tests"))
     from tokenizers_for_tests import byte_tokenizer
 
     folder = tmp_path_factory.mktemp("vocabulary")

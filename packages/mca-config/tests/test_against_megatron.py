@@ -5,6 +5,7 @@ Megatron's functions read a rank and sizes from ``parallel_state``; its setters 
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -191,9 +192,9 @@ def cases() -> Iterator[tuple[ParallelLayout, int, int]]:
             yield sizes, num_layers, mtp
 
 
-def result_of(make: Callable[[], Held], errors: tuple[type[Exception], ...]) -> Held | None:
+def result_of(make: Callable[..., Held], case: tuple[Any, ...], *errors: type[Exception]) -> Held | None:
     try:
-        return make()
+        return make(*case)
     except errors:
         return None
 
@@ -202,11 +203,9 @@ def test_the_pipeline_plan_is_megatrons_wherever_megatrons_is_complete() -> None
     """Equal where both answer; what we refuse Megatron refuses, or it loses or doubles a layer."""
     equal = refused = 0
     for sizes, num_layers, mtp in cases():
-        ours = result_of(lambda: our_plan(pipeline_plan(sizes, num_layers, mtp)), (McaError,))  # noqa: B023
-        theirs = result_of(
-            lambda: megatron_plan(sizes, num_layers, mtp),  # noqa: B023
-            (AssertionError, ValueError, ZeroDivisionError),
-        )
+        case = (sizes, num_layers, mtp)
+        ours = result_of(lambda *case: our_plan(pipeline_plan(*case)), case, McaError)
+        theirs = result_of(megatron_plan, case, AssertionError, ValueError, ZeroDivisionError)
         if ours is None:
             assert theirs is None or not is_complete(theirs, num_layers, mtp), (
                 sizes,

@@ -70,7 +70,7 @@ class DistributingParallelArguments:
         "recompute_num_layers layers of each chunk."
     )
     recompute_num_layers: int | None = option("With full recomputation: see recompute_method.")
-    recompute_modules: list[str] | None = option(  # noqa: RUF009
+    recompute_modules: list[str] | None = option(
         "With selective recomputation, any of: core_attn, moe_act, layernorm, mla_up_proj, mlp, moe, "
         "shared_experts. Unset: core_attn."
     )
@@ -155,7 +155,7 @@ class DistributingParallelArguments:
     tp_comm_overlap: bool | None = switch("Overlap tensor-parallel communication; needs Transformer Engine.")
     deterministic_mode: bool | None = switch("Choose kernels that give the same bits every time.")
 
-    additional_configs: dict[str, Any] | str | None = option(  # noqa: RUF009
+    additional_configs: dict[str, Any] | str | None = option(
         "Any other setting of Megatron's TransformerConfig: inline JSON, or the path of a JSON or YAML file."
     )
 
