@@ -54,6 +54,7 @@ def test_strip_is_idempotent_and_ignores_which_mirror_it_was():
     stripped = lock.strip(LOCK)
     assert lock.strip(stripped) == stripped
     assert lock.strip(LOCK.replace(HOST, "file:///srv/mirror")) == stripped
+    assert lock.strip(LOCK.replace('hash = "sha256:01"', 'hash = "sha256:01", size = 17')) == stripped
 
 
 def test_a_changed_version_is_reported():

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 _REGISTRY = re.compile(r'registry = "(?:https?|file)://[^"]*"')
 _FILE = re.compile(r'\{ (?:url|path) = "[^"]*?([^"/]+)"')
+_SIZE = re.compile(r'(hash = "[^"]*"), size = \d+')  # only some indexes tell it
 _ADDRESS = re.compile(r'"(?:https?|file)://[^"]*"')
 _PACKAGE = re.compile(r'^name = "([^"]+)"\nversion = "([^"]+)"', re.MULTILINE)
 
@@ -34,12 +35,12 @@ _FORBIDDEN = re.compile(
 
 
 def strip(text: str) -> str:
-    """`text` of a lock file with every index address and download address taken out.
+    """`text` of a lock file with every index address, download address and file size taken out.
 
     Args:
         text: A uv.lock, as uv writes it or already stripped.
     """
-    return _FILE.sub(r'{ filename = "\1"', _REGISTRY.sub('registry = "default"', text))
+    return _SIZE.sub(r"\1", _FILE.sub(r'{ filename = "\1"', _REGISTRY.sub('registry = "default"', text)))
 
 
 def addresses(text: str) -> list[str]:
