@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed
@@ -11,13 +11,11 @@ from torch import Tensor
 from mca_config.checks import sequence_multiple
 from mca_models.megatron import parallel, platform
 from mca_models.megatron.layers.zigzag import in_order, take
-
-if TYPE_CHECKING:
-    from mca_models.megatron.virtual_models import VirtualModels
+from mca_models.megatron.live import LiveModel
 
 
 @torch.no_grad()
-def model_logits(models: "VirtualModels", input_ids: Tensor) -> Tensor:
+def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
     """See ``VirtualModels.logits``."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -40,7 +38,7 @@ def model_logits(models: "VirtualModels", input_ids: Tensor) -> Tensor:
     return _everywhere(models, outputs, shape)[:batch, :length]
 
 
-def _padded(models: "VirtualModels", tokens: Tensor) -> Tensor:
+def _padded(models: LiveModel, tokens: Tensor) -> Tensor:
     """Token 0 after each row up to what the layout can cut; rows of it up to the micro-batches."""
     batch, length = tokens.shape
     layout = models.place.layout
@@ -50,7 +48,7 @@ def _padded(models: "VirtualModels", tokens: Tensor) -> Tensor:
     return torch.nn.functional.pad(tokens, (0, columns, 0, rows))
 
 
-def _micro_batches(models: "VirtualModels") -> int:
+def _micro_batches(models: LiveModel) -> int:
     """The interleaved schedule needs as many micro-batches as pipeline ranks."""
     layout = models.place.layout
     return layout.pp if layout.vpp > 1 else 1
@@ -77,7 +75,7 @@ def _forward_step(iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module)
 
 
 @contextmanager
-def _inference(models: "VirtualModels") -> Iterator[None]:
+def _inference(models: LiveModel) -> Iterator[None]:
     """Evaluation mode, without the prediction layers, which only serve the loss."""
     training, depth = models.training, models.megatron.mtp_num_layers
     chunks: list[Any] = list(models.chunks)
@@ -95,7 +93,7 @@ def _inference(models: "VirtualModels") -> Iterator[None]:
             chunk.mtp_process = before
 
 
-def _everywhere(models: "VirtualModels", outputs: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
+def _everywhere(models: LiveModel, outputs: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
     """The last stage's logits, gathered over tensor and context ranks, on all pipeline ranks."""
     group = parallel.pipeline_group()
     if group.rank() == group.size() - 1:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed
@@ -28,19 +28,17 @@ from mca_models.checkpoint.writer import Written, joined_record, make_file
 from mca_models.megatron import parallel, platform
 from mca_models.megatron.agreement import all_gather, on_first, shared_directory, together
 from mca_models.megatron.fill import whole_shape
+from mca_models.megatron.live import LiveModel
 from mca_models.megatron.tensors import CODES, DTYPE_OF, to_numpy
 from mca_models.templates import family_of
 from mca_models.weights import Param
-
-if TYPE_CHECKING:
-    from mca_models.megatron.virtual_models import VirtualModels
 
 Shape = tuple[int, ...]
 Facts = dict[str, tuple[str, Shape]]
 """Safetensors code and whole shape by canonical name."""
 
 
-def save_mca(models: "VirtualModels", directory: Path, *, overwrite: bool = False) -> None:
+def save_mca(models: LiveModel, directory: Path, *, overwrite: bool = False) -> None:
     """See ``VirtualModels.save_pretrained``."""
     dtypes, wholes = _split(_facts(models))
     layout = McaLayout(_params(models), models.config, dtypes, wholes)
@@ -59,7 +57,7 @@ def _make_files(shares: Sequence["_Share"]) -> None:
 
 
 def _finish_mca(
-    models: "VirtualModels", layout: McaLayout, everyone: Sequence[Mapping[str, Written]], folder: Path
+    models: LiveModel, layout: McaLayout, everyone: Sequence[Mapping[str, Written]], folder: Path
 ) -> None:
     iteration = folder / iteration_name(1)
     records = {
@@ -88,7 +86,7 @@ class _Share:
     number: int
     count: int
 
-    def write(self, models: "VirtualModels") -> Written:
+    def write(self, models: LiveModel) -> Written:
         """Writes and syncs it."""
         live = dict(models.canonical_parameters())
         first = len(self.plan.header)
@@ -105,7 +103,7 @@ class _Share:
         return writer.written
 
 
-def _shares(models: "VirtualModels", layout: McaLayout, iteration: Path) -> Iterator[_Share]:
+def _shares(models: LiveModel, layout: McaLayout, iteration: Path) -> Iterator[_Share]:
     """What this rank writes: a share of each file whose pieces it holds."""
     for name, pieces in layout.files.items():
         param, piece = pieces[0]  # a file holds the pieces of one dense or one expert rank
@@ -116,7 +114,7 @@ def _shares(models: "VirtualModels", layout: McaLayout, iteration: Path) -> Iter
 
 
 def save_hf(
-    models: "VirtualModels", directory: Path, *, overwrite: bool = False, max_shard_bytes: int | None = None
+    models: LiveModel, directory: Path, *, overwrite: bool = False, max_shard_bytes: int | None = None
 ) -> None:
     """See ``VirtualModels.save_pretrained_as_hf``."""
     facts = _facts(models)
@@ -128,12 +126,12 @@ def save_hf(
         on_first(lambda: _finish_hf(models, layout, folder))
 
 
-def _finish_hf(models: "VirtualModels", layout: HfLayout, folder: Path) -> None:
+def _finish_hf(models: LiveModel, layout: HfLayout, folder: Path) -> None:
     layout.finish(folder)
     copy_side_files_of(models, folder)
 
 
-def _stream(models: "VirtualModels", layout: HfLayout, facts: Facts, folder: Path) -> None:
+def _stream(models: LiveModel, layout: HfLayout, facts: Facts, folder: Path) -> None:
     """Goes through the parameters together; each file is written by one rank, files spread over ranks."""
     writer_of = {
         tensor: index % models.place.world_size
@@ -148,7 +146,7 @@ def _stream(models: "VirtualModels", layout: HfLayout, facts: Facts, folder: Pat
 
 
 def _exchange_all(
-    models: "VirtualModels",
+    models: LiveModel,
     layout: HfLayout,
     facts: Facts,
     writer_of: Mapping[str, int],
@@ -188,7 +186,7 @@ def _write(
 
 
 def _opened(
-    models: "VirtualModels", layout: HfLayout, folder: Path, files: ExitStack
+    models: LiveModel, layout: HfLayout, folder: Path, files: ExitStack
 ) -> Mapping[str, SafetensorsWriter]:
     """This rank's open files, by the tensors in them."""
     writers: dict[str, SafetensorsWriter] = {}
@@ -209,7 +207,7 @@ def _closed(files: ExitStack, faults: Sequence[Exception]) -> None:
 class _Exchange:
     """The pieces of one parameter on their way to the ranks that write it."""
 
-    models: "VirtualModels"
+    models: LiveModel
     param: Param
     facts: Facts
 
@@ -251,7 +249,7 @@ class _Exchange:
         return tensors
 
 
-def _owner(models: "VirtualModels", param: Param, rank: int) -> int:
+def _owner(models: LiveModel, param: Param, rank: int) -> int:
     """The global rank that speaks for piece ``rank`` of ``param``: the first of its replicas."""
     pp = stage_of(param, models.config.pipeline_plan())
     if param.expert is None:
@@ -259,11 +257,11 @@ def _owner(models: "VirtualModels", param: Param, rank: int) -> int:
     return models.place.grid.expert_rank(etp=rank, ep=expert_rank(param, models.config), pp=pp)
 
 
-def _params(models: "VirtualModels") -> list[Param]:
+def _params(models: LiveModel) -> list[Param]:
     return stored(family_of(models.config.model_type).params(models.config))
 
 
-def _facts(models: "VirtualModels") -> Facts:
+def _facts(models: LiveModel) -> Facts:
     """What every rank holds, put together: all parameters of the model."""
     mine = {
         item.param.mca_name(): (CODES[tensor.dtype], whole_shape(item.param, tensor, models.config))
@@ -288,7 +286,7 @@ def _bytes(tensor: Tensor) -> Any:
     return to_numpy(tensor).reshape(-1).view(np.uint8)
 
 
-def copy_side_files_of(models: "VirtualModels", folder: Path) -> None:
+def copy_side_files_of(models: LiveModel, folder: Path) -> None:
     """Copies what lies beside the weights that ``models`` was loaded from."""
     if models.source is not None and models.source.is_dir():
         copy_side_files(models.source, folder)

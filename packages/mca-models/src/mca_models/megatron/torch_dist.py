@@ -13,7 +13,7 @@ GPU), a forked process of each rank writes them, and ``PendingSave.finish`` puts
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mca_config.errors import McaError
 from mca_config.model_config import FILE_NAME
@@ -24,10 +24,8 @@ from mca_models.checkpoint.mca_directory import LATEST
 from mca_models.megatron import parallel
 from mca_models.megatron.agreement import SharedDirectory, on_first
 from mca_models.megatron.distributed_writer import METADATA, Writing, quiet, write_state
+from mca_models.megatron.live import LiveModel
 from mca_models.megatron.save import copy_side_files_of
-
-if TYPE_CHECKING:
-    from mca_models.megatron.virtual_models import VirtualModels
 
 __all__ = ["PendingSave", "Writing", "model_state", "save_torch_dist", "write_state"]
 
@@ -76,7 +74,7 @@ class PendingSave:
 
 
 def save_torch_dist(
-    models: "VirtualModels", directory: Path, *, overwrite: bool = False, in_background: bool = False
+    models: LiveModel, directory: Path, *, overwrite: bool = False, in_background: bool = False
 ) -> PendingSave:
     """See ``VirtualModels.save_pretrained``; not finished yet."""
     shared = SharedDirectory(directory, overwrite=overwrite)
@@ -87,7 +85,7 @@ def save_torch_dist(
     return PendingSave(directory, shared, writing)
 
 
-def model_state(models: "VirtualModels") -> dict[str, Any]:
+def model_state(models: LiveModel) -> dict[str, Any]:
     """What Megatron's checkpoint of ``models`` holds: sharded tensors, and beside them what Megatron-LM asks for."""
     metadata = {**METADATA, "dp_cp_group": parallel.replica_group(expert=False)}
     chunks: list[Any] = list(models.chunks)
@@ -100,7 +98,7 @@ def model_state(models: "VirtualModels") -> dict[str, Any]:
     return state | {"args": _arguments(models), "checkpoint_version": 3.0, "iteration": _ITERATION}
 
 
-def _prepare(models: "VirtualModels", partial: Path) -> None:
+def _prepare(models: LiveModel, partial: Path) -> None:
     """All small files of the directory; only readers that know the folder is complete look at them."""
     (partial / iteration_name(_ITERATION)).mkdir()
     write_file(partial / FILE_NAME, models.config.to_json().encode())
@@ -109,7 +107,7 @@ def _prepare(models: "VirtualModels", partial: Path) -> None:
     write_file(partial / LATEST, f"{_ITERATION}\n".encode())
 
 
-def _arguments(models: "VirtualModels") -> Namespace:
+def _arguments(models: LiveModel) -> Namespace:
     """What Megatron-LM compares with its own arguments before it loads a checkpoint."""
     config, layout = models.config, models.place.layout
     sizes = {name: value for name, value in asdict(layout).items() if isinstance(value, (int, str))}

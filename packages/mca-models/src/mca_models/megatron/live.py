@@ -1,0 +1,35 @@
+"""What saving and the forward pass need of a live model, so that neither knows the class that offers them."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mca_config.model_config import McaModelConfig
+from mca_models.megatron.names import Held
+from mca_models.megatron.parallel import Place
+
+
+class LiveModel(Protocol):
+    """One rank's part of a model: `VirtualModels`, or anything with the same parts."""
+
+    config: McaModelConfig
+    place: Place
+    megatron: Any
+    chunks: torch.nn.ModuleList
+    source: Path | None
+    training: bool
+
+    def held(self) -> Sequence[tuple[Held, Tensor]]:
+        """Every parameter and saved buffer of this rank with its rule, second copies included."""
+
+    def canonical_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names and this rank's pieces, without second copies of tied weights."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Sets the training mode of all chunks."""
+
+    def eval(self) -> Any:
+        """Ends the training mode of all chunks."""
