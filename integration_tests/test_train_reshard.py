@@ -48,6 +48,7 @@ SOME_DENSE = (
     ("tp2-sp", "one"),
     ("cp2", "dp2-pp2-vpp2-split"),
 )
+SOME_RATES = (("pp2", "dp2-split"), ("tp2-sp-dp2-split", "one"))
 SOME_EXPERTS = (("one", "ep2-split"), ("ep2-split", "one"), ("ep2", "ep2"))
 """Of all pairs, 157 in all, which are run with MCA_EVERY_TRANSITION=1."""
 
@@ -133,6 +134,19 @@ def experts(tmp_path_factory):
 @pytest.mark.parametrize(("before", "after"), pairs(DENSE, SOME_DENSE))
 def test_the_loss_curve_goes_on(before, after, dense, tmp_path, record_property):
     difference = dense.difference(before, after, tmp_path)
+    record_property("difference", difference)
+    assert difference < 1e-4
+
+
+@pytest.fixture(scope="module")
+def rates(dense, tmp_path_factory):
+    own = {"decoupled_lr": 5e-4}
+    return Runs(dense.model, tmp_path_factory.mktemp("rates"), DENSE, SAMPLED_EXPERT_STEPS, own)
+
+
+@pytest.mark.parametrize(("before", "after"), pairs(DENSE, SOME_RATES))
+def test_rates_of_their_own_go_on(before, after, rates, tmp_path, record_property):
+    difference = rates.difference(before, after, tmp_path)
     record_property("difference", difference)
     assert difference < 1e-4
 

@@ -13,12 +13,16 @@ from train_cases import history, make_trainer, quietly, stop_and_resume, tiny_ch
 pytestmark = pytest.mark.ranks
 
 ASYNC = {"ckpt_format": "torch_dist", "async_save": True}
+RATES = {"decoupled_lr": 1e-3, "decoupled_min_lr": 2e-4, "min_lr": 1e-3}
 LAYOUTS = {
     "one-rank": (1, {}),
     "one-rank-bf16": (1, {"bf16": True}),
     "tp2": (2, TP),
     "dp2-distributed-optimizer": (2, ZERO),
     "dp2-pp2-vpp2-overlap": (4, OVERLAP | VPP),
+    "tp2-rates-of-their-own": (2, TP | RATES),
+    "dp2-pp2-distributed-optimizer-rates-of-their-own": (4, PP | ZERO | RATES),
+    "the-same-rate-as-one-of-its-own": (1, {"decoupled_lr": 5e-3}),
     "torch-dist": (1, {"ckpt_format": "torch_dist"}),
     "dp2-distributed-optimizer-in-background": (2, ZERO | ASYNC),
     "tp2-pp2-dropout": (4, TP | PP | {"attention_dropout": 0.1, "hidden_dropout": 0.1}),

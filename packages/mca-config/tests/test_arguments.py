@@ -55,6 +55,7 @@ def test_overrides_carry_megatrons_names() -> None:
         use_precision_aware_optimizer=True,
         sgd_momentum=0.5,
         decoupled_lr=1e-4,
+        decoupled_min_lr=1e-6,
         min_lr=1e-5,
         loss_scale=1.0,
         initial_loss_scale=2.0,
@@ -68,7 +69,7 @@ def test_overrides_carry_megatrons_names() -> None:
     assert args.ddp_config_overrides().keys() <= names_of(DistributedDataParallelConfig)
     assert len(args.ddp_config_overrides()) == 8
     assert args.optimizer_config_overrides().keys() <= names_of(OptimizerConfig)
-    assert len(args.optimizer_config_overrides()) == 18
+    assert len(args.optimizer_config_overrides()) == 19
     assert args.transformer_config_overrides() == {"moe_grouped_gemm": True, "moe_per_layer_logging": True}
 
 

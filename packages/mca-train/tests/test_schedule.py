@@ -87,6 +87,26 @@ def test_warm_up_as_a_share_or_as_steps(warmup, tmp_path):
     assert seen[5] < seen[4]
 
 
+def test_groups_with_rates_of_their_own_go_from_the_highest_to_the_least(tmp_path):
+    from mca_train.schedule import LearningRate
+
+    rate = LearningRate(arguments(tmp_path, "linear", min_lr=1e-3), STEPS)
+    groups = [
+        {"max_lr": 2e-3, "min_lr": 1e-3},
+        {"max_lr": 8e-3, "min_lr": 4e-3},
+        {"max_lr": 8e-3, "min_lr": None},
+    ]
+    seen = []
+    for _ in range(STEPS + 1):
+        rate.write(groups)
+        seen.append([group["lr"] for group in groups])
+        rate.step()
+    assert seen[0] == [0.0] * 3
+    assert seen[4] == pytest.approx([2e-3, 8e-3, 8e-3])
+    assert seen[12] == pytest.approx([1.5e-3, 6e-3, 4.5e-3])
+    assert seen[-1] == pytest.approx([1e-3, 4e-3, 1e-3])
+
+
 def test_a_plateau_of_the_metric_lowers_the_rate(tmp_path):
     from mca_train.schedule import LearningRate
 

@@ -58,7 +58,13 @@ def problems(args: Any) -> list[str]:
         for name, why in _ON.items()
         if getattr(args, name, True) is False
     ]
-    return [*found, *_accelerator(getattr(args, "accelerator_config", None)), *_words(args), *_numbers(args)]
+    return [
+        *found,
+        *_accelerator(getattr(args, "accelerator_config", None)),
+        *_words(args),
+        *_numbers(args),
+        *_ends(args),
+    ]
 
 
 def optimizer_of(optim: str) -> Literal["adam", "sgd"] | None:
@@ -111,14 +117,10 @@ def _reports(given: Any) -> Iterator[str]:
 
 
 _AT_LEAST_ONE = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+_RATES = ("learning_rate", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "adam_epsilon")
 _AT_LEAST_ZERO = (
-    "learning_rate",
-    "weight_decay",
-    "adam_epsilon",
     "max_grad_norm",
     "warmup_steps",
-    "min_lr",
-    "decoupled_lr",
     "dataloader_num_workers",
     "data_seed",
     "logging_steps",
@@ -129,8 +131,12 @@ _AT_LEAST_ZERO = (
 _SHARES = ("adam_beta1", "adam_beta2", "label_smoothing_factor", "sgd_momentum")
 _ABOVE_ZERO = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window")
 
+_HIGHEST = 1e30
+"""Of what multiplies parameters: fp32 ends at 3.4e38, and Adam divides the rate by what may be small."""
+
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (_AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
+    (_RATES, lambda value: 0 <= value <= _HIGHEST, f"at least 0 and at most {_HIGHEST:g}"),
     (_AT_LEAST_ZERO, lambda value: 0 <= value < math.inf, "at least 0"),
     (_SHARES, lambda value: 0 <= value < 1, "at least 0 and below 1"),
     (_ABOVE_ZERO, lambda value: 0 < value < math.inf, "above 0"),
@@ -145,3 +151,21 @@ def _numbers(args: Any) -> Iterator[str]:
         yield from (f"{name} must be {words}, not {value}" for name, value in wrong.items())
     if args.max_steps <= 0 and not 0 < float(args.num_train_epochs) < math.inf:
         yield f"num_train_epochs must be above 0 where max_steps is not set, not {args.num_train_epochs}"
+
+
+def _ends(args: Any) -> Iterator[str]:
+    """Schedules that end above where they begin, and a rate of its own over a schedule without one."""
+    decoupled, least = getattr(args, "decoupled_lr", None), getattr(args, "min_lr", None)
+    own = getattr(args, "decoupled_min_lr", None)
+    if least is not None and least > args.learning_rate:
+        yield f"min_lr {least} is above learning_rate {args.learning_rate}; lower it"
+    if own is not None and decoupled is None:
+        yield "decoupled_min_lr needs decoupled_lr; add it or remove decoupled_min_lr"
+    if decoupled is None:
+        return
+    if not args.learning_rate:
+        yield "decoupled_lr needs a learning_rate above 0, whose schedule it follows; raise learning_rate"
+    lowest = own if own is not None else least
+    if lowest is not None and lowest > decoupled:
+        name = "min_lr" if own is None else "decoupled_min_lr"
+        yield f"{name} {lowest} is above decoupled_lr {decoupled}; set decoupled_min_lr to at most {decoupled}"

@@ -60,6 +60,7 @@ MENDED = (
     "hybrid-split",
     "hybrid-views",
     "optimizer-te-version",
+    "parameter-groups",
 )
 
 

@@ -45,6 +45,11 @@ def optimizer_settings(args: Any, params_dtype: torch.dtype) -> dict[str, Any]:
         "params_dtype": params_dtype,
     }
     settings |= args.optimizer_config_overrides()
+    if settings.get("decoupled_lr") == args.learning_rate:
+        # the rate of all the rest: groups that differ in nothing cannot be told apart in a checkpoint
+        own = settings.get("decoupled_min_lr")
+        if own in (None, settings.get("min_lr")):
+            del settings["decoupled_lr"]
     return settings
 
 

@@ -38,17 +38,24 @@ class LearningRate:
     @property
     def value(self) -> float:
         """The rate of the coming step."""
+        return self._between(self._base, self._least)
+
+    def _between(self, highest: float, least: float) -> float:
+        """The coming step's rate of parameters whose rates are ``highest`` at most and ``least`` in the end."""
         rate = float(self._carrier.param_groups[0]["lr"])
-        if self._least and self.scheduler.last_epoch >= self._warmup:
-            rate = self._least + (self._base - self._least) * rate / self._base
-        return rate
+        share = rate / self._base if self._base else 0.0
+        if least and self.scheduler.last_epoch >= self._warmup:
+            return least + (highest - least) * share
+        return rate if highest == self._base else highest * share
 
     def write(self, groups: list[dict[str, Any]]) -> None:
         """Sets rate and decay of every one of Megatron's parameter groups."""
-        share = self.value / self._base if self._base else 0.0
         for group in groups:
-            highest = group.get("max_lr")
-            group["lr"] = (self._base if highest is None else highest) * share * group.get("lr_mult", 1.0)
+            highest, least = group.get("max_lr"), group.get("min_lr")
+            rate = self._between(
+                self._base if highest is None else highest, self._least if least is None else least
+            )
+            group["lr"] = rate * group.get("lr_mult", 1.0)
             group["weight_decay"] = self._decay * group.get("wd_mult", 1.0)
 
     def step(self) -> None:

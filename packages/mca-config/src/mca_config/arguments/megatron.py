@@ -30,6 +30,7 @@ _OPTIMIZER_NAMES = (
     "use_precision_aware_optimizer",
     "sgd_momentum",
     "decoupled_lr",
+    "decoupled_min_lr",
     "min_lr",
     "loss_scale",
     "initial_loss_scale",
@@ -85,6 +86,9 @@ class MegatronArguments(DistributingParallelArguments):
     )
     decoupled_lr: float | None = option(
         "Learning rate of the embedding and output layer; unset: that of the rest."
+    )
+    decoupled_min_lr: float | None = option(
+        "Learning rate that the schedule of the embedding and output layer ends at; unset: min_lr."
     )
     min_lr: float | None = option("Learning rate that the schedule ends at.")
     loss_scale: float | None = option("Fixed loss scale of fp16; unset: dynamic.")

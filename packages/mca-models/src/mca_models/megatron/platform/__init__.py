@@ -25,6 +25,7 @@ from mca_models.megatron.platform import (
     mla_down_projection,
     mla_flags,
     optimizer_te_version,
+    parameter_groups,
     rng_state,
     router_gemm_name,
     split_sizes,
@@ -65,6 +66,7 @@ PATCHES: tuple[Patch, ...] = (
     hybrid_views.PATCH,
     mla_flags.PATCH,
     optimizer_te_version.PATCH,
+    parameter_groups.PATCH,
     mla_down_projection.PATCH,
     checkpoint_queue.PATCH,
 )
