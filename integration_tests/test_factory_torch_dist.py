@@ -267,8 +267,9 @@ def test_killed_while_it_saves(saved: Path, tmp_path: Path) -> None:
     assert not any(map(_runs, writers)), "the writers end with their ranks"
     (left,) = tmp_path.glob("out*")
     assert left.name.startswith("out.partial-")
-    assert not (left / "iter_0000001" / "metadata.json").exists()
-    assert not (left / "iter_0000001" / ".metadata").exists()
+    assert (left / "new" / "iter_0000001").is_dir()
+    assert not (left / "new" / "iter_0000001" / "metadata.json").exists()
+    assert not (left / "new" / "iter_0000001" / ".metadata").exists()
     run_ranks(2, save_over, source, tmp_path / "out")
     assert kind_of(tmp_path / "out") is Kind.TORCH_DIST
     assert not list(tmp_path.glob("*.partial-*")), "the next save removes what was left"

@@ -126,11 +126,12 @@ def test_a_checkpoint_is_deleted_beside_the_training(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "trainer_state.json").write_text("{}")
     remove = shutil.rmtree
-    monkeypatch.setattr(shutil, "rmtree", lambda *words: go.wait(60) and remove(*words))
+    monkeypatch.setattr(shutil, "rmtree", lambda *words, **how: go.wait(60) and remove(*words, **how))
     writer = CheckpointWriter(in_background=False)
     writer.delete(folder)
     assert checkpoints(tmp_path) == []
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1.partial-deleted"]
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith("checkpoint-1.partial-")
     go.set()
     writer.abandon()
     assert list(tmp_path.iterdir()) == []

@@ -72,12 +72,13 @@ class Conversion:
         partial = PartialDirectory(destination)
         try:
             records = self._write_weights(partial.path, limits, progress)
-            copy_side_files(self.source.path, partial.path)
+            files = {str(Path(self.prefix, name)): record.nbytes for name, record in records.items()}
+            files |= copy_side_files(self.source.path, partial.path)
             if isinstance(self.target, McaLayout):
-                self.target.finish(partial.path, records)
+                files |= self.target.finish(partial.path, records)
             else:
-                self.target.finish(partial.path)
-            partial.publish()
+                files |= self.target.finish(partial.path)
+            partial.publish(files)
         except BaseException:
             partial.discard()
             raise

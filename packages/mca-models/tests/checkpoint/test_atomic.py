@@ -1,14 +1,20 @@
+import errno
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from mca_config.errors import McaError
-from mca_models.checkpoint import PartialDirectory, atomic_directory
+from mca_models.checkpoint import PartialDirectory, atomic_directory, partial_folder
+from mca_models.checkpoint.atomic import write_file
 
 WRITER = """
 import sys, time
@@ -78,3 +84,222 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(McaError, match="cannot be written"):
         PartialDirectory(tmp_path / "file" / "below")
+
+
+def test_what_only_looks_like_a_leftover_stays(tmp_path: Path) -> None:
+    """A partial folder is known by its marker and its name, not by one of them."""
+    for name in ("x.partial-backup", "x.partial-0123abcd", "x.partial-0123abcde"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").touch()
+    for name in ("x.partial-backup", "x.partial-0123abcde"):
+        (tmp_path / name / partial_folder.MARKER).touch()
+    (tmp_path / "x.partial-76543210").symlink_to(tmp_path / "x.partial-backup")
+    with atomic_directory(tmp_path / "x") as partial:
+        (partial / "file").touch()
+    assert len(list(tmp_path.iterdir())) == 5
+    assert len(list(tmp_path.glob("*/mine"))) == 4
+
+
+def left_by(target: Path, other: bool = False) -> Path:
+    """A folder that a process left which was killed; ``other``: on another machine."""
+    held = PartialDirectory(target, overwrite=True)
+    (held.path / "half").touch()
+    folder = held.path.parent
+    copy = folder.with_name("copy")
+    shutil.copytree(folder, copy)
+    held.discard()
+    copy.rename(folder)
+    if other:
+        marker = json.loads((folder / partial_folder.MARKER).read_text())
+        (folder / partial_folder.MARKER).write_text(json.dumps(marker | {"machine": ["other", "start"]}))
+    return folder
+
+
+def test_a_folder_of_another_machine_stays_until_nothing_has_changed_in_it_for_a_day(tmp_path: Path) -> None:
+    folder = left_by(tmp_path / "x", other=True)
+    for age, stays in ((23 * 3600, True), (25 * 3600, False)):
+        for path in (folder, *folder.rglob("*")):
+            os.utime(path, (time.time() - age,) * 2)
+        with atomic_directory(tmp_path / f"{age}" / "x"):
+            pass
+        partial_folder.remove_leftovers(tmp_path / "x")
+        assert folder.exists() == stays
+    mine = left_by(tmp_path / "x")
+    partial_folder.remove_leftovers(tmp_path / "x")
+    assert not mine.exists()
+
+
+def lose_everything(partial: PartialDirectory) -> None:
+    shutil.rmtree(partial.path.parent)
+
+
+def lose_and_make_anew(partial: PartialDirectory) -> None:
+    shutil.rmtree(partial.path.parent)
+    partial.path.mkdir(parents=True)
+    (partial.path / "weights").write_bytes(b"1234")
+
+
+def lose_the_content(partial: PartialDirectory) -> None:
+    shutil.rmtree(partial.path)
+
+
+def lose_a_file(partial: PartialDirectory) -> None:
+    (partial.path / "weights").unlink()
+
+
+def cut_a_file(partial: PartialDirectory) -> None:
+    os.truncate(partial.path / "weights", 2)
+
+
+@pytest.mark.parametrize(
+    "harm", [lose_everything, lose_and_make_anew, lose_the_content, lose_a_file, cut_a_file]
+)
+@pytest.mark.parametrize("exists", [False, True])
+def test_only_the_directory_that_was_begun_is_published(
+    harm: Callable[[PartialDirectory], None], exists: bool, tmp_path: Path
+) -> None:
+    target = tmp_path / "x"
+    if exists:
+        target.mkdir()
+    partial = PartialDirectory(target)
+    (partial.path / "weights").write_bytes(b"1234")
+    harm(partial)
+    with pytest.raises(McaError, match="convert again"):
+        partial.publish({"weights": 4})
+    assert list(tmp_path.rglob("*")) == ([target] if exists else [])
+
+
+def test_small_files_do_not_make_a_lost_directory_anew(tmp_path: Path) -> None:
+    partial = PartialDirectory(tmp_path / "x")
+    lose_everything(partial)
+    with pytest.raises(McaError, match="No such file"):
+        write_file(partial.path / "config.json", b"{}")
+    assert not list(tmp_path.iterdir())
+
+
+@contextmanager
+def mounted(folder: Path) -> Iterator[Path]:
+    """A directory of the same file system, mounted at ``folder``."""
+    behind = folder.with_name("behind")
+    behind.mkdir()
+    done = subprocess.run(["mount", "--bind", str(behind), str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_mount_point_is_filled_and_never_exchanged(tmp_path: Path) -> None:
+    (tmp_path / "x y").mkdir()
+    with mounted(tmp_path / "x y") as target:
+        (target / "lost+found").mkdir()
+        for overwrite in (False, True):
+            with atomic_directory(target, overwrite=overwrite) as partial:
+                (partial / "config.json").touch()
+            assert sorted(path.name for path in target.iterdir()) == ["config.json", "lost+found"]
+            if not overwrite:
+                (target / "config.json").unlink()
+        with pytest.raises(McaError, match="mount point"), atomic_directory(target, overwrite=True):
+            raise AssertionError
+        assert sorted(path.name for path in target.iterdir()) == ["config.json", "lost+found"]
+
+
+def test_an_empty_directory_keeps_what_it_is(tmp_path: Path) -> None:
+    target, link = tmp_path / "x", tmp_path / "link"
+    target.mkdir(mode=0o710)
+    before = target.stat()
+    link.symlink_to(target)
+    with atomic_directory(link) as partial:
+        assert partial.parent.parent == target
+        (partial / "file").touch()
+    after = target.stat()
+    assert (before.st_ino, before.st_mode, before.st_uid) == (after.st_ino, after.st_mode, after.st_uid)
+    assert link.is_symlink() and [path.name for path in target.iterdir()] == ["file"]
+    with atomic_directory(link, overwrite=True) as partial:
+        (partial / "new").touch()
+    assert link.is_symlink() and [path.name for path in link.iterdir()] == ["new"]
+
+
+FILLER = """
+import os, sys
+from pathlib import Path
+from mca_models.checkpoint import PartialDirectory, renames, atomic
+moves = 0
+def move(*words):
+    global moves
+    if moves == int(sys.argv[2]):
+        os.kill(os.getpid(), 9)
+    moves += 1
+    renames.move(*words)
+atomic.move = move
+partial = PartialDirectory(Path(sys.argv[1]))
+for name in ("mca_config.json", "weights", "config.json"):
+    (partial.path / name).write_text("x")
+partial.publish()
+"""
+
+
+@pytest.mark.parametrize("moves", [0, 1, 2])
+def test_an_existing_directory_that_was_filled_halfway_is_no_checkpoint(moves: int, tmp_path: Path) -> None:
+    target = tmp_path / "x"
+    target.mkdir()
+    assert subprocess.run([sys.executable, "-c", FILLER, str(target), str(moves)]).returncode == -9
+    assert len(list(target.iterdir())) == 1 + moves
+    assert not (target / "mca_config.json").exists(), "the file that readers look for comes last"
+    (target / "mine").touch()
+    with pytest.raises(McaError, match="not empty"):
+        PartialDirectory(target)
+    (target / "mine").unlink()
+    with atomic_directory(target) as partial:
+        (partial / "file").touch()
+    assert [path.name for path in target.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_of_two_writers_the_first_to_finish_wins(exists: bool, tmp_path: Path) -> None:
+    target = tmp_path / "above" / "x"
+    if exists:
+        target.mkdir(parents=True)
+    first, second = PartialDirectory(target), PartialDirectory(target)
+    for number, partial in enumerate((first, second)):
+        (partial.path / str(number)).touch()
+    first.publish()
+    with pytest.raises(McaError, match="exists and is not empty"):
+        second.publish()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["0", "above", "x"]
+
+
+def test_parents_that_were_made_for_a_failure_go_again(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(KeyError), atomic_directory(tmp_path / "a" / "b" / "c" / "d"):
+        raise KeyError
+    assert list(tmp_path.rglob("*")) == [tmp_path / "a"]
+
+
+def test_what_stands_stays_when_its_place_cannot_be_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("mca_models.checkpoint.atomic.sync_directory", broken)
+    with atomic_directory(tmp_path / "x") as partial:
+        (partial / "file").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["x", "file"]
+    assert "could not be synced (Input/output error)" in caplog.text
+
+
+def test_without_an_exchange_of_the_file_system_the_old_one_steps_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*words: object) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr("mca_models.checkpoint.renames._renameat2", unknown)
+    test_overwrite_exchanges_whole_directories(tmp_path)
+    folder = left_by(tmp_path / "x")
+    (tmp_path / "x").rename(folder / partial_folder.DISPLACED)  # killed between the two steps
+    partial_folder.remove_leftovers(tmp_path / "x")
+    assert [path.name for path in tmp_path.rglob("*")] == ["x", "new"]

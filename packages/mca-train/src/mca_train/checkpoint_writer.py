@@ -7,7 +7,6 @@ Checkpoints that are one too many go in a thread, once a newer one is complete.
 """
 
 import contextlib
-import shutil
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mca_config.errors import McaError
+from mca_models.checkpoint.partial_folder import remove_leftovers, retire
 from mca_models.megatron.agreement import SharedDirectory
 from mca_train.write_reasons import reasons_kept
 
@@ -87,9 +87,7 @@ class CheckpointWriter:
 
     def delete(self, checkpoint: Path) -> None:
         """Removes a checkpoint, which at no moment is half of one: renamed now, gone by the next; not collective."""
-        doomed = checkpoint.with_name(f"{checkpoint.name}.partial-deleted")
-        checkpoint.rename(doomed)
-        thread = threading.Thread(target=shutil.rmtree, args=(doomed, True))
+        thread = threading.Thread(target=retire(checkpoint).remove)
         thread.start()
         self._deletions.append(thread)
 
@@ -165,7 +163,5 @@ def _is_full(error: BaseException) -> bool:
 
 def remove_unfinished(output_dir: Path, prefix: str) -> None:
     """Removes what killed runs left in ``output_dir``; what a living process is writing stays."""
-    from mca_models.checkpoint.atomic import remove_leftovers
-
     for leftover in output_dir.glob(f"{prefix}-*.partial-*"):
         remove_leftovers(leftover.with_name(leftover.name.split(".partial-")[0]))

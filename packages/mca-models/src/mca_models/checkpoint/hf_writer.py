@@ -83,18 +83,19 @@ class HfLayout:
         """What ``plan_file`` needs for ``file`` (with ``METADATA``): (name, dtype code, shape)."""
         return [(name, *self.tensors[name]) for name in self.files[file]]
 
-    def finish(self, directory: Path) -> None:
-        """Writes ``config.json`` and, with several files, the index into ``directory``."""
-        write_config(directory, self.config)
+    def finish(self, directory: Path) -> dict[str, int]:
+        """Writes ``config.json`` and, with several files, the index into ``directory``; returns their sizes."""
+        written = {CONFIG: write_config(directory, self.config)}
         if len(self.files) == 1:
-            return
+            return written
         total = sum(prod(shape) * ITEM_SIZES[dtype] for dtype, shape in self.tensors.values())
         weight_map = {name: file for file, names in self.files.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_file(directory / INDEX, json.dumps(index, indent=2).encode() + b"\n")
+        written[INDEX] = write_file(directory / INDEX, json.dumps(index, indent=2).encode() + b"\n")
+        return written
 
 
-def write_config(directory: Path, config: McaModelConfig) -> None:
-    """Writes ``config.json`` into ``directory``."""
+def write_config(directory: Path, config: McaModelConfig) -> int:
+    """Writes ``config.json`` into ``directory``; returns its size."""
     text = json.dumps(config_to_hf(config), indent=2, ensure_ascii=False)
-    write_file(directory / CONFIG, text.encode() + b"\n")
+    return write_file(directory / CONFIG, text.encode() + b"\n")

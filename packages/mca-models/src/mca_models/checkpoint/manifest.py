@@ -46,8 +46,8 @@ class Manifest:
     files: Mapping[str, FileRecord]
     tensors: Mapping[str, TensorRecord]
 
-    def save(self, iteration: Path) -> None:
-        """Writes the manifest into directory ``iteration``."""
+    def save(self, iteration: Path) -> int:
+        """Writes the manifest into directory ``iteration``; returns its size."""
         document = {
             "version": VERSION,
             "files": {
@@ -59,7 +59,7 @@ class Manifest:
                 for name, record in self.tensors.items()
             },
         }
-        write_file(iteration / FILE_NAME, _one_entry_a_line(document).encode() + b"\n")
+        return write_file(iteration / FILE_NAME, _one_entry_a_line(document).encode() + b"\n")
 
     @staticmethod
     def load(iteration: Path) -> "Manifest":

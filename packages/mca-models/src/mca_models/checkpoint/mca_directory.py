@@ -14,6 +14,7 @@ from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME as CONFIG
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.atomic import write_file
+from mca_models.checkpoint.hf_directory import CONFIG as CONFIG_OF_HF
 from mca_models.checkpoint.hf_writer import write_config
 from mca_models.checkpoint.manifest import FILE_NAME as MANIFEST
 from mca_models.checkpoint.manifest import FileRecord, Manifest, TensorRecord
@@ -223,7 +224,9 @@ class McaLayout:
             for name, param in ((param.mca_name(), param) for param in self.params)
         }
 
-    def finish(self, directory: Path, records: Mapping[str, FileRecord], iteration: int = 1) -> None:
+    def finish(
+        self, directory: Path, records: Mapping[str, FileRecord], iteration: int = 1
+    ) -> dict[str, int]:
         """Writes everything but the pieces into ``directory``, once all files are written and synced.
 
         ``config.json`` goes along, for tokenizers and other readers of the Hugging Face directory layout.
@@ -232,9 +235,15 @@ class McaLayout:
             directory: The (partial) checkpoint directory.
             records: Size and checksum of every file, by its name relative to the iteration.
             iteration: Which one was written.
+
+        Returns:
+            The size of each file that was written, by its name.
         """
         require_same_names(records.keys(), self.files.keys(), directory)
-        Manifest(records, self.manifest_tensors).save(directory / iteration_name(iteration))
-        write_file(directory / CONFIG, self.config.to_json().encode())
-        write_config(directory, self.config)
-        write_file(directory / LATEST, f"{iteration}\n".encode())
+        folder = iteration_name(iteration)
+        return {
+            f"{folder}/{MANIFEST}": Manifest(records, self.manifest_tensors).save(directory / folder),
+            CONFIG: write_file(directory / CONFIG, self.config.to_json().encode()),
+            CONFIG_OF_HF: write_config(directory, self.config),
+            LATEST: write_file(directory / LATEST, f"{iteration}\n".encode()),
+        }

@@ -1,6 +1,5 @@
 """The small files of a checkpoint directory that go along with the weights both ways."""
 
-import shutil
 from pathlib import Path
 
 from mca_config.errors import McaError
@@ -33,14 +32,15 @@ def side_files(source: Path) -> list[Path]:
     )
 
 
-def copy_side_files(source: Path, target: Path) -> list[str]:
-    """Copies and syncs them; returns their names."""
-    files = side_files(source)
-    for file in files:
-        try:
-            data = file.read_bytes()
-        except OSError as error:
-            raise McaError(f"{file}: cannot be read ({error.strerror})") from None
-        write_file(target / file.name, data)
-        shutil.copymode(file, target / file.name)
-    return [file.name for file in files]
+def copy_side_files(source: Path, target: Path) -> dict[str, int]:
+    """Copies and syncs them; returns their sizes by name."""
+    return {file.name: _copy(file, target / file.name) for file in side_files(source)}
+
+
+def _copy(file: Path, target: Path) -> int:
+    """Copies a file with its permissions, as far as the umask leaves them."""
+    try:
+        data, mode = file.read_bytes(), file.stat().st_mode
+    except OSError as error:
+        raise McaError(f"{file}: cannot be read ({error.strerror})") from None
+    return write_file(target, data, mode & 0o777 | 0o600)
