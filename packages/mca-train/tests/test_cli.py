@@ -160,17 +160,33 @@ def test_wrong_configurations_are_one_line_and_2(run, changes, flags, message, c
         ({"train_file": __file__}, "ends in '.py'"),
         ({"train_file": "/tmp"}, "train_file: /tmp is a directory; name its files"),
         ({"eval_file": "/none.jsonl"}, "eval_file: file /none.jsonl does not exist"),
+        ({"tokenizer_name_or_path": str(Path(__file__).parent)}, "set tokenizer_name_or_path"),
+        ({"text_column": "words"}, "no column 'words' (columns: text); set text_column"),
         ({"adapter_name_or_path": "/none"}, "adapter_name_or_path: directory /none does not exist"),
         ({"resume_from_checkpoint": "/none"}, "resume_from_checkpoint: /none does not exist"),
         ({"resume_from_checkpoint": True}, "resume_from_checkpoint: no complete checkpoint-<step> in"),
     ],
 )
-def test_what_cannot_run_is_one_error_and_1(run, changes, message, capsys, tmp_path):
-    assert main(["pretrain", run(**changes)]) == 1
+def test_what_cannot_be_run_as_asked_is_one_error_and_2(run, changes, message, capsys, tmp_path):
+    assert main(["pretrain", run(**changes)]) == 2
     error = capsys.readouterr().err.splitlines()
     assert any(line.startswith("error: ") for line in error)
     assert message in "\n".join(error)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_is_broken_is_a_failure(run, capsys, tmp_path):
+    (tmp_path / "broken.jsonl").write_text("{")
+    assert main(["pretrain", run(train_file=str(tmp_path / "broken.jsonl"))]) == 1
+    assert "broken.jsonl cannot be read" in capsys.readouterr().err
+
+
+def test_the_backend_of_this_machine_may_be_named(run):
+    from mca_models.megatron import platform
+    from mca_train.settings import given_values, parse
+
+    values, where = given_values(Path(run(ddp_backend=platform.backend())), [])
+    assert parse(values, where).training.ddp_backend is None
 
 
 def test_help_imports_nothing_heavy():
@@ -212,7 +228,7 @@ def test_plan_of_an_adapter_and_of_a_reference(run, capsys):
 
 
 def test_an_impossible_plan_says_all_reasons(run, capsys):
-    assert main(["plan", run(tensor_model_parallel_size=3, pipeline_model_parallel_size=3)]) == 1
+    assert main(["plan", run(tensor_model_parallel_size=3, pipeline_model_parallel_size=3)]) == 2
     text = capsys.readouterr().out
     assert text.count("  - ") >= 2
 

@@ -1,4 +1,7 @@
-"""The one error that users see."""
+"""The one error that users see, and how it tells a wrong configuration from a failure."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class McaError(ValueError):
@@ -7,6 +10,21 @@ class McaError(ValueError):
     The message names the file, parameter or flag, what was expected and what to change. The commands
     print it as ``error: <message>`` and exit 1.
     """
+
+
+class UsageError(McaError):
+    """The command line or the configuration is wrong: nothing was done, and the same again fails again; exit 2."""
+
+
+@contextmanager
+def checking_usage() -> Iterator[None]:
+    """A block that only looks at what the user asked for: what it refuses is a `UsageError`."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except McaError as error:
+        raise UsageError(str(error)) from error
 
 
 def list_problems(problems: list[str], what: str) -> McaError | None:

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mca_config.errors import McaError
+from mca_config.errors import McaError, UsageError
 from mca_models.checkpoint.atomic import write_file
 from mca_models.megatron.agreement import on_first, together
 from mca_models.megatron.torch_dist import Writing
@@ -69,7 +69,7 @@ def resolve(resume: str | bool | None, output_dir: Path) -> Path | None:
     path = Path(str(resume))
     if not path.is_dir():
         what = "is a file, not a directory" if path.exists() else "does not exist"
-        raise McaError(f"resume_from_checkpoint: {path} {what}")
+        raise UsageError(f"resume_from_checkpoint: {path} {what}")
     inside = checkpoints(path)
     if inside and not (path / _TRAINING).is_dir():
         raise McaError(
@@ -150,7 +150,7 @@ def place_in(checkpoint: Path) -> Place:
     """
     folder = checkpoint / _TRAINING
     if not (folder / "optimizer.json").is_file():
-        raise McaError(f"{checkpoint}: holds no optimizer state (save_only_model?); training cannot resume")
+        raise UsageError(f"{checkpoint}: holds no optimizer state (save_only_model?); training cannot resume")
     try:
         return Place(**json.loads((folder / "place.json").read_text()))
     except (OSError, ValueError, TypeError) as error:

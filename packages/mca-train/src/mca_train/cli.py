@@ -5,7 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from mca_config.errors import McaError
+from mca_config.errors import McaError, UsageError
 
 if TYPE_CHECKING:
     from mca_train.data import Kind
@@ -71,8 +71,6 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _run(words)
     except McaError as error:
-        from mca_train.config_file import UsageError
-
         sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
@@ -80,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    from mca_train.config_file import UsageError, nearest
+    from mca_train.config_file import nearest
 
     command = words[0]
     if command not in _COMMANDS:

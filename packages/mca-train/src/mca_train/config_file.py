@@ -15,11 +15,7 @@ from typing import Any, Literal, Union
 
 import yaml
 
-from mca_config.errors import McaError
-
-
-class UsageError(McaError):
-    """The command line or the configuration file is wrong: exit code 2."""
+from mca_config.errors import UsageError
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

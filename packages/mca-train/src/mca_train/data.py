@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mca_config.errors import McaError
+from mca_config.errors import McaError, UsageError
 from mca_train.arguments import DataArguments
 from mca_train.chat import Tools, tokenize_chat
 from mca_train.token_dataset import TokenDataset
@@ -90,7 +90,7 @@ def joined(parts: Sequence[Any], files: Sequence[str], key: str, arguments: Data
 def require_column(names: Sequence[str], column: str | None, where: str) -> None:
     """Refuses a file whose rows would contribute nothing, as they do not have the ``column`` with text."""
     if column is not None and names and column not in names:
-        raise McaError(f"{where}: no column '{column}' (columns: {', '.join(names)}); set text_column")
+        raise UsageError(f"{where}: no column '{column}' (columns: {', '.join(names)}); set text_column")
 
 
 def check_file(path: Path, key: str) -> tuple[str, dict[str, Any]]:
@@ -271,7 +271,7 @@ def row_encoder(names: Sequence[str], tokenizer: Any, arguments: DataArguments, 
         )
     if (column := arguments.text_column) in names:
         return lambda row: tokenize_answer(tokenizer, "", require_text(row[column], column))
-    raise McaError(
+    raise UsageError(
         f"{key}: columns {', '.join(names)}; expected '{arguments.messages_column}', "
         f"'{arguments.prompt_column}' with '{arguments.completion_column}', or '{arguments.text_column}' "
         "(set messages_column, prompt_column, completion_column or text_column)"

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from mca_config.errors import McaError
+from mca_config.errors import UsageError, checking_usage
 from mca_train.data import Kind
 from mca_train.settings import Settings
 
@@ -36,13 +36,14 @@ def make_trainer(kind: Kind, settings: Settings, tokenizer: Any, train: Any, eva
         "processing_class": tokenizer,
         "pack_length": settings.data.seq_length * (2 if kind == "dpo" else 1),
     }
-    if kind != "dpo":
-        return McaTrainer(**options)
-    from mca_train.dpo import DpoTrainer, PreferenceLoss
+    with checking_usage():
+        if kind != "dpo":
+            return McaTrainer(**options)
+        from mca_train.dpo import DpoTrainer, PreferenceLoss
 
-    dpo = settings.dpo
-    loss = PreferenceLoss(kind=dpo.dpo_loss, beta=dpo.dpo_beta, label_smoothing=dpo.dpo_label_smoothing)
-    return DpoTrainer(reference=reference, preference=loss, **options)
+        dpo = settings.dpo
+        loss = PreferenceLoss(kind=dpo.dpo_loss, beta=dpo.dpo_beta, label_smoothing=dpo.dpo_label_smoothing)
+        return DpoTrainer(reference=reference, preference=loss, **options)
 
 
 def _base(settings: Settings, path: str, tokenizer: Any) -> Any:
@@ -55,7 +56,7 @@ def _base(settings: Settings, path: str, tokenizer: Any) -> Any:
     if tokens <= known:
         return AutoModel.from_pretrained(path, settings.training, seed=seed)
     if settings.lora.wanted:
-        raise McaError(
+        raise UsageError(
             f"the tokenizer has {tokens} tokens, the model's vocabulary {known}, and an adapter does not hold the new "
             f"rows; write a larger base model first: AutoModel.from_pretrained({path!r}, vocab_size={tokens})"
             ".save_pretrained_as_hf(...)"
@@ -87,6 +88,7 @@ def _with_adapter(model: Any, settings: Settings) -> Any:
     if lora.adapter_name_or_path is not None:
         adapted = load_adapter(model, lora.adapter_name_or_path)
     else:
-        adapted = get_peft_model(model, lora.config(), seed=settings.training.seed)
+        with checking_usage():
+            adapted = get_peft_model(model, lora.config(), seed=settings.training.seed)
     logger.info("%s", adapted.print_trainable_parameters())
     return adapted

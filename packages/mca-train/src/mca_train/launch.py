@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from mca_config.errors import McaError
-from mca_train.config_file import UsageError
+from mca_config.errors import McaError, UsageError
 
 _GRACE = 1.0  # seconds in which the rank that failed first can be told from those that it pulled down
 _POLL = 0.02

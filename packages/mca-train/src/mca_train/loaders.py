@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from mca_config.checks import sequence_multiple
-from mca_config.errors import McaError
+from mca_config.errors import McaError, UsageError
 from mca_train.batches import Collator, CountedSamples, StepBatch, StepCollator
 from mca_train.groups import Ranks
 from mca_train.packing import PackedDataset, longest_sample
@@ -228,7 +228,7 @@ def continued(place: Place, sampler: StepSampler | StepStream) -> Place:
     """
     size, samples = sampler.shape.global_size, sampler.num_samples
     if isinstance(sampler, StepStream) and place.batch not in (0, size):
-        raise McaError(
+        raise UsageError(
             f"the checkpoint's steps have {place.batch} samples, this run's {size}; a stream goes on with steps of the "
             "same size only: change gradient_accumulation_steps or per_device_train_batch_size"
         )

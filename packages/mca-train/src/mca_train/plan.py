@@ -298,7 +298,7 @@ def print_plan(config: Path, overrides: list[str]) -> int:
     sys.stdout.write(render(plan, settings, model))
     if told := positions_exceeded(model, settings.data.seq_length):
         sys.stdout.write(f"seq_length {settings.data.seq_length}: {told}\n")
-    return 1 if plan.problems else 0
+    return 2 if plan.problems else 0
 
 
 def _adapter(settings: Settings) -> "AdapterConfig | None":

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from mca_config.errors import McaError
+from mca_config.errors import McaError, UsageError
 from mca_train.arguments import DataArguments
 from mca_train.data import check_messages, tell_cut, tokenize_answer, tools_of
 from mca_train.token_dataset import TokenDataset
@@ -99,7 +99,7 @@ def pair_encoder(names: Sequence[str], tokenizer: Any, arguments: DataArguments,
     for name in ("chosen_column", "rejected_column"):
         column = getattr(arguments, name)
         if column not in names:
-            raise McaError(f"{key}: no column '{column}' (columns: {', '.join(names)}); set {name}")
+            raise UsageError(f"{key}: no column '{column}' (columns: {', '.join(names)}); set {name}")
 
     def encode(row: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
         prompt, chosen, rejected = split_row(row, arguments)

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from mca_config.errors import McaError
+from mca_config.errors import McaError, UsageError
 from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_models.megatron.agreement import on_first
 
@@ -145,7 +145,7 @@ def _require_same(theirs: McaModelConfig, mine: McaModelConfig, directory: Path)
         if name not in _MAY_DIFFER and there.get(name) != here.get(name)
     ]
     if different:
-        raise McaError(
+        raise UsageError(
             f"{directory}: holds another model than this run's: {'; '.join(different[:3])}; set model_name_or_path "
             "to the model that it was trained from"
         )

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mca_config.errors import McaError
-from mca_train.config_file import UsageError
+from mca_config.errors import McaError, UsageError
 
 if TYPE_CHECKING:
     from mca_train.data import Kind

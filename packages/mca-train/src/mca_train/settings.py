@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mca_config.arguments import MegatronArguments
-from mca_config.errors import McaError, list_problems
+from mca_config.errors import McaError, UsageError, list_problems
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_train.arguments import DataArguments, DpoArguments, LaunchArguments, LoraArguments
-from mca_train.config_file import UsageError, build, parse_overrides, read_yaml
+from mca_train.config_file import build, parse_overrides, read_yaml
 from mca_train.sense import contradictions, require_backend
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ def parse(values: dict[str, Any], where: str) -> Settings:
     """
     from mca_config.training import TrainingArguments
 
-    values = _with_device(values)
     try:
         require_backend(values.get("ddp_backend"))
+        values = _with_device(values)
         classes = [TrainingArguments, DataArguments, LaunchArguments, LoraArguments, DpoArguments]
         training, data, launch, lora, dpo = build(classes, values, where=where, only=["output_dir"])
         _require_adapter_keys_used(values, lora)
@@ -108,7 +108,8 @@ def _with_device(values: dict[str, Any]) -> dict[str, Any]:
     """Without a GPU, ``use_cpu`` is on: otherwise every rank takes itself for the only one."""
     from mca_models.megatron import platform
 
-    return {"report_to": "none"} | values | ({"use_cpu": True} if platform.device_type() == "cpu" else {})
+    given = {key: value for key, value in values.items() if key != "ddp_backend"}  # the groups are Megatron's
+    return {"report_to": "none"} | given | ({"use_cpu": True} if platform.device_type() == "cpu" else {})
 
 
 def model_config(path: str) -> McaModelConfig:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mca_config.checks import positions_exceeded, require_layout
-from mca_config.errors import McaError
+from mca_config.errors import UsageError, checking_usage
 from mca_train import launch
 from mca_train.data import Kind, load_tokenized
 from mca_train.output_place import require_own
@@ -60,11 +60,12 @@ def run(kind: Kind, config: Path, overrides: list[str], command: list[str]) -> i
             rank,
         )
     settings = parse(values, where)
-    require_keys_of(kind, values)
-    require_run(kind, settings)
-    speak(settings.training)
-    layout = layout_of(settings.training, _checked_model(settings))
-    ranks = num_local_ranks(settings.launch, layout)
+    with checking_usage():
+        require_keys_of(kind, values)
+        require_run(kind, settings)
+        speak(settings.training)
+        layout = layout_of(settings.training, _checked_model(settings))
+        ranks = num_local_ranks(settings.launch, layout)
     logger.info("starting %d rank%s: %s", ranks, "s" if ranks > 1 else "", layout)
     from mca_models.megatron import platform
 
@@ -111,14 +112,10 @@ def _checked_model(settings: Settings) -> Any:
 
 def _prepare(kind: Kind, settings: Settings) -> _Inputs:
     """Tokenizer and data."""
-    require_run(kind, settings)
-    if os.environ.get("RANK", "0") == "0":
-        require_writable(Path(settings.training.output_dir))
-    data, adapter = settings.data, settings.lora.adapter_name_or_path
-    sources = (data.model_name_or_path, data.tokenizer_name_or_path, adapter)
-    require_own(Path(settings.training.output_dir), sources)
-    _require_checkpoint(settings)
-    tokenizer = load_tokenizer(settings)
+    with checking_usage():
+        require_run(kind, settings)
+        _require_place(settings)
+        tokenizer = load_tokenizer(settings)
     logger.info("reading %s", ", ".join(settings.data.train_file))
     train = _training_data(kind, settings, tokenizer)
     longest = settings.data.seq_length if settings.data.streaming else int(train.lengths.max())
@@ -131,14 +128,24 @@ def _prepare(kind: Kind, settings: Settings) -> _Inputs:
     return _Inputs(kind, settings, tokenizer, train, evaluation)
 
 
-def _require_checkpoint(settings: Settings) -> None:
-    """Tells of a ``resume_from_checkpoint`` that is not there; its contents are checked by the ranks together."""
+def _require_place(settings: Settings) -> None:
+    """Refuses an ``output_dir`` that has no room for the run, and a ``resume_from_checkpoint`` that is not there.
+
+    What a checkpoint holds is checked by the ranks together.
+    """
+    output_dir, data = Path(settings.training.output_dir), settings.data
+    if os.environ.get("RANK", "0") == "0":
+        require_writable(output_dir)
+    require_own(
+        output_dir,
+        (data.model_name_or_path, data.tokenizer_name_or_path, settings.lora.adapter_name_or_path),
+    )
     from mca_models.megatron import platform
 
     platform.prepare()  # before the next line imports Megatron
     from mca_train.checkpointing import resolve
 
-    resolve(settings.training.resume_from_checkpoint, Path(settings.training.output_dir))
+    resolve(settings.training.resume_from_checkpoint, output_dir)
 
 
 def _training_data(kind: Kind, settings: Settings, tokenizer: Any) -> Any:
@@ -159,7 +166,7 @@ def load_tokenizer(settings: Settings) -> Any:
     """The tokenizer that the settings name.
 
     Raises:
-        McaError: There is none.
+        UsageError: There is none.
     """
     from transformers import AutoTokenizer
 
@@ -168,7 +175,7 @@ def load_tokenizer(settings: Settings) -> Any:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise McaError(f"no tokenizer in {path} (set tokenizer_name_or_path): {reason}") from error
+        raise UsageError(f"no tokenizer in {path} (set tokenizer_name_or_path): {reason}") from error
 
 
 def _train_rank(inputs: _Inputs) -> None:

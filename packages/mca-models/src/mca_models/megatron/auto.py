@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.checks import require_layout
-from mca_config.errors import McaError
+from mca_config.errors import McaError, checking_usage
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint import ModelSource, open_checkpoint
 from mca_models.megatron import fill, parallel
@@ -44,7 +44,7 @@ class AutoModel:
                 the mean of the old ones with a little noise, equal on every layout. None: the checkpoint's.
 
         Raises:
-            McaError: The checkpoint is incomplete or the layout does not fit it.
+            McaError: The checkpoint is incomplete or, as a UsageError, the layout does not fit it.
         """
         args = args or DistributingParallelArguments()
         source: ModelSource = open_checkpoint(Path(path))
@@ -52,7 +52,8 @@ class AutoModel:
         if vocab_size is not None and vocab_size != config.vocab_size:
             require_growth(config.vocab_size, vocab_size)
             config = replace(config, vocab_size=vocab_size)
-        models = _build(config, args, dtype, seed, Path(path))
+        with checking_usage():
+            models = _build(config, args, dtype, seed, Path(path))
         if config is not source.config:
             growth = growth_of(source, config.vocab_size, seed)
         once = bool(vars(args).get("load_broadcast"))  # training arguments only
