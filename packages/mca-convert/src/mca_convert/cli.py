@@ -1,44 +1,74 @@
 """The ``mca-convert`` command.
 
-Only ``argparse`` and the flags are imported here; NumPy and the rest come with the work itself.
+Little but the signals is imported at first, so that a Ctrl-C during the other imports is one line too; NumPy and the
+rest come with the work itself.
 """
 
-import argparse
 import gc
-import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from mca_config.errors import McaError
-from mca_convert import __version__
-from mca_convert.flags import DEFAULT_COMMAND, build_parser, command_of
+from mca_convert.interrupts import Interrupted, Interrupts
+from mca_convert.streams import safe_streams
+
+if TYPE_CHECKING:
+    import argparse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    command, rest = command_of(arguments)
+    """Runs the command; returns its exit code.
+
+    0 done, 1 failed, 2 wrong usage, 128 and the signal's number if one ended it: 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP.
+    Only a code of 0 leaves anything at the output path, and it always does.
+
+    Args:
+        argv: The arguments; None: the process is this command.
+    """
+    is_command, interrupts = argv is None, Interrupts()
+    with safe_streams(to_the_end=is_command), interrupts.listening(to_the_end=is_command):
+        try:
+            code = _attempt(sys.argv[1:] if argv is None else argv, interrupts)
+            interrupts.finish()
+            return code
+        except Interrupted:
+            pass
+        except Exception:
+            if not interrupts.code:
+                raise  # else a library took the signal for something else
+        sys.stderr.write(f"{interrupts.word}; nothing was left behind\n")
+        return interrupts.code
+
+
+def _attempt(argv: Sequence[str], interrupts: Interrupts) -> int:
+    """The exit code of a command that no signal ended."""
+    import logging
+
+    from mca_config.errors import McaError
+    from mca_convert import __version__
+    from mca_convert.flags import build_parser, command_of
+    from mca_convert.mapped import cut_files_told
+
+    command, rest = command_of(list(argv))
     parser = build_parser(command, __version__)
     options = parser.parse_args(rest)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the workers are threads enough
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        with no_collection():
-            return _run(command, parser, options)
+        with no_collection(), cut_files_told(interrupts.note):
+            code = _run(command, parser, options, interrupts)
+            if interrupts.fault is None:
+                return code
+            raise interrupts.fault
     except McaError as error:
         sys.stderr.write(f"error: {error}\n")
-        return 1
     except OSError as error:
         sys.stderr.write(f"error: {_where(error)}{error.strerror or error}\n")
-        return 1
     except MemoryError:
         sys.stderr.write("error: out of memory; give fewer --workers, or a smaller --memory_limit\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted; nothing was left behind\n")
-        return 130
+    return 1
 
 
 @contextmanager
@@ -57,15 +87,17 @@ def _where(error: OSError) -> str:
     return f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
 
 
-def _run(command: str, parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    if command == DEFAULT_COMMAND:
+def _run(
+    command: str, parser: "argparse.ArgumentParser", options: "argparse.Namespace", interrupts: Interrupts
+) -> int:
+    if command == "convert":
         from mca_convert.commands.convert import convert
 
-        return convert(parser, options)
+        return convert(parser, options, interrupts)
     if command == "verify":
         from mca_convert.commands.verify import verify
 
-        return verify(options)
+        return verify(options, interrupts)
     if command == "plan":
         from mca_convert.commands.plan import plan
 

@@ -69,7 +69,7 @@ class Collector:
         offset = info.offset + (start + move.source) * size
         elements = move.run * move.repeat
         if not move.reads_in_order:
-            mapped = file.bytes_map()[offset : offset + move.source_span * size].view(out.dtype)
+            mapped = file.mapped(offset, move.source_span * size).view(out.dtype)
             copy_move(mapped, out, move._replace(source=0))
         elif not move.writes_in_order:
             scratch = self._buffers.array("scratch", info.dtype, elements)

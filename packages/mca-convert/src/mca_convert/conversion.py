@@ -61,8 +61,20 @@ class Conversion:
             for name in self.target.files
         }
 
-    def run(self, destination: Path, limits: Limits, progress: Progress = lambda nbytes: None) -> Path:
+    def run(
+        self,
+        destination: Path,
+        limits: Limits,
+        progress: Progress = lambda nbytes: None,
+        proceed: Callable[[], None] = lambda: None,
+    ) -> Path:
         """Writes the new checkpoint; it stands at ``destination`` completely or not at all.
+
+        Args:
+            destination: Absent, or an empty directory.
+            limits: Threads and memory.
+            progress: Called with the bytes of each written chunk, from any thread.
+            proceed: Called between steps, from any thread; raises to stop.
 
         Raises:
             McaError: The destination is taken, or something cannot be read or written.
@@ -71,26 +83,33 @@ class Conversion:
         side_files(self.source.path)  # what is refused is refused before the work
         partial = PartialDirectory(destination)
         try:
-            records = self._write_weights(partial.path, limits, progress)
+            records = self._write_weights(partial.path, limits, progress, proceed)
             files = {str(Path(self.prefix, name)): record.nbytes for name, record in records.items()}
             files |= copy_side_files(self.source.path, partial.path)
             if isinstance(self.target, McaLayout):
                 files |= self.target.finish(partial.path, records)
             else:
                 files |= self.target.finish(partial.path)
+            proceed()
             partial.publish(files)
         except BaseException:
             partial.discard()
             raise
         return destination
 
-    def _write_weights(self, directory: Path, limits: Limits, progress: Progress) -> dict[str, FileRecord]:
+    def _write_weights(
+        self, directory: Path, limits: Limits, progress: Progress, proceed: Callable[[], None]
+    ) -> dict[str, FileRecord]:
+        def advance(nbytes: int) -> None:
+            proceed()
+            progress(nbytes)
+
         sources = SourceFiles(self.source.checksums())
         to_mca = isinstance(self.target, McaLayout)
         try:
-            engine = Engine(self.file_plans(directory), sources, limits, checksum=to_mca, progress=progress)
+            engine = Engine(self.file_plans(directory), sources, limits, checksum=to_mca, progress=advance)
             records = engine.run(self.fills)
-            sources.check(limits.workers)
+            sources.check(limits.workers, proceed)
         finally:
             sources.close()
         return records

@@ -4,13 +4,14 @@ import mmap
 import os
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mca_config.errors import McaError
 from mca_convert.pool import run_all
 from mca_models.checkpoint.checksum import crc32_join, crc32_of_file
+from mca_models.checkpoint.partial_folder import close
 from mca_models.checkpoint.writer import as_bytes
 
 if TYPE_CHECKING:
@@ -49,23 +50,31 @@ class SourceFile:
             except OSError as error:
                 raise McaError(f"{self.path}: cannot be read ({error.strerror})") from None
             if count == 0:
-                raise McaError(
-                    f"{self.path}: ended at byte {offset + done} while it was read; was it changed?"
-                )
+                raise self._ended(offset + done)
             done += count
         if self.crc32 is not None:
             part = (offset, len(view), zlib.crc32(view))
             with self._lock:
                 self._passed.append(part)
 
-    def bytes_map(self) -> "np.ndarray[Any, Any]":
-        """The whole file as bytes, read when touched."""
+    def mapped(self, offset: int, nbytes: int) -> "np.ndarray[Any, Any]":
+        """``nbytes`` from byte ``offset`` on, read when touched."""
         import numpy as np
 
         with self._lock:
-            if self._map is None:
-                self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
-        return np.frombuffer(self._map, np.uint8)
+            try:
+                if self._map is None and self.nbytes:
+                    self._map = mmap.mmap(self._fd, self.nbytes, access=mmap.ACCESS_READ)
+            except ValueError:  # it has become shorter
+                raise self._ended(os.fstat(self._fd).st_size) from None
+            except OSError as error:
+                raise McaError(f"{self.path}: cannot be read ({error.strerror})") from None
+        if self._map is None or offset + nbytes > self.nbytes:
+            raise self._ended(self.nbytes)
+        return np.frombuffer(self._map, np.uint8, nbytes, offset)
+
+    def _ended(self, position: int) -> McaError:
+        return McaError(f"{self.path}: ended at byte {position} while it was read; was it changed?")
 
     def check(self) -> None:
         """Raises if the file's checksum is not the manifest's; reads again only what has not passed once."""
@@ -90,12 +99,15 @@ class SourceFile:
     def _crc_between(self, crc: int, start: int, stop: int) -> int:
         """``crc`` continued by bytes ``start`` to ``stop`` (the header, padding, mapped tensors)."""
         for position in range(start, stop, _AT_ONCE):
-            crc = zlib.crc32(os.pread(self._fd, min(_AT_ONCE, stop - position), position), crc)
+            try:
+                crc = zlib.crc32(os.pread(self._fd, min(_AT_ONCE, stop - position), position), crc)
+            except OSError as error:
+                raise McaError(f"{self.path}: cannot be read ({error.strerror})") from None
         return crc
 
     def close(self) -> None:
         """Closes the file; its map lives on while arrays use it."""
-        os.close(self._fd)
+        close(self._fd)
 
 
 class SourceFiles:
@@ -115,14 +127,22 @@ class SourceFiles:
                 self._files[path] = file
         return file
 
-    def check(self, workers: int) -> None:
+    def check(self, workers: int, proceed: Callable[[], None] = lambda: None) -> None:
         """Checks every file that has a checksum; what has not been read as it lies is read by ``workers`` threads.
+
+        Args:
+            workers: How many.
+            proceed: Called before each file; raises to stop.
 
         Raises:
             McaError: One is not what its manifest says.
         """
-        files = [self.get(path) for path in self._checksums]
-        run_all(files, workers, lambda: SourceFile.check)
+
+        def check(file: SourceFile) -> None:
+            proceed()
+            file.check()
+
+        run_all([self.get(path) for path in self._checksums], workers, lambda: check)
 
     def close(self) -> None:
         """Closes all."""

@@ -10,17 +10,20 @@ from mca_config.command_line import from_namespace
 from mca_config.layout import ParallelLayout
 from mca_convert.commands.convert import carry_out, layout_flags_for_hf
 from mca_convert.conversion import plan_to_hf, plan_to_mca, refuse_no_adapter, refuse_taken
+from mca_convert.interrupts import Interrupts
 from mca_models.checkpoint import open_checkpoint
 
 
-def convert_adapter(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def convert_adapter(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, interrupts: Interrupts
+) -> int:
     """Converts the adapter of ``--adapter_path``, or merges it; returns the exit code."""
     adapter, destination = Path(options.adapter_path), Path(options.output_path)
     base = Path(options.checkpoint_path) if options.checkpoint_path else None
     refuse_taken(adapter, destination)
     refuse_no_adapter(adapter)
     if options.merge:
-        return _merge(parser, options, adapter, destination)
+        return _merge(parser, options, adapter, destination, interrupts)
     from mca_models.lora import convert_adapter as convert
     from mca_models.lora import is_mca_adapter, model_of
 
@@ -30,9 +33,16 @@ def convert_adapter(parser: argparse.ArgumentParser, options: argparse.Namespace
     arguments = from_namespace(DistributingParallelArguments, options)
     own = _layout_of(adapter) if is_mca_adapter(adapter) else ParallelLayout()
     model = None if base is None else model_of(base)
-    converted = convert(
-        adapter, destination, model=model, to=target, layout=arguments.layout(own), cast=options.cast
-    )
+    with interrupts.holding():
+        converted = convert(
+            adapter,
+            destination,
+            model=model,
+            to=target,
+            layout=arguments.layout(own),
+            cast=options.cast,
+            proceed=interrupts.check,
+        )
     kind = "PEFT adapter" if target == "hf" else f"MCA adapter, {arguments.layout(own)}"
     sys.stderr.write(
         f"{destination}: {converted.model.model_type}, {kind}, {len(converted.params)} tensors\n"
@@ -47,7 +57,11 @@ def _layout_of(adapter: Path) -> ParallelLayout:
 
 
 def _merge(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, adapter: Path, destination: Path
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    adapter: Path,
+    destination: Path,
+    interrupts: Interrupts,
 ) -> int:
     if not options.checkpoint_path:
         parser.error("--merge needs the base model: --checkpoint_path")
@@ -63,5 +77,5 @@ def _merge(
         conversion = plan_to_mca(source, arguments.layout(base.config.layout), options.cast)
     else:
         conversion = plan_to_hf(source, options.cast, options.max_shard_size)
-    carry_out(conversion, destination, options, "merging")
+    carry_out(conversion, destination, options, "merging", interrupts)
     return 0

@@ -10,33 +10,40 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.arguments.distributing import LAYOUT_FIELDS
 from mca_config.command_line import from_namespace
 from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca, refuse_taken
+from mca_convert.interrupts import Interrupts
 from mca_convert.pool import Limits, default_workers
 from mca_convert.progress import bar
 from mca_models.checkpoint import McaLayout, kind_of, open_checkpoint
 
 
-def convert(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def convert(parser: argparse.ArgumentParser, options: argparse.Namespace, interrupts: Interrupts) -> int:
     """Plans, converts and reports; returns the exit code."""
     if options.adapter_path:
         from mca_convert.commands.adapter import convert_adapter
 
-        return convert_adapter(parser, options)
+        return convert_adapter(parser, options, interrupts)
     if options.merge:
         parser.error("--merge needs --adapter_path")
     if not options.checkpoint_path:
         parser.error("the following arguments are required: --checkpoint_path")
     source_path, destination = Path(options.checkpoint_path), Path(options.output_path)
     refuse_taken(source_path, destination)
-    carry_out(plan(parser, options), destination, options, "converting")
+    carry_out(plan(parser, options), destination, options, "converting", interrupts)
     return 0
 
 
-def carry_out(conversion: Conversion, destination: Path, options: argparse.Namespace, what: str) -> None:
+def carry_out(
+    conversion: Conversion,
+    destination: Path,
+    options: argparse.Namespace,
+    what: str,
+    interrupts: Interrupts,
+) -> None:
     """Runs ``conversion`` under a progress bar that says ``what``, and sums it up."""
     started = time.monotonic()
     allow_open_files()
-    with bar(conversion.nbytes, what) as progress:
-        conversion.run(destination, limits_of(options), progress)
+    with bar(conversion.nbytes, what) as progress, interrupts.holding():
+        conversion.run(destination, limits_of(options), progress, interrupts.check)
     sys.stderr.write(_summary(conversion, destination, time.monotonic() - started))
 
 

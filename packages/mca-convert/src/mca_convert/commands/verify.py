@@ -7,13 +7,14 @@ from pathlib import Path
 from mca_convert.commands.convert import allow_open_files, limits_of
 from mca_convert.compare import Comparison, compare
 from mca_convert.compare_adapters import compare_adapters
+from mca_convert.interrupts import Interrupts
 from mca_convert.progress import bar
 from mca_models.checkpoint import kind_of, open_checkpoint
 
 _SHOWN = 10
 
 
-def verify(options: argparse.Namespace) -> int:
+def verify(options: argparse.Namespace, interrupts: Interrupts) -> int:
     """Compares two checkpoints; prints what differs; 0 if they are the same model, else 1."""
     allow_open_files()
     paths = Path(options.first), Path(options.second)
@@ -24,7 +25,12 @@ def verify(options: argparse.Namespace) -> int:
     first, second = (open_checkpoint(path) for path in paths)
     total = sum(info.nbytes for info in first.tensors())
     with bar(total, "comparing") as progress:
-        result = compare(first, second, limits_of(options), tolerance=options.tolerance, progress=progress)
+
+        def advance(nbytes: int) -> None:
+            interrupts.check()
+            progress(nbytes)
+
+        result = compare(first, second, limits_of(options), tolerance=options.tolerance, progress=advance)
     sys.stdout.write(report(result, options))
     return 0 if result.same else 1
 

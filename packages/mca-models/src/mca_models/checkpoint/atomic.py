@@ -8,7 +8,7 @@ made in it, and what was written is moved up, last of all the file without which
 import fcntl
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -186,11 +186,14 @@ class PartialDirectory:
 
 
 @contextmanager
-def atomic_directory(destination: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A fresh directory that becomes ``destination`` if the block ends without an error."""
+def atomic_directory(
+    destination: Path, *, overwrite: bool = False, proceed: Callable[[], None] = lambda: None
+) -> Iterator[Path]:
+    """A fresh directory that becomes ``destination`` if neither the block nor then ``proceed`` raises an error."""
     partial = PartialDirectory(destination, overwrite=overwrite)
     try:
         yield partial.path
+        proceed()
         partial.publish()
     except BaseException:
         partial.discard()

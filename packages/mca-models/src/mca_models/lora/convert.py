@@ -1,5 +1,6 @@
 """One adapter directory made of another: PEFT to MCA, back, or MCA to MCA of another layout."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -65,6 +66,7 @@ def convert_adapter(
     to: Kind | None = None,
     layout: ParallelLayout | None = None,
     cast: str | None = None,
+    proceed: Callable[[], None] = lambda: None,
 ) -> Adapter:
     """Writes the adapter in ``source`` to ``destination``, bit for bit unless ``cast``.
 
@@ -75,6 +77,7 @@ def convert_adapter(
         to: ``mca`` or ``hf`` (PEFT); None: the other kind than the source.
         layout: The parallel sizes of an MCA target; None: those of an MCA source, else 1.
         cast: Safetensors code (``BF16``, ``F16``, ``F32``) to cast the tensors to.
+        proceed: Called before the result is put in place; raises to stop.
 
     Returns:
         The adapter that was read.
@@ -82,10 +85,10 @@ def convert_adapter(
     adapter = open_adapter(source, model)
     written = casted(adapter, cast) if cast else adapter
     if (to or ("hf" if is_mca_adapter(source) else "mca")) == "hf":
-        write_peft(written, destination, side_files=source)
+        write_peft(written, destination, side_files=source, proceed=proceed)
     else:
         own = adapter.model.layout if is_mca_adapter(source) else ParallelLayout()
-        write_mca_adapter(written, layout or own, destination, side_files=source)
+        write_mca_adapter(written, layout or own, destination, side_files=source, proceed=proceed)
     return adapter
 
 

@@ -8,7 +8,7 @@
 Every piece is stored once, as in a checkpoint of weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,7 @@ def write_mca_adapter(
     *,
     side_files: Path | None = None,
     overwrite: bool = False,
+    proceed: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes ``adapter`` cut for ``layout``.
 
@@ -102,10 +103,11 @@ def write_mca_adapter(
         destination: The directory; absent or empty, unless overwritten.
         side_files: Where small files (tokenizer, model card) are copied from.
         overwrite: Replaces what stands at ``destination``.
+        proceed: Called before it is put in place; raises to stop.
     """
     adapter = relaid(adapter, layout)
     plan = planned(adapter)
-    with atomic_directory(destination, overwrite=overwrite) as folder:
+    with atomic_directory(destination, overwrite=overwrite, proceed=proceed) as folder:
         records = {}
         for file, pieces in plan.files.items():
             target = plan_file(folder / iteration_name(1) / file, plan.specs(file))

@@ -8,7 +8,7 @@ Stacked expert parameters are kept by PEFT as two matrices for all experts:
 and are seen here as ``[experts, rank, in]`` and ``[experts, out, rank]``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,12 @@ class PeftTensors:
 
 
 def write_peft(
-    adapter: Adapter, destination: Path, *, side_files: Path | None = None, overwrite: bool = False
+    adapter: Adapter,
+    destination: Path,
+    *,
+    side_files: Path | None = None,
+    overwrite: bool = False,
+    proceed: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes a PEFT directory that ``peft`` loads onto the HF model.
 
@@ -124,9 +129,10 @@ def write_peft(
         destination: The directory; absent or empty, unless overwritten.
         side_files: Where small files (tokenizer, model card) are copied from.
         overwrite: Replaces what stands at ``destination``.
+        proceed: Called before it is put in place; raises to stop.
     """
     tensors = PeftTensors(adapter)
-    with atomic_directory(destination, overwrite=overwrite) as folder:
+    with atomic_directory(destination, overwrite=overwrite, proceed=proceed) as folder:
         arrays = {name: tensors.array(name) for name in sorted(tensors.sources)}
         specs = [(name, code_of(x.dtype), tuple(x.shape)) for name, x in arrays.items()]
         with SafetensorsWriter(plan_file(folder / WEIGHTS, specs, METADATA)) as writer:

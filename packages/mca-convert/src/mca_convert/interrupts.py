@@ -1,0 +1,90 @@
+"""What ends the command from outside: Ctrl-C, SIGTERM, SIGHUP, and faults that no call reports."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mca_config.errors import McaError
+
+WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+
+
+class Interrupted(BaseException):
+    """The command is to end because of a signal."""
+
+
+class Interrupts:
+    """The first signal that arrived, and what it does.
+
+    While nothing is on disk, it ends the command wherever that is. While something is written (``holding``), it is only
+    noted, and whoever writes asks with ``check``, so that no step is left half done: what was written is removed, or it
+    is complete. Further signals do nothing.
+    """
+
+    def __init__(self) -> None:
+        self.arrived: signal.Signals | None = None
+        self.fault: McaError | None = None
+        self._held = self._done = False
+
+    @contextmanager
+    def listening(self, *, to_the_end: bool) -> Iterator[None]:
+        """Takes the signals that are not ignored; ``to_the_end`` of the process, not of the block."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in WORDS}
+        taken = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+        for number in taken:
+            signal.signal(number, self._arrive)
+        try:
+            yield
+        finally:
+            self.finish()
+            if not to_the_end:
+                for number in taken:
+                    signal.signal(number, before[number])
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """A block that writes; when it has ended without an error, a signal comes too late."""
+        self._held = True
+        try:
+            self.check()
+            yield
+            self.finish()
+        finally:
+            self._held = False
+
+    def finish(self) -> None:
+        """From now on signals come too late."""
+        self._done = True
+
+    def note(self, fault: "McaError") -> None:
+        """Has ``check`` raise ``fault``, the first one."""
+        self.fault = self.fault or fault
+
+    def check(self) -> None:
+        """Raises if a signal has arrived or a fault was noted."""
+        if self.fault is not None:
+            raise self.fault
+        if self.arrived is not None and not self._done:
+            raise Interrupted
+
+    @property
+    def code(self) -> int:
+        """The exit code of a process that a signal ended, as shells give it; 0 if none did."""
+        return 0 if self.arrived is None or self._done else 128 + self.arrived
+
+    @property
+    def word(self) -> str:
+        """What the signal did to the command."""
+        return "" if self.arrived is None else WORDS[self.arrived]
+
+    def _arrive(self, number: int, frame: object) -> None:
+        if self.arrived is None and not self._done:
+            self.arrived = signal.Signals(number)
+            if not self._held:
+                raise Interrupted

@@ -1,0 +1,124 @@
+"""Signals at every stage: nothing is left and the exit code says so, or the checkpoint is complete and it is 0."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from files import assert_same_tensors
+
+from mca_convert.cli import main
+
+SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+STAGES = {
+    "opening": "mca_convert.commands.convert.open_checkpoint",
+    "planning": "mca_convert.commands.convert.plan_to_mca",
+    "making the folder": "mca_models.checkpoint.partial_folder.PartialFolder.mark",
+    "making files": "mca_models.checkpoint.writer.make_file",
+    "reading": "mca_convert.reader.SourceFile.read_into",
+    "writing": "mca_models.checkpoint.writer._pwrite",
+    "small files": "mca_models.checkpoint.mca_directory.write_file",
+}
+
+
+def signalling(
+    monkeypatch: pytest.MonkeyPatch, target: str, number: int, *, after: bool = False
+) -> list[int]:
+    """Has each call of ``target`` raise a signal; returns a list that grows with every one."""
+    from importlib import import_module
+
+    parts = target.split(".")
+    owner: Any = import_module(
+        ".".join(parts[: sum(part[0].islower() or part[0] == "_" for part in parts[:-1])])
+    )
+    for part in parts[len(owner.__name__.split(".")) : -1]:
+        owner = getattr(owner, part)
+    original: Callable[..., Any] = getattr(owner, parts[-1])
+    raised: list[int] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not after:
+            raised.append(number)
+            signal.raise_signal(number)
+        result = original(*args, **kwargs)
+        if after:
+            raised.append(number)
+            signal.raise_signal(number)
+        return result
+
+    monkeypatch.setattr(owner, parts[-1], call)
+    return raised
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("stage", STAGES)
+def test_nothing_is_left(stage, number, tiny, tmp_path: Path, capsys, monkeypatch) -> None:
+    source, output = tiny("llama"), tmp_path / "a" / "b"
+    capsys.readouterr()
+    before = [signal.getsignal(each) for each in SIGNALS]
+    raised = signalling(monkeypatch, STAGES[stage], number)
+    signalling(monkeypatch, "shutil.rmtree", number)  # again and again while it cleans up
+    assert main(["--checkpoint_path", str(source), "--output_path", str(output)]) == 128 + number
+    assert raised and not list(tmp_path.iterdir())
+    assert capsys.readouterr().err == f"{SIGNALS[number]}; nothing was left behind\n"
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("exists", [False, True])
+def test_at_the_renaming_it_comes_too_late(exists, after, tiny, tmp_path: Path, capsys, monkeypatch) -> None:
+    source, output = tiny("llama"), tmp_path / "out"
+    if exists:
+        output.mkdir()
+    point = "mca_models.checkpoint.atomic.move" if exists else "os.rename"
+    raised = signalling(monkeypatch, point, signal.SIGINT, after=after)
+    if not exists and not after:  # the marker of the folder is renamed too, long before
+        monkeypatch.undo()
+        raised = signalling(
+            monkeypatch, "mca_models.checkpoint.atomic.PartialDirectory._rename", signal.SIGINT
+        )
+    code = main(["--checkpoint_path", str(source), "--output_path", str(output), "--to", "hf"])
+    assert raised
+    if not exists and after:  # the marker
+        assert code == 130 and not list(tmp_path.iterdir())
+        return
+    assert code == 0 and "nothing was left" not in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert_same_tensors(source, output)
+
+
+AT_IMPORT = """
+import os, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "MODULE":
+            os.kill(os.getpid(), 2)
+sys.meta_path.insert(0, Finder())
+from mca_convert.cli import main
+sys.argv[1:] = ["inspect", "."]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("module", ["argparse", "mca_config.errors", "mca_convert.inspection"])
+def test_while_it_imports(module, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_IMPORT.replace("MODULE", module)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted; nothing was left behind\n")
+
+
+def test_what_is_ignored_stays_ignored(tiny, tmp_path: Path, monkeypatch) -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signalling(monkeypatch, STAGES["writing"], signal.SIGHUP) == []
+        assert main(["--checkpoint_path", str(tiny("llama")), "--output_path", str(tmp_path / "out")]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
