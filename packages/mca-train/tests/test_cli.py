@@ -181,6 +181,30 @@ def test_a_file_that_is_broken_is_a_failure(run, capsys, tmp_path):
     assert "broken.jsonl cannot be read" in capsys.readouterr().err
 
 
+def test_checkpoints_of_another_run_are_told_before_anything_is_read(run, capsys, tmp_path):
+    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint-2" / "trainer_state.json").touch()
+    (tmp_path / "out" / "train_log.jsonl").touch()
+    assert main(["pretrain", run()]) == 2
+    error = capsys.readouterr().err
+    assert (
+        f"output_dir: {tmp_path / 'out'} holds the checkpoints of another run (checkpoint-2); go on" in error
+    )
+    assert "reading" not in error
+
+
+def test_an_output_dir_that_another_run_uses_is_told_before_anything_is_read(run, capsys, tmp_path):
+    from mca_train.output_lock import OutputLock
+
+    lock = OutputLock(tmp_path / "out")
+    lock.take()
+    assert main(["pretrain", run()]) == 1
+    lock.release()
+    error = capsys.readouterr().err
+    assert f"error: output_dir: {tmp_path / 'out'} is used by another run (process " in error
+    assert "reading" not in error
+
+
 def test_the_backend_of_this_machine_may_be_named(run):
     from mca_models.megatron import platform
     from mca_train.settings import given_values, parse

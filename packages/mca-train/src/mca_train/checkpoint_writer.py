@@ -44,6 +44,8 @@ class CheckpointWriter:
         self._stages: list[Stage] = []
         self._published: Callable[[], object] = lambda: None
         self._deletions: list[threading.Thread] = []
+        self.written: list[Path] = []
+        """The checkpoints that are complete."""
 
     def write(
         self, destination: Path, begin: Callable[[Path], Sequence[Stage]], published: Callable[[], object]
@@ -114,6 +116,7 @@ class CheckpointWriter:
                 self._shared.publish()
                 self._shared = None
         if not self._stages:
+            self.written.append(self._destination)
             self._published()
 
     @contextlib.contextmanager

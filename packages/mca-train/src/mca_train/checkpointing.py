@@ -47,6 +47,11 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return [path for _, path in sorted(found) if (path / STATE_FILE).is_file()]
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step of one of `checkpoints`."""
+    return int(checkpoint.name.removeprefix(f"{PREFIX}-"))
+
+
 def resolve(resume: str | bool | None, output_dir: Path) -> Path | None:
     """Which checkpoint ``resume_from_checkpoint`` means.
 
@@ -110,7 +115,7 @@ def find(resume: str | bool | None, output_dir: Path, ranks: Ranks) -> Path | No
 
 def _tell_of_incomplete(output_dir: Path, newest: Path | None) -> None:
     """Says what looks like a newer checkpoint than the newest one, and is none."""
-    step = int(newest.name.removeprefix(f"{PREFIX}-")) if newest else -1
+    step = step_of(newest) if newest else -1
     for path in sorted(output_dir.glob(f"{PREFIX}-*")):
         match = _NAME.fullmatch(path.name)
         if match and int(match[1]) > step:

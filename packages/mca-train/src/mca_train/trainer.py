@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from mca_config.errors import McaError
-from mca_train import checkpointing, groups
+from mca_train import checkpointing, groups, lineage
 from mca_train.batches import Collator, MicroBatch, PadCollator, StepBatch, pad_token
 from mca_train.checkpoint_writer import CheckpointWriter, remove_unfinished
 from mca_train.chunked_loss import chunk_losses
@@ -156,12 +156,15 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         """
         if trial is not None:
             raise McaError("hyper-parameter search is not supported")
-        require_own(Path(self.args.output_dir), [getattr(self.model, "source", None)])
-        checkpoint = checkpointing.find(resume_from_checkpoint, Path(self.args.output_dir), self.ranks)
+        output_dir = Path(self.args.output_dir)
+        require_own(output_dir, [getattr(self.model, "source", None)])
         self.is_in_train = True
         try:
-            with self.watch.signal:
-                return self._train(checkpoint)
+            with self._alone():
+                checkpoint = checkpointing.find(resume_from_checkpoint, output_dir, self.ranks)
+                lineage.require_free(output_dir, checkpoint, overwrite=self.args.overwrite_output_dir)
+                with self.watch.signal:
+                    return self._train(checkpoint)
         finally:
             self._checkpoints.abandon()
             self.is_in_train = False
@@ -176,6 +179,8 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         log_plan(self.args, self.ranks, length, sampler.shape.global_size, self.state.global_step)
         if self.ranks.is_first:
             remove_unfinished(Path(self.args.output_dir), checkpointing.PREFIX)
+            if self.args.overwrite_output_dir:
+                lineage.remove_others(Path(self.args.output_dir), checkpoint, self.state.global_step)
         start, started = self.state.global_step, time.time()
         self.started_at_step = start
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)

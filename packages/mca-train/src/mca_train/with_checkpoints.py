@@ -1,18 +1,22 @@
 """The Trainer's methods about saving: the model, and checkpoints to resume from."""
 
+import contextlib
 import copy
 import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
+from mca_config.errors import McaError
 from mca_models.megatron.agreement import on_first
-from mca_train import checkpointing, groups
+from mca_train import checkpointing, groups, lineage
 from mca_train.checkpoint_writer import CheckpointWriter, Stage, said_clearly
 from mca_train.integrity import ARGUMENTS_FILE, Checksums
+from mca_train.output_lock import OutputLock
 from mca_train.saving import ModelWriting
 
 logger = logging.getLogger(__name__)
@@ -31,6 +35,28 @@ class WithCheckpoints:
     _checkpoints: CheckpointWriter
     _pipeline: Any
     _training_state: Any
+    started_at_step: int
+    output_lock: OutputLock | None = None
+    """Of ``output_dir``, if whoever made the trainer has taken it; else `train` does."""
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A block in which no other run uses ``output_dir``."""
+        if self.output_lock is not None:
+            yield
+            return
+        lock = OutputLock(Path(self.args.output_dir))
+        try:
+            on_first(lock.take)
+        except McaError as error:
+            raise McaError(str(error).removeprefix("rank 0 could not save: ")) from None
+        self.output_lock = lock
+        try:
+            with lock.kept():
+                yield
+        finally:
+            self.output_lock = None
+            lock.release()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model as an MCA checkpoint, with the tokenizer; all ranks take part.
@@ -81,6 +107,7 @@ class WithCheckpoints:
         args = self.args
         if self.ranks.is_first:
             output_dir, limit = Path(args.output_dir), args.save_total_limit
+            lineage.set_aside_newer(output_dir, self.started_at_step, self._checkpoints.written)
             for path in checkpointing.expendable(output_dir, limit, state.best_model_checkpoint):
                 logger.info("deleting %s (save_total_limit %d)", path, limit)
                 self._checkpoints.delete(path)
@@ -90,6 +117,8 @@ class WithCheckpoints:
         self.control.should_save = another
 
     def _write_state(self, folder: Path) -> None:
+        if self.output_lock is not None:
+            self.output_lock.require_own()
         states: dict[str, Any] = {}
         for callback in self._exportable():
             states.setdefault(type(callback).__name__, []).append(callback.state())

@@ -4,7 +4,8 @@ import logging
 import os
 import sys
 import warnings
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from mca_config.checks import positions_exceeded, require_layout
 from mca_config.errors import UsageError, checking_usage
 from mca_train import launch
 from mca_train.data import Kind, load_tokenized
+from mca_train.output_lock import OutputLock
 from mca_train.output_place import require_own
 from mca_train.sense import require_run, require_writable, speak
 from mca_train.settings import (
@@ -38,6 +40,7 @@ class _Inputs:
     tokenizer: Any
     train: Any
     evaluation: Any
+    lock: OutputLock
 
 
 def run(kind: Kind, config: Path, overrides: list[str], command: list[str]) -> int:
@@ -55,7 +58,7 @@ def run(kind: Kind, config: Path, overrides: list[str], command: list[str]) -> i
         folder = os.environ.get("MCA_TRAIN_REPORTS")
         rank = int(os.environ["RANK"])
         return launch.report_failure(
-            lambda: _train_rank(_prepare(kind, parse_on_rank(values, where))),
+            lambda: _launched_rank(kind, values, where),
             Path(folder) if folder else None,
             rank,
         )
@@ -71,11 +74,15 @@ def run(kind: Kind, config: Path, overrides: list[str], command: list[str]) -> i
 
     if platform.device_type() == "cuda":
         return launch.spawn_ranks(command, ranks)
-    inputs = _prepare(kind, settings)
-    platform.prepare()
-    import mca_train.trainer  # noqa: F401  (imported before the fork, so that ranks need not)
+    lock = OutputLock(Path(settings.training.output_dir))
+    try:
+        inputs = _prepare(kind, settings, lock)
+        platform.prepare()
+        import mca_train.trainer  # noqa: F401  (imported before the fork, so that ranks need not)
 
-    return launch.fork_ranks(lambda: _forked_rank(inputs), ranks)
+        return launch.fork_ranks(lambda: _forked_rank(inputs), ranks)
+    finally:
+        lock.release()
 
 
 def parse_on_rank(values: dict[str, Any], where: str) -> Settings:
@@ -94,6 +101,16 @@ def parse_on_rank(values: dict[str, Any], where: str) -> Settings:
     return parse(values, where)
 
 
+def _launched_rank(kind: Kind, values: dict[str, Any], where: str) -> None:
+    """In a process that a launcher started."""
+    settings = parse_on_rank(values, where)
+    lock = OutputLock(Path(settings.training.output_dir))
+    try:
+        _train_rank(_prepare(kind, settings, lock))
+    finally:
+        lock.release()
+
+
 def _forked_rank(inputs: _Inputs) -> None:
     """In a fork: the settings are made again, as they know their process."""
     import torch
@@ -101,7 +118,7 @@ def _forked_rank(inputs: _Inputs) -> None:
     _quiet(first=os.environ["RANK"] == "0")
     torch.set_num_threads(launch.threads_per_rank(int(os.environ["LOCAL_WORLD_SIZE"])))
     settings = parse_on_rank(inputs.settings.values, inputs.settings.where)
-    _train_rank(_Inputs(inputs.kind, settings, inputs.tokenizer, inputs.train, inputs.evaluation))
+    _train_rank(replace(inputs, settings=settings))
 
 
 def _checked_model(settings: Settings) -> Any:
@@ -110,11 +127,20 @@ def _checked_model(settings: Settings) -> Any:
     return config
 
 
-def _prepare(kind: Kind, settings: Settings) -> _Inputs:
-    """Tokenizer and data."""
+def _prepare(kind: Kind, settings: Settings, lock: OutputLock) -> _Inputs:
+    """The lock of ``output_dir``, tokenizer and data."""
     with checking_usage():
         require_run(kind, settings)
         _require_place(settings)
+    if os.environ.get("RANK", "0") == "0":
+        lock.take()
+    with lock.kept():
+        return _read(kind, settings, lock)
+
+
+def _read(kind: Kind, settings: Settings, lock: OutputLock) -> _Inputs:
+    with checking_usage():
+        _require_start(settings)
         tokenizer = load_tokenizer(settings)
     logger.info("reading %s", ", ".join(settings.data.train_file))
     train = _training_data(kind, settings, tokenizer)
@@ -125,27 +151,35 @@ def _prepare(kind: Kind, settings: Settings) -> _Inputs:
     evaluation = None
     if settings.data.eval_file:
         evaluation = load_tokenized(kind, settings.data.eval_file, tokenizer, settings.data, evaluation=True)
-    return _Inputs(kind, settings, tokenizer, train, evaluation)
+    return _Inputs(kind, settings, tokenizer, train, evaluation, lock)
 
 
 def _require_place(settings: Settings) -> None:
-    """Refuses an ``output_dir`` that has no room for the run, and a ``resume_from_checkpoint`` that is not there.
-
-    What a checkpoint holds is checked by the ranks together.
-    """
+    """Refuses an ``output_dir`` that is not for a run."""
     output_dir, data = Path(settings.training.output_dir), settings.data
-    if os.environ.get("RANK", "0") == "0":
-        require_writable(output_dir)
     require_own(
         output_dir,
         (data.model_name_or_path, data.tokenizer_name_or_path, settings.lora.adapter_name_or_path),
     )
+    if os.environ.get("RANK", "0") == "0":
+        require_writable(output_dir)
+
+
+def _require_start(settings: Settings) -> None:
+    """Refuses an ``output_dir`` of another run, and a ``resume_from_checkpoint`` that is not there.
+
+    What a checkpoint holds is checked by the ranks together.
+    """
+    output_dir = Path(settings.training.output_dir)
     from mca_models.megatron import platform
 
     platform.prepare()  # before the next line imports Megatron
+    from mca_train import lineage
     from mca_train.checkpointing import resolve
 
-    resolve(settings.training.resume_from_checkpoint, output_dir)
+    args = settings.training
+    start = resolve(args.resume_from_checkpoint, output_dir)
+    lineage.require_free(output_dir, start, overwrite=args.overwrite_output_dir)
 
 
 def _training_data(kind: Kind, settings: Settings, tokenizer: Any) -> Any:
@@ -181,18 +215,25 @@ def load_tokenizer(settings: Settings) -> Any:
 def _train_rank(inputs: _Inputs) -> None:
     """One rank's whole run."""
     from mca_models.megatron import platform
+
+    speak(inputs.settings.training)
+    with inputs.lock.kept() if os.environ["RANK"] == "0" else nullcontext():
+        _train(inputs)
+    platform.close()
+
+
+def _train(inputs: _Inputs) -> None:
     from mca_train import groups
     from mca_train.kinds import make_trainer
 
     args = inputs.settings.training
-    speak(args)
     trainer = make_trainer(inputs.kind, inputs.settings, inputs.tokenizer, inputs.train, inputs.evaluation)
+    trainer.output_lock = inputs.lock
     result = trainer.train(args.resume_from_checkpoint)
     if trainer.watch.stopped:
         if trainer.is_world_process_zero():
             sys.stdout.write(_stopped(trainer) + "\n")
         groups.barrier()
-        platform.close()
         return
     if inputs.evaluation is not None and not _evaluated_last(trainer.state):
         trainer.evaluate()
@@ -201,7 +242,6 @@ def _train_rank(inputs: _Inputs) -> None:
         trainer.state.save_to_json(str(Path(args.output_dir) / "trainer_state.json"))
         sys.stdout.write(summary(trainer, result) + "\n")
     groups.barrier()
-    platform.close()
 
 
 def _evaluated_last(state: Any) -> bool:

@@ -123,6 +123,10 @@ class MegatronArguments(DistributingParallelArguments):
     load_broadcast: bool = option(
         "Let one data-parallel replica read the weights and send them to the others.", default=False
     )
+    overwrite_output_dir: bool = option(
+        "Remove the checkpoints of another run in output_dir when one begins that does not resume; else it is refused.",
+        default=False,
+    )
 
     def __post_init__(self) -> None:
         coerce_options(self, MegatronArguments)

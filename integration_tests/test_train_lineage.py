@@ -1,0 +1,67 @@
+"""Runs that begin, begin anew and go back in one ``output_dir``: their checkpoints never mix."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import run_ranks
+from train_cases import make_trainer, quietly, tiny_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+
+def trained(
+    checkpoint: Path, output_dir: Path, max_steps: int, resume: str | None, **changes: Any
+) -> list[str]:
+    """Trains with a checkpoint at every second step, of which two stay; those that stand afterwards."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "max_steps": max_steps}
+    settings |= {"gradient_accumulation_steps": 1}
+    trainer = make_trainer(checkpoint, output_dir, **settings | changes)
+    quietly(lambda: trainer.train(resume_from_checkpoint=resume and str(output_dir / resume)))
+    return standing(output_dir)
+
+
+def standing(output_dir: Path) -> list[str]:
+    return sorted(path.name.removeprefix("checkpoint-") for path in output_dir.glob("checkpoint-*"))
+
+
+def refused(checkpoint: Path, output_dir: Path, resume: Path | None) -> list[Any]:
+    """Why a run cannot begin in ``output_dir``, and what stands there then."""
+    from mca_config.errors import UsageError
+
+    trainer = make_trainer(checkpoint, output_dir)
+    with pytest.raises(UsageError) as error:
+        trainer.train(resume_from_checkpoint=resume and str(resume))
+    return [str(error.value), standing(output_dir)]
+
+
+def lives(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
+    elsewhere = output_dir.with_name("elsewhere")
+    found: dict[str, Any] = {"first": trained(checkpoint, output_dir, 6, None)}
+    trained(checkpoint, elsewhere, 2, None)
+    found["anew"] = refused(checkpoint, output_dir, None)
+    found["from elsewhere"] = refused(checkpoint, output_dir, elsewhere / "checkpoint-2")
+    found["replaced"] = trained(checkpoint, output_dir, 4, None, overwrite_output_dir=True)
+    found["went on"] = trained(checkpoint, output_dir, 8, "checkpoint-4")
+    found["went back"] = trained(checkpoint, output_dir, 7, "checkpoint-6", save_steps=1)
+    found["went back, others removed"] = trained(
+        checkpoint, output_dir, 7, "checkpoint-6", overwrite_output_dir=True, save_strategy="no"
+    )
+    return found
+
+
+def test_a_run_keeps_its_own_checkpoints_and_no_others(tmp_path):
+    (found,) = run_ranks(1, lives, tiny_checkpoint(tmp_path / "tiny"), tmp_path / "a")
+    assert found["first"] == ["4", "6"]
+    for name in ("anew", "from elsewhere"):
+        said, left = found[name]
+        assert (
+            "holds the checkpoints of another run (checkpoint-4, checkpoint-6); go on with that run" in said
+        )
+        assert "overwrite_output_dir true" in said
+        assert left == found["first"]
+    assert found["replaced"] == ["2", "4"], "not its own were removed, and those of the first run all"
+    assert found["went on"] == ["6", "8"]
+    assert found["went back"] == ["6", "7", "8.set-aside"]
+    assert found["went back, others removed"] == ["6", "8.set-aside"]

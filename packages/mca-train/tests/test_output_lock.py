@@ -1,0 +1,112 @@
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from mca_config.errors import McaError
+from mca_train import output_lock
+from mca_train.output_lock import NAME, OutputLock
+
+
+def forked(work):
+    """A process that does ``work`` and then sleeps; returned when the work is done."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        work()
+        os.write(write, b"x")
+        time.sleep(60)
+        os._exit(0)
+    os.read(read, 1)
+    os.close(read)
+    os.close(write)
+    return pid
+
+
+def killed(pid):
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_one_run_at_a_time_and_nothing_left(tmp_path):
+    place = tmp_path / "a" / "b"
+    lock = OutputLock(place)
+    lock.take()
+    started = time.monotonic()
+    with pytest.raises(McaError, match=rf"b is used by another run \(process {os.getpid()} on "):
+        OutputLock(place).take()
+    assert time.monotonic() - started < 2
+    lock.require_own()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_run_keeps_no_lock(tmp_path):
+    killed(forked(OutputLock(tmp_path).take))
+    assert (tmp_path / NAME).exists()
+    started = time.monotonic()
+    lock = OutputLock(tmp_path)
+    lock.take()
+    assert time.monotonic() - started < 1
+    lock.release()
+
+
+def test_ranks_of_a_killed_launcher_keep_it_until_they_are_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(output_lock, "_LINGER", 0.5)
+    ranks = tmp_path / "rank"
+
+    def launch():
+        OutputLock(tmp_path / "run").take()
+        ranks.write_text(str(forked(lambda: None)))
+
+    killed(forked(launch))
+    with pytest.raises(McaError, match="is used by another run"):
+        OutputLock(tmp_path / "run").take()
+    os.kill(int(ranks.read_text()), signal.SIGKILL)
+    OutputLock(tmp_path / "run").take()
+
+
+def elsewhere(folder):
+    """The record of a run whose lock this machine does not see."""
+    (folder / NAME).write_text(json.dumps({"process": 1, "machine": "node7", "boot": "x", "since": "noon"}))
+    return folder / NAME
+
+
+def test_a_run_elsewhere_is_known_by_its_touches(tmp_path):
+    file = elsewhere(tmp_path)
+    living = threading.Timer(0.4, lambda: os.utime(file))
+    living.start()
+    with pytest.raises(McaError, match="process 1 on node7, since noon"):
+        OutputLock(tmp_path, still=20).take()
+    living.join()
+    before = file.stat().st_mtime_ns
+    lock = OutputLock(tmp_path, still=0.5, beat=0.05)
+    lock.take()
+    with lock.kept():
+        time.sleep(0.3)
+        assert file.stat().st_mtime_ns > before
+    elsewhere(tmp_path)
+    with pytest.raises(McaError, match=r"was taken by another run .*node7"):
+        lock.require_own()
+    lock.release()
+    assert file.exists(), "of the other one"
+
+
+def test_a_run_elsewhere_that_ends_in_time_leaves_its_place(tmp_path):
+    file = elsewhere(tmp_path)
+    threading.Timer(0.3, file.unlink).start()
+    started = time.monotonic()
+    OutputLock(tmp_path, still=20).take()
+    assert time.monotonic() - started < 5
+
+
+def test_a_file_system_without_locks_has_the_touches(tmp_path, monkeypatch):
+    monkeypatch.setattr(output_lock, "_lock", lambda fd: None)
+    lock = OutputLock(tmp_path, beat=0.1)
+    lock.take()
+    with lock.kept(), pytest.raises(McaError, match="is used by another run"):
+        OutputLock(tmp_path, still=20).take()
+    OutputLock(tmp_path, still=0.5).take()
