@@ -13,8 +13,13 @@ from pathlib import Path
 from harness import run_ranks
 
 
-def launched(command: list[str]) -> "subprocess.CompletedProcess[str]":
-    """Runs ``python -m mca_train WORDS``, given as these words; what it printed and its exit code."""
+def launched(command: list[str], stdout: str | None = None) -> "subprocess.CompletedProcess[str]":
+    """Runs ``python -m mca_train WORDS``, given as these words; what it printed and its exit code.
+
+    Args:
+        command: The words.
+        stdout: A file to print to or "|", a pipe that nobody reads; then what was printed is not known.
+    """
     import mca_train.trainer
     import mca_train.workflow
 
@@ -22,20 +27,19 @@ def launched(command: list[str]) -> "subprocess.CompletedProcess[str]":
     assert mca_train.workflow
     assert command[:3] == [sys.executable, "-m", "mca_train"]
     with tempfile.TemporaryDirectory() as name:
-        (code,) = run_ranks(1, _main, command[3:], Path(name), process_group=False, timeout=240)
-        printed = [(Path(name) / stream).read_text() for stream in ("stdout", "stderr")]
+        (code,) = run_ranks(1, _main, command[3:], Path(name), stdout, process_group=False, timeout=240)
+        printed = ["" if stdout else (Path(name) / "stdout").read_text(), (Path(name) / "stderr").read_text()]
     return subprocess.CompletedProcess(command, code, *printed)
 
 
-def _main(words: list[str], folder: Path) -> int:
+def _main(words: list[str], folder: Path, stdout: str | None) -> int:
     from mca_train.cli import main
 
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(variable, None)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    for number, stream in ((1, "stdout"), (2, "stderr")):
-        with (folder / stream).open("wb") as file:
-            os.dup2(file.fileno(), number)
+    for number, stream in ((1, stdout or "stdout"), (2, "stderr")):
+        _redirect(number, folder, stream)
     logging.root.handlers.clear()  # pytest's
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
@@ -44,3 +48,14 @@ def _main(words: list[str], folder: Path) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _redirect(number: int, folder: Path, stream: str) -> None:
+    """Has the descriptor ``number`` go to ``stream``, a file of ``folder`` or a whole path; "|" has no reader."""
+    if stream == "|":
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, number)
+        return
+    with (folder / stream).open("wb") as file:
+        os.dup2(file.fileno(), number)

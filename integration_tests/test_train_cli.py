@@ -120,6 +120,16 @@ def test_sft_on_two_replicas_and_resume(folder):
     ]
 
 
+@pytest.mark.parametrize("stdout", ["|", "/dev/full"])
+def test_training_goes_on_where_nothing_can_be_printed(folder, stdout):
+    command = config(folder, f"mute{len(stdout)}", local_ranks=2, max_steps=2)
+    done = forked_cli.launched(command, stdout)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert ("standard output cannot be written (No space left" in done.stderr) == (stdout != "|")
+    assert [log["step"] for log in logs(folder / f"mute{len(stdout)}") if "loss" in log] == [1, 2]
+
+
 def test_a_damaged_model_is_one_line(folder):
     weights = folder / "damaged" / "model.safetensors"
     weights.parent.mkdir()

@@ -223,6 +223,25 @@ def test_help_imports_nothing_heavy():
     assert "examples:" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("where", "code", "told"),
+    [
+        (">&-", 0, ""),
+        (
+            ">/dev/full",
+            1,
+            "standard output cannot be written (No space left on device); what is said there is lost",
+        ),
+        ("| true", 0, ""),
+        ("2>&- >&- <&-", 0, ""),
+    ],
+)
+def test_help_goes_where_it_can(where, code, told):
+    command = f"{sys.executable} -m mca_train --help {where}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip(), done.stdout) == (code, told, "")
+
+
 def test_plan_needs_no_weights(run, capsys):
     path = run(
         tensor_model_parallel_size=2,

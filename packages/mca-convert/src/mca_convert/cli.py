@@ -8,11 +8,10 @@ import gc
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from mca_convert.interrupts import Interrupted, Interrupts
-from mca_convert.streams import safe_streams
 
 if TYPE_CHECKING:
     import argparse
@@ -28,8 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments; None: the process is this command.
     """
     is_command, interrupts = argv is None, Interrupts()
-    with safe_streams(to_the_end=is_command), interrupts.listening(to_the_end=is_command):
+    with ExitStack() as stack:
+        stack.enter_context(interrupts.listening(to_the_end=is_command))
         try:
+            from mca_config.streams import safe_streams
+
+            stack.enter_context(safe_streams(to_the_end=is_command))
             code = _attempt(sys.argv[1:] if argv is None else argv, interrupts)
             interrupts.finish()
             return code

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError, UsageError
+from mca_config.streams import safe_streams
 
 if TYPE_CHECKING:
     from mca_train.data import Kind
@@ -56,12 +57,20 @@ run.yaml:
   virtual_pipeline_model_parallel_size: 2
 """
 
-_COMMANDS = ("pretrain", "sft", "dpo", "plan")
+_KINDS = ("pretrain", "sft", "dpo")
+_COMMANDS = (*_KINDS, "plan")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; the exit code: 0, 1 for a failure, 2 for wrong usage."""
     words = sys.argv[1:] if arguments is None else arguments
+    with safe_streams(to_the_end=arguments is None, output_too=True):
+        code = _main(words)
+        lost = bool(getattr(sys.stdout, "failed", False)) and words[:1] not in [[kind] for kind in _KINDS]
+        return code or int(lost)  # of training, the log has what was said
+
+
+def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help") or {"-h", "--help"} & set(words[1:]):
         sys.stdout.write(HELP)
         return 0 if words else 2

@@ -1,0 +1,83 @@
+"""Standard streams that may be closed, full, or read by nobody, without changing what the command does."""
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+
+class Forgiving:
+    """A text stream; what cannot be written to it is lost.
+
+    Args:
+        stream: The one that is written to, until it fails.
+        name: What to call it when its failing is told on standard error; without one it is not told.
+    """
+
+    def __init__(self, stream: TextIO, name: str = "") -> None:
+        self._stream = stream
+        self._name = name
+        self.failed = False
+        """Whether something was lost; what a reader that went away did not want is not."""
+
+    def write(self, text: str) -> int:
+        """Writes ``text`` if that is possible."""
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError) as error:  # a closed one raises ValueError
+            self._give_up(error)
+        return len(text)
+
+    def _give_up(self, error: Exception) -> None:
+        """Sends what follows, and what is still in a buffer, nowhere."""
+        nowhere = _nowhere()
+        with suppress(OSError, ValueError):
+            os.dup2(nowhere.fileno(), self._stream.fileno())
+        self._stream = nowhere
+        if isinstance(error, BrokenPipeError):
+            return
+        self.failed = True
+        if self._name:
+            reason = getattr(error, "strerror", None) or str(error)
+            sys.stderr.write(f"{self._name} cannot be written ({reason}); what is said there is lost\n")
+
+    def flush(self) -> None:
+        """Everything has been written."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def safe_streams(*, to_the_end: bool, output_too: bool = False) -> Iterator[None]:
+    """Has standard error take everything, ``to_the_end`` of the process or of the block; with ``output_too`` output.
+
+    Where a standard stream is closed, ``/dev/null`` is opened in its place: a checkpoint's file would else get its
+    number, and what is meant for the stream.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    before = sys.stdout, sys.stderr
+    sys.stdout = sys.stdout or _nowhere()
+    forgiving: Any = Forgiving(sys.stderr or _nowhere())
+    sys.stderr = forgiving
+    if output_too:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        forgiving = Forgiving(sys.stdout, "standard output")
+        sys.stdout = forgiving
+    try:
+        yield
+    finally:
+        if not to_the_end:
+            sys.stdout, sys.stderr = before
+
+
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123 (open to the end)
