@@ -36,7 +36,7 @@ def document(**model: Any) -> dict[str, Any]:
 
 def test_a_saved_config_loads_equal(tmp_path: Path) -> None:
     saved = config(
-        rope_scaling={"rope_type": "llama3", "factor": 8.0},
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
         layer_types=("full_attention",) * 4,
         hf_config={"torch_dtype": "bfloat16", "nested": {"list": [1, 2.5, None, "ä"]}},
         layout=ParallelLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
@@ -116,7 +116,7 @@ def test_files_that_are_not_there_or_not_json_are_named(tmp_path: Path) -> None:
     with pytest.raises(McaError, match=r"mca_config\.json: no such file"):
         McaModelConfig.load(tmp_path)
     (tmp_path / "mca_config.json").write_text("{")
-    with pytest.raises(McaError, match=r"mca_config\.json: not valid JSON"):
+    with pytest.raises(McaError, match=r"mca_config\.json: cannot be read \(not valid JSON"):
         McaModelConfig.load(tmp_path)
     (tmp_path / "mca_config.json").write_text("[]")
     with pytest.raises(McaError, match="expected a JSON object, not list"):
@@ -178,8 +178,8 @@ def test_rolls_experts_and_mla_read() -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"hf_config_json": "{"}, "hf_config_json is not a JSON text"),
-        ({"hf_config_json": "[]"}, "hf_config_json must hold a JSON object"),
+        ({"hf_config_json": "{"}, "hf_config_json: cannot be read"),
+        ({"hf_config_json": "[]"}, "hf_config_json: expected a JSON object"),
         ({"num_moe_experts": 8, "moe_layer_freq": "[1]*2"}, "moe_layer_freq must be a number or a list"),
         ({"num_layers": None}, "num_layers must be an integer"),
     ],

@@ -1,6 +1,7 @@
 """Plain dicts to dataclasses and back: every key known, every value of the declared type."""
 
 import dataclasses
+import sys
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -37,7 +38,7 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
         matched, result = _match(value, choice, where)
         if matched:
             return result
-    raise McaError(f"{where} must be {type_name(hint)}, not {value!r}")
+    raise McaError(f"{where} must be {type_name(hint)}, not {value!r:.80}")
 
 
 def _match(value: Any, hint: Any, where: str) -> tuple[bool, Any]:
@@ -53,7 +54,7 @@ def _match(value: Any, hint: Any, where: str) -> tuple[bool, Any]:
             return False, None
         return True, origin(coerce(item, get_args(hint)[0], where) for item in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return True, float(value)
+        return (True, float(value)) if abs(value) <= sys.float_info.max else (False, None)
     kind = origin or hint
     return isinstance(value, kind) and (kind is not int or not isinstance(value, bool)), value
 

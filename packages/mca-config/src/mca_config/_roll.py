@@ -4,11 +4,12 @@ It is a dump of Megatron's configuration of the day, so keys that say nothing ab
 layout are passed over. Facts that it lacks come from the HF config that it carries as a string.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from mca_config.bounds import require_bounded
 from mca_config.errors import McaError
+from mca_config.files import parse_object
 
 _SAME_NAME = (
     "num_layers",
@@ -63,6 +64,14 @@ def is_roll(document: Mapping[str, Any]) -> bool:
 
 def document_from_roll(roll: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Version 1's ``mca_config.json`` with the same meaning."""
+    try:
+        return _document(roll, where)
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise McaError(f"{where}: cannot be read as what mcore_adapter writes ({error})") from None
+
+
+def _document(roll: Mapping[str, Any], where: str) -> dict[str, Any]:
+    require_bounded(roll)  # before lists are made that are as long as it says
     hf_config = _hf_config(roll, where)
     text = hf_config.get("text_config", hf_config)
     model = {name: roll[name] for name in _SAME_NAME if name in roll}
@@ -91,13 +100,10 @@ def document_from_roll(roll: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _hf_config(roll: Mapping[str, Any], where: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(roll["hf_config_json"])
-    except (TypeError, json.JSONDecodeError) as error:
-        raise McaError(f"{where}: hf_config_json is not a JSON text: {error}") from error
-    if not isinstance(parsed, dict):
-        raise McaError(f"{where}: hf_config_json must hold a JSON object")
-    return parsed
+    text = roll["hf_config_json"]
+    if not isinstance(text, str):
+        raise McaError(f"{where}: hf_config_json must hold a JSON text, not {text!r:.80}")
+    return parse_object(text, f"{where}: hf_config_json")
 
 
 def _dtype(roll: Mapping[str, Any]) -> str:

@@ -171,5 +171,5 @@ def _sequence(layout: ParallelLayout, seq_length: int, sequence_parallel: bool |
 def _indivisible(what: str, value: int, flag: str, size: int) -> list[str]:
     if value % size == 0:
         return []
-    fitting = next(divisor for divisor in range(size, 0, -1) if value % divisor == 0)
+    fitting = next(divisor for divisor in range(min(size, value), 0, -1) if value % divisor == 0)
     return [f"{what} {value} cannot be divided by {flag} {size}; change {flag}, for example to {fitting}"]

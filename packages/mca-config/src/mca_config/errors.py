@@ -27,6 +27,12 @@ def checking_usage() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
+def named(error: McaError, where: object) -> McaError:
+    """``error`` with the file that it is about, if it does not begin with that."""
+    text = str(error)
+    return error if text.startswith(str(where)) else McaError(f"{where}: {text}")
+
+
 def list_problems(problems: list[str], what: str) -> McaError | None:
     """Joins all ``problems`` found in ``what`` into one error; None without problems."""
     if not problems:

@@ -15,6 +15,8 @@ SIZE_FIELDS = {
     "etp": "expert_tensor_parallel_size",
 }
 """The fields of a layout that are sizes, by their abbreviations."""
+MAX_SIZE = 1 << 20
+"""More ranks along one axis are a slip of the hand."""
 _STAGE_SIZES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
@@ -144,7 +146,9 @@ def _require_count(name: str, value: object) -> None:
     if value is None and name not in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise McaError(f"{name} must be an integer of at least 1, not {value!r}")
+        raise McaError(f"{name} must be an integer of at least 1, not {value!r:.80}")
+    if value > MAX_SIZE:
+        raise McaError(f"{name} must be at most {MAX_SIZE}, not a number of {len(str(value))} digits")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ import re
 from mca_config.errors import McaError
 
 LETTERS = "EtmL"
+_LONGEST = 100_000
 _ATOM = re.compile(r"([EtmL|])(?:\*(\d+))?")
 _GROUP = re.compile(r"\(((?:[EtmL|](?:\*\d+)?)+)\)\*(\d+)")
 
@@ -22,14 +23,23 @@ def parse_layout(text: str) -> tuple[str, ...]:
         atom = group or _ATOM.match(compact, position)
         if atom is None or compact[atom.end() : atom.end() + 1] == "*":
             raise McaError(
-                f"pipeline_model_parallel_layout {text!r} cannot be read at {compact[position:]!r}; expected "
+                f"pipeline_model_parallel_layout {text!r:.200} cannot be read at {compact[position:]!r:.200}; expected "
                 "E, t, m, L or | (each with *n at most once), or a group of them in one pair of parentheses "
                 "with *n"
             )
-        flat += _unroll(group[1]) * int(group[2]) if group else _unroll(atom[0])
+        flat += _unroll(group[1]) * _count(group[2]) if group else _unroll(atom[0])
+        if len(flat) > _LONGEST:
+            raise McaError(
+                f"pipeline_model_parallel_layout {text!r:.200}: more than {_LONGEST} layers and stages"
+            )
         position = atom.end()
     return tuple(flat.split("|"))
 
 
 def _unroll(run: str) -> str:
-    return "".join(letter * int(count or 1) for letter, count in _ATOM.findall(run))
+    return "".join(letter * _count(count or "1") for letter, count in _ATOM.findall(run))
+
+
+def _count(digits: str) -> int:
+    """The number, or one that is too large wherever it stands."""
+    return int(digits) if len(digits) < 6 else _LONGEST + 1

@@ -5,22 +5,15 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from mca_config import _fields, _roll
-from mca_config.errors import McaError
+from mca_config import _fields, _roll, files
+from mca_config.bounds import require_bounded
+from mca_config.errors import McaError, named
 from mca_config.layout import ParallelLayout
 from mca_config.pipeline import PipelinePlan, pipeline_plan
+from mca_config.rope import require_rope
 
 FILE_NAME = "mca_config.json"
 VERSION = 1
-_COUNTS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "vocab_size",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +135,7 @@ class McaModelConfig:
 
     def __post_init__(self) -> None:
         self._require_numbers()
-        for name in _COUNTS:
-            if getattr(self, name) < 1:
-                raise McaError(f"{name} must be at least 1, not {getattr(self, name)}")
+        require_bounded(vars(self))
         for name in ("moe_layer_freq", "layer_types", "no_rope_freq"):
             values = getattr(self, name)
             if values is not None and len(values) != self.num_layers:
@@ -225,10 +216,12 @@ class McaModelConfig:
         """
         if "mca_version" not in document and _roll.is_roll(document):
             document = _roll.document_from_roll(document, where)
+        else:
+            _require_same_family(document, where)
         version = document.get("mca_version")
         if version != VERSION:
             raise McaError(
-                f"{where}: mca_version must be {VERSION}, not {version!r}; read it with a matching mca"
+                f"{where}: mca_version must be {VERSION}, not {version!r:.80}; read it with a matching mca"
             )
         expected = {"mca_version", "model", "layout", "hf_config"}
         for key in sorted(document.keys() ^ expected):
@@ -236,22 +229,21 @@ class McaModelConfig:
             raise McaError(f"{where}: {state} key {key}; expected {', '.join(sorted(expected))}")
         for key in ("model", "layout", "hf_config"):
             if not isinstance(document[key], dict):
-                raise McaError(f"{where}: {key} must be an object, not {document[key]!r}")
+                raise McaError(f"{where}: {key} must be an object, not {document[key]!r:.80}")
         model = {**document["model"], "hf_config": document["hf_config"]}
         model["layout"] = _fields.from_mapping(ParallelLayout, document["layout"], f"{where}: layout")
         cls = MlaMcaModelConfig if "kv_lora_rank" in model else McaModelConfig
-        return _fields.from_mapping(cls, model, f"{where}: model")
+        try:
+            config = _fields.from_mapping(cls, model, f"{where}: model")
+            require_rope(config.rope_scaling)
+        except McaError as error:
+            raise named(error, where) from None
+        return config
 
     @staticmethod
     def from_json(text: str, where: str = FILE_NAME) -> "McaModelConfig":
         """:meth:`from_dict` of JSON ``text``."""
-        try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise McaError(f"{where}: not valid JSON: {error}; restore or rewrite the file") from error
-        if not isinstance(document, dict):
-            raise McaError(f"{where}: expected a JSON object, not {type(document).__name__}")
-        return McaModelConfig.from_dict(document, where)
+        return McaModelConfig.from_dict(files.parse_object(text, where), where)
 
     def save(self, directory: str | Path) -> Path:
         """Writes ``mca_config.json`` into ``directory`` and returns its path."""
@@ -262,10 +254,22 @@ class McaModelConfig:
     @staticmethod
     def load(directory: str | Path) -> "McaModelConfig":
         """Reads ``directory``'s ``mca_config.json``."""
-        path = Path(directory) / FILE_NAME
-        if not path.is_file():
-            raise McaError(f"{path}: no such file; expected an MCA checkpoint directory")
-        return McaModelConfig.from_json(path.read_text(encoding="utf-8"), str(path))
+        path = files.inside(Path(directory), FILE_NAME)
+        return McaModelConfig.from_json(
+            files.read_text(path, "expected an MCA checkpoint directory"), str(path)
+        )
+
+
+def _require_same_family(document: dict[str, Any], where: str) -> None:
+    """The source ``config.json`` inside is what an export starts from, so it must be of this model."""
+    model, source = document.get("model"), document.get("hf_config")
+    if not isinstance(model, dict) or not isinstance(source, dict) or "model_type" not in source:
+        return
+    outer, inner = model.get("model_type"), source["model_type"]
+    if inner != outer:
+        raise McaError(
+            f"{where}: hf_config has model_type {inner!r:.80}, the model is {outer!r:.80}; restore the file"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

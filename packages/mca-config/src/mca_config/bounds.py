@@ -1,0 +1,89 @@
+"""Which numbers a model can have: beyond them a file is damaged, and planning it would fill all memory."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mca_config.errors import McaError
+
+_MOST: Mapping[str, int] = {
+    "num_layers": 10_000,
+    "mtp_num_layers": 100,
+    "num_attention_heads": 1 << 16,
+    "num_query_groups": 1 << 16,
+    "linear_num_key_heads": 1 << 16,
+    "linear_num_value_heads": 1 << 16,
+    "num_moe_experts": 1 << 16,
+    "moe_router_topk": 1 << 16,
+    "max_position_embeddings": 1 << 40,
+    "window_size": 1 << 40,
+}
+_LARGEST = 1 << 22
+"""Of all other sizes that weights have: widths, and the vocabulary."""
+_WIDTHS = (
+    *("hidden_size", "ffn_hidden_size", "kv_channels", "vocab_size", "moe_ffn_hidden_size"),
+    *("moe_shared_expert_intermediate_size", "linear_conv_kernel_dim", "linear_key_head_dim"),
+    *(
+        "linear_value_head_dim",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
+    ),
+)
+_MOST_MLPS = 1 << 18
+"""Layers times experts; DeepSeek V3 has 15,616."""
+_LEAST: Mapping[str, int] = {"mtp_num_layers": 0, "moe_shared_expert_intermediate_size": 0, "kv_lora_rank": 1}
+_POSITIVE = ("rotary_base", "rotary_base_local", "rotary_percent", "logits_scaling")
+_NOT_NEGATIVE = ("layernorm_epsilon", "init_method_std")
+_SHARES = ("attention_dropout", "hidden_dropout")
+
+
+def require_bounded(values: Mapping[str, Any]) -> None:
+    """Refuses numbers that no model has; what is None or missing is passed over.
+
+    Args:
+        values: Fields of ``McaModelConfig`` by name; those of another type are refused elsewhere.
+
+    Raises:
+        McaError: Some are out of bounds, all of which are named.
+    """
+    if problems := [*_counts(values), *_products(values), *_reals(values)]:
+        raise McaError("; ".join(problems))
+
+
+def _counts(values: Mapping[str, Any]) -> Iterator[str]:
+    for name, most in {**dict.fromkeys(_WIDTHS, _LARGEST), **_MOST}.items():
+        value, least = values.get(name), _LEAST.get(name, 1)
+        if not isinstance(value, int | float) or isinstance(value, bool) or least <= value <= most:
+            continue
+        if value < least:
+            yield f"{name} must be at least {least}, not {value!r:.80}"
+        else:
+            yield f"{name} must be at most {most}, not {value!r:.80}"
+
+
+def _products(values: Mapping[str, Any]) -> Iterator[str]:
+    layers, experts, heads, channels = (
+        value if isinstance(value, int) else 1
+        for value in map(values.get, ("num_layers", "num_moe_experts", "num_attention_heads", "kv_channels"))
+    )
+    if layers * experts > _MOST_MLPS and layers <= _MOST["num_layers"]:
+        yield f"num_layers {layers} times num_moe_experts {experts} must be at most {_MOST_MLPS}"
+    if heads * channels > _LARGEST and max(heads, channels) <= _LARGEST:
+        yield f"num_attention_heads {heads} times kv_channels {channels} must be at most {_LARGEST}"
+
+
+def _reals(values: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in values.items():
+        if not isinstance(value, float):
+            continue
+        if not math.isfinite(value):
+            yield f"{name} must be a finite number, not {value}"
+        elif name in _POSITIVE and value <= 0:
+            yield f"{name} must be above 0, not {value}"
+        elif name in _NOT_NEGATIVE and value < 0:
+            yield f"{name} must be at least 0, not {value}"
+        elif name in _SHARES and not 0 <= value < 1:
+            yield f"{name} must be at least 0 and below 1, not {value}"

@@ -1,0 +1,132 @@
+"""Files that others wrote, read with suspicion: not waited for, not without bound, not outside their directory."""
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mca_config.errors import McaError
+
+MAX_TEXT_BYTES = 256 << 20
+"""The largest text that is parsed; the index of a model with a million tensors has half of it."""
+_DEEPEST = 64  # levels of JSON; a configuration has five
+
+
+def inside(directory: Path, name: str) -> Path:
+    """File ``name`` of ``directory``; neither its name nor a link may lead elsewhere.
+
+    A snapshot of the Hugging Face cache links to the ``blobs`` beside its ``snapshots``, which is allowed. The
+    directory itself may be a link.
+
+    Raises:
+        McaError: It leads out of the directory.
+    """
+    file = directory / name
+    try:
+        resolved, root = file.resolve(), directory.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name with a NUL
+        raise McaError(f"{directory}: {name!r:.200} cannot be a file of it ({error})") from None
+    allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    if not any(resolved.is_relative_to(folder) for folder in allowed):
+        raise McaError(f"{file}: leads out of the directory, to {resolved}; put the file itself there")
+    return file
+
+
+def present(directory: Path, name: str) -> bool:
+    """Whether ``directory`` has an entry ``name``, be it one that cannot be read: a pipe, a link to nothing."""
+    return os.path.lexists(directory / name)
+
+
+def open_regular(file: Path) -> int:
+    """A descriptor of ``file`` for reading; what is no file (a pipe, a device) is not waited for.
+
+    Raises:
+        OSError: It cannot be opened.
+        McaError: It is a directory, pipe or device.
+    """
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise McaError(f"{file}: not a file but a directory, pipe or device")
+
+
+def read_bytes(file: Path, absent: str = "expected a file", largest: int = MAX_TEXT_BYTES) -> bytes:
+    """The contents of ``file``.
+
+    Args:
+        file: What to read.
+        absent: What it means that it is not there.
+        largest: More bytes are refused.
+
+    Raises:
+        McaError: It is not there, cannot be read, is too large or no file.
+    """
+    try:
+        with os.fdopen(open_regular(file), "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size > largest:
+                raise McaError(f"{file}: has {size} bytes, at most {largest} are read; it is damaged")
+            return stream.read(largest)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise McaError(f"{file}: no such file; {absent}") from None
+        raise McaError(f"{file}: cannot be read ({error.strerror})") from None
+
+
+def read_text(file: Path, absent: str = "expected a file") -> str:
+    """:func:`read_bytes` as UTF-8."""
+    try:
+        return read_bytes(file, absent).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise McaError(f"{file}: cannot be read ({error}); expected UTF-8") from None
+
+
+def read_json(file: Path, absent: str = "expected a file") -> dict[str, Any]:
+    """The JSON object in ``file``; see :func:`read_bytes` and :func:`parse_object`."""
+    return parse_object(read_text(file, absent), str(file))
+
+
+def parse_object(text: str, where: str) -> dict[str, Any]:
+    """The JSON object ``text``, which can be written again.
+
+    Raises:
+        McaError: It is no JSON, no object, too deep, or has text that no file can hold; ``where`` names it.
+    """
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise McaError(f"{where}: cannot be read (not valid JSON: {reason})") from None
+    if not isinstance(document, dict):
+        raise McaError(f"{where}: expected a JSON object, not {type(document).__name__}")
+    if any(depth > _DEEPEST for depth in _depths(document)):
+        raise McaError(f"{where}: cannot be read (nested more than {_DEEPEST} levels deep)")
+    _require_text(document, text, where)
+    return document
+
+
+def _depths(document: Any) -> Iterator[int]:
+    """The level of every container, the outermost first; ends below the deepest that is allowed."""
+    level, depth = [document], 0
+    while level and depth <= _DEEPEST:
+        depth += 1
+        yield depth
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+
+
+def _require_text(document: dict[str, Any], text: str, where: str) -> None:
+    """Half of a surrogate pair is JSON, but no text: it could not be written again."""
+    if "\\ud" not in text and "\\uD" not in text:
+        return
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        what = error.object[error.start : error.end]
+        raise McaError(
+            f"{where}: cannot be read ({what!r:.20} is half a character); correct the text"
+        ) from None

@@ -1,0 +1,55 @@
+"""Which scalings of rotary frequencies can be computed, and what each needs."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mca_config.errors import McaError
+
+NEEDED: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+}
+"""HF's ``rope_type``, and the parameters without which it says nothing."""
+_NUMBERS = (
+    *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "attention_factor"),
+)
+_LISTS = ("short_factor", "long_factor")
+
+
+def require_rope(scaling: Mapping[str, Any] | None) -> None:
+    """Refuses a rope scaling that cannot be computed, by name.
+
+    Args:
+        scaling: ``McaModelConfig.rope_scaling``.
+
+    Raises:
+        McaError: Its kind is not known, or it lacks a parameter or has one that is no positive number.
+    """
+    if problems := [] if scaling is None else list(_problems(scaling)):
+        raise McaError(f"rope parameters: {'; '.join(problems)}")
+
+
+def _problems(scaling: Mapping[str, Any]) -> Iterator[str]:
+    kind = scaling.get("rope_type")
+    if not isinstance(kind, str) or kind not in NEEDED:
+        yield f"rope_type {kind!r:.80} is not supported; supported: default, {', '.join(NEEDED)}"
+        return
+    missing = [name for name in NEEDED[kind] if scaling.get(name) is None]
+    if missing:
+        yield f"rope_type {kind!r} needs {', '.join(missing)}"
+    for name in _NUMBERS:
+        if scaling.get(name) is not None and not _is_positive(scaling[name]):
+            yield f"{name} must be a positive number, not {scaling[name]!r:.80}"
+    for name in _LISTS:
+        values = scaling.get(name)
+        if values is not None and not (isinstance(values, list | tuple) and all(map(_is_positive, values))):
+            yield f"{name} must be a list of positive numbers, not {values!r:.80}"
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
