@@ -55,6 +55,30 @@ def test_the_text_part_is_a_model_of_its_own_for_transformers(with_vision: Path,
     assert family.hf_shapes(family.as_found(config, expected.keys())) == expected
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("inner", [None, False, True])
+@pytest.mark.parametrize("outer", [None, False, True])
+def test_whether_the_head_is_tied_is_said_beside_the_text_part(
+    kind: str, inner: bool | None, outer: bool | None
+) -> None:
+    """As transformers has it, whatever the text part says."""
+    text = {**tiny_hf.SIZE, **tiny_hf.CASES[f"{kind}_text"][1], **said(inner)}
+    config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=VISION, **said(outer))
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    model.tie_weights()
+    tied = model.lm_head.weight is model.get_input_embeddings().weight
+    described = {"model_type": kind, "text_config": text, "vision_config": VISION, **said(outer)}
+    for hf in (described, config.to_dict()):
+        read = config_from_hf(hf)
+        assert read.tie_word_embeddings is tied
+        assert config_to_hf(read)["tie_word_embeddings"] is tied
+
+
+def said(tied: bool | None) -> dict[str, bool]:
+    return {} if tied is None else {"tie_word_embeddings": tied}
+
+
 @pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
 def test_prediction_layers_beside_the_model(case: str, tmp_path: Path) -> None:
     directory = tiny_hf.save(case, tmp_path)

@@ -96,14 +96,14 @@ def test_unknown_fields_and_transformers_4_spelling_survive() -> None:
         "max_position_embeddings": 1048576,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
-        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0, "original_max_position_embeddings": 8192},
         "torch_dtype": "bfloat16",
         "a_field_of_tomorrow": {"kept": [1, 2]},
     }
     config = config_from_hf(json.loads(json.dumps(hf)))
     assert (config.rotary_base, config.dtype, config.kv_channels) == (500000.0, "bfloat16", 16)
     assert config.rope_scaling == {
-        "rope_type": "llama3",
+        "rope_type": "linear",
         "factor": 8.0,
         "original_max_position_embeddings": 8192,
     }

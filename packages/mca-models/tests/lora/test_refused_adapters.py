@@ -38,6 +38,27 @@ from mca_models.templates import config_from_hf
         ({"target_modules": ["c_attn"]}, "matches no linear of this llama model"),
         ({"target_modules": ["embed_tokens", "q_proj"]}, "embed_tokens cannot carry an adapter"),
         ({"modules_to_save": ["q_proj"], "target_modules": ["o_proj"]}, "name all of them or none"),
+        *(
+            ({"r": wrong}, "r must be a whole number from 1 to 65536, not")
+            for wrong in (0, "8x", None, [8], 10**30)
+        ),
+        *(
+            ({"lora_alpha": wrong}, "lora_alpha must be a finite number, not")
+            for wrong in (None, 10**400, float("nan"), float("inf"))
+        ),
+        ({"rank_pattern": {"q_proj": "x"}}, "rank_pattern must be an object of whole numbers"),
+        ({"rank_pattern": [1]}, "rank_pattern must be an object"),
+        ({"alpha_pattern": {"([": 4}}, r"alpha_pattern: '\(\[' is no regular expression"),
+        ({"target_modules": 5}, "target_modules must be a pattern or a list of names, not 5"),
+        ({"target_modules": ["q_proj", 5]}, "target_modules must be a pattern or a list of names"),
+        ({"target_modules": "(["}, "is no regular expression"),
+        ({"target_modules": "((a|b|.)+)+x"}, "may take for ever to match"),
+        ({"target_modules": r"(.*)*([\])}]|x)"}, "may take for ever to match"),
+        ({"target_modules": ".*" * 30 + "x"}, "repeats at 30 places, more than 6"),
+        ({"modules_to_save": ["((.)+)+!"]}, "modules_to_save: .* may take for ever"),
+        ({"exclude_modules": 7}, "exclude_modules must be"),
+        ({"layers_to_transform": "x"}, "layers_to_transform must be a layer's number"),
+        ({"lora_dropout": "x"}, "lora_dropout must be a number from 0 to 1"),
     ],
 )
 def test_what_cannot_be_represented_is_refused_by_name(settings: dict[str, Any], message: str) -> None:

@@ -1,13 +1,13 @@
 """A Hugging Face checkpoint directory: ``config.json`` and one or more safetensors files."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mca_config.errors import McaError
+from mca_config.errors import McaError, named
+from mca_config.files import inside, present, read_json
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.dtypes import CODES, DTYPE_NAMES
 from mca_models.checkpoint.moves import HF, Side
@@ -48,9 +48,10 @@ class HfSource:
         hf_config = read_config(path)
         self.stored = _all_tensors(path)
         self._infos, hf_config = _plain(path, hf_config, self.stored, dtype)
-        config = config_from_hf(hf_config)
+        with naming_config(path):
+            config = config_from_hf(hf_config)
         family = family_of(config.model_type)
-        _require_plausible(config, self.stored)
+        _require_plausible(path, config, self.stored)
         self.config: McaModelConfig = family.as_found(config, self._infos.keys())
         self.params: Sequence[Param] = stored(family.params(self.config))
         self._require_names()
@@ -118,12 +119,12 @@ class HfSource:
         return self._wholes[param.mca_name()]
 
 
-def _require_plausible(config: McaModelConfig, tensors: Sequence[TensorInfo]) -> None:
+def _require_plausible(path: Path, config: McaModelConfig, tensors: Sequence[TensorInfo]) -> None:
     """Raises if there are not even as many bytes as layers and experts, whose names would fill all memory."""
     experts, nbytes = config.num_moe_experts or 1, sum(info.nbytes for info in tensors)
-    if config.num_layers * experts > nbytes:
+    if config.num_layers * experts * config.hidden_size > 2 * nbytes:  # a weight takes at least half a byte
         raise McaError(
-            f"{CONFIG}: {config.num_layers} layers of {experts} MLPs cannot lie in {nbytes} bytes of weights; "
+            f"{path / CONFIG}: {config.num_layers} layers of {experts} MLPs cannot lie in {nbytes} bytes of weights; "
             "the checkpoint and its config.json do not agree"
         )
 
@@ -144,12 +145,12 @@ def _plain(
 
 @contextmanager
 def naming_config(path: Path) -> Iterator[None]:
-    """Errors about ``config.json`` name that of directory ``path``."""
+    """Errors name the ``config.json`` of directory ``path``."""
     try:
         yield
     except McaError as error:
         text = str(error)
-        raise McaError(f"{path / text}" if text.startswith(CONFIG) else text) from None
+        raise named(McaError(str(path / text) if text.startswith(CONFIG) else text), path / CONFIG) from None
 
 
 def plain_dtype(hf_config: dict[str, Any]) -> str:
@@ -186,26 +187,16 @@ def read_config(path: Path) -> dict[str, Any]:
     """The parsed ``config.json`` of directory ``path``."""
     if not path.is_dir():
         raise McaError(f"{path}: no such directory; expected a Hugging Face or MCA checkpoint directory")
-    return read_json(path / CONFIG, "the directory is no Hugging Face checkpoint")
-
-
-def read_json(file: Path, absent: str) -> dict[str, Any]:
-    """The JSON object in ``file``; ``absent`` says what a missing file means."""
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise McaError(f"{file}: no such file; {absent}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise McaError(f"{file}: cannot be read ({error})") from None
-    if not isinstance(document, dict):
-        raise McaError(f"{file}: expected a JSON object")
-    return document
+    absent = "the directory is no Hugging Face checkpoint"
+    if not present(path, CONFIG) and not has_weights(path):
+        absent += f": it {what}" if (what := _what_else(path)).startswith(("holds", "looks")) else ""
+    return read_json(inside(path, CONFIG), absent)
 
 
 def _all_tensors(path: Path) -> list[TensorInfo]:
-    if (path / SINGLE).exists():
+    if present(path, SINGLE):
         return list(read_header(inside(path, SINGLE)).tensors.values())
-    if (path / INDEX).exists():
+    if present(path, INDEX):
         return _indexed_tensors(path)
     if binaries := sorted(file.name for file in path.glob("*.bin")):
         raise McaError(
@@ -213,11 +204,26 @@ def _all_tensors(path: Path) -> list[TensorInfo]:
             f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{path}', "
             "dtype='auto').save_pretrained('<new directory>')\""
         )
-    raise McaError(f"{path}: neither {SINGLE} nor {INDEX} is there; the directory holds no weights")
+    raise McaError(f"{path}: {_what_else(path)}")
+
+
+def _what_else(path: Path) -> str:
+    """What a directory is that holds no weights of Hugging Face, and what to do."""
+    names = sorted(file.name for file in path.iterdir())
+    shards = [name for name in names if name.endswith(".safetensors")]
+    if shards:
+        return (
+            f"holds {len(shards)} files of weights ({shards[0]}, ...), but {INDEX} is missing; fetch it too"
+        )
+    if any(name == "latest_checkpointed_iteration.txt" or name.startswith("iter_") for name in names):
+        return "looks like a checkpoint of MCA or Megatron, but mca_config.json is missing; put it back there"
+    if other := [name for name in names if name.endswith((".gguf", ".pth", ".h5", ".msgpack", ".onnx"))]:
+        return f"holds {other[0]}, a format that is not read; take the model's safetensors"
+    return f"neither {SINGLE} nor {INDEX} is there; the directory holds no weights"
 
 
 def _indexed_tensors(path: Path) -> list[TensorInfo]:
-    weight_map = read_json(path / INDEX, "").get("weight_map")
+    weight_map = read_json(inside(path, INDEX)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise McaError(f"{path / INDEX}: has no 'weight_map' from tensor to file names")
     files = sorted(set(weight_map.values()))
@@ -248,22 +254,9 @@ def _indexed_tensors(path: Path) -> list[TensorInfo]:
 
 
 def _require_index(path: Path, weight_map: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
-    require_same_names(tensors.keys(), weight_map.keys(), path / INDEX)
+    require_same_names(tensors.keys(), weight_map.keys(), path / INDEX, "the files and their index")
     for name, file in weight_map.items():
         if tensors[name].file.name != PurePosixPath(file).name:
             raise McaError(
                 f"{path / INDEX}: says that {name} is in {file}, it is in {tensors[name].file.name}"
             )
-
-
-def inside(path: Path, name: str) -> Path:
-    """File ``name`` of ``path``; neither its name nor a link may lead elsewhere.
-
-    A snapshot of the Hugging Face cache links to the ``blobs`` beside its ``snapshots``, which is allowed.
-    """
-    file = path / name
-    resolved, root = file.resolve(), path.resolve()
-    allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
-    if not any(resolved.is_relative_to(folder) for folder in allowed):
-        raise McaError(f"{file}: leads out of the directory, to {resolved}; put the file itself there")
-    return file

@@ -43,6 +43,7 @@ class HfLayout:
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
         self.params, self.config = stored(params), config
+        self._config_text = config_text(config)
         self.tensors: dict[str, tuple[str, Shape]] = {}
         for param in self.params:
             name = param.mca_name()
@@ -85,7 +86,7 @@ class HfLayout:
 
     def finish(self, directory: Path) -> dict[str, int]:
         """Writes ``config.json`` and, with several files, the index into ``directory``; returns their sizes."""
-        written = {CONFIG: write_config(directory, self.config)}
+        written = {CONFIG: write_config(directory, self._config_text)}
         if len(self.files) == 1:
             return written
         total = sum(prod(shape) * ITEM_SIZES[dtype] for dtype, shape in self.tensors.values())
@@ -95,7 +96,11 @@ class HfLayout:
         return written
 
 
-def write_config(directory: Path, config: McaModelConfig) -> int:
+def config_text(config: McaModelConfig) -> bytes:
+    """The contents of ``config.json``: made before any weight is written, as it may be that it cannot be."""
+    return json.dumps(config_to_hf(config), indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def write_config(directory: Path, text: bytes) -> int:
     """Writes ``config.json`` into ``directory``; returns its size."""
-    text = json.dumps(config_to_hf(config), indent=2, ensure_ascii=False)
-    return write_file(directory / CONFIG, text.encode() + b"\n")
+    return write_file(directory / CONFIG, text)

@@ -39,7 +39,8 @@ class ImaginedSource:
                 self._quantised = document
                 self._read_as = dtype or plain_dtype(document)
                 document = {key: value for key, value in document.items() if key != "quantization_config"}
-            config = config_from_hf(document)
+            with naming_config(path):
+                config = config_from_hf(document)
         self._dtype = CODES[config.dtype] if self._quantised is None else plain_dtype(self._quantised)
         self.config = config if self._quantised is None else _with_dtype(config, self._read_as)
         self.params: Sequence[Param] = stored(family_of(config.model_type).params(config))

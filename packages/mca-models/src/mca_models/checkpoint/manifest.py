@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mca_config.errors import McaError
+from mca_config.files import inside, read_json
 from mca_models.checkpoint.atomic import write_file
 
 FILE_NAME = "manifest.json"
@@ -64,16 +65,11 @@ class Manifest:
     @staticmethod
     def load(iteration: Path) -> "Manifest":
         """Reads the manifest in ``iteration``."""
-        path = iteration / FILE_NAME
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise McaError(f"{path}: no such file; the checkpoint is incomplete, write it again") from None
-        except (OSError, ValueError) as error:
-            raise McaError(f"{path}: cannot be read ({error})") from None
+        path = inside(iteration.parent, f"{iteration.name}/{FILE_NAME}")
+        document = read_json(path, "the checkpoint is incomplete, write it again")
         try:
             return _parse(document)
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             raise McaError(f"{path}: not a manifest of version {VERSION}; the file is damaged") from None
 
 

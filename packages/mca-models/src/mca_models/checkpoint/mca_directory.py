@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
+from mca_config.checks import check_layout, require_layout
 from mca_config.errors import McaError
+from mca_config.files import inside, present, read_text
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME as CONFIG
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.atomic import write_file
 from mca_models.checkpoint.hf_directory import CONFIG as CONFIG_OF_HF
-from mca_models.checkpoint.hf_writer import write_config
+from mca_models.checkpoint.hf_writer import config_text, write_config
 from mca_models.checkpoint.manifest import FILE_NAME as MANIFEST
 from mca_models.checkpoint.manifest import FileRecord, Manifest, TensorRecord
 from mca_models.checkpoint.moves import Rule, Side, part_shapes
@@ -33,6 +35,7 @@ from mca_models.templates import family_of
 from mca_models.weights import Param
 
 LATEST = "latest_checkpointed_iteration.txt"
+_MOST_DIGITS = 18
 
 
 def iteration_name(iteration: int) -> str:
@@ -77,7 +80,7 @@ class McaSource:
             )
         infos = {}
         for name, record in self.manifest.files.items():
-            file = self.folder / name
+            file = inside(self.path, f"{self.folder.name}/{name}")
             header = read_header(file)
             if file.stat().st_size != record.nbytes:
                 raise McaError(f"{file}: has {file.stat().st_size} bytes, the manifest says {record.nbytes}")
@@ -126,18 +129,15 @@ class McaSource:
 
 def is_mca(path: Path) -> bool:
     """Whether ``path`` looks like an MCA checkpoint rather than a Hugging Face one."""
-    return (path / CONFIG).is_file()
+    return present(path, CONFIG)
 
 
 def latest_iteration(path: Path) -> int:
     """The iteration that ``latest_checkpointed_iteration.txt`` names."""
-    file = path / LATEST
-    try:
-        return int(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise McaError(f"{file}: no such file; the checkpoint is incomplete, write it again") from None
-    except (OSError, ValueError) as error:
-        raise McaError(f"{file}: cannot be read as a number ({error})") from None
+    text = read_text(inside(path, LATEST), "the checkpoint is incomplete, write it again").strip()
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
+        raise McaError(f"{path / LATEST}: {text!r:.40} cannot be read as the number of an iteration")
+    return int(text)
 
 
 def piece_shapes(param: Param, whole: Shape, layout: ParallelLayout) -> tuple[Shape, ...]:
@@ -158,6 +158,8 @@ def piece_shapes(param: Param, whole: Shape, layout: ParallelLayout) -> tuple[Sh
 
 def layout_faults(params: Iterable[Param], config: McaModelConfig, wholes: Mapping[str, Shape]) -> list[str]:
     """All reasons why a model cannot be laid out as ``config.layout`` says, alike parameters told once."""
+    if problems := check_layout(config, config.layout):
+        return problems
     faults: dict[object, str] = {}
 
     def attempt(key: object, check: Callable[[], object]) -> None:
@@ -197,6 +199,8 @@ class McaLayout:
         dtypes: Mapping[str, str],
         wholes: Mapping[str, Shape],
     ) -> None:
+        require_layout(config, config.layout)
+        self._config_text = config_text(config)
         self.params, self.config = stored(params), config
         self.dtypes, self.wholes = dtypes, wholes
         self.files = pieces_by_file(self.params, config)
@@ -244,6 +248,6 @@ class McaLayout:
         return {
             f"{folder}/{MANIFEST}": Manifest(records, self.manifest_tensors).save(directory / folder),
             CONFIG: write_file(directory / CONFIG, self.config.to_json().encode()),
-            CONFIG_OF_HF: write_config(directory, self.config),
+            CONFIG_OF_HF: write_config(directory, self._config_text),
             LATEST: write_file(directory / LATEST, f"{iteration}\n".encode()),
         }

@@ -4,6 +4,7 @@ from enum import Enum
 from pathlib import Path
 
 from mca_config.errors import McaError
+from mca_config.files import present
 from mca_models.checkpoint.hf_directory import HfSource
 from mca_models.checkpoint.manifest import FILE_NAME as MANIFEST
 from mca_models.checkpoint.mca_directory import McaSource, is_mca, iteration_name, latest_iteration
@@ -41,7 +42,7 @@ def kind_of(path: Path) -> Kind:
     """
     if not path.is_dir():
         raise McaError(f"{path}: {_why_no_directory(path)}")
-    if (path / "adapter_config.json").is_file():
+    if present(path, "adapter_config.json"):
         return Kind.MCA_ADAPTER if is_mca(path) else Kind.PEFT
     if is_mca(path) and _has_manifest(path):
         return Kind.MCA
@@ -49,7 +50,7 @@ def kind_of(path: Path) -> Kind:
         raise McaError(
             f"{path}: one iteration of a checkpoint; name the checkpoint itself, {path.resolve().parent}"
         )
-    if not any((path / name).exists() for name in _MEGATRON):
+    if not any(present(path, name) for name in _MEGATRON):
         return Kind.MCA if is_mca(path) else Kind.HF
     from mca_models.foreign.roll import is_roll
     from mca_models.foreign.torch_dist import find_torch_dist

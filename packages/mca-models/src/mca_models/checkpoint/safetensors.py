@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mca_config.errors import McaError
+from mca_config.files import open_regular
 from mca_models.checkpoint.dtypes import ITEM_SIZES, numpy_dtype
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 MAX_HEADER_BYTES = 100_000_000  # as the reference implementation
 _METADATA = "__metadata__"
+_LONGEST_NAME = 1000
+_MOST_BYTES, _MOST_AXES = (1 << 63) - 1, 32
 _ALIGNMENT = 4096  # of the first tensor: whole pages are written and mapped faster
 
 
@@ -101,9 +104,7 @@ def read_header(file: Path) -> Header:
 
 def _read_raw_header(file: Path) -> tuple[bytes, int, int]:
     try:
-        if file.exists() and not file.is_file():
-            raise McaError(f"{file}: no file of weights but a directory or device")
-        with file.open("rb") as stream:
+        with os.fdopen(open_regular(file), "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             prefix = stream.read(8)
             if len(prefix) < 8:
@@ -138,7 +139,7 @@ def _parse_json(file: Path, raw: bytes) -> dict[str, Any]:
         entries = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
     except McaError:
         raise
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # too many digits are a ValueError too
         raise McaError(f"{file}: the header is not valid JSON; the file is damaged") from None
     if not isinstance(entries, dict):
         raise McaError(f"{file}: the header is not a JSON object; the file is damaged")
@@ -150,16 +151,20 @@ def _is_count(value: object) -> bool:
 
 
 def _tensor(file: Path, name: str, entry: Any, start: int) -> TensorInfo:
-    where = f"{file}: tensor {name!r}"
+    where = f"{file}: tensor {name!r:.200}"
+    if not name.isprintable() or len(name) > _LONGEST_NAME:
+        raise McaError(f"{where}: no name of a tensor: too long, or with characters that cannot be printed")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise McaError(f"{where}: its entry must hold exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in ITEM_SIZES:
-        raise McaError(f"{where}: unknown dtype {dtype!r}; known are {', '.join(ITEM_SIZES)}")
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
+        raise McaError(f"{where}: unknown dtype {dtype!r:.80}; known are {', '.join(ITEM_SIZES)}")
     if not isinstance(shape, list) or not all(map(_is_count, shape)):
-        raise McaError(f"{where}: shape {shape!r} is not a list of sizes")
+        raise McaError(f"{where}: shape {shape!r:.80} is not a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        raise McaError(f"{where}: data_offsets {offsets!r} are not two positions")
+        raise McaError(f"{where}: data_offsets {offsets!r:.80} are not two positions")
+    if max([*shape, *offsets], default=0) > _MOST_BYTES or len(shape) > _MOST_AXES:
+        raise McaError(f"{where}: {dtype} {shape!r:.80} takes more bytes than a file can have")
     nbytes = prod(shape) * ITEM_SIZES[dtype]
     if offsets[1] - offsets[0] != nbytes:
         raise McaError(

@@ -1,10 +1,12 @@
 """The small files of a checkpoint directory that go along with the weights both ways."""
 
+import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_models.checkpoint.atomic import write_file
-from mca_models.checkpoint.hf_directory import inside
+from mca_config.files import inside, open_regular
 
 _WRITTEN = {"config.json", "mca_config.json", "latest_checkpointed_iteration.txt"}
 _MEGATRON = {"metadata.json", "latest_wandb_artifact_path.txt", "progress.txt"}  # of the source's own kind
@@ -12,35 +14,69 @@ _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".npz", ".gguf", ".h5", ".msgpack", ".onnx"),
     ".index.json",
 )
-_LARGEST = 64 << 20  # a tokenizer's files stay far below
+_FOLDERS = ("additional_chat_templates",)
+"""Where tokenizers keep more of their files; what other folders hold is no part of the model."""
+_BUFFER_BYTES = 1 << 20
 
 
 def side_files(source: Path) -> list[Path]:
-    """Tokenizer, generation config, chat template, remote code, licence: all but weights and configs.
+    """Tokenizer, generation config, chat templates, remote code, licence: all but weights and configs.
 
     Raises:
-        McaError: A link leads out of the directory.
+        McaError: One cannot be copied: a link that leads out of the directory or nowhere, a pipe, a device, a file
+            that may not be read.
     """
-    return sorted(
-        inside(source, file.name)
-        for file in source.iterdir()
-        if file.is_file()
-        and file.name not in _WRITTEN | _MEGATRON
-        and not file.name.startswith(".")
-        and not file.name.endswith(_WEIGHTS)
-        and file.stat().st_size <= _LARGEST
-    )
+    return [_checked(source, name) for name in sorted(_names(source))]
+
+
+def _names(source: Path) -> Iterator[str]:
+    for entry in source.iterdir():
+        if entry.name in _FOLDERS and entry.is_dir():
+            folder = inside(source, entry.name)
+            yield from (f"{entry.name}/{each.name}" for each in folder.iterdir() if not each.is_dir())
+        elif not (entry.is_dir() or _is_other(entry.name)):
+            yield entry.name
+
+
+def _is_other(name: str) -> bool:
+    return name in _WRITTEN | _MEGATRON or name.startswith(".") or name.endswith(_WEIGHTS)
+
+
+def _checked(source: Path, name: str) -> Path:
+    file = inside(source, name)
+    try:
+        os.close(open_regular(file))
+    except FileNotFoundError:
+        raise McaError(f"{file}: a link to nothing; put the file itself there, or remove the link") from None
+    except OSError as error:
+        raise McaError(f"{file}: cannot be read ({error.strerror})") from None
+    return file
 
 
 def copy_side_files(source: Path, target: Path) -> dict[str, int]:
     """Copies and syncs them; returns their sizes by name."""
-    return {file.name: _copy(file, target / file.name) for file in side_files(source)}
+    files = side_files(source)
+    return {
+        str(name): _copy(source / name, target / name)
+        for name in (file.relative_to(source) for file in files)
+    }
 
 
 def _copy(file: Path, target: Path) -> int:
-    """Copies a file with its permissions, as far as the umask leaves them."""
+    """Copies a file with its permissions, as far as the umask leaves them; returns its size."""
     try:
-        data, mode = file.read_bytes(), file.stat().st_mode
+        source = os.fdopen(open_regular(file), "rb")
     except OSError as error:
         raise McaError(f"{file}: cannot be read ({error.strerror})") from None
-    return write_file(target, data, mode & 0o777 | 0o600)
+    with source:
+        mode = os.fstat(source.fileno()).st_mode & 0o777 | 0o600
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC
+            with os.fdopen(os.open(target, flags, mode), "wb") as written:
+                shutil.copyfileobj(source, written, _BUFFER_BYTES)
+                written.flush()
+                os.fsync(written.fileno())
+                return written.tell()
+        except OSError as error:
+            raise McaError(f"{target}: cannot be written ({error.strerror})") from None

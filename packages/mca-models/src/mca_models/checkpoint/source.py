@@ -195,10 +195,22 @@ def checked_parts(
     return tuple(parts)
 
 
-def require_same_names(present: Iterable[str], expected: Iterable[str], where: Path) -> None:
-    """Raises one error with all missing and unexpected names: their count and the first few."""
+def require_same_names(
+    present: Iterable[str],
+    expected: Iterable[str],
+    where: Path,
+    both: str = "the checkpoint and its config.json",
+) -> None:
+    """Raises one error with all missing and unexpected names: their count and the first few.
+
+    Args:
+        present: Those that are there.
+        expected: Those that must be.
+        where: The file or directory.
+        both: Which two do not agree.
+    """
     if faults := different_names(present, expected):
-        raise McaError(f"{where}: {faults}; the checkpoint and its config.json do not agree")
+        raise McaError(f"{where}: {faults}; {both} do not agree")
 
 
 def different_names(present: Iterable[str], expected: Iterable[str]) -> str:

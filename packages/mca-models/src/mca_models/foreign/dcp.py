@@ -10,6 +10,7 @@ Nothing is executed, objects ("bytes") are not even opened, and only the archive
 until a tensor's elements are asked for.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mca_config.errors import McaError
+from mca_config.files import inside, open_regular, read_bytes
 from mca_models.foreign.pickle_reader import read_pickle
 from mca_models.foreign.stand_ins import (
     ChunkStorageMetadata,
@@ -29,7 +31,7 @@ from mca_models.foreign.stand_ins import (
     TensorStorageMetadata,
 )
 from mca_models.foreign.tensors import Chunk, Shape, StridedTensor
-from mca_models.foreign.torch_file import read_archive
+from mca_models.foreign.torch_file import MAX_PICKLE_BYTES, read_archive
 
 METADATA = ".metadata"
 
@@ -61,13 +63,14 @@ class DcpDirectory:
 
     Args:
         path: With the ``.metadata`` file in it.
+        whole: The checkpoint that it is a part of, which no link may lead out of; None: ``path``.
 
     Raises:
         McaError: ``.metadata`` is missing, damaged, or not what PyTorch writes.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, whole: Path | None = None) -> None:
+        self.path, self._whole = path, whole or path
         self._where = str(path / METADATA)
         root = self._read()
         places = self._places(root)
@@ -79,14 +82,13 @@ class DcpDirectory:
                 self.tensors[name] = self._tensor(name, entry, places)
 
     def _read(self) -> Metadata:
-        try:
-            data = (self.path / METADATA).read_bytes()
-        except OSError as error:
-            raise McaError(f"{self._where}: cannot be read ({error.strerror})") from None
-        root = read_pickle(data, self._where)
+        root = read_pickle(read_bytes(self._file(METADATA), largest=MAX_PICKLE_BYTES), self._where)
         if not isinstance(root, Metadata):
             raise self._damaged(f"a {type(root).__name__} instead of checkpoint metadata")
         return root
+
+    def _file(self, name: str) -> Path:
+        return inside(self._whole, str((self.path / name).relative_to(self._whole)))
 
     def _places(self, root: Metadata) -> dict[tuple[str, Shape], Blob]:
         places: dict[tuple[str, Shape], Blob] = {}
@@ -155,7 +157,7 @@ class DcpDirectory:
 
     def _open(self, file: str) -> BinaryIO:
         try:
-            return (self.path / file).open("rb")
+            return os.fdopen(open_regular(self._file(file)), "rb")
         except OSError as error:
             raise McaError(f"{self.path / file}: cannot be read ({error.strerror})") from None
 

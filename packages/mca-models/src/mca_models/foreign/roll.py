@@ -15,7 +15,6 @@ rank's own live names (see ``names``). Its tensors may be views that carry their
 Every expert rank repeats the dense parameters, a tied or predicting last stage the embedding.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -23,9 +22,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mca_config.errors import McaError
+from mca_config.files import inside, present, read_json, read_text
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_config.pipeline import PipelineChunk
+from mca_models.checkpoint.mca_directory import iteration_name, latest_iteration
 from mca_models.checkpoint.placement import stored
 from mca_models.foreign.names import Held, Spelling, chunk_params
 from mca_models.foreign.source import (
@@ -60,7 +61,7 @@ def is_roll(path: Path) -> bool:
         folder = _iteration(path)
     except McaError:
         return False
-    return (path / FILE_NAME).is_file() and any(folder.glob(f"mp_rank_*/{WEIGHTS}"))
+    return present(path, FILE_NAME) and any(folder.glob(f"mp_rank_*/{WEIGHTS}"))
 
 
 def open_roll(path: Path) -> ForeignSource:
@@ -76,7 +77,7 @@ def open_roll(path: Path) -> ForeignSource:
     params = family_of(config.model_type).params(config)
     found = _Found(config, params)
     for name, at in files.items():
-        found.add(at, open_torch_file(folder / name / WEIGHTS))
+        found.add(at, open_torch_file(inside(path, f"{folder.name}/{name}/{WEIGHTS}")))
     if found.faults:
         raise McaError("\n  ".join([f"{folder}: {len(found.faults)} faults", *found.faults[:20]]))
     places = {param.mca_name(): found.place(param) for param in stored(params)}
@@ -90,7 +91,7 @@ def read_config(path: Path) -> McaModelConfig:
     config inside it does.
     """
     config = McaModelConfig.load(path)
-    document = json.loads((path / FILE_NAME).read_text(encoding="utf-8"))
+    document = read_json(inside(path, FILE_NAME))
     if "mca_version" in document or config.hf_config.get("model_type") != config.model_type:
         return config
     try:
@@ -139,12 +140,8 @@ def _incomplete(layout: ParallelLayout, why: str) -> McaError:
 
 
 def _iteration(path: Path) -> Path:
-    file = path / LATEST
-    try:
-        text = file.read_text(encoding="utf-8").strip()
-        return path / ("release" if text == "release" else f"iter_{int(text):07d}")
-    except (OSError, ValueError) as error:
-        raise McaError(f"{file}: cannot be read as the number of an iteration ({error})") from None
+    text = read_text(inside(path, LATEST)).strip()
+    return path / ("release" if text == "release" else iteration_name(latest_iteration(path)))
 
 
 def _require_files(folder: Path, files: Iterable[str]) -> None:

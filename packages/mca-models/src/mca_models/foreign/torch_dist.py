@@ -21,7 +21,6 @@ Optimizer states (``optimizer.*``, ``chained_N.*``) and objects (``_extra_state`
 over. All names are generated; only the prefix that wrappers add is found by looking at the embedding's.
 """
 
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,8 +30,11 @@ from itertools import product
 from pathlib import Path
 
 from mca_config.errors import McaError
+from mca_config.files import inside, present, read_json, read_text
 from mca_config.model_config import FILE_NAME, McaModelConfig
+from mca_models.checkpoint.hf_directory import naming_config
 from mca_models.checkpoint.hf_directory import read_config as read_hf_config
+from mca_models.checkpoint.mca_directory import iteration_name, latest_iteration
 from mca_models.checkpoint.placement import stored
 from mca_models.foreign.dcp import METADATA, DcpDirectory, TensorEntry
 from mca_models.foreign.names import EMBEDDING, spellings
@@ -88,12 +90,12 @@ def find_torch_dist(path: Path) -> Path | None:
     """The directory with ``.metadata`` that ``path`` is or leads to; None if there is none."""
     candidates = [path, path / _DIST_MODEL]
     try:
-        text = (path / LATEST).read_text(encoding="utf-8").strip()
-        folder = path / (text if text == "release" else f"iter_{int(text):07d}")
+        text = read_text(inside(path, LATEST)).strip()
+        folder = path / (text if text == "release" else iteration_name(latest_iteration(path)))
         candidates += [folder, folder / _DIST_MODEL]
-    except (OSError, ValueError):
+    except McaError:
         pass
-    return next((folder for folder in candidates if (folder / METADATA).is_file()), None)
+    return next((folder for folder in candidates if present(folder, METADATA)), None)
 
 
 def open_torch_dist(path: Path, config: McaModelConfig | None = None) -> ForeignSource:
@@ -109,8 +111,8 @@ def open_torch_dist(path: Path, config: McaModelConfig | None = None) -> Foreign
     folder = find_torch_dist(path)
     if folder is None:
         raise McaError(f"{path}: no {METADATA} is there; expected a torch_dist checkpoint of Megatron")
-    _require_backend(folder)
-    directory = DcpDirectory(folder)
+    _require_backend(folder, path)
+    directory = DcpDirectory(folder, path)
     config = config or _config_near(folder)
     if config.mtp_num_layers and not any("mtp.layers." in name for name in directory.tensors):
         logger.warning(
@@ -120,16 +122,13 @@ def open_torch_dist(path: Path, config: McaModelConfig | None = None) -> Foreign
     return _Reader(directory, config).source(path)
 
 
-def _require_backend(folder: Path) -> None:
+def _require_backend(folder: Path, root: Path) -> None:
     file = folder / "metadata.json"
-    try:
-        backend = json.loads(file.read_text(encoding="utf-8"))["sharded_backend"]
-    except FileNotFoundError:
+    if not present(folder, file.name):
         return
-    except (KeyError, TypeError):
-        raise McaError(f"{file}: names no 'sharded_backend'; expected 'torch_dist' there") from None
-    except (OSError, ValueError) as error:
-        raise McaError(f"{file}: cannot be read ({error})") from None
+    backend = read_json(inside(root, str(file.relative_to(root)))).get("sharded_backend")
+    if backend is None:
+        raise McaError(f"{file}: names no 'sharded_backend'; expected 'torch_dist' there")
     if backend != "torch_dist":
         raise McaError(
             f"{file}: the checkpoint's format is {backend!r}; expected 'torch_dist', load it with Megatron and "
@@ -139,10 +138,11 @@ def _require_backend(folder: Path) -> None:
 
 def _config_near(folder: Path) -> McaModelConfig:
     for place in (folder, *list(folder.resolve().parents)[:2]):
-        if (place / FILE_NAME).is_file():
+        if present(place, FILE_NAME):
             return read_config(place)
-        if (place / "config.json").is_file():
-            return config_from_hf(read_hf_config(place))
+        if present(place, "config.json"):
+            with naming_config(place):
+                return config_from_hf(read_hf_config(place))
     raise McaError(
         f"{folder}: a torch_dist checkpoint does not say what model it holds, and neither {FILE_NAME} nor "
         "config.json lies there or above; put the model's Hugging Face config.json beside it"

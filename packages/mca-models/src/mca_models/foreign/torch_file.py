@@ -11,12 +11,14 @@ The pickle is read by ``pickle_reader``, which executes nothing. A tensor that i
 storage costs what the view holds, not what the file stores.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from mca_config.errors import McaError
+from mca_config.files import open_regular
 from mca_models.checkpoint.dtypes import ITEM_SIZES
 from mca_models.foreign.pickle_reader import read_pickle
 from mca_models.foreign.stand_ins import Dtype, StorageRef, TensorRef
@@ -98,7 +100,7 @@ def open_torch_file(file: Path) -> TorchFile:
         McaError: The file is missing, damaged, of torch's old format, or its pickle is refused.
     """
     try:
-        with file.open("rb") as stream:
+        with os.fdopen(open_regular(file), "rb") as stream:
             return read_archive(stream, file)
     except OSError as error:
         raise McaError(f"{file}: cannot be read ({error.strerror})") from None

@@ -6,13 +6,15 @@ itself is kept verbatim, so that writing it again loses nothing.
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mca_config.errors import McaError, list_problems
+from mca_config.errors import list_problems
+from mca_config.files import inside, read_json
+from mca_models.lora.patterns import Patterns
+from mca_models.lora.values import value_problems
 
 FILE_NAME = "adapter_config.json"
 ALL_LINEAR = "all-linear"
@@ -54,9 +56,11 @@ class AdapterConfig:
 
     Args:
         document: The parsed ``adapter_config.json``.
+        patterns: Matches those in it.
     """
 
     document: Mapping[str, Any]
+    patterns: Patterns = field(default_factory=Patterns, compare=False, repr=False)
 
     @staticmethod
     def from_dict(document: Mapping[str, Any], where: object = FILE_NAME) -> "AdapterConfig":
@@ -73,16 +77,8 @@ class AdapterConfig:
     @staticmethod
     def load(directory: Path) -> "AdapterConfig":
         """Reads ``adapter_config.json`` in ``directory``."""
-        path = directory / FILE_NAME
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise McaError(f"{path}: no such file; a PEFT adapter directory holds one") from None
-        except (OSError, ValueError) as error:
-            raise McaError(f"{path}: cannot be read ({error})") from None
-        if not isinstance(document, dict):
-            raise McaError(f"{path}: must hold a JSON object")
-        return AdapterConfig.from_dict(document, path)
+        path = inside(directory, FILE_NAME)
+        return AdapterConfig.from_dict(read_json(path, "a PEFT adapter directory holds one"), path)
 
     def to_json(self) -> str:
         """The text of ``adapter_config.json``."""
@@ -111,7 +107,7 @@ class AdapterConfig:
         if isinstance(target, str):
             if target.lower() == ALL_LINEAR:
                 return linear
-            return re.fullmatch(target, module) is not None
+            return self.patterns.fullmatch(target, module)
         names = target or ()
         return _ends_with(module, names) and (module in names or self._in_layers(module))
 
@@ -136,17 +132,18 @@ class AdapterConfig:
 
     def _of_pattern(self, patterns: str, module: str, default: str, otherwise: int) -> Any:
         for pattern, value in (self.document.get(patterns) or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
+            if self.patterns.match(rf"(.*\.)?({pattern})$", module):
                 return value
         return self.document.get(default, otherwise)
 
     def _excluded(self, module: str) -> bool:
         exclude = self.document.get("exclude_modules") or ()
         if isinstance(exclude, str):
-            excluded = re.fullmatch(exclude, module) is not None
+            excluded = self.patterns.fullmatch(exclude, module)
         else:
             excluded = _ends_with(module, exclude)
-        return excluded or any(re.match(rf"(^|.*\.){m}($|\..*)", module) for m in self.modules_to_save)
+        saved = (rf"(^|.*\.){name}($|\..*)" for name in self.modules_to_save)
+        return excluded or any(self.patterns.match(pattern, module) for pattern in saved)
 
     def _in_layers(self, module: str) -> bool:
         wanted = self.document.get("layers_to_transform")
@@ -154,8 +151,8 @@ class AdapterConfig:
             return True
         patterns = self.document.get("layers_pattern") or [r"[^.]*"]
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            if match := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module):
-                return int(match[1]) in ([wanted] if isinstance(wanted, int) else wanted)
+            if match := self.patterns.match(rf"(?:^|.*?\.)(?:{pattern})\.(\d+)\.", module):
+                return int(match[match.lastindex or 1]) in ([wanted] if isinstance(wanted, int) else wanted)
         return False
 
 
@@ -167,6 +164,9 @@ def _problems(document: Mapping[str, Any]) -> Iterator[str]:
     kind = document.get("peft_type")
     if kind != "LORA":
         yield f"peft_type is {kind!r}; only LORA adapters are supported"
+        return
+    yield from (wrong := value_problems(document))
+    if wrong:
         return
     if document.get("bias", "none") != "none":
         yield f"bias is {document['bias']!r}; only 'none' is supported (biases are not trained)"

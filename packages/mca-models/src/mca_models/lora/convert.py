@@ -10,7 +10,7 @@ from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint import is_mca
 from mca_models.checkpoint.dtypes import numpy_dtype
-from mca_models.checkpoint.hf_directory import read_config
+from mca_models.checkpoint.hf_directory import naming_config, read_config
 from mca_models.lora.adapter import Adapter
 from mca_models.lora.mca_directory import is_mca_adapter, open_mca_adapter, write_mca_adapter
 from mca_models.lora.peft_directory import is_peft, open_peft, write_peft
@@ -29,7 +29,10 @@ def is_adapter(path: Path) -> bool:
 
 def model_of(path: Path) -> McaModelConfig:
     """The model of a checkpoint directory, HF or MCA, of which only the configuration need be there."""
-    return McaModelConfig.load(path) if is_mca(path) else config_from_hf(read_config(path))
+    if is_mca(path):
+        return McaModelConfig.load(path)
+    with naming_config(path):
+        return config_from_hf(read_config(path))
 
 
 def open_adapter(path: Path, model: McaModelConfig | None = None) -> Adapter:
@@ -67,6 +70,7 @@ def convert_adapter(
     layout: ParallelLayout | None = None,
     cast: str | None = None,
     proceed: Callable[[], None] = lambda: None,
+    overwrite: bool = False,
 ) -> Adapter:
     """Writes the adapter in ``source`` to ``destination``, bit for bit unless ``cast``.
 
@@ -78,6 +82,7 @@ def convert_adapter(
         layout: The parallel sizes of an MCA target; None: those of an MCA source, else 1.
         cast: Safetensors code (``BF16``, ``F16``, ``F32``) to cast the tensors to.
         proceed: Called before the result is put in place; raises to stop.
+        overwrite: Replaces what stands at ``destination``.
 
     Returns:
         The adapter that was read.
@@ -85,10 +90,12 @@ def convert_adapter(
     adapter = open_adapter(source, model)
     written = casted(adapter, cast) if cast else adapter
     if (to or ("hf" if is_mca_adapter(source) else "mca")) == "hf":
-        write_peft(written, destination, side_files=source, proceed=proceed)
+        write_peft(written, destination, side_files=source, overwrite=overwrite, proceed=proceed)
     else:
         own = adapter.model.layout if is_mca_adapter(source) else ParallelLayout()
-        write_mca_adapter(written, layout or own, destination, side_files=source, proceed=proceed)
+        write_mca_adapter(
+            written, layout or own, destination, side_files=source, overwrite=overwrite, proceed=proceed
+        )
     return adapter
 
 

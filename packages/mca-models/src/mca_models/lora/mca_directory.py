@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mca_config.errors import McaError
+from mca_config.files import inside, present
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME as MODEL
 from mca_config.model_config import McaModelConfig
@@ -35,7 +36,7 @@ from mca_models.weights import Param
 
 def is_mca_adapter(path: Path) -> bool:
     """Whether ``path`` looks like an MCA adapter directory."""
-    return (path / FILE_NAME).is_file() and (path / MODEL).is_file()
+    return present(path, FILE_NAME) and present(path, MODEL)
 
 
 def open_mca_adapter(path: Path, iteration: int | None = None) -> Adapter:
@@ -64,7 +65,7 @@ class _Pieces:
         }
 
     def _header(self, name: str, record: FileRecord) -> Mapping[str, TensorInfo]:
-        file = self._folder / name
+        file = inside(self._folder.parent, f"{self._folder.name}/{name}")
         tensors = read_header(file).tensors
         if file.stat().st_size != record.nbytes:
             raise McaError(f"{file}: has {file.stat().st_size} bytes, the manifest says {record.nbytes}")

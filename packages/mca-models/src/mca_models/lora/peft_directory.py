@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from mca_config.errors import McaError
+from mca_config.files import inside, present
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.atomic import atomic_directory, write_file
 from mca_models.checkpoint.dtypes import code_of
 from mca_models.checkpoint.hf_writer import METADATA
+from mca_models.checkpoint.mca_directory import is_mca
 from mca_models.checkpoint.safetensors import plan_file, read_header
 from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.checkpoint.source import require_same_names
@@ -32,7 +34,7 @@ WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 
 def is_peft(path: Path) -> bool:
     """Whether ``path`` looks like a PEFT adapter directory."""
-    return (path / FILE_NAME).is_file() and not (path / "mca_config.json").exists()
+    return present(path, FILE_NAME) and not is_mca(path)
 
 
 def open_peft(path: Path, model: McaModelConfig) -> Adapter:
@@ -42,8 +44,8 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
         McaError: Its configuration cannot be represented, or its tensors are not those that it names.
     """
     config = AdapterConfig.load(path)
-    file = path / WEIGHTS
-    if not file.is_file() and (path / PICKLE).is_file():
+    file = inside(path, WEIGHTS)
+    if not present(path, WEIGHTS) and present(path, PICKLE):
         raise McaError(
             f"{path / PICKLE} is a pickle, which is not read; save the adapter with safe_serialization"
         )

@@ -9,8 +9,8 @@ from typing import Any
 from mca_config.errors import list_problems
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.rope import require_rope
 from mca_models.megatron.families.group_router import own_router
-from mca_models.megatron.layers.rope import check_rope
 
 Version = tuple[int, ...]
 FIXED_IN_0_17: Version = (0, 17)
@@ -35,7 +35,7 @@ def require_supported(
         version: megatron-core's.
         implementation: ``local`` or ``transformer_engine``.
     """
-    check_rope(config)
+    require_rope(config.rope_scaling)
     problems = [
         *_pipeline(layout, settings, device),
         *_wrong_gradients(config, layout, settings, version),

@@ -19,7 +19,7 @@ from mca_config.errors import McaError
 from mca_config.model_config import FILE_NAME
 from mca_models.checkpoint import iteration_name
 from mca_models.checkpoint.atomic import write_file
-from mca_models.checkpoint.hf_writer import write_config
+from mca_models.checkpoint.hf_writer import config_text, write_config
 from mca_models.checkpoint.mca_directory import LATEST
 from mca_models.megatron import parallel
 from mca_models.megatron.agreement import SharedDirectory, on_first
@@ -102,7 +102,7 @@ def _prepare(models: LiveModel, partial: Path) -> None:
     """All small files of the directory; only readers that know the folder is complete look at them."""
     (partial / iteration_name(_ITERATION)).mkdir()
     write_file(partial / FILE_NAME, models.config.to_json().encode())
-    write_config(partial, models.config)
+    write_config(partial, config_text(models.config))
     copy_side_files_of(models, partial)
     write_file(partial / LATEST, f"{_ITERATION}\n".encode())
 

@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mca_config.bounds import require_bounded
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
+from mca_config.rope import require_rope
 
 HfConfig = dict[str, Any]
 REQUIRED: Any = object()
@@ -104,9 +106,11 @@ class ConfigTable:
         full = _Watched({**self.defaults, **hf})
         try:
             values = self._values(full)
-            return self.config_class(
+            config = self.config_class(
                 model_type=hf["model_type"], dtype=read_dtype(hf), hf_config=hf, **values
             )
+            require_rope(config.rope_scaling)
+            return config
         except McaError:
             raise
         except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
@@ -119,6 +123,7 @@ class ConfigTable:
         for fixed in self.fixed:
             fixed.check(hf)
         values = {field.mca: field.read(hf) for field in self.fields}
+        require_bounded(values)  # before lists are made that are as long as they say
         values |= dict(self.constants) | read_rope(hf) | self.derive(hf)
         if not self.partial_rotary:
             values["rotary_percent"] = _whole_head(values)
@@ -133,6 +138,11 @@ class ConfigTable:
         if not config.hf_config:
             return self._from_scratch(config, architecture)
         hf = dict(config.hf_config)
+        if hf.get("model_type") != config.model_type:
+            raise McaError(
+                f"the config.json of the source is of model_type {hf.get('model_type')!r:.80}, the model of "
+                f"{config.model_type!r}; restore mca_config.json"
+            )
         before = self.to_mca(hf)
         for field in self.fields:
             value = getattr(config, field.mca)
@@ -187,7 +197,9 @@ def read_dtype(hf: Mapping[str, Any]) -> Literal["float32", "bfloat16", "float16
 
 def read_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     """``rotary_base`` and ``rope_scaling`` from transformers 5's ``rope_parameters`` or 4's two keys."""
-    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    given = (
+        hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    )  # where both are there, as transformers 5
     if not isinstance(given, dict):
         raise McaError(
             f"config.json: 'rope_parameters' (or 'rope_scaling') must be an object, not {given!r:.80}"

@@ -25,8 +25,10 @@ def text_config(hf: HfConfig) -> HfConfig:
     text = hf.get("text_config")
     if not isinstance(text, dict):
         raise McaError(f"config.json has no 'text_config'; a {kind} model needs it")
-    shared = {key: hf[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if key in hf}
-    named = {"architectures": [ARCHITECTURES[kind]], "model_type": TEXT_PART[kind]}
+    shared = {key: hf[key] for key in ("dtype", "torch_dtype") if key in hf}
+    named: HfConfig = {"architectures": [ARCHITECTURES[kind]], "model_type": TEXT_PART[kind]}
+    # the whole model is tied or not as the file itself says, whatever its text part says
+    named["tie_word_embeddings"] = hf.get("tie_word_embeddings") or False
     return {**shared, **text, **named}
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
+from mca_config.rope import require_rope
 
 Rope = dict[str, Any]
 
@@ -86,28 +86,6 @@ _KINDS: dict[str, Callable[[McaModelConfig, Rope], Tensor]] = {
     "yarn": _yarn,
     "longrope": _longrope,
 }
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (),
-    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
-}
-
-
-def check_rope(config: McaModelConfig) -> None:
-    """Refuses a rope scaling that cannot be computed, by name."""
-    rope = config.rope_scaling
-    if rope is None:
-        return
-    kind = rope.get("rope_type")
-    if kind not in _KINDS:
-        raise McaError(
-            f"rope_type {kind!r} is not supported by the model factory; supported: default, {', '.join(_KINDS)}"
-        )
-    missing = [name for name in _NEEDED[kind] if rope.get(name) is None]
-    if missing:
-        raise McaError(f"rope scaling {kind!r} needs {', '.join(missing)} in config.json's rope parameters")
 
 
 def frequencies(config: McaModelConfig) -> Tensor:
@@ -116,7 +94,7 @@ def frequencies(config: McaModelConfig) -> Tensor:
     Raises:
         McaError: The kind of scaling is not known, or lacks a parameter.
     """
-    check_rope(config)
+    require_rope(config.rope_scaling)
     if config.rope_scaling is None:
         return inverse_frequencies(config.rotary_base, rotary_dim(config))
     return _KINDS[config.rope_scaling["rope_type"]](config, config.rope_scaling)
