@@ -63,9 +63,18 @@ def test_no_config(source: Path, tmp_path: Path, capsys) -> None:
     assert "config.json: no such file" in refused(source, tmp_path, capsys)
 
 
-def test_no_weights(source: Path, tmp_path: Path, capsys) -> None:
-    (source / "model.safetensors").unlink()
+def test_no_weights(source: Path, convert, tmp_path: Path, capsys) -> None:
+    mca = convert(source, "mca")
+    (source / "model.safetensors").rename(source / "model-00001-of-00002.safetensors")
+    assert "model.safetensors.index.json is missing" in refused(source, tmp_path, capsys)
+    (source / "model-00001-of-00002.safetensors").unlink()
     assert "holds no weights" in refused(source, tmp_path, capsys)
+    (source / "model.gguf").touch()
+    assert "model.gguf, a format that is not read" in refused(source, tmp_path, capsys)
+    (source / "config.json").unlink()
+    assert "model.gguf, a format that is not read" in refused(source, tmp_path, capsys)
+    (mca / "mca_config.json").unlink()
+    assert "but mca_config.json is missing" in refused(mca, tmp_path, capsys)
 
 
 def test_pickles_are_refused_with_the_command_that_converts_them(
@@ -84,7 +93,7 @@ def test_pickles_are_refused_with_the_command_that_converts_them(
     ({"intermediate_size": 96}, "expected [96, 32]"),
     ({"num_key_value_heads": 4}, "expected [64, 32]"),
     ({"hidden_size": 32.0}, "hidden_size must be a whole number, not 32.0"),
-    ({"num_hidden_layers": 10**9}, "1000000000 layers of 1 MLPs cannot lie in"),
+    ({"num_hidden_layers": 10**9}, "num_layers must be at most 10000, not 1000000000"),
     ({"model_type": ["llama"]}, "config.json has no 'model_type'"),
     ({"rope_parameters": "yarn"}, "must be an object, not 'yarn'"),
     ({"rope_parameters": {"rope_theta": "1e4"}}, "'rope_theta' must be a number, not '1e4'"),
@@ -184,7 +193,7 @@ def read_raw_names(raw: bytes) -> set[str]:
 def test_weights_that_are_no_file_are_not_waited_for(source: Path, tmp_path: Path, capsys) -> None:
     (source / "model.safetensors").unlink()
     os.mkfifo(source / "model.safetensors")
-    assert "no file of weights" in refused(source, tmp_path, capsys)
+    assert "not a file but a directory, pipe" in refused(source, tmp_path, capsys)
 
 
 def test_what_the_system_refuses_is_one_line(source: Path, tmp_path: Path, capsys, monkeypatch) -> None:
@@ -264,7 +273,7 @@ def test_links_of_the_hugging_face_cache_are_followed(tiny, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    (["--tensor_model_parallel_size", "3"], "choose another --tensor_model_parallel_size"),
+    (["--tensor_model_parallel_size", "3"], "cannot be divided by tensor_model_parallel_size 3; change"),
     (["--pipeline_model_parallel_size", "3"], "pipeline_model_parallel_size"),
     (["--pipeline_model_parallel_size", "2", "--pipeline_model_parallel_layout", "Ett|tL"], "has 3 decoder layers"),
 ])  # fmt: skip
@@ -276,7 +285,7 @@ def test_layout_that_does_not_divide(
 
 def test_experts_that_do_not_divide(tiny, tmp_path: Path, capsys) -> None:
     error = refused(tiny("mixtral"), tmp_path, capsys, "--expert_model_parallel_size", "3")
-    assert "4 experts do not divide by --expert_model_parallel_size 3" in error
+    assert "num_moe_experts 4 cannot be divided by expert_model_parallel_size 3; change" in error
 
 
 def test_output_that_is_taken(source: Path, tmp_path: Path, capsys) -> None:

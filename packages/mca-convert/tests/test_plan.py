@@ -169,9 +169,9 @@ def test_all_reasons_are_told_at_once(tiny, capsys, tmp_path: Path) -> None:
     told = "\n".join(plan["refusals"])
     assert "exists and is not empty" in told
     assert "num_layers 4 cannot be divided" in told
-    assert "4 experts do not divide by --expert_model_parallel_size 3" in told
-    assert "choose another --tensor_model_parallel_size" in told
-    assert "choose another --expert_tensor_parallel_size" in told
+    assert "num_moe_experts 4 cannot be divided by expert_model_parallel_size 3" in told
+    assert "num_attention_heads 4 cannot be divided by tensor_model_parallel_size 3" in told
+    assert "cannot be divided by expert_tensor_parallel_size 7" in told
     assert len(plan["refusals"]) < 12  # alike parameters once
 
 
@@ -182,7 +182,7 @@ def test_a_damaged_source_and_a_bad_layout_are_both_told(tiny, capsys, tmp_path:
     (source / "model.safetensors").write_bytes(b"1234")
     plan = planned(capsys, "--checkpoint_path", str(source), "--tensor_model_parallel_size", "3")
     assert "too few for a safetensors file" in plan["refusals"][0]
-    assert any("choose another --tensor_model_parallel_size" in reason for reason in plan["refusals"])
+    assert any("change tensor_model_parallel_size, for example to 2" in reason for reason in plan["refusals"])
 
 
 def test_a_full_disk_is_foreseen(tiny, capsys, tmp_path: Path, monkeypatch) -> None:

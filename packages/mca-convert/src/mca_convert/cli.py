@@ -53,6 +53,7 @@ def _attempt(argv: Sequence[str], interrupts: Interrupts) -> int:
     from mca_convert import __version__
     from mca_convert.flags import build_parser, command_of
     from mca_convert.mapped import cut_files_told
+    from mca_convert.output import printable
 
     command, rest = command_of(list(argv))
     parser = build_parser(command, __version__)
@@ -66,9 +67,9 @@ def _attempt(argv: Sequence[str], interrupts: Interrupts) -> int:
                 return code
             raise interrupts.fault
     except McaError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {printable(str(error))}\n")
     except OSError as error:
-        sys.stderr.write(f"error: {_where(error)}{error.strerror or error}\n")
+        sys.stderr.write(f"error: {printable(f'{_where(error)}{error.strerror or error}')}\n")
     except MemoryError:
         sys.stderr.write("error: out of memory; give fewer --workers, or a smaller --memory_limit\n")
     return 1

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mca_config.errors import McaError
+from mca_config.files import present
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_convert.engine import Engine
@@ -30,6 +31,7 @@ from mca_models.checkpoint.dtypes import DTYPE_NAMES
 from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES
 
 Progress = Callable[[int], None]
+_CHECKPOINT = ("config.json", "mca_config.json", "adapter_config.json")
 
 
 @dataclass(frozen=True)
@@ -61,27 +63,35 @@ class Conversion:
             for name in self.target.files
         }
 
+    @property
+    def open_files(self) -> int:
+        """Files that are open at once."""
+        return len(self.target.files) + len({info.file for info in self.source.tensors()})
+
     def run(
         self,
         destination: Path,
         limits: Limits,
         progress: Progress = lambda nbytes: None,
         proceed: Callable[[], None] = lambda: None,
+        *,
+        overwrite: bool = False,
     ) -> Path:
         """Writes the new checkpoint; it stands at ``destination`` completely or not at all.
 
         Args:
-            destination: Absent, or an empty directory.
+            destination: Absent, or an empty directory, or with ``overwrite`` any.
             limits: Threads and memory.
             progress: Called with the bytes of each written chunk, from any thread.
             proceed: Called between steps, from any thread; raises to stop.
+            overwrite: Replaces what stands at ``destination``.
 
         Raises:
             McaError: The destination is taken, or something cannot be read or written.
         """
         self.source.check_duplicates()
         side_files(self.source.path)  # what is refused is refused before the work
-        partial = PartialDirectory(destination)
+        partial = PartialDirectory(destination, overwrite=overwrite)
         try:
             records = self._write_weights(partial.path, limits, progress, proceed)
             files = {str(Path(self.prefix, name)): record.nbytes for name, record in records.items()}
@@ -155,12 +165,20 @@ def refuse_no_adapter(path: Path) -> None:
         )
 
 
-def refuse_taken(source: Path, destination: Path) -> None:
-    """Raises if ``destination`` is not free, before any work."""
+def refuse_taken(source: Path, destination: Path, *, overwrite: bool = False) -> None:
+    """Raises if ``destination`` is not free, or with ``overwrite`` no checkpoint, before any work."""
     try:
         require_absent(destination)
     except McaError as error:
-        raise McaError(f"--output_path {error}") from None
+        if not overwrite or not destination.is_dir():
+            raise McaError(f"--output_path {error}") from None
+        if not any(present(destination, name) for name in _CHECKPOINT):
+            raise McaError(
+                f"--output_path {destination}: holds no checkpoint, so --overwrite does not replace it; remove it "
+                "or name another directory"
+            ) from None
+    if source.resolve().is_relative_to(destination.resolve()):
+        raise McaError(f"--output_path {destination}: holds the source {source}; name another directory")
     if destination.resolve().is_relative_to(source.resolve()):
         raise McaError(
             f"--output_path {destination}: lies inside the source {source}; name another directory"

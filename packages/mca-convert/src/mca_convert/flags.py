@@ -34,7 +34,12 @@ _EXAMPLES = """examples:
   # are two directories the same model, bit for bit?
   mca-convert verify qwen3-hf qwen3-tp8
 """
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SIZES = (
+    "sizes: 2G and 2GB are 2,000,000,000 bytes, 2GiB are 2,147,483,648; those printed are KB, MB, GB of 1000"
+)
+_MOST_BYTES = 1 << 62
+_MOST_WORKERS = 256
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,7 +81,7 @@ def build_parser(command: str, version: str) -> Parser:
     parser = Parser(
         prog=prog,
         description=f"{COMMANDS[command][:1].upper()}{COMMANDS[command][1:]}.",
-        epilog=f"commands:\n{others}\n\n{_EXAMPLES}" if command == DEFAULT_COMMAND else None,
+        epilog=f"{_SIZES}\n\ncommands:\n{others}\n\n{_EXAMPLES}" if command == DEFAULT_COMMAND else _SIZES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -92,11 +97,16 @@ def _flag(parser: Any, name: str, **how: Any) -> None:
 
 def _convert_flags(parser: argparse.ArgumentParser) -> None:
     _conversion_flags(parser, planning=False)
+    _quiet_flag(parser)
 
 
 def _plan_flags(parser: argparse.ArgumentParser) -> None:
     _conversion_flags(parser, planning=True)
     parser.add_argument("--json", action="store_true", help="the plan as JSON, with every file")
+
+
+def _quiet_flag(parser: argparse.ArgumentParser) -> None:
+    _flag(parser, "quiet", action="store_true", help="no progress and no summary: nothing but what is wrong")
 
 
 def _inspect_flags(parser: argparse.ArgumentParser) -> None:
@@ -140,6 +150,12 @@ def _conversion_flags(parser: argparse.ArgumentParser, *, planning: bool) -> Non
         default=5 * 10**9,
         help="largest file of a Hugging Face target, e.g. 2G; default 5 GB",
     )
+    _flag(
+        parser,
+        "overwrite",
+        action="store_true",
+        help="replace a checkpoint at --output_path, once the new one is complete; anything else there is kept",
+    )
 
 
 def _adapter_flags(parser: argparse.ArgumentParser) -> None:
@@ -174,7 +190,7 @@ def _layout_flags(parser: argparse.ArgumentParser) -> None:
 
 def _engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
-    _flag(group, "workers", type=_positive, metavar="N", help="threads; default: the processors, at most 8")
+    _flag(group, "workers", type=_workers, metavar="N", help="threads; default: the processors, at most 8")
     _flag(
         group,
         "memory_limit",
@@ -194,6 +210,7 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="largest absolute difference allowed; dtypes may then differ. Default: bit for bit",
     )
+    _quiet_flag(parser)
     _engine_flags(parser)
 
 
@@ -206,17 +223,25 @@ _BUILDERS = {
 
 
 def byte_count(text: str) -> int:
-    """Bytes from ``512M``, ``2G``, ``1000000``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)i?b?", text.strip().lower())
-    if not match or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"expected a size such as 512M or 2G, not {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
+    """Bytes from ``512M``, ``2GiB``, ``1000000``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)(i?)b?", text.strip().lower())
+    number = float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]] if match else 0
+    if not 1 <= number <= _MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"expected a size such as 512M, 2G or 2GiB, not {text!r:.40}")
+    return int(number)
 
 
 def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, not {text!r}")
+    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, not {text!r:.40}")
     return int(text)
+
+
+def _workers(text: str) -> int:
+    count = _positive(text)
+    if count > _MOST_WORKERS:
+        raise argparse.ArgumentTypeError(f"expected at most {_MOST_WORKERS} threads, not {count}")
+    return count
 
 
 def _tolerance(text: str) -> float:

@@ -17,7 +17,9 @@ from mca_config.model_config import McaModelConfig
 from mca_convert.chunks import Chunk, ChunkCache
 from mca_convert.collect import computed_bytes
 from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca, refuse_taken
+from mca_convert.open_files import too_many_files
 from mca_convert.pool import Limits
+from mca_convert.tables import size_of
 from mca_convert.tasks import Fill, dtype_faults, fill_item_size
 from mca_models.checkpoint import (
     ImaginedSource,
@@ -46,7 +48,7 @@ class Stage:
 
     rank: int
     holds: str
-    parameters: int
+    tensors: int
     dense_bytes: int
     """Of the fullest tensor rank."""
     expert_bytes: int
@@ -79,8 +81,11 @@ class Forecast:
         try:
             return step()
         except McaError as error:
-            self.refusals += [line for line in [str(error)] if line not in self.refusals]
-            return None
+            reason = str(error)
+        except OSError as error:
+            reason = f"{error.filename}: {error.strerror}"
+        self.refusals += [line for line in [reason] if line not in self.refusals]
+        return None
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -101,6 +106,7 @@ class Request:
         destination: Where it would go; None if not said.
         adapter: A LoRA adapter to convert, or to fold into the checkpoint.
         merge: Fold it.
+        overwrite: Replace a checkpoint that stands at the destination.
     """
 
     path: Path | None
@@ -112,6 +118,7 @@ class Request:
     destination: Path | None
     adapter: Path | None = None
     merge: bool = False
+    overwrite: bool = False
 
 
 def forecast(request: Request) -> Forecast:
@@ -149,7 +156,9 @@ def check_destination(request: Request, result: Forecast) -> None:
     destination = request.destination
     for source in (request.adapter, request.path):
         if destination is not None and source is not None:
-            result.attempt(partial(refuse_taken, source, destination))
+            result.attempt(partial(refuse_taken, source, destination, overwrite=request.overwrite))
+    if destination is not None:
+        result.attempt(partial(require_writable, destination))
 
 
 def _merged(base: ModelSource, path: Path, cast: str | None, result: Forecast) -> ModelSource | None:
@@ -220,6 +229,8 @@ def _describe(conversion: Conversion, request: Request, result: Forecast) -> Non
         _ = conversion.target.manifest_tensors  # takes its memory, as in the conversion itself
     buffers = _buffer_bytes(conversion, request.limits)
     result.peak_bytes = anonymous_bytes() + _WORK_BYTES + buffers
+    if fault := too_many_files(conversion.open_files):
+        result.refusals.append(fault)
 
 
 def stages_of(target: McaLayout, sizes: dict[str, int]) -> Iterator[Stage]:
@@ -282,16 +293,31 @@ def anonymous_bytes() -> int:
     return 0
 
 
+def require_writable(destination: Path) -> None:
+    """Raises if no directory can be made at ``destination``."""
+    place = _nearest(destination)
+    if not place.is_dir():
+        raise McaError(f"--output_path {destination}: {place} is not a directory; name another place")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise McaError(f"--output_path {destination}: {place} cannot be written to; name another place")
+
+
+def _nearest(destination: Path) -> Path:
+    """What exists of the path to ``destination``'s parent."""
+    place = Path(os.path.abspath(destination)).parent  # noqa: PTH100
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return place
+
+
 def require_space(destination: Path | None, result: Forecast) -> None:
     """Notes it if the disk has no room for what would be written."""
     if destination is None:
         return
-    place = Path(os.path.abspath(destination))  # noqa: PTH100 (a mount point has room of its own)
-    while not place.exists():
-        place = place.parent
+    place = destination if destination.is_dir() else _nearest(destination)  # a mount point has its own room
     free = shutil.disk_usage(place).free
     if free < result.written_bytes:
         result.refusals.append(
-            f"--output_path {destination}: needs {result.written_bytes / 1e9:.2f} GB, {place} has "
-            f"{free / 1e9:.2f} GB free; make room or name another place"
+            f"--output_path {destination}: needs {size_of(result.written_bytes)}, {place} has "
+            f"{size_of(free)} free; make room or name another place"
         )

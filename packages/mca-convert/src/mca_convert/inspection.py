@@ -91,10 +91,13 @@ def _model(path: Path, kind: Kind, found: Inspection, top: int) -> None:
     if isinstance(source, HfSource):
         _quantisation(path, found)
     found.facts["parameters"] = sum(prod(source.whole_shape(param)) for param in source.params)
-    shapes = [
-        (param.mca_name(), source.parts(param)[0].info.dtype, list(source.whole_shape(param)))
-        for param in source.params
-    ]
+    if isinstance(source, HfSource):
+        shapes = [(info.name, info.dtype, list(info.shape)) for info in source.tensors()]
+    else:
+        shapes = [
+            (param.mca_name(), source.parts(param)[0].info.dtype, list(source.whole_shape(param)))
+            for param in source.params
+        ]
     _biggest(shapes, found, top)
 
 

@@ -1,18 +1,31 @@
-"""The progress bar."""
+"""How far the work is: a bar on a terminal, else a line now and then."""
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from mca_convert.tables import size_of
+
 _SMALLEST_STEP = 16 << 20
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 @contextmanager
-def bar(nbytes: int, what: str) -> Iterator[Callable[[int], None]]:
-    """A bar of ``nbytes`` on a terminal; yields a thread-safe function that adds to it."""
-    if not sys.stderr.isatty():
+def bar(nbytes: int, what: str, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
+    """Shows how many of ``nbytes`` are done; yields a thread-safe function that adds to it.
+
+    Args:
+        nbytes: All there is to do.
+        what: The work, such as ``converting``.
+        quiet: Show nothing.
+    """
+    if quiet or sys.stderr is None:
         yield lambda count: None
+        return
+    if not sys.stderr.isatty():
+        yield _Lines(nbytes, what).add
         return
     from tqdm import tqdm
 
@@ -29,3 +42,21 @@ def bar(nbytes: int, what: str) -> Iterator[Callable[[int], None]]:
 
         yield add
         display.update(pending)
+
+
+class _Lines:
+    """A line every ten seconds."""
+
+    def __init__(self, nbytes: int, what: str) -> None:
+        self._nbytes, self._what, self._done = nbytes, what, 0
+        self._lock, self._next = threading.Lock(), time.monotonic() + _SECONDS_BETWEEN_LINES
+
+    def add(self, count: int) -> None:
+        """``count`` more bytes are done."""
+        with self._lock:
+            self._done += count
+            if time.monotonic() < self._next:
+                return
+            self._next = time.monotonic() + _SECONDS_BETWEEN_LINES
+            share = self._done / max(self._nbytes, 1)
+        sys.stderr.write(f"{self._what}: {size_of(self._done)} of {size_of(self._nbytes)} ({share:.0%})\n")

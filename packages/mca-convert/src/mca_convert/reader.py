@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mca_config.errors import McaError
+from mca_config.files import open_regular
 from mca_convert.pool import run_all
 from mca_models.checkpoint.checksum import crc32_join, crc32_of_file
 from mca_models.checkpoint.partial_folder import close
@@ -32,7 +33,7 @@ class SourceFile:
     def __init__(self, path: Path, crc32: int | None = None) -> None:
         self.path, self.crc32 = path, crc32
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_regular(path)
         except OSError as error:
             raise McaError(f"{path}: cannot be read ({error.strerror})") from None
         self.nbytes = os.fstat(self._fd).st_size

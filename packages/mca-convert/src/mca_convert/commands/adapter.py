@@ -5,12 +5,11 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from mca_config.arguments import DistributingParallelArguments
-from mca_config.command_line import from_namespace
 from mca_config.layout import ParallelLayout
-from mca_convert.commands.convert import carry_out, layout_flags_for_hf
+from mca_convert.commands.convert import carry_out, layout_arguments, layout_flags_for_hf
 from mca_convert.conversion import plan_to_hf, plan_to_mca, refuse_no_adapter, refuse_taken
 from mca_convert.interrupts import Interrupts
+from mca_convert.output import printable
 from mca_models.checkpoint import open_checkpoint
 
 
@@ -20,7 +19,7 @@ def convert_adapter(
     """Converts the adapter of ``--adapter_path``, or merges it; returns the exit code."""
     adapter, destination = Path(options.adapter_path), Path(options.output_path)
     base = Path(options.checkpoint_path) if options.checkpoint_path else None
-    refuse_taken(adapter, destination)
+    refuse_taken(adapter, destination, overwrite=options.overwrite)
     refuse_no_adapter(adapter)
     if options.merge:
         return _merge(parser, options, adapter, destination, interrupts)
@@ -30,7 +29,7 @@ def convert_adapter(
     target: Literal["mca", "hf"] = options.to or ("hf" if is_mca_adapter(adapter) else "mca")
     if target == "hf" and (fault := layout_flags_for_hf(options, megatron=is_mca_adapter(adapter))):
         parser.error(fault)
-    arguments = from_namespace(DistributingParallelArguments, options)
+    arguments = layout_arguments(parser, options)
     own = _layout_of(adapter) if is_mca_adapter(adapter) else ParallelLayout()
     model = None if base is None else model_of(base)
     with interrupts.holding():
@@ -41,11 +40,14 @@ def convert_adapter(
             to=target,
             layout=arguments.layout(own),
             cast=options.cast,
+            overwrite=options.overwrite,
             proceed=interrupts.check,
         )
+    if options.quiet:
+        return 0
     kind = "PEFT adapter" if target == "hf" else f"MCA adapter, {arguments.layout(own)}"
     sys.stderr.write(
-        f"{destination}: {converted.model.model_type}, {kind}, {len(converted.params)} tensors\n"
+        printable(f"{destination}: {converted.model.model_type}, {kind}, {len(converted.params)} tensors\n")
     )
     return 0
 
@@ -67,13 +69,13 @@ def _merge(
         parser.error("--merge needs the base model: --checkpoint_path")
     if options.to != "mca" and (fault := layout_flags_for_hf(options, megatron=True)):
         parser.error(fault)
-    refuse_taken(Path(options.checkpoint_path), destination)
+    refuse_taken(Path(options.checkpoint_path), destination, overwrite=options.overwrite)
     from mca_models.lora import MergedSource, open_adapter
 
     base = open_checkpoint(Path(options.checkpoint_path), options.cast)
     source = MergedSource(base, open_adapter(adapter, base.config), options.cast)
     if options.to == "mca":
-        arguments = from_namespace(DistributingParallelArguments, options)
+        arguments = layout_arguments(parser, options)
         conversion = plan_to_mca(source, arguments.layout(base.config.layout), options.cast)
     else:
         conversion = plan_to_hf(source, options.cast, options.max_shard_size)

@@ -1,18 +1,20 @@
 """``mca-convert --checkpoint_path SRC --output_path DST``."""
 
 import argparse
-import resource
 import sys
 import time
 from pathlib import Path
 
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.arguments.distributing import LAYOUT_FIELDS
-from mca_config.command_line import from_namespace
+from mca_config.errors import McaError
 from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca, refuse_taken
 from mca_convert.interrupts import Interrupts
+from mca_convert.open_files import allow_open_files
+from mca_convert.output import printable
 from mca_convert.pool import Limits, default_workers
 from mca_convert.progress import bar
+from mca_convert.tables import size_of
 from mca_models.checkpoint import McaLayout, kind_of, open_checkpoint
 
 
@@ -27,7 +29,7 @@ def convert(parser: argparse.ArgumentParser, options: argparse.Namespace, interr
     if not options.checkpoint_path:
         parser.error("the following arguments are required: --checkpoint_path")
     source_path, destination = Path(options.checkpoint_path), Path(options.output_path)
-    refuse_taken(source_path, destination)
+    refuse_taken(source_path, destination, overwrite=options.overwrite)
     carry_out(plan(parser, options), destination, options, "converting", interrupts)
     return 0
 
@@ -41,10 +43,13 @@ def carry_out(
 ) -> None:
     """Runs ``conversion`` under a progress bar that says ``what``, and sums it up."""
     started = time.monotonic()
-    allow_open_files()
-    with bar(conversion.nbytes, what) as progress, interrupts.holding():
-        conversion.run(destination, limits_of(options), progress, interrupts.check)
-    sys.stderr.write(_summary(conversion, destination, time.monotonic() - started))
+    allow_open_files(conversion.open_files)
+    with bar(conversion.nbytes, what, quiet=options.quiet) as progress, interrupts.holding():
+        conversion.run(
+            destination, limits_of(options), progress, interrupts.check, overwrite=options.overwrite
+        )
+    if not options.quiet:
+        sys.stderr.write(_summary(conversion, destination, time.monotonic() - started))
 
 
 def plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Conversion:
@@ -54,11 +59,33 @@ def plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Conver
     target = options.to or ("hf" if megatron else "mca")
     if target == "hf" and (fault := layout_flags_for_hf(options, megatron=megatron)):
         parser.error(fault)
-    arguments = from_namespace(DistributingParallelArguments, options)
+    arguments = layout_arguments(parser, options)
     source = open_checkpoint(path, options.cast)
     if target == "hf":
         return plan_to_hf(source, options.cast, options.max_shard_size)
     return plan_to_mca(source, arguments.layout(source.config.layout), options.cast)
+
+
+def layout_arguments(
+    parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> DistributingParallelArguments:
+    """The layout that the flags ask for; one that no model could have is wrong usage."""
+    try:
+        return read_layout(options)
+    except McaError as error:
+        parser.error(printable(str(error)))
+
+
+def read_layout(options: argparse.Namespace) -> DistributingParallelArguments:
+    """The layout that the flags ask for.
+
+    Raises:
+        McaError: They contradict each other.
+    """
+    given = {name: value for name, value in vars(options).items() if name in LAYOUT_FIELDS}
+    if given.get("tensor_model_parallel_size", 1) > 1:
+        given["sequence_parallel"] = True  # which is for the training to say; weights are cut alike
+    return DistributingParallelArguments(**given)
 
 
 def layout_flags_for_hf(options: argparse.Namespace, *, megatron: bool) -> str | None:
@@ -75,18 +102,13 @@ def limits_of(options: argparse.Namespace) -> Limits:
     return Limits(workers=options.workers or default_workers(), memory=options.memory_limit)
 
 
-def allow_open_files() -> None:
-    """Raises the soft limit of open files to the hard one: large checkpoints have hundreds."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def _summary(conversion: Conversion, destination: Path, seconds: float) -> str:
     config = conversion.target.config
     to_mca = isinstance(conversion.target, McaLayout)
     what = f"MCA checkpoint, {config.layout}" if to_mca else "Hugging Face checkpoint"
-    size = conversion.nbytes / 1e9
-    return (
-        f"{destination}: {config.model_type}, {what}, {len(conversion.source.params)} parameters, "
-        f"{len(conversion.target.files)} files, {size:.2f} GB in {seconds:.1f} s ({size / seconds:.2f} GB/s)\n"
+    tensors = len({fill.tensor for fill in conversion.fills})
+    speed = size_of(round(conversion.nbytes / max(seconds, 1e-3)))
+    return printable(
+        f"{destination}: {config.model_type}, {what}, {tensors} tensors, {len(conversion.target.files)} files, "
+        f"{size_of(conversion.nbytes)} in {seconds:.1f} s ({speed}/s)\n"
     )

@@ -1,19 +1,20 @@
 """``mca-convert inspect PATH``: what a directory holds."""
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
 from mca_convert.inspection import Inspection, inspect_directory
+from mca_convert.output import say, say_json
 from mca_convert.tables import size_of
 
 
 def inspect(options: argparse.Namespace) -> int:
     """Prints what is there; 0 if it is complete, else 1."""
     found = inspect_directory(Path(options.path), options.top)
-    text = json.dumps(found.as_dict(), indent=1) if options.json else report(found)
-    sys.stdout.write(text + "\n")
+    if options.json:
+        say_json("inspect", found.as_dict())
+    else:
+        say(report(found))
     return 1 if found.problem else 0
 
 

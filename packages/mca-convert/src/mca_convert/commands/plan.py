@@ -1,15 +1,12 @@
 """``mca-convert plan --checkpoint_path SRC``: what would happen; nothing is written."""
 
 import argparse
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from mca_config.arguments import DistributingParallelArguments
-from mca_config.command_line import from_namespace
-from mca_convert.commands.convert import layout_flags_for_hf, limits_of
+from mca_convert.commands.convert import layout_flags_for_hf, limits_of, read_layout
 from mca_convert.forecast import Forecast, Request, forecast
+from mca_convert.output import say, say_json
 from mca_convert.tables import size_of, table
 
 
@@ -23,19 +20,22 @@ def plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         Request(
             path=_path(options.checkpoint_path),
             target=options.to,
-            arguments=lambda: from_namespace(DistributingParallelArguments, options),
+            arguments=lambda: read_layout(options),
             cast=options.cast,
             limits=limits_of(options),
             max_shard_bytes=options.max_shard_size,
             destination=_path(options.output_path),
             adapter=_path(options.adapter_path),
             merge=options.merge,
+            overwrite=options.overwrite,
         )
     )
     if result.target == "hf" and (fault := layout_flags_for_hf(options, megatron=True)):
         result.refusals.append(fault)
-    text = json.dumps(result.as_dict(), indent=1) if options.json else "\n".join(report(result))
-    sys.stdout.write(text + "\n")
+    if options.json:
+        say_json("plan", result.as_dict())
+    else:
+        say("\n".join(report(result)))
     return 1 if result.refusals else 0
 
 
@@ -79,11 +79,11 @@ def report(result: Forecast) -> Iterator[str]:
 
 def _stage_table(result: Forecast) -> Iterator[str]:
     experts = any(stage.expert_bytes for stage in result.stages)
-    head = ["pipeline rank", "holds", "parameters", "a tensor rank"]
+    head = ["pipeline rank", "holds", "tensors", "a tensor rank"]
     head += ["an expert rank", "a GPU"] if experts else []
     rows = []
     for stage in result.stages:
-        row = [str(stage.rank), stage.holds, str(stage.parameters), size_of(stage.dense_bytes)]
+        row = [str(stage.rank), stage.holds, str(stage.tensors), size_of(stage.dense_bytes)]
         if experts:
             row += [size_of(stage.expert_bytes), size_of(stage.dense_bytes + stage.expert_bytes)]
         rows.append(row)

@@ -1,13 +1,14 @@
 """``mca-convert verify A B``."""
 
 import argparse
-import sys
 from pathlib import Path
 
-from mca_convert.commands.convert import allow_open_files, limits_of
+from mca_convert.commands.convert import limits_of
 from mca_convert.compare import Comparison, compare
 from mca_convert.compare_adapters import compare_adapters
 from mca_convert.interrupts import Interrupts
+from mca_convert.open_files import allow_open_files
+from mca_convert.output import say
 from mca_convert.progress import bar
 from mca_models.checkpoint import kind_of, open_checkpoint
 
@@ -16,22 +17,22 @@ _SHOWN = 10
 
 def verify(options: argparse.Namespace, interrupts: Interrupts) -> int:
     """Compares two checkpoints; prints what differs; 0 if they are the same model, else 1."""
-    allow_open_files()
     paths = Path(options.first), Path(options.second)
     if any(kind_of(path).is_adapter for path in paths):
         result = compare_adapters(*paths, tolerance=options.tolerance)
-        sys.stdout.write(report(result, options, "adapter"))
+        say(report(result, options, "adapter"))
         return 0 if result.same else 1
     first, second = (open_checkpoint(path) for path in paths)
     total = sum(info.nbytes for info in first.tensors())
-    with bar(total, "comparing") as progress:
+    allow_open_files(len({info.file for source in (first, second) for info in source.tensors()}))
+    with bar(total, "comparing", quiet=options.quiet) as progress:
 
         def advance(nbytes: int) -> None:
             interrupts.check()
             progress(nbytes)
 
         result = compare(first, second, limits_of(options), tolerance=options.tolerance, progress=advance)
-    sys.stdout.write(report(result, options))
+    say(report(result, options))
     return 0 if result.same else 1
 
 
@@ -40,7 +41,7 @@ def report(result: Comparison, options: argparse.Namespace, what: str = "model")
     pair = f"{options.first} and {options.second}"
     if result.same:
         how = "bit for bit" if options.tolerance is None else f"within {options.tolerance:g}"
-        return f"same {what}, {how}: {pair}, {result.tensors} tensors, {result.elements} elements\n"
+        return f"same {what}, {how}: {pair}, {result.tensors} tensors, {result.elements} elements"
     lines = [f"different {what}s: {pair}"]
     lines += [f"  {problem}" for problem in result.problems[:_SHOWN]]
     for name, difference in sorted(result.differences.items())[:_SHOWN]:
@@ -52,4 +53,4 @@ def report(result: Comparison, options: argparse.Namespace, what: str = "model")
     hidden = len(result.problems) + len(result.differences) - (len(lines) - 1)
     if hidden:
         lines.append(f"  and {hidden} more")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)

@@ -1,0 +1,59 @@
+"""What the commands print: safe for a terminal, in any encoding, whether or not somebody reads it."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from mca_config.errors import McaError
+
+_LONGEST_LINE = 4000
+JSON_VERSION = 1
+
+
+def printable(text: str) -> str:
+    """``text`` without control characters, which a terminal would obey, and with very long lines cut."""
+    return "\n".join(_line(line) for line in text.split("\n"))
+
+
+def _line(line: str) -> str:
+    if len(line) > _LONGEST_LINE:
+        line = f"{line[: _LONGEST_LINE // 2]} ... {line[-200:]}"
+    return line if line.isprintable() else "".join(map(_escaped, line))
+
+
+def _escaped(letter: str) -> str:
+    return letter if letter.isprintable() else letter.encode("unicode_escape", "surrogatepass").decode()
+
+
+def say(text: str) -> None:
+    """Prints ``text`` and a new line; a reader who has gone away, or none at all, is no failure.
+
+    Raises:
+        McaError: It cannot be written, as on a full disk.
+    """
+    stream = sys.stdout
+    if stream is None:
+        return
+    encoding = stream.encoding or "utf-8"
+    try:
+        stream.write(f"{printable(text)}\n".encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except BrokenPipeError:
+        _forget(stream.fileno())
+    except OSError as error:
+        _forget(stream.fileno())
+        raise McaError(f"standard output: cannot be written ({error.strerror})") from None
+
+
+def _forget(fd: int) -> None:
+    """What could not be written is not tried again when the process ends."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, fd)
+    os.close(nothing)
+
+
+def say_json(kind: str, document: Mapping[str, Any]) -> None:
+    """Prints ``document`` as JSON that names its ``kind`` and the version of its keys."""
+    say(json.dumps({"schema": f"mca-convert/{kind}", "version": JSON_VERSION, **document}, indent=1))
