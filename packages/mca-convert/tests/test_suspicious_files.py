@@ -10,6 +10,7 @@ import pytest
 from files import LAYOUT, damage_header, layout_flags, refused
 
 from mca_config.checks import check_layout
+from mca_config.layout import ParallelLayout
 from mca_convert.cli import main
 from mca_models.checkpoint import open_checkpoint
 
@@ -196,9 +197,6 @@ def test_names_of_tensors_that_cannot_be_printed(kind: str, source: Path, tmp_pa
     ("llama", {"tp": 8}),
     ("llama", {"ep": 4}),
     ("mixtral", {"tp": 8, "etp": 1}),
-    ("llama", {"tp": 10**20}),
-    ("llama", {"etp": 10**20}),
-    ("llama", {"pp": 2, "string": "E(t*999999999)*999999999|L"}),
 ])  # fmt: skip
 def test_what_cannot_be_trained_is_not_written(case: str, layout: dict, tiny, tmp_path: Path, capsys) -> None:
     """The converter, the plan and the trainer have one check."""
@@ -206,11 +204,6 @@ def test_what_cannot_be_trained_is_not_written(case: str, layout: dict, tiny, tm
     error = refused(source, tmp_path, capsys, *layout_flags(layout))
     assert main(["plan", "--checkpoint_path", str(source), *layout_flags(layout)]) == 1
     out = capsys.readouterr().out
-    if max(value for value in layout.values() if isinstance(value, int)) > 8 or "string" in layout:
-        assert error.removeprefix("error: ").strip() in out
-        return
-    from mca_config.layout import ParallelLayout
-
     problems = check_layout(
         open_checkpoint(source).config, ParallelLayout(**{LAYOUT[key]: size for key, size in layout.items()})
     )

@@ -15,7 +15,7 @@ SIZE_FIELDS = {
     "etp": "expert_tensor_parallel_size",
 }
 """The fields of a layout that are sizes, by their abbreviations."""
-MAX_SIZE = 1 << 20
+MAX_SIZE = 1 << 16
 """More ranks along one axis are a slip of the hand."""
 _STAGE_SIZES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 

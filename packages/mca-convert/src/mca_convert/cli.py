@@ -59,7 +59,8 @@ def _attempt(argv: Sequence[str], interrupts: Interrupts) -> int:
     parser = build_parser(command, __version__)
     options = parser.parse_args(rest)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the workers are threads enough
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    level = logging.WARNING if getattr(options, "quiet", False) else logging.INFO
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     try:
         with no_collection(), cut_files_told(interrupts.note):
             code = _run(command, parser, options, interrupts)

@@ -10,6 +10,7 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.arguments.distributing import LAYOUT_FIELDS
 from mca_config.command_line import add_arguments
 from mca_config.layout import SIZE_FIELDS
+from mca_convert.output import printable
 
 DEFAULT_COMMAND = "convert"
 COMMANDS = {
@@ -50,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         unknown = re.search(r"unrecognized arguments: (\S+)", message)
         if unknown:
             message = f"unknown flag or argument {unknown[1]}{self._suggestion(unknown[1])}"
-        sys.stderr.write(f"error: {message}; see {self.prog} --help\n")
+        sys.stderr.write(f"error: {printable(message)}; see {self.prog} --help\n")
         sys.exit(2)
 
     def _suggestion(self, given: str) -> str:

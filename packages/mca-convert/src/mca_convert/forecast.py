@@ -48,6 +48,11 @@ class Stage:
 
     rank: int
     holds: str
+    """For people."""
+    layers: tuple[int, ...]
+    prediction_layers: tuple[int, ...]
+    has_embedding: bool
+    has_loss: bool
     tensors: int
     dense_bytes: int
     """Of the fullest tensor rank."""
@@ -65,6 +70,8 @@ class Forecast:
     config_only: bool = False
     model_type: str = ""
     layout: str = ""
+    layout_sizes: dict[str, Any] = field(default_factory=dict)
+    """The layout's fields by name."""
     tensors: int = 0
     parameters: int = 0
     read_bytes: int = 0
@@ -199,7 +206,7 @@ def _plan(
     result.read_bytes = sum(_stored_bytes(info) for info in source.tensors())
     faults = list(dtype_faults(source))
     if layout is not None and result.target == "mca":
-        result.layout = str(layout)
+        result.layout, result.layout_sizes = str(layout), dataclasses.asdict(layout)
         wholes = {param.mca_name(): source.whole_shape(param) for param in source.params}
         faults += layout_faults(source.params, replace(source.config, layout=layout), wholes)
     result.refusals += faults
@@ -242,8 +249,18 @@ def stages_of(target: McaLayout, sizes: dict[str, int]) -> Iterator[Stage]:
         params = {param.mca_name() for name in mine for param, _ in target.files[name]}
         dense = [sizes[name] for name in mine if "/tp_" in name]
         experts = [sizes[name] for name in mine if "/ep_" in name]
-        holds = "; ".join(str(chunk) for chunk in plan.chunks[rank])
-        yield Stage(rank, holds, len(params), max(dense, default=0), max(experts, default=0))
+        chunks = plan.chunks[rank]
+        yield Stage(
+            rank=rank,
+            holds="; ".join(map(str, chunks)),
+            layers=plan.layers_of_rank(rank),
+            prediction_layers=tuple(layer for chunk in chunks for layer in chunk.mtp_layers),
+            has_embedding=any(chunk.has_embedding for chunk in chunks),
+            has_loss=any(chunk.has_loss for chunk in chunks),
+            tensors=len(params),
+            dense_bytes=max(dense, default=0),
+            expert_bytes=max(experts, default=0),
+        )
 
 
 def _buffer_bytes(conversion: Conversion, limits: Limits) -> int:
@@ -314,7 +331,10 @@ def require_space(destination: Path | None, result: Forecast) -> None:
     """Notes it if the disk has no room for what would be written."""
     if destination is None:
         return
-    place = destination if destination.is_dir() else _nearest(destination)  # a mount point has its own room
+    # a mount point has room of its own
+    place = result.attempt(lambda: destination if destination.is_dir() else _nearest(destination))
+    if place is None:
+        return
     free = shutil.disk_usage(place).free
     if free < result.written_bytes:
         result.refusals.append(

@@ -1,5 +1,6 @@
 """What the conversion of a LoRA adapter would read and write, and every reason why it would be refused."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from mca_config.layout import ParallelLayout
@@ -75,7 +76,7 @@ def _as_peft(adapter: Adapter, result: Forecast) -> None:
 
 
 def _as_mca(adapter: Adapter, layout: ParallelLayout, result: Forecast) -> None:
-    result.layout = str(layout)
+    result.layout, result.layout_sizes = str(layout), asdict(layout)
     cut = relaid(adapter, layout)
     wholes = {param.mca_name(): tuple(cut.read(param).shape) for param in cut.params}
     result.refusals += (faults := layout_faults(cut.params, cut.model, wholes))

@@ -42,6 +42,8 @@ class Inspection:
     kind: str
     facts: dict[str, Any] = field(default_factory=dict)
     """By what people call them, in the order to show."""
+    sizes: dict[str, Any] = field(default_factory=dict)
+    """The model's by ``McaModelConfig``'s names, and ``layout`` with those of its layout."""
     files: dict[str, int] = field(default_factory=dict)
     """Bytes of each file with weights."""
     dtypes: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -119,6 +121,7 @@ def _describe(config: McaModelConfig, found: Inspection) -> None:
     found.facts["dtype"] = config.dtype
     sizes = [(what, getattr(config, name, None)) for name, what in _SIZES]
     found.facts["sizes"] = ", ".join(f"{what} {value}" for what, value in sizes if value)
+    found.sizes |= {name: value for name, _ in _SIZES if (value := getattr(config, name, None)) is not None}
     found.facts["tied head"] = "yes" if config.tie_word_embeddings else "no"
 
 
@@ -127,6 +130,7 @@ def _layout(source: ModelSource, found: Inspection) -> None:
         found.facts["iteration"] = source.iteration
     if not isinstance(source, HfSource):
         found.facts["layout"] = str(source.config.layout)
+        found.sizes["layout"] = dataclasses.asdict(source.config.layout)
 
 
 def _quantisation(path: Path, found: Inspection) -> None:

@@ -263,7 +263,7 @@ def test_no_iteration_is_one_clear_error(tmp_path: Path, checkpoint: Any) -> Non
     directory, _ = write(tmp_path, checkpoint("llama"), layout())
     (directory / "latest_checkpointed_iteration.txt").unlink()
     assert not is_roll(directory)
-    with pytest.raises(McaError, match=r"latest_checkpointed_iteration\.txt: cannot be read"):
+    with pytest.raises(McaError, match=r"latest_checkpointed_iteration\.txt: no such file"):
         open_roll(directory)
 
 
@@ -280,3 +280,11 @@ def test_a_hostile_rank_file_is_refused(tmp_path: Path, checkpoint: Any) -> None
     with pytest.raises(McaError, match=r"model_optim_rng.pt: the pickle names posix.system"):
         open_roll(directory)
     assert not (tmp_path / "ran").exists()
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(McaError, match=r"model_optim_rng.pt: leads out of the directory"):
+        open_roll(directory)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(McaError, match=r"model_optim_rng.pt: not a file but a directory, pipe or device"):
+        open_roll(directory)

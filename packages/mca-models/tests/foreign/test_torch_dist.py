@@ -210,6 +210,18 @@ def test_an_untouched_directory_is_good(directory: Path, checkpoint: Any) -> Non
     assert_same(open_torch_dist(directory), checkpoint("llama")[1])
 
 
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_links_out_and_pipes_are_refused(name: str, directory: Path, tmp_path: Path) -> None:
+    (directory / name).rename(tmp_path / "elsewhere")
+    (directory / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(McaError, match=f"{name}: leads out of the directory"):
+        open_torch_dist(directory)
+    (directory / name).unlink()
+    os.mkfifo(directory / name)
+    with pytest.raises(McaError, match=f"{name}: not a file but a directory, pipe or device"):
+        open_torch_dist(directory)
+
+
 def edit(directory: Path, change: Callable[[Any], object]) -> None:
     metadata = pickle.loads((directory / ".metadata").read_bytes())
     change(metadata)

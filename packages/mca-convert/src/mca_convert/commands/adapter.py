@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from mca_config.layout import ParallelLayout
-from mca_convert.commands.convert import carry_out, layout_arguments, layout_flags_for_hf
+from mca_convert.commands.convert import carry_out, layout_arguments, layout_flags_for_hf, layout_of
 from mca_convert.conversion import plan_to_hf, plan_to_mca, refuse_no_adapter, refuse_taken
 from mca_convert.interrupts import Interrupts
 from mca_convert.output import printable
@@ -31,6 +31,7 @@ def convert_adapter(
         parser.error(fault)
     arguments = layout_arguments(parser, options)
     own = _layout_of(adapter) if is_mca_adapter(adapter) else ParallelLayout()
+    layout = layout_of(parser, arguments, own)
     model = None if base is None else model_of(base)
     with interrupts.holding():
         converted = convert(
@@ -38,14 +39,14 @@ def convert_adapter(
             destination,
             model=model,
             to=target,
-            layout=arguments.layout(own),
+            layout=layout,
             cast=options.cast,
             overwrite=options.overwrite,
             proceed=interrupts.check,
         )
     if options.quiet:
         return 0
-    kind = "PEFT adapter" if target == "hf" else f"MCA adapter, {arguments.layout(own)}"
+    kind = "PEFT adapter" if target == "hf" else f"MCA adapter, {layout}"
     sys.stderr.write(
         printable(f"{destination}: {converted.model.model_type}, {kind}, {len(converted.params)} tensors\n")
     )
@@ -76,7 +77,7 @@ def _merge(
     source = MergedSource(base, open_adapter(adapter, base.config), options.cast)
     if options.to == "mca":
         arguments = layout_arguments(parser, options)
-        conversion = plan_to_mca(source, arguments.layout(base.config.layout), options.cast)
+        conversion = plan_to_mca(source, layout_of(parser, arguments, base.config.layout), options.cast)
     else:
         conversion = plan_to_hf(source, options.cast, options.max_shard_size)
     carry_out(conversion, destination, options, "merging", interrupts)

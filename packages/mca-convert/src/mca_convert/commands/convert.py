@@ -8,6 +8,7 @@ from pathlib import Path
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.arguments.distributing import LAYOUT_FIELDS
 from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
 from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca, refuse_taken
 from mca_convert.interrupts import Interrupts
 from mca_convert.open_files import allow_open_files
@@ -63,7 +64,7 @@ def plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Conver
     source = open_checkpoint(path, options.cast)
     if target == "hf":
         return plan_to_hf(source, options.cast, options.max_shard_size)
-    return plan_to_mca(source, arguments.layout(source.config.layout), options.cast)
+    return plan_to_mca(source, layout_of(parser, arguments, source.config.layout), options.cast)
 
 
 def layout_arguments(
@@ -73,7 +74,17 @@ def layout_arguments(
     try:
         return read_layout(options)
     except McaError as error:
-        parser.error(printable(str(error)))
+        parser.error(str(error))
+
+
+def layout_of(
+    parser: argparse.ArgumentParser, arguments: DistributingParallelArguments, own: ParallelLayout
+) -> ParallelLayout:
+    """The layout of the target: what was asked for, else the source's ``own``."""
+    try:
+        return arguments.layout(own)
+    except McaError as error:
+        parser.error(str(error))
 
 
 def read_layout(options: argparse.Namespace) -> DistributingParallelArguments:

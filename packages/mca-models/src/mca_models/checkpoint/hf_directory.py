@@ -169,7 +169,7 @@ def raise_all(faults: Sequence[str], where: str) -> None:
         return
     more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
     if len(faults) == 1:
-        raise McaError(faults[0])
+        raise McaError(faults[0] if where in faults[0] else f"{where}: {faults[0]}")
     raise McaError("\n  ".join([f"{where}: {len(faults)} problems", *faults[:_SHOWN], *more]))
 
 

@@ -10,9 +10,10 @@ from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.atomic import write_file
 from mca_models.checkpoint.dtypes import ITEM_SIZES
 from mca_models.checkpoint.hf_directory import CONFIG, INDEX, SINGLE
-from mca_models.checkpoint.moves import HF, Rule, part_shapes
+from mca_models.checkpoint.moves import HF
 from mca_models.checkpoint.placement import stored
 from mca_models.checkpoint.runs import Shape
+from mca_models.checkpoint.source import shapes_of_parts
 from mca_models.templates import config_to_hf, family_of
 from mca_models.weights import Param
 
@@ -55,7 +56,7 @@ class HfLayout:
 
     def _add(self, param: Param, dtype: str, whole: Shape) -> None:
         experts = self.config.num_moe_experts or 0
-        for name, shape in zip(param.hf_names(), part_shapes(Rule.of(param), whole, HF), strict=True):
+        for name, shape in zip(param.hf_names(), shapes_of_parts(param, whole, HF), strict=True):
             spec = (dtype, (experts, *shape) if param.stacked else shape)
             if self.tensors.setdefault(name, spec) != spec:
                 raise McaError(f"{name}: parameters disagree about its type or shape")

@@ -9,11 +9,11 @@ from typing import Any
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.dtypes import CODES, DTYPE_NAMES, ITEM_SIZES
 from mca_models.checkpoint.hf_directory import SINGLE, naming_config, plain_dtype, read_config
-from mca_models.checkpoint.moves import HF, Rule, Side, part_shapes
+from mca_models.checkpoint.moves import HF, Side
 from mca_models.checkpoint.placement import stored
 from mca_models.checkpoint.runs import Gather, Shape
 from mca_models.checkpoint.safetensors import TensorInfo
-from mca_models.checkpoint.source import Computed, Part, checked_parts, plan_gathers
+from mca_models.checkpoint.source import Computed, Part, checked_parts, plan_gathers, shapes_of_parts
 from mca_models.templates import config_from_hf, family_of
 from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
@@ -52,7 +52,7 @@ class ImaginedSource:
         dtype = "F32" if param.keep_fp32 else self._dtype
         front = (experts,) if param.stacked else ()
         infos = []
-        for name, shape in zip(param.hf_names(), part_shapes(Rule.of(param), whole, HF), strict=True):
+        for name, shape in zip(param.hf_names(), shapes_of_parts(param, whole, HF), strict=True):
             if name not in self._infos:
                 full = (*front, *shape)
                 nbytes = prod(full) * ITEM_SIZES[dtype]

@@ -1,5 +1,6 @@
 """The small files of a checkpoint directory that go along with the weights both ways."""
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,7 +17,10 @@ _WEIGHTS = (
 )
 _FOLDERS = ("additional_chat_templates",)
 """Where tokenizers keep more of their files; what other folders hold is no part of the model."""
+_MEGATRON_FOLDERS = ("release", "dist_model")
 _BUFFER_BYTES = 1 << 20
+
+logger = logging.getLogger(__name__)
 
 
 def side_files(source: Path) -> list[Path]:
@@ -42,6 +46,10 @@ def _is_other(name: str) -> bool:
     return name in _WRITTEN | _MEGATRON or name.startswith(".") or name.endswith(_WEIGHTS)
 
 
+def _is_left(folder: str) -> bool:
+    return not folder.startswith((".", "iter_")) and folder not in (*_FOLDERS, *_MEGATRON_FOLDERS)
+
+
 def _checked(source: Path, name: str) -> Path:
     file = inside(source, name)
     try:
@@ -55,6 +63,10 @@ def _checked(source: Path, name: str) -> Path:
 
 def copy_side_files(source: Path, target: Path) -> dict[str, int]:
     """Copies and syncs them; returns their sizes by name."""
+    if others := sorted(entry.name for entry in source.iterdir() if entry.is_dir() and _is_left(entry.name)):
+        logger.info(
+            "%s: stays behind, as other folders are no part of the model: %s", source, ", ".join(others)
+        )
     files = side_files(source)
     return {
         str(name): _copy(source / name, target / name)

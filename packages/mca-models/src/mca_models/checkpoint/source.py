@@ -167,6 +167,14 @@ def check_whole(param: Param, whole: Shape, config: McaModelConfig, where: Path)
         )
 
 
+def shapes_of_parts(param: Param, whole: Shape, side: Side) -> tuple[Shape, ...]:
+    """``part_shapes`` with an error that names the parameter."""
+    try:
+        return part_shapes(Rule.of(param), whole, side)
+    except ValueError as error:
+        raise McaError(f"{param.mca_name()} of shape {list(whole)}: {error}") from None
+
+
 def checked_parts(
     param: Param, whole: Shape, side: Side, infos: Sequence[TensorInfo | Computed], experts: int
 ) -> tuple[Part, ...]:
@@ -179,10 +187,7 @@ def checked_parts(
         infos: Its tensors in the side's order.
         experts: Leading size of stacked tensors.
     """
-    try:
-        shapes = part_shapes(Rule.of(param), whole, side)
-    except ValueError as error:
-        raise McaError(f"{param.mca_name()} of shape {list(whole)}: {error}") from None
+    shapes = shapes_of_parts(param, whole, side)
     stacked = param.stacked and side is None
     parts = []
     for info, shape in zip(infos, shapes, strict=True):

@@ -42,6 +42,7 @@ from mca_models.templates import config_from_hf, family_of
 from mca_models.weights import Param
 
 WEIGHTS = "model_optim_rng.pt"
+_MOST_RANKS = 1 << 18
 LATEST = "latest_checkpointed_iteration.txt"
 _RANK_FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 
@@ -114,6 +115,8 @@ def rank_files(layout: ParallelLayout) -> dict[str, Position]:
         McaError: The layout is one of which such a checkpoint holds only a part.
     """
     files: dict[str, Position] = {}
+    if layout.expert_model_size > _MOST_RANKS:
+        raise _incomplete(layout, f"there would be {layout.expert_model_size} files")
     for pp in range(layout.pp):
         for rank in range(layout.etp * layout.ep):
             at = Position(rank % layout.tp, pp, rank // layout.etp, rank % layout.etp)

@@ -1,0 +1,161 @@
+"""What the commands say, where they say it, and what they replace."""
+
+import io
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+
+from mca_convert import progress
+from mca_convert.cli import main
+from mca_convert.flags import byte_count
+from mca_convert.output import printable
+
+
+def arguments(source: Path, target: Path) -> list[str]:
+    return ["--checkpoint_path", str(source), "--output_path", str(target)]
+
+
+@pytest.fixture
+def commands(source: Path, convert) -> dict[str, list[str]]:
+    moved = source.rename(source.with_name("mödel"))
+    mca = convert(moved, "mca")
+    return {
+        "inspect": ["inspect", str(moved)],
+        "plan": ["plan", "--checkpoint_path", str(moved)],
+        "verify": ["verify", str(moved), str(mca)],
+    }
+
+
+@pytest.mark.parametrize("name", ["inspect", "plan", "verify"])
+def test_standard_output_may_be_closed_full_or_ascii(name: str, commands, monkeypatch, capsys) -> None:
+    command = commands[name]
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(command) == 0
+    ascii_only = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(ascii_only, "ascii"))
+    assert main(command) == 0
+    assert b"m\\xf6del" in ascii_only.getvalue()
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+    assert main(command) == 0
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        capsys.readouterr()
+        assert main(command) == 1
+        assert (
+            capsys.readouterr().err == "error: standard output: cannot be written (No space left on device)\n"
+        )
+
+
+def test_what_a_terminal_would_obey_is_shown() -> None:
+    assert printable("a\x1b[31m\rb\ud800ä\nc") == "a\\x1b[31m\\rb\\ud800ä\nc"
+    assert len(printable("x" * 5_000_000)) < 4000
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [
+    ("2G", 2 * 10**9), ("2GB", 2 * 10**9), ("2GiB", 2 << 30), ("1.5k", 1500), ("1Ki", 1024), ("7", 7),
+])  # fmt: skip
+def test_sizes_have_one_convention(text: str, nbytes: int) -> None:
+    assert byte_count(text) == nbytes
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--tensor_model_parallel_size=0"], "must be an integer of at least 1, not 0"),
+    (["--virtual_pipeline_model_parallel_size=2"], "needs pipeline_model_parallel_size of at least 2"),
+    (["--num_layers_in_first_pipeline_stage=1"], "num_layers_in_first_pipeline_stage"),
+    (["--pipeline_model_parallel_size=2", "--pipeline_model_parallel_layout=E\x1b"], "cannot be read at"),
+    (["--tensor_model_parallel_size=100000000000000000000"], "must be at most 65536"),
+    (["--expert_tensor_parallel_size=100000000000000000000"], "must be at most 65536"),
+    (["--pipeline_model_parallel_size=2", "--pipeline_model_parallel_layout=E(t*999999999)*999999999|L"],
+     "more than 100000 layers and stages"),
+    (["--workers=99999"], "expected at most 256 threads, not 99999"),
+    (["--memory_limit=" + "9" * 400 + "G"], "expected a size such as"),
+    (["--top\x1b[31m"], "unknown flag or argument --top\\x1b"),
+])  # fmt: skip
+def test_flags_that_no_model_could_have_exit_2(
+    flags, message: str, source: Path, tmp_path: Path, capsys
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main([*arguments(source, tmp_path / "out"), *flags])
+    error = capsys.readouterr().err
+    assert exit_info.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_only_a_checkpoint_is_replaced_and_only_on_demand(
+    source: Path, convert, tmp_path: Path, capsys
+) -> None:
+    mca = convert(source, "mca")
+    (mca / "old").touch()
+    assert main(arguments(source, mca)) == 1
+    assert main([*arguments(source, mca), "--overwrite", "--bf16"]) == 0
+    assert not (mca / "old").exists() and '"bfloat16"' in (mca / "config.json").read_text()
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").touch()
+    capsys.readouterr()
+    assert main([*arguments(source, precious), "--overwrite"]) == 1
+    assert "holds no checkpoint, so --overwrite does not replace it" in capsys.readouterr().err
+    assert main([*arguments(source, source), "--overwrite"]) == 1
+    assert "holds the source" in capsys.readouterr().err
+    assert main([*arguments(source, tmp_path), "--overwrite"]) == 1
+    assert (precious / "thesis.txt").exists() and (source / "config.json").exists()
+    assert main(["plan", *arguments(source, mca), "--overwrite"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "mca", "precious"}
+
+
+def test_quiet_and_lines_of_progress(tiny, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    sizes = ["--tensor_model_parallel_size=2", "--expert_model_parallel_size=2"]
+    assert main([*arguments(tiny("mixtral"), tmp_path / "loud"), *sizes]) == 0
+    told = capsys.readouterr().err
+    assert (
+        "converting: " in told
+        and "(100%)" in told
+        and told.splitlines()[-1].startswith(str(tmp_path / "loud"))
+    )
+    assert "55 tensors" in told and "sequence_parallel" not in told
+    assert main([*arguments(tiny("mixtral"), tmp_path / "quiet"), *sizes, "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_json_names_its_kind_and_version(tiny, capsys) -> None:
+    source, sizes = tiny("llama"), ["--tensor_model_parallel_size=2", "--pipeline_model_parallel_size=2"]
+    assert main(["plan", "--json", "--checkpoint_path", str(source), *sizes]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["schema"], plan["version"]) == ("mca-convert/plan", 1)
+    assert plan["layout_sizes"]["tensor_model_parallel_size"] == 2
+    assert [(stage["layers"], stage["has_loss"]) for stage in plan["stages"]] == [
+        ([0, 1], False),
+        ([2, 3], True),
+    ]
+    assert main(["inspect", "--json", "--top=1", str(source)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schema"], found["version"]) == ("mca-convert/inspect", 1)
+    assert found["sizes"]["num_layers"] == 4 and found["biggest"][0][0] in (
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+    )
+
+
+def test_what_cannot_be_written_is_foreseen(source: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    (tmp_path / "file").touch()
+    assert main(["plan", *arguments(source, tmp_path / "file/out")]) == 1
+    assert "is not a directory; name another place" in capsys.readouterr().out
+    assert main(["plan", *arguments(source, tmp_path / ("n" * 300))]) == 1
+    assert "File name too long" in capsys.readouterr().out
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert main(["plan", *arguments(source, tmp_path / "out")]) == 1
+    assert "cannot be written to; name another place" in capsys.readouterr().out
+    monkeypatch.undo()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (12, 12))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    for command in (["plan"], []):
+        assert main([*command, *arguments(source, tmp_path / "out")]) == 1
+        told = capsys.readouterr()
+        assert "files must be open at once, the system allows 12" in told.out + told.err
+    assert not (tmp_path / "out").exists()
