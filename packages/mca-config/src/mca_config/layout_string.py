@@ -27,11 +27,12 @@ def parse_layout(text: str) -> tuple[str, ...]:
                 "E, t, m, L or | (each with *n at most once), or a group of them in one pair of parentheses "
                 "with *n"
             )
-        flat += _unroll(group[1]) * _count(group[2]) if group else _unroll(atom[0])
-        if len(flat) > _LONGEST:
+        run, times = _unroll(group[1] if group else atom[0]), _count(group[2]) if group else 1
+        if len(flat) + len(run) * times > _LONGEST:
             raise McaError(
                 f"pipeline_model_parallel_layout {text!r:.200}: more than {_LONGEST} layers and stages"
             )
+        flat += run * times
         position = atom.end()
     return tuple(flat.split("|"))
 
