@@ -5,6 +5,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,30 @@ def inside(directory: Path, name: str) -> Path:
 
 
 def present(directory: Path, name: str) -> bool:
-    """Whether ``directory`` has an entry ``name``, be it one that cannot be read: a pipe, a link to nothing."""
-    return os.path.lexists(directory / name)
+    """Whether ``directory`` has an entry ``name``, be it one that cannot be read: a pipe, a link to nothing.
+
+    Raises:
+        McaError: That cannot be told.
+    """
+    with reading(directory / name):
+        try:
+            (directory / name).lstat()
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with a NUL
+            return False
+        return True
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """A block that reads ``file``: errors of the system name it.
+
+    Raises:
+        McaError: It cannot be read.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise McaError(f"{file}: cannot be read ({error.strerror or error})") from None
 
 
 def open_regular(file: Path) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mca_config.errors import McaError
-from mca_config.files import open_regular
+from mca_config.files import open_regular, reading
 from mca_convert.pool import run_all
 from mca_models.checkpoint.checksum import crc32_join, crc32_of_file
 from mca_models.checkpoint.partial_folder import close
@@ -32,11 +32,9 @@ class SourceFile:
 
     def __init__(self, path: Path, crc32: int | None = None) -> None:
         self.path, self.crc32 = path, crc32
-        try:
+        with reading(path):
             self._fd = open_regular(path)
-        except OSError as error:
-            raise McaError(f"{path}: cannot be read ({error.strerror})") from None
-        self.nbytes = os.fstat(self._fd).st_size
+            self.nbytes = os.fstat(self._fd).st_size
         self._map: mmap.mmap | None = None
         self._lock = threading.Lock()
         self._passed: list[tuple[int, int, int]] = []
@@ -100,10 +98,8 @@ class SourceFile:
     def _crc_between(self, crc: int, start: int, stop: int) -> int:
         """``crc`` continued by bytes ``start`` to ``stop`` (the header, padding, mapped tensors)."""
         for position in range(start, stop, _AT_ONCE):
-            try:
+            with reading(self.path):
                 crc = zlib.crc32(os.pread(self._fd, min(_AT_ONCE, stop - position), position), crc)
-            except OSError as error:
-                raise McaError(f"{self.path}: cannot be read ({error.strerror})") from None
         return crc
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ made in it, and what was written is moved up, last of all the file without which
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -230,8 +230,10 @@ def sync_directory(path: Path) -> None:
         close(fd)
 
 
-def write_file(path: Path, data: bytes, mode: int = 0o666) -> int:
-    """Writes a small file and syncs it; returns its size. The umask takes its bits from ``mode``.
+def write_file(path: Path, data: bytes | Iterable[bytes], mode: int = 0o666) -> int:
+    """Writes a small file, in one or many blocks, and syncs it; returns its size.
+
+    The permissions are ``mode`` but for the bits of the umask.
 
     Raises:
         McaError: It cannot be written, or the directory above its own is gone.
@@ -241,12 +243,12 @@ def write_file(path: Path, data: bytes, mode: int = 0o666) -> int:
             path.parent.mkdir()
         fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, mode)
         with os.fdopen(fd, "wb") as file:
-            file.write(data)
+            written = sum(map(file.write, [data] if isinstance(data, bytes) else data))
             file.flush()
             os.fsync(fd)
     except OSError as error:
         raise McaError(f"{path}: cannot be written ({error.strerror})") from None
-    return len(data)
+    return written
 
 
 def _resolved(destination: Path) -> Path:

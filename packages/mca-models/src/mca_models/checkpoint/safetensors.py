@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mca_config.errors import McaError
-from mca_config.files import open_regular
+from mca_config.files import open_regular, reading
 from mca_models.checkpoint.dtypes import ITEM_SIZES, numpy_dtype
 
 if TYPE_CHECKING:
@@ -57,7 +57,11 @@ class TensorInfo:
 
         if self.nbytes == 0:
             return np.empty(self.shape, numpy_dtype(self.dtype))
-        flat = np.memmap(self.file, np.uint8, "r", self.offset, (self.nbytes,))
+        with reading(self.file):
+            try:
+                flat = np.memmap(self.file, np.uint8, "r", self.offset, (self.nbytes,))
+            except ValueError:
+                raise McaError(f"{self.file}: ended inside tensor {self.name}; was it changed?") from None
         # the plain ndarray view: memmap's subclass machinery is slow on every slice
         return flat.view(np.ndarray).view(numpy_dtype(self.dtype)).reshape(self.shape)
 
@@ -69,7 +73,7 @@ class TensorInfo:
         stop = rows if stop is None else stop
         row_bytes = self.nbytes // rows if rows else 0
         out = np.empty((stop - start, *self.shape[1:]) if self.shape else (), numpy_dtype(self.dtype))
-        with self.file.open("rb") as file:
+        with reading(self.file), self.file.open("rb") as file:
             file.seek(self.offset + start * row_bytes)
             buffer: Any = out.reshape(-1).view(np.uint8)
             if file.readinto(buffer) != out.nbytes:

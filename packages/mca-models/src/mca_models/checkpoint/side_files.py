@@ -2,12 +2,14 @@
 
 import logging
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from mca_config.errors import McaError
-from mca_config.files import inside, open_regular
+from mca_config.files import inside, open_regular, reading
+from mca_models.checkpoint.atomic import write_file
+from mca_models.checkpoint.partial_folder import close
 
 _WRITTEN = {"config.json", "mca_config.json", "latest_checkpointed_iteration.txt"}
 _MEGATRON = {"metadata.json", "latest_wandb_artifact_path.txt", "progress.txt"}  # of the source's own kind
@@ -53,7 +55,7 @@ def _is_left(folder: str) -> bool:
 def _checked(source: Path, name: str) -> Path:
     file = inside(source, name)
     try:
-        os.close(open_regular(file))
+        close(open_regular(file))
     except FileNotFoundError:
         raise McaError(f"{file}: a link to nothing; put the file itself there, or remove the link") from None
     except OSError as error:
@@ -76,19 +78,11 @@ def copy_side_files(source: Path, target: Path) -> dict[str, int]:
 
 def _copy(file: Path, target: Path) -> int:
     """Copies a file with its permissions, as far as the umask leaves them; returns its size."""
-    try:
-        source = os.fdopen(open_regular(file), "rb")
-    except OSError as error:
-        raise McaError(f"{file}: cannot be read ({error.strerror})") from None
-    with source:
+    with reading(file), os.fdopen(open_regular(file), "rb") as source:
         mode = os.fstat(source.fileno()).st_mode & 0o777 | 0o600
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC
-            with os.fdopen(os.open(target, flags, mode), "wb") as written:
-                shutil.copyfileobj(source, written, _BUFFER_BYTES)
-                written.flush()
-                os.fsync(written.fileno())
-                return written.tell()
-        except OSError as error:
-            raise McaError(f"{target}: cannot be written ({error.strerror})") from None
+        return write_file(target, _blocks(file, source), mode)
+
+
+def _blocks(file: Path, source: BinaryIO) -> Iterator[bytes]:
+    with reading(file):
+        yield from iter(lambda: source.read(_BUFFER_BYTES), b"")

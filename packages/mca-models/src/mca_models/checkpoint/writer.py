@@ -11,6 +11,7 @@ from typing import Any
 from mca_config.errors import McaError
 from mca_models.checkpoint.checksum import crc32_join
 from mca_models.checkpoint.manifest import FileRecord
+from mca_models.checkpoint.partial_folder import close
 from mca_models.checkpoint.safetensors import FilePlan, TensorInfo
 
 _Part = tuple[int, int, int]  # start, length, checksum
@@ -129,10 +130,10 @@ class SafetensorsWriter:
         crc = 0 if self._joins else _crc32(self.plan, self._parts, checksum=self._checksum)
         try:
             os.fsync(self._fd)
+            self._crc32 = crc  # a close that fails has closed
+            os.close(self._fd)
         except OSError as error:  # some file systems find a full disk only now
             raise McaError(f"{self.plan.file}: cannot be written ({error.strerror})") from None
-        os.close(self._fd)
-        self._crc32 = crc
 
     @property
     def record(self) -> FileRecord:
@@ -157,7 +158,7 @@ class SafetensorsWriter:
         if kind is None:
             self.close()
         elif self._crc32 is None:
-            os.close(self._fd)
+            close(self._fd)
 
 
 def make_file(plan: FilePlan) -> None:

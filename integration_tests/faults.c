@@ -1,0 +1,200 @@
+/* Fails one call to the C library, counted among those on files under MCA_FAULT_ROOTS (separated by colons).
+ *
+ * Loaded with LD_PRELOAD; faults_arm(n, error) has the n-th call from now on fail with that errno (0: none, they are
+ * only counted), faults_disarm() ends it, faults_count() says how many there were, faults_call() which one failed. A
+ * close that fails has closed.
+ */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+static atomic_long left, count;
+static int armed, fault;
+static char called[PATH_MAX + 64]; /* the name of the function and its file */
+
+void faults_arm(long number, int error) {
+    count = 0;
+    left = number;
+    fault = error;
+    called[0] = 0;
+    armed = 1;
+}
+
+void faults_disarm(void) { armed = 0; }
+long faults_count(void) { return count; }
+const char *faults_call(void) { return called; }
+
+static int under_roots(const char *path) {
+    const char *roots = getenv("MCA_FAULT_ROOTS");
+    while (roots && *roots) {
+        size_t length = strcspn(roots, ":");
+        if (length && !strncmp(path, roots, length) && (path[length] == '/' || !path[length])) return 1;
+        roots += length + (roots[length] == ':');
+    }
+    return 0;
+}
+
+static int path_of(int fd, char *path) {
+    char link[64];
+    if (fd == AT_FDCWD) strcpy(link, "/proc/self/cwd");
+    else snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    long length = syscall(SYS_readlink, link, path, PATH_MAX - 1);
+    path[length > 0 ? length : 0] = 0;
+    return length > 0;
+}
+
+/* Whether this call is to fail; errno is then set. */
+static int fails(const char *name, int fd, const char *path) {
+    if (!armed) return 0;
+    char whole[2 * PATH_MAX] = "";
+    int before = errno;
+    if (path && *path == '/') strncpy(whole, path, sizeof whole - 1);
+    else if (path_of(fd, whole) && path && *path) {
+        strcat(whole, "/");
+        strncat(whole, path, sizeof whole - strlen(whole) - 1);
+    }
+    errno = before;
+    if (!under_roots(whole)) return 0;
+    count++;
+    if (--left != 0 || !fault) return 0;
+    snprintf(called, sizeof called, "%s %.*s", name, PATH_MAX, whole);
+    errno = fault;
+    return 1;
+}
+
+#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+#define ON_FD(type, name, failed, declared, given) \
+    type name declared { \
+        static __typeof__(&name) real; \
+        if (!real) real = REAL(name); \
+        return fails(#name, fd, NULL) ? failed : real given; \
+    }
+#define ON_PATH(type, name, at, failed, declared, given) \
+    type name declared { \
+        static __typeof__(&name) real; \
+        if (!real) real = REAL(name); \
+        return fails(#name, at, path) ? failed : real given; \
+    }
+#define OPEN(name) \
+    int name(const char *path, int flags, ...) { \
+        static int (*real)(const char *, int, ...); \
+        va_list rest; \
+        va_start(rest, flags); \
+        int mode = va_arg(rest, int); \
+        va_end(rest); \
+        if (!real) real = dlsym(RTLD_NEXT, #name); \
+        return fails(#name, AT_FDCWD, path) ? -1 : real(path, flags, mode); \
+    }
+#define OPENAT(name) \
+    int name(int fd, const char *path, int flags, ...) { \
+        static int (*real)(int, const char *, int, ...); \
+        va_list rest; \
+        va_start(rest, flags); \
+        int mode = va_arg(rest, int); \
+        va_end(rest); \
+        if (!real) real = dlsym(RTLD_NEXT, #name); \
+        return fails(#name, fd, path) ? -1 : real(fd, path, flags, mode); \
+    }
+
+OPEN(open)
+OPEN(open64)
+OPENAT(openat)
+OPENAT(openat64)
+ON_PATH(FILE *, fopen, AT_FDCWD, NULL, (const char *path, const char *mode), (path, mode))
+ON_PATH(FILE *, fopen64, AT_FDCWD, NULL, (const char *path, const char *mode), (path, mode))
+
+ON_FD(ssize_t, read, -1, (int fd, void *data, size_t size), (fd, data, size))
+ON_FD(ssize_t, pread, -1, (int fd, void *data, size_t size, off_t at), (fd, data, size, at))
+ON_FD(ssize_t, pread64, -1, (int fd, void *data, size_t size, off64_t at), (fd, data, size, at))
+ON_FD(ssize_t, preadv, -1, (int fd, const struct iovec *parts, int n, off_t at), (fd, parts, n, at))
+ON_FD(ssize_t, preadv64, -1, (int fd, const struct iovec *parts, int n, off64_t at), (fd, parts, n, at))
+ON_FD(ssize_t, preadv64v2, -1, (int fd, const struct iovec *parts, int n, off64_t at, int flags),
+      (fd, parts, n, at, flags))
+ON_FD(ssize_t, readv, -1, (int fd, const struct iovec *parts, int n), (fd, parts, n))
+ON_FD(ssize_t, copy_file_range, -1, (int in, off64_t *from, int fd, off64_t *at, size_t size, unsigned flags),
+      (in, from, fd, at, size, flags))
+ON_FD(ssize_t, sendfile64, -1, (int fd, int in, off64_t *at, size_t size), (fd, in, at, size))
+ON_FD(ssize_t, write, -1, (int fd, const void *data, size_t size), (fd, data, size))
+ON_FD(ssize_t, writev, -1, (int fd, const struct iovec *parts, int n), (fd, parts, n))
+ON_FD(ssize_t, pwrite, -1, (int fd, const void *data, size_t size, off_t at), (fd, data, size, at))
+ON_FD(ssize_t, pwrite64, -1, (int fd, const void *data, size_t size, off64_t at), (fd, data, size, at))
+ON_FD(ssize_t, pwritev64, -1, (int fd, const struct iovec *parts, int n, off64_t at), (fd, parts, n, at))
+ON_FD(ssize_t, pwritev64v2, -1, (int fd, const struct iovec *parts, int n, off64_t at, int flags),
+      (fd, parts, n, at, flags))
+
+ON_FD(int, fsync, -1, (int fd), (fd))
+ON_FD(int, fdatasync, -1, (int fd), (fd))
+ON_FD(int, sync_file_range, -1, (int fd, off64_t at, off64_t size, unsigned flags), (fd, at, size, flags))
+ON_FD(int, ftruncate, -1, (int fd, off_t size), (fd, size))
+ON_FD(int, ftruncate64, -1, (int fd, off64_t size), (fd, size))
+ON_FD(int, posix_fallocate, fault, (int fd, off_t at, off_t size), (fd, at, size))
+ON_FD(int, posix_fallocate64, fault, (int fd, off64_t at, off64_t size), (fd, at, size))
+ON_FD(int, fallocate64, -1, (int fd, int mode, off64_t at, off64_t size), (fd, mode, at, size))
+ON_FD(int, flock, -1, (int fd, int how), (fd, how))
+ON_FD(int, fchmod, -1, (int fd, mode_t mode), (fd, mode))
+ON_FD(int, fchown, -1, (int fd, uid_t user, gid_t group), (fd, user, group))
+ON_FD(int, fstat, -1, (int fd, struct stat *found), (fd, found))
+ON_FD(int, fstat64, -1, (int fd, struct stat64 *found), (fd, found))
+ON_FD(int, dup, -1, (int fd), (fd))
+ON_FD(DIR *, fdopendir, NULL, (int fd), (fd))
+ON_FD(void *, mmap, (void *)-1, (void *where, size_t size, int allowed, int flags, int fd, off_t at),
+      (where, size, allowed, flags, fd, at))
+ON_FD(void *, mmap64, (void *)-1, (void *where, size_t size, int allowed, int flags, int fd, off64_t at),
+      (where, size, allowed, flags, fd, at))
+
+ON_PATH(int, stat, AT_FDCWD, -1, (const char *path, struct stat *found), (path, found))
+ON_PATH(int, stat64, AT_FDCWD, -1, (const char *path, struct stat64 *found), (path, found))
+ON_PATH(int, lstat, AT_FDCWD, -1, (const char *path, struct stat *found), (path, found))
+ON_PATH(int, lstat64, AT_FDCWD, -1, (const char *path, struct stat64 *found), (path, found))
+ON_PATH(int, fstatat, fd, -1, (int fd, const char *path, struct stat *found, int flags), (fd, path, found, flags))
+ON_PATH(int, fstatat64, fd, -1, (int fd, const char *path, struct stat64 *found, int flags), (fd, path, found, flags))
+ON_PATH(int, access, AT_FDCWD, -1, (const char *path, int mode), (path, mode))
+ON_PATH(int, faccessat, fd, -1, (int fd, const char *path, int mode, int flags), (fd, path, mode, flags))
+ON_PATH(int, linkat, fd, -1, (int fd, const char *path, int fd2, const char *to, int flags), (fd, path, fd2, to, flags))
+ON_PATH(ssize_t, readlink, AT_FDCWD, -1, (const char *path, char *to, size_t size), (path, to, size))
+ON_PATH(ssize_t, readlinkat, fd, -1, (int fd, const char *path, char *to, size_t size), (fd, path, to, size))
+ON_PATH(DIR *, opendir, AT_FDCWD, NULL, (const char *path), (path))
+ON_PATH(int, mkdir, AT_FDCWD, -1, (const char *path, mode_t mode), (path, mode))
+ON_PATH(int, mkdirat, fd, -1, (int fd, const char *path, mode_t mode), (fd, path, mode))
+ON_PATH(int, rmdir, AT_FDCWD, -1, (const char *path), (path))
+ON_PATH(int, unlink, AT_FDCWD, -1, (const char *path), (path))
+ON_PATH(int, unlinkat, fd, -1, (int fd, const char *path, int flags), (fd, path, flags))
+ON_PATH(int, link, AT_FDCWD, -1, (const char *path, const char *to), (path, to))
+ON_PATH(int, symlink, AT_FDCWD, -1, (const char *to, const char *path), (to, path))
+ON_PATH(int, rename, AT_FDCWD, -1, (const char *path, const char *to), (path, to))
+ON_PATH(int, renameat, fd, -1, (int fd, const char *path, int fd2, const char *to), (fd, path, fd2, to))
+ON_PATH(int, renameat2, fd, -1, (int fd, const char *path, int fd2, const char *to, unsigned flags),
+        (fd, path, fd2, to, flags))
+ON_PATH(int, chmod, AT_FDCWD, -1, (const char *path, mode_t mode), (path, mode))
+ON_PATH(int, fchmodat, fd, -1, (int fd, const char *path, mode_t mode, int flags), (fd, path, mode, flags))
+ON_PATH(int, chown, AT_FDCWD, -1, (const char *path, uid_t user, gid_t group), (path, user, group))
+ON_PATH(int, utimensat, fd, -1, (int fd, const char *path, const struct timespec times[2], int flags),
+        (fd, path, times, flags))
+
+struct dirent64 *readdir64(DIR *folder) {
+    static struct dirent64 *(*real)(DIR *);
+    if (!real) real = dlsym(RTLD_NEXT, "readdir64");
+    return fails("readdir64", dirfd(folder), NULL) ? NULL : real(folder);
+}
+
+int close(int fd) {
+    static int (*real)(int);
+    if (!real) real = dlsym(RTLD_NEXT, "close");
+    int failed = fails("close", fd, NULL);
+    int code = real(fd);
+    if (failed) errno = fault;
+    return failed ? -1 : code;
+}

@@ -1,0 +1,165 @@
+"""Every call that touches a file fails once: the result is complete or absent, one line says so, nothing is left.
+
+A sample by default; all of them with MCA_EVERY_FAULT=1: about 12,000 conversions.
+"""
+
+import errno
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES)
+EVERY = bool(os.environ.get("MCA_EVERY_FAULT"))
+SAMPLE = 8  # of each conversion
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The preloaded library, compiled."""
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc, which is not here")
+    target = tmp_path_factory.mktemp("library") / "faults.so"
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", target, HERE / "faults.c", "-ldl"], check=True
+    )
+    return target
+
+
+@dataclass(frozen=True)
+class Sources:
+    """One model and one adapter, of both kinds, in ``folder``."""
+
+    folder: Path
+
+    @property
+    def hf(self) -> Path:
+        return self.folder / "hf"
+
+    @property
+    def mca(self) -> Path:
+        return self.folder / "mca"
+
+    @property
+    def peft(self) -> Path:
+        return self.folder / "peft"
+
+    @property
+    def mca_adapter(self) -> Path:
+        return self.folder / "mca_adapter"
+
+
+TP2 = "--tensor_model_parallel_size=2"
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    import peft
+    import tiny_hf
+    from transformers import AutoModelForCausalLM
+
+    from mca_convert.cli import main
+
+    made = Sources(tmp_path_factory.mktemp("sources"))
+    tiny_hf.save("llama", made.hf)
+    (made.hf / "tokenizer.json").write_text("{}")
+    (made.hf / "additional_chat_templates").mkdir()
+    (made.hf / "additional_chat_templates" / "tools.jinja").write_text("{{ x }}")
+    config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "o_proj"])
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(made.hf), config).save_pretrained(made.peft)
+    base = ["--checkpoint_path", str(made.hf)]
+    adapter = ["--adapter_path", str(made.peft)]
+    assert main([*base, "--output_path", str(made.mca), TP2]) == 0
+    assert main([*base, *adapter, "--output_path", str(made.mca_adapter), TP2]) == 0
+    return made
+
+
+def conversions(sources: Sources) -> dict[str, tuple[list[str], bool]]:
+    """What is converted, and whether the output is a directory that stands already."""
+    hf, mca = ["--checkpoint_path", str(sources.hf)], ["--checkpoint_path", str(sources.mca)]
+    peft, adapter = ["--adapter_path", str(sources.peft)], ["--adapter_path", str(sources.mca_adapter)]
+    return {
+        "to mca": ([*hf, TP2], False),
+        "to mca, in a directory": ([*hf, TP2], True),
+        "to hf": ([*mca, "--max_shard_size=90K"], False),
+        "to hf, in a directory": ([*mca], True),
+        "adapter to mca": ([*hf, *peft, TP2], False),
+        "adapter to hf": (adapter, False),
+        "adapter to hf, in a directory": (adapter, True),
+        "merged": ([*mca, *peft, "--merge"], False),
+    }
+
+
+def run_all(library: Path, sources: Sources, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What `fault_runs` found for each of ``cases``."""
+    folders = {case["folder"] for case in cases}
+    environment = os.environ | {
+        "LD_PRELOAD": str(library),
+        "MCA_FAULT_ROOTS": ":".join([str(sources.folder), *folders]),
+    }
+    done = subprocess.run(
+        [sys.executable, HERE / "fault_runs.py"],
+        input=json.dumps(cases),
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def fault_of(found: dict[str, Any], whole: dict[str, int], before: dict[str, int]) -> str | None:
+    """What is wrong with the outcome of a run; None if nothing is."""
+    lines = found["said"].splitlines()
+    if "Traceback" in found["said"]:
+        return "a traceback"
+    if found["code"] == 0:
+        if found["tree"] != whole:
+            return f"exit 0, and {sorted(found['tree'].items() ^ whole.items())}"
+        return None if len(lines) <= 2 else f"{len(lines)} lines"
+    if found["code"] != 1:
+        return f"exit {found['code']}"
+    if found["tree"] != before:
+        return f"exit 1, and there is {sorted(found['tree'])}"
+    return None if len(lines) == 1 and lines[0].startswith("error: /") else f"{len(lines)} lines"
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", conversions(Sources(Path())))
+def test_every_call_of_a_conversion_fails_once(
+    name: str, library: Path, sources: Sources, tmp_path: Path
+) -> None:
+    arguments, exists = conversions(sources)[name]
+    folder = tmp_path / "folder"
+    output = folder / "out" if exists else folder / "above" / "out"
+    case = {
+        "arguments": [*arguments, "--output_path", str(output), "--workers=1"],
+        "folder": str(folder),
+        "make": exists,
+        "number": 0,
+        "error": 0,
+    }
+    (whole,) = run_all(library, sources, [case])
+    assert whole["code"] == 0, whole["said"]
+    assert whole["calls"] > 100
+    chosen = [(number, error) for number in range(1, whole["calls"] + 1) for error in ERRORS]
+    if not EVERY:
+        chosen = random.Random(name).sample(chosen, SAMPLE)
+    cases = [case | {"number": number, "error": error} for number, error in chosen]
+    results = run_all(library, sources, cases)
+    assert all(found["call"] for found in results), "calls come in one order"
+    before = {"out": -1} if exists else {}
+    faults = [
+        f"{found['call']} {errno.errorcode[error]}: {fault}\n{found['said']}"
+        for found, (_, error) in zip(results, chosen, strict=True)
+        if (fault := fault_of(found, whole["tree"], before))
+    ]
+    assert not faults, f"{len(faults)} of {len(results)}:\n" + "\n".join(faults)
