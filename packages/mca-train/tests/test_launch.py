@@ -18,10 +18,13 @@ def run(body, ranks=2, **options):
         from mca_config.errors import McaError
         from mca_train.config_file import UsageError
         from mca_train.launch import fork_ranks
+        from mca_train.scratch import scratch_folder
         def target():
             rank = int(os.environ["RANK"])
 {textwrap.indent(textwrap.dedent(body), " " * 12)}
-        sys.exit(fork_ranks(target, {ranks}))
+        with scratch_folder() as folder:
+            code = fork_ranks(target, {ranks}, folder)
+        sys.exit(code)
         """
     )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, **options)
@@ -101,6 +104,49 @@ def test_a_rank_that_leaves_the_others_waiting_is_told(tmp_path):
     assert (done.returncode, done.stderr) == (1, "error: rank 1 ended with exit code 0 without a report\n")
 
 
+def test_nobody_else_can_take_the_port_where_ranks_will_meet():
+    body = """
+    import socket
+    if rank == 0:
+        try:
+            socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+        except OSError as error:
+            print(os.strerror(error.errno))
+    """
+    done = run(body)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Address already in use\n", "")
+
+
+def test_a_signal_before_training_leaves_nothing(tmp_path):
+    body = "print('ready', flush=True)\ntime.sleep(60)"
+    code = textwrap.dedent(
+        f"""
+        import sys, time
+        from mca_train import cli, stopping
+        from mca_train.scratch import scratch_folder
+        def work(words):
+            with stopping.raising_stopped(), scratch_folder():
+{textwrap.indent(body, " " * 16)}
+        cli._run = work
+        sys.exit(cli.main(["pretrain"]))
+        """
+    )
+    for number, said in ((signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP"), (signal.SIGINT, "SIGINT")):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"TMPDIR": str(tmp_path)},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.communicate(timeout=10) == ("", f"stopped by {said}\n")
+        assert process.returncode == 128 + number
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_ranks_may_all_leave_early():
     assert run("sys.exit(0)").returncode == 0
 
@@ -121,14 +167,17 @@ def test_wrong_usage_ends_with_2_and_words_of_an_exit_are_told():
 
 def _started(body, spawned=False):
     imports = "import os, signal, sys, time"
-    launch = f"spawn_ranks([sys.executable, '-c', {imports + chr(10) + body!r}], 2)"
+    launch = f"spawn_ranks([sys.executable, '-c', {imports + chr(10) + body!r}], 2, folder)"
     code = textwrap.dedent(
         f"""
         {imports}
         from mca_train.launch import fork_ranks, spawn_ranks
+        from mca_train.scratch import scratch_folder
         def target():
 {textwrap.indent(textwrap.dedent(body), " " * 12)}
-        sys.exit({launch if spawned else "fork_ranks(target, 2)"})
+        with scratch_folder() as folder:
+            code = {launch if spawned else "fork_ranks(target, 2, folder)"}
+        sys.exit(code)
         """
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

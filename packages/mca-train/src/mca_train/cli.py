@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError, UsageError
 from mca_config.streams import safe_streams
+from mca_train.stopping import Stopped
 
 if TYPE_CHECKING:
     from mca_train.data import Kind
@@ -83,7 +84,11 @@ def _main(words: list[str]) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
+        sys.stderr.write("stopped by SIGINT\n")
         return 130
+    except Stopped as stop:
+        sys.stderr.write(f"{stop}\n")
+        return stop.code
 
 
 def _run(words: list[str]) -> int:

@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,8 @@ from pathlib import Path
 from types import FrameType
 
 from mca_config.errors import McaError, UsageError
+from mca_train.rendezvous import LISTENER, listening
+from mca_train.stopping import Stopped
 
 _GRACE = 1.0  # seconds in which the rank that failed first can be told from those that it pulled down
 _POLL = 0.02
@@ -78,39 +79,50 @@ def threads_per_rank(ranks: int) -> int:
     return int(asked) if asked.isdigit() else share if share >= 4 else 1
 
 
-def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """The variables by which a rank finds the others."""
+def rank_environment(rank: int, num_ranks: int, listener: socket.socket) -> dict[str, str]:
+    """The variables by which a rank finds the others, at the port of ``listener``."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(listener.getsockname()[1]),
+        LISTENER: str(listener.fileno()),
         "TOKENIZERS_PARALLELISM": "false",
     }
 
 
-def fork_ranks(target: Callable[[], None], num_ranks: int) -> int:
-    """Runs ``target`` in ``num_ranks`` forks of this process; 0 if all succeed, else an exit code."""
+def fork_ranks(target: Callable[[], None], num_ranks: int, folder: Path) -> int:
+    """Runs ``target`` in ``num_ranks`` forks of this process; 0 if all succeed, else an exit code.
+
+    Args:
+        target: The work of a rank.
+        num_ranks: How many.
+        folder: For what they say; empty.
+    """
     launcher = os.getpid()
 
-    def start(rank: int, environment: dict[str, str], folder: Path) -> int:
+    def start(rank: int, environment: dict[str, str]) -> int:
         pid = os.fork()
         if pid:
             return pid
-        _die_with(launcher)
-        _become_rank(rank, environment, folder)
-        os._exit(report_failure(target, folder, rank))
+        code = 1
+        try:
+            _die_with(launcher)
+            _become_rank(rank, environment, folder)
+            code = report_failure(target, folder, rank)
+        finally:
+            os._exit(code)
 
-    return _supervise(start, num_ranks)
+    return _supervise(start, num_ranks, folder)
 
 
-def spawn_ranks(command: Sequence[str], num_ranks: int) -> int:
+def spawn_ranks(command: Sequence[str], num_ranks: int, folder: Path) -> int:
     """Runs ``command`` as ``num_ranks`` new processes; each must call its work through `report_failure`."""
     launcher = os.getpid()
 
-    def start(rank: int, environment: dict[str, str], folder: Path) -> int:
+    def start(rank: int, environment: dict[str, str]) -> int:
         variables = {**os.environ, **environment, "MCA_TRAIN_REPORTS": str(folder)}
         with (folder / f"output_{rank}.log").open("wb") as log:
             output = None if rank == 0 else log
@@ -120,11 +132,12 @@ def spawn_ranks(command: Sequence[str], num_ranks: int) -> int:
                 stdout=output,
                 stderr=output,
                 process_group=0,
+                pass_fds=[] if rank else [int(environment[LISTENER])],
                 preexec_fn=lambda: _die_with(launcher),
             )
         return process.pid
 
-    return _supervise(start, num_ranks)
+    return _supervise(start, num_ranks, folder)
 
 
 def _die_with(launcher: int) -> None:
@@ -139,8 +152,11 @@ def _become_rank(rank: int, environment: dict[str, str], folder: Path) -> None:
     os.setpgid(0, 0)  # Ctrl-C reaches the launcher only, which passes it on once
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ.update(environment)
     if rank:
+        os.close(int(environment[LISTENER]))
         with (folder / f"output_{rank}.log").open("wb") as log:
             os.dup2(log.fileno(), sys.stdout.fileno())
             os.dup2(log.fileno(), sys.stderr.fileno())
@@ -151,6 +167,9 @@ def report_failure(target: Callable[[], None], folder: Path | None, rank: int) -
     code = 1
     try:
         target()
+    except (Stopped, KeyboardInterrupt) as stop:
+        code = getattr(stop, "code", 130)
+        text = str(stop) or "stopped by SIGINT"
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):
             return stop.code or 0
@@ -187,25 +206,21 @@ def _done_mark(folder: Path, rank: int) -> Path:
     return folder / f"done_{rank}"
 
 
-def _supervise(start: Callable[[int, dict[str, str], Path], int], num_ranks: int) -> int:
-    port = _free_port()
-    with tempfile.TemporaryDirectory(prefix="mca-train-") as name:
-        folder = Path(name)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pids = {
-            start(rank, rank_environment(rank, num_ranks, port), folder): rank for rank in range(num_ranks)
-        }
-        with _forward_signals(list(pids)) as received:
-            ended: list[_End] = []
-            try:
-                ended = _wait(pids, lambda end: end.code != 0 or not _done_mark(folder, end.rank).exists())
-                ended += _wait(pids, seconds=_GRACE)
-            finally:
-                killed = bool(pids)
-                for pid in pids:
-                    _signal_group(pid, signal.SIGKILL)
-                _wait(pids)
+def _supervise(start: Callable[[int, dict[str, str]], int], num_ranks: int, folder: Path) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with listening() as listener:
+        pids = {start(rank, rank_environment(rank, num_ranks, listener)): rank for rank in range(num_ranks)}
+    with _forward_signals(list(pids)) as received:
+        ended: list[_End] = []
+        try:
+            ended = _wait(pids, lambda end: end.code != 0 or not _done_mark(folder, end.rank).exists())
+            ended += _wait(pids, seconds=_GRACE)
+        finally:
+            killed = bool(pids)
+            for pid in pids:
+                _signal_group(pid, signal.SIGKILL)
+            _wait(pids)
         if killed or any(end.code for end in ended):
             return _explain(folder, ended, received)
     return 0
@@ -230,15 +245,17 @@ def _wait(
 
 @contextlib.contextmanager
 def _forward_signals(pids: Sequence[int]):  # type: ignore[no-untyped-def]
-    """SIGTERM goes on to every rank; SIGINT ends them. Yields the list of signals that came."""
+    """SIGTERM goes on to every rank, and SIGHUP as SIGTERM; SIGINT ends them. Yields the list of signals that came."""
     received: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:
         received.append(number)
         for pid in pids:
-            _signal_group(pid, signal.SIGKILL if number == signal.SIGINT else number)
+            _signal_group(pid, signal.SIGKILL if number == signal.SIGINT else signal.SIGTERM)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
+    heard = [signal.SIGTERM, signal.SIGINT, *([] if ignored else [signal.SIGHUP])]
+    before = {number: signal.signal(number, handle) for number in heard}
     try:
         yield received
     finally:
@@ -292,9 +309,3 @@ def _tail(folder: Path, rank: int, lines: int = 20) -> str:
     path = folder / f"output_{rank}.log"
     text = path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
     return "".join(f"[rank {rank}] {line}\n" for line in text)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

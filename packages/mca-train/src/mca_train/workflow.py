@@ -16,6 +16,8 @@ from mca_train import launch
 from mca_train.data import Kind, load_tokenized
 from mca_train.output_lock import OutputLock
 from mca_train.output_place import require_own
+from mca_train.rendezvous import join
+from mca_train.scratch import scratch_folder
 from mca_train.sense import require_run, require_writable, speak
 from mca_train.settings import (
     Settings,
@@ -26,6 +28,7 @@ from mca_train.settings import (
     parse,
     require_keys_of,
 )
+from mca_train.stopping import raising_stopped
 from mca_train.summary import summary
 
 logger = logging.getLogger(__name__)
@@ -54,7 +57,9 @@ def run(kind: Kind, config: Path, overrides: list[str], command: list[str]) -> i
     """
     _quiet(first=os.environ.get("RANK", "0") == "0")
     values, where = given_values(config, overrides)
-    if launch.started_by_launcher():
+    with raising_stopped():
+        if not launch.started_by_launcher():
+            return _launch(kind, values, where, command)
         folder = os.environ.get("MCA_TRAIN_REPORTS")
         rank = int(os.environ["RANK"])
         return launch.report_failure(
@@ -62,6 +67,9 @@ def run(kind: Kind, config: Path, overrides: list[str], command: list[str]) -> i
             Path(folder) if folder else None,
             rank,
         )
+
+
+def _launch(kind: Kind, values: dict[str, Any], where: str, command: list[str]) -> int:
     settings = parse(values, where)
     with checking_usage():
         require_keys_of(kind, values)
@@ -72,17 +80,18 @@ def run(kind: Kind, config: Path, overrides: list[str], command: list[str]) -> i
     logger.info("starting %d rank%s: %s", ranks, "s" if ranks > 1 else "", layout)
     from mca_models.megatron import platform
 
-    if platform.device_type() == "cuda":
-        return launch.spawn_ranks(command, ranks)
-    lock = OutputLock(Path(settings.training.output_dir))
-    try:
-        inputs = _prepare(kind, settings, lock)
-        platform.prepare()
-        import mca_train.trainer  # noqa: F401  (imported before the fork, so that ranks need not)
+    with scratch_folder() as folder:
+        if platform.device_type() == "cuda":
+            return launch.spawn_ranks(command, ranks, folder)
+        lock = OutputLock(Path(settings.training.output_dir))
+        try:
+            inputs = _prepare(kind, settings, lock)
+            platform.prepare()
+            import mca_train.trainer  # noqa: F401  (imported before the fork, so that ranks need not)
 
-        return launch.fork_ranks(lambda: _forked_rank(inputs), ranks)
-    finally:
-        lock.release()
+            return launch.fork_ranks(lambda: _forked_rank(inputs), ranks, folder)
+        finally:
+            lock.release()
 
 
 def parse_on_rank(values: dict[str, Any], where: str) -> Settings:
@@ -97,7 +106,7 @@ def parse_on_rank(values: dict[str, Any], where: str) -> Settings:
 
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         timeout = timedelta(seconds=float(values.get("ddp_timeout", 1800)))
-        dist.init_process_group(platform.backend(), timeout=timeout)
+        join(platform.backend(), timeout)
     return parse(values, where)
 
 
@@ -105,10 +114,11 @@ def _launched_rank(kind: Kind, values: dict[str, Any], where: str) -> None:
     """In a process that a launcher started."""
     settings = parse_on_rank(values, where)
     lock = OutputLock(Path(settings.training.output_dir))
-    try:
-        _train_rank(_prepare(kind, settings, lock))
-    finally:
-        lock.release()
+    with scratch_folder():
+        try:
+            _train_rank(_prepare(kind, settings, lock))
+        finally:
+            lock.release()
 
 
 def _forked_rank(inputs: _Inputs) -> None:

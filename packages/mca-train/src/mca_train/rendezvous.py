@@ -1,0 +1,41 @@
+"""Where the ranks of one machine meet: at a port that the launcher holds from the moment it is chosen.
+
+A port that is only looked up can be taken by another program before the first rank opens it.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+LISTENER = "MCA_TRAIN_LISTENER"
+"""The variable with the first rank's descriptor of the listening socket."""
+
+
+@contextmanager
+def listening() -> Iterator[socket.socket]:
+    """A socket that listens at a free port of this machine, until the first rank has its own descriptor of it."""
+    with socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN) as listener:
+        yield listener
+
+
+def join(backend: str, timeout: timedelta) -> None:
+    """Starts the default process group, with the ranks of this launcher or of another one (torchrun)."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
+
+    listener = os.environ.get(LISTENER)
+    if listener is None:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        size,
+        is_master=rank == 0,
+        timeout=timeout,
+        master_listen_fd=int(listener) if rank == 0 else None,
+    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
