@@ -218,3 +218,31 @@ def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
     for message, part in zip(told, expected, strict=True):
         assert part in message, message
         assert "\n" not in message
+
+
+def fused_gradients(dtype: torch.dtype) -> float:
+    """The largest error of this rank's gradients from Megatron's fused cross entropy, beside torch's largest."""
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+    from mca_config.layout import ParallelLayout
+    from mca_models.megatron import parallel
+
+    place = parallel.start(ParallelLayout(tensor_model_parallel_size=2))
+    draw = torch.Generator().manual_seed(4)
+    logits = torch.randn(5, 3, 16, generator=draw).to(dtype).requires_grad_()
+    labels = torch.randint(0, 16, (5, 3), generator=draw)
+    torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), reduction="sum"
+    ).backward()
+    mine = logits.detach().chunk(2, -1)[place.at.tp].clone().requires_grad_()
+    fused_vocab_parallel_cross_entropy(mine, labels, parallel.tensor_group()).sum().backward()
+    assert mine.grad is not None and mine.grad.dtype == dtype and logits.grad is not None
+    expected = logits.grad.chunk(2, -1)[place.at.tp]
+    return float((mine.grad - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)]
+)
+def test_the_fused_cross_entropy_has_the_gradients_of_its_dtype(dtype, error):
+    assert max(run_ranks(2, fused_gradients, dtype)) < error

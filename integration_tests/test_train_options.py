@@ -20,14 +20,17 @@ RECOMPUTATION: dict[str, list[dict[str, Any]]] = {
         FULL | {"recompute_method": "block", "recompute_num_layers": 3},
         {"recompute_granularity": "selective"},
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
     ],
     "moe": [
         FULL | {"recompute_method": "uniform", "recompute_num_layers": 1},
         {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]},
     ],
     "latent": [
         FULL | {"recompute_method": "block", "recompute_num_layers": 2},
         {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "shared_experts"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "layernorm", "moe_act"]},
     ],
 }
 

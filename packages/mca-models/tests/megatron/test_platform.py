@@ -61,6 +61,8 @@ MENDED = (
     "hybrid-views",
     "optimizer-te-version",
     "parameter-groups",
+    "cross-entropy-dtype",
+    "recompute-without-te",
 )
 
 

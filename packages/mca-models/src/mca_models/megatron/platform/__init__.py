@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from mca_config.errors import McaError
 from mca_models.megatron.platform import (
     checkpoint_queue,
+    cross_entropy_dtype,
     cuda_calls,
     cuda_tensors,
     distributed_adam,
@@ -26,6 +27,7 @@ from mca_models.megatron.platform import (
     mla_flags,
     optimizer_te_version,
     parameter_groups,
+    recompute_without_te,
     rng_state,
     router_gemm_name,
     split_sizes,
@@ -58,6 +60,8 @@ PATCHES: tuple[Patch, ...] = (
     rng_state.PATCH,
     router_gemm_name.PATCH,
     split_sizes.PATCH,
+    cross_entropy_dtype.PATCH,
+    recompute_without_te.PATCH,
     uneven_collectives.PATCH,
     distributed_adam.PATCH,
     dp_reshardable_no_grad.PATCH,

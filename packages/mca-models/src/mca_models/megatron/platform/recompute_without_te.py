@@ -1,0 +1,39 @@
+"""Recomputation of a module whose output is dropped works without Transformer Engine.
+
+``CheckpointWithoutOutput(fp8=False)`` takes False for fp8 (it asks ``is not None``) and then looks for names that
+Transformer Engine would have brought: ``recompute_modules`` with layernorm or moe_act raises ``NameError:
+FP8GlobalStateManager``.
+"""
+
+import functools
+from typing import Any
+
+from mca_models.megatron.platform._patch import EVERYWHERE, Patch
+
+
+def _needed() -> bool:
+    from megatron.core.tensor_parallel import random
+
+    return not hasattr(random, "FP8GlobalStateManager") and random.CheckpointWithoutOutput().fp8
+
+
+def _apply() -> None:
+    from megatron.core.tensor_parallel import random
+
+    made = random.CheckpointWithoutOutput.__init__
+
+    @functools.wraps(made)
+    def with_or_without(self: Any, fp8: Any = None, *args: Any, **options: Any) -> None:
+        made(self, fp8 or None, *args, **options)
+
+    random.CheckpointWithoutOutput.__init__ = with_or_without
+
+
+PATCH = Patch(
+    name="recompute-without-te",
+    why="recomputing a norm or an expert's activation raises NameError without Transformer Engine",
+    megatron=">=0.16.1",
+    devices=EVERYWHERE,
+    needed=_needed,
+    apply=_apply,
+)
