@@ -10,6 +10,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
+from mca_models.megatron import parallel
+
+
+def seed_dropout(model: Any, seed: int) -> None:
+    """Has this rank drop other values than ranks with other layers or other tokens, where ``model`` drops any.
+
+    Hugging Face's Trainer has just given all ranks one seed. Without anything to draw they keep it, for what collates
+    samples.
+    """
+    config, adapter = model.megatron, getattr(model, "adapter", None)
+    drawn = (config.hidden_dropout, config.attention_dropout, config.moe_input_jitter_eps)
+    if any(drawn) or (adapter is not None and adapter.dropout):
+        parallel.seed_device(seed, model.place)
 
 
 def save_rng(folder: Path, rank: int) -> None:

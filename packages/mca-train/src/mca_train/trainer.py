@@ -30,6 +30,7 @@ from mca_train.loss_signals import ModelLosses, Signals
 from mca_train.losses import require_sums, token_loss
 from mca_train.output_place import require_own
 from mca_train.progress import Length, LossMeter, Place
+from mca_train.rng import seed_dropout
 from mca_train.sampling import StepSampler
 from mca_train.saving import load_weights, require_format
 from mca_train.schedule import LearningRate
@@ -99,6 +100,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
             processing_class=processing_class,
             callbacks=[JsonlLog(), *(callbacks or [])],
         )
+        seed_dropout(model, args.seed)
         self.model = self.model_wrapped = model
         self._view = view
         self.engine: Engine | None = None

@@ -19,6 +19,8 @@ _log = logging.getLogger(__name__)
 
 _RANK, _WORLD_SIZE, _LOCAL_RANK = "RANK", "WORLD_SIZE", "LOCAL_RANK"
 _TIMEOUT = timedelta(minutes=30)
+_SEEDS_OF_A_RANK = 2**20
+"""More than all that Megatron adds to a seed: 2718 + tp, and 1024 + 100 ep + etp."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def start(layout: ParallelLayout, seed: int = 1234) -> Place:
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     place = Place(layout, rank, world_size, RankGrid(layout, world_size).coordinates(rank))
     _start_megatron(layout)
-    _seed(seed)
+    _seed(seed, place)
     return place
 
 
@@ -129,12 +131,28 @@ def _megatron_sizes() -> tuple[int, ...]:
     )
 
 
-def _seed(seed: int) -> None:
-    """Megatron's random states (dropout differs over tensor ranks as it must); once for each process."""
+def _seed(seed: int, place: Place) -> None:
+    """Megatron's random states; once for each process."""
     from megatron.core import tensor_parallel
 
     if not tensor_parallel.get_cuda_rng_tracker().is_initialized():
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed_at(seed, place))
+
+
+def seed_at(seed: int, place: Place) -> int:
+    """The seed of one rank's random states: that of the run on the first, another on all that draw for themselves.
+
+    Ranks that hold other layers or other tokens drop other ones. Tensor ranks share a seed, because what they hold
+    twice must be dropped alike; Megatron adds their offset where they hold parts.
+    """
+    grid, at = place.grid, place.at
+    number = (at.pp * grid.layout.cp + at.cp) * grid.data_parallel_size + at.dp
+    return seed + _SEEDS_OF_A_RANK * number
+
+
+def seed_device(seed: int, place: Place) -> None:
+    """Sets the device's generator, from which dropout outside of cut tensors draws, to `seed_at`."""
+    torch.cuda.manual_seed(seed_at(seed, place))  # on a CPU the platform has made that torch's generator
 
 
 def stop() -> None:

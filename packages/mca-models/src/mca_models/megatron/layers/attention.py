@@ -6,6 +6,7 @@ rank computes its own queries.
 """
 
 import itertools
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -105,20 +106,33 @@ class CoreAttention(torch.nn.Module):
         outputs, row = [], 0
         for chunk in chunks_of_rank(lengths, self.cp_group.rank(), self.cp_group.size()):
             stop = chunk.start + chunk.length
-            out = causal_attention(
-                query[row : row + chunk.length].permute(1, 2, 0, 3),
-                keys[chunk.sequence][:stop].permute(1, 2, 0, 3),
-                values[chunk.sequence][:stop].permute(1, 2, 0, 3),
-                start=chunk.start,
-                window=self.window,
-                scale=self.scale,
-                dropout=self.dropout if self.training else 0.0,
-                sink=self.softmax_offset,
-                softcap=self.softcap,
-            )
+            with self._draws():
+                out = causal_attention(
+                    query[row : row + chunk.length].permute(1, 2, 0, 3),
+                    keys[chunk.sequence][:stop].permute(1, 2, 0, 3),
+                    values[chunk.sequence][:stop].permute(1, 2, 0, 3),
+                    start=chunk.start,
+                    window=self.window,
+                    scale=self.scale,
+                    dropout=self.dropout if self.training else 0.0,
+                    sink=self.softmax_offset,
+                    softcap=self.softcap,
+                )
             outputs.append(out.permute(2, 0, 1, 3))
             row += chunk.length
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _draws(self) -> AbstractContextManager[None]:
+        """The random state that tensor ranks do not share: each has heads of its own.
+
+        With sequence parallelism Megatron runs whole layers in that state.
+        """
+        if not self.dropout or not self.training or self.config.sequence_parallel:
+            return nullcontext()
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        forked: AbstractContextManager[None] = get_cuda_rng_tracker().fork()
+        return forked
 
     def _sequences(self, x: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
         """Every whole sequence of ``x``, gathered over the context ranks."""
