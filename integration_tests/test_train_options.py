@@ -25,12 +25,12 @@ RECOMPUTATION: dict[str, list[dict[str, Any]]] = {
     "moe": [
         FULL | {"recompute_method": "uniform", "recompute_num_layers": 1},
         {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]},
-        {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
     ],
     "latent": [
         FULL | {"recompute_method": "block", "recompute_num_layers": 2},
         {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "shared_experts"]},
-        {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "layernorm", "moe_act"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "layernorm"]},
     ],
 }
 

@@ -41,7 +41,7 @@ def test_overrides_carry_megatrons_names() -> None:
         overlap_grad_reduce=True,
         overlap_param_gather=True,
         ddp_bucket_size=1000,
-        ddp_average_in_collective=True,
+        ddp_average_in_collective=False,
         accumulate_allreduce_grads_in_fp32=True,
         check_for_nan_in_grad=False,
         num_distributed_optimizer_instances=1,
@@ -53,11 +53,9 @@ def test_overrides_carry_megatrons_names() -> None:
         pin_cpu_grads=False,
         pin_cpu_params=True,
         use_precision_aware_optimizer=True,
-        sgd_momentum=0.5,
         decoupled_lr=1e-4,
         decoupled_min_lr=1e-6,
         min_lr=1e-5,
-        loss_scale=1.0,
         initial_loss_scale=2.0,
         min_loss_scale=1.0,
         loss_scale_window=10.0,
@@ -69,7 +67,9 @@ def test_overrides_carry_megatrons_names() -> None:
     assert args.ddp_config_overrides().keys() <= names_of(DistributedDataParallelConfig)
     assert len(args.ddp_config_overrides()) == 8
     assert args.optimizer_config_overrides().keys() <= names_of(OptimizerConfig)
-    assert len(args.optimizer_config_overrides()) == 19
+    assert len(args.optimizer_config_overrides()) == 17
+    fixed = MegatronArguments(optimizer="sgd", sgd_momentum=0.5, loss_scale=1.0).optimizer_config_overrides()
+    assert fixed == {"optimizer": "sgd", "sgd_momentum": 0.5, "loss_scale": 1.0}
     assert args.transformer_config_overrides() == {"moe_grouped_gemm": True, "moe_per_layer_logging": True}
 
 
@@ -149,6 +149,33 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"ddp_average_in_collective": True, "calculate_per_token_loss": True},
         ["excludes calculate_per_token_loss"],
+    ),
+    ({"ddp_average_in_collective": True}, ["ddp_average_in_collective excludes calculate_per_token_loss"]),
+    ({"calculate_per_token_loss": False}, ["calculate_per_token_loss cannot be false"]),
+    ({"num_distributed_optimizer_instances": 2}, ["num_distributed_optimizer_instances 2 is not supported"]),
+    ({"overlap_moe_expert_parallel_comm": True}, ["overlap_moe_expert_parallel_comm is not supported"]),
+    ({"ddp_bucket_size": 100}, ["ddp_bucket_size needs overlap_grad_reduce"]),
+    ({"optimizer": "sgd", "use_distributed_optimizer": True}, ["sgd excludes use_distributed_optimizer"]),
+    ({"sgd_momentum": 0.5}, ["sgd_momentum needs optimizer sgd"]),
+    ({"loss_scale": 2.0, "hysteresis": 3}, ["loss_scale is fixed, which excludes hysteresis"]),
+    ({"distribute_saved_activations": True}, ["needs recompute_granularity full"]),
+    ({"cpu_offloading_num_layers": 1}, ["cpu_offloading_num_layers needs cpu_offloading"]),
+    ({"moe_token_drop_policy": "probs"}, ["moe_token_drop_policy needs moe_expert_capacity_factor"]),
+    ({"cross_entropy_fusion_impl": "native"}, ["needs cross_entropy_loss_fusion"]),
+    *(
+        ({"transformer_impl": "local"} | given, [f"{words} needs transformer_impl transformer_engine"])
+        for words, given in {
+            "cpu_offloading": {"cpu_offloading": True},
+            "moe_permute_fusion": {"moe_permute_fusion": True},
+            "moe_router_fusion": {"moe_router_fusion": True},
+            "apply_rope_fusion": {"apply_rope_fusion": True},
+            "attention_backend flash": {"attention_backend": "flash"},
+            "attention_backend unfused": {"attention_backend": "unfused"},
+            "cross_entropy_fusion_impl te": {
+                "cross_entropy_loss_fusion": True,
+                "cross_entropy_fusion_impl": "te",
+            },
+        }.items()
     ),
     ({"ddp_bucket_size": 0}, ["ddp_bucket_size must be at least 1"]),
     ({"optimizer_offload_fraction": 0.5}, ["optimizer_offload_fraction needs optimizer_cpu_offload"]),

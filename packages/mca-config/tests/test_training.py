@@ -176,6 +176,8 @@ def test_optim_chooses_the_optimizer() -> None:
             {"decoupled_lr": 1e-6, "decoupled_min_lr": 1e-5},
             "decoupled_min_lr 1e-05 is above decoupled_lr 1e-06",
         ),
+        ({"initial_loss_scale": 8.0}, "initial_loss_scale needs fp16"),
+        ({"bf16": True, "loss_scale": 8.0}, "loss_scale needs fp16"),
         ({"log_level": "loud"}, "log_level is 'loud'; expected one of detail, debug"),
         ({"log_level_replica": "foo"}, "log_level_replica is 'foo'"),
         ({"report_to": "foo"}, "report_to is 'foo'; expected none, all or some of"),
@@ -211,7 +213,7 @@ def test_what_megatron_cannot_is_refused_before_anything_starts(given: dict[str,
 )
 def test_numbers_that_mean_nothing_are_refused(name: str, value: float) -> None:
     with pytest.raises(McaError, match=f"arguments: {name} must be .*, not {value}"):
-        training(**{name: value})
+        training(**{name: value}, fp16="loss_scale" in name)
 
 
 def test_a_package_that_reports_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:

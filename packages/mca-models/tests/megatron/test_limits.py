@@ -45,6 +45,7 @@ SINKS = replace(DENSE, softmax_type="learnable")
 ENGINE = {"implementation": "transformer_engine", "device": "cuda"}
 TP2 = ParallelLayout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
 VPP = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+PP2 = ParallelLayout(pipeline_model_parallel_size=2)
 CP2 = ParallelLayout(context_parallel_size=2)
 
 
@@ -68,6 +69,11 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
         {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": True},
         "deallocate_pipeline_outputs",
     ),
+    (DENSE, VPP, {"overlap_p2p_comm": True, "batch_p2p_comm": True}, "remove overlap_p2p_comm and batch_p2p"),
+    (DENSE, PP2, {"overlap_p2p_comm": True}, "virtual_pipeline_model_parallel_size of at least 2"),
+    (DENSE, TP2, {"cpu_offloading": True}, "cpu_offloading needs transformer_impl transformer_engine"),
+    (MOE, ParallelLayout(), {"moe_permute_fusion": True}, "moe_permute_fusion needs transformer_impl"),
+    (DENSE, TP2, {"attention_backend": "flash"}, "attention_backend flash needs transformer_impl"),
     (MOE, TP2, {}, "expert_tensor_parallel_size 1"),
     (MLA, TP2, {"sequence_parallel": False}, "set sequence_parallel"),
     (GROUPED, ParallelLayout(), ENGINE | {"moe_router_fusion": True}, "remove moe_router_fusion"),

@@ -41,13 +41,13 @@ def require_honoured(args: Any, parameters: Mapping[str, Any]) -> None:
         for name, why in _PARAMETERS.items()
         if parameters.get(name) is not None
     ]
-    problems += _optimizer(args)
+    problems += optimizer_problems(args)
     error = list_problems(problems, "McaTrainer")
     if error:
         raise McaError(str(error))
 
 
-def _optimizer(args: Any) -> Iterator[str]:
+def optimizer_problems(args: Any) -> Iterator[str]:
     """What Megatron's optimizer needs and this machine, or this installation, does not have."""
     precise = getattr(args, "use_precision_aware_optimizer", None) and not getattr(
         args, "optimizer_cpu_offload", None

@@ -38,6 +38,7 @@ from mca_train.sense import schedule_problems
 from mca_train.stream_steps import StepStream, require_steps
 from mca_train.watch import Watch
 from mca_train.with_checkpoints import WithCheckpoints
+from mca_train.without_effect import tell_without_effect
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
             processing_class=processing_class,
             callbacks=[JsonlLog(), *(callbacks or [])],
         )
+        tell_without_effect(args, model.config, model.megatron)
         seed_dropout(model, args.seed)
         self.model = self.model_wrapped = model
         self._view = view

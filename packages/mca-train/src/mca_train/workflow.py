@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from mca_config.checks import positions_exceeded, require_layout
-from mca_config.errors import UsageError, checking_usage
+from mca_config.errors import UsageError, checking_usage, list_problems
 from mca_train import launch
 from mca_train.data import Kind, load_tokenized
+from mca_train.honoured import optimizer_problems
 from mca_train.output_lock import OutputLock
 from mca_train.output_place import require_own
 from mca_train.rendezvous import join
@@ -142,6 +143,7 @@ def _prepare(kind: Kind, settings: Settings, lock: OutputLock) -> _Inputs:
     with checking_usage():
         require_run(kind, settings)
         _require_place(settings)
+        _require_runnable(settings)
     if os.environ.get("RANK", "0") == "0":
         lock.take()
     with lock.kept():
@@ -162,6 +164,21 @@ def _read(kind: Kind, settings: Settings, lock: OutputLock) -> _Inputs:
     if settings.data.eval_file:
         evaluation = load_tokenized(kind, settings.data.eval_file, tokenizer, settings.data, evaluation=True)
     return _Inputs(kind, settings, tokenizer, train, evaluation, lock)
+
+
+def _require_runnable(settings: Settings) -> None:
+    """Refuses what Megatron, or this machine, would not do with the model, before anything of it is loaded."""
+    from mca_models.megatron import platform
+
+    platform.prepare()  # before the next lines import Megatron
+    from mca_models.megatron.auto import trained_dtype
+    from mca_models.megatron.transformer_config import transformer_config
+
+    args = settings.training
+    if error := list_problems(list(optimizer_problems(args)), settings.where):
+        raise error
+    config = model_config(settings.data.model_name_or_path)
+    transformer_config(config, args, layout_of(args, config), trained_dtype(config, args))
 
 
 def _require_place(settings: Settings) -> None:

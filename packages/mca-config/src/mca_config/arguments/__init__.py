@@ -1,6 +1,7 @@
 """The arguments of loading, converting and training, as plain dataclasses without transformers."""
 
+from mca_config.arguments._constraints import needing_engine
 from mca_config.arguments.distributing import DistributingParallelArguments
 from mca_config.arguments.megatron import MegatronArguments
 
-__all__ = ["DistributingParallelArguments", "MegatronArguments"]
+__all__ = ["DistributingParallelArguments", "MegatronArguments", "needing_engine"]

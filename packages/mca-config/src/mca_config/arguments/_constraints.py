@@ -1,6 +1,7 @@
 """Which arguments contradict one another: pure tables and functions from arguments to messages."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mca_config.arguments.distributing import DistributingParallelArguments
@@ -58,6 +59,15 @@ def _recompute(args: "DistributingParallelArguments") -> list[str]:
     unknown = [name for name in args.recompute_modules or () if name not in RECOMPUTE_MODULES]
     if unknown:
         problems.append(f"recompute_modules: {', '.join(unknown)} is none of {', '.join(RECOMPUTE_MODULES)}")
+    if args.distribute_saved_activations and kind != "full":
+        problems.append(
+            "distribute_saved_activations needs recompute_granularity full; add it or remove "
+            "distribute_saved_activations"
+        )
+    if args.cpu_offloading_num_layers and not args.cpu_offloading:
+        problems.append(
+            "cpu_offloading_num_layers needs cpu_offloading; add it or remove cpu_offloading_num_layers"
+        )
     if args.cpu_offloading and (kind is not None or (args.pipeline_model_parallel_size or 1) > 1):
         problems.append(
             "cpu_offloading excludes recompute_granularity and pipeline_model_parallel_size above 1; remove it"
@@ -76,6 +86,11 @@ def _experts(args: "DistributingParallelArguments") -> list[str]:
     if args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor is None:
         problems.append(
             "moe_pad_expert_input_to_capacity needs moe_expert_capacity_factor; add it (1.0 is an even share)"
+        )
+    if args.moe_token_drop_policy is not None and args.moe_expert_capacity_factor is None:
+        problems.append(
+            "moe_token_drop_policy needs moe_expert_capacity_factor, without which nothing is dropped; add it or "
+            "remove moe_token_drop_policy"
         )
     if args.moe_expert_capacity_factor is not None and args.moe_router_load_balancing_type == "sinkhorn":
         problems.append(
@@ -105,14 +120,36 @@ def _expert_overlap(args: "DistributingParallelArguments") -> list[str]:
 def _precision(args: "DistributingParallelArguments") -> list[str]:
     needing = [name for name in ("fp8_param", "fp8_recipe") if getattr(args, name) and args.fp8 is None]
     problems = [f"{name} needs fp8 (e4m3 or hybrid); add it or remove {name}" for name in needing]
+    if args.cross_entropy_fusion_impl is not None and not args.cross_entropy_loss_fusion:
+        problems.append(
+            "cross_entropy_fusion_impl needs cross_entropy_loss_fusion; add it or remove cross_entropy_fusion_impl"
+        )
     if args.transformer_impl == "local":
-        te_only = ("fp8", "tp_comm_overlap", "moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")
-        problems += [
-            f"{name} needs transformer_impl transformer_engine; change it or remove {name}"
-            for name in te_only
-            if getattr(args, name)
-        ]
+        problems += needing_engine(vars(args))
     return problems
+
+
+_OF_ENGINE = (
+    "fp8",
+    "tp_comm_overlap",
+    "cpu_offloading",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "apply_rope_fusion",
+)
+
+
+def needing_engine(settings: Mapping[str, Any]) -> list[str]:
+    """What in ``settings`` only Transformer Engine's layers do."""
+    backend = settings.get("attention_backend")
+    backend = getattr(backend, "name", backend)  # Megatron's enumeration, or its word
+    wanted = [name for name in _OF_ENGINE if settings.get(name)]
+    wanted += [f"attention_backend {backend}"] if backend in ("flash", "fused", "unfused") else []
+    wanted += ["cross_entropy_fusion_impl te"] if settings.get("cross_entropy_fusion_impl") == "te" else []
+    return [
+        f"{name} needs transformer_impl transformer_engine; change it or remove {name.split()[0]}"
+        for name in wanted
+    ]
 
 
 _AT_LEAST_ZERO = (
@@ -151,7 +188,7 @@ def _ranges(args: "DistributingParallelArguments") -> list[str]:
 
 def of_training(args: "MegatronArguments") -> list[str]:
     """Contradictions among the arguments that :class:`MegatronArguments` adds."""
-    return [*_overlap(args), *_optimizer(args), *_offload(args), *_loss(args), *_saving(args)]
+    return [*_overlap(args), *_optimizer(args), *_scale(args), *_offload(args), *_loss(args), *_saving(args)]
 
 
 def _overlap(args: "MegatronArguments") -> list[str]:
@@ -163,8 +200,26 @@ def _overlap(args: "MegatronArguments") -> list[str]:
         problems.append(
             f"overlap_param_gather needs {' and '.join(missing)}; set to true, or remove overlap_param_gather"
         )
-    if args.ddp_average_in_collective and args.calculate_per_token_loss:
-        problems.append("ddp_average_in_collective excludes calculate_per_token_loss; remove one of the two")
+    if args.ddp_average_in_collective:
+        problems.append(
+            "ddp_average_in_collective excludes calculate_per_token_loss, as which the loss is always computed; "
+            "remove it"
+        )
+    if args.num_distributed_optimizer_instances not in (None, 1):
+        problems.append(
+            f"num_distributed_optimizer_instances {args.num_distributed_optimizer_instances} is not supported: the "
+            "state is split over all data-parallel ranks; remove it"
+        )
+    if args.overlap_moe_expert_parallel_comm:
+        problems.append(
+            "overlap_moe_expert_parallel_comm is not supported in training, which does not build Megatron's schedule "
+            "plans; remove it"
+        )
+    if args.ddp_bucket_size is not None and not args.overlap_grad_reduce:
+        problems.append(
+            "ddp_bucket_size needs overlap_grad_reduce, without which there is one bucket; add it or remove "
+            "ddp_bucket_size"
+        )
     if args.ddp_bucket_size is not None and args.ddp_bucket_size < 1:
         problems.append(f"ddp_bucket_size must be at least 1 parameter, not {args.ddp_bucket_size}")
     return problems
@@ -176,12 +231,34 @@ def _optimizer(args: "MegatronArguments") -> list[str]:
         problems.append(
             "optimizer muon excludes use_distributed_optimizer and overlap_param_gather; remove them or use adam"
         )
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        problems.append(
+            "optimizer sgd excludes use_distributed_optimizer, which splits Adam's state only; remove one of the two"
+        )
+    if args.sgd_momentum is not None and args.optimizer != "sgd":
+        problems.append("sgd_momentum needs optimizer sgd; set it or remove sgd_momentum")
     if args.use_precision_aware_optimizer and not (
         args.use_distributed_optimizer and args.optimizer in (None, "adam")
     ):
         problems.append(
             "use_precision_aware_optimizer needs use_distributed_optimizer and optimizer adam; set them or "
             "remove it"
+        )
+    return problems
+
+
+_OF_DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
+
+def _scale(args: "MegatronArguments") -> list[str]:
+    dynamic = [name for name in _OF_DYNAMIC_SCALE if getattr(args, name) is not None]
+    given = dynamic + (["loss_scale"] if args.loss_scale is not None else [])
+    problems = []
+    if given and not vars(args).get("fp16", True):  # only training arguments know it
+        problems.append(f"{' and '.join(given)} needs fp16; add it or remove {given[0]}")
+    if dynamic and args.loss_scale is not None:
+        problems.append(
+            f"loss_scale is fixed, which excludes {' and '.join(dynamic)}; remove loss_scale or the other"
         )
     return problems
 
@@ -215,10 +292,16 @@ def _offload(args: "MegatronArguments") -> list[str]:
 
 
 def _loss(args: "MegatronArguments") -> list[str]:
+    problems = []
     size = args.loss_chunk_size
     if size is not None and size < 1:
-        return [f"loss_chunk_size must be at least 1 token, not {size}"]
-    return []
+        problems.append(f"loss_chunk_size must be at least 1 token, not {size}")
+    if args.calculate_per_token_loss is False:
+        problems.append(
+            "calculate_per_token_loss cannot be false: the loss is the mean over all target tokens of the global "
+            "batch; remove it"
+        )
+    return problems
 
 
 def _saving(args: "MegatronArguments") -> list[str]:

@@ -90,7 +90,7 @@ def _build(
     layout = args.layout(config.layout)
     require_layout(config, layout)
     place = parallel.start(layout, seed)
-    return VirtualModels(config, args, place, dtype=_dtype(config, args, dtype), source=source)
+    return VirtualModels(config, args, place, dtype=trained_dtype(config, args, dtype), source=source)
 
 
 def _with_prediction_layers(config: McaModelConfig, count: int) -> McaModelConfig:
@@ -101,7 +101,9 @@ def _with_prediction_layers(config: McaModelConfig, count: int) -> McaModelConfi
     return replace(config, mtp_num_layers=count)
 
 
-def _dtype(config: McaModelConfig, args: DistributingParallelArguments, dtype: DtypeName | None) -> DtypeName:
+def trained_dtype(
+    config: McaModelConfig, args: DistributingParallelArguments, dtype: DtypeName | None = None
+) -> DtypeName:
     """What was asked for, else what training arguments say, else the checkpoint's."""
     flags = vars(args)  # bf16 and fp16 are there in training arguments only
     trained: DtypeName = "bfloat16" if flags.get("bf16") else "float16" if flags.get("fp16") else config.dtype

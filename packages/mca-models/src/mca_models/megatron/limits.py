@@ -6,6 +6,7 @@ Each was found by comparing losses and gradients over layouts; each has a test.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mca_config.arguments import needing_engine
 from mca_config.errors import list_problems
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
@@ -40,7 +41,7 @@ def require_supported(
         *_pipeline(layout, settings, device),
         *_wrong_gradients(config, layout, settings, version),
         *_wrong_losses(config, layout, settings, version),
-        *_machine(settings, device),
+        *_machine(settings, device, implementation),
         *_routing(config, settings),
         *_attention(config, layout, settings, implementation),
     ]
@@ -50,7 +51,13 @@ def require_supported(
 
 
 def _pipeline(layout: ParallelLayout, settings: Mapping[str, Any], device: str) -> Iterator[str]:
-    if layout.vpp > 1 and not settings.get("overlap_p2p_comm"):
+    overlaps, batched = settings.get("overlap_p2p_comm"), settings.get("batch_p2p_comm")
+    if layout.pp > 1 and layout.vpp == 1 and overlaps:
+        yield (
+            "overlap_p2p_comm needs virtual_pipeline_model_parallel_size of at least 2: Megatron's plain schedule "
+            "has nothing to overlap with; remove overlap_p2p_comm"
+        )
+    if layout.vpp > 1 and (not overlaps or batched):
         yield (
             "virtual pipelining computes wrong numbers without overlap_p2p_comm; remove overlap_p2p_comm and "
             "batch_p2p_comm from the arguments"
@@ -96,14 +103,17 @@ def _wrong_losses(
         )
 
 
-def _machine(settings: Mapping[str, Any], device: str) -> Iterator[str]:
-    if device == "cuda":
-        return
-    for name in ("gradient_accumulation_fusion", "fp8", "tp_comm_overlap", "masked_softmax_fusion"):
-        if settings.get(name):
-            yield f"{name} needs CUDA; remove it"
-    if settings.get("moe_token_dispatcher_type") == "flex":
-        yield "moe_token_dispatcher_type flex needs CUDA; use alltoall or allgather"
+_OF_CUDA = ("gradient_accumulation_fusion", "fp8", "tp_comm_overlap", "masked_softmax_fusion")
+
+
+def _machine(settings: Mapping[str, Any], device: str, implementation: str) -> Iterator[str]:
+    if device != "cuda":
+        yield from (f"{name} needs CUDA; remove it" for name in _OF_CUDA if settings.get(name))
+        if settings.get("moe_token_dispatcher_type") == "flex":
+            yield "moe_token_dispatcher_type flex needs CUDA; use alltoall or allgather"
+        settings = {name: value for name, value in settings.items() if name not in _OF_CUDA}
+    if implementation == "local":
+        yield from needing_engine(settings)
 
 
 def _routing(config: McaModelConfig, settings: Mapping[str, Any]) -> Iterator[str]:

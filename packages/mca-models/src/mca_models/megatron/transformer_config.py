@@ -1,18 +1,18 @@
 """``McaModelConfig`` and arguments to Megatron's ``TransformerConfig``."""
 
 import dataclasses
+import functools
 import importlib.util
 import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from mca_config.arguments import DistributingParallelArguments
+from mca_config.arguments import DistributingParallelArguments, MegatronArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
@@ -34,7 +34,7 @@ _ACTIVATIONS: Mapping[str, Callable[..., Any]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "relu": functional.relu,
-    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": functools.partial(functional.gelu, approximate="tanh"),
 }
 _SAME_NAME = (
     "num_layers",
@@ -154,13 +154,13 @@ def _architecture(config: McaModelConfig) -> Settings:
     settings: Settings = {name: getattr(config, name) for name in _SAME_NAME}
     settings["activation_func"] = _activation(config.hidden_act)
     settings["mtp_num_layers"] = config.mtp_num_layers or None
+    settings["moe_token_dispatcher_type"] = "alltoall"  # Megatron looks at it without experts too
     settings |= _window(config)
     if config.num_moe_experts is not None:
         settings |= {name: getattr(config, name) for name in _SAME_NAME_MOE}
         settings["moe_layer_freq"] = [int(config.is_moe_layer(i)) for i in range(config.num_layers)]
         settings["moe_aux_loss_coeff"] = aux_loss_coefficient(config)
         settings["moe_router_dtype"] = "fp32"
-        settings["moe_token_dispatcher_type"] = "alltoall"
     if isinstance(config, MlaMcaModelConfig):
         settings |= {name: getattr(config, name) for name in _SAME_NAME_MLA}
         settings |= _latent_rope(config)
@@ -238,12 +238,27 @@ def _latent_mscale(on_rope: float, factor: float, of_scores: float) -> float:
     return 1.0
 
 
+_TRAINED_EXPERTS = "training a model with experts"
+
+
+def _needs_sequence_parallel(config: McaModelConfig, args: DistributingParallelArguments) -> str | None:
+    """What of the model needs it with more than one tensor rank; None: nothing."""
+    if config.num_moe_experts is not None and isinstance(args, MegatronArguments):
+        return _TRAINED_EXPERTS
+    return "latent attention" if isinstance(config, MlaMcaModelConfig) else None
+
+
 def _layout(config: McaModelConfig, args: DistributingParallelArguments, layout: ParallelLayout) -> Settings:
     sequence_parallel = args.sequence_parallel_for(layout)
-    latent = isinstance(config, MlaMcaModelConfig) and layout.tp > 1 and args.sequence_parallel is None
-    if latent and not sequence_parallel:
-        _log.info("sequence_parallel is on: latent attention on several tensor ranks needs it")
+    why = _needs_sequence_parallel(config, args) if layout.tp > 1 and not sequence_parallel else None
+    if why and args.sequence_parallel is None:
+        _say(f"sequence_parallel is on: {why} on several tensor ranks needs it")
         sequence_parallel = True
+    elif why == _TRAINED_EXPERTS:
+        raise McaError(
+            f"sequence_parallel cannot be off: {why} on several tensor ranks needs it (Megatron refuses to go on "
+            "without); remove sequence_parallel"
+        )
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -301,10 +316,16 @@ def _grouped(settings: Settings, implementation: Implementation) -> bool:
     """Grouped expert products: Transformer Engine's, unless refused; the local spec has none."""
     wanted = settings.get("moe_grouped_gemm")
     if implementation == "local":
-        if wanted:
-            _log.info("moe_grouped_gemm is off: the local layers run experts one after the other")
+        if wanted and settings.get("num_moe_experts"):
+            _say("moe_grouped_gemm is off: the local layers run experts one after the other")
         return False
     return wanted is not False
+
+
+@functools.cache
+def _say(line: str) -> None:
+    """Logs ``line`` once: a configuration is made to be checked, and again for the model."""
+    _log.info(line)
 
 
 def _converted(overrides: Mapping[str, Any]) -> Settings:

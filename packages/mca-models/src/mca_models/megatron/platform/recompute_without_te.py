@@ -1,7 +1,7 @@
 """Recomputation of a module whose output is dropped works without Transformer Engine.
 
 ``CheckpointWithoutOutput(fp8=False)`` takes False for fp8 (it asks ``is not None``) and then looks for names that
-Transformer Engine would have brought: ``recompute_modules`` with layernorm or moe_act raises ``NameError:
+Transformer Engine would have brought: ``recompute_modules`` with layernorm raises ``NameError:
 FP8GlobalStateManager``.
 """
 
@@ -31,7 +31,7 @@ def _apply() -> None:
 
 PATCH = Patch(
     name="recompute-without-te",
-    why="recomputing a norm or an expert's activation raises NameError without Transformer Engine",
+    why="recomputing a norm raises NameError without Transformer Engine",
     megatron=">=0.16.1",
     devices=EVERYWHERE,
     needed=_needed,

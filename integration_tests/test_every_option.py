@@ -1,0 +1,247 @@
+"""Every option that goes to Megatron is followed, refused, or without effect and said to be; none is forgotten."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import prepare_parent, run_ranks
+from loss_curves import _BUILDERS
+from mca_config.arguments import MegatronArguments
+from mca_config.errors import McaError
+from test_train_options import trained
+from train_cases import arguments
+
+pytestmark = pytest.mark.ranks
+
+Changes = dict[str, Any]
+PP = {"pipeline_model_parallel_size": 2}
+VPP = PP | {"virtual_pipeline_model_parallel_size": 2}
+TP = {"tensor_model_parallel_size": 2}
+CAPACITY = {"moe_expert_capacity_factor": 0.5}
+SGD = {"optimizer": "sgd"}
+RATES = {"decoupled_lr": 2e-3}
+
+EFFECT: dict[str, tuple[str, Changes, Changes]] = {
+    "moe_expert_capacity_factor": ("moe", {}, CAPACITY),
+    "moe_token_drop_policy": ("moe", CAPACITY, {"moe_token_drop_policy": "position"}),
+    "moe_input_jitter_eps": ("moe", {}, {"moe_input_jitter_eps": 0.2}),
+    "moe_router_dtype": ("moe", {}, {"moe_router_dtype": "fp64"}),
+    "moe_router_bias_update_rate": ("latent", {}, {"moe_router_bias_update_rate": 0.3}),
+    "attention_dropout": ("dense", {}, {"attention_dropout": 0.2}),
+    "hidden_dropout": ("dense", {}, {"hidden_dropout": 0.2}),
+    "accumulate_allreduce_grads_in_fp32": (
+        "dense",
+        {"bf16": True},
+        {"accumulate_allreduce_grads_in_fp32": False},
+    ),
+    "optimizer": ("dense", {}, SGD),
+    "sgd_momentum": ("dense", SGD, SGD | {"sgd_momentum": 0.9}),
+    "min_lr": ("dense", {}, {"min_lr": 4e-3}),
+    "decoupled_lr": ("dense", {}, RATES),
+    "decoupled_min_lr": ("dense", RATES, RATES | {"decoupled_min_lr": 1e-3}),
+}
+"""Model, what is compared with, and what changes its numbers on one rank."""
+
+REACHES: dict[str, tuple[Changes, Any]] = {
+    "microbatch_group_size_per_vp_stage": (VPP | {"gradient_accumulation_steps": 6}, 3),
+    "attention_backend": ({}, "local"),
+    "bias_activation_fusion": ({}, True),
+    "bias_dropout_fusion": ({}, True),
+    "cross_entropy_loss_fusion": ({}, True),
+    "cross_entropy_fusion_impl": ({"cross_entropy_loss_fusion": True}, "native"),
+    "variable_seq_lengths": (PP, True),
+    "overlap_p2p_comm": (VPP, True),
+    "batch_p2p_comm": (PP, False),
+    "moe_shared_expert_overlap": ({}, True),
+    "distribute_saved_activations": (
+        TP | {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        True,
+    ),
+    "cp_comm_type": ({"context_parallel_size": 2}, "all_gather"),
+    "deterministic_mode": ({}, True),
+}
+"""What it needs beside it, and a value that must not change numbers but stand in Megatron's configuration."""
+
+REFUSED: dict[str, tuple[str, Changes]] = {
+    "cpu_offloading": ("needs transformer_impl", {"cpu_offloading": True}),
+    "cpu_offloading_num_layers": ("needs cpu_offloading", {"cpu_offloading_num_layers": 1}),
+    "moe_permute_fusion": ("needs transformer_impl", {"moe_permute_fusion": True}),
+    "moe_router_fusion": ("needs transformer_impl", {"moe_router_fusion": True}),
+    "overlap_moe_expert_parallel_comm": ("not supported", {"overlap_moe_expert_parallel_comm": True}),
+    "transformer_impl": ("needs a GPU", {"transformer_impl": "transformer_engine"}),
+    "masked_softmax_fusion": ("needs CUDA", {"masked_softmax_fusion": True}),
+    "apply_rope_fusion": ("needs transformer_impl", {"apply_rope_fusion": True}),
+    "gradient_accumulation_fusion": ("needs CUDA", {"gradient_accumulation_fusion": True}),
+    "fp8": ("needs CUDA", {"fp8": "hybrid"}),
+    "fp8_recipe": ("needs fp8", {"fp8_recipe": "delayed"}),
+    "fp8_param": ("needs fp8", {"fp8_param": True}),
+    "calculate_per_token_loss": ("cannot be false", {"calculate_per_token_loss": False}),
+    "tp_comm_overlap": ("needs CUDA", {"tp_comm_overlap": True}),
+    "num_distributed_optimizer_instances": ("not supported", {"num_distributed_optimizer_instances": 2}),
+    "ddp_average_in_collective": ("excludes", {"ddp_average_in_collective": True}),
+    "use_torch_optimizer_for_cpu_offload": (
+        "cannot be false",
+        {"optimizer_cpu_offload": True, "use_torch_optimizer_for_cpu_offload": False},
+    ),
+    "pin_cpu_params": ("cannot be false", {"optimizer_cpu_offload": True, "pin_cpu_params": False}),
+}
+"""What is said, and what of each is refused on a machine without a GPU."""
+
+OFFLOAD = {"optimizer_cpu_offload": True}
+SAID: dict[str, tuple[str, Changes]] = {
+    "moe_grouped_gemm": ("the model has no experts", {"moe_grouped_gemm": True}),
+    "attention_softmax_in_fp32": ("attention is always so", {"attention_softmax_in_fp32": False}),
+    "pin_cpu_grads": ("no GPU", OFFLOAD | {"pin_cpu_grads": True}),
+    "overlap_cpu_optimizer_d2h_h2d": ("no GPU", OFFLOAD | {"overlap_cpu_optimizer_d2h_h2d": True}),
+    "mtp_loss_scaling_factor": ("no prediction layers", {"mtp_loss_scaling_factor": 0.2}),
+    "cp_comm_type": ("one context rank", {"cp_comm_type": "all_gather"}),
+    "variable_seq_lengths": ("one pipeline stage", {"variable_seq_lengths": True}),
+    "microbatch_group_size_per_vp_stage": (
+        "no virtual pipeline stages",
+        {"microbatch_group_size_per_vp_stage": 2},
+    ),
+    "moe_z_loss_coeff": ("the model has no experts", {"moe_z_loss_coeff": 0.1}),
+    "deterministic_mode": ("no GPU", {"deterministic_mode": True}),
+}
+"""What is said of the dense model on one rank without a GPU."""
+
+ELSEWHERE: dict[str, str] = {
+    "moe_pad_expert_input_to_capacity": "../packages/mca-config/tests/test_arguments.py",
+    "moe_router_load_balancing_type": "test_train_moe.py",
+    "moe_aux_loss_coeff": "test_train_moe.py",
+    "moe_z_loss_coeff": "test_train_moe.py",
+    "moe_token_dispatcher_type": "loss_curves.py",
+    "mtp_num_layers": "test_mtp.py",
+    "mtp_loss_scaling_factor": "test_mtp.py",
+    "additional_configs": "../packages/mca-config/tests/test_arguments.py",
+    "sequence_packing": "test_train_losses.py",
+    "loss_chunk_size": "test_train_losses.py",
+    "peak_tflops": "test_train_watch.py",
+    "ckpt_format": "test_train_resume.py",
+    "async_save": "test_train_resume.py",
+    "save_hf_model": "test_train_resume.py",
+    "load_broadcast": "test_factory_loading.py",
+    "optimizer_cpu_offload": "test_train_offload.py",
+    "optimizer_offload_fraction": "test_train_offload.py",
+    "overlap_cpu_optimizer_d2h_h2d": "test_train_offload.py",
+    "use_precision_aware_optimizer": "test_train_offload.py",
+    "use_distributed_optimizer": "test_train_layouts.py",
+    "overlap_grad_reduce": "test_train_layouts.py",
+    "overlap_param_gather": "test_train_layouts.py",
+    "ddp_bucket_size": "test_train_layouts.py",
+    "check_for_nan_in_grad": "../packages/mca-config/tests/test_arguments.py",
+    "loss_scale": "test_train_watch.py",
+    "initial_loss_scale": "test_train_watch.py",
+    "hysteresis": "test_train_watch.py",
+    "min_loss_scale": "../packages/mca-config/tests/test_arguments.py",
+    "loss_scale_window": "../packages/mca-config/tests/test_arguments.py",
+    "recompute_granularity": "test_train_options.py",
+    "recompute_method": "test_train_options.py",
+    "recompute_num_layers": "test_train_options.py",
+    "recompute_modules": "test_train_options.py",
+    "sequence_parallel": "loss_curves.py",
+    "tensor_model_parallel_size": "loss_curves.py",
+    "pipeline_model_parallel_size": "loss_curves.py",
+    "virtual_pipeline_model_parallel_size": "loss_curves.py",
+    "context_parallel_size": "loss_curves.py",
+    "expert_model_parallel_size": "loss_curves.py",
+    "expert_tensor_parallel_size": "loss_curves.py",
+    "pipeline_model_parallel_layout": "loss_curves.py",
+    "num_layers_in_first_pipeline_stage": "loss_curves.py",
+    "num_layers_in_last_pipeline_stage": "test_logits_parity.py",
+    "account_for_embedding_in_pipeline_split": "test_logits_parity.py",
+    "account_for_loss_in_pipeline_split": "test_logits_parity.py",
+}
+"""Where it is tried on layouts on which it matters."""
+
+
+def test_no_option_is_forgotten() -> None:
+    known = {field.name for field in dataclasses.fields(MegatronArguments)}
+    assert {*EFFECT, *REACHES, *REFUSED, *SAID, *ELSEWHERE} == known
+    for name, file in ELSEWHERE.items():
+        assert name in (Path(__file__).parent / file).read_text(), f"{file} no longer tries {name}"
+
+
+def megatron(checkpoint: Path, output: Path, changes: Changes) -> tuple[Any, Any, Any]:
+    """Arguments, the model's configuration and Megatron's, as a run is checked before anything is loaded."""
+    prepare_parent()
+    from dataclasses import replace
+
+    from mca_models.megatron.transformer_config import transformer_config
+    from mca_train.settings import model_config
+
+    args, config = arguments(output, **changes), model_config(str(checkpoint))
+    layout = args.layout(config.layout)
+    return args, replace(config, layout=layout), transformer_config(config, args, layout, "float32")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name, build in _BUILDERS.items():
+        build(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name, models, tmp_path):
+    words, changes = REFUSED[name]
+    with pytest.raises(McaError, match=f"{name}.*{words}"):
+        megatron(models / ("moe" if name.startswith("moe") else "dense"), tmp_path, changes)
+
+
+@pytest.mark.parametrize("name", REACHES)
+def test_stands_in_megatrons_configuration(name, models, tmp_path):
+    needed, value = REACHES[name]
+    _, _, made = megatron(
+        models / ("latent" if name.startswith("moe") else "dense"), tmp_path, needed | {name: value}
+    )
+    found = getattr(made, name)
+    assert getattr(found, "name", found) == value
+
+
+def test_what_does_nothing_is_said_in_one_line(models, tmp_path, caplog):
+    from mca_train.without_effect import tell_without_effect
+
+    for name, (why, changes) in SAID.items():
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="mca_train"):
+            tell_without_effect(*megatron(models / "dense", tmp_path, changes))
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert line.startswith("without effect in this run: "), line
+        assert name in line and why in line, line
+
+
+def test_nothing_is_said_of_what_has_an_effect(models, tmp_path, caplog):
+    from mca_train.without_effect import tell_without_effect
+
+    for model, base, changes in EFFECT.values():
+        with caplog.at_level(logging.WARNING, logger="mca_train"):
+            tell_without_effect(*megatron(models / model, tmp_path, base | changes))
+    assert not caplog.records
+
+
+def without_effect(models: Path, output: Path) -> list[str]:
+    """Options of `EFFECT` that change no parameter and no loss in two steps."""
+    plain: dict[str, Any] = {}
+    same = []
+    for name, (model, base, changes) in EFFECT.items():
+        key = f"{model} {base}"
+        if key not in plain:
+            plain[key] = numbers(models / model, output, base)
+        if numbers(models / model, output, base | changes) == plain[key]:
+            same.append(name)
+    return same
+
+
+def numbers(checkpoint: Path, output: Path, changes: Changes) -> list[Any]:
+    parameters, logged = trained(checkpoint, output, **changes)
+    sums = [float(tensor.double().abs().sum()) for tensor in parameters.values()]
+    return [sums, logged["loss"], logged["grad_norm"]]
+
+
+def test_options_that_change_numbers_change_them(models, tmp_path):
+    assert run_ranks(1, without_effect, models, tmp_path, timeout=240) == [[]]
