@@ -2,6 +2,7 @@ import json
 import logging
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -163,6 +164,16 @@ def test_wrong_configurations_are_one_line_and_2(run, changes, flags, message, c
         ({"tokenizer_name_or_path": str(Path(__file__).parent)}, "set tokenizer_name_or_path"),
         ({"text_column": "words"}, "no column 'words' (columns: text); set text_column"),
         ({"adapter_name_or_path": "/none"}, "adapter_name_or_path: directory /none does not exist"),
+        ({"attention_backend": "flash"}, "attention_backend flash needs transformer_impl transformer_engine"),
+        ({"pipeline_model_parallel_size": 2, "overlap_p2p_comm": True}, "overlap_p2p_comm needs virtual"),
+        ({"calculate_per_token_loss": False}, "calculate_per_token_loss cannot be false"),
+        pytest.param(
+            {"optimizer": "muon"},
+            "optimizer muon needs",
+            marks=pytest.mark.skipif(
+                find_spec("emerging_optimizers") is not None, reason="muon is installed"
+            ),
+        ),
         ({"resume_from_checkpoint": "/none"}, "resume_from_checkpoint: /none does not exist"),
         ({"resume_from_checkpoint": True}, "resume_from_checkpoint: no complete checkpoint-<step> in"),
     ],

@@ -264,7 +264,10 @@ def _activations(config: McaModelConfig, training: Any, pp: int, seq_length: int
     in_flight = min(layout.pp - pp, training.gradient_accumulation_steps)
     if layout.vpp > 1:  # interleaving keeps up to (pp - 1) / (pp * vpp) more
         in_flight = in_flight * (1 + (layout.pp - 1) / (layout.pp * layout.vpp))
-    whole = layout.tp if training.sequence_parallel else 1
+    experts = (
+        training.sequence_parallel is None and config.num_moe_experts is not None
+    )  # then it is turned on
+    whole = layout.tp if training.sequence_parallel or experts else 1
     hidden = config.hidden_size
     if training.recompute_granularity == "full":
         elements = hidden / whole
