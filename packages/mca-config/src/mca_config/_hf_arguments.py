@@ -136,8 +136,8 @@ _HIGHEST = 1e30
 
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (_AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
-    (_RATES, lambda value: 0 <= value <= _HIGHEST, f"at least 0 and at most {_HIGHEST:g}"),
-    (_AT_LEAST_ZERO, lambda value: 0 <= value < math.inf, "at least 0"),
+    ((*_RATES, *_AT_LEAST_ZERO), lambda value: 0 <= value < math.inf, "at least 0"),
+    (_RATES, lambda value: not _HIGHEST < value < math.inf, f"at most {_HIGHEST:g}"),
     (_SHARES, lambda value: 0 <= value < 1, "at least 0 and below 1"),
     (_ABOVE_ZERO, lambda value: 0 < value < math.inf, "above 0"),
     (("seed",), lambda value: 0 <= value < 2**32, "at least 0 and below 2**32"),
