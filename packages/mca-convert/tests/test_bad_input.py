@@ -93,7 +93,7 @@ def test_pickles_are_refused_with_the_command_that_converts_them(
     ({"intermediate_size": 96}, "expected [96, 32]"),
     ({"num_key_value_heads": 4}, "expected [64, 32]"),
     ({"hidden_size": 32.0}, "hidden_size must be a whole number, not 32.0"),
-    ({"num_hidden_layers": 10**9}, "num_layers must be at most 10000, not 1000000000"),
+    ({"num_hidden_layers": 10**9}, "num_layers must be at most 4096, not 1000000000"),
     ({"model_type": ["llama"]}, "config.json has no 'model_type'"),
     ({"rope_parameters": "yarn"}, "must be an object, not 'yarn'"),
     ({"rope_parameters": {"rope_theta": "1e4"}}, "'rope_theta' must be a number, not '1e4'"),

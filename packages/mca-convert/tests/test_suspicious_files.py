@@ -126,7 +126,7 @@ DEEP = {"x": json.loads("[" * 100 + "]" * 100)}
     ({"max_position_embeddings": -5}, "max_position_embeddings must be at least 1"),
     ({"max_position_embeddings": 10**18}, "max_position_embeddings must be at most"),
     ({"num_hidden_layers": float("inf")}, "num_layers must be"),
-    ({"num_hidden_layers": 10**5}, "num_layers must be at most 10000"),
+    ({"num_hidden_layers": 10**5}, "num_layers must be at most 4096"),
     ({"hidden_size": 10**18}, "hidden_size must be at most"),
     ({"vocab_size": 10**18}, "vocab_size must be at most"),
     ({"intermediate_size": 10**18}, "ffn_hidden_size must be at most"),

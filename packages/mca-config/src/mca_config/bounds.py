@@ -7,12 +7,12 @@ from typing import Any
 from mca_config.errors import McaError
 
 _MOST: Mapping[str, int] = {
-    "num_layers": 10_000,
+    "num_layers": 1 << 12,
     "mtp_num_layers": 100,
-    "num_attention_heads": 1 << 16,
-    "num_query_groups": 1 << 16,
-    "linear_num_key_heads": 1 << 16,
-    "linear_num_value_heads": 1 << 16,
+    "num_attention_heads": 1 << 12,
+    "num_query_groups": 1 << 12,
+    "linear_num_key_heads": 1 << 12,
+    "linear_num_value_heads": 1 << 12,
     "num_moe_experts": 1 << 16,
     "moe_router_topk": 1 << 16,
     "max_position_embeddings": 1 << 40,
@@ -32,7 +32,9 @@ _WIDTHS = (
         "v_head_dim",
     ),
 )
-_MOST_MLPS = 1 << 18
+_LARGEST_MATRIX = 1 << 36
+"""Elements of one weight; the embedding of a large model has 2 ** 32."""
+_MOST_MLPS = 1 << 16
 """Layers times experts; DeepSeek V3 has 15,616."""
 _LEAST: Mapping[str, int] = {"mtp_num_layers": 0, "moe_shared_expert_intermediate_size": 0, "kv_lora_rank": 1}
 _POSITIVE = ("rotary_base", "rotary_base_local", "rotary_percent", "logits_scaling")
@@ -71,6 +73,11 @@ def _products(values: Mapping[str, Any]) -> Iterator[str]:
     )
     if layers * experts > _MOST_MLPS and layers <= _MOST["num_layers"]:
         yield f"num_layers {layers} times num_moe_experts {experts} must be at most {_MOST_MLPS}"
+    hidden = values.get("hidden_size")
+    for name in ("ffn_hidden_size", "vocab_size", "moe_ffn_hidden_size"):
+        width = values.get(name)
+        if isinstance(hidden, int) and isinstance(width, int) and hidden * width > _LARGEST_MATRIX:
+            yield f"hidden_size {hidden!r:.80} times {name} {width!r:.80} must be at most {_LARGEST_MATRIX}"
     if heads * channels > _LARGEST and max(heads, channels) <= _LARGEST:
         yield f"num_attention_heads {heads} times kv_channels {channels} must be at most {_LARGEST}"
 

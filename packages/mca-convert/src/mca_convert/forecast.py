@@ -243,9 +243,11 @@ def _describe(conversion: Conversion, request: Request, result: Forecast) -> Non
 def stages_of(target: McaLayout, sizes: dict[str, int]) -> Iterator[Stage]:
     """What each pipeline rank would hold; ``sizes`` are those of the target's files."""
     plan = target.config.pipeline_plan()
-    names = sorted(target.files)
+    by_stage: dict[str, list[str]] = {}
+    for name in sorted(target.files):
+        by_stage.setdefault(name.partition("/")[0], []).append(name)
     for rank in range(target.config.layout.pp):
-        mine = [name for name in names if name.startswith(f"pp_{rank:03d}/")]
+        mine = by_stage.get(f"pp_{rank:03d}", [])
         params = {param.mca_name() for name in mine for param, _ in target.files[name]}
         dense = [sizes[name] for name in mine if "/tp_" in name]
         experts = [sizes[name] for name in mine if "/ep_" in name]

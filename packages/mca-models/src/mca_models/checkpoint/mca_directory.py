@@ -36,6 +36,7 @@ from mca_models.weights import Param
 
 LATEST = "latest_checkpointed_iteration.txt"
 _MOST_DIGITS = 18
+_MOST_PIECES = 1 << 21
 
 
 def iteration_name(iteration: int) -> str:
@@ -159,9 +160,18 @@ def piece_shapes(param: Param, whole: Shape, layout: ParallelLayout) -> tuple[Sh
         ) from None
 
 
+def _too_many_pieces(params: Iterable[Param], layout: ParallelLayout) -> list[str]:
+    """Why a layout is not even thought through: the names of its pieces would fill all memory."""
+    pieces = sum(cut_size(param, layout) for param in params)
+    if pieces <= _MOST_PIECES:
+        return []
+    return [f"{layout} cuts the model into {pieces} pieces, more than {_MOST_PIECES}; choose smaller sizes"]
+
+
 def layout_faults(params: Iterable[Param], config: McaModelConfig, wholes: Mapping[str, Shape]) -> list[str]:
     """All reasons why a model cannot be laid out as ``config.layout`` says, alike parameters told once."""
-    if problems := check_layout(config, config.layout):
+    params = stored(params)
+    if problems := [*check_layout(config, config.layout), *_too_many_pieces(params, config.layout)]:
         return problems
     faults: dict[object, str] = {}
 
@@ -203,8 +213,10 @@ class McaLayout:
         wholes: Mapping[str, Shape],
     ) -> None:
         require_layout(config, config.layout)
-        self._config_text = config_text(config)
         self.params, self.config = stored(params), config
+        for problem in _too_many_pieces(self.params, config.layout):
+            raise McaError(problem)
+        self._config_text = config_text(config)
         self.dtypes, self.wholes = dtypes, wholes
         self.files = pieces_by_file(self.params, config)
         self._specs: dict[str, list[tuple[str, str, Shape]]] = {}

@@ -80,6 +80,7 @@ class Rule:
 
 
 _MAX_RULES = 4096
+_MOST_NUMBERS = 1 << 28  # 2 GiB of them
 _KNOWN_RULES: dict[tuple[int, int, int, bool], Rule] = {}
 
 
@@ -160,6 +161,10 @@ class _Numbering:
     def __init__(self, rule: Rule, whole: Shape, sides: Sequence[Side]) -> None:
         self.rule, self.whole = rule, whole
         self.blocks = self._blocks(sides)
+        if prod(whole[:-1]) * self.blocks > _MOST_NUMBERS:
+            raise ValueError(
+                f"rows of {whole[-1]} do not divide into even parts, and it is too large to move one by one"
+            )
         self.block_size = whole[-1] // self.blocks if whole and whole[-1] else 1
 
     def _blocks(self, sides: Sequence[Side]) -> int:
