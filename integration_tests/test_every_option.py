@@ -123,6 +123,7 @@ ELSEWHERE: dict[str, str] = {
     "ckpt_format": "test_train_resume.py",
     "async_save": "test_train_resume.py",
     "save_hf_model": "test_train_resume.py",
+    "overwrite_output_dir": "test_train_lineage.py",
     "load_broadcast": "test_factory_loading.py",
     "optimizer_cpu_offload": "test_train_offload.py",
     "optimizer_offload_fraction": "test_train_offload.py",
@@ -132,7 +133,7 @@ ELSEWHERE: dict[str, str] = {
     "overlap_grad_reduce": "test_train_layouts.py",
     "overlap_param_gather": "test_train_layouts.py",
     "ddp_bucket_size": "test_train_layouts.py",
-    "check_for_nan_in_grad": "../packages/mca-config/tests/test_arguments.py",
+    "check_for_nan_in_grad": "test_every_option.py",
     "loss_scale": "test_train_watch.py",
     "initial_loss_scale": "test_train_watch.py",
     "hysteresis": "test_train_watch.py",
@@ -222,6 +223,19 @@ def test_nothing_is_said_of_what_has_an_effect(models, tmp_path, caplog):
         with caplog.at_level(logging.WARNING, logger="mca_train"):
             tell_without_effect(*megatron(models / model, tmp_path, base | changes))
     assert not caplog.records
+
+
+def stopped_by_nan(checkpoint: Path, output: Path) -> str:
+    changes = {"learning_rate": 1e29, "check_for_nan_in_grad": True}
+    with pytest.raises(McaError) as found:
+        trained(checkpoint, output, **changes)
+    return str(found.value)
+
+
+def test_nan_before_gradients_are_reduced_is_told_in_one_line(models, tmp_path):
+    (told,) = run_ranks(1, stopped_by_nan, models / "dense", tmp_path)
+    assert told.startswith("check_for_nan_in_grad: found NaN in local grad norm"), told
+    assert "\n" not in told
 
 
 def without_effect(models: Path, output: Path) -> list[str]:

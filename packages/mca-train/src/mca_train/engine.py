@@ -13,6 +13,7 @@ from torch import Tensor
 from mca_train.batches import MicroBatch, StepBatch
 from mca_train.losses import LossFunction, StepLoss, add_up, megatron_loss
 from mca_train.moe_losses import padding_for_experts, weigh_alike, weigh_by_tokens
+from mca_train.numerics import telling_nan
 from mca_train.optimizer_offload import settle
 
 logger = logging.getLogger(__name__)
@@ -214,7 +215,8 @@ class Engine(Pipeline):
         self.optimizer.zero_grad()
         if self.configs[0].num_moe_experts:
             weigh_by_tokens(batch)
-        return self.run(batch, forward_only=False)
+        with telling_nan():
+            return self.run(batch, forward_only=False)
 
     def optimizer_step(self) -> StepResult:
         """Clips, and updates the parameters."""

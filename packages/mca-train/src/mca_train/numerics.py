@@ -1,7 +1,8 @@
 """Gradients that are no numbers: which parameter, on which rank."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from mca_config.errors import McaError
 from mca_train import groups
 
 _SHOWN = 3
+_FOUND = "in local grad norm"
 
 
 def require_finite(
@@ -46,6 +48,25 @@ def require_finite(
         f"step {step}: {what}{where}. Resume from the last checkpoint with a lower learning_rate, or look at the "
         "samples of this step"
     )
+
+
+@contextmanager
+def telling_nan() -> Iterator[None]:
+    """A block in which Megatron looks at gradients (``check_for_nan_in_grad``): what it finds is told in one line.
+
+    Raises:
+        McaError: A gradient of this rank is not finite.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _FOUND not in str(error):
+            raise
+        where = str(error).partition("message='")[2].partition("'")[0] or _FOUND
+        raise McaError(
+            f"check_for_nan_in_grad: {where}. Resume from the last checkpoint with a lower learning_rate, or look at "
+            "the samples of this step"
+        ) from error
 
 
 def _gradient(tensor: Tensor) -> Tensor | None:
