@@ -1,6 +1,8 @@
 """Makes ``harness`` and its neighbours, and what packages' tests share, importable; the model of most trainer tests."""
 
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,3 +18,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from train_cases import tiny_checkpoint
 
     return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for a few checkpoints."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=7m", "mca-test", str(folder)], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -130,6 +130,15 @@ def test_training_goes_on_where_nothing_can_be_printed(folder, stdout):
     assert [log["step"] for log in logs(folder / f"mute{len(stdout)}") if "loss" in log] == [1, 2]
 
 
+def test_a_full_disk_is_one_line(folder, small_disk):
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 20, "disable_tqdm": True}
+    done = forked_cli.launched(config(folder, "filling", output_dir=str(small_disk / "run"), **saving))
+    assert done.returncode == 1
+    after = done.stderr.split("training 20 steps", 1)[1].splitlines()[1:]
+    assert len(after) == 1, done.stderr
+    assert "cannot be written, the disk is full; make room and resume" in after[0]
+
+
 def test_a_damaged_model_is_one_line(folder):
     weights = folder / "damaged" / "model.safetensors"
     weights.parent.mkdir()

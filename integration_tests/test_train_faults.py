@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -263,20 +262,6 @@ def test_nothing_starts_anew_where_every_checkpoint_is_damaged(checkpoint, finis
             shutil.rmtree(path)
     (message,) = run_ranks(1, only_damaged, checkpoint, folder)
     assert "bytes, the manifest says" in message
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system with room for a few checkpoints."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=7m", "mca-test", str(folder)], capture_output=True, text=True
-    )
-    if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("name", ["one rank", "two ranks in background"])

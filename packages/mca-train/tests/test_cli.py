@@ -157,6 +157,10 @@ def test_wrong_configurations_are_one_line_and_2(run, changes, flags, message, c
         ({"train_file": "/none.jsonl"}, "train_file: file /none.jsonl does not exist"),
         ({"tensor_model_parallel_size": 3}, "tensor_model_parallel_size 3"),
         ({"tensor_model_parallel_size": 2, "local_ranks": 3}, "3"),
+        ({"output_dir": "model"}, "output_dir: model is where the run reads model, which it would overwrite"),
+        ({"output_dir": "model/run"}, "output_dir: model/run is inside model, which the run reads"),
+        ({"output_dir": "a.jsonl"}, "output_dir: a.jsonl is a file; name a directory"),
+        ({"output_dir": "dangling"}, "output_dir: dangling is a link to nothing"),
         ({"output_dir": "/proc/none"}, "output_dir: /proc/none cannot be written"),
         ({"train_file": __file__}, "ends in '.py'"),
         ({"train_file": "/tmp"}, "train_file: /tmp is a directory; name its files"),
@@ -178,8 +182,10 @@ def test_wrong_configurations_are_one_line_and_2(run, changes, flags, message, c
         ({"resume_from_checkpoint": True}, "resume_from_checkpoint: no complete checkpoint-<step> in"),
     ],
 )
-def test_what_cannot_be_run_as_asked_is_one_error_and_2(run, changes, message, capsys, tmp_path):
-    assert main(["pretrain", run(**changes)]) == 2
+def test_what_cannot_be_run_as_asked_is_one_error_and_2(run, changes, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dangling").symlink_to("nothing")
+    assert main(["pretrain", run(**{"model_name_or_path": "model"} | changes)]) == 2
     error = capsys.readouterr().err.splitlines()
     assert any(line.startswith("error: ") for line in error)
     assert message in "\n".join(error)

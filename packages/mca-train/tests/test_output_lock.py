@@ -44,6 +44,17 @@ def test_one_run_at_a_time_and_nothing_left(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_leaves_no_lock(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(McaError, match=r"cannot be written \(No space left on device"):
+            OutputLock(tmp_path / "run").take()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_killed_run_keeps_no_lock(tmp_path):
     killed(forked(OutputLock(tmp_path).take))
     assert (tmp_path / NAME).exists()

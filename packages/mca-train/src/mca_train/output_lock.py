@@ -69,7 +69,7 @@ class OutputLock:
         """Gives it back."""
         if self._fd >= 0:
             with suppress(OSError):
-                if _read(self._path) == self._record:
+                if _is_at(self._fd, self._path) and _read(self._path) in ({}, self._record):
                     self._path.unlink()
             os.close(self._fd)
             self._fd = -1

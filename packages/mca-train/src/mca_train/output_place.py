@@ -30,16 +30,24 @@ def require_own(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
         sources: Directories that the run reads its model from.
 
     Raises:
-        McaError: It is one of ``sources``, or it holds a model or checkpoints that mca did not write.
+        McaError: It is one of ``sources`` or inside one, or it holds a model or checkpoints that mca did not write.
     """
     if output_dir.exists() and not output_dir.is_dir():
         raise McaError(f"output_dir: {output_dir} is a file; name a directory")
-    replaced = {output_dir.resolve(), (output_dir / HF_FOLDER).resolve()}
-    for source in sources:
-        if source is not None and Path(source).resolve() in replaced:
+    if output_dir.is_symlink() and not output_dir.exists():
+        raise McaError(f"output_dir: {output_dir} is a link to nothing; make its target, or name a directory")
+    here = output_dir.resolve()
+    for source in (source for source in sources if source is not None):
+        read = Path(source).resolve()
+        if read in (here, here / HF_FOLDER):
             raise McaError(
                 f"output_dir: {output_dir} is where the run reads {source}, which it would overwrite; name another "
                 "directory"
+            )
+        if read in here.parents:
+            raise McaError(
+                f"output_dir: {output_dir} is inside {source}, which the run reads and which it would mix with; name "
+                "a directory elsewhere"
             )
     if not output_dir.is_dir() or any(_marks(output_dir)):
         return
