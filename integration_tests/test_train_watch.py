@@ -171,17 +171,60 @@ def test_without_a_known_peak_there_is_no_mfu(checkpoint, tmp_path):
     assert logs[0]["model_tflops"] > 0
 
 
-def overflowing(checkpoint: Path, output_dir: Path) -> list[dict[str, Any]]:
+def overflowing(checkpoint: Path, output_dir: Path) -> tuple[list[dict[str, Any]], str]:
+    from mca_config.errors import McaError
+
     trainer = make_trainer(
         checkpoint, output_dir, max_steps=3, fp16=True, initial_loss_scale=2.0**60, hysteresis=1
     )
-    quietly(trainer.train)
-    found: list[dict[str, Any]] = trainer.state.log_history
-    return found
+    try:
+        quietly(trainer.train)
+    except McaError as error:
+        return trainer.state.log_history, str(error)
+    return trainer.state.log_history, "no error"
 
 
-def test_skipped_steps_are_counted(checkpoint, tmp_path):
-    (logs,) = run_ranks(1, overflowing, checkpoint, tmp_path)
+def test_skipped_steps_are_counted_and_a_run_of_nothing_else_fails(checkpoint, tmp_path):
+    ((logs, error),) = run_ranks(1, overflowing, checkpoint, tmp_path)
     assert [log["skipped_steps"] for log in logs if "loss" in log] == [1, 1, 1]
     assert logs[0]["loss_scale"] > logs[1]["loss_scale"]
     assert logs[1]["learning_rate"] == logs[0]["learning_rate"], "a skipped step moves no schedule"
+    assert error.startswith("all 3 steps of the run were skipped")
+
+
+HOPELESS: dict[str, dict[str, Any]] = {
+    "fixed scale": {"fp16": True, "loss_scale": 1e9},
+    "large steps": {"fp16": True, "learning_rate": 1e5},
+    "large steps in the end": {"fp16": True, "learning_rate": 1e5, "max_steps": 1, "save_strategy": "no"},
+}
+
+
+def hopeless(checkpoint: Path, output_dir: Path, **layout: Any) -> dict[str, tuple[str, list[str]]]:
+    """What runs that cannot go on say, and the checkpoints that they leave."""
+    from mca_config.errors import McaError
+
+    common = {"max_steps": 30, "lr_scheduler_type": "constant", "gradient_accumulation_steps": 1}
+    saving = {"save_strategy": "steps", "save_steps": 4, "warmup_steps": 0}
+    found = {}
+    for name, changes in HOPELESS.items():
+        folder = output_dir / name
+        trainer = make_trainer(checkpoint, folder, **common | saving | layout | changes)
+        try:
+            quietly(trainer.train)
+            told = "no error"
+        except McaError as error:
+            told = str(error)
+        found[name] = told, sorted(path.name for path in folder.glob("checkpoint-*"))
+    return found
+
+
+def test_a_run_that_cannot_go_on_ends_before_it_saves_what_is_useless(checkpoint, tmp_path):
+    for found in run_ranks(2, hopeless, checkpoint, tmp_path, **PP):
+        told, left = found["fixed scale"]
+        assert "10 steps in a row were skipped" in told
+        assert "loss_scale is 1e+09: lower it" in told
+        assert left == ["checkpoint-4", "checkpoint-8"]
+        for name in ("large steps", "large steps in the end"):
+            told, left = found[name]
+            assert "the model has become useless and is not saved; parameters that are not finite: " in told
+            assert left == []

@@ -29,3 +29,15 @@ def test_a_log_that_cannot_be_written_is_told_once(tmp_path, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path}/train_log.jsonl: cannot be written (Is a directory); logs are lost until it can"
     ]
+
+
+def test_a_resumed_run_takes_out_lines_that_are_not_whole_or_of_no_checkpoint(tmp_path, caplog):
+    """A run that was killed leaves half a line, and lines of the checkpoint's step that came after the checkpoint."""
+    path = tmp_path / "train_log.jsonl"
+    whole = [b'{"step": 1, "loss": 1.0}', b'{"step": 2, "loss": 2.0}', b'{"step": 2, "eval_loss": 9.0}']
+    path.write_bytes(b"\n".join([*whole, b"\xff\xfe", b"[" * 99999, b'{"step": 3, "lo']))
+    state = SimpleNamespace(is_world_process_zero=True, global_step=2, log_history=[{"step": 1}, {"step": 2}])
+    JsonlLog().on_train_begin(SimpleNamespace(output_dir=str(tmp_path)), state, None)
+    assert path.read_bytes().splitlines() == whole[:2]
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == f"{path}: 3 lines are not whole (a run was killed?) and are taken out"

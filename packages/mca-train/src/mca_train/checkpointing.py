@@ -27,6 +27,7 @@ from mca_models.checkpoint.atomic import write_file
 from mca_models.megatron.agreement import on_first, together
 from mca_models.megatron.torch_dist import Writing
 from mca_train import groups, integrity, optimizer_state
+from mca_train.carried import Carried, Totals
 from mca_train.groups import Ranks
 from mca_train.progress import Place
 from mca_train.rng import load_rng, save_rng
@@ -162,6 +163,17 @@ def place_in(checkpoint: Path) -> Place:
         raise McaError(f"{folder / 'place.json'}: cannot be read ({error}); training cannot resume") from None
 
 
+def carried_in(checkpoint: Path, step: int) -> Carried:
+    """What the run carried after ``step``; a checkpoint of an earlier version has nothing."""
+    path = checkpoint / _TRAINING / "carried.json"
+    if not path.is_file():
+        return Carried(totals=Totals(updates=step, logged=step))
+    try:
+        return Carried.read(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise McaError(f"{path}: cannot be read ({error!r}); training cannot resume") from None
+
+
 class TrainingState:
     """What training needs beyond the model, to and from a checkpoint.
 
@@ -178,7 +190,7 @@ class TrainingState:
         self._scheduler = scheduler
         self._rank = rank
 
-    def begin_save(self, checkpoint: Path, *, background: bool) -> Writing:
+    def begin_save(self, checkpoint: Path, carried: Carried, *, background: bool) -> Writing:
         """Writes this rank's part, and what one rank writes for all; the optimizer's tensors have yet to be."""
         folder = checkpoint / _TRAINING
         optimizer = folder / "optimizer"
@@ -189,7 +201,7 @@ class TrainingState:
                 self._engine.optimizer, self._modules(), optimizer, background=background
             )
         words = {"scheduler": self._scheduler.state_dict(), "optimizer": asdict(numbers)}
-        words["place"] = asdict(self._place)
+        words |= {"place": asdict(self._place), "carried": carried.document()}
 
         def write() -> None:
             for name, state in words.items():

@@ -96,11 +96,18 @@ def barrier() -> None:
     dist.barrier()
 
 
-def balancing_loss(total: Tensor, entry: dict[str, Any]) -> float:
+def num_replicas() -> int:
+    """Data-parallel ranks, those that share samples counted once."""
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_data_parallel_world_size())
+
+
+def balancing_loss(total: Tensor, entry: dict[str, Any]) -> Tensor:
     """One of Megatron's auxiliary losses of this pipeline stage, from what each rank of the stage collected.
 
     Args:
-        total: This rank's sum.
+        total: This rank's sums; overwritten.
         entry: Its groups, as Megatron's tracker names them.
     """
     from megatron.core import parallel_state
@@ -121,7 +128,7 @@ def balancing_loss(total: Tensor, entry: dict[str, Any]) -> float:
         data = parallel_state.get_data_parallel_group()
         dist.all_reduce(total, group=data)
         total /= data.size()
-    return float(total)
+    return total
 
 
 def of_every_stage(value: Any) -> list[Any]:

@@ -4,12 +4,13 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from mca_config.errors import McaError
 
@@ -123,8 +124,8 @@ class ModelView(torch.nn.Module):
 class JsonlLog(TrainerCallback):  # type: ignore[misc]
     """Every log as a line of ``<output_dir>/train_log.jsonl``: step, time, and what was logged.
 
-    On a resumed run, lines of steps after the checkpoint are taken out first. A log that cannot be written (a full
-    disk) is told once and ends no run.
+    On a resumed run, lines that were written after the checkpoint, or are not whole, are taken out first. A log that
+    cannot be written (a full disk) is told once and ends no run.
     """
 
     name = "train_log.jsonl"
@@ -139,11 +140,16 @@ class JsonlLog(TrainerCallback):  # type: ignore[misc]
         path = Path(args.output_dir) / self.name
         with self._told_if_not_written(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            lines = path.read_text().splitlines() if path.exists() and state.global_step else []
-            kept = [line for line in lines if _step_of(line) <= state.global_step]
+            lines = path.read_bytes().splitlines() if path.exists() and state.global_step else []
+            kept = _lines_before(lines, state)
             beside = path.with_name(f".{self.name}")
-            beside.write_text("".join(line + "\n" for line in kept))
+            beside.write_bytes(b"".join(line + b"\n" for line in kept))
             beside.replace(path)
+            broken = sum(_step_of(line) is None for line in lines)
+            if broken:
+                logger.warning(
+                    "%s: %d lines are not whole (a run was killed?) and are taken out", path, broken
+                )
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
@@ -168,8 +174,42 @@ class JsonlLog(TrainerCallback):  # type: ignore[misc]
             self._told = True
 
 
-def _step_of(line: str) -> int:
+def _lines_before(lines: Sequence[bytes], state: Any) -> Iterator[bytes]:
+    """Those that had been written when ``state`` was saved: at its last step others may have followed."""
+    logs = getattr(state, "log_history", None)
+    left = len(lines) if logs is None else sum(log["step"] == state.global_step for log in logs)
+    for line in lines:
+        step = _step_of(line)
+        left -= step == state.global_step
+        if step is not None and (step < state.global_step or (step == state.global_step and left >= 0)):
+            yield line
+
+
+def _step_of(line: bytes) -> int | None:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return -1
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def restore_counters(callbacks: Iterable[Any], saved: Mapping[str, Any]) -> None:
+    """Lets callbacks that count (early stopping) go on where those of the same class stood in a checkpoint.
+
+    Their arguments stay those of this run; ``restore_callback_states_from_checkpoint`` takes the checkpoint's.
+    """
+    by_name: dict[str, list[Any]] = {
+        name: list(states) if isinstance(states, list) else [states] for name, states in saved.items()
+    }
+    for callback in callbacks:
+        states = by_name.get(type(callback).__name__)
+        if states and isinstance(callback, ExportableState):
+            vars(callback).update(states.pop(0).get("attributes", {}))
+
+
+def has_given_up(callbacks: Iterable[Any]) -> bool:
+    """Whether early stopping had ended the run when the checkpoint was written that it was restored from."""
+    return any(
+        callback.early_stopping_patience_counter >= max(callback.early_stopping_patience, 1)
+        for callback in callbacks
+        if isinstance(callback, EarlyStoppingCallback)
+    )

@@ -1,7 +1,7 @@
 """Data loaders that hand out whole steps."""
 
 import logging
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -202,6 +202,15 @@ class WithStepLoaders:
         return dataset
 
 
+def steps_of(loader: DataLoader[StepBatch]) -> Iterator[StepBatch]:
+    """The steps of ``loader``; an error of a worker is the same one line as without workers."""
+    try:
+        yield from loader
+    except McaError as error:  # torch puts the worker's traceback into its text
+        kind = type(error)
+        raise kind(str(error).rpartition(f"{kind.__name__}: ")[2].rstrip()) from error
+
+
 def log_plan(args: Any, ranks: Ranks, length: Length, samples: int, done: int) -> None:
     """Says what the run is about to do: ``samples`` a step, after ``done`` steps."""
     logger.info(
@@ -221,7 +230,7 @@ def log_plan(args: Any, ranks: Ranks, length: Length, samples: int, done: int) -
 
 
 def continued(place: Place, sampler: StepSampler | StepStream) -> Place:
-    """``place`` of a checkpoint in this run's data: in the epoch after it if its own is over.
+    """``place`` of a checkpoint in this run's data.
 
     Raises:
         McaError: Data is a stream, whose steps are counted, and they have another size now.
@@ -239,6 +248,4 @@ def continued(place: Place, sampler: StepSampler | StepStream) -> Place:
             place.of,
             samples,
         )
-    if not sampler.steps_after(place.samples):
-        place = replace(place, epoch=place.epoch + 1, samples=0)
     return replace(place, of=samples, batch=size)

@@ -1,4 +1,4 @@
-"""Gradients that are no numbers: which parameter, on which rank."""
+"""Gradients and parameters that are no numbers: which one, on which rank."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -31,19 +31,13 @@ def require_finite(
     """
     if all(value is None or math.isfinite(value) for value in (loss, grad_norm)):
         return
-    mine = [(item.param.mca_name(), kind) for item, tensor in held if (kind := _kind(_gradient(tensor)))]
-    rank_of: dict[str, tuple[int, str]] = {}
-    for rank, found in enumerate(groups.gather_objects(mine)):
-        for name, kind in found:
-            rank_of.setdefault(name, (rank, kind))
+    named = _named((item, _gradient(tensor)) for item, tensor in held)
     what = (
         f"the loss is {loss}"
         if loss is not None and not math.isfinite(loss)
         else f"the gradient norm is {grad_norm}"
     )
-    named = [f"{name} (rank {rank}: {kind})" for name, (rank, kind) in list(rank_of.items())[:_SHOWN]]
-    more = f" and {len(rank_of) - _SHOWN} more" if len(rank_of) > _SHOWN else ""
-    where = f"; gradients that are not finite: {', '.join(named)}{more}" if named else ""
+    where = f"; gradients that are not finite: {named}" if named else ""
     raise McaError(
         f"step {step}: {what}{where}. Resume from the last checkpoint with a lower learning_rate, or look at the "
         "samples of this step"
@@ -69,12 +63,41 @@ def telling_nan() -> Iterator[None]:
         ) from error
 
 
+def require_finite_weights(step: int, held: Iterable[tuple[Any, Tensor]]) -> None:
+    """Raises the same error on every rank if a parameter that is trained is not finite.
+
+    Args:
+        step: Steps that were made.
+        held: This rank's parameters with their rules.
+
+    Raises:
+        McaError: Names the first of them (in model order).
+    """
+    named = _named((item, tensor) for item, tensor in held if tensor.requires_grad)
+    if named:
+        raise McaError(
+            f"step {step}: the model has become useless and is not saved; parameters that are not finite: {named}. "
+            "Resume from the last checkpoint with a lower learning_rate"
+        )
+
+
+def _named(held: Iterable[tuple[Any, Tensor | None]]) -> str:
+    """The first of all ranks' tensors that are not finite; empty if all are. Collective."""
+    mine = [(item.param.mca_name(), kind) for item, tensor in held if (kind := _kind(tensor))]
+    rank_of: dict[str, tuple[int, str]] = {}
+    for rank, found in enumerate(groups.gather_objects(mine)):
+        for name, kind in found:
+            rank_of.setdefault(name, (rank, kind))
+    named = [f"{name} (rank {rank}: {kind})" for name, (rank, kind) in list(rank_of.items())[:_SHOWN]]
+    return ", ".join(named) + (f" and {len(rank_of) - _SHOWN} more" if len(rank_of) > _SHOWN else "")
+
+
 def _gradient(tensor: Tensor) -> Tensor | None:
     gradient: Tensor | None = getattr(tensor, "main_grad", None)
     return tensor.grad if gradient is None else gradient
 
 
-def _kind(gradient: Tensor | None) -> str | None:
-    if gradient is None or bool(torch.isfinite(gradient).all()):
+def _kind(tensor: Tensor | None) -> str | None:
+    if tensor is None or bool(torch.isfinite(tensor).all()):
         return None
-    return "nan" if bool(torch.isnan(gradient).any()) else "inf"
+    return "nan" if bool(torch.isnan(tensor).any()) else "inf"

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ import torch
 from mca_train import groups
 from mca_train.batches import StepBatch
 from mca_train.losses import StepLoss
+from mca_train.step_rows import StepRows
 
 
 class Steps(Protocol):
@@ -41,6 +43,10 @@ class Place:
         """A step later; the last one of an epoch may be short."""
         samples = min(self.samples + self.batch, self.of)
         return replace(self, samples=samples, schedule=self.schedule + 1)
+
+    def next_epoch(self) -> "Place":
+        """At the beginning of the next one."""
+        return replace(self, epoch=self.epoch + 1, samples=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +100,7 @@ class LossMeter:
     """
 
     context_parallel_rank: int
-    _steps: list[torch.Tensor] = field(default_factory=list)
+    _steps: StepRows = field(default_factory=lambda: StepRows(5))
     _since: float = field(default_factory=time.perf_counter)
 
     def add(self, loss: StepLoss, batch: StepBatch) -> None:
@@ -105,14 +111,13 @@ class LossMeter:
             device=loss.loss_sum.device,
         )
         counts *= self.context_parallel_rank == 0
-        self._steps.append(torch.cat([loss.loss_sum[None], loss.targets[None], counts]))
+        self._steps.add(torch.cat([loss.loss_sum[None], loss.targets[None], counts]))
 
     def flush(self) -> "LossReport":
         """Sums over all ranks, and begins anew. Every rank calls this at the same step."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        steps = groups.sum_over_data(torch.stack(self._steps)) if self._steps else torch.zeros(0, 5)
-        self._steps = []
+        steps = self._steps.flush(groups.sum_over_data)
         losses = steps[:, 0] / steps[:, 1].clamp(min=1)
         return LossReport(
             losses=losses.tolist(),
@@ -123,6 +128,18 @@ class LossMeter:
             squares=int(steps[:, 4].sum()),
             seconds=seconds,
         )
+
+    def state(self) -> dict[str, Any]:
+        """What was collected since the last log, for a checkpoint. Every rank calls this at the same step."""
+        return {"steps": self._steps.of_all_ranks(groups.sum_over_data).tolist(), "seconds": self._seconds()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, on whatever layout it was made."""
+        self._steps.restore(state["steps"])
+        self._since = time.perf_counter() - float(state["seconds"])
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._since
 
     def pause(self) -> "_Pause":
         """A ``with`` block whose time (evaluation, saving) does not count as training."""

@@ -9,7 +9,7 @@ def summary(trainer: Any, result: Any) -> str:
     """What was done, how fast, and where it is."""
     output = Path(trainer.args.output_dir)
     history = trainer.state.log_history
-    evaluations = [log["eval_loss"] for log in history if "eval_loss" in log]
+    evaluated = _evaluation(trainer)
     speed = averages(history, since=trainer.started_at_step)
     if result.global_step == trainer.started_at_step:
         ending = f"the checkpoint is at step {result.global_step} already, the end of the run"
@@ -22,13 +22,34 @@ def summary(trainer: Any, result: Any) -> str:
         + (f", {speed['tokens_per_second']:,.0f} per second" if speed else ""),
         **({"speed": _flops(speed)} if "model_tflops" in speed else {}),
         "training loss": f"{result.training_loss:.4f} (mean of the run)",
-        **({"evaluation loss": f"{evaluations[-1]:.6f}"} if evaluations else {}),
+        **({"evaluation loss": evaluated} if evaluated else {}),
         "model": str(output),
         **({"Hugging Face model": str(output / "hf")} if trainer.args.save_hf_model else {}),
         "log": str(output / "train_log.jsonl"),
     }
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+
+def best_step(trainer: Any) -> int | None:
+    """The step of the model that the run ends with if that is the best one, which was loaded; None: it is the last."""
+    if (
+        not getattr(trainer.args, "load_best_model_at_end", False)
+        or trainer.state.best_model_checkpoint is None
+    ):
+        return None
+    return int(trainer.state.best_global_step)
+
+
+def _evaluation(trainer: Any) -> str | None:
+    """The loss of the model that the run ends with; None: it was not evaluated."""
+    best = best_step(trainer)
+    logs = [log for log in trainer.state.log_history if "eval_loss" in log]
+    if best is not None:
+        logs = [log for log in logs if log["step"] == best]
+    if not logs:
+        return None
+    return f"{logs[-1]['eval_loss']:.6f}" + (f" (the best, of step {best})" if best is not None else "")
 
 
 def _flops(speed: Mapping[str, float]) -> str:

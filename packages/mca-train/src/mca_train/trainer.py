@@ -19,15 +19,17 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 from mca_config.errors import McaError
 from mca_train import checkpointing, groups, lineage
 from mca_train.batches import Collator, MicroBatch, PadCollator, StepBatch, pad_token
+from mca_train.carried import Carried, Due, Totals
 from mca_train.checkpoint_writer import CheckpointWriter, remove_unfinished
 from mca_train.chunked_loss import chunk_losses
 from mca_train.engine import Engine, Pipeline, StepResult
-from mca_train.hf_glue import JsonlLog, ModelView, WithoutAccelerator, require_mca
+from mca_train.hf_glue import JsonlLog, ModelView, WithoutAccelerator, require_mca, restore_counters
 from mca_train.honoured import require_honoured
 from mca_train.label_smoothing import smooth_labels
-from mca_train.loaders import Loaders, WithStepLoaders, continued, log_plan
+from mca_train.loaders import Loaders, WithStepLoaders, continued, log_plan, steps_of
 from mca_train.loss_signals import ModelLosses, Signals
 from mca_train.losses import require_sums, token_loss
+from mca_train.numerics import require_finite_weights
 from mca_train.output_place import require_own
 from mca_train.progress import Length, LossMeter, Place
 from mca_train.rng import seed_dropout
@@ -38,12 +40,13 @@ from mca_train.sense import schedule_problems
 from mca_train.stream_steps import StepStream, require_steps
 from mca_train.watch import Watch
 from mca_train.with_checkpoints import WithCheckpoints
+from mca_train.with_logs import WithLogs
 from mca_train.without_effect import tell_without_effect
 
 logger = logging.getLogger(__name__)
 
 
-class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):  # type: ignore[misc]
+class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, WithLogs, Trainer):  # type: ignore[misc]
     """Trains `VirtualModels` with Megatron.
 
     Args:
@@ -110,8 +113,8 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         self._meter = LossMeter(self.ranks.context_parallel_rank)
         self._checkpoints = CheckpointWriter(in_background=args.async_save)
         self._place = Place()
-        self._last_logged = 0
-        self._loss_total = 0.0
+        self._totals = Totals()
+        self._due = Due()
         self.started_at_step = 0
         self.watch = Watch(args, model, self.ranks)
         self._loaders = Loaders(
@@ -175,7 +178,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
 
     def _train(self, checkpoint: Path | None) -> TrainOutput:
         loader, sampler = self._train_loader()
-        self._start_state(checkpoint)
+        carried = self._start_state(checkpoint)
         place = Place() if checkpoint is None else checkpointing.place_in(checkpoint)
         self._place = continued(place, sampler)
         length = Length.of(self.args, sampler, self._place, self.state.global_step)
@@ -190,9 +193,14 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         if checkpoint is not None:
             training.load_rng(checkpoint)
-        if self.args.eval_on_start:
+        elif self.args.eval_on_start:
             self._evaluate(None, None, skip_scheduler=True)
         self._meter = LossMeter(self.ranks.context_parallel_rank)
+        self._take_up(carried)
+        if checkpoint is not None:
+            ended = not sampler.steps_after(self._place.samples)
+            self._catch_up(carried.due, over=ended or start >= length.max_steps)
+            self._place = self._place.next_epoch() if ended else self._place
         for epoch in range(self._place.epoch, length.num_epochs):
             if self.control.should_training_stop or self.state.global_step >= length.max_steps:
                 break
@@ -221,20 +229,22 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
     def _training_state(self) -> checkpointing.TrainingState:
         return checkpointing.TrainingState(self.engine, self._learning_rate, self.ranks.rank, self._place)
 
-    def _start_state(self, checkpoint: Path | None) -> None:
-        """A fresh `TrainerState`, or that of the checkpoint."""
+    def _start_state(self, checkpoint: Path | None) -> Carried:
+        """A fresh `TrainerState`, or that of the checkpoint; and what that carries besides."""
+        carried = Carried()
         if checkpoint is None:
             self.state = TrainerState(stateful_callbacks=self._exportable())
         else:
             self.state = TrainerState.load_from_json(str(checkpoint / checkpointing.STATE_FILE))
             checkpointing.locate_best(self.state, checkpoint)
+            restore_counters(self.callback_handler.callbacks, self.state.stateful_callbacks)
             self._load_callback_state()
+            carried = checkpointing.carried_in(checkpoint, self.state.global_step)
         self.state.train_batch_size = self.args.per_device_train_batch_size
         self.state.is_world_process_zero = self.is_world_process_zero()
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.control._new_training()
-        self._last_logged = self.state.global_step
-        self._loss_total = 0.0
+        return carried
 
     def _set_length(self, length: Length) -> None:
         self.state.compute_steps(self.args, length.max_steps)
@@ -245,27 +255,24 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         self, epoch: int, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream
     ) -> None:
         if epoch != self._place.epoch:
-            self._place = replace(self._place, epoch=epoch, samples=0)
+            self._place = self._place.next_epoch()
         sampler.set_epoch(epoch, 0 if self.args.ignore_data_skip else self._place.samples)
         self.callback_handler.train_dataloader = loader
         self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
-        result = StepResult(True, None)
-        for batch in loader:
+        for batch in steps_of(loader):
             self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
-            result = self.training_step(batch)
+            self.training_step(batch)
             self.state.global_step += 1
             self._place = self._place.after_step()
             self.state.epoch = epoch + sampler.share(self._place.samples)
             self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-            self.watch.stop_if_asked(self.control, self.state.global_step)
+            self._due = self.watch.stop_if_asked(self.control, self.state.global_step)
             self._checkpoints.advance()
-            self._log_evaluate_save(result)
+            self._log_evaluate_save()
             if self.control.should_epoch_stop or self.control.should_training_stop:
                 break
-        if self.watch.stopped:
-            return
-        self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-        self._log_evaluate_save(result)
+        if not self.watch.stopped:
+            self._end_epoch()
 
     def training_step(self, batch: StepBatch, *_: Any, **__: Any) -> StepResult:
         """One optimizer step on one step's batch."""
@@ -277,10 +284,8 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         self._meter.add(loss, batch)
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         result = engine.optimizer_step()
-        self._keep_before_failing(result.grad_norm)
-        self.watch.after_step(result.updated, result.grad_norm, self.state.global_step + 1)
+        self._after_update(result, loss, rate.value)
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
-        self._rate_of_step = rate.value
         if result.updated:
             rate.step()
         return result
@@ -293,50 +298,20 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
     def _loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return require_sums(self.compute_loss(output, batch), type(self).__name__)
 
-    def _log_evaluate_save(self, result: StepResult) -> None:
-        """Does what the callbacks asked for."""
-        if self.control.should_log and self.state.global_step > self._last_logged:
-            self._log_step(result)
-        if self.control.should_evaluate:
-            with self._meter.pause():
-                metrics = self._evaluate(None, None)
-            best = self._determine_best_metric(metrics=metrics, trial=None)
-            if self.args.save_strategy == "best":
-                self.control.should_save = best
-        if self.control.should_save:
-            with self._meter.pause():
-                self._save_checkpoint()
-            self.control.should_save = False
-
-    def _log_step(self, result: StepResult) -> None:
-        report = self._meter.flush()
-        self._keep_before_failing(report.mean)
-        self._loss_total += sum(report.losses)
-        self._last_logged = self.state.global_step
-        self.state.num_input_tokens_seen += report.num_tokens
-        logs: dict[str, float] = {"loss": report.mean}
-        if result.grad_norm is not None:
-            logs["grad_norm"] = result.grad_norm
-        logs |= self.signals.flush() | self._model_losses.flush()
-        self.log(
-            logs
-            | {"learning_rate": self._rate_of_step}
-            | self.watch.logs(report, self.optimizer, self._last_logged)
-        )
-
     def _finish(self, first: int, started: float, sampler: StepSampler | StepStream) -> TrainOutput:
         """The run's own metrics, the best model if asked for, and the last callback."""
         with self._pipeline().at_rest():
             pass  # the last step's parameters have arrived
         self._checkpoints.finish()
         steps = self.state.global_step - first
-        rest = self._meter.flush()
-        self._loss_total += sum(rest.losses)
-        self.state.num_input_tokens_seen += rest.num_tokens
+        self._add_up(self._meter.flush())
+        if steps and not self.watch.stopped:
+            self.watch.require_updates(self._totals.updates, self.state.global_step)
+            require_finite_weights(self.state.global_step, self.model.held())
         samples = steps * sampler.shape.global_size
         metrics = speed_metrics("train", started, num_samples=samples, num_steps=steps)
-        if steps:
-            metrics["train_loss"] = self._loss_total / steps
+        if self._totals.steps:
+            metrics["train_loss"] = self._totals.mean_loss
         self.log(dict(metrics))
         best = self.args.load_best_model_at_end and not self.watch.stopped
         if best and self.state.best_model_checkpoint is not None:
@@ -375,7 +350,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, Trainer):
         self.callback_handler.eval_dataloader = loader
         meter = LossMeter(self.ranks.context_parallel_rank)
         with pipeline.at_rest():
-            for batch in loader:
+            for batch in steps_of(loader):
                 self.before_forward(batch)
                 meter.add(pipeline.evaluate(batch), batch)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import logging
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from mca_models.megatron.agreement import on_first
 from mca_train import checkpointing, groups, lineage
 from mca_train.checkpoint_writer import CheckpointWriter, Stage, said_clearly
 from mca_train.integrity import ARGUMENTS_FILE, Checksums
+from mca_train.numerics import require_finite_weights
 from mca_train.output_lock import OutputLock
 from mca_train.saving import ModelWriting
 
@@ -35,6 +35,7 @@ class WithCheckpoints:
     _checkpoints: CheckpointWriter
     _pipeline: Any
     _training_state: Any
+    _carried: Any
     started_at_step: int
     output_lock: OutputLock | None = None
     """Of ``output_dir``, if whoever made the trainer has taken it; else `train` does."""
@@ -72,6 +73,8 @@ class WithCheckpoints:
     def _save_checkpoint(self, *_: Any, **__: Any) -> None:
         """A complete checkpoint of this step; with ``async_save`` it is complete some steps later."""
         target = Path(self.args.output_dir) / f"{checkpointing.PREFIX}-{self.state.global_step}"
+        with self._pipeline().at_rest():
+            require_finite_weights(self.state.global_step, self.model.held())
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(target)
         of_step = copy.copy(self.state) if self.args.async_save else self.state
@@ -93,14 +96,11 @@ class WithCheckpoints:
             ]
         on_first(lambda: self._write_state(folder))
         if not args.save_only_model:
-            stages.append(self._training_state().begin_save(folder, background=args.async_save))
+            stages.append(
+                self._training_state().begin_save(folder, self._carried(), background=args.async_save)
+            )
             stages.append(Checksums(folder, self.ranks))
         return stages
-
-    def _keep_before_failing(self, *numbers: float | None) -> None:
-        """Completes what is being written if one of ``numbers``, alike on all ranks, is about to end the run."""
-        if not all(number is None or math.isfinite(number) for number in numbers):
-            self._checkpoints.finish()
 
     def _after_checkpoint(self, state: TrainerState) -> None:
         """Deletes what is one too many, and tells the callbacks; ``state`` is that of the checkpoint's step."""

@@ -30,7 +30,7 @@ from mca_train.settings import (
     require_keys_of,
 )
 from mca_train.stopping import raising_stopped
-from mca_train.summary import summary
+from mca_train.summary import best_step, summary
 
 logger = logging.getLogger(__name__)
 
@@ -262,7 +262,7 @@ def _train(inputs: _Inputs) -> None:
             sys.stdout.write(_stopped(trainer) + "\n")
         groups.barrier()
         return
-    if inputs.evaluation is not None and not _evaluated_last(trainer.state):
+    if inputs.evaluation is not None and not _evaluated(trainer):
         trainer.evaluate()
     trainer.save_model()
     if trainer.is_world_process_zero():
@@ -271,8 +271,11 @@ def _train(inputs: _Inputs) -> None:
     groups.barrier()
 
 
-def _evaluated_last(state: Any) -> bool:
-    return any("eval_loss" in log and log["step"] == state.global_step for log in state.log_history)
+def _evaluated(trainer: Any) -> bool:
+    """Whether the model that the run ends with was evaluated."""
+    best, state = best_step(trainer), trainer.state
+    step = state.global_step if best is None else best
+    return any("eval_loss" in log and log["step"] == step for log in state.log_history)
 
 
 def _stopped(trainer: Any) -> str:

@@ -1,0 +1,173 @@
+"""A run that was stopped or killed at any moment and then resumed logs, decides and writes what a whole one does."""
+
+import json
+import os
+import signal
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import run_ranks
+from train_cases import make_trainer, quietly, sparse_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+EVERY = bool(os.environ.get("MCA_EVERY_INTERRUPTION"))
+RUN = {
+    "max_steps": 8,
+    "gradient_accumulation_steps": 2,
+    "count": 10,
+    "learning_rate": 0.05,
+}  # 5 steps an epoch
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
+PLATEAU = EVALUATED | {
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5},
+    "warmup_steps": 0,
+}
+SAVED = {"save_strategy": "steps", "save_steps": 3}
+BEST = EVALUATED | {"save_strategy": "best", "load_best_model_at_end": True}
+EARLY = (
+    EVALUATED | SAVED | {"save_steps": 2, "load_best_model_at_end": True, "save_total_limit": 2, "early": 2}
+)
+EPOCHS = {"eval_strategy": "epoch", "logging_strategy": "epoch", "save_strategy": "epoch"}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "plateau": (4, PLATEAU | SAVED),
+    "best": (4, BEST),
+    "early stopping": (6, EARLY),
+    "intervals of logs": (4, SAVED | {"logging_steps": 5}),
+    "epochs": (5, EPOCHS | PLATEAU | {"eval_strategy": "epoch"}),
+    "steps that end epochs": (5, EPOCHS | SAVED | {"save_steps": 5}),
+    "begins with an evaluation": (4, EVALUATED | SAVED | {"eval_on_start": True}),
+}
+"""Runs, and the step at which they are interrupted; with MCA_EVERY_INTERRUPTION=1 at every step."""
+TIMES = ("runtime", "per_second", "step_time", "tflops", "memory", "time")
+
+
+class Killed(Exception):
+    """Ends a run as a kill does: what is on disk stays."""
+
+
+def interruption(step: int, how: str) -> Any:
+    """A callback that sends SIGTERM in the middle of ``step``, or kills when the step after it begins."""
+    from transformers import TrainerCallback
+
+    class Interrupt(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if how == "SIGTERM" and state.global_step + 1 == step and int(os.environ["RANK"]) == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if how == "kill" and state.global_step == step:
+                raise Killed
+
+    return Interrupt()
+
+
+def made(checkpoint: Path, output: Path, **changes: Any) -> Any:
+    from transformers import EarlyStoppingCallback
+
+    from mca_train import stop_signal
+
+    stop_signal._EVERY = 0.0  # as with steps of more than a second
+    patience = changes.pop("early", None)
+    trainer = make_trainer(checkpoint, output, **(RUN | changes))
+    if patience:
+        trainer.add_callback(EarlyStoppingCallback(patience))
+    return trainer
+
+
+def told(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was logged, without times."""
+    return [
+        {key: value for key, value in line.items() if not any(word in key for word in TIMES)}
+        for line in lines
+    ]
+
+
+def outcome(trainer: Any, output: Path) -> dict[str, Any]:
+    result = quietly(lambda: trainer.train(resume_from_checkpoint="auto"))
+    lines = [json.loads(line) for line in (output / "train_log.jsonl").read_text().splitlines()]
+    best = trainer.state.best_model_checkpoint
+    return {
+        "logged": told(trainer.state.log_history),
+        "lines": told(lines),
+        "train_loss": result.training_loss,
+        "best": best and Path(best).name,
+        "after": quietly(trainer.evaluate)["eval_loss"],
+    }
+
+
+def interrupted(checkpoint: Path, output: Path, step: int, how: str, **changes: Any) -> dict[str, Any]:
+    """What a run leaves that ended at ``step`` and then went on."""
+    first = made(checkpoint, output, **changes)
+    first.add_callback(interruption(step, how))
+    try:
+        quietly(first.train)
+    except Killed:
+        pass
+    return outcome(made(checkpoint, output, **changes), output)
+
+
+def differences(
+    checkpoint: Path, output: Path, cases: dict[str, tuple[list[int], dict[str, Any]]]
+) -> list[str]:
+    """Which interruptions changed something, and what."""
+    found = []
+    for name, (steps, changes) in cases.items():
+        folder = output / name.replace(" ", "-")
+        whole = outcome(made(checkpoint, folder / "whole", **changes), folder / "whole")
+        assert whole["logged"]
+        for how, step in product(("SIGTERM", "kill"), steps):
+            one = interrupted(checkpoint, folder / f"{how}{step}", step, how, **changes)
+            found += [
+                f"{name}, {how} at {step}: {key}: {one[key]} for {whole[key]}"
+                for key in whole
+                if one[key] != whole[key]
+            ]
+    return found
+
+
+def test_an_interrupted_run_is_the_whole_one(checkpoint, tmp_path):
+    last = RUN["max_steps"]
+    cases = {
+        name: (list(range(1, last + 1)) if EVERY else [step], changes)
+        for name, (step, changes) in CASES.items()
+    }
+    (found,) = run_ranks(1, differences, checkpoint, tmp_path, cases, timeout=3600 if EVERY else 240)
+    assert found == []
+
+
+def trained(checkpoint: Path, output: Path, last: int, **changes: Any) -> Any:
+    """The logs of a run to step ``last``, from a checkpoint if there is one; its mean loss."""
+    trainer = made(checkpoint, output, **changes)
+    if last < trainer.args.max_steps:
+        trainer.add_callback(interruption(last, "kill"))
+    try:
+        result = quietly(lambda: trainer.train(resume_from_checkpoint="auto"))
+    except Killed:
+        return None
+    names = ("loss", "moe_load_balancing_loss", "num_input_tokens_seen")
+    found = [log[name] for log in trainer.state.log_history for name in names if name in log]
+    return [*found, result.training_loss]
+
+
+def test_an_interval_of_logs_that_is_cut_goes_on_upon_another_layout(tmp_path):
+    model = sparse_checkpoint(tmp_path / "model")
+    run = {
+        "max_steps": 8,
+        "logging_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "learning_rate": 5e-3,
+    }
+    run |= {"include_num_input_tokens_seen": True, "moe_router_load_balancing_type": "aux_loss"}
+    run |= {"moe_aux_loss_coeff": 0.01}
+    (whole,) = run_ranks(1, trained, model, tmp_path / "whole", 8, **run)
+    assert len(whole) > 3
+    split = run | {"gradient_accumulation_steps": 1}
+    run_ranks(2, trained, model, tmp_path / "cut", 4, **split)
+    for found in run_ranks(2, trained, model, tmp_path / "cut", 8, **run, pipeline_model_parallel_size=2):
+        assert found == pytest.approx(whole, rel=1e-4)

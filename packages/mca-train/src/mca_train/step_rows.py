@@ -1,0 +1,44 @@
+"""Numbers of each step, kept until a log is due: ranks talk only then, or when a checkpoint takes them along."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Reduce = Callable[[Tensor], Tensor]
+"""From this rank's numbers to those of all ranks, element by element; collective."""
+
+
+class StepRows:
+    """A row of numbers for every step since the last log.
+
+    Rows that a checkpoint brings along are those of all ranks, so a run may go on with them on another layout; and
+    they are kept apart until they are added up, so that an interval that was cut adds up to the same bits.
+
+    Args:
+        width: Numbers in a row.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._mine: list[Tensor] = []
+        self._before = torch.zeros(0, width, dtype=torch.float64)
+
+    def add(self, row: Tensor) -> None:
+        """One step's numbers on this rank."""
+        self._mine.append(row.double())
+
+    def of_all_ranks(self, reduce: Reduce) -> Tensor:
+        """``[steps, width]``; every rank calls this at the same step."""
+        if not self._mine:
+            return self._before
+        return torch.cat([self._before, reduce(torch.stack(self._mine)).cpu()])
+
+    def flush(self, reduce: Reduce) -> Tensor:
+        """The same, and begins anew."""
+        rows = self.of_all_ranks(reduce)
+        self._mine, self._before = [], rows[:0]
+        return rows
+
+    def restore(self, rows: Sequence[Sequence[float]]) -> None:
+        """Goes on from the ``rows`` of all ranks."""
+        self._before = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), self._before.shape[1])
