@@ -83,3 +83,88 @@ def test_wrong_columns_and_empty_files_are_told_before_training(files, tmp_path)
     empty.touch()
     with pytest.raises(McaError, match="is empty"):
         load_stream("sft", [str(empty)], byte_tokenizer(), arguments(), seed=None)
+
+
+UNANSWERED = {
+    "sft": [{"prompt": "p" * 16, "completion": "late"}, {"prompt": "", "completion": ""}],
+    "dpo": [{"prompt": "p" * 16, "chosen": "a", "rejected": "b"}],
+}
+OTHERS = {"prompt": "1+1=", "completion": "2", "chosen": "2", "rejected": "3", "text": "t"}
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_rows_without_a_target_are_left_out_and_counted(kind, tmp_path, caplog):
+    """As of files in memory; also where others would take their place in a step, packed or not."""
+    rows = [OTHERS | row for row in (*ROWS[:3], *UNANSWERED[kind], *ROWS[3:5])]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stream = load_stream(kind, [str(file)], byte_tokenizer(), arguments(), seed=None)
+    whole = load_tokenized(kind, [str(file)], byte_tokenizer(), arguments())
+    caplog.clear()
+    for _ in range(2):
+        samples = list(stream)
+        assert [{k: v.tolist() for k, v in sample.items()} for sample in samples] == [
+            {k: v.tolist() for k, v in whole[number].items()} for number in range(len(whole))
+        ]
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert f"within seq_length 16 and are left out: {len(rows) - len(whole)} of {len(rows)} rows" in told
+    file.write_text("".join(json.dumps(OTHERS | row) + "\n" for row in UNANSWERED[kind]))
+    with pytest.raises(McaError, match=r"within seq_length 16: all \d rows"):
+        list(load_stream(kind, [str(file)], byte_tokenizer(), arguments(), seed=None))
+
+
+def test_short_rows_are_known_to_have_a_target_without_tokenizing_them():
+    from mca_train.answered import surely_answered, surely_compared
+
+    sure = surely_answered(byte_tokenizer(), _of_length(4096))
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    assert sure({"prompt": "a" * 1500, "completion": ""})
+    assert sure({"text": "a"})
+    assert sure({"messages": turns})
+    for row in (
+        {"prompt": "a" * 4000, "completion": "b"},
+        {"prompt": "\ufdfa" * 1000, "completion": "b"},
+        {"text": " "},
+        {"messages": turns[:1]},
+        {"messages": [{"role": "user", "content": "a" * 4000}, *turns]},
+        {"messages": turns, "tools": [{}]},
+    ):
+        assert not sure(row)
+    assert surely_compared(_of_length(4096))({"prompt": "a", "chosen": "b", "rejected": "c"})
+
+
+def _of_length(length):
+    return DataArguments(model_name_or_path="m", streaming=True, seq_length=length)
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "dpo"])
+def test_errors_name_the_row_of_the_file_whatever_the_order(kind, tmp_path):
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    files[0].write_text("".join(json.dumps(row) + "\n" for row in ROWS[:20]))
+    broken = dict.fromkeys(OTHERS, None) | {"text": None, "completion": None}
+    bad = [*ROWS[:4], broken] if kind != "pretrain" else ROWS[:4]
+    files[1].write_text("".join(json.dumps(row) + "\n" for row in bad))
+    names = [str(file) for file in files]
+    stream = load_stream(kind, names, byte_tokenizer(), arguments(shuffle_buffer_size=7), seed=1)
+    if kind == "pretrain":
+        assert {row.place for row in stream._rows} >= {f"row 3 of {files[1]}", f"row 19 of {files[0]}"}
+        return
+    with pytest.raises(McaError, match=f"^train_file, row 4 of {files[1]}: "):
+        list(stream)
+
+
+def test_an_error_of_a_worker_is_one_line(tmp_path):
+    from torch.utils.data import DataLoader
+
+    from mca_train.loaders import steps_of
+    from mca_train.sampling import BatchShape
+    from mca_train.stream_steps import StepStream
+
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "a", "completion": 3}\n')
+    stream = load_stream("sft", [str(file)], byte_tokenizer(), arguments(), seed=None)
+    shape = BatchShape(micro_batch_size=1, num_micro_batches=1, data_parallel_size=1, data_parallel_rank=0)
+    steps = StepStream(stream.rows, shape, 4, make=stream.make)
+    with pytest.raises(McaError) as error:
+        list(steps_of(DataLoader(steps, batch_size=None, collate_fn=list, num_workers=1)))
+    assert str(error.value) == "train_file, row 0: prompt and completion must be text; got 'a' and 3"

@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from mca_config.errors import McaError
+from mca_train.long_texts import head_encoding
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
@@ -21,6 +22,13 @@ Span = tuple[int, int]
 
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _STAND_IN = "\ue000"  # an answer that no text contains
+
+
+def marks_answers(tokenizer: Any) -> bool:
+    """Whether the tokenizer's chat template says itself what is an answer."""
+    template = tokenizer.chat_template
+    templates = template.values() if isinstance(template, dict) else [template or ""]
+    return any(_MARKS_ANSWERS.search(text) for text in templates)
 
 
 class Conversation:
@@ -121,7 +129,12 @@ class Conversation:
 
 
 def tokenize_chat(
-    tokenizer: Any, messages: Sequence[Message], first: int = 0, tools: Tools | None = None
+    tokenizer: Any,
+    messages: Sequence[Message],
+    first: int = 0,
+    tools: Tools | None = None,
+    *,
+    length: int | None = None,
 ) -> tuple[list[int], list[bool]]:
     """Tokens of the conversation, and which are the assistant's (its end-of-turn mark included).
 
@@ -130,6 +143,7 @@ def tokenize_chat(
         messages: ``{"role": ..., "content": ...}`` each.
         first: Turns before this one are context even if the assistant's.
         tools: What the template is told of tools.
+        length: Tokens that are wanted; None: all. A much longer conversation is tokenized in part.
     """
     if tokenizer.chat_template is None:
         raise McaError("messages: the tokenizer has no chat template; set `chat_template` in its directory")
@@ -137,7 +151,7 @@ def tokenize_chat(
     text, spans = conversation.text, conversation.answers(first)
     if not tokenizer.is_fast:
         return _tokenize_pieces(tokenizer, text, spans)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = head_encoding(tokenizer, text, length, add_special_tokens=False, return_offsets_mapping=True)
     targets = [
         any(start <= begin < end for start, end in spans) and stop > begin
         for begin, stop in encoded["offset_mapping"]

@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -12,117 +11,13 @@ from numpy.typing import NDArray
 from mca_config.errors import McaError, UsageError
 from mca_train.arguments import DataArguments
 from mca_train.chat import Tools, tokenize_chat
+from mca_train.long_texts import LONG, all_ids, head_encoding
+from mca_train.reading import load_rows, named, require_column
 from mca_train.token_dataset import TokenDataset
 
 logger = logging.getLogger(__name__)
 
 Kind = Literal["pretrain", "sft", "dpo"]
-_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
-
-
-def load_rows(
-    files: Sequence[str],
-    key: str,
-    arguments: DataArguments,
-    limit: int | None = None,
-    column: str | None = None,
-) -> Any:
-    """The rows of ``files``, as a ``datasets.Dataset``, with the columns that samples are made of.
-
-    A ``.txt`` file is one row; the others have a row per record.
-
-    Args:
-        files: Paths.
-        key: The argument that named them, for errors.
-        arguments: Which columns these are.
-        limit: Rows to keep; None: all.
-        column: Every file must have it; None: they may differ.
-
-    Raises:
-        McaError: A file is missing, of another type, not readable as its type, or without the column; or there
-            are no rows.
-    """
-    import datasets
-
-    datasets.disable_progress_bars()
-    parts = [_load_file(Path(file), key) for file in files]
-    if not any(map(len, parts)):
-        raise McaError(f"{key}: {', '.join(files)} has no rows")
-    for file, part in zip(files, parts, strict=True):
-        require_column(part.column_names, column, f"{key}: {file}")
-    rows = joined(parts, files, key, arguments)
-    return rows if limit is None else rows.select(range(min(limit, len(rows))))
-
-
-def column_names(arguments: DataArguments) -> set[str]:
-    """The columns that samples may be made of."""
-    return {value for name, value in vars(arguments).items() if name.endswith("_column")}
-
-
-def joined(parts: Sequence[Any], files: Sequence[str], key: str, arguments: DataArguments) -> Any:
-    """``parts`` one after another, with the columns that samples are made of: others may differ in type.
-
-    Args:
-        parts: ``datasets``' of ``files``, in memory or not.
-        files: Paths.
-        key: The argument that named them, for errors.
-        arguments: Which columns these are.
-
-    Raises:
-        McaError: A column is of one type in one file and of another in another.
-    """
-    import datasets
-
-    if len(parts) == 1:
-        return parts[0]
-    wanted = column_names(arguments)
-    kept = [[name for name in part.column_names or () if name in wanted] for part in parts]
-    parts = [part.select_columns(names) if names else part for part, names in zip(parts, kept, strict=True)]
-    try:
-        return datasets.concatenate_datasets(list(parts))
-    except (ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise McaError(
-            f"{key}: the columns of {', '.join(files)} do not go together: {reason[:300]}"
-        ) from error
-
-
-def require_column(names: Sequence[str], column: str | None, where: str) -> None:
-    """Refuses a file whose rows would contribute nothing, as they do not have the ``column`` with text."""
-    if column is not None and names and column not in names:
-        raise UsageError(f"{where}: no column '{column}' (columns: {', '.join(names)}); set text_column")
-
-
-def check_file(path: Path, key: str) -> tuple[str, dict[str, Any]]:
-    """The reader of ``datasets`` for ``path``, and its options.
-
-    Raises:
-        McaError: The file is missing, empty, or of another type.
-    """
-    if path.is_dir():
-        raise McaError(f"{key}: {path} is a directory; name its files")
-    if not path.is_file():
-        raise McaError(f"{key}: file {path} does not exist")
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
-        raise McaError(f"{key}: {path} ends in '{path.suffix}'; expected one of {', '.join(_READERS)}")
-    if path.stat().st_size == 0:
-        raise McaError(f"{key}: {path} is empty")
-    return reader, {"sample_by": "document"} if reader == "text" else {}
-
-
-def _load_file(path: Path, key: str) -> Any:
-    import datasets
-
-    reader, options = check_file(path, key)
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of files that cannot be read, twice
-    try:
-        return datasets.load_dataset(reader, data_files=str(path), split="train", **options)
-    except (datasets.exceptions.DatasetGenerationError, ValueError, TypeError) as error:
-        reason = " ".join(str(error.__cause__ or error).split())
-        if "corresponds to no data" in reason:
-            raise McaError(f"{key}: {path} has no rows") from error
-        raise McaError(f"{key}: {path} cannot be read as {reader}: {reason[:200]}") from error
 
 
 def load_tokenized(
@@ -140,13 +35,16 @@ def load_tokenized(
     key = "eval_file" if evaluation else "train_file"
     limit = arguments.max_eval_samples if evaluation else arguments.max_train_samples
     rows = load_rows(files, key, arguments, limit, arguments.text_column if kind == "pretrain" else None)
-    if kind == "pretrain":
-        return pretrain_blocks(rows, tokenizer, arguments, key)
-    if kind == "dpo":
-        from mca_train.preferences import preference_pairs
+    with named(
+        key, ", ".join(files), "text", UnicodeDecodeError
+    ):  # parquet's is decoded when it is looked at
+        if kind == "pretrain":
+            return pretrain_blocks(rows, tokenizer, arguments, key)
+        if kind == "dpo":
+            from mca_train.preferences import preference_pairs
 
-        return preference_pairs(rows, tokenizer, arguments, key)
-    return sft_samples(rows, tokenizer, arguments, key)
+            return preference_pairs(rows, tokenizer, arguments, key)
+        return sft_samples(rows, tokenizer, arguments, key)
 
 
 def pretrain_blocks(rows: Any, tokenizer: Any, arguments: DataArguments, key: str) -> TokenDataset:
@@ -158,8 +56,13 @@ def pretrain_blocks(rows: Any, tokenizer: Any, arguments: DataArguments, key: st
 
     tokenize = block_tokenizer(rows.column_names, tokenizer, arguments, key)
     column = arguments.text_column
+
+    def tokenize_batch(batch: Any, indices: Sequence[int]) -> dict[str, Any]:
+        places = [f"row {index}" for index in indices]
+        return {"input_ids": tokenize([{column: text} for text in batch[column]], places)}
+
     tokenized = rows.map(
-        lambda batch, indices: {"input_ids": tokenize([{column: text} for text in batch[column]], indices)},
+        tokenize_batch,
         batched=True,
         with_indices=True,
         remove_columns=rows.column_names,
@@ -180,17 +83,19 @@ def pretrain_blocks(rows: Any, tokenizer: Any, arguments: DataArguments, key: st
 
 def block_tokenizer(
     names: Sequence[str], tokenizer: Any, arguments: DataArguments, key: str
-) -> Callable[[list[Any], Sequence[int]], list[list[int]]]:
-    """The function from rows and their numbers to the tokens of each text, EOS last; rows without text have none."""
+) -> Callable[[list[Any], Sequence[str]], list[list[int]]]:
+    """The function from rows and their places to the tokens of each text, EOS last; rows without text have none."""
     column = arguments.text_column
     require_column(names, column, key)
     eos = _eos(tokenizer)
 
-    def tokenize(rows: list[Any], numbers: Sequence[int]) -> list[list[int]]:
-        for row, number in zip(rows, numbers, strict=True):
+    def tokenize(rows: list[Any], places: Sequence[str]) -> list[list[int]]:
+        for row, place in zip(rows, places, strict=True):
             if not isinstance(row[column], str | None):
-                raise McaError(f"{key}, row {number}: {column} is {row[column]!r:.80}; expected text")
+                raise McaError(f"{key}, {place}: {column} is {row[column]!r:.80}; expected text")
         texts = [row[column] for row in rows if row[column]]
+        if max(map(len, texts), default=0) > LONG:
+            return [[*all_ids(tokenizer, text), eos] for text in texts]
         ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
         return [[*tokens, eos] for tokens in ids]
 
@@ -260,17 +165,23 @@ def row_encoder(names: Sequence[str], tokenizer: Any, arguments: DataArguments, 
     """The function from a row to ``(tokens, is_target)``, by the columns that the rows have."""
     if arguments.messages_column in names:
         return lambda row: tokenize_chat(
-            tokenizer, check_messages(row[arguments.messages_column]), tools=tools_of(row, arguments)
+            tokenizer,
+            check_messages(row[arguments.messages_column]),
+            tools=tools_of(row, arguments),
+            length=arguments.seq_length,
         )
     if {arguments.prompt_column, arguments.completion_column} <= set(names):
         return lambda row: tokenize_answer(
             tokenizer,
             row[arguments.prompt_column],
             row[arguments.completion_column],
+            arguments.seq_length,
             tools_of(row, arguments),
         )
     if (column := arguments.text_column) in names:
-        return lambda row: tokenize_answer(tokenizer, "", require_text(row[column], column))
+        return lambda row: tokenize_answer(
+            tokenizer, "", require_text(row[column], column), arguments.seq_length
+        )
     raise UsageError(
         f"{key}: columns {', '.join(names)}; expected '{arguments.messages_column}', "
         f"'{arguments.prompt_column}' with '{arguments.completion_column}', or '{arguments.text_column}' "
@@ -302,23 +213,26 @@ def _without_nulls(value: Any) -> Any:
 
 
 def tokenize_answer(
-    tokenizer: Any, prompt: Any, completion: Any, tools: Tools | None = None
+    tokenizer: Any, prompt: Any, completion: Any, length: int, tools: Tools | None = None
 ) -> tuple[list[int], list[bool]]:
-    """Prompt and answer as text, or as two lists of chat messages; the answer ends with EOS."""
+    """Prompt and answer as text, or as two lists of chat messages; the answer ends with EOS.
+
+    Of what is much longer than ``length`` tokens, no more than those must be right.
+    """
     if isinstance(prompt, list):
         if not isinstance(completion, list):
             raise McaError(
                 f"the prompt is a list of messages, so the completion must be; got {completion!r:.80}"
             )
         turns = check_messages([*prompt, *completion])
-        return tokenize_chat(tokenizer, turns, first=len(prompt), tools=tools)
+        return tokenize_chat(tokenizer, turns, first=len(prompt), tools=tools, length=length)
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise McaError(f"prompt and completion must be text; got {prompt!r} and {completion!r}")
-    context = tokenizer(prompt, verbose=False)["input_ids"] if prompt else []
+    context = head_encoding(tokenizer, prompt, length)["input_ids"] if prompt else []
     eos = tokenizer.eos_token_id
     if context and context[-1] == eos:  # a tokenizer that ends what it encodes: the prompt is not the end
         context = context[:-1]
-    answer = tokenizer(completion, add_special_tokens=not prompt, verbose=False)["input_ids"]
+    answer = head_encoding(tokenizer, completion, length, add_special_tokens=not prompt)["input_ids"]
     if not answer or answer[-1] != eos:
         answer = [*answer, _eos(tokenizer)]
     return [*context, *answer], [False] * len(context) + [True] * len(answer)

@@ -104,7 +104,10 @@ def pair_encoder(names: Sequence[str], tokenizer: Any, arguments: DataArguments,
     def encode(row: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
         prompt, chosen, rejected = split_row(row, arguments)
         tools = tools_of(row, arguments)
-        return [tokenize_answer(tokenizer, prompt, answer, tools) for answer in (chosen, rejected)]
+        return [
+            tokenize_answer(tokenizer, prompt, answer, arguments.seq_length, tools)
+            for answer in (chosen, rejected)
+        ]
 
     return encode
 

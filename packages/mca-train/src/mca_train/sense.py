@@ -116,7 +116,7 @@ def _require_pairs(settings: "Settings") -> None:
 
 
 def _require_there(settings: "Settings") -> None:
-    from mca_train.data import check_file
+    from mca_train.reading import check_file
 
     data = settings.data
     for key, files in (("train_file", data.train_file), ("eval_file", data.eval_file)):

@@ -5,6 +5,7 @@ layout. Rows that are made into samples by `mca_train.streams` are so only on th
 trains on them.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
 from typing import Any
@@ -112,6 +113,8 @@ def _claim_worker() -> tuple[int, int]:
     if info is None:
         return 0, 1
     torch.utils.data._utils.worker._worker_info = None
+    if info.id:
+        logging.getLogger("mca_train").setLevel(logging.ERROR)  # what the first one says, all would
     return info.id, info.num_workers
 
 
@@ -139,12 +142,13 @@ class PackedStream:
     def __iter__(self) -> Iterator[list[Any]]:
         packs = OpenPacks(self._length)
         for number, row in enumerate(self._dataset):
+            place = getattr(row, "place", f"sample {number}")
             sample = self._make(row)
             lengths = [len(sequence["input_ids"]) for sequence in sequences_of(sample)]
             needs = sum(length + -length % self._multiple for length in lengths)
             if needs > self._length:
                 raise McaError(
-                    f"train_dataset: sample {number} takes {needs} tokens, a pack has room for {self._length}; raise "
+                    f"train_dataset: {place} takes {needs} tokens, a pack has room for {self._length}; raise "
                     "seq_length (the pack's length) or shorten the sample"
                 )
             closed = packs.add(sample, needs)

@@ -10,20 +10,16 @@ import torch
 from torch.utils.data import IterableDataset
 
 from mca_config.errors import McaError
+from mca_train.answered import AnsweredRows, SampleMaker, surely_answered, surely_compared
 from mca_train.arguments import DataArguments
-from mca_train.data import (
-    Kind,
-    block_tokenizer,
-    check_file,
-    column_names,
-    joined,
-    require_column,
-    row_encoder,
-)
+from mca_train.data import Kind, block_tokenizer, row_encoder
+from mca_train.file_rows import FileRows, Row
+from mca_train.reading import check_file, column_names, joined, named, require_column, require_shallow
 from mca_train.token_dataset import IGNORED
 
 logger = logging.getLogger(__name__)
 
+_LOOKED_AT = 1 << 26  # bytes of a file before training
 _ROWS_AT_ONCE = 64  # that pretrain gives to the tokenizer
 
 
@@ -31,11 +27,11 @@ class RowStream(IterableDataset[dict[str, torch.Tensor]]):
     """Rows, and what makes a sample of one. Iterated it gives samples; the trainer makes only those it needs.
 
     Args:
-        rows: A ``datasets.IterableDataset``.
+        rows: Those with a target.
         make: The sample of a row.
     """
 
-    def __init__(self, rows: Any, make: Callable[[Any], dict[str, torch.Tensor]]) -> None:
+    def __init__(self, rows: AnsweredRows, make: Callable[[Any], dict[str, torch.Tensor]]) -> None:
         self.rows, self.make = rows, make
 
     def set_epoch(self, epoch: int) -> None:
@@ -50,13 +46,13 @@ class BlockStream(IterableDataset[dict[str, torch.Tensor]]):
     """All texts one after another, each ended by EOS, cut into blocks as they come.
 
     Args:
-        rows: A ``datasets.IterableDataset``.
-        tokenize: From a batch of rows to the tokens of each text.
+        rows: In the order in which they are joined.
+        tokenize: From a batch of rows and their places to the tokens of each text.
         length: Tokens of a block.
     """
 
     def __init__(
-        self, rows: Any, tokenize: Callable[[list[Any], Sequence[int]], list[list[int]]], length: int
+        self, rows: FileRows, tokenize: Callable[[list[Any], Sequence[str]], list[list[int]]], length: int
     ) -> None:
         self._rows, self._tokenize, self._length = rows, tokenize, length
         self._has_told = False
@@ -67,10 +63,9 @@ class BlockStream(IterableDataset[dict[str, torch.Tensor]]):
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         left: list[int] = []
-        rows, number = iter(self._rows), 0
+        rows = iter(self._rows)
         while some := list(islice(rows, _ROWS_AT_ONCE)):
-            left += chain.from_iterable(self._told(some, number))
-            number += len(some)
+            left += chain.from_iterable(self._told(some))
             whole = len(left) - len(left) % self._length
             for start in range(0, whole, self._length):
                 yield {"input_ids": torch.tensor(left[start : start + self._length])}
@@ -78,9 +73,9 @@ class BlockStream(IterableDataset[dict[str, torch.Tensor]]):
         if len(left) > 1:
             yield {"input_ids": torch.tensor(left)}
 
-    def _told(self, rows: list[Any], first: int) -> list[list[int]]:
+    def _told(self, rows: list[Row]) -> list[list[int]]:
         """The tokens of ``rows``; that some have no text is said once."""
-        tokens = self._tokenize(rows, range(first, first + len(rows)))
+        tokens = self._tokenize(rows, [row.place for row in rows])
         if len(tokens) < len(rows) and not self._has_told:
             logger.warning("train_file: rows without text are left out; this is said once")
             self._has_told = True
@@ -90,7 +85,7 @@ class BlockStream(IterableDataset[dict[str, torch.Tensor]]):
 def load_stream(
     kind: Kind, files: Sequence[str], tokenizer: Any, arguments: DataArguments, *, seed: int | None
 ) -> IterableDataset[dict[str, torch.Tensor]]:
-    """The samples of ``files``, read as they are iterated. A row without an answer takes its place and counts not.
+    """The samples of ``files``, read as they are iterated. Rows without a target are left out.
 
     Args:
         kind: What a sample is made of.
@@ -99,56 +94,58 @@ def load_stream(
         arguments: Columns, lengths and limits.
         seed: Of the order, drawn from a buffer of ``shuffle_buffer_size`` rows; None: the files' own.
     """
-    key = "train_file"
-    column = arguments.text_column if kind == "pretrain" else None
-    rows = _rows(files, key, arguments, column)
-    first = next(iter(rows), None)
-    if first is None:
-        raise McaError(f"{key}: {', '.join(files)} has no rows")
-    names = list(first)
-    if seed is not None and arguments.shuffle_buffer_size > 1:
-        rows = rows.shuffle(seed=seed, buffer_size=arguments.shuffle_buffer_size)
+    key, length = "train_file", arguments.seq_length
+    names, parts = _parts(files, key, arguments, arguments.text_column if kind == "pretrain" else None)
+    rows = FileRows(
+        parts,
+        key,
+        limit=arguments.max_train_samples,
+        seed=seed if arguments.shuffle_buffer_size > 1 else None,
+        buffer_size=arguments.shuffle_buffer_size,
+    )
     if kind == "pretrain":
-        return BlockStream(rows, block_tokenizer(names, tokenizer, arguments, key), arguments.seq_length)
+        return BlockStream(rows, block_tokenizer(names, tokenizer, arguments, key), length)
     if kind == "dpo":
         from mca_train.preferences import pair_encoder
 
-        encode = _named(key, pair_encoder(names, tokenizer, arguments, key))
-        return RowStream(rows, lambda row: _pair(encode(row), arguments.seq_length))
-    encode = _named(key, row_encoder(names, tokenizer, arguments, key))
-    return RowStream(rows, lambda row: _sample(encode(row), arguments.seq_length))
+        pair = pair_encoder(names, tokenizer, arguments, key)
+        make = SampleMaker(lambda row: _pair(pair(row), length), key)
+        told = f"{key}: rows lack an answer within seq_length {length}"
+        return RowStream(AnsweredRows(rows, make, surely_compared(arguments), told), make)
+    encode = row_encoder(names, tokenizer, arguments, key)
+    make = SampleMaker(lambda row: _sample(encode(row), length), key)
+    told = f"{key}: rows have no answer within seq_length {length}"
+    return RowStream(AnsweredRows(rows, make, surely_answered(tokenizer, arguments), told), make)
 
 
-def _named(key: str, encode: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``encode`` with errors that name the argument."""
-
-    def named(row: Any) -> Any:
-        try:
-            return encode(row)
-        except McaError as error:
-            raise McaError(f"{key}: {error}") from error
-
-    return named
-
-
-def _rows(files: Sequence[str], key: str, arguments: DataArguments, column: str | None) -> Any:
+def _parts(
+    files: Sequence[str], key: str, arguments: DataArguments, column: str | None
+) -> tuple[list[str], list[tuple[str, Any]]]:
+    """The columns of ``files``, and the reader of each."""
     import datasets
 
-    parts = []
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of files that cannot be read, twice
+    parts, names = [], {}
     for file in files:
         reader, options = check_file(Path(file), key)
-        parts.append(
-            datasets.load_dataset(reader, data_files=str(file), split="train", streaming=True, **options)
-        )
-        require_column(list(next(iter(parts[-1]), {})), column, f"{key}: {file}")
-    columns = [set(next(iter(part), {})) & column_names(arguments) for part in parts]
-    if any(some != columns[0] for some in columns):
-        told = "; ".join(
-            f"{file}: {', '.join(sorted(some))}" for file, some in zip(files, columns, strict=True)
-        )
+        with named(key, file, reader):
+            require_shallow(Path(file), key, _LOOKED_AT)
+            part = datasets.load_dataset(
+                reader, data_files=str(file), split="train", streaming=True, **options
+            )
+            first = next(iter(part), None)
+        if first is None:
+            raise McaError(f"{key}: {file} has no rows")
+        require_column(list(first), column, f"{key}: {file}")
+        parts.append((file, part))
+        names[file] = list(first)
+    columns = {file: sorted(set(some) & column_names(arguments)) for file, some in names.items()}
+    if any(some != columns[files[0]] for some in columns.values()):
+        told = "; ".join(f"{file}: {', '.join(some)}" for file, some in columns.items())
         raise McaError(f"{key}: with streaming all files must have the same columns ({told})")
-    rows, limit = joined(parts, files, key, arguments), arguments.max_train_samples
-    return rows if limit is None else rows.take(limit)
+    with named(key, ", ".join(files), "one"):
+        joined([part for _, part in parts], files, key, arguments)
+    return names[files[0]], parts
 
 
 def _sample(encoded: tuple[list[int], list[bool]], length: int) -> dict[str, torch.Tensor]:
