@@ -194,8 +194,13 @@ def test_skipped_steps_are_counted_and_a_run_of_nothing_else_fails(checkpoint, t
 
 HOPELESS: dict[str, dict[str, Any]] = {
     "fixed scale": {"fp16": True, "loss_scale": 1e9},
-    "large steps": {"fp16": True, "learning_rate": 1e5},
-    "large steps in the end": {"fp16": True, "learning_rate": 1e5, "max_steps": 1, "save_strategy": "no"},
+    "large steps": {"fp16": True, "learning_rate": 1e5, "initial_loss_scale": 16.0},
+    "large steps in the end": {
+        "fp16": True,
+        "learning_rate": 1e5,
+        "max_steps": 1,
+        "initial_loss_scale": 16.0,
+    },
 }
 
 

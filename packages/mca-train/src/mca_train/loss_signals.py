@@ -117,7 +117,11 @@ class ModelLosses:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, on whatever layout it was made."""
-        self._micro_batches, self._before = int(state["micro_batches"]), dict(state["experts"])
+        self._micro_batches, self._before, self._rows = (
+            int(state["micro_batches"]),
+            dict(state["experts"]),
+            {},
+        )
         self._depths.restore(state["depths"])
 
     def _experts(self) -> dict[str, list[float]]:

@@ -41,4 +41,5 @@ class StepRows:
 
     def restore(self, rows: Sequence[Sequence[float]]) -> None:
         """Goes on from the ``rows`` of all ranks."""
+        self._mine = []
         self._before = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), self._before.shape[1])

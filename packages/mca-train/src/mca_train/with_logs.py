@@ -1,6 +1,7 @@
 """The Trainer's methods about what comes after a step: logs, evaluations, saving, and what a checkpoint takes along."""
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from mca_train.engine import StepResult
 from mca_train.hf_glue import has_given_up
 from mca_train.losses import StepLoss
 from mca_train.progress import LossReport
+
+logger = logging.getLogger(__name__)
 
 
 class WithLogs:
@@ -90,6 +93,9 @@ class WithLogs:
         self.control.should_evaluate, self.control.should_save = due.evaluation, due.save
         self._log_evaluate_save()
         if has_given_up(self.callback_handler.callbacks):
+            logger.info(
+                "early stopping ended the run at step %d; a larger patience goes on", self.state.global_step
+            )
             self.control.should_training_stop = True
         if due.end_of_epoch and (over or self.control.should_training_stop):
             self._end_epoch()
