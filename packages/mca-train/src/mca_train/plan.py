@@ -92,20 +92,27 @@ def make_plan(
     problems = check_layout(config, layout, world, seq_length, sequence_parallel=training.sequence_parallel)
     if problems:
         return _impossible(layout, world, tuple(problems))
-    data_parallel = RankGrid(layout, world).data_parallel_size
+    grid = RankGrid(layout, world)
+    data_parallel = grid.data_parallel_size
     accumulation = training.gradient_accumulation_steps
     batch = training.per_device_train_batch_size * accumulation * data_parallel
     held = _model_by_stage(config)
     trained = _adapter_by_stage(config, adapter) if adapter else held
-    beside = _model_by_stage(replace(reference, layout=layout)) if reference else [0] * layout.pp
-    copies = data_parallel * layout.cp if training.use_distributed_optimizer else 1
+    beside = _model_by_stage(replace(reference, layout=layout)) if reference else [_Count()] * layout.pp
+    copies = _Count(data_parallel * layout.cp, grid.expert_data_parallel_size)
+    if not training.use_distributed_optimizer:
+        copies = _Count(1, 1)
     stages = (
         _needs(
             config,
             training,
             pp,
-            _Counts(held[pp] + (trained[pp] if adapter else 0), trained[pp], beside[pp]),
-            copies,
+            _Counts(
+                held[pp].total + (trained[pp].total if adapter else 0),
+                trained[pp].total,
+                trained[pp].dense // copies.dense + trained[pp].experts // copies.experts,
+                beside[pp].total,
+            ),
             seq_length,
         )
         for pp in range(layout.pp)
@@ -157,12 +164,24 @@ def _total_parameters(config: McaModelConfig) -> int:
     return sum(prod(shape_of(param, config)) for param in params_of(config) if param.alias_of is None)
 
 
-def _model_by_stage(config: McaModelConfig) -> list[int]:
+@dataclass(frozen=True)
+class _Count:
+    """Of experts' parameters, and of all others."""
+
+    dense: int = 0
+    experts: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def _model_by_stage(config: McaModelConfig) -> list[_Count]:
     """Parameters of the model on the fullest rank of each pipeline stage, vocabulary padding included."""
     return _by_stage(config, ((param, shape_of(param, config)) for param in params_of(config)))
 
 
-def _adapter_by_stage(config: McaModelConfig, adapter: "AdapterConfig") -> list[int]:
+def _adapter_by_stage(config: McaModelConfig, adapter: "AdapterConfig") -> list[_Count]:
     """The same of an adapter."""
     return _by_stage(config, _adapter_shapes(config, adapter))
 
@@ -190,11 +209,11 @@ def adapter_shapes(config: McaModelConfig, factors: Iterable[Any]) -> Iterator[t
         yield from zip((pair.a, pair.b), expected_shapes(config, pair), strict=True)
 
 
-def _by_stage(config: McaModelConfig, sized: Iterable[tuple[Any, tuple[int, ...]]]) -> list[int]:
+def _by_stage(config: McaModelConfig, sized: Iterable[tuple[Any, tuple[int, ...]]]) -> list[_Count]:
     from mca_models.checkpoint.placement import stage_of
 
     layout, plan = config.layout, config.pipeline_plan()
-    counts = [0] * layout.pp
+    dense, experts = [0] * layout.pp, [0] * layout.pp
     for param, shape in sized:
         if param.vocab:
             shape = (config.padded_vocab_size, *shape[1:])
@@ -204,27 +223,26 @@ def _by_stage(config: McaModelConfig, sized: Iterable[tuple[Any, tuple[int, ...]
             continue  # a tied head on the embedding's own rank
         if param.shard.axis is not None:
             size //= layout.tp if param.expert is None else layout.etp
-        counts[stage] += size if param.expert is None else size / layout.ep  # type: ignore[assignment]
-    return [int(count) for count in counts]
+        counts = dense if param.expert is None else experts
+        counts[stage] += size
+    return [_Count(*counts) for counts in zip(dense, (count // layout.ep for count in experts), strict=True)]
 
 
 @dataclass(frozen=True)
 class _Counts:
-    """Parameters on a rank: those held, those of them that are trained, and those of the reference."""
+    """Parameters on a rank: those held, those trained, those whose optimizer state is here, the reference's."""
 
     held: int
     trained: int
+    stepped: int
     reference: int
 
 
-def _needs(
-    config: McaModelConfig, training: Any, pp: int, counts: _Counts, copies: int, seq_length: int
-) -> StageNeeds:
+def _needs(config: McaModelConfig, training: Any, pp: int, counts: _Counts, seq_length: int) -> StageNeeds:
     half = training.bf16 or training.fp16
     width = 2 if half else 4
     gradients = 2 if half and training.accumulate_allreduce_grads_in_fp32 is False else 4
     moments, main = 8 if training.optimizer != "sgd" else 4, 4 if half else 0
-    trained = counts.trained // copies
     moved = training.optimizer_offload_fraction if training.optimizer_cpu_offload else 0
     moved = 1.0 if moved is None else moved
     main_moved = moved if training.use_precision_aware_optimizer else 0
@@ -234,8 +252,8 @@ def _needs(
         parameters=counts.held,
         weights=counts.held * width,
         gradients=counts.trained * gradients,
-        optimizer=int(trained * (moments * (1 - moved) + main * (1 - main_moved))),
-        host=int(trained * moved * (moments + 4 + 4)),
+        optimizer=int(counts.stepped * (moments * (1 - moved) + main * (1 - main_moved))),
+        host=int(counts.stepped * moved * (moments + 4 + 4)),
         reference=counts.reference * width,
         activations=_activations(config, training, pp, seq_length, width),
     )

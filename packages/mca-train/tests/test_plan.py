@@ -1,0 +1,67 @@
+"""What a plan says of a published model, against arithmetic on its sizes."""
+
+from typing import Any
+
+import pytest
+
+from mca_config import TrainingArguments
+from mca_models.templates import config_from_hf
+from mca_train.plan import make_plan
+
+GIB = 1024**3
+LAYERS, HIDDEN, EXPERTS, WIDTH, VOCABULARY = 48, 2048, 128, 768, 151936
+QWEN3_30B_A3B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": WIDTH,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": VOCABULARY,
+}
+OF_EXPERTS = LAYERS * EXPERTS * 3 * HIDDEN * WIDTH
+ATTENTION = 2 * HIDDEN * 32 * 128 + 2 * HIDDEN * 4 * 128 + 2 * 128
+DENSE = 2 * VOCABULARY * HIDDEN + HIDDEN + LAYERS * (ATTENTION + 2 * HIDDEN + EXPERTS * HIDDEN)
+
+
+def optimizer_of(tmp_path: Any, **changes: Any) -> int:
+    """Bytes of the optimizer on a rank of the only stage."""
+    settings = {"output_dir": str(tmp_path), "bf16": True, "use_cpu": True, "report_to": "none"}
+    args = TrainingArguments(**settings | changes)
+    plan = make_plan(config_from_hf(QWEN3_30B_A3B), args, 4096, 8)
+    assert not plan.problems
+    assert plan.total_parameters == DENSE + OF_EXPERTS
+    return plan.stages[0].optimizer
+
+
+@pytest.mark.parametrize(
+    ("layout", "dense", "experts"),
+    [
+        ({"expert_model_parallel_size": 8}, 1 / 8, 1 / 8),
+        ({"expert_model_parallel_size": 4}, 1 / 8, 1 / 4 / 2),
+        ({"expert_tensor_parallel_size": 2}, 1 / 8, 1 / 2 / 4),
+        ({"use_distributed_optimizer": False, "expert_model_parallel_size": 8}, 1, 1 / 8),
+    ],
+)
+def test_the_state_of_experts_is_divided_over_the_ranks_that_hold_the_same(layout, dense, experts, tmp_path):
+    found = optimizer_of(tmp_path, **{"use_distributed_optimizer": True} | layout)
+    assert found == pytest.approx(12 * (DENSE * dense + OF_EXPERTS * experts), rel=1e-6)
+
+
+def test_qwen3_30b_a3b_on_eight_ranks(tmp_path):
+    found = optimizer_of(tmp_path, use_distributed_optimizer=True, expert_model_parallel_size=8)
+    assert found / GIB == pytest.approx(42.7, abs=0.05)
