@@ -113,8 +113,8 @@ def render(found: dict[tuple[str, str], Measured], cases: Iterable[str], layouts
     lines += [
         "",
         "The gradient of every tensor is compared too, to 1e-4 of its largest, on ten layouts of dense models and",
-        "twelve of those with experts (`integration_tests/test_gradient_parity.py`; families with layers of their own:",
-        "`test_families.py`); in the default test run, as are logits on most of these layouts.",
+        "fourteen of those with experts (`integration_tests/test_gradient_parity.py`; families with layers of their",
+        "own: `test_families.py`); in the default test run, as are logits on most of these layouts.",
         "",
         "## Refused",
         "",

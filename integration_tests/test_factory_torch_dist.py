@@ -36,6 +36,7 @@ CASES = (
     ("qwen3_next", "tp2", "pp2"),
     ("gpt_oss", "ep2", "tp2ep2etp1"),
     ("mixtral", "tp2etp2", "ep2etp1"),
+    ("olmoe", "dp2etp2", "tp2etp1sp"),
 )
 Case = tuple[str, str, str]
 

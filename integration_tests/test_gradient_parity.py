@@ -37,9 +37,13 @@ MOE_LAYOUTS = (
     "tp2cp2sp",
     "ep2allgather",
     "tp2ep2etp1allgather",
+    "dp2etp2",
+    "tp2etp1sp",
 )
+ETP_LAYOUTS = ("dp4etp4", "tp2dp2etp4sp", "tp4etp2sp", "pp2dp2etp2")
 BIASED = ("glm4_moe", "deepseek_v3")
 GRID = [(c, n) for c in DENSE for n in DENSE_LAYOUTS] + [(c, n) for c in MOE for n in MOE_LAYOUTS]
+GRID += [("mixtral", layout) for layout in ETP_LAYOUTS]
 TOLERANCE = 1e-4
 
 

@@ -52,11 +52,13 @@ def test_megatron_still_counts_the_padding_it_has_removed():
 
 def marks(checkpoint: Path, output_dir: Path) -> tuple[bool, int]:
     from mca_models import AutoModel
-    from mca_models.megatron.marks import mark_cut_parameters
+    from mca_models.megatron.marks import mark_parameters
 
     model: Any = AutoModel.from_pretrained(checkpoint, arguments(output_dir, **TP))
     cut = [tensor for item, tensor in model.held() if item.param.shard.axis is not None]
-    return all(tensor.tensor_model_parallel for tensor in cut), mark_cut_parameters(model.held())
+    return all(tensor.tensor_model_parallel for tensor in cut), mark_parameters(
+        model.held(), model.config.layout
+    )
 
 
 def test_cut_parameters_are_marked_when_a_model_is_built(checkpoint, tmp_path):

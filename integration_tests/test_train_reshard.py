@@ -16,7 +16,8 @@ pytestmark = pytest.mark.ranks
 
 FIRST, ALL, SAMPLED_EXPERT_STEPS = 4, 24, 12
 EVERY = bool(os.environ.get("MCA_EVERY_TRANSITION"))
-EP, ETP1 = {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}
+EP = {"expert_model_parallel_size": 2}
+ETP1, ETP2 = {"expert_tensor_parallel_size": 1}, {"expert_tensor_parallel_size": 2}
 TORCH_DIST = {"ckpt_format": "torch_dist"}
 HALF = {"gradient_accumulation_steps": 2}  # on two replicas
 
@@ -39,6 +40,8 @@ EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, EP | HALF),
     "ep2-split": (2, EP | ZERO | HALF | ASYNC),
     "tp2-sp-ep2-etp1": (2, SP | EP | ETP1),
+    "dp2-etp2-split": (2, ETP2 | ZERO | HALF),
+    "tp2-sp-etp1": (2, SP | ETP1),
     "pp2-ep2-split": (4, PP | EP | ZERO | HALF | TORCH_DIST),
 }
 SOME_DENSE = (
@@ -49,8 +52,8 @@ SOME_DENSE = (
     ("cp2", "dp2-pp2-vpp2-split"),
 )
 SOME_RATES = (("pp2", "dp2-split"), ("tp2-sp-dp2-split", "one"))
-SOME_EXPERTS = (("one", "ep2-split"), ("ep2-split", "one"), ("ep2", "ep2"))
-"""Of all pairs, 157 in all, which are run with MCA_EVERY_TRANSITION=1."""
+SOME_EXPERTS = (("one", "ep2-split"), ("ep2-split", "one"), ("ep2", "ep2"), ("dp2-etp2-split", "tp2-sp-etp1"))
+"""Of all pairs, 185 in all, which are run with MCA_EVERY_TRANSITION=1."""
 
 
 def pairs(layouts: dict[str, Any], some: tuple[tuple[str, str], ...]) -> Any:

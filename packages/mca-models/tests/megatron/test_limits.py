@@ -74,7 +74,6 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (DENSE, TP2, {"cpu_offloading": True}, "cpu_offloading needs transformer_impl transformer_engine"),
     (MOE, ParallelLayout(), {"moe_permute_fusion": True}, "moe_permute_fusion needs transformer_impl"),
     (DENSE, TP2, {"attention_backend": "flash"}, "attention_backend flash needs transformer_impl"),
-    (MOE, TP2, {}, "expert_tensor_parallel_size 1"),
     (MLA, TP2, {"sequence_parallel": False}, "set sequence_parallel"),
     (GROUPED, ParallelLayout(), ENGINE | {"moe_router_fusion": True}, "remove moe_router_fusion"),
     (DENSE, CP2, {"mtp_num_layers": 1}, "calculate_per_token_loss"),
@@ -104,7 +103,7 @@ def test_refused(
 
 ACCEPTED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any]]] = [
     (DENSE, VPP, {"overlap_p2p_comm": True}),
-    (MOE, TP2, {"version": V19}),
+    (MOE, TP2, {}),
     (MLA, TP2, {"sequence_parallel": True}),
     (MLA, TP2, {"version": V19}),
     (DENSE, CP2, {"mtp_num_layers": 1, "calculate_per_token_loss": True}),

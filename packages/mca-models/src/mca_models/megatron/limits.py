@@ -73,12 +73,6 @@ def _wrong_gradients(
 ) -> Iterator[str]:
     if version >= FIXED_IN_0_17:
         return
-    if config.num_moe_experts and layout.tp > 1 and layout.etp == 1 and layout.ep == 1:
-        yield (
-            "megatron-core 0.16 does not reduce expert gradients with tensor_model_parallel_size above 1, "
-            "expert_tensor_parallel_size 1 and expert_model_parallel_size 1; set one of the expert sizes to "
-            f"{layout.tp}, or install megatron-core 0.17 or later"
-        )
     if isinstance(config, MlaMcaModelConfig) and layout.tp > 1 and not settings.get("sequence_parallel"):
         yield (
             "megatron-core 0.16 computes wrong gradients of latent attention with tensor_model_parallel_size "

@@ -1,9 +1,13 @@
-"""Tells Megatron which parameters are cut over tensor ranks.
+"""Tells Megatron which parameters are cut over tensor ranks, and over which ranks experts are summed.
 
 The norm of all gradients counts a parameter once: a cut one on every tensor rank, a replicated one on the first.
 Megatron marks cut weights while it initialises them; weights that are filled from a checkpoint instead
 (``perform_initialization`` off) stay unmarked in megatron-core 0.16, and the norm, and with it clipping, silently
-misses all ranks but the first. 0.19 marks them in both cases; then nothing is left to do here.
+misses all ranks but the first. 0.19 marks them in both cases.
+
+The gradients of experts are summed over the ranks that hold the same experts. megatron-core 0.16 marks them so
+(``allreduce`` false) with expert parallelism only, and sums over the dense parameters' replicas otherwise: wrong where
+the expert tensor size is not the tensor size. 0.19 marks them in both cases.
 """
 
 from collections.abc import Iterable
@@ -11,23 +15,28 @@ from typing import Any
 
 from torch import Tensor
 
+from mca_config.layout import ParallelLayout
 from mca_models.megatron.names import Held
 
 
-def mark_cut_parameters(held: Iterable[tuple[Held, Tensor]]) -> int:
-    """Marks what is missing; returns how many there were.
+def mark_parameters(held: Iterable[tuple[Held, Tensor]], layout: ParallelLayout) -> int:
+    """Marks what is missing; returns how many marks there were to set.
 
     Args:
-        held: Every parameter of this rank with its rule (``VirtualModels.held()``). Experts' weights are always
-            marked: what they are cut or copied over is the expert group's affair.
+        held: Every parameter of this rank with its rule (``VirtualModels.held()``).
+        layout: The sizes they are cut by.
     """
+    apart = layout.ep > 1 or layout.etp != layout.tp
     marked = 0
     for item, tensor in held:
         param: Any = tensor
-        cut = item.param.shard.axis is not None or item.param.expert is not None
-        if cut and not getattr(param, "tensor_model_parallel", False):
+        axis, expert = item.param.shard.axis, item.param.expert is not None
+        if axis is not None and not getattr(param, "tensor_model_parallel", False):
             param.tensor_model_parallel = True
-            param.partition_dim = item.param.shard.axis or 0
+            param.partition_dim = axis
             param.partition_stride = 1
+            marked += 1
+        if expert and getattr(param, "allreduce", True) == apart:
+            param.allreduce = not apart
             marked += 1
     return marked

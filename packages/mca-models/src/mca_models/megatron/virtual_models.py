@@ -15,7 +15,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.megatron import parallel
 from mca_models.megatron.chunks import build_chunk, live_tensors
 from mca_models.megatron.forward import model_logits
-from mca_models.megatron.marks import mark_cut_parameters
+from mca_models.megatron.marks import mark_parameters
 from mca_models.megatron.names import DtypeName, Held, Implementation, Spelling, chunk_params
 from mca_models.megatron.save import save_hf, save_mca
 from mca_models.megatron.torch_dist import PendingSave, save_torch_dist
@@ -72,7 +72,7 @@ class VirtualModels(torch.nn.Module):
             build_chunk(self.config, self.megatron, part, self.implementation) for part in self._parts
         )
         self._held = [list(self._match(index)) for index in range(len(self.chunks))]
-        mark_cut_parameters(self.held())
+        mark_parameters(self.held(), self.config.layout)
 
     def _match(self, index: int) -> Iterator[tuple[Held, Tensor]]:
         held = chunk_params(

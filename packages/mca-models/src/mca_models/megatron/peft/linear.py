@@ -138,8 +138,7 @@ class LoraLinear(torch.nn.Module):
                 marks: Any = factor
                 marks.allreduce = getattr(base, "allreduce", True)
                 marks.sequence_parallel = sequence and local
-                # experts that are not cut lie on each rank once, as if they were
-                marks.tensor_model_parallel = cut or (self.cut.expert and not self.cut.many)
+                marks.tensor_model_parallel = cut
                 marks.partition_dim, marks.partition_stride = (axis, 1) if cut else (-1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
