@@ -35,6 +35,7 @@ SPLIT = {"use_distributed_optimizer": True}
 # name -> ranks, settings
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "etp2": (2, ETP2),
+    "etp2-allgather": (2, ETP2 | {"moe_token_dispatcher_type": "allgather"}),
     "tp2-etp1-split": (2, TP2 | ETP1 | SPLIT),
     "etp4-split": (4, ETP4 | SPLIT),
     "tp4-etp2": (4, TP4 | ETP2),
@@ -69,8 +70,10 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
     return {name: x for file in path.glob("*.safetensors") for name, x in load_file(file).items()}
 
 
-def rows() -> np.ndarray[Any, Any]:
-    return np.random.default_rng(3).integers(1, 70, (STEPS * ROWS, LENGTH))
+def rows() -> list[np.ndarray[Any, Any]]:
+    """Samples of different lengths."""
+    draw = np.random.default_rng(3)
+    return [draw.integers(1, 70, draw.integers(LENGTH // 2, LENGTH + 1)) for _ in range(STEPS * ROWS)]
 
 
 def in_plain_torch(model: Any, path: Path) -> Trained:
@@ -78,9 +81,11 @@ def in_plain_torch(model: Any, path: Path) -> Trained:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, RATE, eps=EPSILON, weight_decay=0.0)
     found = Trained([], [], path)
-    for batch in torch.tensor(rows()).split(ROWS):
-        logits = model(batch, use_cache=False).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows()], batch_first=True)
+    for batch in padded.split(ROWS):
+        logits = model(batch, attention_mask=(batch != 0).long(), use_cache=False).logits[:, :-1]
+        labels = batch[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=0)
         optimizer.zero_grad()
         loss.backward()
         found.norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
@@ -115,7 +120,7 @@ def run(base: Path, adapter: Path | None, output: Path, settings: dict[str, Any]
     model = AutoModel.from_pretrained(base, args)
     args.gradient_accumulation_steps = ROWS // parallel_state.get_data_parallel_world_size()
     model = model if adapter is None else load_adapter(model, adapter)
-    data = TokenDataset.from_samples([(row, np.ones(LENGTH, bool)) for row in rows()])
+    data = TokenDataset.from_samples([(row, np.ones(len(row), bool)) for row in rows()])
     trainer = quietly(lambda: McaTrainer(model=model, args=args, train_dataset=data))
     quietly(trainer.train)
     model.save_pretrained_as_hf(output / "hf")

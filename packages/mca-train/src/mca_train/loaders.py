@@ -65,7 +65,7 @@ class Loaders:
     def _of_stream(self, dataset: Any) -> tuple[DataLoader[StepBatch], StepStream]:
         args = self.args
         require_steps(dataset, args.max_steps)
-        if args.moe_token_dispatcher_type == "allgather" and self.ranks.layout.ep > 1:
+        if self._gathers_tokens():
             raise McaError(
                 "moe_token_dispatcher_type allgather needs samples of one length on all ranks, which a stream does "
                 "not promise; use alltoall"
@@ -84,8 +84,14 @@ class Loaders:
 
     def _common_length(self, dataset: Any) -> int | None:
         """What all samples are padded to where ranks with different ones gather their tokens for experts."""
-        moe = self.args.moe_token_dispatcher_type == "allgather" and self.ranks.layout.ep > 1
-        return longest_sample(dataset) if moe and not self.args.sequence_packing else None
+        return longest_sample(dataset) if self._gathers_tokens() and not self.args.sequence_packing else None
+
+    def _gathers_tokens(self) -> bool:
+        """Whether experts get tokens of several replicas by a collective that takes the same number of each."""
+        layout = self.ranks.layout
+        return self.args.moe_token_dispatcher_type == "allgather" and (
+            layout.ep > 1 or layout.etp > layout.tp
+        )
 
     def evaluation(self, dataset: Any) -> tuple[DataLoader[StepBatch], StepSampler]:
         """An item is as many micro-batches as fill the pipeline; every sample comes once, in order."""
