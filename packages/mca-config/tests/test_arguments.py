@@ -2,6 +2,7 @@
 
 import json
 import logging
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from mca_config import (
     ParallelLayout,
     _megatron_keys,
 )
-from mca_config.arguments import _additional, distributing
+from mca_config.arguments import _additional, _unfollowed, distributing
 
 
 def names_of(cls: Any) -> set[str]:
@@ -317,10 +318,10 @@ def test_the_grid_of_the_arguments() -> None:
 
 
 def test_additional_configs_from_json_file_yaml_and_dict(tmp_path: Path) -> None:
-    settings = {"moe_per_layer_logging": True, "init_method_std": 0.01}
+    settings = {"moe_per_layer_logging": True, "softmax_scale": 0.01}
     as_json, as_yaml = tmp_path / "more.json", tmp_path / "more.yaml"
     as_json.write_text(json.dumps(settings))
-    as_yaml.write_text("moe_per_layer_logging: true\ninit_method_std: 0.01\n")
+    as_yaml.write_text("moe_per_layer_logging: true\nsoftmax_scale: 0.01\n")
     for given in (settings, json.dumps(settings), str(as_json), str(as_yaml)):
         args = DistributingParallelArguments(additional_configs=given)
         assert args.additional_configs == settings
@@ -345,6 +346,19 @@ def test_a_setting_that_has_its_own_argument_becomes_it() -> None:
     [
         ({"moe_grouped_gem": True}, ["unknown key moe_grouped_gem", "did you mean moe_grouped_gemm?"]),
         ({"hidden_size": 8}, ["hidden_size belongs to the model"]),
+        ({"attention_output_gate": True}, ["attention_output_gate belongs to the model"]),
+        ({"mamba_num_heads": 2}, ["mamba_num_heads belongs to the model"]),
+        ({"inference_sampling_seed": 2}, ["inference_sampling_seed is not followed (it is for inference)"]),
+        ({"cuda_graph_impl": "local"}, ["cuda_graph_impl is not followed (no CUDA graphs are captured)"]),
+        ({"init_method_std": 0.1}, ["init_method_std is not followed (weights are filled from"]),
+        ({"moe_token_dropping": True}, ["moe_token_dropping is not followed (Megatron does not look at it)"]),
+        ({"fp4": "e2m1"}, ["fp4 is not followed"]),
+        ({"test_mode": True}, ["test_mode is not followed"]),
+        ({"tp_comm_bulk_wgrad": False}, ["tp_comm_bulk_wgrad needs tp_comm_overlap; add it"]),
+        ({"fp8_margin": 1}, ["fp8_margin needs fp8; add it"]),
+        ({"num_layers_at_end_in_bf16": 2}, ["num_layers_at_end_in_bf16 needs fp8"]),
+        ({"cpu_offloading_weights": True}, ["cpu_offloading_weights needs cpu_offloading"]),
+        ({"offload_modules": ["attn"]}, ["offload_modules needs fine_grained_activation_offloading"]),
         ({"finalize_model_grads_func": 1}, ["unknown key finalize_model_grads_func"]),
         ("{broken", ["additional_configs: not valid JSON"]),
         ("no/such/file.json", ["neither inline JSON nor an existing file"]),
@@ -355,6 +369,19 @@ def test_wrong_additional_configs_are_named(given: Any, words: list[str]) -> Non
     with pytest.raises(McaError) as error:
         DistributingParallelArguments(additional_configs=given)
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_detail_whose_switch_is_on_is_accepted() -> None:
+    given = DistributingParallelArguments(fp8="hybrid", additional_configs={"fp8_margin": 1})
+    assert given.transformer_config_overrides() == {"fp8": "hybrid", "fp8_margin": 1}
+    DistributingParallelArguments(additional_configs={"qk_clip": True, "qk_clip_alpha": 0.4})
+
+
+def test_every_setting_that_is_refused_is_one_of_megatrons() -> None:
+    known = _megatron_keys.COMMON | _megatron_keys.ONLY_0_16 | _megatron_keys.ONLY_0_19
+    for patterns in (*_unfollowed._NOWHERE.values(), *_unfollowed._DETAILS.values()):
+        for pattern in patterns:
+            assert any(fnmatch(name, pattern) for name in known), pattern
 
 
 def test_a_broken_settings_file_is_named(tmp_path: Path) -> None:

@@ -105,6 +105,12 @@ ARCHITECTURE = frozenset(
     gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm normalization num_moe_experts
     moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size moe_shared_expert_gate
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    attention_output_gate experimental_attention_variant linear_attention_freq linear_conv_kernel_dim
+    linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
+    dsa_indexer_head_dim dsa_indexer_loss_coeff dsa_indexer_n_heads dsa_indexer_topk
+    dsa_indexer_use_sparse_loss heterogeneous_block_specs is_hybrid_model mamba_head_dim mamba_num_groups
+    mamba_num_heads mamba_state_dim use_mamba_mem_eff_path moe_latent_size moe_router_enable_expert_bias
+    mrope_section mtp_standalone qk_l2_norm
     """.split()
 )
 """What decides the model's tensors: the checkpoint says it, no argument may."""

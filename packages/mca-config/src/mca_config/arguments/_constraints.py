@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from mca_config.arguments import _unfollowed
+
 if TYPE_CHECKING:
     from mca_config.arguments.distributing import DistributingParallelArguments
     from mca_config.arguments.megatron import MegatronArguments
@@ -16,7 +18,16 @@ SEQUENCE_PARALLEL_OFF = (
 
 def of_distribution(args: "DistributingParallelArguments") -> list[str]:
     """Contradictions among the arguments of :class:`DistributingParallelArguments`."""
-    return [*_sequence(args), *_recompute(args), *_experts(args), *_precision(args), *_ranges(args)]
+    extra = args.additional_configs if isinstance(args.additional_configs, dict) else {}
+    unfollowed = _unfollowed.problems(extra, vars(args))
+    return [
+        *_sequence(args),
+        *_recompute(args),
+        *_experts(args),
+        *_precision(args),
+        *_ranges(args),
+        *unfollowed,
+    ]
 
 
 def _sequence(args: "DistributingParallelArguments") -> list[str]:

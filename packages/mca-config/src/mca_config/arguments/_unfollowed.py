@@ -1,0 +1,68 @@
+"""Settings of Megatron's that no run of ours follows, and those that are details of a switch which is off.
+
+They are refused, because Megatron takes them without a word. In a name, ``*`` stands for any letters.
+"""
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from typing import Any
+
+_NOWHERE: Mapping[str, tuple[str, ...]] = {
+    "it is for inference": (
+        "inference_*",
+        "flash_decode",
+        "mlp_chunks_for_prefill",
+        "symmetric_ar_type",
+        "cache_mla_latents",
+        "nccl_all_reduce_for_prefill",
+    ),
+    "no CUDA graphs are captured": ("cuda_graph_*", "enable_cuda_graph", "external_cuda_graph"),
+    "weights are filled from a checkpoint or a seed": (
+        "perform_initialization",
+        "use_cpu_initialization",
+        "init_model_with_meta_device",
+        "init_method_std",
+        "embedding_init_method_std",
+    ),
+    "nothing is computed in fp4": ("fp4", "fp4_*"),
+    "Megatron does not look at it": (
+        "apply_residual_connection_post_layernorm",
+        "async_tensor_model_parallel_allreduce",
+        "barrier_with_L1_time",
+        "hetereogenous_dist_checkpoint",
+        "moe_extended_tp",
+        "moe_token_dropping",
+        "moe_use_legacy_grouped_gemm",
+        "tp_comm_atomic_*",
+        "tp_comm_split_*",
+    ),
+    "it is for Megatron's own tests": ("test_mode",),
+}
+_DETAILS: Mapping[str, tuple[str, ...]] = {
+    "tp_comm_overlap": ("tp_comm_*",),
+    "fp8": ("fp8_*", "tp_only_amax_red", "first_last_layers_bf16", "num_layers_at_*_in_bf16"),
+    "cpu_offloading": ("cpu_offloading_*",),
+    "fine_grained_activation_offloading": ("offload_modules", "min_offloaded_tensor_size"),
+    "defer_embedding_wgrad_compute": ("wgrad_deferral_limit",),
+    "qk_clip": ("qk_clip_*",),
+    "moe_enable_deepep": ("moe_deepep_*",),
+}
+
+
+def problems(settings: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+    """What of ``settings`` would be taken and not followed.
+
+    Args:
+        settings: ``additional_configs``, without those that are arguments.
+        given: The arguments.
+    """
+    for name in settings:
+        for why, patterns in _NOWHERE.items():
+            if any(fnmatch(name, pattern) for pattern in patterns):
+                yield f"additional_configs: {name} is not followed ({why}); remove it"
+                break
+        else:
+            for switch, patterns in _DETAILS.items():
+                is_on = settings.get(switch) or given.get(switch)
+                if not is_on and any(fnmatch(name, pattern) for pattern in patterns):
+                    yield f"additional_configs: {name} needs {switch}; add it or remove {name}"
