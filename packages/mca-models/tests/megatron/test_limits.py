@@ -46,6 +46,8 @@ ENGINE = {"implementation": "transformer_engine", "device": "cuda"}
 TP2 = ParallelLayout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
 VPP = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
 PP2 = ParallelLayout(pipeline_model_parallel_size=2)
+UNEVEN = ParallelLayout(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1)
+UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 CP2 = ParallelLayout(context_parallel_size=2)
 
 
@@ -83,6 +85,7 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
         {"mtp_num_layers": 1, "calculate_per_token_loss": True, "version": V19},
         "mtp_num_layers to 0",
     ),
+    (DENSE, UNEVEN, UNIFORM, "cannot recompute the 3 layers of a pipeline stage 2 at a time"),
     (DENSE, TP2, {"gradient_accumulation_fusion": True}, "gradient_accumulation_fusion needs CUDA"),
     (DENSE, TP2, {"fp8": "hybrid"}, "fp8 needs CUDA"),
     (MOE, ParallelLayout(), {"moe_token_dispatcher_type": "flex"}, "use alltoall or allgather"),
@@ -104,6 +107,8 @@ def test_refused(
 ACCEPTED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any]]] = [
     (DENSE, VPP, {"overlap_p2p_comm": True}),
     (MOE, TP2, {}),
+    (DENSE, UNEVEN, UNIFORM | {"recompute_num_layers": 1}),
+    (DENSE, UNEVEN, UNIFORM | {"version": V19}),
     (MLA, TP2, {"sequence_parallel": True}),
     (MLA, TP2, {"version": V19}),
     (DENSE, CP2, {"mtp_num_layers": 1, "calculate_per_token_loss": True}),

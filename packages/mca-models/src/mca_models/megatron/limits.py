@@ -10,6 +10,7 @@ from mca_config.arguments import needing_engine
 from mca_config.errors import list_problems
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.pipeline import pipeline_plan
 from mca_config.rope import require_rope
 from mca_models.megatron.families.group_router import own_router
 
@@ -41,6 +42,7 @@ def require_supported(
         *_pipeline(layout, settings, device),
         *_wrong_gradients(config, layout, settings, version),
         *_wrong_losses(config, layout, settings, version),
+        *_recomputation(config, layout, settings, version),
         *_machine(settings, device, implementation),
         *_routing(config, settings),
         *_attention(config, layout, settings, implementation),
@@ -94,6 +96,22 @@ def _wrong_losses(
         yield (
             "the multi-token-prediction loss is only right under context parallelism with "
             "calculate_per_token_loss; set it to true, or set mtp_num_layers to 0"
+        )
+
+
+def _recomputation(
+    config: McaModelConfig, layout: ParallelLayout, settings: Mapping[str, Any], version: Version
+) -> Iterator[str]:
+    """Megatron takes so many layers of a stage at a time, and 0.16 runs past the stage's last one."""
+    if settings.get("recompute_method") != "uniform" or version >= FIXED_IN_0_17:
+        return
+    count = settings.get("recompute_num_layers") or 1
+    layers = [len(chunk.layers) for chunk in pipeline_plan(layout, config.num_layers, config.mtp_num_layers)]
+    uneven = [number for number in layers if number % count]
+    if uneven:
+        yield (
+            f"megatron-core 0.16 cannot recompute the {max(uneven)} layers of a pipeline stage {count} at a time; change "
+            "recompute_num_layers to 1, or use recompute_method block"
         )
 
 
