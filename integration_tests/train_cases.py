@@ -53,7 +53,7 @@ def sparse_checkpoint(folder: Path, **changes: Any) -> Path:
     return tiny_checkpoint(folder, Qwen3MoeConfig, Qwen3MoeForCausalLM, **(experts | changes))
 
 
-def samples(count: int, *, longest: int = 32, seed: int = 0) -> Any:
+def samples(count: int, *, longest: int = 32, seed: int = 0, vocab: int = VOCAB) -> Any:
     """Ragged samples with some tokens that are no targets."""
     from mca_train import TokenDataset
 
@@ -61,23 +61,25 @@ def samples(count: int, *, longest: int = 32, seed: int = 0) -> Any:
     rows = []
     for _ in range(count):
         length = int(draw.integers(8, longest + 1))
-        start = draw.integers(0, VOCAB)
-        tokens = (start + np.arange(length) * draw.integers(1, 4)) % VOCAB
+        start = draw.integers(0, vocab)
+        tokens = (start + np.arange(length) * draw.integers(1, 4)) % vocab
         mask = np.arange(length) >= draw.integers(0, 6)
         rows.append((tokens, mask))
     return TokenDataset.from_samples(rows)
 
 
-def filled_packs(packs: int, of: int, *, length: int = 32, seed: int = 1) -> Any:
-    """Samples of which every ``of`` in a row fill one pack of ``length`` to the last token."""
+def filled_packs(
+    packs: int, of: int, *, length: int = 32, seed: int = 1, vocab: int = VOCAB, unit: int = 4
+) -> Any:
+    """Samples of which every ``of`` in a row fill one pack of ``length`` to the last token, in units of tokens."""
     from mca_train import TokenDataset
 
     draw = np.random.default_rng(seed)
     rows = []
     for _ in range(packs):
-        cuts = sorted(draw.choice(np.arange(1, length // 4), of - 1, replace=False))
-        for size in 4 * np.diff([0, *cuts, length // 4]):
-            tokens = (draw.integers(0, VOCAB) + np.arange(size) * draw.integers(1, 4)) % VOCAB
+        cuts = sorted(draw.choice(np.arange(1, length // unit), of - 1, replace=False))
+        for size in unit * np.diff([0, *cuts, length // unit]):
+            tokens = (draw.integers(0, vocab) + np.arange(size) * draw.integers(1, 4)) % vocab
             rows.append((tokens, np.arange(size) >= draw.integers(0, 3)))
     return TokenDataset.from_samples(rows)
 
@@ -112,14 +114,21 @@ def make_trainer(checkpoint: Path, output_dir: Path, *, count: int = 44, **chang
     from mca_train import McaTrainer
 
     data, pack_length = changes.pop("train_dataset", None), changes.pop("pack_length", None)
+    held_out, adapter = changes.pop("eval_dataset", None), changes.pop("adapter", None)
+    callbacks = changes.pop("callbacks", None)
     args = arguments(output_dir, **changes)
-    model = AutoModel.from_pretrained(checkpoint, args)
+    model: Any = AutoModel.from_pretrained(checkpoint, args)
+    if adapter is not None:
+        from mca_models.megatron.peft import load_adapter
+
+        model = load_adapter(model, adapter)
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         return McaTrainer(
             model=model,
             args=args,
             train_dataset=samples(count) if data is None else data,
-            eval_dataset=samples(7, seed=9),
+            eval_dataset=samples(7, seed=9) if held_out is None else held_out,
+            callbacks=callbacks,
             pack_length=pack_length,
         )
 

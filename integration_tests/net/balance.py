@@ -1,0 +1,130 @@
+"""Balancing losses and biases of experts by definition, over what transformers' routers see."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, one_hot
+
+DEFAULT_BIAS_RATE = 1e-3
+SIGMOID = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2")
+
+
+@dataclass
+class Routed:
+    """What one layer's router was given and chose, sample by sample.
+
+    Args:
+        logits: ``[tokens, experts]`` of each sample.
+        counts: Tokens sent to each expert, of each sample.
+    """
+
+    logits: list[Tensor] = field(default_factory=list)
+    counts: list[Tensor] = field(default_factory=list)
+
+
+class Routers:
+    """The expert layers of a model, watched.
+
+    Args:
+        model: With all its layers.
+        config: transformers' configuration.
+        ahead: The prediction layers. The last token of a sample has no next one, and does not count in the first of
+            them, the last two not in the second, and so on.
+    """
+
+    def __init__(self, model: Any, config: Any, ahead: Iterable[Any] = ()) -> None:
+        self.blocks = [block for block in model.modules() if _is_block(block)]
+        depths = {id(part): depth for depth, layer in enumerate(ahead, 1) for part in layer.modules()}
+        self.depths = [depths.get(id(block), 0) for block in self.blocks]
+        self.sigmoid = config.model_type in SIGMOID
+        self.top = int(config.num_experts_per_tok) if self.blocks else 0
+
+    @contextmanager
+    def watched(self) -> Iterator[list[Routed]]:
+        """What each layer routes inside the block."""
+        found = [Routed() for _ in self.blocks]
+        of_block = zip(self.blocks, found, self.depths, strict=True)
+        hooks = [hook for block, routed, depth in of_block for hook in _hooks(block, routed, depth)]
+        try:
+            yield found
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Each token's shares of the experts."""
+        if not self.sigmoid:
+            return logits.softmax(-1)
+        raw = logits.sigmoid()
+        return raw / (raw.sum(-1, keepdim=True) + 1e-20)
+
+    def loss(self, kind: str, micro: list[list[Routed]]) -> Tensor:
+        """Experts x sum of (share of tokens x mean score), the mean over the tokens of the step, added over layers.
+
+        Args:
+            kind: ``aux_loss``: each micro-batch for itself; ``seq_aux_loss``: each sample; ``global_aux_loss``: all.
+            micro: By micro-batch and layer.
+        """
+        total = torch.zeros(())
+        for layer in range(len(self.blocks)):
+            samples = [[self.scores(logits) for logits in of[layer].logits] for of in micro]
+            groups = {
+                "aux_loss": [torch.cat(each) for each in samples],
+                "seq_aux_loss": [sample for each in samples for sample in each],
+                "global_aux_loss": [torch.cat([sample for each in samples for sample in each])],
+            }[kind]
+            tokens = sum(len(group) for group in groups)
+            for group in groups:
+                total = total + self._switch(group) * len(group) / tokens
+        return total
+
+    def _switch(self, scores: Tensor) -> Tensor:
+        experts = scores.shape[-1]
+        chosen = one_hot(scores.topk(self.top, -1).indices, experts).sum(1).float()
+        return experts * (chosen.mean(0) / self.top * scores.mean(0)).sum()
+
+    def z_loss(self, micro: list[list[Routed]]) -> Tensor:
+        """Mean over the step's tokens of the squared log of the summed exponentials, added over layers."""
+        total = torch.zeros(())
+        for layer in range(len(self.blocks)):
+            logits = torch.cat([each for of in micro for each in of[layer].logits])
+            total = total + logits.logsumexp(-1).square().mean()
+        return total
+
+    @torch.no_grad()
+    def move_biases(self, rate: float, micro: list[list[Routed]]) -> None:
+        """Towards equal shares by ``rate``, from what was sent to each expert in the whole step."""
+        for layer, block in enumerate(self.blocks):
+            bias = dict(block.named_buffers()).get(_bias_name(block))
+            if bias is not None:
+                counts = torch.stack([count for of in micro for count in of[layer].counts]).sum(0).float()
+                bias += rate * torch.sign(counts.mean() - counts)
+
+
+def _is_block(module: Any) -> bool:
+    return any(type(child).__name__.endswith("Experts") for child in module.children())
+
+
+def _bias_name(block: Any) -> str:
+    return next((name for name, _ in block.named_buffers() if name.endswith("e_score_correction_bias")), "")
+
+
+def _hooks(block: Any, routed: Routed, ahead: int) -> Iterator[Any]:
+    router = getattr(block, "gate", None) or block.router
+    experts = next(child for child in block.children() if type(child).__name__.endswith("Experts"))
+
+    def see(module: Any, args: tuple[Any, ...]) -> None:
+        hidden = args[0].flatten(0, -2).float()
+        hidden = hidden[: len(hidden) - ahead]
+        routed.logits.append(linear(hidden, module.weight.float(), getattr(module, "bias", None)))
+
+    def count(module: Any, args: tuple[Any, ...]) -> None:
+        chosen = args[1][: len(args[1]) - ahead].flatten()
+        routed.counts.append(torch.bincount(chosen, minlength=len(module.gate_up_proj)))
+
+    yield router.register_forward_pre_hook(see)
+    yield experts.register_forward_pre_hook(count)

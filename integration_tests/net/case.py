@@ -1,0 +1,115 @@
+"""One drawn case: a model, its layout, options and data. What the product may refuse is drawn like all else."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from harness import MAX_RANKS
+from mca_config.layout import SIZE_FIELDS, ParallelLayout
+from mca_train.settings import smallest_world
+from net import models, options
+from reference import FAMILY_CASES, MOE
+
+STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is trained, where and how.
+
+    Args:
+        seed: Of all draws.
+        number: Of this one.
+        base: Name of the family's case.
+        changes: What differs from it in ``config.json``.
+        prediction: Prediction layers.
+        lora: Settings of ``peft.LoraConfig``; None: the whole model is trained.
+        ranks: Processes.
+        options: Training arguments.
+        short: Samples (packs) that the last step has too few.
+        fault: What is planted in the trainer, by its name in `faults`; none is ever drawn.
+    """
+
+    seed: int
+    number: int
+    base: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    prediction: int = 0
+    lora: dict[str, Any] | None = None
+    ranks: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    short: int = 0
+    fault: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"net-{self.seed}-{self.number}{self.fault}"
+
+    @property
+    def micro(self) -> int:
+        """Samples (packs) of a micro-batch."""
+        return int(self.options["per_device_train_batch_size"])
+
+    @property
+    def packed(self) -> bool:
+        return bool(self.options.get("sequence_packing"))
+
+    def __str__(self) -> str:
+        rest = {
+            name: value for name, value in asdict(self).items() if value and name not in ("seed", "number")
+        }
+        return f"{self.name} {json.dumps(rest)}"
+
+    def repeat(self) -> str:
+        """The line that runs this case alone."""
+        test = "integration_tests/test_option_net.py"
+        return f"MCA_NET_SEED={self.seed} MCA_NET_ONLY={self.number} pytest -n 0 {test}  # {self}"
+
+
+def draw(seed: int, number: int) -> Case:
+    """Case ``number`` of ``seed``; the same for ever as long as this folder does not change."""
+    rng = random.Random(f"{seed}/{number}")
+    base = rng.choice(sorted(FAMILY_CASES) + [case for case in sorted(FAMILY_CASES) if case in MOE])
+    changes = models.sizes(rng, base)
+    sparse = models.is_sparse(base)
+    prediction = models.prediction_layers(rng, base)
+    lora = models.adapter(rng, base) if not prediction and rng.random() < 0.25 else None
+    while True:
+        sizes = options.layout(rng, sparse=sparse, layers=changes["num_hidden_layers"], prediction=prediction)
+        ranks = _ranks(rng, sizes)
+        if ranks <= MAX_RANKS:
+            break
+    chosen = (
+        sizes | options.batch(rng, sizes) | options.chosen(rng, sparse=sparse, prediction=bool(prediction))
+    )
+    return Case(
+        seed=seed,
+        number=number,
+        base=base,
+        changes=changes,
+        prediction=prediction,
+        lora=lora,
+        ranks=ranks,
+        options=chosen,
+        short=rng.choice((0, 0, 1)),
+    )
+
+
+def _ranks(rng: random.Random, sizes: dict[str, Any]) -> int:
+    """Of as many replicas as are drawn; a layout that is none stands on any number."""
+    names = {SIZE_FIELDS[axis]: SIZE_FIELDS[axis] for axis in ("tp", "pp", "cp", "ep", "etp")}
+    plain = ParallelLayout(**{name: sizes[name] for name in names if name in sizes})
+    return smallest_world(plain) * rng.choice((1, 1, 1, 2, 2, 4))
+
+
+def numbers(given: str, count: int) -> Sequence[int]:
+    """Those named in ``given`` (``3,17,40-60``), or the first ``count``."""
+    if not given:
+        return range(count)
+    found: list[int] = []
+    for part in given.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found

@@ -1,0 +1,167 @@
+"""Runs cases: refused before any rank starts, on ranks, or compared; several of one size in one set of processes."""
+
+import collections
+import importlib
+import tempfile
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassClassValidationError
+
+from harness import RanksFailed, prepare_parent, run_ranks
+from mca_config.checks import require_layout
+from mca_config.errors import McaError
+from net.case import Case
+from net.compare import differences, largest
+from net.ours import Ours, run_cases, trainer_settings
+from net.truth import Truth, make, model_config
+from train_cases import arguments
+
+TOGETHER = 8
+FOR_RANKS = ("mca_train.trainer", "mca_models.megatron.peft", "megatron.core.models.gpt.gpt_model", "peft")
+"""Imported once, in the process that forks them."""
+
+
+@dataclass
+class Verdict:
+    """What came of a case.
+
+    Args:
+        refused: The product's line against it.
+        unknown: Why there is nothing to compare with: transformers cannot make or run the model.
+        wrong: What differs, or a traceback.
+        figures: The largest relative differences.
+    """
+
+    case: Case
+    refused: str | None = None
+    unknown: str | None = None
+    wrong: list[str] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if self.refused:
+            return f"refused {self.case.number}: {self.refused}"
+        if self.unknown:
+            return f"unknown {self.case.number}: {self.unknown}"
+        if self.wrong:
+            return "\n    ".join([f"WRONG {self.case.repeat()}", *self.wrong])
+        return f"right {self.case.number}: {' '.join(f'{k} {v:.0e}' for k, v in self.figures.items())}"
+
+
+def verdicts(cases: Iterable[Case]) -> Iterator[Verdict]:
+    """Of all cases, a handful at a time."""
+    prepare_parent()
+    for module in FOR_RANKS:
+        importlib.import_module(module)
+    waiting: list[Case] = []
+    for case in cases:
+        if refusal := _refused_at_once(case):
+            yield refusal
+            continue
+        waiting.append(case)
+        if len(waiting) == 3 * TOGETHER:
+            yield from _together(waiting)
+            waiting = []
+    yield from _together(waiting)
+
+
+def _refused_at_once(case: Case) -> Verdict | None:
+    """What the arguments and the layout say before a rank is started."""
+    try:
+        args = arguments(Path("unused"), **trainer_settings(case))
+        require_layout(model_config(case), args.layout(), case.ranks)
+    except McaError as error:
+        return Verdict(case, refused=" ".join(str(error).split()))
+    except StrictDataclassClassValidationError as error:
+        return Verdict(case, unknown=" ".join(str(error).split()))
+    except Exception:
+        return Verdict(case, wrong=[traceback.format_exc()])
+    return None
+
+
+def _together(cases: list[Case]) -> Iterator[Verdict]:
+    with tempfile.TemporaryDirectory(prefix="mca-net-") as name:
+        folder = Path(name)
+        ready: dict[int, list[tuple[Case, Truth]]] = collections.defaultdict(list)
+        made = _truths(cases, folder)
+        for case, truth in zip(cases, made, strict=True):
+            if isinstance(truth, Truth):
+                ready[case.ranks].append((case, truth))
+            else:
+                yield Verdict(case, unknown=truth)
+        for size, pairs in ready.items():
+            for start in range(0, len(pairs), TOGETHER):
+                yield from _compared(size, pairs[start : start + TOGETHER], folder)
+
+
+def _truths(cases: list[Case], folder: Path) -> list[Truth | str]:
+    if not cases:
+        return []
+    return run_ranks(1, _make_all, cases, folder, timeout=60 + 30 * len(cases), process_group=False)[0]
+
+
+def _make_all(cases: list[Case], folder: Path) -> list[Truth | str]:
+    import logging
+
+    logging.disable(logging.WARNING)
+    found: list[Truth | str] = []
+    for case in cases:
+        try:
+            found.append(make(case, folder / case.name))
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            found.append(
+                f"{type(error).__name__}: {str(error)[:200]} ({Path(where.filename).name}:{where.lineno})"
+            )
+    return found
+
+
+def _compared(size: int, pairs: list[tuple[Case, Truth]], folder: Path) -> Iterator[Verdict]:
+    jobs = [(case, truth.path, truth.adapter, folder / case.name) for case, truth in pairs]
+    try:
+        by_rank = run_ranks(size, run_cases, jobs, timeout=60 + 20 * size * len(jobs))
+    except RanksFailed as error:
+        if len(pairs) == 1:
+            yield Verdict(pairs[0][0], wrong=[str(error)])
+            return
+        for pair in pairs:  # one by one: which is it?
+            yield from _compared(size, [pair], folder / "alone")
+        return
+    for (case, truth), ours in zip(pairs, zip(*by_rank, strict=True), strict=True):
+        yield _judged(case, truth, list(ours), folder / case.name)
+
+
+def _judged(case: Case, truth: Truth, ours: list[Ours], folder: Path) -> Verdict:
+    refusals = [each.refusal for each in ours if each.refusal]
+    failures = [each.failure for each in ours if each.failure]
+    if failures:
+        return Verdict(case, wrong=[failures[0]])
+    if refusals:
+        all_alike = len(refusals) == len(ours)
+        return Verdict(case, refused=refusals[0], wrong=[] if all_alike else ["not refused on every rank"])
+    return Verdict(case, wrong=differences(case, truth, ours, folder), figures=largest(truth, ours, folder))
+
+
+def summary(found: Iterable[Verdict]) -> str:
+    """How many of what, and the refusals by their words."""
+    found = list(found)
+    words: Any = collections.Counter()
+    for verdict in found:
+        if verdict.refused:
+            words[_without_numbers(verdict.refused)] += 1
+    counts = {
+        "right": sum(not (v.refused or v.unknown or v.wrong) for v in found),
+        "refused": sum(bool(v.refused) for v in found),
+        "unknown": sum(bool(v.unknown) for v in found),
+        "WRONG": sum(bool(v.wrong) for v in found),
+    }
+    lines = [", ".join(f"{count} {what}" for what, count in counts.items())]
+    return "\n".join([*lines, *(f"{count:5d} {text}" for text, count in words.most_common())])
+
+
+def _without_numbers(text: str) -> str:
+    return " ".join("N" if any(map(str.isdigit, word)) else word for word in text.split())[:160]

@@ -1,0 +1,70 @@
+"""Models, layouts and options at random are what one process of transformers, autograd and torch's optimizers is.
+
+A fixed few by default; ``MCA_NET_CASES=400`` the first so many, ``MCA_NET_SEED=n`` others, ``MCA_NET_ONLY=17,31``
+those.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from net.case import draw, numbers
+from net.faults import FAULTS
+from net.run import Verdict, verdicts
+
+pytestmark = pytest.mark.ranks
+
+SEED = int(os.environ.get("MCA_NET_SEED", "0"))
+SAMPLE = "4,13,29,33,36,57"
+CHOSEN = numbers(
+    os.environ.get("MCA_NET_ONLY", "" if "MCA_NET_CASES" in os.environ else SAMPLE),
+    int(os.environ.get("MCA_NET_CASES", "0")),
+)
+AT_ONCE = 40
+
+
+class Net:
+    """Verdicts, made for a block of neighbours when the first of them is asked for."""
+
+    def __init__(self, chosen: Sequence[int]) -> None:
+        blocks = [chosen[start : start + AT_ONCE] for start in range(0, len(chosen), AT_ONCE)]
+        self._block = {number: tuple(block) for block in blocks for number in block}
+        self._verdicts = cache(self._of_block)
+
+    def __getitem__(self, number: int) -> Verdict:
+        return self._verdicts(self._block[number])[number]
+
+    def _of_block(self, block: tuple[int, ...]) -> dict[int, Verdict]:
+        return {verdict.case.number: verdict for verdict in verdicts(draw(SEED, number) for number in block)}
+
+
+@pytest.fixture(scope="module")
+def net() -> Net:
+    return Net(CHOSEN)
+
+
+@pytest.mark.parametrize("number", CHOSEN)
+def test_training_equals_one_process_of_transformers(number: int, net: Net) -> None:
+    verdict = net[number]
+    assert not verdict.wrong, str(verdict)
+    if "MCA_NET_CASES" not in os.environ and "MCA_NET_ONLY" not in os.environ:
+        assert verdict.figures, f"the sample should train: {verdict}"
+
+
+@pytest.fixture(scope="module")
+def planted() -> dict[str, Verdict]:
+    """Of the cases that faults spoil, without and with them."""
+    cases = [replace(case, fault=fault) for name, (_, case, _) in FAULTS.items() for fault in ("", name)]
+    return {verdict.case.name: verdict for verdict in verdicts(cases)}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_seen(name: str, planted: dict[str, Verdict]) -> None:
+    _, case, where = FAULTS[name]
+    without, wrong = planted[case.name], planted[replace(case, fault=name).name].wrong
+    assert without.figures, str(without)
+    assert not without.wrong, str(without)
+    assert any(line.startswith(where) for line in wrong), wrong
