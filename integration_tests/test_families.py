@@ -250,3 +250,25 @@ def test_distributed_checkpoints_cut_what_is_cut(tmp_path: Path) -> None:
         assert olmo["decoder.layers.0.mlp.post_layernorm.weight"] == (4, 32)
         assert qwen["decoder.layers.0.self_attention.A_log"] == (4,)  # layers differ: each on its own
         assert qwen["decoder.layers.0.self_attention.out_norm.weight"] == (10,)
+
+
+def prediction_layer(kinds: list[str]) -> list[str]:
+    """The names in the prediction layer of a GLM whose decoder layers are ``kinds``."""
+    from mca_models.megatron import AutoModel
+    from mca_models.templates import config_from_hf
+
+    kind, different = reference.CASES["glm4_moe_lite"]
+    sizes = {**reference.SIZE, **different, "num_hidden_layers": len(kinds), "mlp_layer_types": kinds}
+    described = transformers.AutoConfig.for_model(kind, **sizes).to_dict() | {"num_nextn_predict_layers": 1}
+    model = AutoModel.from_config(config_from_hf(described), arguments("tp1"))
+    return [name for name, _ in model.canonical_parameters() if name.startswith("mtp.")]
+
+
+def test_prediction_layers_have_experts_after_a_dense_layer() -> None:
+    ((after_dense, after_sparse),) = run_ranks(1, both_prediction_layers)
+    assert any("experts" in name for name in after_dense)
+    assert after_dense == after_sparse
+
+
+def both_prediction_layers() -> tuple[list[str], list[str]]:
+    return prediction_layer(["sparse", "dense"]), prediction_layer(["dense", "sparse"])

@@ -110,8 +110,8 @@ def _recomputation(
     uneven = [number for number in layers if number % count]
     if uneven:
         yield (
-            f"megatron-core 0.16 cannot recompute the {max(uneven)} layers of a pipeline stage {count} at a time; change "
-            "recompute_num_layers to 1, or use recompute_method block"
+            f"megatron-core 0.16 cannot recompute the {max(uneven)} layers of a pipeline stage {count} at a time; "
+            "change recompute_num_layers to 1, or use recompute_method block"
         )
 
 

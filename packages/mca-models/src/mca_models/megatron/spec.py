@@ -38,11 +38,20 @@ def mtp_spec(config: Any, decoder: Any, implementation: Implementation, vp_stage
     )
 
     engine = implementation == "transformer_engine"
-    last = get_gpt_decoder_layer_specs(config, engine, normalization=config.normalization)[-1]
-    spec = get_gpt_mtp_block_spec(config, last, use_transformer_engine=engine, vp_stage=vp_stage)
+    layers = get_gpt_decoder_layer_specs(config, engine, normalization=config.normalization)
+    like = layers[_last_sparse_layer(config)]
+    spec = get_gpt_mtp_block_spec(config, like, use_transformer_engine=engine, vp_stage=vp_stage)
     if spec is None:
         return None
     return _with_own_attention(spec, config) if engine else _with_own_modules(spec, config)
+
+
+def _last_sparse_layer(config: Any) -> int:
+    """The decoder layer that prediction layers are made like: they have experts if the model has any."""
+    if not config.num_moe_experts:
+        return -1
+    sparse = [layer for layer, has_experts in enumerate(config.moe_layer_freq) if has_experts]
+    return sparse[-1] if sparse else -1
 
 
 def engine_attention() -> type:
