@@ -16,7 +16,9 @@ pytestmark = pytest.mark.ranks
 
 STEPS, ROWS, BETA = 8, 24, 0.3
 LOSS, NORM = 1e-5, 1e-4
-"""fp32 sums in another order, which Adam does not enlarge as long as it divides by no less than ``adam_epsilon``."""
+"""Relative: fp32 sums in another order, which Adam does not enlarge where it divides by no less than `adam_epsilon`."""
+MARGIN = 4e-5
+"""Of preferences, absolute: they compare log-probabilities of some -200, whose last bit is 1.5e-5."""
 KINDS = ("sft", "sigmoid", "hinge", "ipo")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
@@ -158,5 +160,5 @@ def test_every_step_is_that_of_trl(kind: str, layout: str, theirs: dict[str, Log
     right, found = theirs[kind], ours(kind, layout)
     assert len(right["loss"]) == STEPS
     assert right["loss"][-1] != pytest.approx(right["loss"][0], rel=0.02)  # it learns
-    assert found["loss"] == pytest.approx(right["loss"], rel=LOSS)
+    assert found["loss"] == pytest.approx(right["loss"], rel=LOSS, abs=0.0 if kind == "sft" else MARGIN)
     assert found["grad_norm"] == pytest.approx(right["grad_norm"], rel=NORM)

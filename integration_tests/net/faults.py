@@ -53,15 +53,17 @@ def balance_of_own_tokens(trainer: Any) -> None:
 
 
 def _case(number: int, base: str, **given: Any) -> Case:
-    options = _BATCH | _TP | given.pop("options", {})
+    options = _BATCH | given.pop("options", _TP)
     changes = _SIZES | given.pop("changes", {})
-    return Case(seed=-1, number=number, base=base, ranks=2, options=options, changes=changes, **given)
+    return Case(seed=-1, number=number, base=base, **({"ranks": 2} | given), options=options, changes=changes)
 
 
 FAULTS: Mapping[str, tuple[Callable[[Any], None], Case, str]] = {
     "experts": (
         experts_are_not_reduced,
-        _case(0, "mixtral", options={"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 1}),
+        _case(
+            0, "mixtral", ranks=4, options={"tensor_model_parallel_size": 1, "expert_model_parallel_size": 2}
+        ),
         "gradient: ",
     ),
     "adapters": (
@@ -75,7 +77,7 @@ FAULTS: Mapping[str, tuple[Callable[[Any], None], Case, str]] = {
         _case(
             3,
             "qwen3_moe",
-            options={"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3},
+            options=_TP | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3},
             changes={"num_experts": 4, "num_experts_per_tok": 2},
         ),
         "gradient: ",
