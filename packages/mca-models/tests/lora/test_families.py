@@ -10,6 +10,8 @@ import tiny_hf
 import torch
 from safetensors.torch import load_file
 
+from mca_config.checks import check_layout
+from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_models.checkpoint import open_checkpoint
 from mca_models.lora import merge_to_hf, open_adapter, write_mca_adapter, write_peft
@@ -41,7 +43,13 @@ def test_every_linear_of_every_family(case: str, tmp_path: Path) -> None:
     adapter = open_adapter(tmp_path / "adapter", checkpoint.config)
     before = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     for size in (1, 2, 4):
-        layout = ParallelLayout(tensor_model_parallel_size=size)
+        layout = ParallelLayout(
+            tensor_model_parallel_size=size, expert_tensor_parallel_size=1 if case == "gpt_oss" else None
+        )
+        if check_layout(checkpoint.config, layout):
+            with pytest.raises(McaError, match="cannot be laid out as"):
+                write_mca_adapter(adapter, layout, tmp_path / f"mca{size}")
+            continue
         write_mca_adapter(adapter, layout, tmp_path / f"mca{size}")
         write_peft(open_adapter(tmp_path / f"mca{size}"), tmp_path / f"peft{size}")
         after = load_file(tmp_path / f"peft{size}" / "adapter_model.safetensors")
