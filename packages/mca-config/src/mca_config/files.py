@@ -71,7 +71,12 @@ def open_regular(file: Path) -> int:
         McaError: It is a directory, pipe or device.
     """
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        regular = stat.S_ISREG(os.fstat(fd).st_mode)
+    except OSError:
+        os.close(fd)
+        raise
+    if regular:
         return fd
     os.close(fd)
     raise McaError(f"{file}: not a file but a directory, pipe or device")

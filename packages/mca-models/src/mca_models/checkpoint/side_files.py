@@ -3,12 +3,12 @@
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from mca_config.errors import McaError
-from mca_config.files import inside, open_regular, reading
-from mca_models.checkpoint.atomic import write_file
+from mca_config.files import inside, open_regular
 from mca_models.checkpoint.partial_folder import close
 
 _WRITTEN = {"config.json", "mca_config.json", "latest_checkpointed_iteration.txt"}
@@ -78,11 +78,30 @@ def copy_side_files(source: Path, target: Path) -> dict[str, int]:
 
 def _copy(file: Path, target: Path) -> int:
     """Copies a file with its permissions, as far as the umask leaves them; returns its size."""
-    with reading(file), os.fdopen(open_regular(file), "rb") as source:
-        mode = os.fstat(source.fileno()).st_mode & 0o777 | 0o600
-        return write_file(target, _blocks(file, source), mode)
+    with _naming(file, "read"):
+        source = os.fdopen(open_regular(file), "rb")
+    with source, _naming(target, "written"):
+        with _naming(file, "read"):
+            mode = os.fstat(source.fileno()).st_mode & 0o777 | 0o600
+        target.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC
+        with os.fdopen(os.open(target, flags, mode), "wb") as written:
+            while data := _next(source, file):
+                written.write(data)
+            written.flush()
+            os.fsync(written.fileno())
+            return written.tell()
 
 
-def _blocks(file: Path, source: BinaryIO) -> Iterator[bytes]:
-    with reading(file):
-        yield from iter(lambda: source.read(_BUFFER_BYTES), b"")
+def _next(source: BinaryIO, file: Path) -> bytes:
+    with _naming(file, "read"):
+        return source.read(_BUFFER_BYTES)
+
+
+@contextmanager
+def _naming(file: Path, done: str) -> Iterator[None]:
+    """What the system refuses is told of ``file``, which cannot be ``done``."""
+    try:
+        yield
+    except OSError as error:
+        raise McaError(f"{file}: cannot be {done} ({error.strerror})") from None
