@@ -63,7 +63,7 @@ def test_overrides_carry_megatrons_names() -> None:
         hysteresis=2,
         moe_grouped_gemm=True,
         tensor_model_parallel_size=2,
-        additional_configs={"moe_per_layer_logging": True},
+        additional_configs={"fp32_residual_connection": True},
     )
     assert args.ddp_config_overrides().keys() <= names_of(DistributedDataParallelConfig)
     assert len(args.ddp_config_overrides()) == 8
@@ -71,7 +71,7 @@ def test_overrides_carry_megatrons_names() -> None:
     assert len(args.optimizer_config_overrides()) == 17
     fixed = MegatronArguments(optimizer="sgd", sgd_momentum=0.5, loss_scale=1.0).optimizer_config_overrides()
     assert fixed == {"optimizer": "sgd", "sgd_momentum": 0.5, "loss_scale": 1.0}
-    assert args.transformer_config_overrides() == {"moe_grouped_gemm": True, "moe_per_layer_logging": True}
+    assert args.transformer_config_overrides() == {"moe_grouped_gemm": True, "fp32_residual_connection": True}
 
 
 def test_nothing_asked_for_overrides_nothing() -> None:
@@ -318,10 +318,10 @@ def test_the_grid_of_the_arguments() -> None:
 
 
 def test_additional_configs_from_json_file_yaml_and_dict(tmp_path: Path) -> None:
-    settings = {"moe_per_layer_logging": True, "softmax_scale": 0.01}
+    settings = {"fp32_residual_connection": True, "softmax_scale": 0.01}
     as_json, as_yaml = tmp_path / "more.json", tmp_path / "more.yaml"
     as_json.write_text(json.dumps(settings))
-    as_yaml.write_text("moe_per_layer_logging: true\nsoftmax_scale: 0.01\n")
+    as_yaml.write_text("fp32_residual_connection: true\nsoftmax_scale: 0.01\n")
     for given in (settings, json.dumps(settings), str(as_json), str(as_yaml)):
         args = DistributingParallelArguments(additional_configs=given)
         assert args.additional_configs == settings
@@ -353,6 +353,9 @@ def test_a_setting_that_has_its_own_argument_becomes_it() -> None:
         ({"init_method_std": 0.1}, ["init_method_std is not followed (weights are filled from"]),
         ({"moe_token_dropping": True}, ["moe_token_dropping is not followed (Megatron does not look at it)"]),
         ({"fp4": "e2m1"}, ["fp4 is not followed"]),
+        ({"hybrid_context_parallel": True}, ["hybrid_context_parallel is not followed (no groups or"]),
+        ({"use_kitchen": True}, ["use_kitchen is not followed"]),
+        ({"moe_per_layer_logging": True}, ["losses of experts are logged as one"]),
         ({"test_mode": True}, ["test_mode is not followed"]),
         ({"tp_comm_bulk_wgrad": False}, ["tp_comm_bulk_wgrad needs tp_comm_overlap; add it"]),
         ({"fp8_margin": 1}, ["fp8_margin needs fp8; add it"]),

@@ -24,7 +24,7 @@ GIVEN: dict[str, Any] = {
     "sequence_parallel": True,
     "recompute_granularity": "selective",
     "recompute_modules": ["mlp", "layernorm"],
-    "additional_configs": {"moe_per_layer_logging": True},
+    "additional_configs": {"fp32_residual_connection": True},
 }
 TRAINING: dict[str, Any] = {
     **GIVEN,

@@ -110,7 +110,7 @@ ARCHITECTURE = frozenset(
     dsa_indexer_head_dim dsa_indexer_loss_coeff dsa_indexer_n_heads dsa_indexer_topk
     dsa_indexer_use_sparse_loss heterogeneous_block_specs is_hybrid_model mamba_head_dim mamba_num_groups
     mamba_num_heads mamba_state_dim use_mamba_mem_eff_path moe_latent_size moe_router_enable_expert_bias
-    mrope_section mtp_standalone qk_l2_norm
+    mrope_section mtp_standalone qk_l2_norm window_size window_attn_skip_freq moe_router_topk_limited_devices
     """.split()
 )
-"""What decides the model's tensors: the checkpoint says it, no argument may."""
+"""What decides the model's tensors, or what they mean: the checkpoint says it, no argument may."""

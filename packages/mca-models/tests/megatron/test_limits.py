@@ -75,6 +75,8 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (DENSE, PP2, {"overlap_p2p_comm": True}, "virtual_pipeline_model_parallel_size of at least 2"),
     (DENSE, TP2, {"cpu_offloading": True}, "cpu_offloading needs transformer_impl transformer_engine"),
     (MOE, ParallelLayout(), {"moe_permute_fusion": True}, "moe_permute_fusion needs transformer_impl"),
+    (DENSE, TP2, {"use_te_activation_func": True}, "use_te_activation_func needs transformer_impl"),
+    (MOE, ParallelLayout(), {"moe_apply_probs_on_input": True}, "needs num_experts_per_tok 1"),
     (DENSE, TP2, {"attention_backend": "flash"}, "attention_backend flash needs transformer_impl"),
     (MLA, TP2, {"sequence_parallel": False}, "set sequence_parallel"),
     (GROUPED, ParallelLayout(), ENGINE | {"moe_router_fusion": True}, "remove moe_router_fusion"),

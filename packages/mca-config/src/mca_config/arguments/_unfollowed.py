@@ -36,6 +36,15 @@ _NOWHERE: Mapping[str, tuple[str, ...]] = {
         "tp_comm_atomic_*",
         "tp_comm_split_*",
     ),
+    "no groups or schedules are made for it": (
+        "hybrid_context_parallel",
+        "hierarchical_context_parallel_sizes",
+        "max_seqlen_per_dp_cp_rank",
+        "moe_enable_routing_replay",
+        "use_ring_exchange_p2p",
+    ),
+    "the package of that name is not used": ("use_kitchen", "use_kitchen_attention", "kitchen_*"),
+    "losses of experts are logged as one": ("moe_per_layer_logging",),
     "it is for Megatron's own tests": ("test_mode",),
 }
 _DETAILS: Mapping[str, tuple[str, ...]] = {

@@ -129,6 +129,8 @@ def _machine(settings: Mapping[str, Any], device: str, implementation: str) -> I
 
 
 def _routing(config: McaModelConfig, settings: Mapping[str, Any]) -> Iterator[str]:
+    if settings.get("moe_apply_probs_on_input") and settings.get("moe_router_topk") != 1:
+        yield "moe_apply_probs_on_input needs num_experts_per_tok 1; remove it"
     if settings.get("moe_router_fusion") and own_router(config) is not None:
         yield (
             f"the fused router chooses groups of experts otherwise than {config.model_type} with "
