@@ -67,8 +67,10 @@ def _experts(rng: random.Random, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def prediction_layers(rng: random.Random, base: str) -> int:
-    """Of families that have them."""
-    return rng.choice((0, 1, 1, 2)) if base in PREDICTING else 0
+    """Of families that have them; Qwen's have one at most."""
+    if base not in PREDICTING:
+        return 0
+    return min(rng.choice((0, 1, 1, 2)), 1 if PREDICTING[base] is APART else 2)
 
 
 def adapter(rng: random.Random, base: str) -> dict[str, Any] | None:
