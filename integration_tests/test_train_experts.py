@@ -30,24 +30,20 @@ LORA = {
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 TP4 = TP2 | {"tensor_model_parallel_size": 4}
 PP2, EP2 = {"pipeline_model_parallel_size": 2}, {"expert_model_parallel_size": 2}
-ETP1, ETP2, ETP4 = ({"expert_tensor_parallel_size": size} for size in (1, 2, 4))
+ETP1, ETP2 = {"expert_tensor_parallel_size": 1}, {"expert_tensor_parallel_size": 2}
 SPLIT = {"use_distributed_optimizer": True}
 # name -> ranks, settings
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "etp2": (2, ETP2),
     "etp2-allgather": (2, ETP2 | {"moe_token_dispatcher_type": "allgather"}),
     "tp2-etp1-split": (2, TP2 | ETP1 | SPLIT),
-    "etp4-split": (4, ETP4 | SPLIT),
     "tp4-etp2": (4, TP4 | ETP2),
     "pp2-etp2-split": (4, PP2 | ETP2 | SPLIT),
 }
 ADAPTED: dict[str, tuple[int, dict[str, Any]]] = {
     "etp2-split": (2, ETP2 | SPLIT),
     "tp2-etp1": (2, TP2 | ETP1),
-    "tp4-ep2-etp2": (4, TP4 | EP2 | ETP2),
     "tp4-ep2-etp2-split": (4, TP4 | EP2 | ETP2 | SPLIT),
     "ep2-etp2": (4, EP2 | ETP2),
-    "tp2-etp4-split": (4, TP2 | ETP4 | SPLIT),
 }
 
 
