@@ -172,6 +172,20 @@ def test_the_configuration_inside_must_be_of_the_same_family(
     assert "hf_config has model_type 'qwen2', the model is 'llama'" in refused(file.parent, tmp_path, capsys)
 
 
+@pytest.mark.parametrize(("case", "change", "message"), [
+    ("mixtral", {"moe_ffn_hidden_size": None}, "lacks a size that it needs"),
+    ("llama", {"kv_lora_rank": 4, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4, "v_head_dim": 4}, "kv_lora_rank is"),
+])  # fmt: skip
+def test_a_configuration_without_a_size(
+    case: str, change: dict, message: str, tiny, convert, tmp_path: Path, capsys
+) -> None:
+    file = convert(tiny(case), "mca") / "mca_config.json"
+    document = json.loads(file.read_text())
+    document["model"].update(change)
+    file.write_text(json.dumps(document))
+    assert message in refused(file.parent, tmp_path, capsys)
+
+
 NAMES = {
     "NUL": "a\0b",
     "half a character": "a\ud800",

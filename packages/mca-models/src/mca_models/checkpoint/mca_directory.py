@@ -61,7 +61,12 @@ class McaSource:
         self.iteration = latest_iteration(path) if iteration is None else iteration
         self.folder = path / iteration_name(self.iteration)
         self.manifest = Manifest.load(self.folder)
-        self.params: Sequence[Param] = stored(family_of(self.config.model_type).params(self.config))
+        family = family_of(self.config.model_type)
+        if type(self.config) is not family.config.config_class:
+            raise McaError(
+                f"{path / CONFIG}: kv_lora_rank is there, or not, unlike in a {family.model_type} model"
+            )
+        self.params: Sequence[Param] = stored(family.params(self.config))
         self._infos = self._read_headers()
         names = [param.mca_name() for param in self.params]
         require_same_names(self.manifest.tensors.keys(), names, self.folder / MANIFEST)

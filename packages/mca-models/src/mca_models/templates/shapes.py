@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
+from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_models.weights import Layout, Param
 
@@ -17,7 +18,10 @@ Shape = tuple[int, ...]
 def whole_shape(param: Param, config: McaModelConfig) -> Shape:
     """Shape of the unsharded Megatron parameter, without vocabulary padding."""
     inside = param.mca.rpartition("{layer}.")[2].removeprefix("transformer_layer.")
-    return _TABLES[type(config)][inside](config)
+    try:
+        return _TABLES[type(config)][inside](config)
+    except (TypeError, LookupError):
+        raise McaError(f"{param.mca_name()}: the model's configuration lacks a size that it needs") from None
 
 
 def hf_shapes(params: Iterable[Param], config: McaModelConfig) -> dict[str, Shape]:
