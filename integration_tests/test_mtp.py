@@ -54,19 +54,23 @@ class WithPrediction(torch.nn.Module):
 
         megatron-core 0.16 divides both sums by the number of next-token targets, later versions each by its own.
         """
+        main, predicted = self.both_logits(input_ids)
+        entropy = cross_entropy(main[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
+        further = cross_entropy(predicted[:, :-2].flatten(0, 1), input_ids[:, 2:].flatten(), reduction="sum")
+        lost = 1 if platform.megatron_version() < (0, 17) else 2
+        return entropy + SCALE * further / input_ids[:, lost:].numel()
+
+    def both_logits(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's logits ``[b, s, vocab]`` and the prediction layer's."""
         inner = self.main.model
         hidden = inner(input_ids, use_cache=False).last_hidden_state
-        main = cross_entropy(self.main.lm_head(hidden)[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
         following = inner.embed_tokens(input_ids.roll(-1, 1))
         mixed = self.eh_proj(torch.cat([self.enorm(following), self.hnorm(hidden)], -1))
         length = input_ids.shape[1]
         mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
         rotary = inner.rotary_emb(mixed, torch.arange(length)[None])
         out = self.layer(mixed, attention_mask=mask, position_embeddings=rotary)
-        logits = self.main.lm_head(self.head_norm(out))[:, :-2]
-        further = cross_entropy(logits.flatten(0, 1), input_ids[:, 2:].flatten(), reduction="sum")
-        lost = 1 if platform.megatron_version() < (0, 17) else 2
-        return main + SCALE * further / input_ids[:, lost:].numel()
+        return self.main.lm_head(hidden), self.main.lm_head(self.head_norm(out))
 
     def save(self, path: Path) -> Path:
         """A checkpoint as DeepSeek publishes them: the prediction layer numbered after the others."""

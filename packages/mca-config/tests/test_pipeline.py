@@ -58,6 +58,13 @@ def test_mtp_stands_with_the_loss_unless_the_string_says_otherwise() -> None:
     assert alone.chunk_of_mtp(0).mtp_layers == (0, 1)
 
 
+def test_prediction_layers_have_an_embedding_and_stand_behind_the_final_norm() -> None:
+    plan = pipeline_plan(pp(4, pipeline_model_parallel_layout="Et|t|m|L"), 2, mtp_num_layers=1)
+    assert (plan.final_norm.pp, plan.embedding_ranks) == (1, (0, 2))
+    without = pipeline_plan(pp(3, pipeline_model_parallel_layout="Et|t|L"), 2)
+    assert (without.final_norm.pp, without.embedding_ranks) == (2, (0,))
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[PipelinePlan, int]:
     size, virtual = draw(st.integers(1, 5)), draw(st.integers(1, 3))
@@ -140,6 +147,7 @@ def test_what_does_not_divide_names_the_flag(layout: ParallelLayout, layers: int
         ("Ett|m|mL", 3, "m stands in 2 stages"),
         ("Ett|m|m|L", 2, "m stands in 2 stages"),
         ("Ett|mm||L", 2, "last virtual stage"),
+        ("Et|t|m|L", 2, "a second embedding"),
     ],
 )
 def test_misplaced_mtp_is_an_error(text: str, size: int, words: str) -> None:

@@ -24,7 +24,7 @@ class PipelineChunk:
     has_embedding: bool
     """First in the model (``pre_process``)."""
     has_loss: bool
-    """Last in the model (``post_process``): final norm and output layer."""
+    """Last in the model (``post_process``): output layer."""
     mtp_layers: tuple[int, ...]
     """Multi-token-prediction layers, from 0. A chunk that has some needs the embedding too."""
 
@@ -66,9 +66,21 @@ class PipelinePlan:
         return self.chunks[0][0]
 
     @property
+    def embedding_ranks(self) -> tuple[int, ...]:
+        """The pipeline ranks that embed tokens: the first, and that of the prediction layers."""
+        return tuple(sorted({chunk.pp for chunk in self if chunk.has_embedding or chunk.mtp_layers}))
+
+    @property
     def last(self) -> PipelineChunk:
         """The chunk with the loss."""
         return self.chunks[-1][-1]
+
+    @property
+    def final_norm(self) -> PipelineChunk:
+        """The chunk with the final norm, which Megatron has before prediction layers, else before the loss."""
+        if any(chunk.mtp_layers for chunk in self):
+            return self.chunk_of_layer(max(self._by_layer))
+        return self.last
 
     @cached_property
     def _by_layer(self) -> dict[int, PipelineChunk]:
@@ -237,4 +249,9 @@ def _mtp_problem(stages: tuple[str, ...], pp: int) -> str | None:
         return f"m stands in {len(holders)} stages; all multi-token-prediction layers must share one"
     if holders and holders[0] < len(stages) - pp:
         return "m must stand in the last virtual stage of its pipeline rank; move it towards the end"
+    if holders and holders[0] and holders[0] % pp == 0:
+        return (
+            "m stands on the first pipeline rank but not in its first stage, where megatron-core trains a second "
+            "embedding apart from the first; move m to another stage"
+        )
     return None

@@ -42,6 +42,12 @@ GROUPED = replace(
 )
 WINDOWED = replace(DENSE, window_size=8)
 SINKS = replace(DENSE, softmax_type="learnable")
+TIED_PREDICTION = replace(DENSE, mtp_num_layers=1, tie_word_embeddings=True)
+BETWEEN = ParallelLayout(
+    pipeline_model_parallel_size=3,
+    virtual_pipeline_model_parallel_size=2,
+    pipeline_model_parallel_layout="Et|t|t|t|m|L",
+)
 ENGINE = {"implementation": "transformer_engine", "device": "cuda"}
 TP2 = ParallelLayout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
 VPP = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
@@ -80,6 +86,19 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (DENSE, TP2, {"attention_backend": "flash"}, "attention_backend flash needs transformer_impl"),
     (MLA, TP2, {"sequence_parallel": False}, "set sequence_parallel"),
     (GROUPED, ParallelLayout(), ENGINE | {"moe_router_fusion": True}, "remove moe_router_fusion"),
+    (
+        MOE,
+        ParallelLayout(),
+        {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.1},
+        "moe_aux_loss_coeff to 0",
+    ),
+    (
+        MOE,
+        ParallelLayout(),
+        {"moe_expert_capacity_factor": 2.5, "moe_pad_expert_input_to_capacity": True},
+        "lower it to 2, or remove moe_pad_expert_input_to_capacity",
+    ),
+    (TIED_PREDICTION, BETWEEN, {"overlap_p2p_comm": True}, "into the stage of L"),
     (DENSE, CP2, {"mtp_num_layers": 1}, "calculate_per_token_loss"),
     (
         DENSE,
@@ -114,6 +133,13 @@ ACCEPTED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any]]] = [
     (MLA, TP2, {"sequence_parallel": True}),
     (MLA, TP2, {"version": V19}),
     (DENSE, CP2, {"mtp_num_layers": 1, "calculate_per_token_loss": True}),
+    (MOE, ParallelLayout(), {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}),
+    (
+        MOE,
+        ParallelLayout(),
+        {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True},
+    ),
+    (replace(TIED_PREDICTION, tie_word_embeddings=False), BETWEEN, {"overlap_p2p_comm": True}),
     (DENSE, TP2, {"gradient_accumulation_fusion": True, "device": "cuda"}),
     (DENSE, CP2, {"cp_comm_type": "p2p", **ENGINE}),
     (WINDOWED, ParallelLayout(), ENGINE),

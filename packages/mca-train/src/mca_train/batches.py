@@ -35,12 +35,21 @@ class MicroBatch:
     is ``2 * pair``, the rejected one ``2 * pair + 1``."""
     num_segments: int
     """Sequences, over all context-parallel ranks."""
-    padding: Tensor
-    """``[b, s]`` bool: tokens that are no sample's own, or of a sample that does not count."""
+    following: Tensor
+    """``[b, s]``: how many tokens of its own sequence stand after a token; below 0 for padding, and for all tokens
+    of a sample that does not count."""
     cu_seqlens: Tensor | None = None
     """Packed sequences: where each begins in the whole pack, and its end, ``[sequences + 1]`` int32."""
     max_seqlen: int = 0
     """Tokens of the longest packed sequence, padding included."""
+
+    def counted(self, depth: int = 0) -> Tensor:
+        """``[b, s]``: `segments` of the tokens with ``depth`` of their sequence after them; -1 for all others."""
+        return self.segments.masked_fill(self.following < depth, -1)
+
+    def targets_at(self, depth: int) -> Tensor:
+        """``[b, s]`` bool: the targets with ``depth`` more tokens of their sequence before them."""
+        return (self.loss_mask > 0) & (self.position_ids >= depth)
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on ``device``."""
@@ -195,9 +204,9 @@ class StepCollator:
             loss_mask=mask.float(),
             segments=join([torch.full((1, length), number) for number, length in enumerate(lengths)]),
             num_segments=len(lengths),
-            padding=join(
+            following=join(
                 [
-                    torch.arange(length)[None] >= own
+                    own - 1 - torch.arange(length)[None]
                     for own, length in zip(row.own_tokens, lengths, strict=True)
                 ]
             ),
@@ -238,7 +247,7 @@ class StepCollator:
             "labels": labels.masked_fill(~mask, 0),
             "loss_mask": mask.float(),
             "segments": segments[:, None].expand_as(ids),
-            "padding": positions >= num_tokens[:, None],
+            "following": num_tokens[:, None] - 1 - positions,
         }
         cut = {name: self._slice(values).split(sizes) for name, values in whole.items()}
         return tuple(

@@ -5,16 +5,20 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mca_train import moe_losses, prediction_loss
 from mca_train.batches import MicroBatch, StepBatch
 from mca_train.losses import LossFunction, StepLoss, add_up, megatron_loss
-from mca_train.moe_losses import padding_for_experts, weigh_alike, weigh_by_tokens
+from mca_train.moe_tokens import hand_tokens
 from mca_train.numerics import telling_nan
 from mca_train.optimizer_offload import settle
+from mca_train.rng import kept_rng
+from mca_train.step_counts import count_step
 
 logger = logging.getLogger(__name__)
 
@@ -70,16 +74,17 @@ class Pipeline:
         self.configs = list({id(chunk.config): chunk.config for chunk in chunks}.values())
         for config in self.configs:
             config.calculate_per_token_loss = True
-            if config.num_moe_experts:
-                weigh_alike(self.chunks)
+        self.models = self.chunks
+        moe_losses.balance_experts(self.models)
+        prediction_loss.predict(self.models)
 
-    def run(self, batch: StepBatch, *, forward_only: bool) -> StepLoss:
-        """All micro-batches of ``batch``; the loss on this rank."""
+    def run(self, batch: StepBatch, *, forward_only: bool, loss: LossFunction | None = None) -> StepLoss:
+        """All micro-batches of ``batch``; the loss on this rank, or another ``loss``."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         iterators = [iter(batch.micro_batches) for _ in self.chunks]
         kept: list[Tensor] = get_forward_backward_func()(
-            forward_step_func=self._forward_step,
+            forward_step_func=partial(self._forward_step, loss=loss or self._loss),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(batch.micro_batches),
@@ -105,7 +110,9 @@ class Pipeline:
         for chunk, mode in zip(self.chunks, modes, strict=True):
             chunk.train(mode)
 
-    def _forward_step(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
+    def _forward_step(
+        self, batches: Iterator[MicroBatch], model: Any, *, loss: LossFunction
+    ) -> tuple[Tensor, Any]:
         batch = next(batches).to(self._device)
         output = model(
             input_ids=batch.input_ids,
@@ -113,15 +120,20 @@ class Pipeline:
             attention_mask=None,
             labels=None if self._wants_logits else batch.labels,
             loss_mask=batch.loss_mask,
-            padding_mask=padding_for_experts(batch, model),
+            padding_mask=hand_tokens(batch, model),
             packed_seq_params=_packed_params(batch),
         )
-        return output, megatron_loss(self._loss, batch)
+        return output, megatron_loss(loss, batch)
 
     @property
     def _device(self) -> torch.device:
         parameter: Tensor = next(self.chunks[0].parameters())
         return parameter.device
+
+
+def _none(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """The loss of a pass that is made for something else."""
+    return output.new_zeros(()), batch.loss_mask.new_zeros(())
 
 
 def _packed_params(batch: MicroBatch) -> Any:
@@ -161,6 +173,7 @@ class Engine(Pipeline):
         # Megatron's split optimizer looks at .grad of its views of the parameters, on purpose
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         self._args = args
+        self._balances_globally = moe_losses.balances_globally(chunks)
         self.params_dtype: torch.dtype = self.configs[0].params_dtype
         self.chunks = self._wrap(chunks)
         self.optimizer = self._build_optimizer()
@@ -213,10 +226,21 @@ class Engine(Pipeline):
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if self.configs[0].num_moe_experts:
-            weigh_by_tokens(batch)
         with telling_nan():
+            if self.configs[0].num_moe_experts or self.configs[0].mtp_num_layers:
+                self._begin_step(batch)
             return self.run(batch, forward_only=False)
+
+    def _begin_step(self, batch: StepBatch) -> None:
+        """Tells the losses beside the model's own what they are the means of."""
+        counts = count_step(batch, self.configs[0].mtp_num_layers or 0)
+        moe_losses.begin_step(self.models, counts)
+        prediction_loss.begin_step(self.models, counts)
+        if len(batch.micro_batches) > 1 and self._balances_globally:
+            with kept_rng(), self.at_rest():
+                for chunk in self.chunks:
+                    chunk.train()  # experts are chosen as in training
+                moe_losses.count_load(self.models, lambda: self.run(batch, forward_only=True, loss=_none))
 
     def optimizer_step(self) -> StepResult:
         """Clips, and updates the parameters."""

@@ -96,39 +96,28 @@ def barrier() -> None:
     dist.barrier()
 
 
-def num_replicas() -> int:
-    """Data-parallel ranks, those that share samples counted once."""
-    from megatron.core import parallel_state
-
-    return int(parallel_state.get_data_parallel_world_size())
-
-
-def balancing_loss(total: Tensor, entry: dict[str, Any]) -> Tensor:
-    """One of Megatron's auxiliary losses of this pipeline stage, from what each rank of the stage collected.
-
-    Args:
-        total: This rank's sums; overwritten.
-        entry: Its groups, as Megatron's tracker names them.
-    """
-    from megatron.core import parallel_state
-
-    if (group := entry.get("reduce_group")) is not None:
+def sum_over(values: Tensor, group: Any) -> Tensor:
+    """``values`` added over the ranks of ``group``."""
+    total = values.clone()
+    if group.size() > 1:
         dist.all_reduce(total, group=group)
-    if (group := entry.get("avg_group")) is not None:
-        dist.all_reduce(total, group=group)
-        total /= group.size()
-    if (
-        entry.get("reduce_group") is None and entry.get("avg_group") is None
-    ):  # the z-loss: of a rank's own tokens
-        shared = parallel_state.get_tensor_and_context_parallel_group()
-        dist.all_reduce(total, group=shared)
-        total /= shared.size()
-    needs_mean = not entry.get("reduce_group_has_dp", not entry.get("needs_dp_avg", True))
-    if needs_mean:
-        data = parallel_state.get_data_parallel_group()
-        dist.all_reduce(total, group=data)
-        total /= data.size()
     return total
+
+
+def sum_over_stage(values: Tensor) -> Tensor:
+    """``values`` added over all ranks of this pipeline stage."""
+    from megatron.core import parallel_state
+
+    return sum_over(values, parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+
+
+def own_tensor_share(values: Tensor, axis: int) -> Tensor:
+    """The tokens of ``values`` that this tensor-parallel rank has under sequence parallelism."""
+    from megatron.core import parallel_state
+
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    share: Tensor = values.chunk(ranks, axis)[parallel_state.get_tensor_model_parallel_rank()]
+    return share.contiguous()
 
 
 def of_every_stage(value: Any) -> list[Any]:

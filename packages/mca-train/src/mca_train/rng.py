@@ -2,6 +2,8 @@
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,18 @@ def save_rng(folder: Path, rank: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     copies = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
     save_file(copies, folder / f"rng_{rank}.safetensors", metadata=words)
+
+
+@contextmanager
+def kept_rng() -> Iterator[None]:
+    """A block after which the generators of dropout are where they were before."""
+    from megatron.core import tensor_parallel
+
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    states = {name: state.clone() for name, state in tracker.get_states().items()}
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        yield
+    tracker.set_states(states)
 
 
 def load_rng(folder: Path, rank: int) -> bool:

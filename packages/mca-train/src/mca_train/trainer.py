@@ -126,7 +126,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, WithLogs,
             pack_length=pack_length,
         )
         self.signals = Signals(self.signal_names, self.ranks.device)
-        self._model_losses = ModelLosses(model.megatron, model.config)
+        self._model_losses = ModelLosses(model.chunks)
         smooth_labels(model.chunks, args.label_smoothing_factor, model.config.vocab_size)
         chunk_losses(model.chunks, args.loss_chunk_size, wants_logits=self.wants_logits)
 
@@ -280,7 +280,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, WithLogs,
         rate.write(engine.optimizer.param_groups)
         self.before_forward(batch)
         loss = engine.forward_backward(batch)
-        self._model_losses.add(len(batch.micro_batches))
+        self._model_losses.add_step()
         self._meter.add(loss, batch)
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         result = engine.optimizer_step()

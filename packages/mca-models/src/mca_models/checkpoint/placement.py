@@ -33,6 +33,8 @@ def stage_of(param: Param, plan: PipelinePlan) -> int:
     """The pipeline rank that holds ``param``."""
     if param.stage is Stage.FIRST:
         return plan.first.pp
+    if param.stage is Stage.NORM:
+        return plan.final_norm.pp
     if param.stage is Stage.LAST:
         return plan.last.pp
     if param.layer is None:

@@ -89,8 +89,14 @@ def _build(
         config = _with_prediction_layers(config, args.mtp_num_layers)
     layout = args.layout(config.layout)
     require_layout(config, layout)
-    place = parallel.start(layout, seed)
+    place = parallel.start(layout, seed, embedding_ranks=_embedding_ranks(replace(config, layout=layout)))
     return VirtualModels(config, args, place, dtype=trained_dtype(config, args, dtype), source=source)
+
+
+def _embedding_ranks(config: McaModelConfig) -> tuple[int, ...]:
+    """The pipeline ranks with the embedding: the first, that of prediction layers, of a tied output layer the last."""
+    ranks = config.pipeline_plan().embedding_ranks
+    return (*ranks, config.layout.pp - 1) if config.tie_word_embeddings else ranks
 
 
 def _with_prediction_layers(config: McaModelConfig, count: int) -> McaModelConfig:

@@ -10,7 +10,7 @@ from mca_config.arguments import needing_engine
 from mca_config.errors import list_problems
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_config.pipeline import pipeline_plan
+from mca_config.pipeline import PipelinePlan, pipeline_plan
 from mca_config.rope import require_rope
 from mca_models.megatron.families.group_router import own_router
 
@@ -39,7 +39,7 @@ def require_supported(
     """
     require_rope(config.rope_scaling)
     problems = [
-        *_pipeline(layout, settings, device),
+        *_pipeline(config, layout, settings, device),
         *_wrong_gradients(config, layout, settings, version),
         *_wrong_losses(config, layout, settings, version),
         *_recomputation(config, layout, settings, version),
@@ -52,7 +52,15 @@ def require_supported(
         raise error
 
 
-def _pipeline(layout: ParallelLayout, settings: Mapping[str, Any], device: str) -> Iterator[str]:
+def _pipeline(
+    config: McaModelConfig, layout: ParallelLayout, settings: Mapping[str, Any], device: str
+) -> Iterator[str]:
+    middle = range(1, layout.pp - 1)
+    if layout.vpp > 1 and config.tie_word_embeddings and {*middle} & {*_plan(config, layout).embedding_ranks}:
+        yield (
+            "megatron-core cannot tie the embedding to prediction layers on a pipeline rank between the first and "
+            "the last with virtual stages; move m of pipeline_model_parallel_layout into the stage of L"
+        )
     overlaps, batched = settings.get("overlap_p2p_comm"), settings.get("batch_p2p_comm")
     if layout.pp > 1 and layout.vpp == 1 and overlaps:
         yield (
@@ -68,6 +76,10 @@ def _pipeline(layout: ParallelLayout, settings: Mapping[str, Any], device: str) 
         yield (
             "deallocate_pipeline_outputs frees what gloo still sends, which changes the numbers silently; remove it"
         )
+
+
+def _plan(config: McaModelConfig, layout: ParallelLayout) -> PipelinePlan:
+    return pipeline_plan(layout, config.num_layers, config.mtp_num_layers)
 
 
 def _wrong_gradients(
@@ -136,6 +148,18 @@ def _routing(config: McaModelConfig, settings: Mapping[str, Any]) -> Iterator[st
             f"the fused router chooses groups of experts otherwise than {config.model_type} with "
             f"num_experts_per_tok {config.moe_router_topk} and topk_group {config.moe_router_group_topk}; remove "
             "moe_router_fusion"
+        )
+    if settings.get("moe_router_load_balancing_type") == "sinkhorn" and settings.get("moe_aux_loss_coeff"):
+        yield "moe_router_load_balancing_type sinkhorn has no auxiliary loss; set moe_aux_loss_coeff to 0"
+    share = config.moe_router_topk / (config.num_moe_experts or 1)
+    if (
+        settings.get("moe_pad_expert_input_to_capacity")
+        and settings["moe_expert_capacity_factor"] * share > 1
+    ):
+        yield (
+            f"megatron-core cannot pad experts to a capacity of more than all tokens, which "
+            f"moe_expert_capacity_factor {settings['moe_expert_capacity_factor']} is; lower it to {1 / share:g}, or "
+            "remove moe_pad_expert_input_to_capacity"
         )
 
 

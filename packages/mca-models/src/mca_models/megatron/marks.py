@@ -1,9 +1,12 @@
-"""Tells Megatron which parameters are cut over tensor ranks, and over which ranks experts are summed.
+"""Tells Megatron which parameters are cut over tensor ranks, which are rows of the vocabulary, how experts are summed.
 
 The norm of all gradients counts a parameter once: a cut one on every tensor rank, a replicated one on the first.
 Megatron marks cut weights while it initialises them; weights that are filled from a checkpoint instead
 (``perform_initialization`` off) stay unmarked in megatron-core 0.16, and the norm, and with it clipping, silently
 misses all ranks but the first. 0.19 marks them in both cases.
+
+Rows of the vocabulary have a learning rate of their own (``decoupled_lr``). The copy of the embedding that prediction
+layers have on another pipeline rank stays unmarked in 0.16: its rows would leave those of the first rank.
 
 The gradients of experts are summed over the ranks that hold the same experts. megatron-core 0.16 marks them so
 (``allreduce`` false) with expert parallelism only, and sums over the dense parameters' replicas otherwise: wrong where
@@ -30,6 +33,8 @@ def mark_parameters(held: Iterable[tuple[Held, Tensor]], layout: ParallelLayout)
     marked = 0
     for item, tensor in held:
         param: Any = tensor
+        if item.param.vocab:
+            param.is_embedding_or_output_parameter = True
         axis, expert = item.param.shard.axis, item.param.expert is not None
         if axis is not None and not getattr(param, "tensor_model_parallel", False):
             param.tensor_model_parallel = True

@@ -34,7 +34,6 @@ _SEQUENTIAL_EXPERTS: Mapping[str, str] = {
     "mlp.experts.linear_fc2.bias{expert}": "mlp.experts.local_experts.{expert}.linear_fc2.bias",
 }
 _EMBEDDING = "embedding.word_embeddings.weight"
-_FINAL_NORM = "decoder.final_layernorm."
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,8 @@ def _on_chunk(param: Param, config: McaModelConfig, chunk: PipelineChunk) -> boo
         return param.layer in chunk.mtp_layers
     if param.stage == Stage.FIRST:
         return chunk.has_embedding or bool(chunk.mtp_layers)
-    if config.mtp_num_layers and param.mca.startswith(_FINAL_NORM):
-        return config.num_layers - 1 in chunk.layers  # Megatron moves it before the prediction layers
+    if param.stage == Stage.NORM:
+        return config.num_layers - 1 in chunk.layers if config.mtp_num_layers else chunk.has_loss
     return chunk.has_loss
 
 

@@ -5,6 +5,7 @@ The only file of this package that reads the launcher's environment and Megatron
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -45,11 +46,18 @@ class Place:
         return RankGrid(self.layout, self.world_size)
 
 
-def start(layout: ParallelLayout, seed: int = 1234) -> Place:
+def start(
+    layout: ParallelLayout, seed: int = 1234, *, embedding_ranks: tuple[int, ...] | None = None
+) -> Place:
     """Starts what is missing of torch.distributed and Megatron's groups for ``layout``.
 
     Without a launcher's environment the world is this one process. Groups that stand already with the same sizes
     are used; those of another layout are replaced.
+
+    Args:
+        layout: The parallel sizes.
+        seed: Of Megatron's random states.
+        embedding_ranks: The pipeline ranks that share the gradient of the vocabulary's rows; None: first and last.
 
     Raises:
         McaError: The layout does not fit the number of ranks.
@@ -58,7 +66,7 @@ def start(layout: ParallelLayout, seed: int = 1234) -> Place:
     _start_torch()
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     place = Place(layout, rank, world_size, RankGrid(layout, world_size).coordinates(rank))
-    _start_megatron(layout)
+    _start_megatron(layout, embedding_ranks or (0, layout.pp - 1))
     _seed(seed, place)
     return place
 
@@ -77,11 +85,14 @@ def _start_torch() -> None:
     torch.distributed.init_process_group(platform.backend(), store=store, rank=0, world_size=1)
 
 
-def _start_megatron(layout: ParallelLayout) -> None:
+def _start_megatron(layout: ParallelLayout, embedding_ranks: tuple[int, ...]) -> None:
     from megatron.core import parallel_state
 
+    def with_embedding(pipeline: list[int]) -> list[int]:
+        return [pipeline[rank] for rank in sorted(set(embedding_ranks))]
+
     if parallel_state.model_parallel_is_initialized():
-        if _megatron_sizes() == _wanted_sizes(layout):
+        if _megatron_sizes() == _wanted_sizes(layout) and _same_on_all(with_embedding):
             return
         _log.info("replacing Megatron's process groups by those of %s", layout)
         _end_megatron()
@@ -93,7 +104,24 @@ def _start_megatron(layout: ParallelLayout) -> None:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=timeout().total_seconds() / 60,
+        get_embedding_ranks=with_embedding,
     )
+
+
+def _same_on_all(with_embedding: Callable[[list[int]], list[int]]) -> bool:
+    """Whether the group of the embedding that stands is the wanted one, on every rank."""
+    from megatron.core import parallel_state
+
+    pipeline = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    if len(pipeline) == 1:
+        return True
+    group = parallel_state.get_embedding_group(check_initialized=False)
+    standing = [] if group is None else torch.distributed.get_process_group_ranks(group)
+    wanted = with_embedding(pipeline)
+    me = torch.distributed.get_rank()
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, standing == (wanted if me in wanted else []))
+    return all(found)
 
 
 def _end_megatron() -> None:

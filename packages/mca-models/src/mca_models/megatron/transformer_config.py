@@ -115,7 +115,22 @@ def transformer_config(
     settings["transformer_impl"] = implementation
     settings["moe_grouped_gemm"] = _grouped(settings, implementation)
     _require(config, layout, settings, implementation)
+    _say_what_depends_on_ranks(settings)
     return _with_attention_factor(_construct(config, settings), config)
+
+
+def _say_what_depends_on_ranks(settings: Settings) -> None:
+    sinkhorn = settings.get("moe_router_load_balancing_type") == "sinkhorn"
+    for name, used in (
+        ("moe_router_load_balancing_type sinkhorn", sinkhorn),
+        ("moe_expert_capacity_factor", settings.get("moe_expert_capacity_factor") is not None),
+    ):
+        if used:
+            _log.info(
+                "%s deals out the tokens that a rank has of a micro-batch, so results depend on the layout, on "
+                "the micro-batch and on padding; with the same of them they are the same",
+                name,
+            )
 
 
 def _require(

@@ -138,7 +138,7 @@ def head(config: McaModelConfig) -> list[Param]:
     """Final norm and output layer; a tied output layer is an alias of the embedding."""
     tied = config.tie_word_embeddings
     return [
-        Param(mca="decoder.final_layernorm.weight", hf=("model.norm.weight",), stage=Stage.LAST),
+        Param(mca="decoder.final_layernorm.weight", hf=("model.norm.weight",), stage=Stage.NORM),
         Param(
             mca="output_layer.weight",
             hf=(HF_EMBEDDING if tied else HF_HEAD,),

@@ -69,7 +69,8 @@ class Stage(Enum):
 
     FIRST = "first"  # the chunk with the embedding
     LAYER = "layer"  # the chunk that holds decoder layer ``Param.layer``
-    LAST = "last"  # the chunk with the final norm and the loss
+    NORM = "norm"  # the chunk with the final norm: that of the loss, or before prediction layers
+    LAST = "last"  # the chunk with the loss
     MTP = "mtp"  # the chunk that holds multi-token-prediction layer ``Param.layer``
 
 

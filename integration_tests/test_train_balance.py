@@ -1,0 +1,163 @@
+"""Losses of experts and of prediction layers, and experts' biases, are what they are defined as on every layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from balance_reference import BIAS_RATE, COEFFICIENTS, PER_MICRO_BATCH, expected, samples
+from harness import run_ranks
+from layouts import selected
+from test_gradient_parity import TOLERANCE, read, worst_errors
+from test_mtp import SCALE, WithPrediction
+from train_cases import arguments, quietly
+
+pytestmark = pytest.mark.ranks
+
+Settings = dict[str, Any]
+TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP = {"pipeline_model_parallel_size": 2}
+DP = {"gradient_accumulation_steps": 1}
+EP = DP | {"expert_model_parallel_size": 2}
+CP = {"context_parallel_size": 2}
+PACKED = {"sequence_packing": True, "per_device_train_batch_size": 1}
+ALONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def staged(layout: str, virtual: int = 1) -> Settings:
+    ranks = (layout.count("|") + 1) // virtual
+    return {"pipeline_model_parallel_layout": layout, "pipeline_model_parallel_size": ranks}
+
+
+# (kind of balancing loss, layout) -> ranks, settings; without the prediction layer where its size is 0
+CASES: dict[tuple[str, str], tuple[int, Settings]] = {
+    ("aux_loss", "single"): (1, {}),
+    ("aux_loss", "packed"): (1, PACKED),
+    ("aux_loss", "tp2"): (2, TP),
+    ("aux_loss", "dp2"): (2, DP),
+    ("aux_loss", "cp2"): (2, CP),
+    ("aux_loss", "own-stage"): (3, staged("Ett|ttm|L")),
+    ("aux_loss", "stage-alone"): (4, staged("Et|ttt|m|L")),
+    ("aux_loss", "virtual-stages"): (2, staged("Et|t|tt|mL", virtual=2)),
+    ("seq_aux_loss", "alone"): (1, ALONE),
+    ("seq_aux_loss", "packed"): (1, PACKED),
+    ("seq_aux_loss", "ep2"): (2, EP),
+    ("seq_aux_loss", "tp2-packed"): (2, TP | PACKED),
+    ("seq_aux_loss", "cp2-packed"): (2, CP | PACKED),
+    ("seq_aux_loss", "pp2-recomputed"): (2, PP | AGAIN),
+    ("global_aux_loss", "alone"): (1, ALONE),
+    ("global_aux_loss", "recomputed"): (1, AGAIN),
+    ("global_aux_loss", "ep2"): (2, EP),
+    ("global_aux_loss", "dp2-alone"): (2, ALONE | {"gradient_accumulation_steps": 4}),
+    ("global_aux_loss", "cp2"): (2, CP),
+    ("global_aux_loss", "pp2"): (2, PP),
+}
+
+
+def gradients(checkpoint: Path, output: Path, settings: Settings) -> None:
+    """The gradients of the first step, exported as if they were weights; routers' biases as they have moved."""
+    from transformers import TrainerCallback
+
+    from mca_models import AutoModel
+    from mca_train import McaTrainer, TokenDataset
+
+    run = {"max_steps": 1, "learning_rate": 1e-3, "max_grad_norm": 1e9, "mtp_loss_scaling_factor": SCALE}
+    run |= {"per_device_train_batch_size": PER_MICRO_BATCH, "gradient_accumulation_steps": 2}
+    run |= {"train_sampling_strategy": "sequential", "moe_router_bias_update_rate": BIAS_RATE}
+    args = arguments(output, **(run | settings))
+    model = AutoModel.from_pretrained(checkpoint, args)
+
+    class Keep(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            self.kept = [
+                (x, x.main_grad.clone()) for _, x in model.held() if isinstance(x, torch.nn.Parameter)
+            ]
+
+    keep, data = Keep(), TokenDataset.from_samples(samples())
+    quietly(McaTrainer(model=model, args=args, train_dataset=data, pack_length=32, callbacks=[keep]).train)
+    with torch.no_grad():
+        for parameter, gradient in keep.kept:
+            parameter.copy_(gradient)
+    model.save_pretrained_as_hf(output / "gradients")
+
+
+def all_gradients(checkpoint: Path, folder: Path, cases: dict[str, Settings]) -> None:
+    for name, settings in cases.items():
+        gradients(checkpoint, folder / name, settings)
+
+
+def settings_of(kind: str, settings: Settings) -> Settings:
+    without = {"mtp_num_layers": 0} if "context_parallel_size" in settings else {}
+    return COEFFICIENTS | {"moe_router_load_balancing_type": kind} | settings | without
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The gradients of every case, and those expected with and without the prediction layer."""
+    folder = tmp_path_factory.mktemp("balance")
+    checkpoint = WithPrediction().save(folder / "model")
+    chosen = selected(request, list(CASES))
+    for kind in {kind for kind, _ in chosen}:
+        for predicts in (True, False):
+            expected(folder / f"{kind}-{predicts}", kind, predicts=predicts)
+    for size in (1, 2, 3, 4):
+        cases = {
+            f"{case}-{layout}": settings_of(case, CASES[case, layout][1])
+            for case, layout in chosen
+            if CASES[case, layout][0] == size
+        }
+        if cases:
+            run_ranks(size, all_gradients, checkpoint, folder, cases, timeout=400)
+    return folder
+
+
+@pytest.mark.parametrize("case,layout", CASES)
+def test_gradients_are_those_of_the_definition(case: str, layout: str, folder: Path) -> None:
+    predicts = "mtp_num_layers" not in settings_of(case, CASES[case, layout][1])
+    right, ours = folder / f"{case}-{predicts}", folder / f"{case}-{layout}" / "gradients"
+    worst = worst_errors(right, ours)
+    assert worst[0][1] <= TOLERANCE, worst
+    moved, found = read(right), read(ours)
+    biases = [name for name in moved if "e_score_correction_bias" in name]
+    assert len(biases) == 3 + predicts
+    assert max(float((moved[name] - found[name]).abs().max()) for name in biases) < BIAS_RATE / 10
+
+
+def trained(checkpoint: Path, output: Path, settings: Settings) -> None:
+    """Exports what two steps made of the weights."""
+    from mca_models import AutoModel
+    from mca_train import McaTrainer, TokenDataset
+
+    args = arguments(output, max_steps=2, learning_rate=1e-3, decoupled_lr=2e-2, **settings)
+    model = AutoModel.from_pretrained(checkpoint, args)
+    quietly(McaTrainer(model=model, args=args, train_dataset=TokenDataset.from_samples(samples())).train)
+    model.save_pretrained_as_hf(output / "weights")
+
+
+def test_the_embedding_of_prediction_layers_learns_as_the_first(tmp_path: Path) -> None:
+    checkpoint = WithPrediction().save(tmp_path / "model")
+    run_ranks(1, trained, checkpoint, tmp_path / "one", {})
+    run_ranks(2, trained, checkpoint, tmp_path / "two", PP)
+    before, one, two = (
+        read(path) for path in (checkpoint, *(tmp_path / n / "weights" for n in ("one", "two")))
+    )
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert (one[name] - before[name]).abs().max() > 1e-2
+        assert (one[name] - two[name]).abs().max() < 1e-3
+
+
+DEALT = {
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
+    "capacity": {"moe_expert_capacity_factor": 0.7, "moe_aux_loss_coeff": 0.0},
+}
+
+
+def test_what_depends_on_how_tokens_are_dealt_is_the_same_every_time(tmp_path: Path) -> None:
+    checkpoint = WithPrediction().save(tmp_path / "model")
+    for time in ("once", "again"):
+        run_ranks(2, all_gradients, checkpoint, tmp_path / time, {n: DP | x for n, x in DEALT.items()})
+    for name in DEALT:
+        once, again = (read(tmp_path / time / name / "gradients") for time in ("once", "again"))
+        assert all(torch.equal(once[tensor], again[tensor]) for tensor in once)
