@@ -28,7 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from mca_models.checkpoint import METADATA, HfLayout, SafetensorsWriter, plan_file
+from mca_models.checkpoint.hf_writer import METADATA, HfLayout
+from mca_models.storage.safetensors import plan_file
+from mca_models.storage.writer import SafetensorsWriter
 from mca_models.templates import config_from_hf, family_of
 from mca_models.templates.shapes import whole_shape
 
@@ -112,7 +114,7 @@ def make_fp8_model(hf: dict[str, Any], directory: Path) -> None:
 
 def read_specs(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Type and shape of every tensor of a HF checkpoint."""
-    from mca_models.checkpoint import read_header
+    from mca_models.storage.safetensors import read_header
 
     headers = [read_header(file) for file in sorted(directory.glob("*.safetensors"))]
     return {info.name: (info.dtype, info.shape) for header in headers for info in header.tensors.values()}

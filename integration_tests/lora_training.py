@@ -60,7 +60,7 @@ def _with_gradient_buffers(models: Any) -> list[Any]:
 def _forward_backward(models: Any, wrapped: list[Any]) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from mca_models.megatron import parallel
+    from mca_models.megatron.distributed import parallel
     from mca_models.megatron.layers.zigzag import take
 
     batch = tokens()

@@ -88,7 +88,7 @@ def compare(models: Any, reference: Any) -> Compared:
 
 def own_tokens(models: Any, x: Tensor) -> Tensor:
     """What of ``[batch, seq, ...]`` a router of this rank sees, as ``[seq, batch, ...]``."""
-    from mca_models.megatron import parallel
+    from mca_models.megatron.distributed import parallel
     from mca_models.megatron.layers.zigzag import take
 
     context, tensor = parallel.context_group(), parallel.tensor_group()

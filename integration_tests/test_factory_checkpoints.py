@@ -11,7 +11,8 @@ import torch
 from harness import RanksFailed, run_ranks
 from layouts import arguments, world_size
 from mca_convert.cli import main as convert
-from mca_models.checkpoint import McaSource, read_header
+from mca_models.checkpoint.mca_directory import McaSource
+from mca_models.storage.safetensors import read_header
 from reference import Reference, make_reference
 
 pytestmark = pytest.mark.ranks

@@ -12,7 +12,9 @@ import pytest
 
 from harness import run_ranks
 from layouts import arguments
-from mca_models.checkpoint import METADATA, SafetensorsWriter, plan_file
+from mca_models.checkpoint.hf_writer import METADATA
+from mca_models.storage.safetensors import plan_file
+from mca_models.storage.writer import SafetensorsWriter
 from memory import MIB, peak
 from reference import make_reference
 

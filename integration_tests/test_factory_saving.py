@@ -63,8 +63,10 @@ def fail_in_every_way(path: Path, target: Path) -> dict[str, str]:
     """What each failed save says. Runs on every rank."""
     from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 
-    from mca_models.checkpoint.writer import SafetensorsWriter
-    from mca_models.megatron import AutoModel, distributed_writer, save
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.distributed import writer
+    from mca_models.megatron.state import save
+    from mca_models.storage.writer import SafetensorsWriter
 
     model = AutoModel.from_pretrained(path, arguments("tp2"))
     full = OSError(errno.ENOSPC, FULL)
@@ -94,14 +96,14 @@ def fail_in_every_way(path: Path, target: Path) -> dict[str, str]:
     with _failing(filesystem_async, "_write_item", full, 1):
         found["1 torch_dist write"] = _error(megatron)
         found["1 background write"] = _error(background)
-    alone = [(filesystem_async.FileSystemWriterAsync, "finish"), (distributed_writer, "_write_format")]
+    alone = [(filesystem_async.FileSystemWriterAsync, "finish"), (writer, "_write_format")]
     if hasattr(common, "TorchCommonSaveStrategy"):
         alone.append((common.TorchCommonSaveStrategy, "save_common"))
     for owner, name in alone:
         with _failing(owner, name, full, 0):
             found[f"0 torch_dist {name}"] = _error(megatron)
             found[f"0 background {name}"] = _error(background)
-    with _failing(distributed_writer, "_run", full, 1):
+    with _failing(writer, "_run", full, 1):
         found["1 torch_dist run"] = _error(megatron)
     model.save_pretrained(target)  # and none of it stands in the way of a save that works
     return found
@@ -165,8 +167,8 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
 
 def share(pairs: list[tuple[Path, str]], folder: Path) -> list[tuple[int, int]]:
     """Bytes that this rank writes of each model's checkpoint and export. Runs on every rank."""
-    from mca_models.checkpoint.writer import SafetensorsWriter
     from mca_models.megatron import AutoModel
+    from mca_models.storage.writer import SafetensorsWriter
 
     counts: list[int] = []
     original = SafetensorsWriter.write

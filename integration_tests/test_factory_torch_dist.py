@@ -20,7 +20,7 @@ from harness import RanksFailed, run_ranks
 from layouts import arguments, world_size
 from mca_config.errors import McaError
 from mca_convert.cli import main as convert
-from mca_models.checkpoint.opening import Kind, kind_of
+from mca_models.opening import Kind, kind_of
 from reference import make_reference
 from test_factory_checkpoints import tensors_of
 
@@ -110,7 +110,7 @@ def load_with_megatron(checkpoint: Path, layout: str) -> tuple[list[str], Any]:
     from megatron.core import dist_checkpointing
 
     from mca_models.megatron import AutoModel
-    from mca_models.megatron.torch_dist import model_state
+    from mca_models.megatron.state.torch_dist import model_state
 
     right = AutoModel.from_pretrained(checkpoint, arguments(layout))
     other = AutoModel.from_config(right.config, arguments(layout), seed=3)

@@ -14,9 +14,11 @@ from torch.distributed import checkpoint as dcp
 from mca_config.layout import ParallelLayout
 from mca_convert.conversion import plan_to_hf, plan_to_mca
 from mca_convert.pool import Limits
-from mca_models.checkpoint import McaSource, ModelSource, read_piece
-from mca_models.foreign import open_roll, open_torch_dist
+from mca_models.checkpoint.mca_directory import McaSource
+from mca_models.storage.source import ModelSource, read_piece
 from mca_models.templates import config_from_hf, family_of
+from mca_models.torch_checkpoint.roll import open_roll
+from mca_models.torch_checkpoint.torch_dist import open_torch_dist
 
 LIMITS = Limits(workers=2, memory=2 << 20)
 ROLL = ParallelLayout(

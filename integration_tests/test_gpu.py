@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from layouts import arguments
-from mca_models.checkpoint import HfSource
+from mca_models.checkpoint.hf_directory import HfSource
 from reference import Reference, make_reference
 from routing import compare
 from test_gradient_parity import expected_gradients, export_gradient, worst_errors

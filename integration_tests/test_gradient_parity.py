@@ -15,7 +15,7 @@ import torch
 
 from harness import run_ranks
 from layouts import arguments, selected, world_size
-from mca_models.checkpoint import HfSource
+from mca_models.checkpoint.hf_directory import HfSource
 from mca_models.megatron.tensors import to_torch
 from reference import Reference, hf_model, make_reference
 
@@ -64,7 +64,8 @@ def batches(input_ids: torch.Tensor, micro_batches: int) -> Iterator[dict[str, t
     """This data-parallel rank's share of the micro-batches, this context rank's part; the last token has no target."""
     from megatron.core import parallel_state
 
-    from mca_models.megatron import parallel, platform
+    from mca_models.megatron import platform
+    from mca_models.megatron.distributed import parallel
     from mca_models.megatron.layers.zigzag import take
 
     rows, length = input_ids.shape

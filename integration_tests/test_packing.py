@@ -20,7 +20,7 @@ def packed(models: Any, rows: list[torch.Tensor]) -> torch.Tensor:
     """The logits of ``rows`` packed into one, this rank's context part, and all of the vocabulary."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from mca_models.megatron import parallel
+    from mca_models.megatron.distributed import parallel
     from mca_models.megatron.layers.zigzag import take
 
     group = parallel.context_group()

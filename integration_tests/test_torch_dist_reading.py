@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from harness import run_ranks
 from layouts import arguments, world_size
 from mca_config.errors import McaError
-from mca_models.checkpoint import McaSource, read_piece
-from mca_models.foreign.torch_dist import open_torch_dist
+from mca_models.checkpoint.mca_directory import McaSource
+from mca_models.storage.source import read_piece
 from mca_models.templates import config_from_hf
+from mca_models.torch_checkpoint.torch_dist import open_torch_dist
 
 pytestmark = pytest.mark.ranks
 

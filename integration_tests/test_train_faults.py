@@ -186,7 +186,7 @@ def find_all(folders: dict[str, Path]) -> dict[str, tuple[str, str]]:
     """What ``auto`` finds in each folder, and what naming the spoilt checkpoint says."""
     from mca_config.errors import McaError
     from mca_config.layout import ParallelLayout
-    from mca_models.megatron import parallel
+    from mca_models.megatron.distributed import parallel
     from mca_train import checkpointing, groups
 
     parallel.start(ParallelLayout())

@@ -225,7 +225,7 @@ def fused_gradients(dtype: torch.dtype) -> float:
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
     from mca_config.layout import ParallelLayout
-    from mca_models.megatron import parallel
+    from mca_models.megatron.distributed import parallel
 
     place = parallel.start(ParallelLayout(tensor_model_parallel_size=2))
     draw = torch.Generator().manual_seed(4)

@@ -52,7 +52,7 @@ def test_megatron_still_counts_the_padding_it_has_removed():
 
 def marks(checkpoint: Path, output_dir: Path) -> tuple[bool, int]:
     from mca_models import AutoModel
-    from mca_models.megatron.marks import mark_parameters
+    from mca_models.megatron.layers.tp_marks import mark_parameters
 
     model: Any = AutoModel.from_pretrained(checkpoint, arguments(output_dir, **TP))
     cut = [tensor for item, tensor in model.held() if item.param.shard.axis is not None]

@@ -249,7 +249,7 @@ def test_the_log_has_every_step_once_also_after_resuming(checkpoint, tmp_path):
 
 def model_only(checkpoint: Path, output_dir: Path) -> str:
     from mca_config.errors import McaError
-    from mca_models.checkpoint import open_checkpoint
+    from mca_models.opening import open_checkpoint
 
     saving = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True, "save_total_limit": 2}
     quietly(make_trainer(checkpoint, output_dir, max_steps=4, **saving).train)

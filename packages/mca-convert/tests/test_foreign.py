@@ -35,7 +35,7 @@ def test_what_roll_wrote_goes_to_hugging_face_and_to_mca(convert) -> None:
 def test_torch_dist_goes_to_hugging_face_and_to_mca(case: str, tiny, convert, tmp_path: Path) -> None:
     from torch.distributed import checkpoint as dcp
 
-    from mca_models.checkpoint import HfSource
+    from mca_models.checkpoint.hf_directory import HfSource
 
     source = HfSource(tiny(case, "bfloat16"))
     tensors = load_file(source.path / "model.safetensors")

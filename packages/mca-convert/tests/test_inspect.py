@@ -56,7 +56,7 @@ def test_torch_dist(tiny, capsys, tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from torch.distributed import checkpoint as dcp
 
-    from mca_models.checkpoint import HfSource
+    from mca_models.checkpoint.hf_directory import HfSource
 
     source = HfSource(tiny("llama", "bfloat16"))
     hf = load_file(source.path / "model.safetensors")

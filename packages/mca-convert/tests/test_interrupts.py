@@ -16,10 +16,10 @@ SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SI
 STAGES = {
     "opening": "mca_convert.commands.convert.open_checkpoint",
     "planning": "mca_convert.commands.convert.plan_to_mca",
-    "making the folder": "mca_models.checkpoint.partial_folder.PartialFolder.mark",
-    "making files": "mca_models.checkpoint.writer.make_file",
+    "making the folder": "mca_models.storage.partial_folder.PartialFolder.mark",
+    "making files": "mca_models.storage.writer.make_file",
     "reading": "mca_convert.reader.SourceFile.read_into",
-    "writing": "mca_models.checkpoint.writer._pwrite",
+    "writing": "mca_models.storage.writer._pwrite",
     "small files": "mca_models.checkpoint.mca_directory.write_file",
 }
 
@@ -73,13 +73,11 @@ def test_at_the_renaming_it_comes_too_late(exists, after, tiny, tmp_path: Path, 
     source, output = tiny("llama"), tmp_path / "out"
     if exists:
         output.mkdir()
-    point = "mca_models.checkpoint.atomic.move" if exists else "os.rename"
+    point = "mca_models.storage.atomic.move" if exists else "os.rename"
     raised = signalling(monkeypatch, point, signal.SIGINT, after=after)
     if not exists and not after:  # the marker of the folder is renamed too, long before
         monkeypatch.undo()
-        raised = signalling(
-            monkeypatch, "mca_models.checkpoint.atomic.PartialDirectory._rename", signal.SIGINT
-        )
+        raised = signalling(monkeypatch, "mca_models.storage.atomic.PartialDirectory._rename", signal.SIGINT)
     code = main(["--checkpoint_path", str(source), "--output_path", str(output), "--to", "hf"])
     assert raised
     if not exists and after:  # the marker

@@ -151,5 +151,5 @@ def test_a_disk_that_is_found_full_by_the_sync(tiny, tmp_path: Path, capsys, mon
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     (tmp_path / "disk").mkdir()
-    monkeypatch.setattr("mca_models.checkpoint.writer.os.fsync", full)
+    monkeypatch.setattr("mca_models.storage.writer.os.fsync", full)
     assert_nothing_is_left(tiny("llama"), tmp_path / "disk", capsys)

@@ -13,7 +13,8 @@ from files import hf_tensors
 from mca_config.errors import McaError
 from mca_convert.conversion import plan_to_mca
 from mca_convert.pool import Limits
-from mca_models.checkpoint import HfSource, McaSource
+from mca_models.checkpoint.hf_directory import HfSource
+from mca_models.checkpoint.mca_directory import McaSource
 from mca_models.templates import FAMILIES
 from mca_models.weights import COLUMN, GATED, ROW, Concat, GroupedHeads, Param
 

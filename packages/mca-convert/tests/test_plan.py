@@ -142,7 +142,7 @@ def _header_bytes(file: Path) -> int:
 
 
 def _tensors(path: Path) -> list:
-    from mca_models.checkpoint import open_checkpoint
+    from mca_models.opening import open_checkpoint
 
     return list(open_checkpoint(path).tensors())
 
@@ -230,7 +230,10 @@ def _anonymous(pid: int) -> int:
 
 def _large(directory: Path) -> Path:
     """A Llama of 170 MB, all zeros."""
-    from mca_models.checkpoint import METADATA, ImaginedSource, SafetensorsWriter, plan_file
+    from mca_models.checkpoint.config_only import ImaginedSource
+    from mca_models.checkpoint.hf_writer import METADATA
+    from mca_models.storage.safetensors import plan_file
+    from mca_models.storage.writer import SafetensorsWriter
 
     directory.mkdir()
     sizes = {

@@ -125,7 +125,7 @@ def test_export_is_sharded_with_an_index(tiny, convert) -> None:
 
 
 def test_vocabulary_is_padded_with_zeros_and_cut_again(tiny, convert) -> None:
-    from mca_models.checkpoint import McaSource
+    from mca_models.checkpoint.mca_directory import McaSource
 
     mca = convert(tiny("llama"), "mca", tp=4)  # 70 rows: 18 on each rank, 2 of them padding
     source = McaSource(mca)

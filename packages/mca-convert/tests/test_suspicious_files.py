@@ -12,7 +12,7 @@ from files import LAYOUT, damage_header, layout_flags, refused
 from mca_config.checks import check_layout
 from mca_config.layout import ParallelLayout
 from mca_convert.cli import main
-from mca_models.checkpoint import open_checkpoint
+from mca_models.opening import open_checkpoint
 
 HF_FILES = (
     "config.json",

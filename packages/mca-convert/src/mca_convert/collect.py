@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from mca_convert.chunks import Chunk
 from mca_convert.reader import SourceFiles
-from mca_models.checkpoint import Part, TensorInfo
-from mca_models.checkpoint.dtypes import numpy_dtype
-from mca_models.checkpoint.runs import Move
-from mca_models.checkpoint.source import copy_move
+from mca_models.storage.dtypes import numpy_dtype
+from mca_models.storage.runs import Move
+from mca_models.storage.safetensors import TensorInfo
+from mca_models.storage.source import Part, copy_move
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,9 +16,9 @@ from mca_convert.collect import Buffers, Collector
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import SourceFiles
 from mca_convert.tasks import source_dtypes
-from mca_models.checkpoint import ModelSource
-from mca_models.checkpoint.dtypes import ITEM_SIZES
-from mca_models.checkpoint.moves import HF
+from mca_models.storage.dtypes import ITEM_SIZES
+from mca_models.storage.moves import HF
+from mca_models.storage.source import ModelSource
 from mca_models.weights import Param
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_convert.compare import Comparison
-from mca_models.checkpoint import kind_of, read_header
-from mca_models.checkpoint.dtypes import code_of
+from mca_models.opening import kind_of
+from mca_models.storage.dtypes import code_of
+from mca_models.storage.safetensors import read_header
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,23 +12,15 @@ from mca_convert.engine import Engine
 from mca_convert.pool import Limits
 from mca_convert.reader import SourceFiles
 from mca_convert.tasks import Fill, fills_to_hf, fills_to_mca, source_dtypes, target_dtypes
-from mca_models.checkpoint import (
-    METADATA,
-    FilePlan,
-    FileRecord,
-    HfLayout,
-    McaLayout,
-    ModelSource,
-    PartialDirectory,
-    copy_side_files,
-    iteration_name,
-    kind_of,
-    plan_file,
-    require_absent,
-    side_files,
-)
-from mca_models.checkpoint.dtypes import DTYPE_NAMES
-from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES
+from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
+from mca_models.checkpoint.mca_directory import McaLayout, iteration_name
+from mca_models.checkpoint.side_files import copy_side_files, side_files
+from mca_models.opening import kind_of
+from mca_models.storage.atomic import PartialDirectory, require_absent
+from mca_models.storage.dtypes import DTYPE_NAMES
+from mca_models.storage.manifest import FileRecord
+from mca_models.storage.safetensors import FilePlan, plan_file
+from mca_models.storage.source import ModelSource
 
 Progress = Callable[[int], None]
 _CHECKPOINT = ("config.json", "mca_config.json", "adapter_config.json")

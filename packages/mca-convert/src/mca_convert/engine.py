@@ -16,8 +16,10 @@ from mca_convert.collect import Buffers, Collector, is_kept
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import SourceFiles
 from mca_convert.tasks import Fill, fill_item_size
-from mca_models.checkpoint import FilePlan, FileRecord, SafetensorsWriter
-from mca_models.checkpoint.dtypes import ITEM_SIZES
+from mca_models.storage.dtypes import ITEM_SIZES
+from mca_models.storage.manifest import FileRecord
+from mca_models.storage.safetensors import FilePlan
+from mca_models.storage.writer import SafetensorsWriter
 
 _STRETCH_CHUNKS = 16  # neighbouring chunks that one thread takes at a time
 Progress = Callable[[int], None]

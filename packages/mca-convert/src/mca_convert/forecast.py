@@ -21,20 +21,14 @@ from mca_convert.open_files import too_many_files
 from mca_convert.pool import Limits
 from mca_convert.tables import size_of
 from mca_convert.tasks import Fill, dtype_faults, fill_item_size
-from mca_models.checkpoint import (
-    ImaginedSource,
-    Kind,
-    McaLayout,
-    ModelSource,
-    TensorInfo,
-    has_weights,
-    is_mca,
-    kind_of,
-    layout_faults,
-    open_checkpoint,
-    side_files,
-)
-from mca_models.checkpoint.dtypes import ITEM_SIZES
+from mca_models.checkpoint.config_only import ImaginedSource
+from mca_models.checkpoint.hf_directory import has_weights
+from mca_models.checkpoint.mca_directory import McaLayout, is_mca, layout_faults
+from mca_models.checkpoint.side_files import side_files
+from mca_models.opening import Kind, kind_of, open_checkpoint
+from mca_models.storage.dtypes import ITEM_SIZES
+from mca_models.storage.safetensors import TensorInfo
+from mca_models.storage.source import ModelSource
 
 T = TypeVar("T")
 _THREAD_BYTES = 200 << 10  # a thread's stack and its share of the allocator

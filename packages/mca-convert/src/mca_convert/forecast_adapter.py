@@ -13,8 +13,9 @@ from mca_convert.forecast import (
     require_space,
     stages_of,
 )
-from mca_models.checkpoint import METADATA, iteration_name, kind_of, layout_faults, plan_file, side_files
-from mca_models.checkpoint.dtypes import code_of
+from mca_models.checkpoint.hf_writer import METADATA
+from mca_models.checkpoint.mca_directory import iteration_name, layout_faults
+from mca_models.checkpoint.side_files import side_files
 from mca_models.lora import (
     Adapter,
     PeftTensors,
@@ -26,6 +27,9 @@ from mca_models.lora import (
     relaid,
 )
 from mca_models.lora.peft_directory import WEIGHTS
+from mca_models.opening import kind_of
+from mca_models.storage.dtypes import code_of
+from mca_models.storage.safetensors import plan_file
 
 
 def forecast_adapter(request: Request, path: Path) -> Forecast:

@@ -9,17 +9,11 @@ from typing import Any
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint import (
-    HfSource,
-    Kind,
-    McaSource,
-    ModelSource,
-    TensorInfo,
-    kind_of,
-    open_checkpoint,
-    read_header,
-)
-from mca_models.checkpoint.hf_directory import read_config
+from mca_models.checkpoint.hf_directory import HfSource, read_config
+from mca_models.checkpoint.mca_directory import McaSource
+from mca_models.opening import Kind, kind_of, open_checkpoint
+from mca_models.storage.safetensors import TensorInfo, read_header
+from mca_models.storage.source import ModelSource
 from mca_models.templates import family_of
 
 _SIZES = (
@@ -153,7 +147,7 @@ def _count(infos: Iterable[TensorInfo], path: Path, found: Inspection) -> None:
 
 
 def _biggest(shapes: list[tuple[str, str, list[int]]], found: Inspection, top: int) -> None:
-    from mca_models.checkpoint.dtypes import ITEM_SIZES
+    from mca_models.storage.dtypes import ITEM_SIZES
 
     sized = [(name, dtype, shape, prod(shape) * ITEM_SIZES[dtype]) for name, dtype, shape in shapes]
     found.biggest = sorted(sized, key=lambda entry: -entry[-1])[:top]

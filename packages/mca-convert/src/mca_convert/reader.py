@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from mca_config.errors import McaError
 from mca_config.files import open_regular, reading
 from mca_convert.pool import run_all
-from mca_models.checkpoint.checksum import crc32_join, crc32_of_file
-from mca_models.checkpoint.partial_folder import close
-from mca_models.checkpoint.writer import as_bytes
+from mca_models.storage.checksum import crc32_join, crc32_of_file
+from mca_models.storage.partial_folder import close
+from mca_models.storage.writer import as_bytes
 
 if TYPE_CHECKING:
     import numpy as np

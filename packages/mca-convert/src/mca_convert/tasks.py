@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from math import prod
 
 from mca_config.errors import McaError
-from mca_models.checkpoint import HfLayout, McaLayout, ModelSource, Part
-from mca_models.checkpoint.dtypes import ITEM_SIZES
-from mca_models.checkpoint.moves import HF
+from mca_models.checkpoint.hf_writer import HfLayout
+from mca_models.checkpoint.mca_directory import McaLayout
 from mca_models.checkpoint.placement import cut_size, files_of
-from mca_models.checkpoint.runs import Gather
+from mca_models.storage.dtypes import ITEM_SIZES
+from mca_models.storage.moves import HF
+from mca_models.storage.runs import Gather
+from mca_models.storage.source import ModelSource, Part
 from mca_models.weights import Param
 
 FLOATS = frozenset({"F64", "F32", "BF16", "F16"})

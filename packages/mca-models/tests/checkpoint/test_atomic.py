@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from mca_config.errors import McaError
-from mca_models.checkpoint import PartialDirectory, atomic_directory, partial_folder
-from mca_models.checkpoint.atomic import write_file
+from mca_models.storage import partial_folder
+from mca_models.storage.atomic import PartialDirectory, atomic_directory, write_file
 
 WRITER = """
 import sys, time
@@ -284,7 +284,7 @@ def test_what_stands_stays_when_its_place_cannot_be_synced(
     def broken(path: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("mca_models.checkpoint.atomic.sync_directory", broken)
+    monkeypatch.setattr("mca_models.storage.atomic.sync_directory", broken)
     with atomic_directory(tmp_path / "x") as partial:
         (partial / "file").touch()
     assert [path.name for path in tmp_path.rglob("*")] == ["x", "file"]
@@ -297,7 +297,7 @@ def test_without_an_exchange_of_the_file_system_the_old_one_steps_aside(
     def unknown(*words: object) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    monkeypatch.setattr("mca_models.checkpoint.renames._renameat2", unknown)
+    monkeypatch.setattr("mca_models.storage.renames._renameat2", unknown)
     test_overwrite_exchanges_whole_directories(tmp_path)
     folder = left_by(tmp_path / "x")
     (tmp_path / "x").rename(folder / partial_folder.DISPLACED)  # killed between the two steps

@@ -4,7 +4,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mca_models.checkpoint.checksum import crc32_join, crc32_of_file
+from mca_models.storage.checksum import crc32_join, crc32_of_file
 
 
 @given(st.lists(st.binary(max_size=300), max_size=6))

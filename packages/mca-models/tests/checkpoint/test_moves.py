@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mca_models.checkpoint.moves import HF, Rule, Side, part_shapes, plan_moves
-from mca_models.checkpoint.source import copy_move
+from mca_models.storage.moves import HF, Rule, Side, part_shapes, plan_moves
+from mca_models.storage.source import copy_move
 from mca_models.weights import (
     COLUMN,
     GATED,

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
-from mca_models.checkpoint import SafetensorsWriter, plan_file, read_header
-from mca_models.checkpoint.dtypes import ITEM_SIZES, code_of, numpy_dtype
+from mca_models.storage.dtypes import ITEM_SIZES, code_of, numpy_dtype
+from mca_models.storage.safetensors import plan_file, read_header
+from mca_models.storage.writer import SafetensorsWriter
 
 # three tensors, byte for byte: the format's definition, not this code's opinion of it
 LITERAL = (

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from mca_config.errors import McaError
-from mca_models.foreign import stand_ins
-from mca_models.foreign.pickle_reader import read_pickle
-from mca_models.foreign.stand_ins import GLOBALS, Record, TensorRef
+from mca_models.torch_checkpoint import allowed_globals
+from mca_models.torch_checkpoint.allowed_globals import GLOBALS, Record, TensorRef
+from mca_models.torch_checkpoint.pickle_reader import read_pickle
 
 CANARY = "mca_pickle_canary"
 
@@ -67,7 +67,7 @@ HOSTILE = {
     "functools.partial": glob("functools.partial") + b"(" + glob("os.system") + text(TOUCH) + b"tR.",
     "numpy loader": pickle.dumps(Call(__import__("numpy").load, CANARY)),
     "torch.load": b"\x80\x02" + glob("torch.load") + b"(" + text(CANARY) + b"tR.",
-    "our own module": glob("mca_models.foreign.pickle_reader.read_pickle") + b".",
+    "our own module": glob("mca_models.torch_checkpoint.pickle_reader.read_pickle") + b".",
     "extension registry": b"\x80\x02\x82\x01.",
     "memoised then called": glob("os.system") + b"q\x01" + text(TOUCH) + b"\x85R.",
 }
@@ -129,7 +129,7 @@ def test_stand_ins_cannot_be_changed_or_misused(data: bytes) -> None:
 def test_state_of_a_record_stays_inside_it() -> None:
     data = glob(METADATA) + EMPTY_TUPLE + b"\x81}" + text("__class__") + glob(REBUILD) + b"s" + BUILD + b"."
     record = read_pickle(data, "x")
-    assert type(record) is stand_ins.Metadata
+    assert type(record) is allowed_globals.Metadata
     assert list(record.state) == ["__class__"]
 
 

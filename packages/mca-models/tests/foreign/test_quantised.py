@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from mca_config.errors import McaError
-from mca_models.checkpoint.safetensors import TensorInfo, read_header
-from mca_models.foreign.quantised import dequantised, plain_config
+from mca_models.quantised.hf_tensors import dequantised, plain_config
+from mca_models.storage.safetensors import TensorInfo, read_header
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}

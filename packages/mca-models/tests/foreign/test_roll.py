@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
-from mca_models.foreign import open_foreign
-from mca_models.foreign.roll import is_roll, open_roll, rank_files
 from mca_models.templates import config_from_hf, family_of
+from mca_models.torch_checkpoint.opening import open_foreign
+from mca_models.torch_checkpoint.roll import is_roll, open_roll, rank_files
 
 FIXTURE = Path(__file__).parents[5] / "shared/fixtures/roll_llama_tiny"
 

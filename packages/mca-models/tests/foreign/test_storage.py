@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mca_models.checkpoint.moves import Rule, plan_moves
-from mca_models.checkpoint.runs import Gather
-from mca_models.checkpoint.source import copy_move
-from mca_models.foreign.storage import Stored, storages, to_storage
-from mca_models.foreign.tensors import Chunk, GridTensor, StridedTensor
+from mca_models.storage.moves import Rule, plan_moves
+from mca_models.storage.runs import Gather
+from mca_models.storage.source import copy_move
+from mca_models.storage.strided import Chunk, GridTensor, StridedTensor
+from mca_models.torch_checkpoint.storages import Stored, storages, to_storage
 from mca_models.weights import COLUMN, GATED, ROW, Param
 
 

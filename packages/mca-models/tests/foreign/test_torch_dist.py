@@ -19,9 +19,9 @@ from torch.distributed import checkpoint as dcp
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.foreign import open_foreign
-from mca_models.foreign.torch_dist import find_torch_dist, open_torch_dist
 from mca_models.templates import config_from_hf, family_of, gated_delta_net
+from mca_models.torch_checkpoint.opening import open_foreign
+from mca_models.torch_checkpoint.torch_dist import find_torch_dist, open_torch_dist
 from mca_models.weights import Stage
 
 State = dict[str, Any]

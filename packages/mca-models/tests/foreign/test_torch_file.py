@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mca_config.errors import McaError
-from mca_models.foreign.tensors import Chunk, StridedTensor, assemble
-from mca_models.foreign.torch_file import open_torch_file, read_archive
+from mca_models.storage.strided import Chunk, StridedTensor, assemble
+from mca_models.torch_checkpoint.torch_file import open_torch_file, read_archive
 
 DTYPES = [
     "float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_models.checkpoint import open_checkpoint
 from mca_models.lora import (
     AdapterConfig,
     convert_adapter,
@@ -30,6 +29,7 @@ from mca_models.lora import (
 )
 from mca_models.lora.rules import rules_as_found
 from mca_models.lora.targets import linear_targets
+from mca_models.opening import open_checkpoint
 from mca_models.templates import config_from_hf
 
 DENSE_LAYOUTS = [

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from mca_config.checks import check_layout
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_models.checkpoint import open_checkpoint
 from mca_models.lora import merge_to_hf, open_adapter, write_mca_adapter, write_peft
+from mca_models.opening import open_checkpoint
 
 OF_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 

@@ -121,7 +121,8 @@ def main(jobs: list[dict[str, Any]]) -> list[Any]:
     import transformer_engine.pytorch as te_pytorch
 
     te.pytorch = te_pytorch
-    from mca_models.megatron import transformer_config, virtual_models
+    from mca_models.megatron import virtual_models
+    from mca_models.megatron.build import transformer_config
 
     for module in (transformer_config, virtual_models):
         module.implementation_of = lambda args: "transformer_engine"
@@ -143,7 +144,8 @@ def build(config: dict[str, Any], arguments: dict[str, Any], ranks: int, rank: i
         ``epsilon``: of the norms that are fused into linears, by the name of the linear.
     """
     from mca_config import DistributingParallelArguments
-    from mca_models.megatron import AutoModel, parallel, platform
+    from mca_models.megatron import AutoModel, platform
+    from mca_models.megatron.distributed import parallel
     from mca_models.templates import config_from_hf
 
     for kernel in ("FLASH", "FUSED", "UNFUSED"):  # Megatron wants one choice for a whole process

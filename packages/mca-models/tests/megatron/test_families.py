@@ -8,12 +8,12 @@ import tiny_hf
 import torch
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.build.transformer_config import aux_loss_coefficient
 from mca_models.megatron.families import settings
 from mca_models.megatron.families.delta_rule import CHUNK, gated_delta_rule
 from mca_models.megatron.families.embedding import train_embedding_like_hf
 from mca_models.megatron.families.group_router import experts_of_best_groups
 from mca_models.megatron.families.scales import scaled_residual
-from mca_models.megatron.transformer_config import aux_loss_coefficient
 from mca_models.templates import config_from_hf
 
 Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

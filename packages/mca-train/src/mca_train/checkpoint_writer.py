@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from mca_config.errors import McaError
-from mca_models.checkpoint.partial_folder import remove_leftovers, retire
-from mca_models.megatron.agreement import SharedDirectory
+from mca_models.megatron.distributed.collectives import SharedDirectory
+from mca_models.storage.partial_folder import remove_leftovers, retire
 from mca_train.write_reasons import reasons_kept
 
 

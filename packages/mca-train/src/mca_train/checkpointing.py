@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from mca_config.errors import McaError, UsageError
-from mca_models.checkpoint.atomic import write_file
-from mca_models.megatron.agreement import on_first, together
-from mca_models.megatron.torch_dist import Writing
+from mca_models.megatron.distributed.collectives import on_first, together
+from mca_models.megatron.distributed.writer import Writing
+from mca_models.storage.atomic import write_file
 from mca_train import groups, integrity, optimizer_state
 from mca_train.carried import Carried, Totals
 from mca_train.groups import Ranks

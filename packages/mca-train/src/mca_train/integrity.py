@@ -12,10 +12,10 @@ import zlib
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_models.checkpoint.atomic import write_file
-from mca_models.checkpoint.manifest import FILE_NAME as OF_MODEL
-from mca_models.checkpoint.manifest import Manifest
-from mca_models.megatron.agreement import together
+from mca_models.megatron.distributed.collectives import together
+from mca_models.storage.atomic import write_file
+from mca_models.storage.manifest import FILE_NAME as OF_MODEL
+from mca_models.storage.manifest import Manifest
 from mca_train import groups
 from mca_train.groups import Ranks
 from mca_train.saving import HF_FOLDER

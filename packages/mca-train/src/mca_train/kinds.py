@@ -49,7 +49,7 @@ def make_trainer(kind: Kind, settings: Settings, tokenizer: Any, train: Any, eva
 def _base(settings: Settings, path: str, tokenizer: Any) -> Any:
     """The model at ``path``, its vocabulary grown to the tokenizer's where that is larger."""
     from mca_models import AutoModel
-    from mca_models.checkpoint import open_checkpoint
+    from mca_models.opening import open_checkpoint
 
     seed, tokens = settings.training.seed, len(tokenizer)
     known = open_checkpoint(Path(path)).config.vocab_size

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 
 from mca_config.errors import UsageError
-from mca_models.checkpoint.partial_folder import retire
+from mca_models.storage.partial_folder import retire
 from mca_train.checkpointing import checkpoints, step_of
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from mca_config.errors import McaError
-from mca_models.megatron.distributed_reader import read_state, shapes_in
-from mca_models.megatron.torch_dist import Writing, write_state
+from mca_models.megatron.distributed.reader import read_state, shapes_in
+from mca_models.megatron.distributed.writer import Writing, write_state
 from mca_train import groups
 from mca_train.bucket_padding import positions_without_padding
 from mca_train.optimizer_offload import as_plain

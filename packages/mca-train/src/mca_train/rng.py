@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
-from mca_models.megatron import parallel
+from mca_models.megatron.distributed import parallel
 
 
 def seed_dropout(model: Any, seed: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mca_config.errors import McaError, UsageError
 from mca_config.model_config import FILE_NAME, McaModelConfig
-from mca_models.megatron.agreement import on_first
+from mca_models.megatron.distributed.collectives import on_first
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +120,9 @@ def load_weights(model: Any, directory: Path) -> None:
     Raises:
         McaError: Another model is there.
     """
-    from mca_models.checkpoint import open_checkpoint
-    from mca_models.megatron import fill
+    from mca_models.megatron.build import fill
     from mca_models.megatron.peft import PeftModels
+    from mca_models.opening import open_checkpoint
 
     if isinstance(model, PeftModels):
         if (directory / FILE_NAME).is_file():

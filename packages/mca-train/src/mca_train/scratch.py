@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_models.checkpoint.partial_folder import PartialFolder, remove_leftovers
+from mca_models.storage.partial_folder import PartialFolder, remove_leftovers
 
 _LONGEST = 107 - len("/listener-xxxxxxxx")  # bytes of a folder with sockets in it
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -120,7 +120,7 @@ def model_config(path: str) -> McaModelConfig:
     """
     import json
 
-    from mca_models.checkpoint import is_mca
+    from mca_models.checkpoint.mca_directory import is_mca
     from mca_models.templates import config_from_hf
 
     folder = Path(path)

@@ -11,7 +11,7 @@ from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
 from mca_config.errors import McaError
-from mca_models.megatron.agreement import on_first
+from mca_models.megatron.distributed.collectives import on_first
 from mca_train import checkpointing, groups, lineage
 from mca_train.checkpoint_writer import CheckpointWriter, Stage, said_clearly
 from mca_train.integrity import ARGUMENTS_FILE, Checksums

@@ -10,7 +10,7 @@ from mca_convert.commands.convert import carry_out, layout_arguments, layout_fla
 from mca_convert.conversion import plan_to_hf, plan_to_mca, refuse_no_adapter, refuse_taken
 from mca_convert.interrupts import Interrupts
 from mca_convert.output import printable
-from mca_models.checkpoint import open_checkpoint
+from mca_models.opening import open_checkpoint
 
 
 def convert_adapter(

@@ -16,7 +16,8 @@ from mca_convert.output import printable
 from mca_convert.pool import Limits, default_workers
 from mca_convert.progress import bar
 from mca_convert.tables import size_of
-from mca_models.checkpoint import McaLayout, kind_of, open_checkpoint
+from mca_models.checkpoint.mca_directory import McaLayout
+from mca_models.opening import kind_of, open_checkpoint
 
 
 def convert(parser: argparse.ArgumentParser, options: argparse.Namespace, interrupts: Interrupts) -> int:

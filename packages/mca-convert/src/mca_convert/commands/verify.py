@@ -10,7 +10,7 @@ from mca_convert.interrupts import Interrupts
 from mca_convert.open_files import allow_open_files
 from mca_convert.output import say
 from mca_convert.progress import bar
-from mca_models.checkpoint import kind_of, open_checkpoint
+from mca_models.opening import kind_of, open_checkpoint
 
 _SHOWN = 10
 

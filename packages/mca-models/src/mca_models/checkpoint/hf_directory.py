@@ -9,24 +9,22 @@ from typing import Any
 from mca_config.errors import McaError, named
 from mca_config.files import inside, present, read_json
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint.dtypes import CODES, DTYPE_NAMES
-from mca_models.checkpoint.moves import HF, Side
 from mca_models.checkpoint.placement import stored
-from mca_models.checkpoint.runs import Gather, Shape
-from mca_models.checkpoint.safetensors import TensorInfo, read_header
-from mca_models.checkpoint.source import (
-    Computed,
-    Part,
-    checked_parts,
-    plan_gathers,
-    require_same_names,
-)
+from mca_models.storage.dtypes import CODES, DTYPE_NAMES
+from mca_models.storage.moves import HF, Side
+from mca_models.storage.runs import Gather, Shape
+from mca_models.storage.safetensors import TensorInfo, read_header
+from mca_models.storage.source import Computed, Part, checked_parts, plan_gathers, require_same_names
 from mca_models.templates import config_from_hf, family_of
 from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
 
 Stored = TensorInfo | Computed
+
+
 _SHOWN = 8
+
+
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
@@ -136,7 +134,7 @@ def _plain(
     found = {info.name: info for info in tensors}
     if not hf_config.get("quantization_config"):
         return dict(found), hf_config
-    from mca_models.foreign.quantised import dequantised, plain_config
+    from mca_models.quantised.hf_tensors import dequantised, plain_config
 
     code = dtype or plain_dtype(hf_config)
     with naming_config(path):

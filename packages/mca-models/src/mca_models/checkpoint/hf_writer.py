@@ -7,17 +7,19 @@ from pathlib import Path
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint.atomic import write_file
-from mca_models.checkpoint.dtypes import ITEM_SIZES
 from mca_models.checkpoint.hf_directory import CONFIG, INDEX, SINGLE
-from mca_models.checkpoint.moves import HF
 from mca_models.checkpoint.placement import stored
-from mca_models.checkpoint.runs import Shape
-from mca_models.checkpoint.source import shapes_of_parts
+from mca_models.storage.atomic import write_file
+from mca_models.storage.dtypes import ITEM_SIZES
+from mca_models.storage.moves import HF
+from mca_models.storage.runs import Shape
+from mca_models.storage.source import shapes_of_parts
 from mca_models.templates import config_to_hf, family_of
 from mca_models.weights import Param
 
 MAX_SHARD_BYTES = 5 * 10**9
+
+
 METADATA = {"format": "pt"}  # transformers refuses files without it
 
 

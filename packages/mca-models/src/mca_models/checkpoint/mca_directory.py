@@ -15,27 +15,25 @@ from mca_config.files import inside, present, read_text
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME as CONFIG
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint.atomic import write_file
 from mca_models.checkpoint.hf_directory import CONFIG as CONFIG_OF_HF
 from mca_models.checkpoint.hf_writer import config_text, write_config
-from mca_models.checkpoint.manifest import FILE_NAME as MANIFEST
-from mca_models.checkpoint.manifest import FileRecord, Manifest, TensorRecord
-from mca_models.checkpoint.moves import Rule, Side, part_shapes
 from mca_models.checkpoint.placement import cut_size, expert_rank, files_of, pieces_by_file, stored
-from mca_models.checkpoint.runs import Gather, Shape
-from mca_models.checkpoint.safetensors import TensorInfo, read_header
-from mca_models.checkpoint.source import (
-    Part,
-    check_whole,
-    checked_parts,
-    plan_gathers,
-    require_same_names,
-)
+from mca_models.storage.atomic import write_file
+from mca_models.storage.manifest import FILE_NAME as MANIFEST
+from mca_models.storage.manifest import FileRecord, Manifest, TensorRecord
+from mca_models.storage.moves import Rule, Side, part_shapes
+from mca_models.storage.runs import Gather, Shape
+from mca_models.storage.safetensors import TensorInfo, read_header
+from mca_models.storage.source import Part, check_whole, checked_parts, plan_gathers, require_same_names
 from mca_models.templates import family_of
 from mca_models.weights import Param
 
 LATEST = "latest_checkpointed_iteration.txt"
+
+
 _MOST_DIGITS = 18
+
+
 _MOST_PIECES = 1 << 21
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from mca_config.errors import McaError, list_problems
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint.moves import HF, Rule, part_shapes
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.rules import AdapterRules, Factors, by_part
+from mca_models.storage.moves import HF, Rule, part_shapes
 from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array

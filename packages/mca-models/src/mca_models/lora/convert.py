@@ -8,12 +8,12 @@ from typing import Literal
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint import is_mca
-from mca_models.checkpoint.dtypes import numpy_dtype
 from mca_models.checkpoint.hf_directory import naming_config, read_config
+from mca_models.checkpoint.mca_directory import is_mca
 from mca_models.lora.adapter import Adapter
 from mca_models.lora.mca_directory import is_mca_adapter, open_mca_adapter, write_mca_adapter
 from mca_models.lora.peft_directory import is_peft, open_peft, write_peft
+from mca_models.storage.dtypes import numpy_dtype
 from mca_models.templates import config_from_hf
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
@@ -103,7 +103,7 @@ def casted(adapter: Adapter, code: str) -> Adapter:
     """``adapter`` with its tensors in the dtype of safetensors code ``code``; reading raises where fp16 overflows."""
     import numpy as np
 
-    from mca_models.foreign.fp8 import cast_to
+    from mca_models.quantised.fp8 import cast_to
 
     def read(param: Param) -> Array:
         values = adapter.read(param)

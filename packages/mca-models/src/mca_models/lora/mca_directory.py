@@ -18,19 +18,19 @@ from mca_config.files import inside, present
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME as MODEL
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint.atomic import atomic_directory, write_file
-from mca_models.checkpoint.checksum import crc32_of_file
-from mca_models.checkpoint.dtypes import code_of
-from mca_models.checkpoint.manifest import FileRecord, Manifest
 from mca_models.checkpoint.mca_directory import McaLayout, iteration_name, latest_iteration
 from mca_models.checkpoint.placement import cut_size, files_of
-from mca_models.checkpoint.safetensors import TensorInfo, plan_file, read_header
 from mca_models.checkpoint.side_files import copy_side_files
-from mca_models.checkpoint.source import require_same_names
-from mca_models.checkpoint.writer import SafetensorsWriter
 from mca_models.lora.adapter import Adapter, check_shapes
 from mca_models.lora.config import FILE_NAME, AdapterConfig
 from mca_models.lora.rules import rules_as_found
+from mca_models.storage.atomic import atomic_directory, write_file
+from mca_models.storage.checksum import crc32_of_file
+from mca_models.storage.dtypes import code_of
+from mca_models.storage.manifest import FileRecord, Manifest
+from mca_models.storage.safetensors import TensorInfo, plan_file, read_header
+from mca_models.storage.source import require_same_names
+from mca_models.storage.writer import SafetensorsWriter
 from mca_models.weights import Param
 
 

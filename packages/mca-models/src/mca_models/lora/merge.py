@@ -15,19 +15,19 @@ import numpy as np
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint.atomic import atomic_directory
-from mca_models.checkpoint.dtypes import DTYPE_NAMES, numpy_dtype
 from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
-from mca_models.checkpoint.moves import HF, Rule, Side, part_shapes
-from mca_models.checkpoint.runs import Gather, Shape, clip
-from mca_models.checkpoint.safetensors import TensorInfo, plan_file
 from mca_models.checkpoint.side_files import copy_side_files
-from mca_models.checkpoint.source import Computed, ModelSource, Part, copy_move, plan_gathers
-from mca_models.checkpoint.writer import SafetensorsWriter
-from mca_models.foreign.fp8 import cast_to
-from mca_models.foreign.tensors import Array, TensorBase
 from mca_models.lora.adapter import Adapter, require_untied
 from mca_models.lora.rules import Factors
+from mca_models.quantised.fp8 import cast_to
+from mca_models.storage.atomic import atomic_directory
+from mca_models.storage.dtypes import DTYPE_NAMES, numpy_dtype
+from mca_models.storage.moves import HF, Rule, Side, part_shapes
+from mca_models.storage.runs import Gather, Shape, clip
+from mca_models.storage.safetensors import TensorInfo, plan_file
+from mca_models.storage.source import Computed, ModelSource, Part, copy_move, plan_gathers
+from mca_models.storage.strided import Array, TensorBase
+from mca_models.storage.writer import SafetensorsWriter
 from mca_models.weights import Param
 
 _BLOCK = 1 << 17

@@ -16,17 +16,17 @@ from typing import Any
 from mca_config.errors import McaError
 from mca_config.files import inside, present
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint.atomic import atomic_directory, write_file
-from mca_models.checkpoint.dtypes import code_of
 from mca_models.checkpoint.hf_writer import METADATA
 from mca_models.checkpoint.mca_directory import is_mca
-from mca_models.checkpoint.safetensors import plan_file, read_header
 from mca_models.checkpoint.side_files import copy_side_files
-from mca_models.checkpoint.source import require_same_names
-from mca_models.checkpoint.writer import SafetensorsWriter
 from mca_models.lora.adapter import Adapter, check_shapes
 from mca_models.lora.config import FILE_NAME, AdapterConfig
 from mca_models.lora.rules import rules_as_found
+from mca_models.storage.atomic import atomic_directory, write_file
+from mca_models.storage.dtypes import code_of
+from mca_models.storage.safetensors import plan_file, read_header
+from mca_models.storage.source import require_same_names
+from mca_models.storage.writer import SafetensorsWriter
 from mca_models.weights import Param
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"

@@ -8,12 +8,14 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.checks import require_layout
 from mca_config.errors import McaError, checking_usage
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint import ModelSource, open_checkpoint
-from mca_models.megatron import fill, parallel
+from mca_models.megatron.build import fill
+from mca_models.megatron.build.transformer_config import DTYPES
+from mca_models.megatron.distributed import parallel
+from mca_models.megatron.layers.vocabulary import growth_of, require_growth
 from mca_models.megatron.names import DtypeName
-from mca_models.megatron.transformer_config import DTYPES
 from mca_models.megatron.virtual_models import VirtualModels
-from mca_models.megatron.vocabulary import growth_of, require_growth
+from mca_models.opening import open_checkpoint
+from mca_models.storage.source import ModelSource
 
 _log = logging.getLogger(__name__)
 

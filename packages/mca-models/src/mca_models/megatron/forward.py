@@ -9,7 +9,8 @@ import torch.distributed
 from torch import Tensor
 
 from mca_config.checks import sequence_multiple
-from mca_models.megatron import parallel, platform
+from mca_models.megatron import platform
+from mca_models.megatron.distributed import parallel
 from mca_models.megatron.layers.zigzag import in_order, take
 from mca_models.megatron.live import LiveModel
 

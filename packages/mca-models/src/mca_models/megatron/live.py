@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.distributed.parallel import Place
 from mca_models.megatron.names import Held
-from mca_models.megatron.parallel import Place
 
 
 class LiveModel(Protocol):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mca_models.checkpoint.dtypes import numpy_dtype
+from mca_models.storage.dtypes import numpy_dtype
 
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 """Safetensors codes of the dtypes that weights have."""

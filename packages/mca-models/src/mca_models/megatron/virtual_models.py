@@ -12,14 +12,14 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.checks import require_layout
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron import parallel
-from mca_models.megatron.chunks import build_chunk, live_tensors
+from mca_models.megatron.build.chunks import build_chunk, live_tensors
+from mca_models.megatron.build.transformer_config import implementation_of, transformer_config
+from mca_models.megatron.distributed import parallel
 from mca_models.megatron.forward import model_logits
-from mca_models.megatron.marks import mark_parameters
+from mca_models.megatron.layers.tp_marks import mark_parameters
 from mca_models.megatron.names import DtypeName, Held, Implementation, Spelling, chunk_params
-from mca_models.megatron.save import save_hf, save_mca
-from mca_models.megatron.torch_dist import PendingSave, save_torch_dist
-from mca_models.megatron.transformer_config import implementation_of, transformer_config
+from mca_models.megatron.state.save import save_hf, save_mca
+from mca_models.megatron.state.torch_dist import PendingSave, save_torch_dist
 
 CheckpointFormat = Literal["mca", "torch_dist"]
 

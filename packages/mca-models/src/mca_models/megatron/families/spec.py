@@ -13,8 +13,8 @@ from mca_models.megatron.families.scales import scaled_residual
 from mca_models.megatron.families.two_ropes import with_own_rope
 from mca_models.megatron.layers.attention import CoreAttention, capped_attention
 from mca_models.megatron.layers.rope import attention_factor
+from mca_models.megatron.layers.spec import engine_attention, rebuilt
 from mca_models.megatron.names import Implementation
-from mca_models.megatron.spec import engine_attention, rebuilt
 
 Change = Callable[[Any], Any]
 

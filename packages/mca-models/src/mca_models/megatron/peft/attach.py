@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from mca_config.errors import McaError
-from mca_models.checkpoint.moves import HF, Rule, part_shapes
 from mca_models.lora.rules import AdapterRules, Factors, by_part
 from mca_models.megatron.names import Held
 from mca_models.megatron.peft.linear import Axis, Cut, LoraExperts, LoraLinear, LoraWeight, Part
+from mca_models.storage.moves import HF, Rule, part_shapes
 from mca_models.weights import Param
 
 CHILD = "lora"

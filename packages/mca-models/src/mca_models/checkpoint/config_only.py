@@ -1,0 +1,107 @@
+"""A checkpoint of which only the configuration is there: every tensor in name, type and shape alone."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint.hf_directory import SINGLE, naming_config, plain_dtype, read_config
+from mca_models.checkpoint.placement import stored
+from mca_models.storage.dtypes import CODES, DTYPE_NAMES, ITEM_SIZES
+from mca_models.storage.moves import HF, Side
+from mca_models.storage.runs import Gather, Shape
+from mca_models.storage.safetensors import TensorInfo
+from mca_models.storage.source import Computed, Part, checked_parts, plan_gathers, shapes_of_parts
+from mca_models.templates import config_from_hf, family_of
+from mca_models.templates.shapes import whole_shape
+from mca_models.weights import Param
+
+_NEVER_QUANTISED = ("router.weight", "shared_experts.gate_weight", "eh_proj.weight")
+
+
+class ImaginedSource:
+    """What a Hugging Face checkpoint of a model would hold. A ``ModelSource`` to plan with; nothing can be read.
+
+    Args:
+        path: Of the directory.
+        config: Of the model; None: from its ``config.json``.
+        dtype: Safetensors code that quantised weights are read as; None: what ``config.json`` says.
+    """
+
+    def __init__(self, path: Path, config: McaModelConfig | None = None, dtype: str | None = None) -> None:
+        self.path = path
+        self._quantised: dict[str, Any] | None = None
+        if config is None:
+            document = read_config(path)
+            if document.get("quantization_config"):
+                self._quantised = document
+                self._read_as = dtype or plain_dtype(document)
+                document = {key: value for key, value in document.items() if key != "quantization_config"}
+            with naming_config(path):
+                config = config_from_hf(document)
+        self._dtype = CODES[config.dtype] if self._quantised is None else plain_dtype(self._quantised)
+        self.config = config if self._quantised is None else _with_dtype(config, self._read_as)
+        self.params: Sequence[Param] = stored(family_of(config.model_type).params(config))
+        self._infos: dict[str, TensorInfo | Computed] = {}
+        self._parts = {param.mca_name(): self._imagine(param) for param in self.params}
+
+    def _imagine(self, param: Param) -> tuple[Part, ...]:
+        whole, experts = self.whole_shape(param), self.config.num_moe_experts or 0
+        dtype = "F32" if param.keep_fp32 else self._dtype
+        front = (experts,) if param.stacked else ()
+        infos = []
+        for name, shape in zip(param.hf_names(), shapes_of_parts(param, whole, HF), strict=True):
+            if name not in self._infos:
+                full = (*front, *shape)
+                nbytes = prod(full) * ITEM_SIZES[dtype]
+                info = TensorInfo(name, dtype, full, 0, nbytes, self.path / SINGLE)
+                self._infos[name] = self._as_stored(info) if _is_linear(param, whole) else info
+            infos.append(self._infos[name])
+        return checked_parts(param, whole, HF, infos, experts)
+
+    def _as_stored(self, linear: TensorInfo) -> TensorInfo | Computed:
+        if self._quantised is None:
+            return linear
+        from mca_models.quantised.hf_tensors import imagined
+
+        with naming_config(self.path):
+            return imagined(linear, self._quantised, self._read_as)
+
+    def side(self, param: Param) -> Side:
+        """See ``ModelSource``."""
+        return HF
+
+    def parts(self, param: Param) -> tuple[Part, ...]:
+        """See ``ModelSource``."""
+        return self._parts[param.mca_name()]
+
+    def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
+        """See ``ModelSource``."""
+        return plan_gathers(param, self.whole_shape(param), HF, side)
+
+    def whole_shape(self, param: Param) -> Shape:
+        """See ``ModelSource``."""
+        return whole_shape(param, self.config)
+
+    def check_duplicates(self) -> None:
+        """Nothing is stored twice."""
+
+    def tensors(self) -> Iterable[TensorInfo | Computed]:
+        """All that the checkpoint would hold."""
+        return self._infos.values()
+
+    def checksums(self) -> Mapping[Path, int]:
+        """Nobody knows them."""
+        return {}
+
+
+def _is_linear(param: Param, whole: Shape) -> bool:
+    """Whether a method of quantisation takes ``param`` for the weight of a linear."""
+    return len(whole) == 2 and not param.vocab and not param.mca.endswith(_NEVER_QUANTISED)
+
+
+def _with_dtype(config: McaModelConfig, code: str) -> McaModelConfig:
+    names: dict[str, Any] = {"dtype": DTYPE_NAMES[code]}
+    return replace(config, **names)

@@ -1,0 +1,1 @@
+"""Process groups, and what ranks say to one another."""

@@ -1,0 +1,241 @@
+"""Process groups: torch.distributed from the environment, Megatron's from a layout.
+
+The only file of this package that reads the launcher's environment and Megatron's global parallel state.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from mca_config.layout import Coordinates, ParallelLayout, RankGrid
+from mca_models.megatron import platform
+
+_log = logging.getLogger(__name__)
+
+
+_RANK, _WORLD_SIZE, _LOCAL_RANK = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+
+
+_TIMEOUT = timedelta(minutes=30)
+
+
+_SEEDS_OF_A_RANK = 2**20
+"""More than all that Megatron adds to a seed: 2718 + tp, and 1024 + 100 ep + etp."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands.
+
+    Args:
+        layout: The parallel sizes of all ranks.
+        rank: Global rank.
+        world_size: Number of ranks.
+        at: This rank's coordinates in the grid.
+    """
+
+    layout: ParallelLayout
+    rank: int
+    world_size: int
+    at: Coordinates
+
+    @property
+    def grid(self) -> RankGrid:
+        """All ranks' coordinates."""
+        return RankGrid(self.layout, self.world_size)
+
+
+def start(
+    layout: ParallelLayout, seed: int = 1234, *, embedding_ranks: tuple[int, ...] | None = None
+) -> Place:
+    """Starts what is missing of torch.distributed and Megatron's groups for ``layout``.
+
+    Without a launcher's environment the world is this one process. Groups that stand already with the same sizes
+    are used; those of another layout are replaced.
+
+    Args:
+        layout: The parallel sizes.
+        seed: Of Megatron's random states.
+        embedding_ranks: The pipeline ranks that share the gradient of the vocabulary's rows; None: first and last.
+
+    Raises:
+        McaError: The layout does not fit the number of ranks.
+    """
+    platform.prepare()
+    _start_torch()
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    place = Place(layout, rank, world_size, RankGrid(layout, world_size).coordinates(rank))
+    _start_megatron(layout, embedding_ranks or (0, layout.pp - 1))
+    _seed(seed, place)
+    return place
+
+
+def _start_torch() -> None:
+    if platform.device_type() == "cuda":
+        torch.cuda.set_device(int(os.environ.get(_LOCAL_RANK, "0")))
+    if torch.distributed.is_initialized():
+        return
+    if _RANK in os.environ and _WORLD_SIZE in os.environ:
+        torch.distributed.init_process_group(platform.backend(), timeout=_TIMEOUT)
+        return
+    from torch._C._distributed_c10d import HashStore
+
+    store = HashStore()
+    torch.distributed.init_process_group(platform.backend(), store=store, rank=0, world_size=1)
+
+
+def _start_megatron(layout: ParallelLayout, embedding_ranks: tuple[int, ...]) -> None:
+    from megatron.core import parallel_state
+
+    def with_embedding(pipeline: list[int]) -> list[int]:
+        return [pipeline[rank] for rank in sorted(set(embedding_ranks))]
+
+    if parallel_state.model_parallel_is_initialized():
+        if _megatron_sizes() == _wanted_sizes(layout) and _same_on_all(with_embedding):
+            return
+        _log.info("replacing Megatron's process groups by those of %s", layout)
+        _end_megatron()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=timeout().total_seconds() / 60,
+        get_embedding_ranks=with_embedding,
+    )
+
+
+def _same_on_all(with_embedding: Callable[[list[int]], list[int]]) -> bool:
+    """Whether the group of the embedding that stands is the wanted one, on every rank."""
+    from megatron.core import parallel_state
+
+    pipeline = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    if len(pipeline) == 1:
+        return True
+    group = parallel_state.get_embedding_group(check_initialized=False)
+    standing = [] if group is None else torch.distributed.get_process_group_ranks(group)
+    wanted = with_embedding(pipeline)
+    me = torch.distributed.get_rank()
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, standing == (wanted if me in wanted else []))
+    return all(found)
+
+
+def _end_megatron() -> None:
+    """Ends Megatron's groups, which it only forgets: their threads would go on."""
+    from megatron.core import parallel_state
+
+    torch.distributed.barrier()  # no rank still receives in a group that another one ends
+    _, *groups = parallel_state._global_process_group_list  # the first stands for all ranks
+    for group in groups:
+        torch.distributed.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+
+
+def timeout() -> timedelta:
+    """How long ranks wait for each other: what torch.distributed was started with."""
+    world: Any = torch.distributed.group.WORLD
+    options = world._get_backend(torch.device(platform.device_type())).options
+    return getattr(options, "_timeout", _TIMEOUT)  # torch's fake backend has no options
+
+
+def _wanted_sizes(layout: ParallelLayout) -> tuple[int, ...]:
+    return (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.etp)
+
+
+def _megatron_sizes() -> tuple[int, ...]:
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+
+
+def _seed(seed: int, place: Place) -> None:
+    """Megatron's random states; once for each process."""
+    from megatron.core import tensor_parallel
+
+    if not tensor_parallel.get_cuda_rng_tracker().is_initialized():
+        tensor_parallel.model_parallel_cuda_manual_seed(seed_at(seed, place))
+
+
+def seed_at(seed: int, place: Place) -> int:
+    """The seed of one rank's random states: that of the run on the first, another on all that draw for themselves.
+
+    Ranks that hold other layers or other tokens drop other ones. Tensor ranks share a seed, because what they hold
+    twice must be dropped alike; Megatron adds their offset where they hold parts.
+    """
+    grid, at = place.grid, place.at
+    number = (at.pp * grid.layout.cp + at.cp) * grid.data_parallel_size + at.dp
+    return seed + _SEEDS_OF_A_RANK * number
+
+
+def seed_device(seed: int, place: Place) -> None:
+    """Sets the device's generator, from which dropout outside of cut tensors draws, to `seed_at`."""
+    torch.cuda.manual_seed(seed_at(seed, place))  # on a CPU the platform has made that torch's generator
+
+
+def stop() -> None:
+    """Ends all process groups and the platform's helpers."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    platform.close()
+
+
+def context_group() -> Any:
+    """The context-parallel group of this rank."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_group()
+
+
+def pipeline_group() -> Any:
+    """The pipeline-parallel group of this rank."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_group()
+
+
+def tensor_group() -> Any:
+    """The tensor-parallel group of this rank."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def replica_group(expert: bool) -> Any:
+    """The ranks that hold the same piece of a parameter as this one; context ranks are among them."""
+    from megatron.core import parallel_state
+
+    if expert:
+        return parallel_state.get_expert_data_parallel_group()
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def replicas(expert: bool) -> list[int]:
+    """Global ranks of `replica_group`, the one that speaks for all first."""
+    return sorted(torch.distributed.get_process_group_ranks(replica_group(expert)))
+
+
+def expert_tensor_group() -> Any:
+    """The expert-tensor-parallel group of this rank."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_expert_tensor_parallel_group()

@@ -1,0 +1,261 @@
+"""Megatron's fully parallel writer of sharded state dicts, at once or in the background, so that all ranks fail alike.
+
+``torch_dist`` saves models with it; a trainer may save its optimizer's state beside them.
+"""
+
+import contextlib
+import inspect
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from mca_config.errors import McaError
+from mca_models.megatron import platform
+from mca_models.megatron.distributed import parallel
+from mca_models.megatron.distributed.collectives import all_gather, on_first, reason, together
+from mca_models.megatron.platform.children import children_die_with_us
+from mca_models.storage.atomic import write_file
+
+logger = logging.getLogger(__name__)
+
+METADATA: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+"""How what is written was cut, as Megatron keeps it in the checkpoint."""
+
+
+class Writing:
+    """A state dict that Megatron's writer is writing into a folder; every method is collective.
+
+    Made by `write_state`. The folder is complete only when ``finish`` has returned.
+    """
+
+    def __init__(self, request: Any, folder: Path, *, background: bool) -> None:
+        if request.async_fn is not None:
+            request = request._replace(async_fn=partial(_written, request.async_fn))
+        self._request, self._folder = request, folder
+        self._process: Any = None
+        if background:
+            self._start()
+        else:
+            together(lambda: _run(request))
+
+    def _start(self) -> None:
+        from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
+
+        caller: Any = TemporalAsyncCaller()
+        try:
+            with children_die_with_us():
+                together(lambda: caller.schedule_async_call(self._request))
+        except McaError:
+            if caller.process is not None:
+                caller.process.kill()
+            raise
+        self._process = caller.process  # None where a rank has nothing to write
+
+    def done(self) -> bool:
+        """Whether every rank's bytes are on disk, so that ``finish`` need not wait. The same on every rank."""
+        busy = self._process is not None and self._process.is_alive()
+        count = torch.tensor([int(busy)], device=platform.current_device())
+        torch.distributed.all_reduce(count)
+        return int(count) == 0
+
+    def finish(self) -> None:
+        """Waits for the bytes and writes the index of the checkpoint.
+
+        Raises:
+            McaError: A rank could not write; all raise the same.
+        """
+        together(self._join)
+        write_index, *_ = self._request.finalize_fns
+        with _held_back(_filesystem_writer(), "finish") as faults:
+            _all_fail_alike(write_index, faults)
+        on_first(lambda: _write_format(self._folder))
+        self._request = None  # and with it the copies
+
+    def _join(self) -> None:
+        if self._process is None:
+            return
+        self._process.join()
+        if code := self._process.exitcode:
+            how = f"was ended by signal {-code}" if code < 0 else f"failed with status {code}"
+            raise McaError(f"the process that wrote the checkpoint {how}")
+
+
+def write_state(state: dict[str, Any], folder: Path, *, background: bool = False) -> Writing:
+    """Begins to write ``state`` through Megatron's fully parallel strategy; collective.
+
+    Args:
+        state: Sharded tensors and objects, and what all ranks have alike.
+        folder: Existing and empty; every rank sees it.
+        background: Return once the tensors are copied; else once the bytes are written.
+
+    Raises:
+        McaError: A rank could not.
+    """
+    from megatron.core import dist_checkpointing
+
+    options = {"async_sharded_save": True, "content_metadata": METADATA}
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
+        options["async_strategy"] = "mcore"  # the other one is a package of its own
+    strategy = _strategy()
+    with quiet(), _held_back(_common_writer(), "save_common") as faults:
+        made: list[Any] = []
+        _all_fail_alike(
+            lambda: made.append(dist_checkpointing.save(state, str(folder), strategy, **options)), faults
+        )
+    return Writing(made[0], folder, background=background)
+
+
+def _strategy() -> Any:
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    return FullyParallelSaveStrategyWrapper(
+        TorchDistSaveShardedStrategy("torch_dist", 1), parallel.replica_group(expert=False)
+    )
+
+
+def _filesystem_writer() -> Any:
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    return FileSystemWriterAsync
+
+
+def _common_writer() -> Any:
+    """What writes ``common.pt``; None where Megatron has none."""
+    from megatron.core.dist_checkpointing.strategies import common
+
+    return getattr(common, "TorchCommonSaveStrategy", None)
+
+
+def _run(request: Any) -> None:
+    """Writes this rank's part before it returns."""
+    if request.async_fn is None:
+        return
+    arguments = list(request.async_fn_args)
+    if request.preload_fn is not None:
+        arguments[1] = request.preload_fn()
+    with children_die_with_us():
+        request.async_fn(*arguments, **request.async_fn_kwargs)
+
+
+class _Errors(logging.Handler):
+    """What was logged as an error."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage().partition(" an error: ")[2])
+
+
+class _Outcome:
+    """Takes what Megatron's writer puts into its queue of results."""
+
+    def __init__(self) -> None:
+        self.value: Any = RuntimeError("the writer ended without a result")
+
+    def put(self, value: Any) -> None:
+        self.value = value
+
+
+def _written(write: Callable[..., None], rank: int, buckets: Any, results: Any, **options: Any) -> None:
+    """Megatron's writer, but its result always says why it failed: 0.19 tells that to its log only."""
+    outcome, errors = _Outcome(), _Errors()
+    logger = logging.getLogger(_filesystem_writer().__module__)
+    logger.addHandler(errors)
+    try:
+        write(rank, buckets, outcome, **options)
+    except Exception as error:
+        outcome.put(error)
+    finally:
+        logger.removeHandler(errors)
+    if isinstance(outcome.value, Exception) and any(errors.texts):
+        outcome.put(RuntimeError(next(filter(None, errors.texts))))
+    results.put(outcome.value)
+
+
+@contextlib.contextmanager
+def _held_back(owner: Any, method: str) -> Iterator[list[Exception]]:
+    """Errors of a step that Megatron has one rank do alone while the others wait in a collective.
+
+    Raised there, they would leave the others waiting; the list that is yielded takes them instead.
+    """
+    faults: list[Exception] = []
+    original: Any = getattr(owner, method, None)
+
+    def attempt(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            faults.append(error)
+
+    if original is None:
+        yield faults
+        return
+    setattr(owner, method, attempt)
+    try:
+        yield faults
+    finally:
+        setattr(owner, method, original)
+
+
+def _all_fail_alike(work: Callable[[], object], faults: list[Exception]) -> None:
+    """Runs ``work``, which is collective and fails on all ranks or none, or fills ``faults``.
+
+    Megatron tells the first rank alone what went wrong.
+    """
+    failed: list[str] = []
+    try:
+        work()
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        failed.append(_cause(error))
+    failed += [f"rank {torch.distributed.get_rank()} could not save: {reason(error)}" for error in faults]
+    told = [text for texts in all_gather(failed) for text in texts]
+    if told:
+        raise McaError(told[0])
+
+
+def _cause(error: BaseException) -> str:
+    """Which rank failed, and why, of an error of torch's checkpoint writer."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (first, _) = sorted(failures.items())[0]
+        why = next(iter(str(first).splitlines()), type(first).__name__)
+        return f"rank {rank} could not save: {why.removeprefix('Worker failure: ')}"
+    return f"rank {torch.distributed.get_rank()} could not save: {reason(error)}"
+
+
+def _write_format(folder: Path) -> None:
+    """What Megatron writes last; with it the folder is a checkpoint."""
+    from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+
+    for file in folder.glob("common.pt"):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    write_file(folder / CONFIG_FNAME, json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode())
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Megatron's writer warns of parts of torch, and of its own, that later versions will replace."""
+    logger = logging.getLogger("megatron.core.dist_checkpointing.strategies.torch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,121 @@
+"""More vocabulary rows than the checkpoint has, the same on every rank and layout.
+
+A new row is the mean of the old rows plus noise: a tenth of the old rows' standard deviation, drawn for each column
+by a generator that depends on the seed and the parameter alone. Only the first rank reads all old rows, in blocks.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mca_config.errors import McaError
+from mca_models.megatron.tensors import to_torch
+from mca_models.storage.source import ModelSource, read_piece
+from mca_models.weights import Param
+
+_BLOCKS = 64
+
+
+_NOISE = 0.1
+
+
+_Rows = NDArray[np.float64]
+
+
+Statistics = dict[str, tuple[Tensor, Tensor]]
+"""Mean and standard deviation over the old rows, ``[hidden]`` in fp64, by canonical name."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What the new rows are made of; the same on every rank.
+
+    Args:
+        old: Rows of the checkpoint.
+        new: Rows of the model.
+        seed: Of the noise.
+        statistics: Of each parameter over the vocabulary.
+    """
+
+    old: int
+    new: int
+    seed: int
+    statistics: Statistics
+
+    def rows(self, name: str) -> Tensor:
+        """All new rows of parameter ``name``: fp64 ``[new - old, hidden]``."""
+        mean, deviation = self.statistics[name]
+        digest = hashlib.sha256(f"vocabulary/{self.seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        noise = torch.randn(self.new - self.old, len(mean), generator=generator, dtype=torch.float64)
+        return mean + _NOISE * deviation * noise
+
+
+def require_growth(old: int, new: int) -> None:
+    """Raises if ``new`` would drop rows."""
+    if new < old:
+        raise McaError(
+            f"vocab_size {new} is less than the checkpoint's {old}; rows are only added: use {old} or more"
+        )
+
+
+def growth_of(source: ModelSource, new: int, seed: int) -> Growth:
+    """What it takes to grow ``source``'s vocabulary to ``new`` rows; collective."""
+    shared: list[Statistics | None] = [None]
+    if torch.distributed.get_rank() == 0:
+        shared = [{param.mca_name(): _statistics(source, param) for param in source.params if param.vocab}]
+    torch.distributed.broadcast_object_list(shared, 0)
+    return Growth(source.config.vocab_size, new, seed, shared[0] or {})
+
+
+def _statistics(source: ModelSource, param: Param) -> tuple[Tensor, Tensor]:
+    """Of the rows, in two passes over blocks of them."""
+    old = source.config.vocab_size
+    mean: _Rows | float = 0.0
+    squares: _Rows | float = 0.0
+    for block in _blocks(source, param):
+        mean = mean + block.sum(0) / old
+    for block in _blocks(source, param):
+        squares = squares + np.square(block - mean).sum(0) / old
+    return torch.as_tensor(mean), torch.as_tensor(squares).sqrt()
+
+
+def _blocks(source: ModelSource, param: Param) -> Iterator[_Rows]:
+    """All old rows of ``param``."""
+    left = source.config.vocab_size
+    for number in range(_BLOCKS):
+        block = read_piece(source, param, number, _BLOCKS)[:left].astype(np.float64)
+        left -= len(block)
+        yield block
+
+
+def grown_piece(source: ModelSource, param: Param, growth: Growth, live: Tensor, rank: int) -> Tensor:
+    """The rows of ``param`` that the ``rank``-th tensor rank holds: old ones, new ones, then zeros.
+
+    Args:
+        source: The checkpoint.
+        param: A parameter over the vocabulary, as stored.
+        growth: From ``growth_of``.
+        live: What the rows are for.
+        rank: Which cut; each has as many rows as ``live``.
+    """
+    share = live.shape[0]
+    first = rank * share
+    out = torch.zeros(live.shape, dtype=live.dtype)
+    height = -(-growth.old // _BLOCKS)
+    for number in range(first // height, _BLOCKS):
+        start, stop = max(number * height, first), min((number + 1) * height, growth.old, first + share)
+        if start < stop:
+            block = to_torch(read_piece(source, param, number, _BLOCKS))
+            out[start - first : stop - first] = block[start - number * height : stop - number * height]
+    start, stop = max(growth.old, first), min(growth.new, first + share)
+    if start < stop:
+        fresh = growth.rows(param.mca_name())
+        out[start - first : stop - first] = fresh[start - growth.old : stop - growth.old]
+    return out

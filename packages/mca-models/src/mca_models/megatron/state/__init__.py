@@ -1,0 +1,1 @@
+"""The live weights of all ranks to checkpoint directories."""

@@ -1,0 +1,127 @@
+"""Megatron's own checkpoints: ``torch_dist``, through its fully parallel writer, at once or in the background.
+
+    <dir>/mca_config.json, config.json, tokenizer files ...
+          latest_checkpointed_iteration.txt        1
+          iter_0000001/metadata.json               {"sharded_backend": "torch_dist", ...}
+                       .metadata, __R_I.distcp     tensors under Megatron's global names, for any layout
+                       common.pt                   iteration, layout (megatron-core 0.16; later ones keep it inside)
+
+Every data-parallel replica writes its share. In the background means: the weights are copied (to the host, on a
+GPU), a forked process of each rank writes them, and ``PendingSave.finish`` puts the directory in place.
+"""
+
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mca_config.errors import McaError
+from mca_config.model_config import FILE_NAME
+from mca_models.checkpoint.hf_writer import config_text, write_config
+from mca_models.checkpoint.mca_directory import LATEST, iteration_name
+from mca_models.megatron.distributed import parallel
+from mca_models.megatron.distributed.collectives import SharedDirectory, on_first
+from mca_models.megatron.distributed.writer import METADATA, Writing, quiet, write_state
+from mca_models.megatron.live import LiveModel
+from mca_models.megatron.state.save import copy_side_files_of
+from mca_models.storage.atomic import write_file
+
+__all__ = ["PendingSave", "Writing", "model_state", "save_torch_dist", "write_state"]
+
+
+_ITERATION = 1
+
+
+class PendingSave:
+    """A checkpoint that is being written in the background; ``finish`` puts it in place.
+
+    Every rank holds one and calls its methods together (they are collective). Training may go on meanwhile: what is
+    written are the weights as they were when the save began. Until ``finish`` has returned nothing stands at
+    ``directory``; a process that ends before leaves nothing that looks like a checkpoint.
+
+    Attributes:
+        directory: Where the checkpoint will stand.
+    """
+
+    def __init__(self, directory: Path, shared: SharedDirectory, writing: Writing) -> None:
+        self.directory = directory
+        self._shared, self._writing = shared, writing
+        self._failure: McaError | None = None
+        self._finished = False
+
+    def done(self) -> bool:
+        """Whether all ranks have written all bytes: ``finish`` will not wait. The same answer on every rank."""
+        return self._finished or self._writing.done()
+
+    def finish(self) -> None:
+        """Waits until everything is written and puts it at ``directory``. Further calls do nothing, or raise again.
+
+        Raises:
+            McaError: A rank could not write its part; all ranks raise it, and nothing stands at ``directory``.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._finished:
+            return
+        try:
+            with self._shared.discarded_on_error():
+                self._writing.finish()
+                self._shared.publish()
+        except McaError as error:
+            self._failure = error
+            raise
+        self._finished = True
+
+
+def save_torch_dist(
+    models: LiveModel, directory: Path, *, overwrite: bool = False, in_background: bool = False
+) -> PendingSave:
+    """See ``VirtualModels.save_pretrained``; not finished yet."""
+    shared = SharedDirectory(directory, overwrite=overwrite)
+    with shared.discarded_on_error() as partial:
+        folder = partial / iteration_name(_ITERATION)
+        on_first(lambda: _prepare(models, partial))
+        writing = write_state(model_state(models), folder, background=in_background)
+    return PendingSave(directory, shared, writing)
+
+
+def model_state(models: LiveModel) -> dict[str, Any]:
+    """What Megatron's checkpoint of ``models`` holds: sharded tensors, and beside them what Megatron-LM asks for."""
+    metadata = {**METADATA, "dp_cp_group": parallel.replica_group(expert=False)}
+    chunks: list[Any] = list(models.chunks)
+    names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+    with quiet():
+        state: dict[str, Any] = {
+            name: chunk.sharded_state_dict(metadata=metadata)
+            for name, chunk in zip(names, chunks, strict=True)
+        }
+    return state | {"args": _arguments(models), "checkpoint_version": 3.0, "iteration": _ITERATION}
+
+
+def _prepare(models: LiveModel, partial: Path) -> None:
+    """All small files of the directory; only readers that know the folder is complete look at them."""
+    (partial / iteration_name(_ITERATION)).mkdir()
+    write_file(partial / FILE_NAME, models.config.to_json().encode())
+    write_config(partial, config_text(models.config))
+    copy_side_files_of(models, partial)
+    write_file(partial / LATEST, f"{_ITERATION}\n".encode())
+
+
+def _arguments(models: LiveModel) -> Namespace:
+    """What Megatron-LM compares with its own arguments before it loads a checkpoint."""
+    config, layout = models.config, models.place.layout
+    sizes = {name: value for name, value in asdict(layout).items() if isinstance(value, (int, str))}
+    return Namespace(
+        **sizes,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        ffn_hidden_size=config.ffn_hidden_size,
+        padded_vocab_size=config.padded_vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        add_position_embedding=True,
+        position_embedding_type="rope",
+        ckpt_format="torch_dist",
+        no_save_optim=True,
+        no_save_rng=True,
+    )

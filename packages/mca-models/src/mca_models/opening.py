@@ -1,0 +1,103 @@
+"""Tells the kinds of checkpoint directories apart, and opens whichever it is."""
+
+from enum import Enum
+from pathlib import Path
+
+from mca_config.errors import McaError
+from mca_config.files import present
+from mca_models.checkpoint.hf_directory import HfSource
+from mca_models.checkpoint.mca_directory import McaSource, is_mca, iteration_name, latest_iteration
+from mca_models.storage.manifest import FILE_NAME as MANIFEST
+from mca_models.storage.source import ModelSource
+
+_MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "dist_model")
+
+
+class Kind(Enum):
+    """What a directory holds."""
+
+    HF = "Hugging Face checkpoint"
+    MCA = "MCA checkpoint"
+    ROLL = "ROLL mcore_adapter checkpoint"
+    TORCH_DIST = "Megatron torch_dist checkpoint"
+    PEFT = "PEFT LoRA adapter"
+    MCA_ADAPTER = "MCA LoRA adapter"
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it has only what LoRA adds."""
+        return self in (Kind.PEFT, Kind.MCA_ADAPTER)
+
+    @property
+    def is_megatron(self) -> bool:
+        """Whether its weights are Megatron's, so that the way to go is to Hugging Face."""
+        return self in (Kind.MCA, Kind.ROLL, Kind.TORCH_DIST)
+
+
+def kind_of(path: Path) -> Kind:
+    """What directory ``path`` looks like; damaged ones are found when they are opened.
+
+    Raises:
+        McaError: There is no such directory.
+    """
+    if not path.is_dir():
+        raise McaError(f"{path}: {_why_no_directory(path)}")
+    if present(path, "adapter_config.json"):
+        return Kind.MCA_ADAPTER if is_mca(path) else Kind.PEFT
+    if is_mca(path) and _has_manifest(path):
+        return Kind.MCA
+    if is_mca(path.resolve().parent) and (path / MANIFEST).is_file():
+        raise McaError(
+            f"{path}: one iteration of a checkpoint; name the checkpoint itself, {path.resolve().parent}"
+        )
+    if not any(present(path, name) for name in _MEGATRON):
+        return Kind.MCA if is_mca(path) else Kind.HF
+    from mca_models.torch_checkpoint.roll import is_roll
+    from mca_models.torch_checkpoint.torch_dist import find_torch_dist
+
+    if is_roll(path):
+        return Kind.ROLL
+    if find_torch_dist(path) is not None:
+        return Kind.TORCH_DIST
+    return Kind.MCA if is_mca(path) else Kind.HF
+
+
+def _why_no_directory(path: Path) -> str:
+    if path.exists():
+        return f"is a file; name the checkpoint's directory, {path.parent}"
+    parts = path.parts
+    if len(parts) == 2 and not path.is_absolute() and not Path(parts[0]).exists():
+        return f"no such directory; if it is a model of the Hub: hf download {path} --local-dir <directory>"
+    return "no such directory; expected a checkpoint directory (Hugging Face, MCA, Megatron)"
+
+
+def _has_manifest(path: Path) -> bool:
+    try:
+        return (path / iteration_name(latest_iteration(path)) / MANIFEST).is_file()
+    except McaError:
+        return False
+
+
+def open_checkpoint(path: Path, dtype: str | None = None) -> ModelSource:
+    """The checkpoint in directory ``path``, whichever kind it is.
+
+    Args:
+        path: The directory.
+        dtype: Safetensors code that quantised weights are read as; None: what ``config.json`` says.
+
+    Raises:
+        McaError: It is incomplete or damaged, or an adapter.
+    """
+    kind = kind_of(path)
+    if kind.is_adapter:
+        raise McaError(
+            f"{path}: an adapter, not a whole model; name its base model as the checkpoint and this as --adapter_path"
+        )
+    if kind is Kind.MCA:
+        return McaSource(path)
+    if kind is Kind.HF:
+        return HfSource(path, dtype)
+    from mca_models.torch_checkpoint.roll import open_roll
+    from mca_models.torch_checkpoint.torch_dist import open_torch_dist
+
+    return open_roll(path) if kind is Kind.ROLL else open_torch_dist(path)

@@ -1,0 +1,303 @@
+"""Directories that are complete or absent.
+
+A directory is written in a marked folder beside its destination (``partial_folder``), synced, and renamed. Where an
+empty directory stands already (a volume's mount point, say) it stays what it is, with its owner and mode: the folder is
+made in it, and what was written is moved up, last of all the file without which readers find no checkpoint.
+"""
+
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mca_config.errors import McaError
+from mca_models.storage.partial_folder import (
+    CONTENT,
+    PartialFolder,
+    close,
+    leftovers,
+    moved_names,
+    remove_entry,
+    remove_leftovers,
+)
+from mca_models.storage.renames import exchange, move
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "PartialDirectory",
+    "atomic_directory",
+    "remove_leftovers",
+    "require_absent",
+    "sync_directory",
+    "write_file",
+]
+
+
+_LAST = ("config.json", "adapter_config.json", "latest_checkpointed_iteration.txt", "mca_config.json")
+
+
+class PartialDirectory:
+    """A directory being written. One process owns it; others may write files into ``path``.
+
+    Args:
+        destination: Where it will stand; a link to a directory stays one. Its parents are made.
+        overwrite: An existing directory is replaced by ``publish``; else a non-empty one is an error.
+
+    Raises:
+        McaError: The destination is taken, or cannot be written; nothing is left.
+    """
+
+    def __init__(self, destination: Path, *, overwrite: bool = False) -> None:
+        self.destination, self._overwrite = destination, overwrite
+        self._made: list[Path] = []
+        self._moved: list[str] = []
+        self._folder: PartialFolder | None = None
+        self._content = -1
+        try:
+            self._make()
+        except BaseException as error:
+            self.discard()
+            if isinstance(error, OSError):
+                raise McaError(f"{destination}: cannot be written ({error.strerror})") from None
+            raise
+
+    def _make(self) -> None:
+        require_free(self.destination, overwrite=self._overwrite)
+        self.destination = _resolved(self.destination)
+        remove_leftovers(self.destination)
+        self._inside = self.destination.is_dir() and _taken_by(self.destination) is None
+        self._make_parents(self.destination.parent)
+        place = self.destination if self._inside else self.destination.parent
+        self._folder = PartialFolder(place, self.destination.name)
+        self.path = self._folder.path / CONTENT
+        self.path.mkdir()
+        self._content = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def _make_parents(self, parent: Path) -> None:
+        missing = []
+        while not parent.exists():
+            missing.append(parent)
+            parent = parent.parent
+        for folder in reversed(missing):
+            with suppress(FileExistsError):
+                folder.mkdir()
+                self._made.append(folder)
+
+    def publish(self, files: Mapping[str, int] | None = None) -> None:
+        """Syncs all directories and moves the whole into place. Files must already be synced.
+
+        Args:
+            files: What must be there: sizes by names relative to the directory.
+
+        Raises:
+            McaError: The directory was removed or changed meanwhile, or its place was taken; nothing is left.
+        """
+        try:
+            folder = self._whole(files or {})
+            for _, _, _, fd in os.fwalk(".", dir_fd=self._content):
+                os.fsync(fd)
+            if self._inside:
+                self._fill(folder)
+            else:
+                self._rename(folder)
+        except BaseException as error:
+            self.discard()
+            if isinstance(error, OSError):
+                raise McaError(f"{self.destination}: cannot be put in place ({error.strerror})") from None
+            raise
+        self._moved = []  # it stands: whatever happens now, nothing of it is taken back
+        self._sync_place()
+        self._made = []
+        self.discard()
+
+    def discard(self) -> None:
+        """Removes everything written so far, and parents that were made for it. A second call does nothing."""
+        for name in reversed(self._moved):
+            remove_entry(self.destination / name)
+        if self._folder is not None:
+            self._folder.remove()
+        if self._content >= 0:
+            close(self._content)
+        for parent in reversed(self._made):
+            with suppress(OSError):
+                parent.rmdir()
+        self._folder, self._content, self._made, self._moved = None, -1, [], []
+
+    def _whole(self, files: Mapping[str, int]) -> PartialFolder:
+        """The folder, found to be the one that was begun and to hold ``files``."""
+        if self._folder is None:
+            raise ValueError(f"{self.destination} was published or discarded before")
+        if not self._folder.stands() or not _is_same(self.path, self._content):
+            raise McaError(
+                f"{self.destination}: {self._folder.path} was removed or replaced while it was written; see what "
+                "else cleans up there, and convert again"
+            )
+        for name, nbytes in files.items():
+            found = None
+            with suppress(FileNotFoundError):
+                found = os.stat(name, dir_fd=self._content, follow_symlinks=False).st_size
+            if found != nbytes:
+                state = "is gone" if found is None else f"has {found} bytes"
+                raise McaError(
+                    f"{self.path / name}: {state}, {nbytes} were written; see what else writes there, and convert again"
+                )
+        return self._folder
+
+    def _rename(self, folder: PartialFolder) -> None:
+        """Puts the directory where none stands, or exchanges it with the one that does."""
+        if self._overwrite and self.destination.is_dir():
+            exchange(folder, self.destination)
+            return
+        try:
+            os.rename(CONTENT, self.destination, src_dir_fd=folder.fd)
+        except OSError:
+            require_absent(self.destination)  # another writer was faster
+            raise
+
+    def _fill(self, folder: PartialFolder) -> None:
+        """Moves the entries into the existing directory, the file that readers look for last."""
+        place = os.open(self.destination, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _lock(place, self.destination)
+            require_absent(self.destination)
+            inodes = {entry.name: entry.inode() for entry in os.scandir(self._content)}
+            folder.mark(inodes)
+            for name in sorted(inodes, key=_order):
+                move(name, self._content, place)
+                self._moved.append(name)
+            os.fsync(place)
+        finally:
+            close(place)
+
+    def _sync_place(self) -> None:
+        """Makes durable that it stands there; where that fails it stands all the same, which is said."""
+        try:
+            for folder in {self.destination.parent, *(made.parent for made in self._made)}:
+                sync_directory(folder)
+        except OSError as error:
+            logger.warning(
+                "%s: is complete, but %s could not be synced (%s): see that it is still there after a power failure",
+                self.destination,
+                self.destination.parent,
+                error.strerror,
+            )
+
+
+@contextmanager
+def atomic_directory(
+    destination: Path, *, overwrite: bool = False, proceed: Callable[[], None] = lambda: None
+) -> Iterator[Path]:
+    """A fresh directory that becomes ``destination`` if neither the block nor then ``proceed`` raises an error."""
+    partial = PartialDirectory(destination, overwrite=overwrite)
+    try:
+        yield partial.path
+        proceed()
+        partial.publish()
+    except BaseException:
+        partial.discard()
+        raise
+
+
+def require_absent(destination: Path) -> None:
+    """Raises unless ``destination`` does not exist or is an empty directory (but for what writers left)."""
+    if destination.is_dir():
+        if _taken_by(destination) is not None:
+            raise McaError(f"{destination}: exists and is not empty; remove it or name another directory")
+    elif os.path.lexists(destination):
+        raise McaError(f"{destination}: exists and is not a directory; name another one")
+
+
+def require_free(destination: Path, *, overwrite: bool) -> None:
+    """Raises if nothing can be put at ``destination``: it is taken, or to be replaced and cannot be."""
+    if not overwrite:
+        require_absent(destination)
+    elif not destination.is_dir():
+        require_absent(destination)
+    elif _taken_by(destination) is not None and _is_mount(_resolved(destination)):
+        raise McaError(
+            f"{destination}: is a mount point, which cannot be exchanged; empty it or name a directory in it"
+        )
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the entries of ``path`` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        close(fd)
+
+
+def write_file(path: Path, data: bytes | Iterable[bytes], mode: int = 0o666) -> int:
+    """Writes a small file, in one or many blocks, and syncs it; returns its size.
+
+    The permissions are ``mode`` but for the bits of the umask.
+
+    Raises:
+        McaError: It cannot be written, or the directory above its own is gone.
+    """
+    try:
+        with suppress(FileExistsError):
+            path.parent.mkdir()
+        fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, mode)
+        with os.fdopen(fd, "wb") as file:
+            written = sum(map(file.write, [data] if isinstance(data, bytes) else data))
+            file.flush()
+            os.fsync(fd)
+    except OSError as error:
+        raise McaError(f"{path}: cannot be written ({error.strerror})") from None
+    return written
+
+
+def _resolved(destination: Path) -> Path:
+    """Where it is: a link to a directory is followed, links above it stay as they are given."""
+    return Path(os.path.realpath(destination) if destination.is_symlink() else os.path.abspath(destination))  # noqa: PTH100
+
+
+def _taken_by(directory: Path) -> str | None:
+    """An entry of ``directory`` that is somebody's, not what a writer left halfway; None if there is none."""
+    own = {"lost+found"}  # of a file system that was just made
+    for folder in leftovers(directory, _resolved(directory).name):
+        own |= {folder.name, *moved_names(folder)}
+    return next((entry.name for entry in directory.iterdir() if entry.name not in own), None)
+
+
+def _order(name: str) -> tuple[int, str]:
+    return (_LAST.index(name) if name in _LAST else -1, name)
+
+
+def _is_same(path: Path, fd: int) -> bool:
+    """Whether ``path`` is the directory that ``fd`` holds."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(fd))
+    except OSError:
+        return False
+
+
+def _is_mount(path: Path) -> bool:
+    """Whether something is mounted at ``path``, also a directory of the same file system."""
+    with suppress(OSError):
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        return any(line.split()[4] == _as_listed(path) for line in lines)
+    return path.is_mount()
+
+
+def _as_listed(path: Path) -> str:
+    """``path`` as the kernel lists mount points."""
+    escapes = {" ": "\\040", "\t": "\\011", "\n": "\\012", "\\": "\\134"}
+    return "".join(escapes.get(c, c) for c in os.path.realpath(path))
+
+
+def _lock(fd: int, directory: Path) -> None:
+    """Has one writer at a time put its files into ``directory``; without effect where there are no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise McaError(
+            f"{directory}: another program holds it to write there; name another directory"
+        ) from None
+    except OSError:
+        return

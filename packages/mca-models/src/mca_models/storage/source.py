@@ -1,0 +1,233 @@
+"""A checkpoint as something to read parameters from, whatever lies on disk.
+
+A source knows its model (``config``, ``params``) and where the parts of each parameter are. Reading a
+piece for one rank touches only the bytes of that piece.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
+from mca_models.storage.moves import Rule, Side, part_shapes, plan_moves
+from mca_models.storage.runs import Gather, Move, Shape
+from mca_models.storage.safetensors import TensorInfo
+from mca_models.templates.shapes import whole_shape
+from mca_models.weights import Param
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Described(Protocol):
+    """A tensor of a checkpoint, as it is read."""
+
+    @property
+    def name(self) -> str:
+        """As its file calls it, or that which it stands for."""
+
+    @property
+    def dtype(self) -> str:
+        """Safetensors code of the elements as they are read."""
+
+    @property
+    def shape(self) -> Shape:
+        """Sizes of all axes."""
+
+    @property
+    def file(self) -> Path:
+        """Where most of it is stored, for errors."""
+
+
+class Computed(Described, Protocol):
+    """A tensor that no file holds as it is: its elements are worked out as they are read (dequantised, merged)."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element as it is read."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements as they are read."""
+
+    def array(self) -> "np.ndarray[Any, Any]":
+        """All elements, as a fresh array."""
+
+    def flat(self) -> Any:
+        """The elements in one axis; a slice of it is a fresh array."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor, or one expert's entry of a stacked one."""
+
+    info: TensorInfo | Computed
+    shape: Shape
+    start: int = 0
+    """First element, counted from the tensor's own first."""
+
+    def flat(self) -> "np.ndarray[Any, Any]":
+        """The elements in one axis: mapped from the file, or computed."""
+        elements: np.ndarray[Any, Any] = self.elements()[self.start : self.start + prod(self.shape)]
+        return elements
+
+    def elements(self) -> Any:
+        """Those of the whole tensor in one axis, to be sliced."""
+        return self.info.array().reshape(-1) if isinstance(self.info, TensorInfo) else self.info.flat()
+
+
+class ModelSource(Protocol):
+    """A checkpoint that has been opened and found complete.
+
+    ``params`` are those that the checkpoint stores: all of the model's but second copies (``alias_of``).
+    """
+
+    path: Path
+    config: McaModelConfig
+    params: Sequence[Param]
+
+    def side(self, param: Param) -> Side:
+        """On which side of ``param``'s rule the parts lie."""
+
+    def parts(self, param: Param) -> tuple[Part, ...]:
+        """The parts that hold ``param``, in the side's order."""
+
+    def whole_shape(self, param: Param) -> Shape:
+        """Shape of the whole parameter, without vocabulary padding."""
+
+    def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
+        """How to fill the tensors of ``side`` that hold ``param`` from its ``parts``."""
+
+    def check_duplicates(self) -> None:
+        """Raises if what is stored several times differs. Reads all of it."""
+
+    def tensors(self) -> Iterable[TensorInfo | Computed]:
+        """All that is stored."""
+
+    def checksums(self) -> Mapping[Path, int]:
+        """The CRC-32 that each file must have; none where nobody knows."""
+
+
+def plan_gathers(param: Param, whole: Shape, source: Side, target: Side) -> tuple[Gather, ...]:
+    """``plan_moves`` with an error that names the parameter."""
+    try:
+        return plan_moves(Rule.of(param), whole, source, target)
+    except ValueError as error:
+        raise McaError(f"{param.mca_name()} of shape {list(whole)}: {error}") from None
+
+
+def gather_piece(source: ModelSource, param: Param, rank: int, size: int) -> tuple[Gather, tuple[Part, ...]]:
+    """What to copy for the piece that ``rank`` of ``size`` (tp, or etp for an expert) holds."""
+    target: Side = 1 if param.shard.axis is None else size
+    gathers = source.gathers(param, target)
+    return gathers[0 if param.shard.axis is None else rank], source.parts(param)
+
+
+def read_piece(source: ModelSource, param: Param, rank: int = 0, size: int = 1) -> "np.ndarray[Any, Any]":
+    """The piece of ``param`` that ``rank`` of ``size`` (tp, or etp for an expert) holds, as a fresh array.
+
+    Vocabulary rows beyond the true ones are zero. Pass ``alias_of``'s parameter for a tied output layer.
+    """
+    import numpy as np
+
+    gather, parts = gather_piece(source, param, rank, size)
+    flats = [part.flat() for part in parts]
+    out = np.empty(gather.size, flats[0].dtype)
+    for start, stop in gather.zeros:
+        out[start:stop] = 0
+    for move in gather.moves:
+        copy_move(flats[move.part], out, move)
+    return out.reshape(gather.shape)
+
+
+def copy_move(source: "np.ndarray[Any, Any]", target: "np.ndarray[Any, Any]", move: Move) -> None:
+    """Carries out one move between flat arrays."""
+    import numpy as np
+
+    views = []
+    for flat, start, stride, step, span in (
+        (source, move.source, move.source_stride, move.source_step, move.source_span),
+        (target, move.target, move.target_stride, move.target_step, move.target_span),
+    ):
+        touched = flat[start : start + span]
+        strides = (stride * flat.itemsize, step * flat.itemsize)
+        views.append(np.lib.stride_tricks.as_strided(touched, (move.repeat, move.run), strides))
+    np.copyto(views[1], views[0])
+
+
+def check_whole(param: Param, whole: Shape, config: McaModelConfig, where: Path) -> None:
+    """Raises unless ``whole`` is the shape that ``config`` gives ``param``."""
+    expected = whole_shape(param, config)
+    if whole != expected:
+        raise McaError(
+            f"{where}: {param.mca_name()} has shape {list(whole)}; the configuration says {list(expected)}"
+        )
+
+
+def shapes_of_parts(param: Param, whole: Shape, side: Side) -> tuple[Shape, ...]:
+    """``part_shapes`` with an error that names the parameter."""
+    try:
+        return part_shapes(Rule.of(param), whole, side)
+    except ValueError as error:
+        raise McaError(f"{param.mca_name()} of shape {list(whole)}: {error}") from None
+
+
+def checked_parts(
+    param: Param, whole: Shape, side: Side, infos: Sequence[TensorInfo | Computed], experts: int
+) -> tuple[Part, ...]:
+    """The parts of ``param`` in ``infos``, whose shapes must be those that its rule demands.
+
+    Args:
+        param: The parameter.
+        whole: Its whole shape.
+        side: What ``infos`` are.
+        infos: Its tensors in the side's order.
+        experts: Leading size of stacked tensors.
+    """
+    shapes = shapes_of_parts(param, whole, side)
+    stacked = param.stacked and side is None
+    parts = []
+    for info, shape in zip(infos, shapes, strict=True):
+        expected = (experts, *shape) if stacked else shape
+        if info.shape != expected:
+            raise McaError(
+                f"{info.file}: tensor {info.name} has shape {list(info.shape)}, expected {list(expected)}"
+            )
+        parts.append(Part(info, shape, (param.expert or 0) * prod(shape) if stacked else 0))
+    return tuple(parts)
+
+
+def require_same_names(
+    present: Iterable[str],
+    expected: Iterable[str],
+    where: Path,
+    both: str = "the checkpoint and its config.json",
+) -> None:
+    """Raises one error with all missing and unexpected names: their count and the first few.
+
+    Args:
+        present: Those that are there.
+        expected: Those that must be.
+        where: The file or directory.
+        both: Which two do not agree.
+    """
+    if faults := different_names(present, expected):
+        raise McaError(f"{where}: {faults}; {both} do not agree")
+
+
+def different_names(present: Iterable[str], expected: Iterable[str]) -> str:
+    """All missing and unexpected names, their count and the first few; empty if there are none."""
+    have, want = set(present), set(expected)
+    return " and ".join(
+        f"{len(names)} {what} {'tensor' if len(names) == 1 else 'tensors'} ({_first_few(names)})"
+        for what, names in (("missing", want - have), ("unexpected", have - want))
+        if names
+    )
+
+
+def _first_few(names: set[str], count: int = 4) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:count]) + (", ..." if len(listed) > count else "")

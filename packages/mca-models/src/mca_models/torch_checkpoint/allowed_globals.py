@@ -1,0 +1,274 @@
+"""What the restricted pickle reader builds in place of what a pickle names.
+
+A pickle is a program: it names globals, calls them, and sets the state of what it gets. Here every name
+is looked up in one literal table, and what stands there cannot do anything: it keeps its arguments.
+Nothing can be set on it either, since a pickle's BUILD can reach any object that the pickle has in hand:
+classes are sealed by their metaclass, functions are wrapped in ``_Call``, values are named tuples.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
+
+
+class Dtype(NamedTuple):
+    """A torch dtype, by its safetensors code; ``torch`` where there is no such code."""
+
+    code: str
+
+
+class StorageType(NamedTuple):
+    """A torch storage class; ``dtype`` None: an untyped one, counted in bytes."""
+
+    dtype: Dtype | None
+
+
+class StorageRef(NamedTuple):
+    """A persistent id: one storage of the file."""
+
+    dtype: Dtype | None
+    key: str
+    numel: int
+    """Elements of ``dtype``, or bytes."""
+
+
+class TensorRef(NamedTuple):
+    """A tensor: a view of a storage. Nothing in it has been checked yet."""
+
+    storage: Any
+    offset: Any
+    shape: Any
+    strides: Any
+    dtype: Any = None
+    """Given only for a view of an untyped storage."""
+
+
+class _Sealed(type):
+    """Classes whose attributes cannot be set or deleted."""
+
+    def __setattr__(cls, name: str, value: object) -> NoReturn:
+        raise TypeError(f"{cls.__name__} cannot be changed")
+
+    def __delattr__(cls, name: str) -> NoReturn:
+        raise TypeError(f"{cls.__name__} cannot be changed")
+
+
+class Record(metaclass=_Sealed):
+    """An object of some class: its constructor's arguments and its state, as they came."""
+
+    __slots__ = ("args", "state")
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> "Record":
+        """Keeps the arguments."""
+        self = object.__new__(cls)
+        object.__setattr__(self, "args", args)
+        object.__setattr__(self, "state", None)
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        if self.state is not None:
+            raise TypeError(f"the state of a {type(self).__name__} is set twice")
+        object.__setattr__(self, "state", state)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} cannot be changed")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} cannot be changed")
+
+
+class Metadata(Record):
+    """``torch.distributed.checkpoint.metadata.Metadata`` and Megatron's subclass of it."""
+
+    __slots__ = ()
+
+
+class TensorStorageMetadata(Record):
+    """One tensor of a distributed checkpoint."""
+
+    __slots__ = ()
+
+
+class BytesStorageMetadata(Record):
+    """One pickled object of a distributed checkpoint."""
+
+    __slots__ = ()
+
+
+class ChunkStorageMetadata(Record):
+    """Offset and size of one chunk."""
+
+    __slots__ = ()
+
+
+class MetadataIndex(Record):
+    """Key of a chunk: tensor name and offset."""
+
+    __slots__ = ()
+
+
+class StorageInfo(Record):
+    """File, offset and length of a chunk."""
+
+    __slots__ = ()
+
+
+class TensorProperties(Record):
+    """dtype and layout of a tensor."""
+
+    __slots__ = ()
+
+
+class Unread(Record):
+    """An object that no reader looks into."""
+
+    __slots__ = ()
+
+
+class _Dict(dict[Any, Any], metaclass=_Sealed):
+    """In place of ``OrderedDict``; what torch hangs on a state dict (``_metadata``) is dropped."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class _Call(metaclass=_Sealed):
+    """A function that a pickle may call, without attributes that it could set."""
+
+    __slots__ = ("_function",)
+    _function: Callable[..., Any]
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        object.__setattr__(self, "_function", function)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise TypeError("a function cannot be changed")
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise TypeError("a function has no state")
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorRef:
+    return TensorRef(storage, offset, shape, strides)
+
+
+def _tensor_of_bytes(
+    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
+) -> TensorRef:
+    return TensorRef(storage, offset, shape, strides, dtype)
+
+
+def _parameter(data: Any, *rest: Any) -> Any:
+    return data
+
+
+def _tensor_with_attributes(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    if not isinstance(function, _Call):
+        raise TypeError("only the tensor functions of torch are called")
+    return function(*args)
+
+
+def _size(sizes: Any) -> tuple[Any, ...]:
+    if not isinstance(sizes, tuple | list):
+        raise TypeError(f"a torch.Size of {type(sizes).__name__}")
+    return tuple(sizes)
+
+
+def _latin1(text: Any, encoding: Any = "latin1") -> bytes:
+    if not isinstance(text, str) or encoding != "latin1":
+        raise TypeError("only texts that stand for bytes are encoded")
+    return text.encode("latin1")
+
+
+def _last(*args: Any) -> Any:
+    """An enum member by its value, a layout or device by its name."""
+    return args[-1] if args else None
+
+
+_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "bool": "BOOL",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+    "complex32": "complex32", "complex64": "complex64", "complex128": "complex128",
+}  # fmt: skip
+
+
+_STORAGES = {
+    "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
+    "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8",
+    "ByteStorage": "U8", "BoolStorage": "BOOL",
+    "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
+}  # fmt: skip
+
+
+_DCP = "torch.distributed.checkpoint"
+
+
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
+
+
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+
+
+GLOBALS: Mapping[tuple[str, str], Any] = MappingProxyType(
+    {
+        ("collections", "OrderedDict"): _Dict,
+        ("_codecs", "encode"): _Call(_latin1),
+        ("torch", "Size"): _Call(_size),
+        ("torch", "device"): _Call(_last),
+        ("torch", "Tensor"): Unread,
+        ("torch.nn.parameter", "Parameter"): Unread,
+        ("torch._utils", "_rebuild_tensor"): _Call(_tensor),
+        ("torch._utils", "_rebuild_tensor_v2"): _Call(_tensor),
+        ("torch._utils", "_rebuild_tensor_v3"): _Call(_tensor_of_bytes),
+        ("torch._utils", "_rebuild_parameter"): _Call(_parameter),
+        ("torch._utils", "_rebuild_parameter_with_state"): _Call(_parameter),
+        ("torch._tensor", "_rebuild_from_type_v2"): _Call(_tensor_with_attributes),
+        ("torch.storage", "UntypedStorage"): StorageType(None),
+        ("torch.serialization", "_get_layout"): _Call(_last),
+        **{("torch", name): Dtype(code) for name, code in _DTYPES.items()},
+        **{("torch", name): StorageType(Dtype(code)) for name, code in _STORAGES.items()},
+        (f"{_DCP}.metadata", "Metadata"): Metadata,
+        (f"{_DCP}.metadata", "TensorStorageMetadata"): TensorStorageMetadata,
+        (f"{_DCP}.metadata", "BytesStorageMetadata"): BytesStorageMetadata,
+        (f"{_DCP}.metadata", "ChunkStorageMetadata"): ChunkStorageMetadata,
+        (f"{_DCP}.metadata", "MetadataIndex"): MetadataIndex,
+        (f"{_DCP}.metadata", "TensorProperties"): TensorProperties,
+        (f"{_DCP}.metadata", "StorageMeta"): Unread,
+        (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _Call(_last),
+        (f"{_DCP}.filesystem", "_StorageInfo"): StorageInfo,
+        (f"{_DCP}.filesystem", "_StoragePrefix"): Unread,
+        **{
+            (f"{_DCP}.planner", name): Unread
+            for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
+        },
+        (f"{_DCP}.planner", "WriteItemType"): _Call(_last),
+        (_SHARDED, "TensorProperties"): TensorProperties,
+        (_SHARDED, "MEM_FORMAT_ENCODING"): _Call(_last),
+        (_MEGATRON, "MCoreMetadata"): Metadata,
+        (_MEGATRON, "MCoreSavePlan"): Unread,
+        ("io", "BytesIO"): Unread,
+        ("_io", "BytesIO"): Unread,
+        ("argparse", "Namespace"): Unread,
+        ("pathlib", "PosixPath"): Unread,
+        ("pathlib", "PurePosixPath"): Unread,
+        ("pathlib._local", "PosixPath"): Unread,
+    }
+)
+"""Every global that a pickle may name, by module and name."""
+
+
+def persistent(identifier: Any) -> StorageRef:
+    """The storage that a persistent id of ``torch.save`` names."""
+    kind, storage, key, _location, numel = identifier
+    if kind != "storage" or not isinstance(storage, StorageType) or not isinstance(key, str):
+        raise TypeError("a persistent id that is no storage")
+    return StorageRef(storage.dtype, key, numel)

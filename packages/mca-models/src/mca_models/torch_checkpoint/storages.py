@@ -1,0 +1,191 @@
+"""From moves between tensors to moves from the bytes that hold them.
+
+A ``Gather`` counts a source part's elements in the order of its axes. The tensors of foreign checkpoints
+need not lie so: one may be a few columns of a wider one, or stand in several chunks. ``to_storage``
+rewrites a gather so that it reads from plain runs of bytes, which the converter copies file to file.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mca_models.storage.runs import Gather, Move, in_unit_steps
+from mca_models.storage.safetensors import TensorInfo
+from mca_models.storage.source import Part
+from mca_models.storage.strided import GridTensor, Shape, StridedTensor
+
+Array = np.ndarray[Any, Any]
+
+
+Stored = StridedTensor | GridTensor
+
+
+class _Block(NamedTuple):
+    """A block of a tensor, in a storage of its own."""
+
+    offsets: Shape
+    shape: Shape
+    strides: Shape
+
+
+_Geometry = tuple[Shape, tuple[_Block, ...]]  # of one tensor: its shape and blocks
+
+
+def storages(tensor: Stored) -> tuple[Part, ...]:
+    """The runs of bytes that ``tensor`` lies in, one for each of its blocks."""
+    return tuple(_span(block) for block in _blocks(tensor))
+
+
+def to_storage(gather: Gather, tensors: Sequence[Stored]) -> Gather:
+    """``gather``, which reads from ``tensors``, reading from their ``storages`` (of all, in order)."""
+    if all(isinstance(tensor, StridedTensor) and tensor.is_contiguous for tensor in tensors):
+        return gather
+    return _compose(_Same(gather), tuple(_geometry(tensor) for tensor in tensors))
+
+
+class _Same:
+    """A gather as a cache key: by identity, since its moves are many."""
+
+    def __init__(self, gather: Gather) -> None:
+        self.gather = gather
+
+    def __hash__(self) -> int:
+        return id(self.gather)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.gather is self.gather
+
+
+def _blocks(tensor: Stored) -> tuple[StridedTensor, ...]:
+    if isinstance(tensor, StridedTensor):
+        return (tensor,)
+    return tuple(chunk.tensor for chunk in tensor.chunks)
+
+
+def _geometry(tensor: Stored) -> _Geometry:
+    if isinstance(tensor, StridedTensor):
+        return tensor.shape, (_Block((0,) * len(tensor.shape), tensor.shape, tensor.strides),)
+    blocks = tuple(_Block(chunk.offsets, chunk.tensor.shape, chunk.tensor.strides) for chunk in tensor.chunks)
+    return tensor.shape, blocks
+
+
+def _span(block: StridedTensor) -> Part:
+    size = 0
+    if prod(block.shape):
+        size = 1 + sum((n - 1) * step for n, step in zip(block.shape, block.strides, strict=True))
+    info = TensorInfo(block.name, block.dtype, (size,), block.offset, size * block.itemsize, block.file)
+    return Part(info, (size,))
+
+
+@lru_cache(maxsize=256)
+def _compose(key: _Same, geometries: tuple[_Geometry, ...]) -> Gather:
+    gather = key.gather
+    moves = [part for move in gather.moves for part in in_unit_steps(move)]
+    places, first = [], 0
+    for geometry in geometries:
+        places.append(_runs_of(geometry, first))
+        first += len(geometry[1])
+    pieces = [
+        _split(_runs_of_moves([move for move in moves if move.part == part]), runs)
+        for part, runs in enumerate(places)
+    ]
+    return Gather(gather.shape, tuple(_moves(np.concatenate(pieces, axis=1))), gather.zeros)
+
+
+def _runs_of(geometry: _Geometry, first: int) -> Array:
+    """Where a tensor's elements lie; rows: position in the tensor, storage, position in it, length."""
+    shape, blocks = geometry
+    columns = [_runs_of_block(shape, block, first + number) for number, block in enumerate(blocks)]
+    runs = np.concatenate(columns, axis=1)
+    runs = runs[:, np.argsort(runs[0], kind="stable")]
+    return _merged(runs)
+
+
+def _runs_of_block(shape: Shape, block: _Block, storage: int) -> Array:
+    in_runs = bool(block.shape) and (block.strides[-1] == 1 or block.shape[-1] == 1)
+    length = block.shape[-1] if in_runs else 1
+    axes = block.shape[:-1] if in_runs else block.shape
+    steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    at = np.full((1,) * len(axes), sum(a * b for a, b in zip(block.offsets, steps, strict=True)))
+    stored = np.zeros_like(at)
+    for axis, size in enumerate(axes):
+        numbers = np.arange(size).reshape([-1 if k == axis else 1 for k in range(len(axes))])
+        at, stored = at + numbers * steps[axis], stored + numbers * block.strides[axis]
+    at = at.reshape(-1)
+    return np.stack([at, np.full_like(at, storage), stored.reshape(-1), np.full_like(at, length)])
+
+
+def _merged(runs: Array) -> Array:
+    """``runs`` with those joined that go on in both the tensor and the storage."""
+    at, storage, stored, length = runs
+    goes_on = (at[1:] == at[:-1] + length[:-1]) & (stored[1:] == stored[:-1] + length[:-1])
+    starts = np.flatnonzero(np.concatenate([[True], ~(goes_on & (storage[1:] == storage[:-1]))]))
+    return np.stack([at[starts], storage[starts], stored[starts], np.add.reduceat(length, starts)])
+
+
+def _runs_of_moves(moves: Sequence[Move]) -> Array:
+    """All runs of ``moves``; rows: source, target, length."""
+    if not moves:
+        return np.zeros((3, 0), np.int64)
+    repeats = np.array([move.repeat for move in moves])
+    owner = np.repeat(np.arange(len(moves)), repeats)
+    number = np.arange(owner.size) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    table = np.array([move[1:7] for move in moves], np.int64)[owner].T
+    source, target, run, _, source_stride, target_stride = table
+    return np.stack([source + number * source_stride, target + number * target_stride, run])
+
+
+def _split(wanted: Array, runs: Array) -> Array:
+    """``wanted`` cut where ``runs`` end; rows: storage, position in it, target, length."""
+    source, target, length = wanted
+    at, storage, stored, size = runs
+    first = np.searchsorted(at, source, "right") - 1
+    count = np.searchsorted(at, source + length, "left") - first
+    owner = np.repeat(np.arange(source.size), count)
+    run = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(owner.size)
+    start = np.maximum(source[owner], at[run])
+    stop = np.minimum((source + length)[owner], (at + size)[run])
+    return np.stack(
+        [storage[run], stored[run] + start - at[run], target[owner] + start - source[owner], stop - start]
+    )
+
+
+def _moves(pieces: Array) -> list[Move]:
+    """``pieces`` as strided moves, in the order of their targets."""
+    moves: list[Move] = []
+    for storage in sorted(set(pieces[0].tolist())):
+        mine = pieces[1:, pieces[0] == storage]
+        moves += _strided(storage, mine[:, np.argsort(mine[1], kind="stable")])
+    return sorted(moves, key=lambda move: (move.target, move.part))
+
+
+def _strided(storage: int, runs: Array) -> list[Move]:
+    """Joins runs (rows: source, target, length) of equal length at constant distances."""
+    steps = np.diff(runs, axis=1)
+    joins = (steps[2] == 0) & (steps[0] >= 0)  # as long as the one before, and not before it
+    alike = np.zeros_like(joins)
+    alike[1:] = (steps[:, 1:] == steps[:, :-1]).all(axis=0)
+    moves, first = [], 0
+    table, step_table = runs.T.tolist(), steps.T.tolist()
+    # where a run's step differs from the step before it, a series can end; walk from end to end
+    ends = [*np.flatnonzero(~alike).tolist(), len(joins)]
+    series = 0
+    while first < len(table):
+        source, target, length = table[first]
+        while series < len(ends) and ends[series] <= first:
+            series += 1
+        if first == len(joins) or not joins[first]:
+            moves.append(Move(storage, source, target, length, 1, length, length))
+            first += 1
+            continue
+        last = ends[series] if series < len(ends) else len(joins)
+        moves.append(
+            Move(
+                storage, source, target, length, last - first + 1, step_table[first][0], step_table[first][1]
+            )
+        )
+        first = last + 1
+    return moves

@@ -1,0 +1,339 @@
+"""Megatron's ``torch_dist`` checkpoints: PyTorch's DCP format (``dcp``) under Megatron's global names.
+
+    <dir>/metadata.json     {"sharded_backend": "torch_dist", ...}
+          common.pt         what every rank has alike (arguments, iteration); not needed, not read
+          .metadata, __R_I.distcp
+
+Tensors have global shapes, whatever ranks wrote them: [gate, up] of a gated MLP is one gate and one up
+over all tensor ranks, the vocabulary is padded, a tied output layer is not stored. One parameter has
+several possible names, according to how Megatron was configured when it saved:
+
+- ``decoder.layers.7.X``, or ``decoder.layers.X`` with a leading axis of layers (all layers alike);
+- experts: ``mlp.experts.experts.linear_fc1.weight`` with a leading axis of experts (after that of layers),
+  or ``mlp.experts.experts.3.linear_fc1.weight``;
+- gated MLPs: one tensor, or its halves ``weight_w`` (gate) and ``weight_v`` (up);
+- gated delta nets: the projections' parts, ``in_proj.weight.query``, ``.key``, ``.value``, ``.z``, ...;
+- norms: Transformer Engine's spelling; but the local spec calls the norm before any MLP
+  ``mlp.linear_fc1.layer_norm_weight`` and that before any attention ``...linear_qkv.layer_norm_weight``,
+  experts and gated delta nets included.
+
+Optimizer states (``optimizer.*``, ``chained_N.*``) and objects (``_extra_state``, random states) are passed
+over. All names are generated; only the prefix that wrappers add is found by looking at the embedding's.
+"""
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+
+from mca_config.errors import McaError
+from mca_config.files import inside, present, read_json, read_text
+from mca_config.model_config import FILE_NAME, McaModelConfig
+from mca_models.checkpoint.hf_directory import naming_config
+from mca_models.checkpoint.hf_directory import read_config as read_hf_config
+from mca_models.checkpoint.mca_directory import iteration_name, latest_iteration
+from mca_models.checkpoint.placement import stored
+from mca_models.storage.strided import Chunk, Shape, assemble
+from mca_models.templates import config_from_hf, family_of
+from mca_models.templates.shapes import whole_shape
+from mca_models.torch_checkpoint.dcp import METADATA, DcpDirectory, TensorEntry
+from mca_models.torch_checkpoint.roll import read_config
+from mca_models.torch_checkpoint.source import ForeignSource, Place, with_stored_dtype
+from mca_models.torch_checkpoint.spellings import EMBEDDING, spellings
+from mca_models.torch_checkpoint.storages import Stored
+from mca_models.weights import Param
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+_DIST_MODEL = "dist_model"  # where ROLL's mcore_adapter puts it inside an iteration
+
+
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.|chained_\d+\.")
+
+
+_FUSED_NORMS = (
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+)
+
+
+_EXPERT_FORMS = (
+    (".mlp.experts.linear_fc{n}.{kind}{{expert}}", ".mlp.experts.experts.linear_fc{n}.{kind}", True),
+    (
+        ".mlp.experts.linear_fc{n}.{kind}{{expert}}",
+        ".mlp.experts.experts.{{expert}}.linear_fc{n}.{kind}",
+        False,
+    ),
+)
+
+
+_LAYERS = "decoder.layers.{layer}."
+
+
+_PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (".in_proj.weight", (".query", ".key", ".value", ".z", ".beta", ".alpha")),
+    (".conv1d.weight", (".query", ".key", ".value")),
+)
+
+
+Index = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way in which a parameter may be stored.
+
+    Args:
+        keys: The tensors that make it up, one below the other.
+        index: Its entry in their leading axes.
+        sizes: Which sizes these axes must have.
+    """
+
+    keys: tuple[str, ...]
+    index: Index
+    sizes: Shape
+
+
+def find_torch_dist(path: Path) -> Path | None:
+    """The directory with ``.metadata`` that ``path`` is or leads to; None if there is none."""
+    candidates = [path, path / _DIST_MODEL]
+    try:
+        text = read_text(inside(path, LATEST)).strip()
+        folder = path / (text if text == "release" else iteration_name(latest_iteration(path)))
+        candidates += [folder, folder / _DIST_MODEL]
+    except McaError:
+        pass
+    return next((folder for folder in candidates if present(folder, METADATA)), None)
+
+
+def open_torch_dist(path: Path, config: McaModelConfig | None = None) -> ForeignSource:
+    """The checkpoint that ``path`` is or leads to (by ``latest_checkpointed_iteration.txt``), found complete.
+
+    Args:
+        path: The checkpoint, one iteration of it, or what ROLL's mcore_adapter wrote.
+        config: Of the model; None: from an ``mca_config.json`` or a HF ``config.json`` there or above.
+
+    Raises:
+        McaError: Tensors are missing, unexpected, damaged or of another shape.
+    """
+    folder = find_torch_dist(path)
+    if folder is None:
+        raise McaError(f"{path}: no {METADATA} is there; expected a torch_dist checkpoint of Megatron")
+    _require_backend(folder, path)
+    directory = DcpDirectory(folder, path)
+    config = config or _config_near(folder)
+    if config.mtp_num_layers and not any("mtp.layers." in name for name in directory.tensors):
+        logger.warning(
+            "the configuration counts %d prediction layers; %s holds none", config.mtp_num_layers, folder
+        )
+        config = replace(config, mtp_num_layers=0)
+    return _Reader(directory, config).source(path)
+
+
+def _require_backend(folder: Path, root: Path) -> None:
+    file = folder / "metadata.json"
+    if not present(folder, file.name):
+        return
+    backend = read_json(inside(root, str(file.relative_to(root)))).get("sharded_backend")
+    if backend is None:
+        raise McaError(f"{file}: names no 'sharded_backend'; expected 'torch_dist' there")
+    if backend != "torch_dist":
+        raise McaError(
+            f"{file}: the checkpoint's format is {backend!r}; expected 'torch_dist', load it with Megatron and "
+            "save it with --ckpt-format torch_dist"
+        )
+
+
+def _config_near(folder: Path) -> McaModelConfig:
+    for place in (folder, *list(folder.resolve().parents)[:2]):
+        if present(place, FILE_NAME):
+            return read_config(place)
+        if present(place, "config.json"):
+            with naming_config(place):
+                return config_from_hf(read_hf_config(place))
+    raise McaError(
+        f"{folder}: a torch_dist checkpoint does not say what model it holds, and neither {FILE_NAME} nor "
+        "config.json lies there or above; put the model's Hugging Face config.json beside it"
+    )
+
+
+class _Reader:
+    """Finds every parameter of a model in a directory."""
+
+    def __init__(self, directory: DcpDirectory, config: McaModelConfig) -> None:
+        self.directory, self.config = directory, config
+        self.params = family_of(config.model_type).params(config)
+        prefix = _prefix(directory)
+        self.entries: dict[str, TensorEntry] = {
+            name.removeprefix(prefix): entry
+            for name, entry in directory.tensors.items()
+            if name.startswith(prefix) and not _OPTIMIZER.match(name)
+        }
+
+    def source(self, path: Path) -> ForeignSource:
+        """All parameters, or one error with everything that is amiss."""
+        forms = {param.mca_name(): self._form(param) for param in self.params}
+        self._require_complete(forms)
+        found = {name: form for name, form in forms.items() if form is not None}
+        blocks = self._blocks(found.values())
+        tensors = {
+            param.mca_name(): self._assembled(param, found[param.mca_name()], blocks)
+            for param in self.params
+            if param.mca_name() in found
+        }
+        places = {}
+        for param in stored(self.params):
+            name = param.mca_name()
+            places[name] = Place(self._whole(param, tensors[name]), 1, (tensors[name],))
+        for param in self.params:
+            if param.alias_of is not None and param.mca_name() in tensors:
+                first, second = places[param.alias_of].tensors[0], tensors[param.mca_name()]
+                places[param.alias_of] = replace(places[param.alias_of], copies=((first, second),))
+        return ForeignSource(path, with_stored_dtype(self.config, places), stored(self.params), places)
+
+    def _form(self, param: Param) -> Form | None:
+        """How ``param`` is stored here; None if it is not."""
+        for form in forms_of(param, self.config):
+            if all(
+                key in self.entries and self.entries[key].shape[: len(form.sizes)] == form.sizes
+                for key in form.keys
+            ):
+                return form
+        return None
+
+    def _require_complete(self, forms: Mapping[str, Form | None]) -> None:
+        used = {key for form in forms.values() if form is not None for key in form.keys}
+        absent = [p.mca_name() for p in self.params if p.alias_of is None and forms[p.mca_name()] is None]
+        faults = [
+            f"{len(names)} {what} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
+            for what, names in (("missing", absent), ("unexpected", sorted(self.entries.keys() - used)))
+            if names
+        ]
+        if faults:
+            raise McaError(
+                f"{self.directory.path}: parameters are {' and '.join(faults)}; the checkpoint and its "
+                "configuration do not agree"
+            )
+
+    def _blocks(self, forms: Iterable[Form]) -> dict[tuple[str, Index], list[Chunk]]:
+        """The chunks of every entry of every tensor that is used, without the axes of the entries."""
+        depths = {key: len(form.index) for form in forms for key in form.keys}
+        names = {self.entries[key].name: key for key in depths}
+        blocks: dict[tuple[str, Index], list[Chunk]] = {}
+        for name, chunks in self.directory.chunks(names):
+            key = names[name]
+            for chunk in chunks:
+                for index, part in _entries(chunk, depths[key]):
+                    blocks.setdefault((key, index), []).append(part)
+        return blocks
+
+    def _assembled(self, param: Param, form: Form, blocks: Mapping[tuple[str, Index], list[Chunk]]) -> Stored:
+        rows, chunks = 0, []
+        depth = len(form.index)
+        shapes = [self.entries[key].shape[depth:] for key in form.keys]
+        for key, shape in zip(form.keys, shapes, strict=True):
+            for chunk in blocks.get((key, form.index), []):
+                offsets = (chunk.offsets[0] + rows, *chunk.offsets[1:]) if chunk.offsets else ()
+                chunks.append(Chunk(offsets, chunk.tensor))
+            rows += shape[0] if shape else 0
+        whole = (rows, *shapes[0][1:]) if shapes[0] else ()
+        dtype = self.entries[form.keys[0]].dtype
+        return assemble(param.mca_name(), dtype, whole, chunks, str(self.directory.path))
+
+    def _whole(self, param: Param, tensor: Stored) -> Shape:
+        expected = whole_shape(param, self.config)
+        enough = tensor.shape[0] >= expected[0] if param.vocab else tensor.shape == expected
+        if not enough or tensor.shape[1:] != expected[1:]:
+            raise McaError(
+                f"{self.directory.path}: {param.mca_name()} has shape {list(tensor.shape)}; the configuration "
+                f"says {list(expected)}"
+            )
+        return expected
+
+
+def _prefix(directory: DcpDirectory) -> str:
+    """What stands before all names of the model, such as ``module.``."""
+    found = [
+        name.removesuffix(EMBEDDING)
+        for name in directory.tensors
+        if name.endswith(EMBEDDING) and not _OPTIMIZER.match(name)
+    ]
+    if len(found) != 1:
+        where = directory.path / METADATA
+        raise McaError(f"{where}: {len(found)} tensors are named {EMBEDDING}; expected the one of a GPTModel")
+    return found[0]
+
+
+def forms_of(param: Param, config: McaModelConfig) -> Iterator[Form]:
+    """Every way in which ``param`` may be stored."""
+    layer, expert = param.layer, param.expert
+    for templates, layer_axis, expert_axis in _templates(param.mca, expert is not None, param.shard.segments):
+        keys = tuple(template.format(layer=layer, expert=expert) for template in templates)
+        axes: list[tuple[int | None, int | None]] = [(layer, config.num_layers)] if layer_axis else []
+        axes += [(expert, config.num_moe_experts)] if expert_axis else []
+        found = [(at, size) for at, size in axes if at is not None and size is not None]
+        yield Form(keys, tuple(at for at, _ in found), tuple(size for _, size in found))
+
+
+@lru_cache(maxsize=1024)
+def _templates(
+    mca: str, is_expert: bool, segments: tuple[int, ...]
+) -> tuple[tuple[tuple[str, ...], bool, bool], ...]:
+    """The forms of a rule's name: tensors, whether all layers are in one, whether all experts are."""
+    return tuple(
+        (tuple(template + part for part in parts), layer_axis, expert_axis)
+        for name in _global_spellings(mca)
+        for of_expert, expert_axis in _expert_forms(name, is_expert)
+        for template, layer_axis in _layer_forms(of_expert)
+        for parts in _parts(mca, segments)
+    )
+
+
+def _parts(mca: str, segments: tuple[int, ...]) -> Iterator[tuple[str, ...]]:
+    """What may be added to the name ``mca``, for each of the tensors that make it up."""
+    yield ("",)
+    if segments == (1, 1):
+        yield "_w", "_v"
+    for tail, parts in _PARTS:
+        if mca.endswith(tail):
+            yield parts
+
+
+def _global_spellings(mca: str) -> list[str]:
+    names = spellings(mca)
+    fused = [name.replace(own, other) for own, other in _FUSED_NORMS for name in names if own in name]
+    return [*names, *(name for name in fused if name not in names)]
+
+
+def _expert_forms(name: str, is_expert: bool) -> Iterator[tuple[str, bool]]:
+    """``name`` as an expert's, and whether it stands in a tensor of all experts."""
+    if not is_expert:
+        yield name, False
+        return
+    for (own, other, axis), number, kind in product(_EXPERT_FORMS, (1, 2), ("weight", "bias")):
+        canonical = own.format(n=number, kind=kind)
+        if name.endswith(canonical):
+            yield name.replace(canonical, other.format(n=number, kind=kind)), axis
+
+
+def _layer_forms(name: str) -> Iterator[tuple[str, bool]]:
+    """``name`` as a layer's, and whether it stands in a tensor of all layers."""
+    yield name, False
+    if name.startswith(_LAYERS):
+        yield name.replace(_LAYERS, "decoder.layers."), True
+
+
+def _entries(chunk: Chunk, depth: int) -> Iterator[tuple[Index, Chunk]]:
+    """The entries of the first ``depth`` axes that ``chunk`` holds, without these axes."""
+    first = zip(chunk.offsets[:depth], chunk.tensor.shape[:depth], strict=True)
+    for index in product(*(range(start, start + size) for start, size in first)):
+        tensor = chunk.tensor
+        for at, start in zip(index, chunk.offsets, strict=False):
+            tensor = tensor.entry(at - start)
+        yield index, Chunk(chunk.offsets[depth:], tensor)
