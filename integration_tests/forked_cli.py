@@ -20,11 +20,11 @@ def launched(command: list[str], stdout: str | None = None) -> "subprocess.Compl
         command: The words.
         stdout: A file to print to or "|", a pipe that nobody reads; then what was printed is not known.
     """
-    import mca_train.trainer
-    import mca_train.workflow
+    import mca_train.run.train
+    import mca_train.trainer.trainer
 
     assert mca_train.trainer
-    assert mca_train.workflow
+    assert mca_train.run.train
     assert command[:3] == [sys.executable, "-m", "mca_train"]
     with tempfile.TemporaryDirectory() as name:
         (code,) = run_ranks(1, _main, command[3:], Path(name), stdout, process_group=False, timeout=240)

@@ -172,7 +172,7 @@ def megatron(checkpoint: Path, output: Path, changes: Changes) -> tuple[Any, Any
     from dataclasses import replace
 
     from mca_models.megatron.build.transformer_config import transformer_config
-    from mca_train.settings import model_config
+    from mca_train.config.model import model_config
 
     args, config = arguments(output, **changes), model_config(str(checkpoint))
     layout = args.layout(config.layout)
@@ -205,7 +205,7 @@ def test_stands_in_megatrons_configuration(name, models, tmp_path):
 
 
 def test_what_does_nothing_is_said_in_one_line(models, tmp_path, caplog):
-    from mca_train.without_effect import tell_without_effect
+    from mca_train.trainer.without_effect import tell_without_effect
 
     for name, (why, changes) in SAID.items():
         caplog.clear()
@@ -217,7 +217,7 @@ def test_what_does_nothing_is_said_in_one_line(models, tmp_path, caplog):
 
 
 def test_nothing_is_said_of_what_has_an_effect(models, tmp_path, caplog):
-    from mca_train.without_effect import tell_without_effect
+    from mca_train.trainer.without_effect import tell_without_effect
 
     for model, base, changes in EFFECT.values():
         with caplog.at_level(logging.WARNING, logger="mca_train"):

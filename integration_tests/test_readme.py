@@ -91,7 +91,7 @@ def test_flags_of_mca_convert_exist():
 
 @pytest.mark.parametrize("page", ["docs/training.md", "packages/mca-train/README.md"])
 def test_configuration_files_are_accepted(page, tmp_path, monkeypatch):
-    from mca_train.settings import given_values, parse
+    from mca_train.config.run_config import given_values, parse
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     (text,) = blocks(ROOT / page, "yaml")

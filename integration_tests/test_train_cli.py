@@ -227,14 +227,14 @@ def test_a_failing_rank_ends_all_with_its_traceback_once(folder, tmp_path):
     hook.write_text(
         "import os, threading\n"
         "def fail(*_):\n"
-        "    from mca_train.engine import Engine\n"
+        "    from mca_train.engine.engine import Engine\n"
         "    step = Engine.optimizer_step\n"
         "    def broken(self):\n"
         "        if os.environ['RANK'] == '1':\n"
         "            raise RuntimeError('broken here')\n"
         "        return step(self)\n"
         "    Engine.optimizer_step = broken\n"
-        "os.register_at_fork(after_in_child=lambda: fail() if 'mca_train.trainer' in "
+        "os.register_at_fork(after_in_child=lambda: fail() if 'mca_train.trainer.trainer' in "
         "__import__('sys').modules else None)\n"
     )
     command = config(folder, "failing", local_ranks=2, max_steps=100000)

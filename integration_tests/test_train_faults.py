@@ -120,7 +120,7 @@ KILLED = SAVED | {
 @pytest.mark.parametrize("name", KILLED)
 def test_killed_runs_go_on_from_their_last_complete_checkpoint(name, checkpoint, tmp_path):
     """Twenty times with MCA_TEST_KILLS=20. Every kill also leaves whatever it interrupted beside."""
-    from mca_train.checkpointing import checkpoints
+    from mca_train.checkpoint.directory import checkpoints
 
     size, changes = KILLED[name]
     whole = run_ranks(size, uninterrupted, checkpoint, tmp_path / "whole", **changes)
@@ -187,15 +187,16 @@ def find_all(folders: dict[str, Path]) -> dict[str, tuple[str, str]]:
     from mca_config.errors import McaError
     from mca_config.layout import ParallelLayout
     from mca_models.megatron.distributed import parallel
-    from mca_train import checkpointing, groups
+    from mca_train import groups
+    from mca_train.checkpoint import directory
 
     parallel.start(ParallelLayout())
     ranks = groups.here(ParallelLayout())
     found = {}
     for name, folder in folders.items():
-        auto = checkpointing.find("auto", folder, ranks)
+        auto = directory.find("auto", folder, ranks)
         try:
-            checkpointing.find(str(folder / f"checkpoint-{STEPS}"), folder, ranks)
+            directory.find(str(folder / f"checkpoint-{STEPS}"), folder, ranks)
             told = "nothing"
         except McaError as error:
             told = str(error)
@@ -266,7 +267,7 @@ def test_nothing_starts_anew_where_every_checkpoint_is_damaged(checkpoint, finis
 
 @pytest.mark.parametrize("name", ["one rank", "two ranks in background"])
 def test_a_full_disk_leaves_the_checkpoints_before(name, checkpoint, small_disk, tmp_path):
-    from mca_train.checkpointing import checkpoints
+    from mca_train.checkpoint.directory import checkpoints
 
     size, changes = SAVED[name]
     whole = run_ranks(size, uninterrupted, checkpoint, tmp_path / "whole", **changes)

@@ -116,7 +116,7 @@ def peft_takes(model: Path, adapter: Path) -> int:
     ],
 )
 def test_keys_that_say_nothing_are_refused(folder, kind, changes, message):
-    from mca_train.settings import parse, require_keys_of
+    from mca_train.config.run_config import parse, require_keys_of
 
     values = {"model_name_or_path": "m", "train_file": "f", "output_dir": str(folder / "none"), **changes}
     with pytest.raises(ValueError) as error:

@@ -69,7 +69,7 @@ def interruption(step: int, how: str) -> Any:
 def made(checkpoint: Path, output: Path, **changes: Any) -> Any:
     from transformers import EarlyStoppingCallback
 
-    from mca_train import stop_signal
+    from mca_train.trainer import stop_signal
 
     stop_signal._EVERY = 0.0  # as with steps of more than a second
     patience = changes.pop("early", None)

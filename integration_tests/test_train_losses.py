@@ -52,9 +52,9 @@ def test_packed_losses_equal_unpacked_ones(name, unpacked, checkpoint, tmp_path)
 
 def leaking_losses(checkpoint: Path, output: Path) -> dict[str, list[float]]:
     """With a planted fault: attention is not told where sequences end."""
-    from mca_train import engine
+    from mca_train.engine import pipeline
 
-    engine._packed_params = lambda batch: None
+    pipeline._packed_params = lambda batch: None
     return train_losses(checkpoint, output, **PACKED)
 
 

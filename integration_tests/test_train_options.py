@@ -107,7 +107,7 @@ def held_and_trained(checkpoint: Path, output: Path) -> tuple[int, int]:
     """Parameters of this rank of an adapted model, and those that are trained."""
     from mca_models import AutoModel
     from mca_models.megatron.peft import get_peft_model
-    from mca_train.arguments import LoraArguments
+    from mca_train.config.arguments import LoraArguments
     from train_cases import arguments
 
     args = arguments(output, tensor_model_parallel_size=2)
@@ -118,9 +118,9 @@ def held_and_trained(checkpoint: Path, output: Path) -> tuple[int, int]:
 
 def test_the_plan_of_an_adapter_counts_what_ranks_hold(tmp_path):
     from mca_models.lora.config import AdapterConfig
-    from mca_train.arguments import LoraArguments
-    from mca_train.plan import make_plan
-    from mca_train.settings import model_config
+    from mca_train.config.arguments import LoraArguments
+    from mca_train.config.model import model_config
+    from mca_train.plan.memory import make_plan
     from train_cases import arguments
 
     checkpoint = tiny_checkpoint(tmp_path / "model", **SMALL)
@@ -136,8 +136,8 @@ def test_the_plan_of_an_adapter_counts_what_ranks_hold(tmp_path):
 
 
 def test_the_plan_of_an_offloaded_optimizer_moves_its_state(tmp_path):
-    from mca_train.plan import make_plan
-    from mca_train.settings import model_config
+    from mca_train.config.model import model_config
+    from mca_train.plan.memory import make_plan
     from train_cases import arguments
 
     config = model_config(str(tiny_checkpoint(tmp_path / "model", **SMALL)))

@@ -19,7 +19,7 @@ def checkpoint(tmp_path_factory):
 
 
 def saved_positions(checkpoint: Path, output_dir: Path) -> tuple[int, bool]:
-    from mca_train.bucket_padding import positions_without_padding
+    from mca_train.checkpoint.bucket_padding import positions_without_padding
 
     trainer = make_trainer(checkpoint, output_dir, max_steps=1, **OVERLAP)
     quietly(trainer.train)
@@ -40,7 +40,7 @@ def test_padded_buckets_move_parameters_and_all_is_put_back(checkpoint, tmp_path
 
 
 def test_megatron_still_counts_the_padding_it_has_removed():
-    """Fails when Megatron has mended it: then mca_train.bucket_padding can go."""
+    """Fails when Megatron has mended it: then mca_train.checkpoint.bucket_padding can go."""
     prepare_parent()
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 

@@ -71,7 +71,7 @@ def test_the_best_checkpoint_survives_and_is_loaded(checkpoint, tmp_path):
 
 def test_the_last_complete_checkpoint_is_found(checkpoint, tmp_path):
     from mca_config.errors import McaError
-    from mca_train.checkpointing import checkpoints, resolve
+    from mca_train.checkpoint.directory import checkpoints, resolve
 
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11", "checkpoint-12.partial-ab"):
         (tmp_path / name).mkdir()
@@ -96,7 +96,7 @@ def test_the_best_checkpoint_is_where_the_run_is(tmp_path):
     """Not where it was: runs are moved, copied and given by other paths."""
     from transformers import TrainerState
 
-    from mca_train.checkpointing import expendable, locate_best
+    from mca_train.checkpoint.directory import expendable, locate_best
 
     run = tmp_path / "run"
     for step in (2, 4, 6):
@@ -119,8 +119,8 @@ def test_a_checkpoint_is_deleted_beside_the_training(tmp_path, monkeypatch):
     import shutil
     import threading
 
-    from mca_train.checkpoint_writer import CheckpointWriter
-    from mca_train.checkpointing import checkpoints
+    from mca_train.checkpoint.directory import checkpoints
+    from mca_train.checkpoint.writer import CheckpointWriter
 
     folder, go = tmp_path / "checkpoint-1", threading.Event()
     folder.mkdir()
@@ -141,12 +141,12 @@ def test_a_full_disk_is_told_whatever_is_written(tmp_path):
     import errno
 
     from mca_config.errors import McaError
-    from mca_train.checkpoint_writer import said_clearly
+    from mca_train.checkpoint.writer import name_errors
 
     prepare_parent()
 
     def told(error: Exception) -> str:
-        with pytest.raises(McaError) as found, said_clearly(tmp_path):
+        with pytest.raises(McaError) as found, name_errors(tmp_path):
             raise error
         return str(found.value)
 
@@ -159,17 +159,17 @@ def test_a_full_disk_is_told_whatever_is_written(tmp_path):
 def fail_while_saving(checkpoint: Path, output_dir: Path) -> None:
     import torch.distributed as dist
 
-    from mca_train import checkpointing
+    from mca_train.checkpoint import training_state
 
     trainer = make_trainer(checkpoint, output_dir, max_steps=2, save_strategy="steps", save_steps=1)
-    save = checkpointing.save_rng
+    save = training_state.save_rng
 
     def save_once(*where: Any) -> None:
         if trainer.state.global_step == 2 and dist.get_rank() == 1:
             raise OSError("the cable is loose")
         save(*where)
 
-    checkpointing.save_rng = save_once
+    training_state.save_rng = save_once
     quietly(trainer.train)
 
 
@@ -178,7 +178,7 @@ def test_a_failed_save_leaves_the_checkpoint_before(checkpoint, tmp_path):
         run_ranks(2, fail_while_saving, checkpoint, tmp_path)
     told = "checkpoint-2: cannot be written: rank 1 could not save: OSError: the cable is loose"
     assert str(failed.value).count(told) == 2, "every rank says which one failed, and why"
-    from mca_train.checkpointing import checkpoints
+    from mca_train.checkpoint.directory import checkpoints
 
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]
 

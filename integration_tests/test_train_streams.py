@@ -105,7 +105,7 @@ def test_resuming_a_stream_is_exact(workers, checkpoint, tmp_path):
 
 def refusals(checkpoint: Path, output: Path) -> list[str]:
     from mca_config.errors import McaError
-    from mca_train.stream_steps import require_steps
+    from mca_train.batching.step_stream import require_steps
 
     told = []
     data = samples(6)

@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_checkpoint(folder / "model", vocab_size=264, **SMALL)
     byte_tokenizer().save_pretrained(folder / "model")
     prepare_parent()
-    import mca_train.dpo  # noqa: F401  (once, for all ranks)
+    import mca_train.trainer.dpo  # noqa: F401  (once, for all ranks)
 
     words = Path(json.__file__).read_text().split()
     pieces = [" ".join(words[start : start + 3 + start % 5]) for start in range(0, 4 * ROWS)]
@@ -110,10 +110,10 @@ def with_mca(folder: Path, layouts: list[str]) -> dict[tuple[str, str], Logged]:
 def mca_trained(folder: Path, kind: str, layout: str) -> Logged:
     import logging
 
-    from mca_train.data import load_tokenized
-    from mca_train.kinds import make_trainer
-    from mca_train.settings import parse
-    from mca_train.workflow import load_tokenizer
+    from mca_train.config.run_config import parse
+    from mca_train.data.load import load_tokenized
+    from mca_train.run.build import make_trainer
+    from mca_train.run.inputs import load_tokenizer
 
     logging.disable(logging.WARNING)
     name = "sft" if kind == "sft" else "dpo"

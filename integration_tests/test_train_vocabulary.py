@@ -63,9 +63,9 @@ def test_new_tokens_are_added_and_trained(folder: Path) -> None:
 def test_an_adapter_has_no_place_for_new_tokens(folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    from mca_train import kinds
+    from mca_train.run import build
 
     settings: Any = SimpleNamespace(training=SimpleNamespace(seed=1), lora=SimpleNamespace(wanted=True))
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     with pytest.raises(McaError, match=r"has 263 tokens, the model's vocabulary 256.*vocab_size=263"):
-        kinds._base(settings, str(folder / "model"), tokenizer)
+        build._base(settings, str(folder / "model"), tokenizer)

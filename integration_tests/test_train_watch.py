@@ -33,7 +33,7 @@ def stop_at(step: int, rank: int) -> Any:
 
 
 def stopped_and_resumed(checkpoint: Path, output_dir: Path, rank: int, **changes: Any) -> dict[str, Any]:
-    from mca_train import stop_signal
+    from mca_train.trainer import stop_signal
 
     stop_signal._EVERY = 0.0  # as with steps of more than a second
     straight = make_trainer(checkpoint, output_dir / "straight", **changes)

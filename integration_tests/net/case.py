@@ -8,7 +8,7 @@ from typing import Any
 
 from harness import MAX_RANKS
 from mca_config.layout import SIZE_FIELDS, ParallelLayout
-from mca_train.settings import smallest_world
+from mca_train.config.model import smallest_world
 from net import models, options
 from reference import FAMILY_CASES, MOE
 

@@ -21,7 +21,12 @@ from net.truth import Truth, make, model_config
 from train_cases import arguments
 
 TOGETHER = 8
-FOR_RANKS = ("mca_train.trainer", "mca_models.megatron.peft", "megatron.core.models.gpt.gpt_model", "peft")
+FOR_RANKS = (
+    "mca_train.trainer.trainer",
+    "mca_models.megatron.peft",
+    "megatron.core.models.gpt.gpt_model",
+    "peft",
+)
 """Imported once, in the process that forks them."""
 
 

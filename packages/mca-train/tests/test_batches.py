@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from mca_train.batches import CountedSamples, PadCollator, StepCollator, zigzag_slice
-from mca_train.token_dataset import TokenDataset
+from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator, zigzag_slice
+from mca_train.data.token_dataset import TokenDataset
 
 SAMPLES = [([1, 2, 3], [False, True, True]), ([4, 5, 6, 7, 8], [True] * 5), ([9, 9], [True, True])]
 

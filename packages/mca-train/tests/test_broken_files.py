@@ -9,9 +9,9 @@ import pytest
 from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError
-from mca_train.arguments import DataArguments
-from mca_train.data import load_tokenized
-from mca_train.streams import load_stream
+from mca_train.config.arguments import DataArguments
+from mca_train.data.load import load_tokenized
+from mca_train.data.streams import load_stream
 
 ROWS = [{"text": f"row {n}", "prompt": f"{n}=", "completion": str(n)} for n in range(24)]
 LINES = [json.dumps(row).encode() for row in ROWS]
@@ -169,7 +169,7 @@ def whole_sample(row):
 
 
 def test_pieces_of_a_text_are_tokenized_as_the_whole():
-    from mca_train.long_texts import pieces
+    from mca_train.data.long_texts import pieces
 
     text = "some words\nof every  length " * 400
     tokenizer = byte_tokenizer()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from mca_config.errors import McaError
-from mca_train.chunked_loss import chunk_losses
+from mca_train.losses.chunked import chunk_losses
 
 
 @pytest.mark.parametrize(

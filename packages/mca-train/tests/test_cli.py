@@ -211,7 +211,7 @@ def test_checkpoints_of_another_run_are_told_before_anything_is_read(run, capsys
 
 
 def test_an_output_dir_that_another_run_uses_is_told_before_anything_is_read(run, capsys, tmp_path):
-    from mca_train.output_lock import OutputLock
+    from mca_train.checkpoint.output_lock import OutputLock
 
     lock = OutputLock(tmp_path / "out")
     lock.take()
@@ -224,7 +224,7 @@ def test_an_output_dir_that_another_run_uses_is_told_before_anything_is_read(run
 
 def test_the_backend_of_this_machine_may_be_named(run):
     from mca_models.megatron import platform
-    from mca_train.settings import given_values, parse
+    from mca_train.config.run_config import given_values, parse
 
     values, where = given_values(Path(run(ddp_backend=platform.backend())), [])
     assert parse(values, where).training.ddp_backend is None
@@ -294,7 +294,7 @@ def test_an_impossible_plan_says_all_reasons(run, capsys):
 
 
 def test_readme_and_docs_name_the_keys_of_the_data():
-    from mca_train.arguments import DataArguments, LaunchArguments
+    from mca_train.config.arguments import DataArguments, LaunchArguments
 
     text = (Path(__file__).parents[3] / "docs" / "training.md").read_text()
     for cls in (DataArguments, LaunchArguments):
@@ -303,8 +303,8 @@ def test_readme_and_docs_name_the_keys_of_the_data():
 
 
 def test_a_metric_of_preferences_can_choose_the_best_model(run, tmp_path):
-    from mca_train.sense import require_run
-    from mca_train.settings import given_values, parse
+    from mca_train.config.run_config import given_values, parse
+    from mca_train.run.checks import require_run
 
     values, where = given_values(Path(run(metric_for_best_model="eval_rewards/margins")), [])
     require_run("dpo", parse(values, where))
@@ -330,7 +330,7 @@ def test_what_pairs_cannot_be_trained_with_is_told_before_reading(run, changes, 
 
 
 def test_an_output_dir_that_is_tried_is_left_as_it_was(tmp_path):
-    from mca_train.sense import require_writable
+    from mca_train.run.checks import require_writable
 
     require_writable(tmp_path / "a" / "b")
     assert not (tmp_path / "a").exists()
@@ -352,11 +352,11 @@ def test_an_output_dir_that_is_tried_is_left_as_it_was(tmp_path):
     ],
 )
 def test_log_levels_are_followed(rank, given, level, monkeypatch):
-    from mca_train.sense import speak
+    from mca_train.run.logs import set_log_levels
 
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(logging.getLogger("mca_train"), "level", -7)
-    speak(SimpleNamespace(**({"log_level": "passive", "log_level_replica": "warning"} | given)))
+    set_log_levels(SimpleNamespace(**({"log_level": "passive", "log_level_replica": "warning"} | given)))
     assert logging.getLogger("mca_train").level == (-7 if level is None else level)
     for name in ("mca_models", "mca_config"):
         logging.getLogger(name).setLevel(logging.NOTSET)

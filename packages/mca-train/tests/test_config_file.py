@@ -4,7 +4,9 @@ from typing import Literal
 
 import pytest
 
-from mca_train.config_file import UsageError, build, cast, parse_overrides, read_yaml
+from mca_config.errors import UsageError
+from mca_train.config.fields import build, cast
+from mca_train.config.source import parse_overrides, read_yaml
 
 
 class Strategy(Enum):

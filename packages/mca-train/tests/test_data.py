@@ -5,10 +5,11 @@ import pytest
 from tokenizers_for_tests import CHATML, MARKED, OPENS_THOUGHT, REASONING, THINKING, byte_tokenizer
 
 from mca_config.errors import McaError
-from mca_train.arguments import DataArguments
-from mca_train.chat import tokenize_chat
-from mca_train.data import check_messages, load_tokenized
-from mca_train.streams import load_stream
+from mca_train.config.arguments import DataArguments
+from mca_train.data.chat import tokenize_chat
+from mca_train.data.encoding import check_messages
+from mca_train.data.load import load_tokenized
+from mca_train.data.streams import load_stream
 
 
 @pytest.fixture(autouse=True)

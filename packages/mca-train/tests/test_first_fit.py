@@ -3,10 +3,10 @@ import pytest
 import torch
 
 from mca_config.errors import McaError
-from mca_train.batches import CountedSamples, PadCollator, StepCollator
-from mca_train.packing import PackedDataset, first_fit, sequence_lengths
-from mca_train.preferences import PairDataset
-from mca_train.token_dataset import TokenDataset
+from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
+from mca_train.batching.packing import PackedDataset, first_fit, sequence_lengths
+from mca_train.data.preferences import PairDataset
+from mca_train.data.token_dataset import TokenDataset
 
 
 def dataset(lengths):

@@ -3,8 +3,8 @@ from types import SimpleNamespace
 import pytest
 
 from mca_config.errors import McaError
-from mca_train import honoured
-from mca_train.honoured import require_honoured
+from mca_train.trainer import unsupported
+from mca_train.trainer.unsupported import require_honoured
 
 
 def test_what_is_not_followed_is_refused_all_at_once():
@@ -37,7 +37,7 @@ def test_an_optimizer_that_cannot_be_built_here_is_refused_before_training(
 ):
     from mca_config import TrainingArguments
 
-    monkeypatch.setattr(honoured, "find_spec", lambda _: None)
+    monkeypatch.setattr(unsupported, "find_spec", lambda _: None)
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **wish)
     with pytest.raises(McaError, match=reason):
         require_honoured(args, {})
@@ -64,7 +64,7 @@ def test_fp16_starts_at_hugging_faces_loss_scale(given, scale, tmp_path):
     import torch
 
     from mca_config import TrainingArguments
-    from mca_train.engine import optimizer_settings
+    from mca_train.engine.engine import optimizer_settings
 
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, fp16=True, **given)
     assert optimizer_settings(args, torch.float16)["initial_loss_scale"] == scale

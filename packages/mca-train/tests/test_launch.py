@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mca_train.launch import report_failure
+from mca_train.launch.failures import report_failure
 
 
 def run(body, ranks=2, **options):

@@ -3,7 +3,7 @@
 import json
 from types import SimpleNamespace
 
-from mca_train.hf_glue import JsonlLog
+from mca_train.metrics.log_file import JsonlLog
 
 
 def run(folder, first=0, log=None):

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from mca_config.errors import McaError
-from mca_train import output_lock
-from mca_train.output_lock import NAME, OutputLock
+from mca_train.checkpoint import output_lock
+from mca_train.checkpoint.output_lock import NAME, OutputLock
 
 
 def forked(work):

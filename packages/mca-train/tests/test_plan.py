@@ -6,7 +6,7 @@ import pytest
 
 from mca_config import TrainingArguments
 from mca_models.templates import config_from_hf
-from mca_train.plan import make_plan
+from mca_train.plan.memory import make_plan
 
 GIB = 1024**3
 LAYERS, HIDDEN, EXPERTS, WIDTH, VOCABULARY = 48, 2048, 128, 768, 151936

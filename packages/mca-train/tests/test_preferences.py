@@ -6,9 +6,9 @@ import torch
 from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError
-from mca_train.arguments import DataArguments
-from mca_train.data import load_tokenized
-from mca_train.dpo import Answers, PreferenceLoss
+from mca_train.config.arguments import DataArguments
+from mca_train.data.load import load_tokenized
+from mca_train.losses.preference import Answers, PreferenceLoss
 
 
 @pytest.fixture(autouse=True)

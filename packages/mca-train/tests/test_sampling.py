@@ -2,7 +2,7 @@ from itertools import chain
 
 import pytest
 
-from mca_train.sampling import BatchShape, StepSampler
+from mca_train.batching.sampling import BatchShape, StepSampler
 
 
 def steps(num_samples, *, mbs=1, micro=1, dp=1, multiple=1, epoch=0, first=0, **options):

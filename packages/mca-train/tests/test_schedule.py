@@ -40,7 +40,7 @@ def arguments(tmp_path, name, **more):
 def test_rates_are_hugging_faces_and_survive_a_checkpoint(name, tmp_path):
     from transformers.optimization import get_scheduler
 
-    from mca_train.schedule import LearningRate
+    from mca_train.lr_schedule import LearningRate
 
     args = arguments(tmp_path, name)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2e-3)
@@ -59,7 +59,7 @@ def test_rates_are_hugging_faces_and_survive_a_checkpoint(name, tmp_path):
 
 
 def test_warm_up_stable_decay(tmp_path):
-    from mca_train.schedule import LearningRate
+    from mca_train.lr_schedule import LearningRate
 
     rate, seen = LearningRate(arguments(tmp_path, "warmup_stable_decay"), STEPS), []
     for _ in range(STEPS):
@@ -74,7 +74,7 @@ def test_warm_up_stable_decay(tmp_path):
 @pytest.mark.parametrize("warmup", [{"warmup_steps": 0.2}, {"warmup_steps": 4}])
 def test_warm_up_as_a_share_or_as_steps(warmup, tmp_path):
     from mca_config import TrainingArguments
-    from mca_train.schedule import LearningRate
+    from mca_train.lr_schedule import LearningRate
 
     args = TrainingArguments(
         output_dir=str(tmp_path), learning_rate=2e-3, report_to="none", use_cpu=True, **warmup
@@ -88,7 +88,7 @@ def test_warm_up_as_a_share_or_as_steps(warmup, tmp_path):
 
 
 def test_groups_with_rates_of_their_own_go_from_the_highest_to_the_least(tmp_path):
-    from mca_train.schedule import LearningRate
+    from mca_train.lr_schedule import LearningRate
 
     rate = LearningRate(arguments(tmp_path, "linear", min_lr=1e-3), STEPS)
     groups = [
@@ -108,7 +108,7 @@ def test_groups_with_rates_of_their_own_go_from_the_highest_to_the_least(tmp_pat
 
 
 def test_a_plateau_of_the_metric_lowers_the_rate(tmp_path):
-    from mca_train.schedule import LearningRate
+    from mca_train.lr_schedule import LearningRate
 
     args = arguments(tmp_path, "reduce_lr_on_plateau", eval_strategy="steps", eval_steps=5)
     args.lr_scheduler_kwargs = {"patience": 1, "factor": 0.5}

@@ -6,10 +6,10 @@ import pytest
 from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError
-from mca_train.arguments import DataArguments
-from mca_train.data import load_tokenized
-from mca_train.settings import parse
-from mca_train.streams import load_stream
+from mca_train.config.arguments import DataArguments
+from mca_train.config.run_config import parse
+from mca_train.data.load import load_tokenized
+from mca_train.data.streams import load_stream
 
 ROWS = [
     {
@@ -58,8 +58,8 @@ def test_the_order_is_drawn_anew_in_each_pass_and_is_the_same_again(files):
 
 
 def test_rows_of_others_are_not_tokenized(files):
-    from mca_train.sampling import BatchShape
-    from mca_train.stream_steps import StepStream
+    from mca_train.batching.sampling import BatchShape
+    from mca_train.batching.step_stream import StepStream
 
     stream = load_stream("sft", files, byte_tokenizer(), arguments(), seed=None)
     made = []
@@ -114,7 +114,7 @@ def test_rows_without_a_target_are_left_out_and_counted(kind, tmp_path, caplog):
 
 
 def test_short_rows_are_known_to_have_a_target_without_tokenizing_them():
-    from mca_train.answered import surely_answered, surely_compared
+    from mca_train.data.answered import surely_answered, surely_compared
 
     sure = surely_answered(byte_tokenizer(), _of_length(4096))
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -156,9 +156,9 @@ def test_errors_name_the_row_of_the_file_whatever_the_order(kind, tmp_path):
 def test_an_error_of_a_worker_is_one_line(tmp_path):
     from torch.utils.data import DataLoader
 
-    from mca_train.loaders import steps_of
-    from mca_train.sampling import BatchShape
-    from mca_train.stream_steps import StepStream
+    from mca_train.batching.loaders import steps_of
+    from mca_train.batching.sampling import BatchShape
+    from mca_train.batching.step_stream import StepStream
 
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "a", "completion": 3}\n')

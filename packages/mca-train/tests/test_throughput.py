@@ -36,7 +36,7 @@ LATENT = {
 
 
 def flops(**hf):
-    from mca_train.throughput import ModelFlops
+    from mca_train.metrics.throughput import ModelFlops
 
     return ModelFlops.of(config_from_hf(SIZE | hf))
 
@@ -76,7 +76,7 @@ def test_a_prediction_layer_is_a_layer_and_uses_the_output_layer_again():
 def test_an_adapters_frozen_weights_get_no_gradient():
     from mca_models.lora.config import AdapterConfig
     from mca_models.lora.rules import rules_for_training
-    from mca_train.throughput import ModelFlops
+    from mca_train.metrics.throughput import ModelFlops
 
     config = config_from_hf(SIZE | QWEN3 | {"tie_word_embeddings": False})
     adapter = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"]}
@@ -90,7 +90,7 @@ def test_an_adapters_frozen_weights_get_no_gradient():
 def test_the_peak_is_what_is_given_or_unknown():
     import torch
 
-    from mca_train.throughput import peak_flops
+    from mca_train.metrics.throughput import peak_flops
 
     class Arguments:
         bf16, fp16, peak_tflops = True, False, 2.5

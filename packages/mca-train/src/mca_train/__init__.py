@@ -6,11 +6,12 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mca_train.batches import MicroBatch
-    from mca_train.dpo import DpoTrainer, PreferenceLoss
-    from mca_train.preferences import PairDataset
-    from mca_train.token_dataset import TokenDataset
-    from mca_train.trainer import McaTrainer
+    from mca_train.batching.micro_batch import MicroBatch
+    from mca_train.data.preferences import PairDataset
+    from mca_train.data.token_dataset import TokenDataset
+    from mca_train.losses.preference import PreferenceLoss
+    from mca_train.trainer.dpo import DpoTrainer
+    from mca_train.trainer.trainer import McaTrainer
 
 __all__ = ["DpoTrainer", "McaTrainer", "MicroBatch", "PairDataset", "PreferenceLoss", "TokenDataset"]
 

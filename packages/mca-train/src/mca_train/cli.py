@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError, UsageError
 from mca_config.streams import safe_streams
-from mca_train.stopping import Stopped
+from mca_train.launch.stopping import Stopped
 
 if TYPE_CHECKING:
-    from mca_train.data import Kind
+    from mca_train.data.load import Kind
 
 HELP = """\
 usage: mca-train pretrain CONFIG.yaml [--key value ...]
@@ -92,7 +92,7 @@ def _main(words: list[str]) -> int:
 
 
 def _run(words: list[str]) -> int:
-    from mca_train.config_file import nearest
+    from mca_train.config.fields import nearest
 
     command = words[0]
     if command not in _COMMANDS:
@@ -101,14 +101,14 @@ def _run(words: list[str]) -> int:
         raise UsageError(f"mca-train {command} needs a configuration file: mca-train {command} CONFIG.yaml")
     config, overrides = Path(words[1]), words[2:]
     if command == "plan":
-        from mca_train.plan import print_plan
+        from mca_train.plan.report import print_plan
 
         return print_plan(config, overrides)
-    from mca_train.launch import one_thread_until_forked, started_by_launcher
+    from mca_train.launch.environment import one_thread_until_forked, started_by_launcher
 
     if not started_by_launcher():
         one_thread_until_forked()  # before the next line imports torch
-    from mca_train.workflow import run
+    from mca_train.run.train import run
 
     again = [sys.executable, "-m", "mca_train", *words]
     return run(cast("Kind", command), config, overrides, again)

@@ -1,0 +1,95 @@
+"""The source files of the four packages, and what they import."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+PACKAGES = ("mca_config", "mca_convert", "mca_models", "mca_train")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One module: its dotted name and its text."""
+
+    module: str
+    text: str
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module; `typing_only` inside `if TYPE_CHECKING`, `lazy` inside a function."""
+
+    name: str
+    line: int
+    lazy: bool = False
+    typing_only: bool = False
+
+
+def under(name: str, roots: tuple[str, ...]) -> bool:
+    return any(name == root or name.startswith(f"{root}.") for root in roots)
+
+
+def _source_files() -> list[tuple[Path, Source]]:
+    found = []
+    for package in PACKAGES:
+        src = ROOT / "packages" / package.replace("_", "-") / "src"
+        for path in sorted((src / package).rglob("*.py")):
+            parts = path.relative_to(src).with_suffix("").parts
+            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found.append((path, Source(module, path.read_text())))
+    return found
+
+
+FILES = _source_files()
+
+
+SOURCES = [source for _, source in FILES]
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    """The modules that one statement or call imports."""
+    match node:
+        case ast.Import(names=names):
+            yield from (alias.name for alias in names)
+        case ast.ImportFrom(module=str(module), names=names, level=0):
+            # `from a import b` may name the module a.b
+            yield from (f"{module}.{alias.name}" for alias in names)
+        case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
+            if ast.unparse(function) in ("importlib.import_module", "import_module", "__import__"):
+                yield name
+
+
+def imports(text: str) -> list[Import]:
+    """Every import in a module, wherever it stands; relative ones are ruff's business (TID)."""
+    found: list[Import] = []
+
+    def visit(node: ast.AST, lazy: bool, typing_only: bool) -> None:
+        found.extend(Import(name, node.lineno, lazy, typing_only) for name in _names(node))
+        lazy = lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        if isinstance(node, ast.If) and _is_type_checking(node.test):
+            for child in node.body:
+                visit(child, lazy, True)
+            for child in node.orelse:
+                visit(child, lazy, typing_only)
+            return
+        for child in ast.iter_child_nodes(node):
+            visit(child, lazy, typing_only)
+
+    visit(ast.parse(text), False, False)
+    return found
+
+
+def report(problems: Iterator[list[str]]) -> str:
+    return "\n".join(problem for found in problems for problem in found)

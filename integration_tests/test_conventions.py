@@ -1,0 +1,118 @@
+"""Lengths, prints, exports and metadata of the four packages. Each check is shown to fail on planted source."""
+
+import ast
+import subprocess
+import sysconfig
+import tomllib
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from source_tree import PACKAGES, ROOT, SOURCES, Source, report
+
+MAX_FILE_LINES = 400
+
+
+MAX_FUNCTION_LINES = 60  # without the docstring and the classes in it, whose methods count for themselves
+
+
+def _length(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def _own_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    total = _length(node) - sum(_length(inner) for inner in node.body if isinstance(inner, ast.ClassDef))
+    return total - (_length(node.body[0]) if ast.get_docstring(node, clean=False) is not None else 0)
+
+
+def too_long(source: Source) -> list[str]:
+    """The file, and each function in it, over the limit."""
+    lines = len(source.text.splitlines())
+    problems = [f"{source.module} has {lines} lines"] if lines > MAX_FILE_LINES else []
+    for node in ast.walk(ast.parse(source.text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if (own := _own_lines(node)) > MAX_FUNCTION_LINES:
+                problems.append(f"{source.module}:{node.lineno} {node.name} has {own} lines")
+    return problems
+
+
+def prints(source: Source) -> list[str]:
+    """Calls of print outside the command lines (modules named `cli`)."""
+    if "cli" in source.module.split("."):
+        return []
+    return [
+        f"{source.module}:{node.lineno} prints"
+        for node in ast.walk(ast.parse(source.text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
+    ]
+
+
+def wrong_exports(source: Source) -> list[str]:
+    """`__all__` that is not sorted (as ruff sorts), has a name twice, or is no literal list."""
+    statements = ast.parse(source.text).body
+    for statement in statements:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+            try:
+                names = ast.literal_eval(statement.value)
+            except ValueError:
+                return [f"{source.module}: __all__ is not a literal list"]
+            problems = [f"{source.module}: __all__ names {n} twice" for n in set(names) if names.count(n) > 1]
+            return problems + (
+                [] if _sorted_by_ruff(source.text) else [f"{source.module}: __all__ not sorted"]
+            )
+    return []
+
+
+def _sorted_by_ruff(text: str) -> bool:
+    ruff = Path(sysconfig.get_path("scripts")) / "ruff"
+    command = [str(ruff), "check", "--isolated", "--quiet", "--select", "RUF022", "-"]
+    return subprocess.run(command, input=text, text=True, capture_output=True, check=False).returncode == 0
+
+
+def test_files_and_functions_are_short():
+    assert not report(too_long(source) for source in SOURCES)
+
+
+def test_libraries_do_not_print():
+    assert not report(prints(source) for source in SOURCES)
+
+
+def test_exports_are_sorted_and_unique():
+    assert not report(wrong_exports(source) for source in SOURCES)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_package_is_typed_and_releasable_alone(package):
+    home = ROOT / "packages" / package.replace("_", "-")
+    assert (home / "src" / package / "py.typed").exists()
+    for name in ("README.md", "CHANGELOG.md", "LICENSE"):
+        assert (home / name).stat().st_size > 200, f"{home.name}/{name} says nothing"
+    assert (home / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    project = tomllib.loads((home / "pyproject.toml").read_text())["project"]
+    extras = project.get("optional-dependencies", {}).values()
+    internal = [r for r in [*project["dependencies"], *chain.from_iterable(extras)] if r.startswith("mca-")]
+    unbounded = [r for r in internal if not r.startswith(project["name"]) and not (">=" in r and "<" in r)]
+    assert not unbounded, f"{home.name}: give these a version range: {unbounded}"
+
+
+def test_a_long_file_and_a_long_function_are_caught():
+    body = "    x = 1\n"
+    assert too_long(Source("m", "x = 1\n" * 401)) and not too_long(Source("m", "x = 1\n" * 400))
+    assert too_long(Source("m", f"def f():\n{body * 60}")) and not too_long(
+        Source("m", f"def f():\n{body * 59}")
+    )
+    methods = ("        def a(self):\n" + "            x = 1\n" * 59) * 2
+    assert not too_long(Source("m", f"def f():\n    class A:\n{methods}"))
+    assert not too_long(Source("m", f'def f():\n    """A\n\n    B\n    """\n{body * 59}'))
+
+
+def test_a_print_is_caught_except_in_a_command_line():
+    assert prints(Source("mca_train.engine.engine", "def f():\n    print(1)"))
+    assert not prints(Source("mca_train.cli", "print(1)"))
+
+
+@pytest.mark.parametrize("names", ['["b", "a"]', '["a", "a"]', "sorted(x)"])
+def test_a_wrong_export_list_is_caught(names):
+    assert wrong_exports(Source("m", f"a = b = 1\n__all__ = {names}\n"))
+    assert not wrong_exports(Source("m", 'a = B = 1\n__all__ = ["B", "a"]\n'))

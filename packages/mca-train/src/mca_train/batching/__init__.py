@@ -1,0 +1,1 @@
+"""Samples to the batches of training steps."""

@@ -1,0 +1,236 @@
+"""Samples to the tensors of a training step: padded, shifted, and sliced for context parallelism."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from mca_config.errors import McaError
+from mca_train.batching.micro_batch import MicroBatch, StepBatch
+from mca_train.batching.packing import Row, count_samples, row_of, sequences_of
+from mca_train.data.token_dataset import IGNORED
+
+Collator = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
+
+
+Sequences = list[tuple[Any, bool]]
+"""Sequences of a micro-batch, and whether each counts."""
+
+
+class PadCollator:
+    """Pads ``input_ids`` and ``labels`` on the right to the longest of the micro-batch.
+
+    Without ``labels`` every token is a target.
+    """
+
+    def __init__(self, pad_token_id: int) -> None:
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """``input_ids`` and ``labels`` ``[b, s]``, and ``num_tokens`` ``[b]`` without padding."""
+        ids = [torch.as_tensor(_tokens(feature)) for feature in features]
+        labels = [torch.as_tensor(feature.get("labels", feature["input_ids"])) for feature in features]
+        pad = torch.nn.utils.rnn.pad_sequence
+        return {
+            "input_ids": pad(ids, batch_first=True, padding_value=self.pad_token_id),
+            "labels": pad(labels, batch_first=True, padding_value=IGNORED),
+            "num_tokens": torch.tensor([len(x) for x in ids]),
+        }
+
+
+def _tokens(sample: Any) -> Any:
+    if not isinstance(sample, Mapping) or "input_ids" not in sample:
+        has = f"has {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else f"is {sample!r:.80}"
+        raise McaError(
+            f"a sample of the dataset {has}; expected 'input_ids', and 'labels' if not all are targets"
+        )
+    return sample["input_ids"]
+
+
+class CountedSamples(Dataset[tuple[Any, bool]]):
+    """A dataset whose index ``~i`` is sample ``i`` again, marked as one that does not count."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, bool]:
+        return self._dataset[max(index, ~index)], index >= 0
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, bool]]:
+        return [self[index] for index in indices]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCollator:
+    """Makes a `StepBatch` of the samples that a rank has in a step.
+
+    Args:
+        collate: Makes ``input_ids`` and ``labels`` (not shifted) ``[b, s]`` of the samples of a micro-batch;
+            any Hugging Face collator for causal language models does.
+        micro_batch_size: Samples per micro-batch.
+        multiple: The padded length is a multiple of this (tensor and context parallel sizes, fp8).
+        context_parallel_size: Ranks that share a sample.
+        context_parallel_rank: This one.
+        length: Pad to at least this; None: to the longest of the step.
+        packed: The sequences of a micro-batch stand one after another in one row, kept apart by attention.
+    """
+
+    collate: Collator
+    micro_batch_size: int
+    multiple: int = 1
+    context_parallel_size: int = 1
+    context_parallel_rank: int = 0
+    length: int | None = None
+    pad_token_id: int = 0
+    packed: bool = False
+
+    def __call__(self, samples: Sequence[tuple[Any, bool]]) -> StepBatch:
+        """The step's batch, from ``(sample, whether it counts)`` of this rank."""
+        size = self.micro_batch_size
+        groups = [samples[start : start + size] for start in range(0, len(samples), size)]
+        flat = [_sequences(group) for group in groups]
+        made, lengths = self._packed(flat) if self.packed else self._padded(flat)
+        return StepBatch(
+            micro_batches=made,
+            seq_length=made[0].input_ids.shape[1] * self.context_parallel_size,
+            num_samples=sum(count_samples(sample) for sample, counts in samples if counts),
+            num_tokens=sum(lengths),
+            squares=sum(length * length for length in lengths),
+        )
+
+    def _length(self, lengths: Sequence[int]) -> int:
+        """What all rows of a step are padded to."""
+        longest = max(*lengths, self.length or 0)
+        return longest + -longest % self.multiple
+
+    def _padded(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], list[int]]:
+        """The micro-batches, and how many tokens each sequence has that count."""
+        own = isinstance(self.collate, PadCollator)  # whose rows do not depend on one another
+        batches = [self._collated(group) for group in ([[*chain(*groups)]] if own else groups)]
+        length = self._length([batch["input_ids"].shape[1] for batch in batches])
+        sizes = [len(group) for group in groups] if own else [len(batch["input_ids"]) for batch in batches]
+        lengths = [int(tokens) for batch in batches for tokens in batch["num_tokens"]]
+        return self._micro_batches(batches, length, sizes), lengths
+
+    def _packed(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], list[int]]:
+        """The micro-batches, and how many tokens each sequence has that count."""
+        size = self.context_parallel_size
+        multiple = 2 * size if size > 1 else 1
+        rows = [row_of(group, multiple, self.pad_token_id, IGNORED) for group in groups]
+        length = self._length([row.length for row in rows])
+        padded = [row.padded(length, self.pad_token_id, IGNORED) for row in rows]
+        own = [tokens for row in rows for tokens in row.own_tokens]
+        return tuple(self._packed_micro_batch(row) for row in padded), own
+
+    def _packed_micro_batch(self, row: Row) -> MicroBatch:
+        lengths = [len(ids) for ids in row.input_ids]
+        labels = [shift_labels(labels[None]) for labels in row.labels]
+
+        def join(sequences: Sequence[Tensor]) -> Tensor:
+            return torch.cat([self._slice(sequence) for sequence in sequences], 1)
+
+        following = join(labels)
+        mask = following != IGNORED
+        return MicroBatch(
+            input_ids=join([ids[None] for ids in row.input_ids]),
+            position_ids=join([torch.arange(length)[None] for length in lengths]),
+            labels=following.masked_fill(~mask, 0),
+            loss_mask=mask.float(),
+            segments=join([torch.full((1, length), number) for number, length in enumerate(lengths)]),
+            num_segments=len(lengths),
+            following=join(
+                [
+                    own - 1 - torch.arange(length)[None]
+                    for own, length in zip(row.own_tokens, lengths, strict=True)
+                ]
+            ),
+            cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+            max_seqlen=max(lengths),
+        )
+
+    def _collated(self, group: Sequences) -> dict[str, Tensor]:
+        features = [feature for feature, _ in group]
+        batch = dict(self.collate(features))
+        for name in ("input_ids", "labels"):
+            if not isinstance(batch.get(name, batch.get("input_ids")), Tensor):
+                raise McaError(f"data_collator made no tensor {name!r}, only {', '.join(batch)}")
+        counts = torch.tensor([real for _, real in group])
+        labels = batch.get("labels", batch["input_ids"]).clone()
+        labels[~counts] = IGNORED
+        batch["labels"] = labels
+        lengths = batch.get("num_tokens")
+        if lengths is None:
+            mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+            lengths = mask.sum(-1)
+        batch["num_tokens"] = lengths * counts
+        return batch
+
+    def _micro_batches(
+        self, batches: list[dict[str, Tensor]], length: int, sizes: list[int]
+    ) -> tuple[MicroBatch, ...]:
+        """Those of a step, made together and then cut into ``sizes`` samples each."""
+        ids = torch.cat([_pad(batch["input_ids"], length, self.pad_token_id) for batch in batches])
+        labels = shift_labels(torch.cat([_pad(batch["labels"], length, IGNORED) for batch in batches]))
+        num_tokens = torch.cat([batch["num_tokens"] for batch in batches])
+        segments = torch.cat([torch.arange(size) for size in sizes])
+        positions = torch.arange(length).expand_as(ids)
+        mask = labels != IGNORED
+        whole = {
+            "input_ids": ids,
+            "position_ids": positions,
+            "labels": labels.masked_fill(~mask, 0),
+            "loss_mask": mask.float(),
+            "segments": segments[:, None].expand_as(ids),
+            "following": num_tokens[:, None] - 1 - positions,
+        }
+        cut = {name: self._slice(values).split(sizes) for name, values in whole.items()}
+        return tuple(
+            MicroBatch(num_segments=size, **{name: parts[number] for name, parts in cut.items()})
+            for number, size in enumerate(sizes)
+        )
+
+    def _slice(self, whole: Tensor) -> Tensor:
+        return zigzag_slice(whole, self.context_parallel_rank, self.context_parallel_size)
+
+
+def _sequences(samples: Sequence[tuple[Any, bool]]) -> Sequences:
+    return [(sequence, counts) for sample, counts in samples for sequence in sequences_of(sample)]
+
+
+def shift_labels(labels: Tensor) -> Tensor:
+    """Labels ``[b, s]`` of each position to those of the position before: the next token; none at the end."""
+    shifted = torch.full_like(labels, IGNORED)
+    shifted[:, :-1] = labels[:, 1:]
+    return shifted
+
+
+def zigzag_slice(whole: Tensor, rank: int, size: int) -> Tensor:
+    """The tokens ``[b, s / size]`` of ``[b, s]`` that context-parallel ``rank`` of ``size`` holds.
+
+    Of 2 * size equal chunks, numbers ``rank`` and ``2 * size - 1 - rank``: so all ranks have as much causal
+    attention to compute.
+    """
+    if size == 1:
+        return whole.contiguous()
+    chunks = whole.chunk(2 * size, dim=1)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=1)
+
+
+def _pad(values: Tensor, length: int, value: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, length - values.shape[1]), value=value)
+
+
+def pad_token(tokenizer: Any) -> int:
+    """The tokenizer's padding token; any token does, as padding is neither attended to nor a target."""
+    for name in ("pad_token_id", "eos_token_id"):
+        token = getattr(tokenizer, name, None)
+        if token is not None:
+            return int(token)
+    return 0

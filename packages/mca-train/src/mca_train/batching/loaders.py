@@ -1,0 +1,211 @@
+"""Data loaders that hand out whole steps."""
+
+import logging
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from mca_config.checks import sequence_multiple
+from mca_config.errors import McaError, UsageError
+from mca_train.batching.collate import Collator, CountedSamples, StepCollator
+from mca_train.batching.micro_batch import StepBatch
+from mca_train.batching.packing import PackedDataset, longest_sample
+from mca_train.batching.position import Place
+from mca_train.batching.sampling import BatchShape, StepSampler
+from mca_train.batching.step_stream import PackedStream, StepStream, is_stream, require_steps
+from mca_train.data.streams import RowStream
+from mca_train.groups import Ranks
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaders:
+    """Makes the training and evaluation loaders of this rank.
+
+    Args:
+        args: Training arguments.
+        ranks: Where this rank stands.
+        sequence_parallel: Whether activations are cut along the sequence.
+        collate: Makes padded tensors of samples.
+        pad_token_id: Of the tokenizer.
+        pack_length: With ``sequence_packing``, tokens of a pack; None: of the longest sample.
+    """
+
+    args: Any
+    ranks: Ranks
+    sequence_parallel: bool
+    collate: Collator
+    pad_token_id: int
+    pack_length: int | None = None
+    _packs: dict[int, PackedDataset] = field(default_factory=dict)
+    _read: dict[int, tuple[Any, list[Any]]] = field(default_factory=dict)
+
+    def train(self, dataset: Any) -> tuple[DataLoader[StepBatch], StepSampler | StepStream]:
+        """An item is a step; the sampler says which epoch and where in it to begin."""
+        args = self.args
+        if is_stream(dataset):
+            return self._of_stream(dataset)
+        length = _length(dataset, "train_dataset")
+        strategy = str(getattr(args, "train_sampling_strategy", "random"))
+        seed = args.seed if args.data_seed is None else args.data_seed
+        if args.sequence_packing:
+            dataset = self._packed(dataset, "train_dataset", seed if strategy == "random" else None)
+            length = len(dataset)
+        sampler = StepSampler(
+            length,
+            self._shape(args.per_device_train_batch_size, args.gradient_accumulation_steps),
+            seed=seed if strategy == "random" else None,
+            drop_last=args.dataloader_drop_last,
+        )
+        return self._loader(CountedSamples(dataset), sampler, self._common_length(dataset)), sampler
+
+    def _of_stream(self, dataset: Any) -> tuple[DataLoader[StepBatch], StepStream]:
+        args = self.args
+        require_steps(dataset, args.max_steps)
+        if self._gathers_tokens():
+            raise McaError(
+                "moe_token_dispatcher_type allgather needs samples of one length on all ranks, which a stream does "
+                "not promise; use alltoall"
+            )
+        shape = self._shape(args.per_device_train_batch_size, args.gradient_accumulation_steps)
+        rows, make = (dataset.rows, dataset.make) if isinstance(dataset, RowStream) else (dataset, None)
+        if args.sequence_packing:
+            if self.pack_length is None:
+                raise McaError(
+                    "sequence_packing of a stream needs pack_length: its longest sample is not known"
+                )
+            rows = PackedStream(rows, self.pack_length, multiple=self._sequence_multiple(), make=make)
+            make = None
+        stream = StepStream(rows, shape, args.max_steps, make=make, drop_last=args.dataloader_drop_last)
+        return self._loader(stream, stream, None), stream
+
+    def _common_length(self, dataset: Any) -> int | None:
+        """What all samples are padded to where ranks with different ones gather their tokens for experts."""
+        return longest_sample(dataset) if self._gathers_tokens() and not self.args.sequence_packing else None
+
+    def _gathers_tokens(self) -> bool:
+        """Whether experts get tokens of several replicas by a collective that takes the same number of each."""
+        layout = self.ranks.layout
+        return self.args.moe_token_dispatcher_type == "allgather" and (
+            layout.ep > 1 or layout.etp > layout.tp
+        )
+
+    def evaluation(self, dataset: Any) -> tuple[DataLoader[StepBatch], StepSampler]:
+        """An item is as many micro-batches as fill the pipeline; every sample comes once, in order."""
+        pipeline = self.ranks.layout.pp
+        shape = self._shape(self.args.per_device_eval_batch_size, pipeline)
+        if is_stream(dataset):
+            dataset = self._in_memory(dataset)
+        length = _length(dataset, "eval_dataset")
+        if self.args.sequence_packing:
+            dataset = self._packed(dataset, "eval_dataset", None)
+            length = len(dataset)
+        sampler = StepSampler(length, shape)
+        return self._loader(CountedSamples(dataset), sampler, self._common_length(dataset)), sampler
+
+    def _in_memory(self, dataset: Any) -> list[Any]:
+        """A stream to evaluate on; it is read once."""
+        if id(dataset) not in self._read:
+            self._read[id(dataset)] = (dataset, list(dataset))
+        return self._read[id(dataset)][1]
+
+    def _sequence_multiple(self) -> int:
+        """What packed sequences are padded to multiples of."""
+        size = self.ranks.layout.cp
+        return 2 * size if size > 1 else 1
+
+    def _packed(self, dataset: Any, name: str, seed: int | None) -> PackedDataset:
+        known = self._packs.get(id(dataset))
+        if known is not None and known.dataset is dataset:
+            return known
+        multiple = self._sequence_multiple()
+        length = self.pack_length or longest_sample(dataset, multiple)
+        made = PackedDataset(dataset, length, multiple=multiple, seed=seed, name=name)
+        logger.info("%s: %s", name, made.fill)
+        self._packs[id(dataset)] = made
+        return made
+
+    def _shape(self, micro_batch_size: int, num_micro_batches: int) -> BatchShape:
+        layout = self.ranks.layout
+        interleaved = layout.vpp > 1
+        return BatchShape(
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=num_micro_batches,
+            data_parallel_size=self.ranks.data_parallel_size,
+            data_parallel_rank=self.ranks.data_parallel_rank,
+            micro_batch_multiple=self._group() if interleaved else 1,
+        )
+
+    def _group(self) -> int:
+        """Micro-batches that the interleaved schedule hands out together."""
+        return self.args.microbatch_group_size_per_vp_stage or self.ranks.layout.pp
+
+    def _loader(
+        self, samples: Any, sampler: StepSampler | StepStream, length: int | None
+    ) -> DataLoader[StepBatch]:
+        args = self.args
+        workers = args.dataloader_num_workers
+        collator = StepCollator(
+            collate=self.collate,
+            micro_batch_size=sampler.shape.micro_batch_size,
+            multiple=sequence_multiple(self.ranks.layout, self.sequence_parallel),
+            context_parallel_size=self.ranks.layout.cp,
+            context_parallel_rank=self.ranks.context_parallel_rank,
+            pad_token_id=self.pad_token_id,
+            packed=self.args.sequence_packing,
+            length=length,
+        )
+        stream = isinstance(sampler, StepStream)  # its items are steps already
+        return DataLoader(
+            samples,
+            batch_size=None if stream else 1,
+            batch_sampler=None if stream else sampler,
+            collate_fn=collator,
+            num_workers=workers,
+            prefetch_factor=args.dataloader_prefetch_factor if workers else None,
+            # a loader draws a number whenever it starts: from here, not from the state that dropout goes on with
+            generator=torch.Generator().manual_seed(args.seed),
+        )
+
+
+def _length(dataset: Any, name: str) -> int:
+    if not isinstance(dataset, Sized):
+        raise McaError(f"{name} has items but no length; give it __len__, or make it an IterableDataset")
+    if len(dataset) == 0:
+        raise McaError(f"{name} is empty")
+    return len(dataset)
+
+
+def steps_of(loader: DataLoader[StepBatch]) -> Iterator[StepBatch]:
+    """The steps of ``loader``; an error of a worker is the same one line as without workers."""
+    try:
+        yield from loader
+    except McaError as error:  # torch puts the worker's traceback into its text
+        kind = type(error)
+        raise kind(str(error).rpartition(f"{kind.__name__}: ")[2].rstrip()) from error
+
+
+def continued(place: Place, sampler: StepSampler | StepStream) -> Place:
+    """``place`` of a checkpoint in this run's data.
+
+    Raises:
+        McaError: Data is a stream, whose steps are counted, and they have another size now.
+    """
+    size, samples = sampler.shape.global_size, sampler.num_samples
+    if isinstance(sampler, StepStream) and place.batch not in (0, size):
+        raise UsageError(
+            f"the checkpoint's steps have {place.batch} samples, this run's {size}; a stream goes on with steps of the "
+            "same size only: change gradient_accumulation_steps or per_device_train_batch_size"
+        )
+    if isinstance(sampler, StepSampler) and place.of not in (0, samples):
+        logger.warning(
+            "the checkpoint is in an epoch of %d samples, this run's have %d: some of this epoch may come twice or not "
+            "at all",
+            place.of,
+            samples,
+        )
+    return replace(place, of=samples, batch=size)

@@ -1,0 +1,69 @@
+"""The tensors of a micro-batch and of a training step. How they are made is in `collate`."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What one forward pass takes on this rank. b: samples, s: tokens of a sample on this rank."""
+
+    input_ids: Tensor
+    """``[b, s]``"""
+    position_ids: Tensor
+    """``[b, s]``, counted over the whole sample (all context-parallel ranks)."""
+    labels: Tensor
+    """``[b, s]``: the *next* token; 0 where ``loss_mask`` is 0."""
+    loss_mask: Tensor
+    """``[b, s]`` fp32: 1 for a target, 0 for none."""
+    segments: Tensor
+    """``[b, s]``: which sequence of the micro-batch a token belongs to; of a preference pair the chosen one
+    is ``2 * pair``, the rejected one ``2 * pair + 1``."""
+    num_segments: int
+    """Sequences, over all context-parallel ranks."""
+    following: Tensor
+    """``[b, s]``: how many tokens of its own sequence stand after a token; below 0 for padding, and for all tokens
+    of a sample that does not count."""
+    cu_seqlens: Tensor | None = None
+    """Packed sequences: where each begins in the whole pack, and its end, ``[sequences + 1]`` int32."""
+    max_seqlen: int = 0
+    """Tokens of the longest packed sequence, padding included."""
+
+    def counted(self, depth: int = 0) -> Tensor:
+        """``[b, s]``: `segments` of the tokens with ``depth`` of their sequence after them; -1 for all others."""
+        return self.segments.masked_fill(self.following < depth, -1)
+
+    def targets_at(self, depth: int) -> Tensor:
+        """``[b, s]`` bool: the targets with ``depth`` more tokens of their sequence before them."""
+        return (self.loss_mask > 0) & (self.position_ids >= depth)
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same on ``device``."""
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {
+            k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)
+        }
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """The micro-batches of one step (or of one evaluation round) on this data-parallel rank."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    seq_length: int
+    """Tokens of a sample before context-parallel slicing; the same for all of them."""
+    num_samples: int
+    """Samples that count, of this data-parallel rank."""
+    num_tokens: int
+    """Tokens that are not padding, of this data-parallel rank."""
+    squares: int
+    """Of the lengths of all sequences that count, summed: what causal attention costs."""
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of each micro-batch."""
+        return int(self.micro_batches[0].input_ids.shape[0])

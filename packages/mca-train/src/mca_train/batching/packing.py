@@ -1,0 +1,221 @@
+"""Samples of different lengths into packs: rows of several sequences that attention keeps apart.
+
+Padding a batch to its longest sample computes tokens that nobody asked for; packs leave almost none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from mca_config.errors import McaError
+
+OPEN_PACKS = 256
+"""Packs that are tried for a sample, the oldest first; when none has room, the fullest is closed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fill:
+    """How full packs are.
+
+    Args:
+        samples: That are packed.
+        tokens: Of all samples, without any padding.
+        packs: That hold them.
+        length: Tokens that a pack has room for.
+        longest: Tokens of the longest sample.
+    """
+
+    samples: int
+    tokens: int
+    packs: int
+    length: int
+    longest: int
+
+    @property
+    def rate(self) -> float:
+        """The share of the packs' room that samples take."""
+        return self.tokens / (self.packs * self.length)
+
+    @property
+    def padded_rate(self) -> float:
+        """The same if every sample were padded to the longest instead."""
+        return self.tokens / (self.samples * self.longest)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.samples} samples of {self.tokens} tokens in {self.packs} packs of {self.length}: "
+            f"{self.rate:.1%} full (padded to the longest: {self.padded_rate:.1%})"
+        )
+
+
+class PackedDataset(Dataset[list[Any]]):
+    """Samples in packs; an item is the list of a pack's samples.
+
+    Packs are made once, of samples in a seeded random order, so that they mix; an epoch shuffles the packs.
+
+    Args:
+        dataset: Of samples with ``input_ids``, or of preference pairs.
+        length: Tokens in a pack at most.
+        multiple: Every sequence is padded to a multiple of this (twice the context-parallel size).
+        seed: Of the order in which samples are packed; None: their own.
+        name: What to call the dataset in errors.
+
+    Raises:
+        McaError: A sample is longer than a pack.
+    """
+
+    def __init__(
+        self, dataset: Any, length: int, *, multiple: int = 1, seed: int | None = None, name: str = "dataset"
+    ) -> None:
+        lengths = sequence_lengths(dataset)
+        needs = (lengths + -lengths % multiple).sum(1)
+        fitting = needs[lengths.sum(1) <= length]
+        room = max(
+            length + -length % multiple, int(fitting.max(initial=0))
+        )  # padding does not shut a sample out
+        if len(needs) and (longest := int(needs.argmax())) >= 0 and needs[longest] > room:
+            raise McaError(
+                f"{name}: sample {longest} takes {needs[longest]} tokens, a pack has room for {room}; raise "
+                "seq_length (the pack's length) or shorten the sample"
+            )
+        order = np.arange(len(needs)) if seed is None else np.random.default_rng(seed).permutation(len(needs))
+        self.dataset = dataset
+        self.packs = first_fit(needs, order, room)
+        self.fill = Fill(
+            samples=len(needs),
+            tokens=int(lengths.sum()),
+            packs=len(self.packs),
+            length=room,
+            longest=int(needs.max(initial=0)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, index: int) -> list[Any]:
+        return [self.dataset[int(number)] for number in self.packs[index]]
+
+
+def first_fit(
+    sizes: NDArray[np.int64], order: NDArray[np.int64], room: int, open_packs: int = OPEN_PACKS
+) -> list[NDArray[np.int64]]:
+    """Which samples go into which pack.
+
+    Args:
+        sizes: Tokens of each sample, none above ``room``.
+        order: In which they come.
+        room: Tokens of a pack.
+        open_packs: Packs that are kept open.
+    """
+    packs = OpenPacks(room, open_packs)
+    closed = [pack for number in order if (pack := packs.add(int(number), int(sizes[number]))) is not None]
+    return [np.asarray(pack) for pack in [*closed, *packs.open]]
+
+
+class OpenPacks:
+    """Packs that are being filled.
+
+    Args:
+        room: Tokens of a pack.
+        limit: Packs that are kept open.
+    """
+
+    def __init__(self, room: int, limit: int = OPEN_PACKS) -> None:
+        self.open: list[list[Any]] = []
+        self._room, self._limit = room, limit
+        self._left = np.zeros(0, np.int64)
+
+    def add(self, item: Any, size: int) -> list[Any] | None:
+        """Puts ``item`` of ``size`` tokens into the first pack with room; the pack that was closed for a new one."""
+        fits, closed = self._left >= size, None
+        place = int(fits.argmax()) if fits.any() else len(self.open)
+        if place == len(self.open):
+            if place == self._limit:
+                fullest = int(self._left.argmin())
+                closed = self.open.pop(fullest)
+                self._left = np.delete(self._left, fullest)
+                place -= 1
+            self.open.append([])
+            self._left = np.append(self._left, self._room)
+        self.open[place].append(item)
+        self._left[place] -= size
+        return closed
+
+
+def sequence_lengths(dataset: Any) -> NDArray[np.int64]:
+    """Tokens of every sequence of every sample: ``[samples, sequences of a sample]``."""
+    known = getattr(dataset, "lengths", None)
+    if known is None:
+        rows = (sequences_of(dataset[index]) for index in range(len(dataset)))
+        known = np.array([[len(sequence["input_ids"]) for sequence in row] for row in rows], np.int64)
+    known = np.asarray(known, np.int64)
+    return known[:, None] if known.ndim == 1 else known
+
+
+def longest_sample(dataset: Any, multiple: int = 1) -> int:
+    """Tokens of the longest sample, its sequences padded to multiples of ``multiple``."""
+    lengths = sequence_lengths(dataset)
+    return int((lengths + -lengths % multiple).sum(1).max())
+
+
+def sequences_of(sample: Any) -> list[Any]:
+    """The sequences a sample is made of: those of a pack, the two of a preference pair, or itself."""
+    if isinstance(sample, list):
+        return [sequence for item in sample for sequence in sequences_of(item)]
+    if "chosen_input_ids" in sample:
+        return [
+            {name: sample[f"{side}_{name}"] for name in ("input_ids", "labels")}
+            for side in ("chosen", "rejected")
+        ]
+    return [sample]
+
+
+def count_samples(sample: Any) -> int:
+    """Samples that an item of a dataset stands for: those of a pack."""
+    return len(sample) if isinstance(sample, list) else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Several sequences one after the other; each list has a tensor of each, of equal lengths."""
+
+    input_ids: list[torch.Tensor]
+    labels: list[torch.Tensor]
+    """Of the position itself, not of the next."""
+    own_tokens: list[int]
+    """How many of each sequence are no padding; 0 of one that does not count."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of all."""
+        return sum(len(ids) for ids in self.input_ids)
+
+    def padded(self, length: int, pad_token_id: int, ignored: int) -> "Row":
+        """With one more sequence, of nothing, up to ``length``."""
+        rest = length - self.length
+        if not rest:
+            return self
+        return Row(
+            input_ids=[*self.input_ids, torch.full((rest,), pad_token_id)],
+            labels=[*self.labels, torch.full((rest,), ignored)],
+            own_tokens=[*self.own_tokens, 0],
+        )
+
+
+def row_of(sequences: Sequence[tuple[Any, bool]], multiple: int, pad_token_id: int, ignored: int) -> Row:
+    """The row of ``(sequence, whether it counts)``, each padded to a multiple of ``multiple``."""
+    ids, labels = [], []
+    for sequence, counts in sequences:
+        tokens = torch.as_tensor(sequence["input_ids"])
+        targets = torch.as_tensor(sequence.get("labels", tokens))
+        targets = targets if counts else torch.full_like(targets, ignored)
+        rest = (0, -len(tokens) % multiple)
+        ids.append(torch.nn.functional.pad(tokens, rest, value=pad_token_id))
+        labels.append(torch.nn.functional.pad(targets, rest, value=ignored))
+    own = [len(sequence["input_ids"]) * counts for sequence, counts in sequences]
+    return Row(input_ids=ids, labels=labels, own_tokens=own)

@@ -1,0 +1,1 @@
+"""Training checkpoints: written, checked, loaded."""

@@ -1,0 +1,159 @@
+"""Checkpoint directories of a run: their names, which is complete, which is the last, which may go."""
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from mca_config.errors import McaError, UsageError
+from mca_train import groups
+from mca_train.batching.position import Place
+from mca_train.checkpoint import integrity
+from mca_train.checkpoint.carried import Carried, Totals
+from mca_train.checkpoint.training_state import TRAINING
+from mca_train.groups import Ranks
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "checkpoint"
+
+
+STATE_FILE = "trainer_state.json"
+
+
+_NAME = re.compile(rf"{PREFIX}-(\d+)")
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """The complete checkpoints in ``output_dir``, oldest step first."""
+    if not output_dir.is_dir():
+        return []
+    found = [(int(m[1]), path) for path in output_dir.iterdir() if (m := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if (path / STATE_FILE).is_file()]
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step of one of `checkpoints`."""
+    return int(checkpoint.name.removeprefix(f"{PREFIX}-"))
+
+
+def resolve(resume: str | bool | None, output_dir: Path) -> Path | None:
+    """Which checkpoint ``resume_from_checkpoint`` means.
+
+    Args:
+        resume: None or False: none. True or "true": the last, which must exist. "auto": the last if there is
+            one. Else a path.
+        output_dir: Where the run's checkpoints are.
+
+    Raises:
+        McaError: It does not exist or is not complete.
+    """
+    word = str(resume).lower()
+    if resume is None or word in ("false", "none", ""):
+        return None
+    if word in ("true", "last", "auto"):
+        last = next(reversed(checkpoints(output_dir)), None)
+        if last is None and word != "auto":
+            raise McaError(f"resume_from_checkpoint: no complete {PREFIX}-<step> in {output_dir}")
+        return last
+    path = Path(str(resume))
+    if not path.is_dir():
+        what = "is a file, not a directory" if path.exists() else "does not exist"
+        raise UsageError(f"resume_from_checkpoint: {path} {what}")
+    inside = checkpoints(path)
+    if inside and not (path / TRAINING).is_dir():
+        raise McaError(
+            f"resume_from_checkpoint: {path} is the directory of a run; name a checkpoint in it ({inside[-1].name}), "
+            "or go on there with output_dir and auto"
+        )
+    if not (path / STATE_FILE).is_file():
+        raise McaError(f"resume_from_checkpoint: {path} has no {STATE_FILE}; it is not a training checkpoint")
+    return path
+
+
+def find(resume: str | bool | None, output_dir: Path, ranks: Ranks) -> Path | None:
+    """The checkpoint that ``resume_from_checkpoint`` means, whole in every byte; collective.
+
+    Where it is up to us which one (``auto``, True), a damaged one is told and the one before it is taken.
+
+    Raises:
+        McaError: As `resolve`; or what was named, or every checkpoint there is, is damaged.
+    """
+    newest = resolve(resume, output_dir)
+    ours = str(resume).lower() in ("true", "last", "auto")
+    found = checkpoints(output_dir)[::-1] if ours else [newest] if newest else []
+    candidates: list[Path] = groups.broadcast_object(found)
+    if ours:
+        _tell_of_incomplete(output_dir, next(iter(candidates), None))
+    told = []
+    for candidate in candidates:
+        faults = integrity.faults(candidate, ranks)
+        if not faults:
+            return candidate
+        told.append(f"{candidate} is damaged: {'; '.join(faults)}")
+        if len(candidates) > 1:
+            logger.warning("%s; trying the checkpoint before it", told[-1])
+    if told:
+        raise McaError("resume_from_checkpoint: " + "\n".join(told))
+    return None
+
+
+def _tell_of_incomplete(output_dir: Path, newest: Path | None) -> None:
+    """Says what looks like a newer checkpoint than the newest one, and is none."""
+    step = step_of(newest) if newest else -1
+    for path in sorted(output_dir.glob(f"{PREFIX}-*")):
+        match = _NAME.fullmatch(path.name)
+        if match and int(match[1]) > step:
+            logger.warning("%s has no %s; it is no checkpoint and is passed over", path, STATE_FILE)
+
+
+def expendable(output_dir: Path, limit: int | None, keep: str | None) -> list[Path]:
+    """The oldest checkpoints beyond ``limit``, but never the newest or the best (``keep``)."""
+    if not limit or limit < 1:
+        return []
+    found = checkpoints(output_dir)
+    best = Path(keep).resolve() if keep else None
+    others = [path for path in found[:-1] if path.resolve() != best]
+    return others[: max(len(found) - limit, 0)]
+
+
+def locate_best(state: Any, resumed: Path) -> None:
+    """Corrects where ``state``, that of the checkpoint ``resumed``, says that the best one is.
+
+    A run that was moved or copied has it beside the one that it goes on from. If it is gone, none is the best yet.
+    """
+    if state.best_model_checkpoint is None:
+        return
+    beside = resumed.parent / Path(state.best_model_checkpoint).name
+    if beside.is_dir():
+        state.best_model_checkpoint = str(beside)
+    elif not Path(state.best_model_checkpoint).is_dir():
+        logger.warning("the best checkpoint, %s, is gone; the best from here on counts", beside)
+        state.best_model_checkpoint = state.best_metric = state.best_global_step = None
+
+
+def place_in(checkpoint: Path) -> Place:
+    """Where the run stood in its data.
+
+    Raises:
+        McaError: The checkpoint holds the model only.
+    """
+    folder = checkpoint / TRAINING
+    if not (folder / "optimizer.json").is_file():
+        raise UsageError(f"{checkpoint}: holds no optimizer state (save_only_model?); training cannot resume")
+    try:
+        return Place(**json.loads((folder / "place.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise McaError(f"{folder / 'place.json'}: cannot be read ({error}); training cannot resume") from None
+
+
+def carried_in(checkpoint: Path, step: int) -> Carried:
+    """What the run carried after ``step``; a checkpoint of an earlier version has nothing."""
+    path = checkpoint / TRAINING / "carried.json"
+    if not path.is_file():
+        return Carried(totals=Totals(updates=step, logged=step))
+    try:
+        return Carried.read(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise McaError(f"{path}: cannot be read ({error!r}); training cannot resume") from None

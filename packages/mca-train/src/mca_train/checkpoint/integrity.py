@@ -1,0 +1,171 @@
+"""Sizes and checksums of a training checkpoint, so that a damaged one is known before training starts.
+
+The weights of an MCA model have a manifest of their own; ``training/manifest.json`` covers the rest. All ranks share
+the work.
+"""
+
+import json
+import os
+import re
+import threading
+import zlib
+from pathlib import Path
+
+from mca_config.errors import McaError
+from mca_models.megatron.distributed.collectives import together
+from mca_models.storage.atomic import write_file
+from mca_models.storage.manifest import FILE_NAME as OF_MODEL
+from mca_models.storage.manifest import Manifest
+from mca_train import groups
+from mca_train.checkpoint.model import HF_FOLDER
+from mca_train.groups import Ranks
+
+MANIFEST = Path("training") / "manifest.json"
+
+
+ARGUMENTS_FILE = "training_args.json"
+
+
+_CHUNK = 1 << 22
+
+
+_OF_RANK = re.compile(r"(?:rng_|__)(\d+)")
+
+
+_Record = tuple[int, int]
+
+
+class Checksums:
+    """The last stage of writing a checkpoint: syncs and sums up its files, and writes the manifest.
+
+    Each rank reads the files that it wrote. The model's are left out where they have a manifest of their own.
+
+    Args:
+        checkpoint: Where all files are written by the time that a method is called.
+        ranks: This rank.
+    """
+
+    def __init__(self, checkpoint: Path, ranks: Ranks) -> None:
+        self._checkpoint = checkpoint
+        self._ranks = ranks
+        self._thread: threading.Thread | None = None
+        self._records: dict[str, _Record] = {}
+        self._fault: Exception | None = None
+
+    def done(self) -> bool:
+        """Whether all ranks have read their files; the first call has them begin. Collective."""
+        if self._thread is None:
+            groups.barrier()
+            self._thread = threading.Thread(target=self._sum, daemon=True)
+            self._thread.start()
+        return not groups.largest(float(self._thread.is_alive()), self._ranks.device)
+
+    def finish(self) -> None:
+        """Waits for them and writes the manifest; collective."""
+        if self._thread is None:
+            groups.barrier()
+            self._sum()
+        else:
+            self._thread.join()
+        found = together(self._own)
+        if self._ranks.is_first:
+            files = {
+                name: {"bytes": size, "crc32": f"{crc:08x}"}
+                for part in found
+                for name, (size, crc) in sorted(part.items())
+            }
+            document = json.dumps({"version": 1, "files": files}, indent=1).encode() + b"\n"
+            write_file(self._checkpoint / MANIFEST, document)
+        groups.barrier()
+
+    def _sum(self) -> None:
+        try:
+            for path in _covered_files(self._checkpoint):
+                if _writer(path) % self._ranks.world_size == self._ranks.rank:
+                    self._records[str(path.relative_to(self._checkpoint))] = _checksum(path, sync=True)
+        except Exception as error:  # raised by finish, on every rank
+            self._fault = error
+
+    def _own(self) -> dict[str, _Record]:
+        if self._fault is not None:
+            raise self._fault
+        return self._records
+
+
+def faults(checkpoint: Path, ranks: Ranks) -> list[str]:
+    """What is broken in ``checkpoint``, the same list on every rank; collective."""
+    try:
+        expected = sorted(_expected(checkpoint).items())
+    except (McaError, OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+        mine = [
+            f"{error}"
+            if isinstance(error, McaError)
+            else f"{checkpoint / MANIFEST}: cannot be read ({error!r})"
+        ]
+    else:
+        share = expected[ranks.rank :: ranks.world_size]
+        mine = [fault for name, record in share if (fault := _fault(checkpoint / name, record))]
+    return sorted({fault for part in groups.gather_objects(mine) for fault in part})
+
+
+def _covered_files(checkpoint: Path) -> list[Path]:
+    """All but the Hugging Face model and what a manifest of the model's own covers."""
+    own = [path.parent for path in checkpoint.glob(f"iter_*/{OF_MODEL}")]
+    found = []
+    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+        inside = path.relative_to(checkpoint).parts[0] == HF_FOLDER
+        covered = any(folder in path.parents and path.name != OF_MODEL for folder in own)
+        if not inside and not covered and path != checkpoint / MANIFEST:
+            found.append(path)
+    return found
+
+
+def _writer(path: Path) -> int:
+    """Which rank wrote a file: it still has it in its cache, and only it can make it durable everywhere."""
+    match = _OF_RANK.match(path.name)
+    return int(match[1]) if match else 0
+
+
+def _expected(checkpoint: Path) -> dict[str, _Record]:
+    """Every file that must be there; none of the training state in a checkpoint of the model alone."""
+    found: dict[str, _Record] = {}
+    if (checkpoint / MANIFEST.parent).is_dir():
+        document = json.loads((checkpoint / MANIFEST).read_text())
+        found = {name: (int(e["bytes"]), int(e["crc32"], 16)) for name, e in document["files"].items()}
+    elif not _is_of_model_only(checkpoint):
+        raise McaError(f"{checkpoint / MANIFEST.parent}: is missing")
+    covered = {Path(name).parts[0] for name in found if Path(name).name != OF_MODEL}
+    for iteration in sorted(path for path in checkpoint.glob("iter_*") if path.name not in covered):
+        files = Manifest.load(iteration).files
+        found |= {f"{iteration.name}/{name}": (record.nbytes, record.crc32) for name, record in files.items()}
+    return found
+
+
+def _is_of_model_only(checkpoint: Path) -> bool:
+    """Whether it was saved without what training needs, on purpose."""
+    try:
+        return bool(json.loads((checkpoint / ARGUMENTS_FILE).read_text())["save_only_model"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _fault(path: Path, record: _Record) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != record[0]:
+            return f"{path}: has {size} bytes, the manifest says {record[0]}"
+        if _checksum(path)[1] != record[1]:
+            return f"{path}: its checksum is wrong, some of its bytes were changed"
+    except OSError as error:
+        return f"{path}: cannot be read ({error.strerror})"
+    return None
+
+
+def _checksum(path: Path, *, sync: bool = False) -> _Record:
+    size, crc = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(_CHUNK):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+        if sync:
+            os.fsync(file.fileno())
+    return size, crc

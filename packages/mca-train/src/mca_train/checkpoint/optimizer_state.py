@@ -1,0 +1,233 @@
+"""The optimizer's state in one form for every layout and every kind of Megatron optimizer.
+
+Megatron's own checkpoint of an optimizer keeps the shape of the object that wrote it: chained (experts apart) only
+where expert parallelism is, main parameters apart only in mixed precision, nested differently when the state is
+split over data-parallel ranks. So what one layout wrote, another cannot ask for (megatron-core 0.16.1 and 0.19.2:
+KeyError 'optimizer' between expert sizes 1 and 2). The tensors inside, however, have the same global names everywhere:
+``optimizer.state.exp_avg.decoder.layers...``. Here only they are saved, each under its global name, and beside
+them the few numbers that are no tensors (`Numbers`). Loading asks for what the *new* optimizer holds.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mca_config.errors import McaError
+from mca_models.megatron.distributed.reader import read_state, shapes_in
+from mca_models.megatron.distributed.writer import Writing, write_state
+from mca_train import groups
+from mca_train.checkpoint.bucket_padding import positions_without_padding
+from mca_train.engine.offload import as_plain
+
+_MASTER = "optimizer.state.fp32_param."
+
+
+_MASTER_WHERE_SPLIT = "optimizer.state.param."
+
+
+_KIND = re.compile(r"optimizer\.state\.(?!fp32_param\.)(\w+)\.")
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What an optimizer knows besides tensors of its parameters' shapes."""
+
+    step: float | None
+    grad_scaler: dict[str, Any] | None
+
+
+def save(optimizer: Any, chunks: list[Any], folder: Path, *, background: bool) -> tuple[Numbers, Writing]:
+    """Begins to write the tensors into the existing, empty ``folder``; collective.
+
+    Returns:
+        The numbers, which are the caller's to keep, and what has yet to be finished.
+    """
+    with as_plain(optimizer, loading=False):
+        state = _sharded(optimizer, chunks, loading=False)
+    leaves = {str(number): leaf for number, (_, _, leaf) in enumerate(_leaves(state))}
+    return _numbers(state), write_state(leaves, folder, background=background)
+
+
+def load(optimizer: Any, chunks: list[Any], folder: Path, numbers: Numbers) -> None:
+    """Restores `save`, written on whatever layout; collective. The weights are in place already.
+
+    Raises:
+        McaError: The checkpoint has no state for a parameter (another optimizer or another model wrote it).
+    """
+    with as_plain(optimizer, loading=True):
+        _load(optimizer, chunks, folder, numbers)
+
+
+def _load(optimizer: Any, chunks: list[Any], folder: Path, numbers: Numbers) -> None:
+    saved = shapes_in(folder)
+    state = _sharded(optimizer, chunks, loading=True)
+    _require_same_kind(folder, saved, state)
+    asked = {}
+    for number, (_, key, leaf) in enumerate(_leaves(state)):
+        if leaf.key in saved:
+            asked[str(number)] = leaf
+        elif not leaf.key.startswith(_MASTER):
+            raise McaError(
+                f"{folder}: holds no '{leaf.key.removeprefix('optimizer.state.')}' ({key}); it was written with "
+                "another optimizer or another model, training cannot resume with this one"
+            )
+    loaded = read_state(asked, folder) if any(groups.gather_objects(len(asked))) else {}
+    for number, (container, key, leaf) in enumerate(list(_leaves(state))):
+        if str(number) in asked:
+            container[key] = _without_padding(loaded[str(number)], leaf, saved[leaf.key])
+    _fill_masters(optimizer, state)
+    _put_numbers(state, numbers)
+    optimizer.load_state_dict(_bare(state))
+
+
+def _sharded(optimizer: Any, chunks: list[Any], *, loading: bool) -> Any:
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "dp_cp_group": groups.data_group_with_context(),
+    }
+    model = {
+        f"model{number}": chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)
+    }
+    for single in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if single.init_state_fn is None:  # of sgd
+            single.init_state_fn = _begin_momentum
+    with positions_without_padding(optimizer):
+        state = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    for _, _, leaf in _leaves(state):
+        if leaf.key.startswith(_MASTER_WHERE_SPLIT):
+            leaf.key = _MASTER + leaf.key.removeprefix(_MASTER_WHERE_SPLIT)
+    return state
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Zeros for what SGD is about to load."""
+    for group in optimizer.param_groups:
+        for param in group["params"] if group.get("momentum") else ():
+            optimizer.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
+
+
+def _require_same_kind(folder: Path, saved: Iterable[str], state: Any) -> None:
+    """Raises unless this optimizer keeps of each parameter what that of the checkpoint did; collective."""
+    mine = groups.gather_objects(_kinds(leaf.key for _, _, leaf in _leaves(state)))
+    here, there = sorted(set().union(*mine)), sorted(_kinds(saved))
+    if here != there:
+        raise McaError(
+            f"{folder}: was written by an optimizer that keeps {' and '.join(there) or 'nothing'} of each parameter, "
+            f"this run's keeps {' and '.join(here) or 'nothing'}; resume with the optimizer that it was written with"
+        )
+
+
+def _kinds(keys: Iterable[str]) -> set[str]:
+    """What besides masters stands there of parameters: ``exp_avg``, ``momentum_buffer``, ..."""
+    return {found[1] for key in keys if (found := _KIND.match(key))}
+
+
+def _leaves(state: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """``(container, key, leaf)`` of every sharded tensor in a nested state, in a fixed order."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    items: Any = ()
+    if isinstance(state, dict):
+        items = list(state.items())
+    elif isinstance(state, list):
+        items = list(enumerate(state))
+    for key, value in items:
+        if isinstance(value, (ShardedTensor, ShardedTensorFactory)):
+            yield state, key, value
+        else:
+            yield from _leaves(value)
+
+
+def _parts(state: Any) -> list[dict[str, Any]]:
+    """The states of the single optimizers: those of a chained one have numbers for keys."""
+    return list(state.values()) if state and all(isinstance(key, int) for key in state) else [state]
+
+
+def _param_groups(part: dict[str, Any]) -> list[dict[str, Any]]:
+    inner = part.get("optimizer", part)
+    groups_: list[dict[str, Any]] = inner.get("param_groups", [])
+    return groups_
+
+
+def _numbers(state: Any) -> Numbers:
+    step, scaler = None, None
+    for part in _parts(state):
+        scaler = part.get("grad_scaler", scaler)
+        found = [group["step"] for group in _param_groups(part) if "step" in group]
+        common = part.get("optimizer", part).get("state", {}).get("common_step")
+        found += [] if common is None else [common]
+        step = max([*found, *([] if step is None else [step])], default=None)
+    return Numbers(None if step is None else float(step), scaler)
+
+
+def _put_numbers(state: Any, numbers: Numbers) -> None:
+    for part in _parts(state):
+        if numbers.grad_scaler is not None and "grad_scaler" in part:
+            part["grad_scaler"] = _like(numbers.grad_scaler, part["grad_scaler"])
+        if numbers.step is None:
+            continue
+        inner = part.get("optimizer", part)
+        if "common_step" in inner.get("state", {}):
+            inner["state"]["common_step"] = torch.tensor(numbers.step)
+        for group in _param_groups(part):
+            group["step"] = int(numbers.step)
+
+
+def _like(saved: dict[str, Any], present: dict[str, Any]) -> dict[str, Any]:
+    """Numbers from JSON as the tensors that Megatron's loss scaler keeps."""
+    return {
+        key: torch.as_tensor(value, dtype=present[key].dtype).reshape(present[key].shape)
+        if isinstance(present.get(key), torch.Tensor)
+        else value
+        for key, value in saved.items()
+    }
+
+
+def _fill_masters(optimizer: Any, state: Any) -> None:
+    """Main parameters that the checkpoint lacks (a whole optimizer in fp32 keeps none) are the weights themselves."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    for part, single in zip(_parts(state), parts, strict=True):
+        if "param_state" in part:
+            params = [param for buffer in single.buffers for param in buffer.param_index_map]
+            for number, key, _ in list(_missing_masters(part["param_state"])):
+                part["param_state"][number][key] = params[number].detach().float().clone()
+        for container, key, leaf in list(_leaves(part)):
+            container[key] = leaf.data  # copies of the weights, made with the optimizer
+
+
+def _missing_masters(state: Any) -> Iterator[tuple[int, Any, Any]]:
+    for number, tensors in state.items():
+        for _, key, leaf in _leaves(tensors):
+            yield number, key, leaf
+
+
+def _without_padding(tensor: Any, leaf: Any, saved: tuple[int, ...]) -> Any:
+    """Zeros in the rows of a padded vocabulary that the checkpoint, padded for fewer tensor ranks, does not have."""
+    if getattr(leaf, "allow_shape_mismatch", False) and isinstance(tensor, torch.Tensor):
+        axis = leaf.prepend_axis_num
+        known = saved[axis] - leaf.global_offset[axis]
+        if known < tensor.shape[0]:
+            tensor[max(known, 0) :] = 0
+    return tensor
+
+
+def _bare(state: Any) -> Any:
+    """The state as Megatron's ``load_state_dict`` takes it: without the wrappers of local objects."""
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+    unwrap: Callable[[Any], Any] = _bare
+    if isinstance(state, LocalNonpersistentObject):
+        return state.unwrap()
+    if isinstance(state, dict):
+        return {key: unwrap(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [unwrap(value) for value in state]
+    return state

@@ -1,0 +1,74 @@
+"""Whether a run may write into its ``output_dir``: nothing that others wrote is replaced or deleted."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from mca_config.errors import McaError
+from mca_config.model_config import FILE_NAME
+from mca_train.checkpoint.model import HF_FOLDER
+
+_WRITTEN = (
+    "config.json",
+    "latest_checkpointed_iteration.txt",
+    "trainer_state.json",
+    "tokenizer*.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "iter_*",
+    "checkpoint-*",
+    f"{HF_FOLDER}/*",
+)
+
+
+def require_own(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
+    """Raises unless ``output_dir`` has room for what a run writes.
+
+    Args:
+        output_dir: May be missing, hold an earlier run of `mca_train`, or files whose names a run does not use.
+        sources: Directories that the run reads its model from.
+
+    Raises:
+        McaError: It is one of ``sources`` or inside one, or it holds a model or checkpoints that mca did not write.
+    """
+    if output_dir.exists() and not output_dir.is_dir():
+        raise McaError(f"output_dir: {output_dir} is a file; name a directory")
+    if output_dir.is_symlink() and not output_dir.exists():
+        raise McaError(f"output_dir: {output_dir} is a link to nothing; make its target, or name a directory")
+    here = output_dir.resolve()
+    for source in (source for source in sources if source is not None):
+        read = Path(source).resolve()
+        if read in (here, here / HF_FOLDER):
+            raise McaError(
+                f"output_dir: {output_dir} is where the run reads {source}, which it would overwrite; name another "
+                "directory"
+            )
+        if read in here.parents:
+            raise McaError(
+                f"output_dir: {output_dir} is inside {source}, which the run reads and which it would mix with; name "
+                "a directory elsewhere"
+            )
+    if not output_dir.is_dir() or any(_marks(output_dir)):
+        return
+    found = sorted({str(path.relative_to(output_dir)) for name in _WRITTEN for path in output_dir.glob(name)})
+    if found:
+        names = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+        raise McaError(
+            f"output_dir: {output_dir} holds {names}, which mca did not write and a run may replace; name a new "
+            "directory"
+        )
+
+
+def _marks(output_dir: Path) -> Iterator[bool]:
+    """Whether there is what a run of mca leaves, early or late."""
+    yield (output_dir / "train_log.jsonl").is_file()
+    yield _is_ours(output_dir)
+    yield from (_is_ours(path) for path in output_dir.glob("checkpoint-*"))
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        return "mca_version" in json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False

@@ -1,0 +1,215 @@
+"""One run at a time in an ``output_dir``: a lock that is gone with the processes that hold it, however they end.
+
+``<output_dir>/.mca-train.lock`` is locked with ``flock``; ranks that are forked inherit that lock, so it is held until
+the last of them is gone. On a file system that keeps such locks to one machine (some mounts of NFS, Lustre, FUSE) a run
+elsewhere is known by its record in the file, which it touches every few seconds: one that stands still was left by
+processes that died. The file's time is compared with itself only: no two clocks are.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from mca_config.errors import McaError
+
+logger = logging.getLogger(__name__)
+
+NAME = ".mca-train.lock"
+
+
+_BEAT = 5.0  # seconds between two touches
+
+
+_STILL = 30.0  # seconds without one, after which a record was left behind
+
+
+_LINGER = 10.0  # seconds; data loaders notice after 5 that their rank was killed, and inherited its lock
+
+
+_POLL = 0.2
+
+
+class OutputLock:
+    """The lock of one run; `take` is for its launcher or its first rank, the others' is never taken.
+
+    Args:
+        output_dir: Made if missing; removed again if nothing else came into it.
+        still: Seconds after which the record of a run elsewhere is known to be left behind.
+        beat: Seconds between the touches of this run's.
+    """
+
+    def __init__(self, output_dir: Path, *, still: float = _STILL, beat: float = _BEAT) -> None:
+        self._output_dir, self._path = output_dir, output_dir / NAME
+        self._still, self._beat = still, beat
+        self._fd = -1
+        self._made: list[Path] = []
+        self._record: dict[str, Any] = {}
+
+    def take(self) -> None:
+        """Takes the lock.
+
+        Raises:
+            McaError: Another run has it, or it cannot be written.
+        """
+        self._made = [path for path in (self._output_dir, *self._output_dir.parents) if not path.exists()]
+        try:
+            self._output_dir.mkdir(parents=True, exist_ok=True)
+            self._fd = self._locked()
+            self._record = _record(self._fd)
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, json.dumps(self._record).encode(), 0)
+        except BaseException as error:
+            self.release()
+            if isinstance(error, OSError):
+                reason = error.strerror or str(error)
+                raise McaError(f"output_dir: {self._path} cannot be written ({reason})") from error
+            raise
+
+    def release(self) -> None:
+        """Gives it back."""
+        if self._fd >= 0:
+            with suppress(OSError):
+                if _is_at(self._fd, self._path) and _read(self._path) in ({}, self._record):
+                    self._path.unlink()
+            os.close(self._fd)
+            self._fd = -1
+        for path in self._made:
+            with suppress(OSError):
+                path.rmdir()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A block in which a thread touches the record; to be entered by one process of a run at a time."""
+        ended = threading.Event()
+        thread = threading.Thread(target=self._touch_until, args=(ended,), daemon=True)
+        if self._fd >= 0:
+            thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            if self._fd >= 0:
+                thread.join()
+
+    def require_own(self) -> None:
+        """Raises if a run elsewhere, which does not see the lock, has taken the directory since.
+
+        Raises:
+            McaError: It has.
+        """
+        if self._fd >= 0 and (found := _read(self._path)) != self._record:
+            raise McaError(f"output_dir: {self._output_dir} was taken by {_told(found)}; this one ends")
+
+    def _touch_until(self, ended: threading.Event) -> None:
+        while not ended.wait(self._beat):
+            with suppress(OSError):
+                os.utime(self._fd)
+
+    def _locked(self) -> int:
+        """The file, open and locked, when nobody else has it."""
+        last = time.monotonic() + _LINGER
+        while True:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                seen, record = _lock(fd), _read(self._path)
+                if seen is False and (_lives(record) or time.monotonic() > last):
+                    raise self._in_use(record)
+                if (
+                    seen is not False
+                    and _is_at(fd, self._path)
+                    and self._is_left(record, fd, locked=bool(seen))
+                ):
+                    return os.dup(fd)
+            finally:
+                os.close(fd)
+            time.sleep(_POLL)
+
+    def _is_left(self, record: dict[str, Any], fd: int, *, locked: bool) -> bool:
+        """Whether whoever wrote ``record`` is gone; False if another one has come instead."""
+        mine = _record(fd)
+        if not record or (locked and all(record.get(key) == mine[key] for key in ("boot", "device"))):
+            return True
+        logger.info("%s: waiting up to %.0f s for a sign of %s", self._path, self._still, _told(record))
+        touched, last = os.fstat(fd).st_mtime_ns, time.monotonic() + self._still
+        while time.monotonic() < last:
+            time.sleep(_POLL)
+            if not _is_at(fd, self._path) or _read(self._path) != record:
+                return False
+            if self._path.stat().st_mtime_ns != touched:
+                raise self._in_use(record)
+        return True
+
+    def _in_use(self, record: dict[str, Any]) -> McaError:
+        return McaError(
+            f"output_dir: {self._output_dir} is used by {_told(record)}; wait until it has ended, or name another "
+            "directory"
+        )
+
+
+def _record(fd: int) -> dict[str, Any]:
+    """What is written of this process; a lock is seen where kernel and mounted file system are the same."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return {
+            "process": os.getpid(),
+            "started": _started(os.getpid()),
+            "machine": platform.node(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "boot": boot,
+            "device": os.fstat(fd).st_dev,
+        }
+    return {"process": os.getpid(), "machine": platform.node(), "boot": "", "device": -1}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _told(record: dict[str, Any]) -> str:
+    if not record:
+        return "another run"
+    return f"another run (process {record.get('process')} on {record.get('machine')}, since {record.get('since')})"
+
+
+def _lives(record: dict[str, Any]) -> bool:
+    """Whether the process that wrote ``record`` is one of this machine and alive."""
+    started = record.get("started")
+    return bool(started) and started == _started(record.get("process"))
+
+
+def _started(process: object) -> str:
+    """When a process was started, in ticks since the machine was; empty if there is none."""
+    with suppress(OSError, IndexError):
+        fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    return ""
+
+
+def _lock(fd: int) -> bool | None:
+    """Whether the file is locked now: False if another one holds it, None if the file system has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except OSError:
+        return False

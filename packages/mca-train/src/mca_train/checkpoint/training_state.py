@@ -1,0 +1,92 @@
+"""Optimizer, schedule, data position and random states of a run, saved and loaded."""
+
+import contextlib
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mca_models.megatron.distributed.collectives import on_first, together
+from mca_models.megatron.distributed.writer import Writing
+from mca_models.storage.atomic import write_file
+from mca_train.batching.position import Place
+from mca_train.checkpoint import optimizer_state
+from mca_train.checkpoint.carried import Carried
+from mca_train.engine.rng import load_rng, save_rng
+
+logger = logging.getLogger(__name__)
+
+TRAINING = "training"
+
+
+class TrainingState:
+    """What training needs beyond the model, to and from a checkpoint.
+
+    Args:
+        engine: With the optimizer and the wrapped chunks.
+        scheduler: The learning rate, with ``state_dict`` and ``load_state_dict``.
+        rank: Of this process.
+        place: Where the run stands in its data.
+    """
+
+    def __init__(self, engine: Any, scheduler: Any, rank: int, place: Place) -> None:
+        self._place = place
+        self._engine = engine
+        self._scheduler = scheduler
+        self._rank = rank
+
+    def begin_save(self, checkpoint: Path, carried: Carried, *, background: bool) -> Writing:
+        """Writes this rank's part, and what one rank writes for all; the optimizer's tensors have yet to be."""
+        folder = checkpoint / TRAINING
+        optimizer = folder / "optimizer"
+        on_first(lambda: optimizer.mkdir(parents=True))
+        together(lambda: save_rng(folder, self._rank))
+        with _without_warnings():
+            numbers, writing = optimizer_state.save(
+                self._engine.optimizer, self._modules(), optimizer, background=background
+            )
+        words = {"scheduler": self._scheduler.state_dict(), "optimizer": asdict(numbers)}
+        words |= {"place": asdict(self._place), "carried": carried.document()}
+
+        def write() -> None:
+            for name, state in words.items():
+                write_file(folder / f"{name}.json", json.dumps(_plain(state)).encode())
+
+        on_first(write)
+        return writing
+
+    def load(self, checkpoint: Path) -> None:
+        """Restores what was saved."""
+        folder = checkpoint / TRAINING
+        numbers = optimizer_state.Numbers(**json.loads((folder / "optimizer.json").read_text()))
+        with _without_warnings():
+            optimizer_state.load(self._engine.optimizer, self._modules(), folder / "optimizer", numbers)
+        self._scheduler.load_state_dict(json.loads((folder / "scheduler.json").read_text()))
+
+    def load_rng(self, checkpoint: Path) -> None:
+        """Restores the random states; with another number of ranks, those of this run stay."""
+        if not load_rng(checkpoint / TRAINING, self._rank):
+            logger.warning("%s: no random state of rank %d; dropout starts anew", checkpoint, self._rank)
+
+    def _modules(self) -> list[Any]:
+        return [chunk.module for chunk in self._engine.chunks]
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Megatron's checkpoints use parts of torch that torch is about to replace."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON can hold it, tensors as numbers."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value.item() if hasattr(value, "item") else value

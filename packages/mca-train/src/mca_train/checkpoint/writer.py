@@ -1,0 +1,196 @@
+"""Checkpoints on their way to disk: written at once, or in the background while training goes on.
+
+A checkpoint is written in stages, one after another: the weights, the optimizer, then sizes and checksums of all files.
+In the background each stage runs beside the training steps, and after every step the ranks agree on whether it is over.
+Whichever way, all ranks write into a directory beside the destination, which is renamed when the last stage is.
+Checkpoints that are one too many go in a thread, once a newer one is complete.
+"""
+
+import contextlib
+import logging
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from mca_config.errors import McaError
+from mca_models.megatron.distributed.collectives import SharedDirectory
+from mca_models.storage.partial_folder import remove_leftovers, retire
+
+
+class Stage(Protocol):
+    """Something that is being written; both methods are collective."""
+
+    def done(self) -> bool:
+        """Whether `finish` need not wait; the same on every rank."""
+
+    def finish(self) -> object:
+        """Waits until it is on disk."""
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run, one at a time; every method is collective.
+
+    Args:
+        in_background: Return from `write` when everything is copied, and write while training goes on. Otherwise
+            when the checkpoint is there.
+    """
+
+    def __init__(self, *, in_background: bool) -> None:
+        self._in_background = in_background
+        self._destination = Path()
+        self._shared: SharedDirectory | None = None
+        self._stages: list[Stage] = []
+        self._published: Callable[[], object] = lambda: None
+        self._deletions: list[threading.Thread] = []
+        self.written: list[Path] = []
+        """The checkpoints that are complete."""
+
+    def write(
+        self, destination: Path, begin: Callable[[Path], Sequence[Stage]], published: Callable[[], object]
+    ) -> None:
+        """Begins a checkpoint, once the one before it is complete.
+
+        Args:
+            destination: Replaced if it exists.
+            begin: Begins to write into a directory that all ranks see; the stages to come, first one first.
+            published: Called when the checkpoint is complete.
+
+        Raises:
+            McaError: This one, or the one before, could not be written.
+        """
+        self.finish()
+        self._wait_for_room()
+        self._destination, self._published = destination, published
+        with self._said_clearly():
+            self._shared = SharedDirectory(destination, overwrite=True)
+            self._stages = list(begin(self._shared.path))
+        if not self._in_background:
+            self.finish()
+
+    def advance(self) -> None:
+        """Publishes the checkpoint that is being written, if it is; to be called after every step.
+
+        Raises:
+            McaError: A rank could not write it.
+        """
+        while self._stages and self._is_done(self._stages[0]):
+            self._finish_stage()
+
+    def finish(self) -> None:
+        """Waits until the checkpoint that is being written is published.
+
+        Raises:
+            McaError: A rank could not write it.
+        """
+        while self._stages:
+            self._finish_stage()
+
+    def delete(self, checkpoint: Path) -> None:
+        """Removes a checkpoint, which at no moment is half of one: renamed now, gone by the next; not collective."""
+        thread = threading.Thread(target=retire(checkpoint).remove)
+        thread.start()
+        self._deletions.append(thread)
+
+    def _wait_for_room(self) -> None:
+        while self._deletions:
+            self._deletions.pop().join()
+
+    def abandon(self) -> None:
+        """Removes what is not complete; not collective. What still writes ends with its process."""
+        self._wait_for_room()
+        if self._shared is not None:
+            self._shared.discard()
+        self._shared, self._stages = None, []
+
+    def _is_done(self, stage: Stage) -> bool:
+        with self._said_clearly():
+            return stage.done()
+
+    def _finish_stage(self) -> None:
+        with self._said_clearly():
+            self._stages[0].finish()
+            del self._stages[0]
+            if self._shared is not None and not self._stages:
+                self._shared.publish()
+                self._shared = None
+        if not self._stages:
+            self.written.append(self._destination)
+            self._published()
+
+    @contextlib.contextmanager
+    def _said_clearly(self) -> Iterator[None]:
+        """Errors inside name the checkpoint and remove it."""
+        with name_errors(self._destination):
+            try:
+                yield
+            except BaseException:
+                self.abandon()
+                raise
+
+
+@contextlib.contextmanager
+def name_errors(destination: Path) -> Iterator[None]:
+    """A block that writes ``destination``: its errors name it, and a full disk is called by its name.
+
+    Raises:
+        McaError: It could not be written.
+    """
+    try:
+        with reasons_kept():
+            yield
+    except BaseException as error:
+        if _is_full(error):
+            raise McaError(
+                f"{destination}: cannot be written, the disk is full; make room and resume with "
+                "resume_from_checkpoint auto"
+            ) from error
+        if isinstance(error, McaError) and not str(error).startswith(f"{destination}:"):
+            raise McaError(f"{destination}: cannot be written: {error}") from error
+        raise
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether a write failed for want of room; torch's writer says so in words of its own."""
+    words = (
+        "no space left on device",
+        "cannot be written (no space",
+        "pytorchstreamwriter failed",
+        "unexpected pos",
+        "disk quota exceeded",
+    )
+    text = "".join(traceback.format_exception(error)).lower()
+    return any(word in text for word in words)
+
+
+def remove_unfinished(output_dir: Path, prefix: str) -> None:
+    """Removes what killed runs left in ``output_dir``; what a living process is writing stays."""
+    for leftover in output_dir.glob(f"{prefix}-*.partial-*"):
+        remove_leftovers(leftover.with_name(leftover.name.split(".partial-")[0]))
+
+
+@contextmanager
+def reasons_kept() -> Iterator[None]:
+    """A block in which saves that begin, here or in processes forked here, fail in their own words."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    log = logging.getLogger(filesystem_async.__name__)
+    level = log.level
+    original = FileSystemWriterAsync.write_preloaded_data
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if result is not None and isinstance(result[1], Exception):
+            raise result[1]
+        return result
+
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(write)
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        FileSystemWriterAsync.write_preloaded_data = staticmethod(original)
+        log.setLevel(level)

@@ -1,0 +1,1 @@
+"""A run as its user wrote it, parsed and checked."""

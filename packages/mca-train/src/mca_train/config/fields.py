@@ -1,0 +1,163 @@
+"""A mapping of keys and values checked against dataclasses and turned into them.
+
+Values take the types of the fields they fill, so ``learning_rate: 1e-4`` (a string to YAML 1.1) is a
+number, and a wrong value is named with its key and the type that was expected.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Literal, Union
+
+from mca_config.errors import UsageError
+
+
+def build(
+    classes: Sequence[type], values: Mapping[str, Any], *, where: str, only: Iterable[str] = ()
+) -> tuple[Any, ...]:
+    """One instance of each of ``classes`` from ``values``; every key must be a field of one of them.
+
+    Args:
+        classes: Dataclasses; a key that several have goes to all of them.
+        values: Keys and values of the YAML file and the command line together.
+        where: What to name in an error: the file, or the file and the command line.
+        only: Names that must have a value although some class has a default for them.
+
+    Raises:
+        UsageError: An unknown key (with the nearest known one), a missing one, or a value of a wrong type.
+    """
+    fields = [_init_fields(cls) for cls in classes]
+    known = {name for table in fields for name in table}
+    unknown = [key for key in values if key not in known]
+    if unknown:
+        raise UsageError("; ".join(f"unknown key '{key}' in {where}{nearest(key, known)}" for key in unknown))
+    required = {name for table in fields for name, (_, needed) in table.items() if needed} | set(only)
+    missing = sorted(name for name in required if values.get(name) in (None, [], ""))
+    if missing:
+        raise UsageError(f"{where}: missing {', '.join(missing)}")
+    return tuple(
+        cls(**{name: cast(name, values[name], hint) for name, (hint, _) in table.items() if name in values})
+        for cls, table in zip(classes, fields, strict=True)
+    )
+
+
+def _init_fields(cls: type) -> dict[str, tuple[Any, bool]]:
+    hints = typing.get_type_hints(cls)
+    return {
+        f.name: (
+            hints.get(f.name, Any),
+            f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING,
+        )
+        for f in dataclasses.fields(cls)
+        if f.init
+    }
+
+
+def nearest(word: str, known: Iterable[str], otherwise: str = "see docs/training.md for the keys") -> str:
+    """The end of an error about an unknown ``word``: the known one that looks most like it."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else f"; {otherwise}"
+
+
+def cast(name: str, value: Any, hint: Any) -> Any:
+    """``value`` as the type that ``hint`` says, in the first of its alternatives that takes it.
+
+    Raises:
+        UsageError: None takes it.
+    """
+    for alternative in _alternatives(hint):
+        try:
+            return _as(alternative, value)
+        except (TypeError, ValueError, KeyError):
+            continue
+    raise UsageError(f"{name} is {value!r}; expected {_describe(hint)}")
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, those that take a value as it is before those that convert it.
+
+    Text beside an enumeration is its members' names, not any text.
+    """
+    members = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if any(map(_is_enum, members)):
+        members = tuple(member for member in members if member is not str)
+    order: dict[Any, int] = {type(None): 0, bool: 1, dict: 2, list: 3, int: 4, float: 5}
+    return tuple(sorted(members, key=lambda m: order.get(typing.get_origin(m) or m, 6)))
+
+
+def _as(kind: Any, value: Any) -> Any:
+    origin = typing.get_origin(kind)
+    if kind is Any:
+        return value
+    if kind in (None, type(None)):
+        return _require(value is None, None)
+    if origin is Literal:
+        return _require(value in typing.get_args(kind), value)
+    if kind in _SCALARS:
+        return _SCALARS[kind](value)
+    if (origin or kind) in (list, tuple):
+        item = (typing.get_args(kind) or (Any,))[0]
+        words = value if isinstance(value, (list, tuple)) else [value]
+        _require(item is not str or not any(isinstance(word, bool) for word in words), value)
+        return [cast("item", word, item) for word in words]
+    if (origin or kind) is dict:
+        return _require(isinstance(value, dict), value)
+    if _is_enum(kind):
+        return kind("no" if value is False else value)  # to YAML 1.1 a bare no is false
+    return value
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)
+
+
+def _require(holds: bool, value: Any) -> Any:
+    if not holds:
+        raise ValueError(value)
+    return value
+
+
+def _bool(value: Any) -> bool:
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    return value if isinstance(value, bool) else words[str(value).lower()]
+
+
+def _int(value: Any) -> int:
+    number = float(_require(not isinstance(value, bool), value))
+    return int(_require(number.is_integer(), number)) if not isinstance(value, int) else value
+
+
+def _float(value: Any) -> float:
+    return float(_require(not isinstance(value, bool), value))
+
+
+def _str(value: Any) -> str:
+    return str(_require(not isinstance(value, (dict, list)) and value is not None, value))
+
+
+_SCALARS: dict[Any, Any] = {bool: _bool, int: _int, float: _float, str: _str}
+
+
+def _describe(hint: Any) -> str:
+    names: dict[Any, str] = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        dict: "a mapping",
+        list: "a list",
+    }
+    words = []
+    for member in _alternatives(hint):
+        if member in (None, type(None)):
+            words.append("null")
+        elif typing.get_origin(member) is Literal:
+            words.extend(repr(choice) for choice in typing.get_args(member))
+        elif _is_enum(member):
+            words.extend(str(choice.value) for choice in member)
+        else:
+            words.append(names.get(typing.get_origin(member) or member, str(member)))
+    return " or ".join(dict.fromkeys(words))

@@ -1,0 +1,57 @@
+"""The architecture that a configuration names, and the ranks that its layout needs. No weights are read."""
+
+from pathlib import Path
+
+from mca_config.arguments import MegatronArguments
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout, RankGrid
+from mca_config.model_config import McaModelConfig
+from mca_train.config.arguments import LaunchArguments
+
+
+def model_config(path: str) -> McaModelConfig:
+    """The architecture in a Hugging Face or MCA directory; weights need not be there.
+
+    Raises:
+        McaError: The directory or its configuration is missing or not supported.
+    """
+    import json
+
+    from mca_models.checkpoint.mca_directory import is_mca
+    from mca_models.templates import config_from_hf
+
+    folder = Path(path)
+    if not folder.is_dir():
+        raise McaError(f"model_name_or_path: directory {path} does not exist")
+    if is_mca(folder):
+        return McaModelConfig.load(folder)
+    file = folder / "config.json"
+    if not file.is_file():
+        raise McaError(f"model_name_or_path: {path} has no config.json and no mca_config.json")
+    try:
+        return config_from_hf(json.loads(file.read_text()))
+    except json.JSONDecodeError as error:
+        raise McaError(f"{file} is not valid JSON: {error}") from error
+
+
+def num_local_ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
+    """How many ranks to start here; at least what the layout needs."""
+    count = launch.local_ranks
+    if count is None:
+        import torch
+
+        count = torch.cuda.device_count() or smallest_world(layout)
+    RankGrid(layout, count)
+    return count
+
+
+def smallest_world(layout: ParallelLayout) -> int:
+    """The fewest ranks that ``layout`` can stand on."""
+    import math
+
+    return layout.pp * math.lcm(layout.tp * layout.cp, layout.etp * layout.ep)
+
+
+def layout_of(arguments: MegatronArguments, config: McaModelConfig) -> ParallelLayout:
+    """The layout that is asked for; what is left out comes from an MCA checkpoint."""
+    return arguments.layout(config.layout)

@@ -1,0 +1,154 @@
+"""Rows of a stream whose samples have a target: the others are left out, on every rank alike, and counted.
+
+Every rank has to know that of every row, and making a sample takes long: so where a row's text is so short that its
+answer must lie within the sample, the row is not tokenized for it.
+"""
+
+import logging
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mca_config.errors import McaError
+from mca_train.config.arguments import DataArguments
+from mca_train.data.chat import marks_answers
+from mca_train.data.file_rows import FileRows, Row
+from mca_train.data.token_dataset import IGNORED
+
+logger = logging.getLogger(__name__)
+
+Sample = dict[str, Tensor]
+
+
+_TEXT = 64  # tokens that a tokenizer may put around a text
+
+
+_CONVERSATION, _TURN = (
+    1024,
+    128,
+)  # characters that a chat template may put around a conversation, and around a turn
+
+
+class SampleMaker:
+    """Makes the sample of a row; that of the last row is kept, as whoever asked whether it counts may want it next.
+
+    Args:
+        encode: From a row to its sample.
+        key: The argument that named the files, for errors.
+    """
+
+    def __init__(self, encode: Callable[[Any], Sample], key: str) -> None:
+        self._encode, self._key = encode, key
+        self._last: tuple[Any, Sample] | None = None
+
+    def __call__(self, row: Any) -> Sample:
+        """The sample.
+
+        Raises:
+            McaError: The row is of another form; names it.
+        """
+        if self._last is not None and self._last[0] is row:
+            return self._last[1]
+        try:
+            sample = self._encode(row)
+        except McaError as error:
+            place = getattr(row, "place", "")
+            raise McaError(f"{self._key}{place and ', ' + place}: {error}") from error
+        self._last = row, sample
+        return sample
+
+
+class AnsweredRows:
+    """The rows of which a sample with a target can be made.
+
+    Args:
+        rows: All of them.
+        make: Makes the sample of a row.
+        is_sure: Whether a row has a target for sure, as can be told without making its sample.
+        told: What those lack that have none, for the warning.
+    """
+
+    def __init__(
+        self, rows: FileRows, make: Callable[[Row], Sample], is_sure: Callable[[Row], bool], told: str
+    ) -> None:
+        self._rows, self._make, self._is_sure, self._told = rows, make, is_sure, told
+        self._has_told = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draws another order."""
+        self._rows.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Row]:
+        kept = total = 0
+        for row in self._rows:
+            total += 1
+            if self._is_sure(row) or has_target(self._make(row)):
+                kept += 1
+                yield row
+        if total and not kept:
+            raise McaError(f"{self._told}: all {total} rows")
+        if kept < total and not self._has_told:
+            logger.warning("%s and are left out: %d of %d rows", self._told, total - kept, total)
+            self._has_told = True
+
+
+def has_target(sample: Mapping[str, Any]) -> bool:
+    """Whether all its sequences have a token to learn; the first one has nothing before it."""
+    return all(
+        bool((values[1:] != IGNORED).any()) for name, values in sample.items() if name.endswith("labels")
+    )
+
+
+def surely_answered(tokenizer: Any, arguments: DataArguments) -> Callable[[Row], bool]:
+    """Whether a row of fine-tuning has a target for sure.
+
+    A text is taken to make no more than two tokens of a byte, and templates to add no more than a thousand characters.
+    """
+    marked = marks_answers(tokenizer)
+    length = arguments.seq_length
+
+    def is_sure(row: Row) -> bool:
+        messages, completion = row.get(arguments.messages_column), row.get(arguments.completion_column)
+        if messages is not None:
+            return not marked and _fits_answer(messages, row.get(arguments.tools_column), length)
+        if completion is not None:
+            prompt = row.get(arguments.prompt_column)
+            return isinstance(prompt, str) and isinstance(completion, str) and _fits(prompt, length)
+        text = row.get(arguments.text_column)
+        return isinstance(text, str) and any(letter.isascii() and letter.isalnum() for letter in text[:64])
+
+    return is_sure
+
+
+def surely_compared(arguments: DataArguments) -> Callable[[Row], bool]:
+    """Whether a preference pair has targets on both sides for sure."""
+    names = (arguments.prompt_column, arguments.chosen_column, arguments.rejected_column)
+
+    def is_sure(row: Row) -> bool:
+        texts = [row.get(name) for name in names]
+        return all(isinstance(text, str) for text in texts) and _fits(str(texts[0]), arguments.seq_length)
+
+    return is_sure
+
+
+def _fits(text: str, length: int, others: int = 0) -> bool:
+    """Whether ``text`` makes fewer than ``length`` tokens, whatever the tokenizer."""
+    room = (length - _TEXT) // 2 - others
+    return len(text) < room and len(unicodedata.normalize("NFKC", text).encode(errors="replace")) < room
+
+
+def _fits_answer(messages: Any, tools: Any, length: int) -> bool:
+    """Whether the first answer of a conversation begins early enough."""
+    if not isinstance(messages, list) or tools:
+        return False
+    said: list[str] = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, str) or not content.strip():
+            return False
+        if message.get("role") == "assistant":
+            return _fits("".join(said), length, _CONVERSATION + _TURN * (len(said) + 1))
+        said.append(content)
+    return False

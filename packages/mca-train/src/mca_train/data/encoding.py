@@ -1,0 +1,163 @@
+"""Rows to token ids and targets, one row at a time, for pre-training and for fine-tuning."""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from mca_config.errors import McaError, UsageError
+from mca_train.config.arguments import DataArguments
+from mca_train.data.chat import Tools, tokenize_chat
+from mca_train.data.files import require_column
+from mca_train.data.long_texts import LONG, all_ids, head_encoding
+
+logger = logging.getLogger(__name__)
+
+
+def block_tokenizer(
+    names: Sequence[str], tokenizer: Any, arguments: DataArguments, key: str
+) -> Callable[[list[Any], Sequence[str]], list[list[int]]]:
+    """The function from rows and their places to the tokens of each text, EOS last; rows without text have none."""
+    column = arguments.text_column
+    require_column(names, column, key)
+    eos = _eos(tokenizer)
+
+    def tokenize(rows: list[Any], places: Sequence[str]) -> list[list[int]]:
+        for row, place in zip(rows, places, strict=True):
+            if not isinstance(row[column], str | None):
+                raise McaError(f"{key}, {place}: {column} is {row[column]!r:.80}; expected text")
+        texts = [row[column] for row in rows if row[column]]
+        if max(map(len, texts), default=0) > LONG:
+            return [[*all_ids(tokenizer, text), eos] for text in texts]
+        ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        return [[*tokens, eos] for tokens in ids]
+
+    return tokenize
+
+
+def warn_truncated(is_cut: Iterable[bool], length: int, key: str) -> None:
+    """Says how many rows did not fit whole."""
+    cut = list(is_cut)
+    if any(cut):
+        logger.warning(
+            "%s: %d of %d rows are longer than seq_length %d and are cut at the end",
+            key,
+            sum(cut),
+            len(cut),
+            length,
+        )
+
+
+def row_encoder(names: Sequence[str], tokenizer: Any, arguments: DataArguments, key: str) -> Any:
+    """The function from a row to ``(tokens, is_target)``, by the columns that the rows have."""
+    if arguments.messages_column in names:
+        return lambda row: tokenize_chat(
+            tokenizer,
+            check_messages(row[arguments.messages_column]),
+            tools=tools_of(row, arguments),
+            length=arguments.seq_length,
+        )
+    if {arguments.prompt_column, arguments.completion_column} <= set(names):
+        return lambda row: tokenize_answer(
+            tokenizer,
+            row[arguments.prompt_column],
+            row[arguments.completion_column],
+            arguments.seq_length,
+            tools_of(row, arguments),
+        )
+    if (column := arguments.text_column) in names:
+        return lambda row: tokenize_answer(
+            tokenizer, "", require_text(row[column], column), arguments.seq_length
+        )
+    raise UsageError(
+        f"{key}: columns {', '.join(names)}; expected '{arguments.messages_column}', "
+        f"'{arguments.prompt_column}' with '{arguments.completion_column}', or '{arguments.text_column}' "
+        "(set messages_column, prompt_column, completion_column or text_column)"
+    )
+
+
+def tools_of(row: dict[str, Any], arguments: DataArguments) -> Tools | None:
+    """What a row says of tools: a list of mappings, or that as JSON text; None: nothing."""
+    column = arguments.tools_column
+    found = row.get(column)
+    if isinstance(found, str) and found:
+        try:
+            found = json.loads(found)
+        except json.JSONDecodeError as error:
+            raise McaError(f"{column} is not valid JSON: {error}") from None
+    if not found:
+        return None
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        raise McaError(f"{column} is {found!r:.80}; expected a list of mappings, or that as JSON text")
+    return [_without_nulls(tool) for tool in found]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the keys that only other rows of the file have, which is what columns make of mappings."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def tokenize_answer(
+    tokenizer: Any, prompt: Any, completion: Any, length: int, tools: Tools | None = None
+) -> tuple[list[int], list[bool]]:
+    """Prompt and answer as text, or as two lists of chat messages; the answer ends with EOS.
+
+    Of what is much longer than ``length`` tokens, no more than those must be right.
+    """
+    if isinstance(prompt, list):
+        if not isinstance(completion, list):
+            raise McaError(
+                f"the prompt is a list of messages, so the completion must be; got {completion!r:.80}"
+            )
+        turns = check_messages([*prompt, *completion])
+        return tokenize_chat(tokenizer, turns, first=len(prompt), tools=tools, length=length)
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        raise McaError(f"prompt and completion must be text; got {prompt!r} and {completion!r}")
+    context = head_encoding(tokenizer, prompt, length)["input_ids"] if prompt else []
+    eos = tokenizer.eos_token_id
+    if context and context[-1] == eos:  # a tokenizer that ends what it encodes: the prompt is not the end
+        context = context[:-1]
+    answer = head_encoding(tokenizer, completion, length, add_special_tokens=not prompt)["input_ids"]
+    if not answer or answer[-1] != eos:
+        answer = [*answer, _eos(tokenizer)]
+    return [*context, *answer], [False] * len(context) + [True] * len(answer)
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """``messages`` with the keys that are not set left out.
+
+    Raises:
+        McaError: Not a list of messages with a role and content (or, of an assistant, anything else to say).
+    """
+    if not isinstance(messages, list) or not messages:
+        raise McaError(f"messages must be a list of turns; got {messages!r:.80}")
+    for turn, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise McaError(f"messages, turn {turn}: expected a mapping with 'role' and 'content'")
+        _require_said(turn, message)
+    return [_without_nulls(message) for message in messages]
+
+
+def _require_said(turn: int, message: dict[str, Any]) -> None:
+    content, role = message.get("content"), message["role"]
+    if not isinstance(content, str | list | None):
+        raise McaError(f"messages, turn {turn} ({role}): content is {content!r:.80}; expected text")
+    others = [value for key, value in message.items() if key not in ("role", "name", "content")]
+    if content is None and not (role == "assistant" and any(others)):
+        wanted = "content or tool_calls" if role == "assistant" else "content"
+        raise McaError(f"messages, turn {turn} ({role}): no {wanted}; give it, or leave the row out")
+
+
+def require_text(value: Any, column: str) -> str:
+    """``value`` of ``column``, which must be text."""
+    if not isinstance(value, str):
+        raise McaError(f"{column} is {value!r:.80}; expected text")
+    return value
+
+
+def _eos(tokenizer: Any) -> int:
+    if tokenizer.eos_token_id is None:
+        raise McaError("the tokenizer has no end-of-sequence token; set `eos_token` in its directory")
+    return int(tokenizer.eos_token_id)

@@ -1,0 +1,106 @@
+"""Rows of files, read as they are iterated: in the files' order or drawn from a buffer; each knows its place."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mca_train.data.files import named, reader_of
+
+logger = logging.getLogger(__name__)
+
+
+class Row(dict[str, Any]):
+    """A row's columns; ``place`` says in errors where it stands in its file."""
+
+    place: str = ""
+
+
+class FileRows:
+    """The rows of several files.
+
+    Args:
+        parts: Files and their readers.
+        key: The argument that named them, for errors.
+        limit: Rows to keep, the first ones; None: all.
+        seed: Of the order, drawn anew in each pass; None: the files' own.
+        buffer_size: Rows that the next one is drawn from.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[str, Iterable[Mapping[str, Any]]]],
+        key: str,
+        *,
+        limit: int | None = None,
+        seed: int | None = None,
+        buffer_size: int = 1,
+    ) -> None:
+        self._parts, self._key, self._limit = parts, key, limit
+        self._seed, self._buffer_size = seed, buffer_size
+        self._epoch = 0
+        self._stamps = {file: _stamp(file) for file, _ in parts}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draws another order."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Row]:
+        order = np.arange(len(self._parts))
+        if self._seed is None:
+            yield from islice(self._in_order(order), self._limit)
+            return
+        draw = np.random.default_rng([self._seed % 2**32, self._epoch])
+        if self._limit is None:
+            draw.shuffle(order)
+        yield from _drawn(islice(self._in_order(order), self._limit), self._buffer_size, draw)
+
+    def _in_order(self, order: Iterable[int]) -> Iterator[Row]:
+        for file, part in (self._parts[place] for place in order):
+            self._tell_of_change(file)
+            number = 0
+            rows = iter(part)
+            while True:
+                with named(
+                    self._key, f"{file}, after row {number - 1}," if number else file, reader_of(file)
+                ):
+                    found = next(rows, None)
+                if found is None:
+                    break
+                row = Row(found)
+                row.place = f"row {number}" + (f" of {file}" if len(self._parts) > 1 else "")
+                yield row
+                number += 1
+
+    def _tell_of_change(self, file: str) -> None:
+        stamp = _stamp(file)
+        if None not in (stamp, self._stamps[file]) and stamp != self._stamps[file]:
+            logger.warning(
+                "%s: %s has changed since the run began; rows may come twice or not at all", self._key, file
+            )
+            self._stamps[file] = stamp
+
+
+def _stamp(file: str) -> tuple[int, int] | None:
+    try:
+        found = Path(file).stat()
+    except OSError:
+        return None  # told by whoever reads it
+    return found.st_size, found.st_mtime_ns
+
+
+def _drawn(rows: Iterable[Row], size: int, draw: np.random.Generator) -> Iterator[Row]:
+    """``rows``, each drawn from the ``size`` that come next."""
+    buffer: list[Row] = []
+    for row in rows:
+        if len(buffer) < size:
+            buffer.append(row)
+            continue
+        place = int(draw.integers(size))
+        yield buffer[place]
+        buffer[place] = row
+    for place in draw.permutation(len(buffer)):
+        yield buffer[int(place)]

@@ -1,0 +1,176 @@
+"""Files to rows: JSONL, JSON, parquet, Arrow and text. What a row means is decided in `encoding`."""
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mca_config.errors import McaError, UsageError
+from mca_train.config.arguments import DataArguments
+
+_DEEPEST = 256
+
+
+_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+
+
+_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
+
+
+def load_rows(
+    files: Sequence[str],
+    key: str,
+    arguments: DataArguments,
+    limit: int | None = None,
+    column: str | None = None,
+) -> Any:
+    """The rows of ``files``, as a ``datasets.Dataset``, with the columns that samples are made of.
+
+    A ``.txt`` file is one row; the others have a row per record.
+
+    Args:
+        files: Paths.
+        key: The argument that named them, for errors.
+        arguments: Which columns these are.
+        limit: Rows to keep; None: all.
+        column: Every file must have it; None: they may differ.
+
+    Raises:
+        McaError: A file is missing, of another type, not readable as its type, or without the column; or there
+            are no rows.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    parts = [_load_file(Path(file), key) for file in files]
+    if not any(map(len, parts)):
+        raise McaError(f"{key}: {', '.join(files)} has no rows")
+    for file, part in zip(files, parts, strict=True):
+        require_column(part.column_names, column, f"{key}: {file}")
+    rows = joined(parts, files, key, arguments)
+    return rows if limit is None else rows.select(range(min(limit, len(rows))))
+
+
+def column_names(arguments: DataArguments) -> set[str]:
+    """The columns that samples may be made of."""
+    return {value for name, value in vars(arguments).items() if name.endswith("_column")}
+
+
+def joined(parts: Sequence[Any], files: Sequence[str], key: str, arguments: DataArguments) -> Any:
+    """``parts`` one after another, with the columns that samples are made of: others may differ in type.
+
+    Args:
+        parts: ``datasets``' of ``files``, in memory or not.
+        files: Paths.
+        key: The argument that named them, for errors.
+        arguments: Which columns these are.
+
+    Raises:
+        McaError: A column is of one type in one file and of another in another.
+    """
+    import datasets
+
+    if len(parts) == 1:
+        return parts[0]
+    wanted = column_names(arguments)
+    kept = [[name for name in part.column_names or () if name in wanted] for part in parts]
+    parts = [part.select_columns(names) if names else part for part, names in zip(parts, kept, strict=True)]
+    try:
+        return datasets.concatenate_datasets(list(parts))
+    except (ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise McaError(
+            f"{key}: the columns of {', '.join(files)} do not go together: {reason[:300]}"
+        ) from error
+
+
+def require_column(names: Sequence[str], column: str | None, where: str) -> None:
+    """Refuses a file whose rows would contribute nothing, as they do not have the ``column`` with text."""
+    if column is not None and names and column not in names:
+        raise UsageError(f"{where}: no column '{column}' (columns: {', '.join(names)}); set text_column")
+
+
+def check_file(path: Path, key: str) -> tuple[str, dict[str, Any]]:
+    """The reader of ``datasets`` for ``path``, and its options.
+
+    Raises:
+        McaError: The file is missing, empty, or of another type.
+    """
+    if path.is_dir():
+        raise McaError(f"{key}: {path} is a directory; name its files")
+    if not path.is_file():
+        raise McaError(f"{key}: file {path} does not exist")
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise McaError(f"{key}: {path} ends in '{path.suffix}'; expected one of {', '.join(_READERS)}")
+    if path.stat().st_size == 0:
+        raise McaError(f"{key}: {path} is empty")
+    return reader, {"sample_by": "document"} if reader == "text" else {}
+
+
+def reader_of(file: str) -> str:
+    """How ``file`` is read, by its name."""
+    return _READERS[Path(file).suffix.lower()]
+
+
+def _load_file(path: Path, key: str) -> Any:
+    import datasets
+
+    reader, options = check_file(path, key)
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of files that cannot be read, twice
+    with named(key, str(path), reader):
+        require_shallow(path, key)
+        return datasets.load_dataset(reader, data_files=str(path), split="train", **options)
+
+
+def require_shallow(path: Path, key: str, limit: int | None = None) -> None:
+    """Refuses JSON that is nested so deeply that readers overflow their stack, which ends the process.
+
+    Raises:
+        McaError: A row within the first ``limit`` bytes is.
+    """
+    if path.suffix.lower() not in (".json", ".jsonl"):
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file):
+            if line.count(b"[") + line.count(b"{") > _DEEPEST and _depth(line) > _DEEPEST:
+                raise McaError(
+                    f"{key}: {path}, row {number}: nested more than {_DEEPEST} deep; leave the row out"
+                )
+            if limit is not None and file.tell() > limit:
+                return
+
+
+def _depth(line: bytes) -> int:
+    """How deeply lists and mappings are nested; what stands in strings does not count."""
+    depth = deepest = 0
+    for mark in _MARKS.finditer(line):
+        if mark[0] in b"[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif mark[0] in b"]}":
+            depth -= 1
+    return deepest
+
+
+@contextlib.contextmanager
+def named(key: str, files: str, reader: str, errors: type[Exception] = Exception) -> Iterator[None]:
+    """A block that reads ``files``: ``errors`` of the ``reader`` become one that names them.
+
+    Raises:
+        McaError: It failed.
+    """
+    try:
+        yield
+    except McaError:
+        raise
+    except errors as error:  # of datasets, pyarrow, pandas and codecs, each with errors of its own
+        cause = error.__cause__ or error
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        if "corresponds to no data" in reason or isinstance(cause, StopIteration):
+            raise McaError(f"{key}: {files} has no rows") from error
+        if isinstance(cause, FileNotFoundError):
+            raise McaError(f"{key}: {files} is not there any more") from error
+        raise McaError(f"{key}: {files} cannot be read as {reader}: {reason[:200]}") from error

@@ -1,0 +1,77 @@
+"""Texts of megabytes in one row, tokenized in parts: a tokenizer takes hundreds of bytes of memory for each token."""
+
+from collections.abc import Iterator
+from typing import Any
+
+LONG = 1 << 21
+"""Letters above which a text is cut into pieces."""
+
+
+_LETTERS = 64  # of a token at most, on average
+
+
+_MARGIN = 64  # tokens that the cut of a text may change before it
+
+
+_PIECE = 1 << 20
+
+
+_AROUND = 200
+
+
+_TRIES = 32
+
+
+def head_encoding(tokenizer: Any, text: str, length: int | None, **options: Any) -> Any:
+    """What ``tokenizer`` makes of ``text``, or, if that is much too long, of its beginning.
+
+    Args:
+        tokenizer: Hugging Face tokenizer.
+        text: Any.
+        length: Tokens that are wanted, which are those of the whole text, and more follow if it has more; None: all.
+        options: Of the tokenizer.
+    """
+    size = _LETTERS * (length or len(text))
+    while length is not None and len(text) > size:
+        found = tokenizer(text[:size], verbose=False, **options)
+        if len(found["input_ids"]) > length + _MARGIN:
+            return found
+        size *= 8
+    return tokenizer(text, verbose=False, **options)
+
+
+def all_ids(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text of any length, without special ones."""
+    return [
+        token
+        for piece in pieces(tokenizer, text)
+        for token in tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+    ]
+
+
+def pieces(tokenizer: Any, text: str, size: int = _PIECE) -> Iterator[str]:
+    """``text`` in pieces of about ``size`` letters that are tokenized alike alone and together; whole if none are."""
+    start = 0
+    while len(text) - start > 2 * size:
+        cut = _cut(tokenizer, text, start + size, start + 2 * size)
+        if cut is None:
+            break
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def _cut(tokenizer: Any, text: str, first: int, last: int) -> int | None:
+    def ids(part: str) -> list[int]:
+        found: list[int] = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+        return found
+
+    cut = first
+    for _ in range(_TRIES):
+        cut = min((at for space in " \n" if (at := text.find(space, cut + 1, last)) > 0), default=-1)
+        if cut < 0:
+            return None
+        before, after = text[cut - _AROUND : cut], text[cut : cut + _AROUND]
+        if ids(before + after) == ids(before) + ids(after):
+            return cut
+    return None

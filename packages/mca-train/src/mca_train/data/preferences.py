@@ -1,0 +1,149 @@
+"""Rows of a prompt with a better and a worse answer, tokenized."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from mca_config.errors import McaError, UsageError
+from mca_train.config.arguments import DataArguments
+from mca_train.data.encoding import check_messages, tokenize_answer, tools_of, warn_truncated
+from mca_train.data.token_dataset import TokenDataset
+
+logger = logging.getLogger(__name__)
+
+
+class PairDataset(Dataset[dict[str, torch.Tensor]]):
+    """Preference pairs: an item has ``input_ids`` and ``labels`` of both, as ``chosen_*`` and ``rejected_*``.
+
+    Args:
+        sequences: The chosen and the rejected one of each pair, in turn.
+    """
+
+    def __init__(self, sequences: TokenDataset) -> None:
+        self.sequences = sequences
+
+    def __len__(self) -> int:
+        return len(self.sequences) // 2
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of chosen and rejected: ``[pairs, 2]``."""
+        return self.sequences.lengths.reshape(-1, 2)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        sides = {"chosen": self.sequences[2 * index], "rejected": self.sequences[2 * index + 1]}
+        return {f"{side}_{name}": values for side, item in sides.items() for name, values in item.items()}
+
+
+def preference_pairs(rows: Any, tokenizer: Any, arguments: DataArguments, key: str) -> PairDataset:
+    """A pair of each row; only answers are targets. Pairs without a target on both sides are dropped and counted.
+
+    Args:
+        rows: A ``datasets.Dataset``.
+        tokenizer: Hugging Face tokenizer.
+        arguments: Columns and lengths.
+        key: The argument that named the file, for errors.
+
+    Raises:
+        McaError: A column is missing, a row is of another form, or no pair is left.
+    """
+    encode = pair_encoder(rows.column_names, tokenizer, arguments, key)
+    length = arguments.seq_length
+
+    def tokenize(row: dict[str, Any], index: int) -> dict[str, Any]:
+        try:
+            pair = encode(row)
+        except McaError as error:
+            raise McaError(f"{key}, row {index}: {error}") from error
+        return {
+            "input_ids": [tokens[:length] for tokens, _ in pair],
+            "is_target": [targets[:length] for _, targets in pair],
+            "is_cut": any(len(tokens) > length for tokens, _ in pair),
+        }
+
+    tokenized = rows.map(
+        tokenize,
+        with_indices=True,
+        remove_columns=rows.column_names,
+        num_proc=arguments.preprocessing_num_workers,
+        keep_in_memory=True,
+    )
+    warn_truncated(tokenized["is_cut"], length, key)
+    pairs = [
+        list(zip(tokens, targets, strict=True))
+        for tokens, targets in zip(tokenized["input_ids"], tokenized["is_target"], strict=True)
+        if all(any(side[1:]) for side in targets)
+    ]
+    if not pairs:
+        raise McaError(f"{key}: no row has both answers within seq_length {length}")
+    if dropped := len(tokenized) - len(pairs):
+        logger.warning(
+            "%s: %d of %d rows lack an answer within seq_length %d and are left out",
+            key,
+            dropped,
+            len(tokenized),
+            length,
+        )
+    return PairDataset(TokenDataset.from_samples(side for pair in pairs for side in pair))
+
+
+def pair_encoder(names: Sequence[str], tokenizer: Any, arguments: DataArguments, key: str) -> Any:
+    """The function from a row to ``(tokens, is_target)`` of the chosen and of the rejected answer."""
+    for name in ("chosen_column", "rejected_column"):
+        column = getattr(arguments, name)
+        if column not in names:
+            raise UsageError(f"{key}: no column '{column}' (columns: {', '.join(names)}); set {name}")
+
+    def encode(row: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
+        prompt, chosen, rejected = split_row(row, arguments)
+        tools = tools_of(row, arguments)
+        return [
+            tokenize_answer(tokenizer, prompt, answer, arguments.seq_length, tools)
+            for answer in (chosen, rejected)
+        ]
+
+    return encode
+
+
+def split_row(row: dict[str, Any], arguments: DataArguments) -> tuple[Any, Any, Any]:
+    """Prompt, chosen and rejected: three texts, or three lists of messages.
+
+    Without a prompt the two conversations' common beginning is the prompt.
+    """
+    prompt, names = row.get(arguments.prompt_column), (arguments.chosen_column, arguments.rejected_column)
+    chosen, rejected = (row[name] for name in names)
+    kinds = {name: "text" if isinstance(row[name], str) else "a list" for name in names}
+    for name in names:
+        if not isinstance(row[name], str | list):
+            raise McaError(f"{name} is {row[name]!r:.80}; expected text or a list of messages")
+    if len(set(kinds.values())) > 1:
+        raise McaError(
+            " and ".join(f"{name} is {kind}" for name, kind in kinds.items()) + "; expected both alike"
+        )
+    if isinstance(chosen, str):
+        if not isinstance(prompt, str):
+            raise McaError(f"chosen and rejected are text, so the prompt must be too; got {prompt!r:.80}")
+        return prompt, chosen, rejected
+    answers = check_messages(chosen), check_messages(rejected)
+    if prompt is not None:
+        return _turns(prompt), *answers
+    common = 0
+    while common < min(map(len, answers)) and answers[0][common] == answers[1][common]:
+        common += 1
+    if not common or common == min(map(len, answers)):
+        raise McaError(
+            "there is no prompt, and chosen and rejected do not begin alike and then differ; give a prompt"
+        )
+    return answers[0][:common], answers[0][common:], answers[1][common:]
+
+
+def _turns(prompt: Any) -> list[dict[str, Any]]:
+    """A prompt of messages; text is one turn of the user."""
+    return check_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)

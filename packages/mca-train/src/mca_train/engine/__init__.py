@@ -1,0 +1,1 @@
+"""Megatron's training step on one rank."""

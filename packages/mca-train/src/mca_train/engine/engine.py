@@ -1,0 +1,167 @@
+"""Megatron's training step on this rank: data parallelism, optimizer, and the pipeline's schedule."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mca_train.batching.micro_batch import MicroBatch, StepBatch
+from mca_train.engine.finite import telling_nan
+from mca_train.engine.offload import rebuild_hybrids
+from mca_train.engine.pipeline import Pipeline
+from mca_train.engine.rng import kept_rng
+from mca_train.losses import moe_aux, prediction
+from mca_train.losses.step_counts import count_step
+from mca_train.losses.token_loss import LossFunction, StepLoss
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step did."""
+
+    updated: bool
+    """False if fp16 overflowed and the step was skipped."""
+    grad_norm: float | None
+
+
+def optimizer_settings(args: Any, params_dtype: torch.dtype) -> dict[str, Any]:
+    """Megatron's ``OptimizerConfig`` from HF's names and what was given under Megatron's."""
+    settings: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": args.learning_rate,
+        "weight_decay": args.weight_decay,
+        "adam_beta1": args.adam_beta1,
+        "adam_beta2": args.adam_beta2,
+        "adam_eps": args.adam_epsilon,
+        "sgd_momentum": 0.0,
+        "optimizer_offload_fraction": 1.0,
+        "initial_loss_scale": 2.0**16,
+        "clip_grad": args.max_grad_norm or 0.0,
+        "bf16": params_dtype == torch.bfloat16,
+        "fp16": params_dtype == torch.float16,
+        "params_dtype": params_dtype,
+    }
+    settings |= args.optimizer_config_overrides()
+    if settings.get("decoupled_lr") == args.learning_rate:
+        # the rate of all the rest: groups that differ in nothing cannot be told apart in a checkpoint
+        own = settings.get("decoupled_min_lr")
+        if own in (None, settings.get("min_lr")):
+            del settings["decoupled_lr"]
+    return settings
+
+
+def _none(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """The loss of a pass that is made for something else."""
+    return output.new_zeros(()), batch.loss_mask.new_zeros(())
+
+
+class Engine(Pipeline):
+    """A pipeline that is trained: wrapped for data parallelism, with Megatron's optimizer.
+
+    Args:
+        chunks: Megatron models of this rank, one per virtual stage.
+        args: Training arguments.
+        loss: What the last stage makes of its output.
+        wants_logits: The output is logits instead of the cross entropy of each token.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        args: Any,
+        loss: LossFunction,
+        *,
+        wants_logits: bool = False,
+    ) -> None:
+        super().__init__(chunks, loss, wants_logits=wants_logits)
+        # Megatron's split optimizer looks at .grad of its views of the parameters, on purpose
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        self._args = args
+        self._balances_globally = moe_aux.balances_globally(chunks)
+        self.params_dtype: torch.dtype = self.configs[0].params_dtype
+        self.chunks = self._wrap(chunks)
+        self.optimizer = self._build_optimizer()
+        self._wire()
+        for chunk in self.chunks:
+            chunk.train()
+
+    def _wrap(self, chunks: Sequence[Any]) -> list[Any]:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        half = self.params_dtype != torch.float32
+        settings = {"grad_reduce_in_fp32": half} | self._args.ddp_config_overrides()
+        config = DistributedDataParallelConfig(**settings)
+        return [
+            DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(chunks)
+        ]
+
+    def _build_optimizer(self) -> Any:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        config = OptimizerConfig(**optimizer_settings(self._args, self.params_dtype))
+        optimizer = get_megatron_optimizer(config, self.chunks)
+        rebuild_hybrids(optimizer)
+        return optimizer
+
+    def _wire(self) -> None:
+        """Gives the schedule what it calls: gradient scale, synchronisation, and the end of a step."""
+        from megatron.core.distributed import finalize_model_grads
+
+        calls: dict[str, Any] = {
+            "grad_scale_func": self.optimizer.scale_loss,
+            "finalize_model_grads_func": finalize_model_grads,
+        }
+        if self._args.overlap_grad_reduce:
+            calls["no_sync_func"] = self._per_chunk("no_sync")
+            calls["grad_sync_func"] = self._per_chunk("start_grad_sync")
+        if self._args.overlap_param_gather:
+            calls["param_sync_func"] = self._per_chunk("start_param_sync")
+        for config in self.configs:
+            for name, call in calls.items():
+                setattr(config, name, call)
+
+    def _per_chunk(self, method: str) -> Any:
+        calls = [getattr(chunk, method) for chunk in self.chunks]
+        return calls if len(calls) > 1 else calls[0]
+
+    def forward_backward(self, batch: StepBatch) -> StepLoss:
+        """Gradients of all micro-batches, reduced over the ranks, and the step's loss on this rank."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        with telling_nan():
+            if self.configs[0].num_moe_experts or self.configs[0].mtp_num_layers:
+                self._begin_step(batch)
+            return self.run(batch, forward_only=False)
+
+    def _begin_step(self, batch: StepBatch) -> None:
+        """Tells the losses beside the model's own what they are the means of."""
+        counts = count_step(batch, self.configs[0].mtp_num_layers or 0)
+        moe_aux.begin_step(self.models, counts)
+        prediction.begin_step(self.models, counts)
+        if len(batch.micro_batches) > 1 and self._balances_globally:
+            with kept_rng(), self.at_rest():
+                for chunk in self.chunks:
+                    chunk.train()  # experts are chosen as in training
+                moe_aux.count_load(self.models, lambda: self.run(batch, forward_only=True, loss=_none))
+
+    def optimizer_step(self) -> StepResult:
+        """Clips, and updates the parameters."""
+        updated, grad_norm, _ = self.optimizer.step()
+        return StepResult(bool(updated), None if grad_norm is None else float(grad_norm))
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """With ``overlap_param_gather``, updated parameters otherwise arrive in the next forward pass."""
+        overlapping = self._args.overlap_param_gather
+        for chunk in self.chunks if overlapping else ():
+            chunk.disable_forward_pre_hook()
+        with super().at_rest():
+            yield
+        for chunk in self.chunks if overlapping else ():
+            chunk.enable_forward_pre_hook()

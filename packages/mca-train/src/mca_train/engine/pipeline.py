@@ -1,0 +1,102 @@
+"""Megatron's forward pipeline schedule over the chunks of a rank, for evaluating. Training is in `engine`."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mca_train.batching.micro_batch import MicroBatch, StepBatch
+from mca_train.losses import moe_aux, prediction
+from mca_train.losses.moe_tokens import hand_tokens
+from mca_train.losses.token_loss import LossFunction, StepLoss, add_up, megatron_loss
+
+
+class Pipeline:
+    """Runs Megatron's schedule over the chunks of this rank.
+
+    Args:
+        chunks: One per virtual stage; Megatron models, or those wrapped for data parallelism.
+        loss: What the last stage makes of its output.
+        wants_logits: The output is logits instead of the cross entropy of each token.
+    """
+
+    def __init__(self, chunks: Sequence[Any], loss: LossFunction, *, wants_logits: bool = False) -> None:
+        self.chunks = list(chunks)
+        self._loss = loss
+        self._wants_logits = wants_logits
+        self.configs = list({id(chunk.config): chunk.config for chunk in chunks}.values())
+        for config in self.configs:
+            config.calculate_per_token_loss = True
+        self.models = self.chunks
+        moe_aux.balance_experts(self.models)
+        prediction.predict(self.models)
+
+    def run(self, batch: StepBatch, *, forward_only: bool, loss: LossFunction | None = None) -> StepLoss:
+        """All micro-batches of ``batch``; the loss on this rank, or another ``loss``."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        iterators = [iter(batch.micro_batches) for _ in self.chunks]
+        kept: list[Tensor] = get_forward_backward_func()(
+            forward_step_func=partial(self._forward_step, loss=loss or self._loss),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(batch.micro_batches),
+            seq_length=batch.seq_length,
+            micro_batch_size=batch.micro_batch_size,
+            decoder_seq_length=batch.seq_length,
+            forward_only=forward_only,
+        )
+        return add_up(kept, self._device)
+
+    def evaluate(self, batch: StepBatch) -> StepLoss:
+        """The loss of ``batch`` on this rank; nothing is trained."""
+        with torch.no_grad():
+            return self.run(batch, forward_only=True)
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """A block in which dropout is off and all parameters are whole: for evaluation and saving."""
+        modes = [chunk.training for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.eval()
+        yield
+        for chunk, mode in zip(self.chunks, modes, strict=True):
+            chunk.train(mode)
+
+    def _forward_step(
+        self, batches: Iterator[MicroBatch], model: Any, *, loss: LossFunction
+    ) -> tuple[Tensor, Any]:
+        batch = next(batches).to(self._device)
+        output = model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=None,
+            labels=None if self._wants_logits else batch.labels,
+            loss_mask=batch.loss_mask,
+            padding_mask=hand_tokens(batch, model),
+            packed_seq_params=_packed_params(batch),
+        )
+        return output, megatron_loss(loss, batch)
+
+    @property
+    def _device(self) -> torch.device:
+        parameter: Tensor = next(self.chunks[0].parameters())
+        return parameter.device
+
+
+def _packed_params(batch: MicroBatch) -> Any:
+    """What keeps packed sequences apart; None for padded ones."""
+    if batch.cu_seqlens is None:
+        return None
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+    )

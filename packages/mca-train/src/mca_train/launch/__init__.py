@@ -1,0 +1,1 @@
+"""Starting the local ranks of a run."""

@@ -1,0 +1,46 @@
+"""What local ranks are told of one another, and who started this process. It starts nothing itself."""
+
+import os
+import socket
+from collections.abc import Mapping
+
+from mca_train.launch.rendezvous import LISTENER
+
+
+def started_by_launcher(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun (or SLURM, or this module) started this process as one of several ranks."""
+    return "RANK" in environment and "WORLD_SIZE" in environment
+
+
+def one_thread_until_forked() -> None:
+    """Keeps torch to one thread in the launcher: a pool of threads does not survive a fork.
+
+    To be called before torch is imported. What the user asked for (OMP_NUM_THREADS) holds in the ranks.
+    """
+    os.environ.setdefault("MCA_THREADS", os.environ.get("OMP_NUM_THREADS", ""))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # ranks that spin take the cores from those that work
+
+
+def threads_per_rank(ranks: int) -> int:
+    """Threads for a rank on a machine without a GPU: what the user asked for, else its share of the cores.
+
+    A share of two or three gains nothing on small models and costs up to 30 times on a busy machine.
+    """
+    asked = os.environ.get("MCA_THREADS", "")
+    share = len(os.sched_getaffinity(0)) // ranks
+    return int(asked) if asked.isdigit() else share if share >= 4 else 1
+
+
+def rank_environment(rank: int, num_ranks: int, listener: socket.socket) -> dict[str, str]:
+    """The variables by which a rank finds the others, at the port of ``listener``."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(listener.getsockname()[1]),
+        LISTENER: str(listener.fileno()),
+        "TOKENIZERS_PARALLELISM": "false",
+    }

@@ -1,0 +1,165 @@
+"""Starts the local ranks of a run and looks after them.
+
+Without a GPU the ranks are forked from a process that has imported everything and read the data, so that
+four ranks start as fast as one. With GPUs each rank is a new process, because CUDA does not survive a fork.
+One failing rank brings all down; what it said is printed once.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from mca_train.launch.environment import rank_environment
+from mca_train.launch.failures import End, done_mark, explain, report_failure
+from mca_train.launch.rendezvous import LISTENER, listening
+
+_GRACE = 1.0  # seconds in which the rank that failed first can be told from those that it pulled down
+
+
+POLL = 0.02
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def fork_ranks(target: Callable[[], None], num_ranks: int, folder: Path) -> int:
+    """Runs ``target`` in ``num_ranks`` forks of this process; 0 if all succeed, else an exit code.
+
+    Args:
+        target: The work of a rank.
+        num_ranks: How many.
+        folder: For what they say; empty.
+    """
+    launcher = os.getpid()
+
+    def start(rank: int, environment: dict[str, str]) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            _die_with(launcher)
+            _become_rank(rank, environment, folder)
+            code = report_failure(target, folder, rank)
+        finally:
+            os._exit(code)
+
+    return _supervise(start, num_ranks, folder)
+
+
+def spawn_ranks(command: Sequence[str], num_ranks: int, folder: Path) -> int:
+    """Runs ``command`` as ``num_ranks`` new processes; each must call its work through `report_failure`."""
+    launcher = os.getpid()
+
+    def start(rank: int, environment: dict[str, str]) -> int:
+        variables = {**os.environ, **environment, "MCA_TRAIN_REPORTS": str(folder)}
+        with (folder / f"output_{rank}.log").open("wb") as log:
+            output = None if rank == 0 else log
+            process = subprocess.Popen(
+                command,
+                env=variables,
+                stdout=output,
+                stderr=output,
+                process_group=0,
+                pass_fds=[] if rank else [int(environment[LISTENER])],
+                preexec_fn=lambda: _die_with(launcher),
+            )
+        return process.pid
+
+    return _supervise(start, num_ranks, folder)
+
+
+def _die_with(launcher: int) -> None:
+    """Asks Linux to kill this process when its launcher ends, however it ends; it may have ended already."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os._exit(1)
+
+
+def _become_rank(rank: int, environment: dict[str, str], folder: Path) -> None:
+    """In a fresh fork: a process group of its own, the rank's variables, and silence unless rank 0."""
+    os.setpgid(0, 0)  # Ctrl-C reaches the launcher only, which passes it on once
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    os.environ.update(environment)
+    if rank:
+        os.close(int(environment[LISTENER]))
+        with (folder / f"output_{rank}.log").open("wb") as log:
+            os.dup2(log.fileno(), sys.stdout.fileno())
+            os.dup2(log.fileno(), sys.stderr.fileno())
+
+
+def _supervise(start: Callable[[int, dict[str, str]], int], num_ranks: int, folder: Path) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with listening() as listener:
+        pids = {start(rank, rank_environment(rank, num_ranks, listener)): rank for rank in range(num_ranks)}
+    with _forward_signals(list(pids)) as received:
+        ended: list[End] = []
+        try:
+            ended = _wait(pids, lambda end: end.code != 0 or not done_mark(folder, end.rank).exists())
+            ended += _wait(pids, seconds=_GRACE)
+        finally:
+            killed = bool(pids)
+            for pid in pids:
+                _signal_group(pid, signal.SIGKILL)
+            _wait(pids)
+        if killed or any(end.code for end in ended):
+            return explain(folder, ended, received)
+    return 0
+
+
+def _wait(
+    pids: dict[int, int],
+    is_failure: Callable[[End], bool] = lambda _: False,
+    seconds: float = float("inf"),
+) -> list[End]:
+    """Reaps ranks for up to ``seconds`` or until one failed; drops them from ``pids`` and says how they ended."""
+    ended: list[End] = []
+    last = time.monotonic() + seconds
+    while pids and time.monotonic() < last and not any(is_failure(end) for end in ended):
+        for pid in list(pids):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                ended.append(End(time.time(), pids.pop(pid), os.waitstatus_to_exitcode(status)))
+        time.sleep(POLL)
+    return ended
+
+
+@contextlib.contextmanager
+def _forward_signals(pids: Sequence[int]):  # type: ignore[no-untyped-def]
+    """SIGTERM goes on to every rank, and SIGHUP as SIGTERM; SIGINT ends them. Yields the list of signals that came."""
+    received: list[int] = []
+
+    def handle(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        for pid in pids:
+            _signal_group(pid, signal.SIGKILL if number == signal.SIGINT else signal.SIGTERM)
+
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
+    heard = [signal.SIGTERM, signal.SIGINT, *([] if ignored else [signal.SIGHUP])]
+    before = {number: signal.signal(number, handle) for number in heard}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _signal_group(pid: int, number: int) -> None:
+    for send in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            send(pid, number)
+            return

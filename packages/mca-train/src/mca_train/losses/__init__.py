@@ -1,0 +1,1 @@
+"""From what the last pipeline stage computes to the loss of a step."""

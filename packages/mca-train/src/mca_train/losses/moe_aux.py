@@ -1,0 +1,224 @@
+"""Experts' auxiliary losses as they are defined, on every layout, and what is counted for experts' biases.
+
+The loss of a step is ``cross entropy + sum over layers of coefficient x auxiliary loss``, where the cross entropy is
+the mean over the targets of the global batch and the auxiliary loss of a layer that over its tokens, padding left
+out. With E experts of which each token is sent to k, ``c_e`` tokens that are sent to expert e, ``p_e`` the mean of the
+routers' scores for it, of T tokens, the balancing loss of these tokens is ``E / (k T) x sum over e of c_e p_e``:
+
+- ``aux_loss``: of each micro-batch,
+- ``seq_aux_loss``: of each sequence, in packed rows too,
+- ``global_aux_loss``: of the global batch.
+
+A micro-batch and a sequence weigh as much as their tokens. The z-loss is the mean of ``logsumexp(logits)^2``.
+
+Megatron's own (0.16.1 and 0.19.2) depend on the layout: they weigh a rank by its own tokens, take a packed row for one
+sequence, all sequences for equally long, for the global batch that which has come so far, and prediction layers'
+padding for tokens. Routers of a trained model compute with the functions below instead.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mca_train import groups
+from mca_train.losses.moe_tokens import carry_tokens, numbers_of, prediction_routers
+from mca_train.losses.step_counts import StepCounts
+
+
+@dataclass
+class Balance:
+    """What a router is told of the running step, and what it finds out.
+
+    Args:
+        depth: How many tokens further ahead than one its layer predicts; 0 in the decoder.
+    """
+
+    depth: int
+    targets_per_token: float = 1.0
+    tokens: float = 1.0
+    """That count for this router, of the step on all ranks."""
+    num_segments: int = 1
+    """Sequences of a micro-batch at most."""
+    load: Tensor | None = None
+    """``[experts]``: tokens of the step that are sent to each, if it was counted before; else None."""
+    counting: bool = False
+    """The running pass only counts `load`."""
+    segments: Tensor | None = None
+    """``[tokens]`` of the running call: whose tokens these are."""
+    found: dict[str, Tensor] = field(default_factory=dict)
+    """The losses of the steps since they were last looked at, this rank's share, without their coefficients."""
+
+    def attach(self, carrier: Tensor, name: str, value: Tensor, coefficient: float) -> Tensor:
+        """``carrier``, which now brings the gradient of a loss.
+
+        Args:
+            carrier: Something on the way from the router to the model's loss.
+            name: Of the loss.
+            value: This rank's share of it, times the tokens that it is the mean of.
+            coefficient: Of the loss.
+        """
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+        share = value.detach().double() / self.tokens
+        self.found[name] = self.found[name] + share if name in self.found else share
+        result: Tensor = MoEAuxLossAutoScaler.apply(carrier, value * (coefficient * self.targets_per_token))
+        return result
+
+
+def balance_experts(chunks: Iterable[torch.nn.Module]) -> None:
+    """Has every router in ``chunks`` compute its losses by this module; a second time changes nothing."""
+    for chunk in chunks:
+        modules = list(routers((chunk,)))
+        if not modules or "mca_balance" in vars(modules[0]):
+            continue
+        carry_tokens(chunk)
+        depths = prediction_routers(chunk)
+        for router in modules:
+            router.mca_balance = Balance(depths.get(router, 0))
+            for name, function in _OWN.items():
+                setattr(router, name, partial(function, router))
+            router.routing = partial(_route, router, router.routing)
+
+
+def routers(chunks: Iterable[torch.nn.Module]) -> Iterable[Any]:
+    """All routers of experts."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter))
+
+
+def begin_step(chunks: Iterable[torch.nn.Module], counts: StepCounts) -> None:
+    """Tells the routers of ``chunks`` what the coming step has."""
+    for router in routers(chunks):
+        balance: Balance = router.mca_balance
+        balance.tokens = max(counts.tokens[balance.depth], 1.0)
+        balance.targets_per_token = counts.targets[0] / balance.tokens
+        balance.num_segments = counts.num_segments
+        balance.load = None
+
+
+def balances_globally(chunks: Iterable[torch.nn.Module]) -> bool:
+    """Whether a router needs to know all of a step before its first micro-batch."""
+    return any(router.get_aux_loss_coeff("global_aux_loss") for router in routers(chunks))
+
+
+def count_load(chunks: Iterable[torch.nn.Module], forward: Callable[[], object]) -> None:
+    """Counts over all ranks what each expert is sent in the passes that ``forward`` makes; collective."""
+    found = list(routers(chunks))
+    for router in found:
+        router.mca_balance.counting = True
+        router.mca_balance.load = torch.zeros(router.num_experts, device=router.weight.device)
+    try:
+        with torch.no_grad():
+            forward()
+    finally:
+        for router in found:
+            router.mca_balance.counting = False
+    for router in found:
+        router.mca_balance.load = groups.sum_over(router.mca_balance.load, router.tp_dp_cp_group)
+
+
+def _route(router: Any, plain: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
+    balance: Balance = router.mca_balance
+    balance.segments = numbers_of(padding_mask, logits)
+    padding = None if padding_mask is None else (balance.segments < 0).view(logits.shape[:2])
+    if balance.counting:
+        balance.load += _sent(router, logits.flatten(0, 1)).sum(0)  # type: ignore[operator]
+    return plain(logits, padding)
+
+
+def _sent(router: Any, logits: Tensor) -> Tensor:
+    from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
+
+    sent, _ = compute_routing_scores_for_aux_loss(
+        logits,
+        router.topk,
+        router.score_function,
+        fused=router.config.moe_router_fusion,
+        padding_mask=router.mca_balance.segments < 0,
+    )
+    result: Tensor = sent
+    return result
+
+
+def _of_micro_batch(router: Any, probs: Tensor, scores: Tensor, sent: Tensor, **_: Any) -> Tensor:
+    """``aux_loss``. Scores and what is sent: ``[tokens, experts]``, 0 for padding."""
+    coefficient = router.get_aux_loss_coeff("aux_loss")
+    if not coefficient:
+        return probs
+    load = groups.sum_over(sent.sum(0), router.tp_cp_group)
+    return _attached(router, probs, "load_balancing_loss", _balance(router, scores, load), coefficient)
+
+
+def _of_sequences(router: Any, probs: Tensor, scores: Tensor, sent: Tensor, *_: Any, **__: Any) -> Tensor:
+    """``seq_aux_loss``."""
+    coefficient = router.get_aux_loss_coeff("seq_aux_loss")
+    if not coefficient:
+        return probs
+    balance: Balance = router.mca_balance
+    whose = balance.segments.clamp(min=0)  # type: ignore[union-attr]
+    empty = torch.zeros(balance.num_segments, sent.shape[1], device=sent.device)
+    load = groups.sum_over(empty.index_add(0, whose, sent.float()), router.tp_cp_group)
+    value = _balance(router, scores, load, whose)
+    return _attached(router, probs, "seq_load_balancing_loss", value, coefficient)
+
+
+def _of_step(router: Any, probs: Tensor, scores: Tensor, sent: Tensor, **_: Any) -> Tensor:
+    """``global_aux_loss``."""
+    coefficient = router.get_aux_loss_coeff("global_aux_loss")
+    if not coefficient:
+        return probs
+    load = router.mca_balance.load
+    if load is None:
+        load = groups.sum_over(sent.sum(0), router.tp_dp_cp_group)
+    return _attached(router, probs, "global_load_balancing_loss", _balance(router, scores, load), coefficient)
+
+
+def _balance(router: Any, scores: Tensor, load: Tensor, whose: Tensor | None = None) -> Tensor:
+    """This rank's share of the balancing loss, times the tokens that it is of.
+
+    Args:
+        router: Whose.
+        scores: ``[tokens, experts]``
+        load: How many tokens are sent to each expert, ``[experts]``, or of each sequence, ``[sequences, experts]``.
+        whose: Sequence of each token.
+    """
+    share = load.float() * (router.num_experts / router.topk)
+    share = share / (load.sum(-1, keepdim=True) / router.topk).clamp(min=1)
+    value: Tensor = (scores * (share if whose is None else share[whose])).sum()
+    return value
+
+
+def _attached(router: Any, probs: Tensor, name: str, value: Tensor, coefficient: float) -> Tensor:
+    balance: Balance = router.mca_balance
+    return balance.attach(probs, name, value, coefficient)
+
+
+def _z_loss(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+    coefficient = router.config.moe_z_loss_coeff
+    if coefficient is None or not router.training or not torch.is_grad_enabled():
+        return logits
+    squares = torch.logsumexp(logits, -1).square() * (router.mca_balance.segments >= 0)
+    return _attached(router, logits, "z_loss", squares.sum(), coefficient)
+
+
+def _count_for_bias(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+    """Megatron takes the mask ``[tokens]`` beside ``[tokens, experts]``; in evaluation nothing is counted."""
+    if router.enable_expert_bias and torch.is_grad_enabled():
+        with torch.no_grad():
+            counts = routing_map & (router.mca_balance.segments >= 0).unsqueeze(-1)
+            router.local_tokens_per_expert += counts.sum(0)
+
+
+_OWN: Mapping[str, Callable[..., Any]] = {
+    "_apply_aux_loss": _of_micro_batch,
+    "_apply_seq_aux_loss": _of_sequences,
+    "_apply_global_aux_loss": _of_step,
+    "apply_z_loss": _z_loss,
+    "_apply_expert_bias": _count_for_bias,
+}
+"""Methods of Megatron's router by name, and what stands for them."""

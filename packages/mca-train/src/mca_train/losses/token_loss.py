@@ -1,0 +1,64 @@
+"""From what the last pipeline stage computes to the loss of a step.
+
+The loss of a step is the mean over all target tokens of the global batch. Every micro-batch hands Megatron
+its *sum* and its number of targets; Megatron adds both over micro-batches, data- and context-parallel ranks
+and divides the gradients once (``calculate_per_token_loss``). So the result does not depend on the layout.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mca_config.errors import McaError
+from mca_train.batching.micro_batch import MicroBatch
+
+LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
+"""``(output of the last stage, micro-batch) -> (sum over targets, number of targets)``, of this rank."""
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """Sums of one step on this rank; only the last pipeline stage knows ``loss_sum`` and ``targets``."""
+
+    loss_sum: Tensor
+    targets: Tensor
+
+
+def require_sums(made: Any, trainer: str) -> tuple[Tensor, Tensor]:
+    """What ``trainer``'s ``compute_loss`` returned.
+
+    Raises:
+        McaError: It is not a sum and a number.
+    """
+    if isinstance(made, tuple) and len(made) == 2 and all(isinstance(value, Tensor) for value in made):
+        return made
+    raise McaError(
+        f"{trainer}.compute_loss returned {made!r:.80}; expected two tensors: the sum over the targets, and "
+        "their number"
+    )
+
+
+def token_loss(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """The default loss: ``output [b, s]`` is the cross entropy of each token."""
+    losses = output.float() * batch.loss_mask
+    return losses.sum(), batch.loss_mask.sum().int()
+
+
+def megatron_loss(function: LossFunction, batch: MicroBatch) -> Callable[[Tensor], tuple[Any, ...]]:
+    """``function`` as Megatron's schedules call it."""
+
+    def loss(output: Tensor) -> tuple[Any, ...]:
+        loss_sum, targets = function(output, batch)
+        kept = torch.stack([loss_sum.detach().double(), targets.double()])
+        return loss_sum, targets.to(torch.int), kept
+
+    return loss
+
+
+def add_up(kept: list[Tensor], device: torch.device) -> StepLoss:
+    """The sums of a step from those of its micro-batches; zeros on stages without the loss."""
+    total = torch.stack(kept).sum(0) if kept else torch.zeros(2, dtype=torch.float64, device=device)
+    return StepLoss(total[0], total[1])

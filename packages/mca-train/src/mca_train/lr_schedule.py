@@ -1,0 +1,98 @@
+"""Learning rate: Hugging Face's schedules, driving Megatron's parameter groups."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class LearningRate:
+    """A Hugging Face scheduler over an optimizer of its own, and its rate written into Megatron's groups.
+
+    HF's schedulers want a ``torch.optim.Optimizer``; Megatron's optimizer is none, and holds groups whose rates
+    and decays are multiples (``max_lr``, ``wd_mult``) of the run's.
+
+    Args:
+        args: The training arguments.
+        num_steps: Optimizer steps of the run.
+    """
+
+    def __init__(self, args: Any, num_steps: int) -> None:
+        from transformers.optimization import get_scheduler
+
+        self._base = float(args.learning_rate)
+        self._least = float(args.min_lr or 0.0)
+        self._decay = float(args.weight_decay)
+        self._warmup = int(args.get_warmup_steps(num_steps))
+        carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=self._base)
+        self.scheduler: Any = get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=carrier,
+            num_warmup_steps=self._warmup,
+            num_training_steps=num_steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+        carrier.step()  # a scheduler that steps before its optimizer warns
+        self._carrier = carrier
+        self._by_metric = str(args.lr_scheduler_type.value) in ("reduce_lr_on_plateau", "greedy")
+
+    @property
+    def value(self) -> float:
+        """The rate of the coming step."""
+        return self._between(self._base, self._least)
+
+    def _between(self, highest: float, least: float) -> float:
+        """The coming step's rate of parameters whose rates are ``highest`` at most and ``least`` in the end."""
+        rate = float(self._carrier.param_groups[0]["lr"])
+        share = rate / self._base if self._base else 0.0
+        if least and self.scheduler.last_epoch >= self._warmup:
+            return least + (highest - least) * share
+        return rate if highest == self._base else highest * share
+
+    def write(self, groups: list[dict[str, Any]]) -> None:
+        """Sets rate and decay of every one of Megatron's parameter groups."""
+        for group in groups:
+            highest, least = group.get("max_lr"), group.get("min_lr")
+            rate = self._between(
+                self._base if highest is None else highest, self._least if least is None else least
+            )
+            group["lr"] = rate * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self._decay * group.get("wd_mult", 1.0)
+
+    def step(self) -> None:
+        """One optimizer step was made. A schedule that follows a metric moves at evaluations instead."""
+        if not self._by_metric:
+            self.scheduler.step()
+
+    def move(self, steps: int) -> None:
+        """Sets the schedule forward, or back; one that follows a metric stays."""
+        if steps == 0 or self._by_metric:
+            return
+        self.scheduler.last_epoch = max(self.scheduler.last_epoch + steps, 0)
+        rate = self._base * self.scheduler.lr_lambdas[0](self.scheduler.last_epoch)
+        self._carrier.param_groups[0]["lr"] = rate
+        self.scheduler._last_lr = [rate]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's state, and the coming step's rate."""
+        return dict(self.scheduler.state_dict()) | {"mca_rate": self._carrier.param_groups[0]["lr"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict`; a scheduler leaves its optimizer's rate to the optimizer's own state."""
+        rest = dict(state)
+        self._carrier.param_groups[0]["lr"] = rest.pop("mca_rate")
+        self.scheduler.load_state_dict(rest)
+
+
+_STEPS = 1000  # of a schedule that is only tried
+
+
+def schedule_problems(training: Any) -> Iterator[str]:
+    """Builds the schedule once: Hugging Face tells what its ``lr_scheduler_kwargs`` lack in many ways."""
+    pass
+
+    try:
+        LearningRate(training, training.max_steps if training.max_steps > 0 else _STEPS)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        name, given = training.lr_scheduler_type.value, training.lr_scheduler_kwargs or {}
+        yield f"lr_scheduler_type {name} with lr_scheduler_kwargs {given}: {' '.join(str(error).split())}"

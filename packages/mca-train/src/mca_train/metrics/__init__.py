@@ -1,0 +1,1 @@
+"""Numbers that a run reports."""

@@ -1,0 +1,84 @@
+"""``train_log.jsonl``: every log of a run as one line of JSON."""
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+logger = logging.getLogger(__name__)
+
+
+class JsonlLog(TrainerCallback):  # type: ignore[misc]
+    """Every log as a line of ``<output_dir>/train_log.jsonl``: step, time, and what was logged.
+
+    On a resumed run, lines that were written after the checkpoint, or are not whole, are taken out first. A log that
+    cannot be written (a full disk) is told once and ends no run.
+    """
+
+    name = "train_log.jsonl"
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Keeps the lines up to the step that the run starts from."""
+        if not state.is_world_process_zero:
+            return
+        path = Path(args.output_dir) / self.name
+        with self._told_if_not_written(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_bytes().splitlines() if path.exists() and state.global_step else []
+            kept = _lines_before(lines, state)
+            beside = path.with_name(f".{self.name}")
+            beside.write_bytes(b"".join(line + b"\n" for line in kept))
+            beside.replace(path)
+            broken = sum(_step_of(line) is None for line in lines)
+            if broken:
+                logger.warning(
+                    "%s: %d lines are not whole (a run was killed?) and are taken out", path, broken
+                )
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
+        """Appends a line."""
+        if not state.is_world_process_zero or not logs:
+            return
+        path = Path(args.output_dir) / self.name
+        line = json.dumps({"step": state.global_step, "time": round(time.time(), 3), **logs}) + "\n"
+        with self._told_if_not_written(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(line)
+
+    @contextlib.contextmanager
+    def _told_if_not_written(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._told:
+                logger.warning("%s: cannot be written (%s); logs are lost until it can", path, error.strerror)
+            self._told = True
+
+
+def _lines_before(lines: Sequence[bytes], state: Any) -> Iterator[bytes]:
+    """Those that had been written when ``state`` was saved: at its last step others may have followed."""
+    logs = getattr(state, "log_history", None)
+    left = len(lines) if logs is None else sum(log["step"] == state.global_step for log in logs)
+    for line in lines:
+        step = _step_of(line)
+        left -= step == state.global_step
+        if step is not None and (step < state.global_step or (step == state.global_step and left >= 0)):
+            yield line
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None

@@ -1,0 +1,108 @@
+"""The losses and counts between two logs, summed over ranks when a log is due."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mca_train import groups
+from mca_train.batching.micro_batch import StepBatch
+from mca_train.losses.token_loss import StepLoss
+from mca_train.metrics.step_rows import StepRows
+
+
+@dataclass
+class LossMeter:
+    """Collects the steps' losses; ranks talk only when a log is due.
+
+    The loss of a log is the mean of its steps' losses, each a mean over all targets of the global batch.
+    """
+
+    context_parallel_rank: int
+    _steps: StepRows = field(default_factory=lambda: StepRows(5))
+    _since: float = field(default_factory=time.perf_counter)
+
+    def add(self, loss: StepLoss, batch: StepBatch) -> None:
+        """One step of this rank. Ranks that share samples count them once."""
+        counts = torch.tensor(
+            [batch.num_tokens, batch.num_samples, batch.squares],
+            dtype=torch.float64,
+            device=loss.loss_sum.device,
+        )
+        counts *= self.context_parallel_rank == 0
+        self._steps.add(torch.cat([loss.loss_sum[None], loss.targets[None], counts]))
+
+    def flush(self) -> "LossReport":
+        """Sums over all ranks, and begins anew. Every rank calls this at the same step."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        steps = self._steps.flush(groups.sum_over_data)
+        losses = steps[:, 0] / steps[:, 1].clamp(min=1)
+        return LossReport(
+            losses=losses.tolist(),
+            loss_sum=float(steps[:, 0].sum()),
+            num_targets=int(steps[:, 1].sum()),
+            num_tokens=int(steps[:, 2].sum()),
+            num_samples=int(steps[:, 3].sum()),
+            squares=int(steps[:, 4].sum()),
+            seconds=seconds,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What was collected since the last log, for a checkpoint. Every rank calls this at the same step."""
+        return {"steps": self._steps.of_all_ranks(groups.sum_over_data).tolist(), "seconds": self._seconds()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, on whatever layout it was made."""
+        self._steps.restore(state["steps"])
+        self._since = time.perf_counter() - float(state["seconds"])
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._since
+
+    def pause(self) -> "_Pause":
+        """A ``with`` block whose time (evaluation, saving) does not count as training."""
+        return _Pause(self)
+
+
+class _Pause:
+    def __init__(self, meter: LossMeter) -> None:
+        self._meter = meter
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._meter._since += time.perf_counter() - self._start
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossReport:
+    """What happened since the last log, over all ranks."""
+
+    losses: list[float]
+    """Of each step."""
+    loss_sum: float
+    num_targets: int
+    num_tokens: int
+    num_samples: int
+    squares: int
+    """Of the lengths of all sequences, summed."""
+    seconds: float
+
+    @property
+    def mean(self) -> float:
+        """The mean loss."""
+        return sum(self.losses) / max(len(self.losses), 1)
+
+    def speed(self) -> dict[str, float]:
+        """Tokens and samples per second, all ranks together, and seconds per step."""
+        if not self.losses or self.seconds <= 0:
+            return {}
+        return {
+            "tokens_per_second": round(self.num_tokens / self.seconds, 1),
+            "samples_per_second": round(self.num_samples / self.seconds, 3),
+            "step_time": round(self.seconds / len(self.losses), 4),
+        }

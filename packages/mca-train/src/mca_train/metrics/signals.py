@@ -1,0 +1,142 @@
+"""Numbers beside the loss: of a custom loss, of experts' load balancing, of prediction layers."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mca_models.megatron import platform
+from mca_train import groups
+from mca_train.losses.moe_aux import routers
+from mca_train.metrics.step_rows import StepRows
+
+
+class Signals:
+    """Means of named numbers between two logs, over all ranks that compute the loss.
+
+    Ranks talk only in `flush`, which all call at the same step.
+
+    Args:
+        names: In the order of the log, the same on every rank.
+        device: Where sums are kept.
+    """
+
+    def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
+        self.names = names
+        self._sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
+        self._steps = StepRows(2 * len(names))
+
+    def add(self, sums: Mapping[str, Tensor], count: Tensor | float) -> None:
+        """Sums of this rank by name, each over ``count`` things."""
+        values = torch.stack([sums[name].detach().double() for name in self.names])
+        self._sums[:, 0] += values
+        self._sums[:, 1] += count
+
+    def end_step(self) -> None:
+        """What was added belongs to one step."""
+        if self.names:
+            self._steps.add(self._sums.flatten())
+            self._sums = torch.zeros_like(self._sums)
+
+    def flush(self) -> dict[str, float]:
+        """The means, and begins anew."""
+        if not self.names:
+            return {}
+        self.end_step()
+        total = self._steps.flush(groups.sum_over_data).sum(0).reshape(-1, 2)
+        values = (total[:, 0] / total[:, 1].clamp(min=1e-12)).tolist()
+        return dict(zip(self.names, values, strict=True))
+
+    def state(self) -> list[list[float]]:
+        """The sums of every step since the last log, for a checkpoint; collective."""
+        return self._steps.of_all_ranks(groups.sum_over_data).tolist() if self.names else []
+
+    def restore(self, state: Sequence[Sequence[float]]) -> None:
+        """Goes on from `state`, on whatever layout it was made."""
+        self._steps.restore(state)
+
+
+class ModelLosses:
+    """What layers add to the gradients without showing it in the loss.
+
+    ``moe_load_balancing_loss`` (and ``moe_z_loss``, ...) is the mean over the layers with experts, without its
+    coefficient; ``mtp_<depth>_loss`` is the mean cross entropy of a prediction layer.
+
+    Args:
+        chunks: Megatron models of this rank.
+    """
+
+    def __init__(self, chunks: Iterable[Any]) -> None:
+        self._chunks = list(chunks)
+        self._has_experts = bool(self._chunks[0].config.num_moe_experts)
+        self._prediction = int(self._chunks[0].config.mtp_num_layers or 0)
+        self._steps = 0
+        self._before: dict[str, list[float]] = {}
+        self._rows: dict[str, StepRows] = {}
+        self._depths = StepRows(self._prediction)
+
+    def add_step(self) -> None:
+        """A step was trained."""
+        self._steps += 1
+        for name, value in self._of_experts().items():
+            self._rows.setdefault(name, StepRows(1)).add(value.reshape(1))
+        if self._prediction:
+            self._depths.add(self._of_prediction())
+
+    def flush(self) -> dict[str, float]:
+        """Means since the last time. All ranks call this at the same step."""
+        found = self.state()
+        count = max(found["steps"], 1)
+        self._steps, self._before, self._rows = 0, {}, {}
+        self._depths = StepRows(self._prediction)
+        means = {f"moe_{name}": sum(values) / count for name, values in found["experts"].items()}
+        by_depth = zip(*found["depths"], strict=True)
+        return means | {f"mtp_{n}_loss": sum(values) / count for n, values in enumerate(by_depth, 1)}
+
+    def state(self) -> dict[str, Any]:
+        """What was collected since the last log, over all ranks, for a checkpoint; collective."""
+        return {
+            "steps": self._steps,
+            "experts": self._experts() if self._has_experts else {},
+            "depths": self._depths.of_all_ranks(groups.sum_over_data).tolist() if self._prediction else [],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, on whatever layout it was made."""
+        self._steps, self._before, self._rows = int(state["steps"]), dict(state["experts"]), {}
+        self._depths.restore(state["depths"])
+
+    def _of_experts(self) -> dict[str, Tensor]:
+        """The last step's losses on this rank, added over its layers."""
+        found: dict[str, Tensor] = {}
+        for router in routers(self._chunks):
+            for name, value in router.mca_balance.found.items():
+                found[name] = found[name] + value if name in found else value
+            router.mca_balance.found.clear()
+        return found
+
+    def _of_prediction(self) -> Tensor:
+        """The last step's losses on this rank, by depth."""
+        values = torch.zeros(self._prediction, dtype=torch.float64, device=platform.current_device())
+        for chunk in self._chunks:
+            if "mca_prediction" in vars(chunk):
+                values += chunk.mca_prediction.found
+                chunk.mca_prediction.found.zero_()
+        return values
+
+    def _experts(self) -> dict[str, list[float]]:
+        """Means over layers of each step, by name."""
+        stage = {
+            name: rows.of_all_ranks(groups.sum_over_stage).flatten().tolist()
+            for name, rows in sorted(self._rows.items())
+        }
+        stages = groups.of_every_stage((sum(1 for _ in routers(self._chunks)), stage))
+        layers = sum(count for count, _ in stages)
+        whole: dict[str, list[float]] = {}
+        for _, part in stages:
+            for name, values in part.items():
+                known = whole.get(name, [0.0] * len(values))
+                whole[name] = [a + b / layers for a, b in zip(known, values, strict=True)]
+        names = sorted(self._before.keys() | whole.keys())
+        return {name: [*self._before.get(name, []), *whole.get(name, [])] for name in names}

@@ -1,0 +1,149 @@
+"""How well a run uses its devices: model FLOP/s, MFU, memory, and the pipeline's bubble.
+
+Model FLOP, forward and backward: ``6 x weights`` for each token and ``6 x layers x heads x head size x length^2`` for
+each sequence. The weights are all matrices that multiply a token: not the embedding, of the experts the share that the
+router picks, the output layer once more for each prediction layer. The second part is causal attention, which looks at
+half the sequence on average; of latent attention the head size is the mean of keys' and values'. Of an adapter's run
+frozen weights count 4 times, as they get no gradient. Recomputation does not count, nor does the reference of
+preferences; sliding windows and linear attention count as whole attention. MFU is model FLOP/s divided by ranks x peak.
+"""
+
+import resource
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_train import groups
+from mca_train.groups import Ranks
+from mca_train.metrics.meter import LossReport
+
+if TYPE_CHECKING:
+    from mca_models.lora.rules import AdapterRules
+
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "GH200": 989.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H20": 148.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "A10G": 70.0,
+    "V100": 125.0,
+}
+"""Dense bf16 (V100: fp16) peaks, by a part of the device's name; the first that fits holds."""
+
+
+_TERA = 1e12
+
+
+_GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOP of a training step's tokens.
+
+    Args:
+        per_token: Of the weights.
+        per_square: Of attention; times the square of a sequence's length.
+    """
+
+    per_token: float
+    per_square: float
+
+    @classmethod
+    def of(cls, config: McaModelConfig, adapter: "AdapterRules | None" = None) -> "ModelFlops":
+        """Counted from the model's own parameters.
+
+        Args:
+            config: The model.
+            adapter: What is trained instead of the whole model.
+        """
+        from mca_train.plan.memory import adapter_shapes, params_of, shape_of
+
+        trained = None if adapter is None else {param.mca_name() for param in adapter.saved}
+        per_token, depth = 0.0, config.mtp_num_layers or 0
+        for param in params_of(config):
+            shape, name = shape_of(param, config), param.mca_name()
+            if len(shape) < 2 or name.startswith("embedding."):
+                continue
+            times = 1 + depth * (name == "output_layer.weight")
+            passes = 6 if trained is None or name in trained else 4
+            per_token += passes * times * prod(shape) * _share(param, config)
+        for param, shape in () if adapter is None else adapter_shapes(config, adapter.factors):
+            per_token += 6 * prod(shape) * _share(param, config)
+        return cls(per_token, 6.0 * (config.num_layers + depth) * config.num_attention_heads * _width(config))
+
+    def of_tokens(self, tokens: int, squares: int) -> float:
+        """FLOP of ``tokens`` in sequences, the squares of whose lengths are ``squares`` together."""
+        return tokens * self.per_token + squares * self.per_square
+
+
+def _share(param: Any, config: McaModelConfig) -> float:
+    """How many of the tokens a weight multiplies."""
+    return 1.0 if param.expert is None else config.moe_router_topk / (config.num_moe_experts or 1)
+
+
+def _width(config: McaModelConfig) -> float:
+    """Of a head, the mean of keys and values."""
+    if isinstance(config, MlaMcaModelConfig):
+        return (config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim) / 2
+    return config.kv_channels
+
+
+def peak_flops(args: Any, device: torch.device) -> float | None:
+    """Of one device: what ``peak_tflops`` says, else a known GPU's in half precision, else unknown."""
+    given = getattr(args, "peak_tflops", None)
+    if given:
+        return float(given) * _TERA
+    if device.type != "cuda" or not (args.bf16 or args.fp16):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak * _TERA for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+def peak_memory(device: torch.device) -> float:
+    """GiB that this rank has held at most: of the GPU, or without one of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / _GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+
+
+class Throughput:
+    """What a log says about speed besides tokens and samples per second.
+
+    Args:
+        args: Training arguments.
+        model: `VirtualModels`, with an adapter or without.
+        ranks: This rank.
+    """
+
+    def __init__(self, args: Any, model: Any, ranks: Ranks) -> None:
+        self._flops = ModelFlops.of(model.config, getattr(model, "rules", None))
+        self._peak = peak_flops(args, ranks.device)
+        self._ranks = ranks
+        layout = ranks.layout
+        idle = layout.pp - 1
+        self._bubble = idle / (args.gradient_accumulation_steps * layout.vpp + idle)
+
+    def report(self, report: LossReport) -> dict[str, float]:
+        """Since the last log; every rank calls this, as memory is that of the fullest."""
+        found = {
+            "peak_memory_gib": round(groups.largest(peak_memory(self._ranks.device), self._ranks.device), 3)
+        }
+        if self._bubble:
+            found["pipeline_bubble"] = round(self._bubble, 4)
+        if report.num_tokens and report.seconds > 0:
+            rate = self._flops.of_tokens(report.num_tokens, report.squares) / report.seconds
+            found["model_tflops"] = float(f"{rate / _TERA:.4g}")
+            if self._peak:
+                found["mfu"] = float(f"{rate / (self._peak * self._ranks.world_size):.4g}")
+        return found

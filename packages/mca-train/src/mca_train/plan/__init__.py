@@ -1,0 +1,1 @@
+"""What a run needs, by arithmetic."""

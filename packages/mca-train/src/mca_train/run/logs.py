@@ -1,0 +1,26 @@
+"""What a run says: levels of the loggers of this project and of the libraries."""
+
+import logging
+import os
+import warnings
+from typing import Any
+
+
+def set_log_levels(training: Any) -> None:
+    """Sets what this project says to ``log_level``, on ranks but the first to ``log_level_replica``, where asked."""
+    from transformers.training_args import trainer_log_levels
+
+    first = os.environ.get("RANK", "0") == "0"
+    level = training.log_level if first else training.log_level_replica
+    if level == ("passive" if first else "warning"):
+        return
+    for name in ("mca_train", "mca_models", "mca_config"):
+        logging.getLogger(name).setLevel(trainer_log_levels[level] if level != "passive" else logging.INFO)
+
+
+def quiet_libraries(*, first: bool) -> None:
+    """One voice: rank 0 logs what this project says; the libraries only warn, and not about themselves."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING if first else logging.ERROR)
+    for name in ("mca_train", "mca_models", "mca_config"):
+        logging.getLogger(name).setLevel(logging.INFO if first else logging.ERROR)
+    warnings.filterwarnings("ignore")

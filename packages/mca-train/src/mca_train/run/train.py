@@ -1,0 +1,159 @@
+"""``mca-train pretrain``, ``sft`` and ``dpo``: from a configuration file to a trained model."""
+
+import logging
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from mca_config.errors import checking_usage
+from mca_train.checkpoint.output_lock import OutputLock
+from mca_train.config.model import layout_of, num_local_ranks
+from mca_train.config.run_config import Settings, given_values, parse, require_keys_of
+from mca_train.data.load import Kind
+from mca_train.launch import environment, failures, launcher
+from mca_train.launch.rendezvous import join
+from mca_train.launch.scratch import scratch_folder
+from mca_train.launch.stopping import raising_stopped
+from mca_train.run.checks import checked_model, require_run
+from mca_train.run.inputs import Inputs, prepare_inputs
+from mca_train.run.logs import quiet_libraries, set_log_levels
+from mca_train.run.summary import best_step, summary
+
+logger = logging.getLogger(__name__)
+
+
+def run(kind: Kind, config: Path, overrides: list[str], command: list[str]) -> int:
+    """Trains; starts local ranks unless a launcher already did. The exit code.
+
+    Args:
+        kind: What the samples are made of.
+        config: The YAML file.
+        overrides: ``--key value`` words.
+        command: Starts this same program, for ranks that cannot be forked (CUDA).
+    """
+    quiet_libraries(first=os.environ.get("RANK", "0") == "0")
+    values, where = given_values(config, overrides)
+    with raising_stopped():
+        if not environment.started_by_launcher():
+            return _launch(kind, values, where, command)
+        folder = os.environ.get("MCA_TRAIN_REPORTS")
+        rank = int(os.environ["RANK"])
+        return failures.report_failure(
+            lambda: _launched_rank(kind, values, where),
+            Path(folder) if folder else None,
+            rank,
+        )
+
+
+def _launch(kind: Kind, values: dict[str, Any], where: str, command: list[str]) -> int:
+    settings = parse(values, where)
+    with checking_usage():
+        require_keys_of(kind, values)
+        require_run(kind, settings)
+        set_log_levels(settings.training)
+        layout = layout_of(settings.training, checked_model(settings))
+        ranks = num_local_ranks(settings.launch, layout)
+    logger.info("starting %d rank%s: %s", ranks, "s" if ranks > 1 else "", layout)
+    from mca_models.megatron import platform
+
+    with scratch_folder() as folder:
+        if platform.device_type() == "cuda":
+            return launcher.spawn_ranks(command, ranks, folder)
+        lock = OutputLock(Path(settings.training.output_dir))
+        try:
+            inputs = prepare_inputs(kind, settings, lock)
+            platform.prepare()
+            import mca_train.trainer.trainer  # noqa: F401  (imported before the fork, so that ranks need not)
+
+            return launcher.fork_ranks(lambda: _forked_rank(inputs), ranks, folder)
+        finally:
+            lock.release()
+
+
+def parse_on_rank(values: dict[str, Any], where: str) -> Settings:
+    """The settings on a rank: its process group stands first, so that Hugging Face starts none of its own."""
+    import torch.distributed as dist
+
+    from mca_models.megatron import platform
+
+    if not dist.is_initialized():
+        if platform.device_type() == "cuda":
+            import torch
+
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        timeout = timedelta(seconds=float(values.get("ddp_timeout", 1800)))
+        join(platform.backend(), timeout)
+    return parse(values, where)
+
+
+def _launched_rank(kind: Kind, values: dict[str, Any], where: str) -> None:
+    """In a process that a launcher started."""
+    settings = parse_on_rank(values, where)
+    lock = OutputLock(Path(settings.training.output_dir))
+    with scratch_folder():
+        try:
+            _train_rank(prepare_inputs(kind, settings, lock))
+        finally:
+            lock.release()
+
+
+def _forked_rank(inputs: Inputs) -> None:
+    """In a fork: the settings are made again, as they know their process."""
+    import torch
+
+    quiet_libraries(first=os.environ["RANK"] == "0")
+    torch.set_num_threads(environment.threads_per_rank(int(os.environ["LOCAL_WORLD_SIZE"])))
+    settings = parse_on_rank(inputs.settings.values, inputs.settings.where)
+    _train_rank(replace(inputs, settings=settings))
+
+
+def _train_rank(inputs: Inputs) -> None:
+    """One rank's whole run."""
+    from mca_models.megatron import platform
+
+    set_log_levels(inputs.settings.training)
+    with inputs.lock.kept() if os.environ["RANK"] == "0" else nullcontext():
+        _train(inputs)
+    platform.close()
+
+
+def _train(inputs: Inputs) -> None:
+    from mca_train import groups
+    from mca_train.run.build import make_trainer
+
+    args = inputs.settings.training
+    trainer = make_trainer(inputs.kind, inputs.settings, inputs.tokenizer, inputs.train, inputs.evaluation)
+    trainer.output_lock = inputs.lock
+    result = trainer.train(args.resume_from_checkpoint)
+    if trainer.watch.stopped:
+        if trainer.is_world_process_zero():
+            sys.stdout.write(_stopped(trainer) + "\n")
+        groups.barrier()
+        return
+    if inputs.evaluation is not None and not _evaluated(trainer):
+        trainer.evaluate()
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        trainer.state.save_to_json(str(Path(args.output_dir) / "trainer_state.json"))
+        sys.stdout.write(summary(trainer, result) + "\n")
+    groups.barrier()
+
+
+def _evaluated(trainer: Any) -> bool:
+    """Whether the model that the run ends with was evaluated."""
+    best, state = best_step(trainer), trainer.state
+    step = state.global_step if best is None else best
+    return any("eval_loss" in log and log["step"] == step for log in state.log_history)
+
+
+def _stopped(trainer: Any) -> str:
+    """Where a run that was told to stop can go on."""
+    step = trainer.state.global_step
+    return (
+        f"stopped by SIGTERM after step {step} of {trainer.state.max_steps}; complete checkpoint: "
+        f"{Path(trainer.args.output_dir) / f'checkpoint-{step}'}\ncontinue with --resume_from_checkpoint auto"
+    )

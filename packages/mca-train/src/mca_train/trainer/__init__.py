@@ -1,0 +1,1 @@
+"""The Hugging Face Trainer's lifecycle over Megatron's engine."""

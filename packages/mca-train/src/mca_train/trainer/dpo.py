@@ -1,0 +1,148 @@
+"""``DpoTrainer``: training on preference pairs, against a reference model or without one.
+
+The loss is in `losses.preference`.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from mca_config.errors import McaError
+from mca_train.batching.micro_batch import MicroBatch, StepBatch
+from mca_train.engine.pipeline import Pipeline
+from mca_train.losses.chunked import chunk_losses
+from mca_train.losses.preference import Answers, PreferenceLoss, answer_logps
+from mca_train.trainer.trainer import McaTrainer
+
+
+class DpoTrainer(McaTrainer):
+    """Trains on preference pairs (`PairDataset`: ``chosen_input_ids``, ``chosen_labels``, ``rejected_...``).
+
+    Logs ``rewards/chosen``, ``rewards/rejected``, ``rewards/accuracies``, ``rewards/margins``, ``logps/chosen`` and
+    ``logps/rejected`` beside the loss, in evaluation too.
+
+    Args:
+        reference: The frozen model to compare with, on the same layout. None: the model itself without its
+            LoRA adapter, which it then must have.
+        preference: The loss.
+        options: As of `McaTrainer`.
+    """
+
+    signal_names = (
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/accuracies",
+        "rewards/margins",
+        "logps/chosen",
+        "logps/rejected",
+    )
+
+    def __init__(
+        self, *, reference: Any = None, preference: PreferenceLoss | None = None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.preference = preference or PreferenceLoss()
+        self._check(reference)
+        self._reference_model = reference
+        self._reference: deque[Tensor] = deque()
+        self._reference_pipeline: Pipeline | None = None
+        if self.preference.needs_reference:
+            chunks = (reference or self.model).chunks
+            chunk_losses(chunks, self.args.loss_chunk_size, wants_logits=False)
+            self._reference_pipeline = Pipeline(chunks, self._keep_reference)
+
+    def _check(self, reference: Any) -> None:
+        megatron, args = self.model.megatron, self.args
+        if args.label_smoothing_factor:
+            raise McaError("label_smoothing_factor is not for preference pairs; use dpo_label_smoothing")
+        if megatron.mtp_num_layers:
+            raise McaError("preference pairs cannot train prediction layers; set mtp_num_layers to 0")
+        if self.model.config.num_moe_experts and _has_auxiliary_loss(megatron):
+            raise McaError(
+                "the experts' auxiliary losses are weighed by tokens, preference pairs by pairs; set "
+                "moe_aux_loss_coeff to 0 and remove moe_z_loss_coeff"
+            )
+        if reference is not None or not self.preference.needs_reference:
+            return
+        adapter = getattr(self.model, "adapter", None)
+        if adapter is None:
+            raise McaError(
+                f"dpo_loss {self.preference.kind} compares with a reference: give one, or a model with a LoRA adapter"
+            )
+        if adapter.modules_to_save:
+            raise McaError(
+                "modules_to_save trains parts of the base model, which then is no reference; give a reference "
+                "model, or leave modules_to_save out"
+            )
+        if args.overlap_param_gather:
+            raise McaError(
+                "overlap_param_gather does not go with a reference that is the model without its adapter; set it "
+                "to false"
+            )
+
+    def before_forward(self, batch: StepBatch) -> None:
+        """Log-probabilities of the reference for the batch."""
+        self._reference.clear()
+        pipeline = self._reference_pipeline
+        if pipeline is None:
+            return
+        with pipeline.at_rest(), self._without_adapter():
+            pipeline.evaluate(batch)
+
+    @contextmanager
+    def _without_adapter(self) -> Iterator[None]:
+        if self._reference_model is not None:
+            yield
+            return
+        with self.model.disable_adapter():
+            yield
+
+    def _keep_reference(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        sums, counts = answer_logps(output, batch)
+        self._reference.append(sums)
+        return sums.sum(), counts.sum()
+
+    def compute_loss(self, output: Tensor, batch: MicroBatch, **_: Any) -> tuple[Tensor, Tensor]:
+        """The sum over this micro-batch's pairs, and their number. Context-parallel ranks share both."""
+        sums, counts = answer_logps(output, batch)
+        policy = self._answers(sums, counts)
+        reference = None
+        if self.preference.needs_reference:
+            reference = self._answers(self._reference.popleft(), counts)
+        real = ((counts[0::2] > 0) & (counts[1::2] > 0)).float()
+        total = (self.preference(policy, reference) * real).sum()
+        self._add_signals(policy, self.preference.rewards(policy, reference), real)
+        ranks, first = self.ranks.layout.cp, self.ranks.context_parallel_rank == 0
+        # every context rank has the whole loss, and the gradient of its own tokens
+        shared = total + (total / ranks - total).detach()
+        return shared, real.sum().int() * int(first)
+
+    def _answers(self, sums: Tensor, counts: Tensor) -> Answers:
+        values = sums / counts.clamp(min=1) if self.preference.of_means else sums
+        return Answers(values[0::2], values[1::2])
+
+    def _add_signals(self, policy: Answers, rewards: Answers, real: Tensor) -> None:
+        margins = rewards.chosen - rewards.rejected
+        values = (
+            rewards.chosen,
+            rewards.rejected,
+            (margins > 0).float(),
+            margins,
+            policy.chosen,
+            policy.rejected,
+        )
+        ranks = self.ranks.layout.cp
+        sums = {
+            name: (value.detach() * real).sum() / ranks
+            for name, value in zip(self.signal_names, values, strict=True)
+        }
+        self.signals.add(sums, real.sum() / ranks)
+
+
+def _has_auxiliary_loss(megatron: Any) -> bool:
+    coefficients = megatron.moe_aux_loss_coeff
+    several = coefficients if isinstance(coefficients, (list, tuple)) else [coefficients]
+    return any(several) or bool(megatron.moe_z_loss_coeff)

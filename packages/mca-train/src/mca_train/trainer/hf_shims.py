@@ -1,0 +1,138 @@
+"""What Hugging Face's ``Trainer`` wants to see in place of the parts that Megatron replaces."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from transformers import EarlyStoppingCallback
+from transformers.trainer_callback import ExportableState
+
+from mca_config.errors import McaError
+
+
+def require_mca(model: Any, args: Any) -> None:
+    """Refuses what Hugging Face's Trainer takes in the place of ours.
+
+    Raises:
+        McaError: The model is not one of Megatron's, or the arguments lack Megatron's.
+    """
+    if not hasattr(model, "chunks"):
+        raise McaError(
+            f"model is a {type(model).__name__}; expected what mca_models.AutoModel.from_pretrained returns"
+        )
+    if not hasattr(args, "layout"):
+        raise McaError(
+            f"args is a {type(args).__module__}.{type(args).__name__}; expected mca_config.TrainingArguments"
+        )
+
+
+class NoAccelerator:
+    """Stands where the Trainer keeps accelerate's ``Accelerator``: it wraps nothing and moves nothing."""
+
+    def unwrap_model(self, model: Any, **_: Any) -> Any:
+        """The model itself."""
+        return model
+
+    def free_memory(self, *objects: Any) -> tuple[Any, ...]:
+        """Nothing was taken."""
+        return objects
+
+
+class WithoutAccelerator:
+    """The Trainer's methods about devices and processes, answered by Megatron's groups instead of accelerate."""
+
+    args: Any
+    ranks: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """No accelerate: Megatron owns process groups, placement and data parallelism."""
+        self.accelerator = NoAccelerator()
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
+        self.gather_function = None
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """The factory has placed it."""
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return bool(self.ranks.is_first)
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return bool(self.ranks.is_first) or int(self.args.local_process_index) == 0
+
+    def predict(self, *_: Any, **__: Any) -> Any:
+        """Refused: logits are spread over ranks."""
+        raise McaError(
+            "McaTrainer.predict is not supported; use evaluate for a loss, VirtualModels.logits for logits"
+        )
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
+        """Refused."""
+        raise McaError("hyper-parameter search is not supported")
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples in a step, all ranks together."""
+        return int(
+            args.per_device_train_batch_size
+            * args.gradient_accumulation_steps
+            * self.ranks.data_parallel_size
+        )
+
+
+class ConfigView:
+    """A model's Hugging Face configuration, for callbacks that log it."""
+
+    def __init__(self, hf_config: dict[str, Any]) -> None:
+        self._values = dict(hf_config)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields."""
+        return dict(self._values)
+
+    def to_json_string(self, *_: Any, **__: Any) -> str:
+        """All fields, as the ``config.json`` has them."""
+        return json.dumps(self._values, indent=2, sort_keys=True, default=str) + "\n"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._values.get(name)
+
+
+class ModelView(torch.nn.Module):
+    """The model as the Trainer's constructor and the callbacks look at it: a module with a configuration."""
+
+    accepts_loss_kwargs = True
+
+    def __init__(self, hf_config: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = ConfigView(hf_config)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Never called: the engine runs Megatron's schedule over the chunks."""
+        raise NotImplementedError("McaTrainer trains through Megatron's schedule; use VirtualModels.logits")
+
+
+def restore_counters(callbacks: Iterable[Any], saved: Mapping[str, Any]) -> None:
+    """Lets callbacks that count (early stopping) go on where those of the same class stood in a checkpoint.
+
+    Their arguments stay those of this run; ``restore_callback_states_from_checkpoint`` takes the checkpoint's.
+    """
+    by_name: dict[str, list[Any]] = {
+        name: list(states) if isinstance(states, list) else [states] for name, states in saved.items()
+    }
+    for callback in callbacks:
+        states = by_name.get(type(callback).__name__)
+        if states and isinstance(callback, ExportableState):
+            vars(callback).update(states.pop(0).get("attributes", {}))
+
+
+def has_given_up(callbacks: Iterable[Any]) -> bool:
+    """Whether early stopping had ended the run when the checkpoint was written that it was restored from."""
+    return any(
+        callback.early_stopping_patience_counter >= max(callback.early_stopping_patience, 1)
+        for callback in callbacks
+        if isinstance(callback, EarlyStoppingCallback)
+    )

@@ -1,0 +1,63 @@
+"""The Trainer's methods about data loaders, answered with loaders of whole steps."""
+
+import logging
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from mca_config.errors import McaError
+from mca_train.batching.loaders import Loaders
+from mca_train.batching.micro_batch import StepBatch
+from mca_train.batching.position import Length
+from mca_train.batching.sampling import StepSampler
+from mca_train.batching.step_stream import StepStream
+from mca_train.groups import Ranks
+
+logger = logging.getLogger(__name__)
+
+
+class WithStepLoaders:
+    """The Trainer's methods about data loaders, whose items are whole steps."""
+
+    train_dataset: Any
+    eval_dataset: Any
+    _loaders: Loaders
+
+    def get_train_dataloader(self) -> DataLoader[StepBatch]:
+        """Of this rank; an item is a step."""
+        return self._train_loader()[0]
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[StepBatch]:
+        """Of this rank; an item is a round of micro-batches."""
+        return self._loaders.evaluation(self._eval_dataset(eval_dataset))[0]
+
+    def _train_loader(self) -> tuple[DataLoader[StepBatch], StepSampler | StepStream]:
+        if self.train_dataset is None:
+            raise McaError("training needs a train_dataset (train_file)")
+        return self._loaders.train(self.train_dataset)
+
+    def _eval_dataset(self, given: Any) -> Any:
+        dataset = self.eval_dataset if given is None else given
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        if dataset is None:
+            raise McaError("evaluation needs an eval_dataset (eval_file)")
+        return dataset
+
+
+def log_plan(args: Any, ranks: Ranks, length: Length, samples: int, done: int) -> None:
+    """Says what the run is about to do: ``samples`` a step, after ``done`` steps."""
+    logger.info(
+        "training %d steps (%d a epoch) of %d samples = %d micro x %d accumulated x %d data parallel; %s",
+        length.max_steps,
+        length.steps_per_epoch,
+        samples,
+        args.per_device_train_batch_size,
+        args.gradient_accumulation_steps,
+        ranks.data_parallel_size,
+        ranks.layout,
+    )
+    if done >= length.max_steps:
+        logger.info("nothing to train: step %d is the end of the run already", done)
+    elif done:
+        logger.info("continuing after step %d", done)

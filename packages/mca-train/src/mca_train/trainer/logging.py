@@ -1,0 +1,132 @@
+"""The Trainer's methods about what comes after a step: logs, evaluations, saving, and what a checkpoint takes along."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from mca_config.errors import McaError
+from mca_train.checkpoint.carried import Carried, Due, Totals
+from mca_train.checkpoint.writer import CheckpointWriter
+from mca_train.engine.engine import StepResult
+from mca_train.losses.token_loss import StepLoss
+from mca_train.metrics.meter import LossReport
+from mca_train.trainer.hf_shims import has_given_up
+
+logger = logging.getLogger(__name__)
+
+
+class WithLogs:
+    """Does after a step what callbacks ask for, and after resuming what was not done; collective like the trainer."""
+
+    args: Any
+    state: Any
+    control: Any
+    signals: Any
+    optimizer: Any
+    watch: Any
+    callback_handler: Any
+    _checkpoints: CheckpointWriter
+    _meter: Any
+    _model_losses: Any
+    _totals: Totals
+    _due: Due
+    _evaluate: Any
+    _determine_best_metric: Any
+    _save_checkpoint: Any
+    log: Any
+
+    def _after_update(self, result: StepResult, loss: StepLoss, rate: float) -> None:
+        """Notes what the step did; a run that cannot go on ends here."""
+        self.signals.end_step()
+        self._totals.grad_norm, self._totals.rate = result.grad_norm, rate
+        self._totals.updates += result.updated
+        with self._checkpoint_completed():
+            self.watch.after_step(result, loss, self.optimizer, self.state.global_step + 1)
+
+    def _log_evaluate_save(self) -> None:
+        """Does what the callbacks asked for."""
+        if self.control.should_log and self.state.global_step > self._totals.logged:
+            self._log_step()
+        if self.control.should_evaluate:
+            with self._meter.pause():
+                metrics = self._evaluate(None, None)
+            best = self._determine_best_metric(metrics=metrics, trial=None)
+            if self.args.save_strategy == "best":
+                self.control.should_save = best
+        if self.control.should_save:
+            with self._meter.pause(), self._checkpoint_completed():
+                self._save_checkpoint()
+            self.control.should_save = False
+
+    def _log_step(self) -> None:
+        report = self._meter.flush()
+        self._add_up(report)
+        logs: dict[str, float] = {"loss": report.mean}
+        if self._totals.grad_norm is not None:
+            logs["grad_norm"] = self._totals.grad_norm
+        logs |= self.signals.flush() | self._model_losses.flush() | {"learning_rate": self._totals.rate}
+        with self._checkpoint_completed():
+            logs |= self.watch.logs(report, self.optimizer, self.state.global_step)
+        self.log(logs)
+
+    def _add_up(self, report: LossReport) -> None:
+        self._totals.loss += sum(report.losses)
+        self._totals.steps += len(report.losses)
+        self._totals.logged = self.state.global_step
+        self.state.num_input_tokens_seen += report.num_tokens
+
+    def _end_epoch(self) -> None:
+        self._due = Due()
+        self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+        self._log_evaluate_save()
+
+    def _catch_up(self, due: Due, *, over: bool) -> None:
+        """Does what an uninterrupted run did after the step of the checkpoint that this one goes on from.
+
+        Args:
+            due: What that was.
+            over: Whether the epoch, or the run, ended with that step.
+        """
+        self._due = Due(end_of_epoch=due.end_of_epoch)
+        self.control.should_log = False
+        self.control.should_evaluate, self.control.should_save = due.evaluation, due.save
+        self._log_evaluate_save()
+        if has_given_up(self.callback_handler.callbacks):
+            logger.info(
+                "early stopping ended the run at step %d; a larger patience goes on", self.state.global_step
+            )
+            self.control.should_training_stop = True
+        if due.end_of_epoch and (over or self.control.should_training_stop):
+            self._end_epoch()
+
+    def _carried(self) -> Carried:
+        """For a checkpoint; every rank calls this at the same step."""
+        meters = {
+            "loss": self._meter.state(),
+            "signals": self.signals.state(),
+            "model_losses": self._model_losses.state(),
+            "watch": self.watch.state(),
+        }
+        return Carried(totals=self._totals, due=self._due, meters=meters)
+
+    def _take_up(self, carried: Carried) -> None:
+        """Goes on with the numbers of a checkpoint, or from none."""
+        self._totals = carried.totals
+        for name, meter in {
+            "loss": self._meter,
+            "signals": self.signals,
+            "model_losses": self._model_losses,
+            "watch": self.watch,
+        }.items():
+            if name in carried.meters:
+                meter.restore(carried.meters[name])
+
+    @contextlib.contextmanager
+    def _checkpoint_completed(self) -> Iterator[None]:
+        """A block whose errors, alike on all ranks, end the run: what is being written is completed first."""
+        try:
+            yield
+        except McaError:
+            self._checkpoints.finish()
+            raise

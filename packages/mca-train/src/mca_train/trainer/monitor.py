@@ -1,0 +1,120 @@
+"""What is looked after beside a run: signals to stop, gradients that are no numbers, skipped steps, speed."""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mca_config.errors import McaError
+from mca_train import groups
+from mca_train.checkpoint.carried import Due
+from mca_train.engine.engine import StepResult
+from mca_train.engine.finite import require_finite, require_finite_weights
+from mca_train.groups import Ranks
+from mca_train.losses.token_loss import StepLoss
+from mca_train.metrics.meter import LossReport
+from mca_train.metrics.throughput import Throughput
+from mca_train.trainer.stop_signal import StopSignal
+
+logger = logging.getLogger(__name__)
+
+_TOLERATED = 8
+"""Skipped steps in a row that no lower loss scale follows, besides the ``hysteresis`` that the scale waits."""
+
+
+class Watch:
+    """Looks after one trainer's run.
+
+    Args:
+        args: Training arguments.
+        model: `VirtualModels`.
+        ranks: This rank.
+    """
+
+    def __init__(self, args: Any, model: Any, ranks: Ranks) -> None:
+        self.signal = StopSignal()
+        self._args = args
+        self._model = model
+        self._throughput = Throughput(args, model, ranks)
+        self._skipped = 0
+        self._unhelped = 0
+        self._scale = math.inf
+
+    @property
+    def stopped(self) -> bool:
+        """Whether SIGTERM ended the run."""
+        return self.signal.stopped
+
+    def after_step(self, result: StepResult, loss: StepLoss, optimizer: Any, step: int) -> None:
+        """Counts a skipped step.
+
+        Raises:
+            McaError: A step that was taken had gradients that are not finite; or one was skipped and no loss scale
+                will help.
+        """
+        if result.updated:
+            self._unhelped, self._scale = 0, math.inf
+            require_finite(None, result.grad_norm, step, self._model.held())
+            return
+        self._skipped += 1
+        scale = float(optimizer.get_loss_scale())
+        logger.warning("step %d was skipped: gradients overflowed; the loss scale is %g now", step, scale)
+        require_finite_weights(step, self._model.held())
+        loss_sum = float(groups.sum_over_data(loss.loss_sum[None]))
+        helped = scale < self._scale and math.isfinite(loss_sum)
+        self._unhelped, self._scale = 0 if helped else self._unhelped + 1, scale
+        if self._unhelped >= _TOLERATED + (self._args.hysteresis or 2):
+            why = (
+                "goes no lower"
+                if math.isfinite(loss_sum)
+                else f"does not help: the loss itself is {loss_sum}"
+            )
+            raise McaError(
+                f"step {step}: {self._unhelped} steps in a row were skipped, their gradients overflowed and the loss "
+                f"scale, {scale:g}, {why}; {self._advice()}"
+            )
+
+    def require_updates(self, updates: int, steps: int) -> None:
+        """Refuses the end of a run that has changed nothing.
+
+        Raises:
+            McaError: All its steps were skipped.
+        """
+        if steps and not updates:
+            raise McaError(
+                f"all {steps} steps of the run were skipped, their gradients overflowed: the model is as it was; "
+                f"{self._advice()}"
+            )
+
+    def _advice(self) -> str:
+        if self._args.loss_scale:
+            return f"loss_scale is {self._args.loss_scale:g}: lower it, or remove it so that it finds its own"
+        return "resume from the last checkpoint with a lower learning_rate or initial_loss_scale, or train in bf16"
+
+    def stop_if_asked(self, control: Any, step: int) -> Due:
+        """After SIGTERM: save, and no more, on all ranks after the same step; what is then due."""
+        due = Due(end_of_epoch=True)
+        if self.signal.agreed():
+            logger.warning("SIGTERM: saving after step %d, then ending", step)
+            due = Due(evaluation=control.should_evaluate, save=control.should_save, end_of_epoch=True)
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+        return due
+
+    def state(self) -> dict[str, int]:
+        """What was counted since the last log, for a checkpoint."""
+        return {"skipped": self._skipped}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Goes on from `state`."""
+        self._skipped = state["skipped"]
+
+    def logs(self, report: LossReport, optimizer: Any, step: int) -> dict[str, float]:
+        """What a log says besides loss, norm and rate."""
+        if not self._args.fp16:
+            require_finite(report.mean, None, step, self._model.held())
+        found = report.speed() | self._throughput.report(report)
+        if self._args.fp16:
+            found |= {"loss_scale": float(optimizer.get_loss_scale()), "skipped_steps": self._skipped}
+        self._skipped = 0
+        return found

@@ -1,0 +1,135 @@
+"""The Trainer's methods about saving: the model, and checkpoints to resume from."""
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState
+from transformers.trainer_callback import ExportableState
+
+from mca_config.errors import McaError
+from mca_models.megatron.distributed.collectives import on_first
+from mca_train import groups
+from mca_train.checkpoint import directory, lineage
+from mca_train.checkpoint.integrity import ARGUMENTS_FILE, Checksums
+from mca_train.checkpoint.model import ModelWriting
+from mca_train.checkpoint.output_lock import OutputLock
+from mca_train.checkpoint.writer import CheckpointWriter, Stage, name_errors
+from mca_train.engine.finite import require_finite_weights
+
+logger = logging.getLogger(__name__)
+
+
+class WithCheckpoints:
+    """Saves a trainer's model and checkpoints; collective like the trainer itself."""
+
+    args: Any
+    state: Any
+    control: Any
+    model: Any
+    ranks: Any
+    processing_class: Any
+    callback_handler: Any
+    _checkpoints: CheckpointWriter
+    _pipeline: Any
+    _training_state: Any
+    _carried: Any
+    started_at_step: int
+    output_lock: OutputLock | None = None
+    """Of ``output_dir``, if whoever made the trainer has taken it; else `train` does."""
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A block in which no other run uses ``output_dir``."""
+        if self.output_lock is not None:
+            yield
+            return
+        lock = OutputLock(Path(self.args.output_dir))
+        try:
+            on_first(lock.take)
+        except McaError as error:
+            raise McaError(str(error).removeprefix("rank 0 could not save: ")) from None
+        self.output_lock = lock
+        try:
+            with lock.kept():
+                yield
+        finally:
+            self.output_lock = None
+            lock.release()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the model as an MCA checkpoint, with the tokenizer; all ranks take part.
+
+        Args:
+            output_dir: None: the run's own.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        with self._pipeline().at_rest(), name_errors(folder):
+            hf = self.args.save_hf_model
+            ModelWriting(self.model, folder, self.processing_class, hf=hf).finish()
+
+    def _save_checkpoint(self, *_: Any, **__: Any) -> None:
+        """A complete checkpoint of this step; with ``async_save`` it is complete some steps later."""
+        target = Path(self.args.output_dir) / f"{directory.PREFIX}-{self.state.global_step}"
+        with self._pipeline().at_rest():
+            require_finite_weights(self.state.global_step, self.model.held())
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(target)
+        of_step = copy.copy(self.state) if self.args.async_save else self.state
+        self._checkpoints.write(target, self._begin_checkpoint, lambda: self._after_checkpoint(of_step))
+
+    def _begin_checkpoint(self, folder: Path) -> list[Stage]:
+        """Begins to write into ``folder``; what has yet to be finished, in order."""
+        args = self.args
+        with self._pipeline().at_rest():
+            stages: list[Stage] = [
+                ModelWriting(
+                    self.model,
+                    folder,
+                    self.processing_class,
+                    hf=args.save_hf_model,
+                    ckpt_format=args.ckpt_format,
+                    async_save=args.async_save,
+                )
+            ]
+        on_first(lambda: self._write_state(folder))
+        if not args.save_only_model:
+            stages.append(
+                self._training_state().begin_save(folder, self._carried(), background=args.async_save)
+            )
+            stages.append(Checksums(folder, self.ranks))
+        return stages
+
+    def _after_checkpoint(self, state: TrainerState) -> None:
+        """Deletes what is one too many, and tells the callbacks; ``state`` is that of the checkpoint's step."""
+        args = self.args
+        if self.ranks.is_first:
+            output_dir, limit = Path(args.output_dir), args.save_total_limit
+            lineage.set_aside_newer(output_dir, self.started_at_step, self._checkpoints.written)
+            for path in directory.expendable(output_dir, limit, state.best_model_checkpoint):
+                logger.info("deleting %s (save_total_limit %d)", path, limit)
+                self._checkpoints.delete(path)
+        groups.barrier()
+        another = self.control.should_save
+        self.control = self.callback_handler.on_save(args, state, self.control)
+        self.control.should_save = another
+
+    def _write_state(self, folder: Path) -> None:
+        if self.output_lock is not None:
+            self.output_lock.require_own()
+        states: dict[str, Any] = {}
+        for callback in self._exportable():
+            states.setdefault(type(callback).__name__, []).append(callback.state())
+        self.state.stateful_callbacks = {
+            name: found[0] if len(found) == 1 else found for name, found in states.items()
+        }
+        self.state.save_to_json(str(folder / directory.STATE_FILE))
+        (folder / ARGUMENTS_FILE).write_text(self.args.to_json_string())
+
+    def _exportable(self) -> list[Any]:
+        return [
+            cb for cb in [*self.callback_handler.callbacks, self.control] if isinstance(cb, ExportableState)
+        ]

@@ -1,0 +1,92 @@
+"""SIGTERM: schedulers pre-empt. The run saves a complete checkpoint and ends, at a step that all ranks agree on."""
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mca_models.megatron.distributed import parallel
+
+_AGAIN = 1.0  # seconds; launchers and schedulers may both deliver the same signal
+
+
+_EVERY = 1.0  # seconds between the exchanges of steps that are shorter
+
+
+_LONGEST = 1000  # steps, in case that a step takes no time
+
+
+class StopSignal:
+    """Listens for SIGTERM between ``__enter__`` and ``__exit__``, on every rank.
+
+    The first one asks for a stop; one that comes a second or more later ends the process at once, as does SIGINT.
+    Ranks tell each other in the background: what a step began to exchange, the next step reads, so that no step
+    waits for it and all ranks stop after the same one. Steps that take less than a second do so about once a second:
+    each exchange also settles how many steps go by before the next. Only the main thread can listen.
+    """
+
+    def __init__(self) -> None:
+        self._received: float | None = None
+        self._before: Any = None
+        self._group: Any = None
+        self._work: Any = None
+        self._box = torch.zeros(2)
+        self._pause = 0
+        self._interval = 1
+        self._since = 0.0
+        self.stopped = False
+        """Whether the ranks agreed to stop."""
+
+    def __enter__(self) -> "StopSignal":
+        self._received, self.stopped = None, False
+        self._pause, self._interval, self._since = 0, 1, time.monotonic()
+        if dist.get_world_size() > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=parallel.timeout())
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._work is not None and error[0] is None:
+            self._work.wait()
+        self._work = None
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def agreed(self) -> bool:
+        """Whether all ranks stop after this step; every rank asks after every step."""
+        if self._group is None:
+            self.stopped = self._received is not None
+            return self.stopped
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            stop, pause = self._box.tolist()
+            self.stopped, self._pause = stop > 0, -int(pause)
+            self._interval = self._pause + 1
+        if self._pause > 0:
+            self._pause -= 1
+        else:
+            self._exchange()
+        return self.stopped
+
+    def _exchange(self) -> None:
+        """Begins to tell the others whether to stop, and how many steps may go by before the next exchange."""
+        now = time.monotonic()
+        step_time = max((now - self._since) / self._interval, 1e-6)
+        pause = min(max(int(_EVERY / step_time) - 1, 0), _LONGEST)
+        self._since = now
+        self._box = torch.tensor([float(self._received is not None), -float(pause)])  # the shortest wins
+        self._work = dist.all_reduce(self._box, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._received is not None and now - self._received > _AGAIN:
+            os._exit(128 + number)
+        if self._received is None:
+            self._received = now

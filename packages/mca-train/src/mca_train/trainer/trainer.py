@@ -1,0 +1,366 @@
+"""``McaTrainer``: Hugging Face's Trainer on the outside, Megatron's engine inside.
+
+Callbacks, ``report_to``, the progress bar, ``TrainerState``, strategies for logging, evaluation and saving, and
+``resume_from_checkpoint`` work as in ``transformers.Trainer``. The loop, the optimizer, the data loaders,
+evaluation and checkpoints are this module's: nothing goes through accelerate.
+"""
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer_utils import TrainOutput, speed_metrics
+
+from mca_config.errors import McaError
+from mca_train import groups
+from mca_train.batching.collate import Collator, PadCollator, pad_token
+from mca_train.batching.loaders import Loaders, continued, steps_of
+from mca_train.batching.micro_batch import MicroBatch, StepBatch
+from mca_train.batching.position import Length, Place
+from mca_train.batching.sampling import StepSampler
+from mca_train.batching.step_stream import StepStream, require_steps
+from mca_train.checkpoint import directory, lineage, training_state
+from mca_train.checkpoint.carried import Carried, Due, Totals
+from mca_train.checkpoint.model import load_weights, require_format
+from mca_train.checkpoint.output_dir import require_own
+from mca_train.checkpoint.writer import CheckpointWriter, remove_unfinished
+from mca_train.engine.engine import Engine, StepResult
+from mca_train.engine.finite import require_finite_weights
+from mca_train.engine.pipeline import Pipeline
+from mca_train.engine.rng import seed_dropout
+from mca_train.losses.chunked import chunk_losses
+from mca_train.losses.label_smoothing import smooth_labels
+from mca_train.losses.token_loss import require_sums, token_loss
+from mca_train.lr_schedule import LearningRate, schedule_problems
+from mca_train.metrics.log_file import JsonlLog
+from mca_train.metrics.meter import LossMeter
+from mca_train.metrics.signals import ModelLosses, Signals
+from mca_train.trainer.hf_shims import ModelView, WithoutAccelerator, require_mca, restore_counters
+from mca_train.trainer.loading import WithStepLoaders, log_plan
+from mca_train.trainer.logging import WithLogs
+from mca_train.trainer.monitor import Watch
+from mca_train.trainer.saving import WithCheckpoints
+from mca_train.trainer.unsupported import require_honoured
+from mca_train.trainer.without_effect import tell_without_effect
+
+logger = logging.getLogger(__name__)
+
+
+class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, WithLogs, Trainer):  # type: ignore[misc]
+    """Trains `VirtualModels` with Megatron.
+
+    Args:
+        model: What ``mca_models.AutoModel`` returns.
+        args: ``mca_config.TrainingArguments``.
+        data_collator: Makes ``input_ids`` and ``labels`` (not shifted) of a micro-batch's samples; None: pads
+            on the right.
+        train_dataset: Items have ``input_ids`` and, if not every token is a target, ``labels``. May be a stream
+            (``IterableDataset``, ``datasets`` streaming too); then ``max_steps`` must be set.
+        eval_dataset: The same, or a dict of several by name.
+        processing_class: The tokenizer; saved with the model.
+        callbacks: Hugging Face ``TrainerCallback``s.
+        pack_length: With ``sequence_packing``, tokens of a row of packed sequences; None: of the longest sample.
+
+    Override `compute_loss` to train on another loss.
+
+    Attributes:
+        signal_names: Names of what `compute_loss` adds to ``signals``; their means are logged beside the loss.
+        wants_logits: `compute_loss` gets logits instead of the cross entropy of each token.
+        started_at_step: Steps that were done before `train`: 0, or those of the checkpoint it went on from.
+    """
+
+    signal_names: tuple[str, ...] = ()
+    wants_logits: bool = False
+    control: Any
+    state: Any
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any,
+        data_collator: Collator | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        *,
+        pack_length: int | None = None,
+        **others: Any,
+    ) -> None:
+        require_mca(model, args)
+        require_honoured(args, others)
+        for problem in schedule_problems(args):
+            raise McaError(problem)
+        require_steps(train_dataset, args.max_steps)
+        require_format(model, args.ckpt_format)
+        self.ranks = groups.here(model.config.layout)
+        view = ModelView(model.config.hf_config)
+        super().__init__(
+            model=view,
+            args=args,
+            data_collator=data_collator or PadCollator(pad_token(processing_class)),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=[JsonlLog(), *(callbacks or [])],
+        )
+        tell_without_effect(args, model.config, model.megatron)
+        seed_dropout(model, args.seed)
+        self.model = self.model_wrapped = model
+        self._view = view
+        self.engine: Engine | None = None
+        self._learning_rate: LearningRate | None = None
+        self._meter = LossMeter(self.ranks.context_parallel_rank)
+        self._checkpoints = CheckpointWriter(in_background=args.async_save)
+        self._place = Place()
+        self._totals = Totals()
+        self._due = Due()
+        self.started_at_step = 0
+        self.watch = Watch(args, model, self.ranks)
+        self._loaders = Loaders(
+            args=args,
+            ranks=self.ranks,
+            sequence_parallel=model.megatron.sequence_parallel,
+            collate=self.data_collator,
+            pad_token_id=pad_token(processing_class),
+            pack_length=pack_length,
+        )
+        self.signals = Signals(self.signal_names, self.ranks.device)
+        self._model_losses = ModelLosses(model.chunks)
+        smooth_labels(model.chunks, args.label_smoothing_factor, model.config.vocab_size)
+        chunk_losses(model.chunks, args.loss_chunk_size, wants_logits=self.wants_logits)
+
+    # The hook for another loss.
+
+    def compute_loss(self, output: Tensor, batch: MicroBatch, **_: Any) -> tuple[Tensor, Tensor]:
+        """The loss of one micro-batch on a rank of the last pipeline stage.
+
+        Args:
+            output: ``[b, s]`` fp32 cross entropy of each token (s: of this context-parallel rank), or, where
+                the class sets `wants_logits`, logits ``[b, s, vocab / tp]`` of this tensor-parallel rank.
+            batch: Labels (already the next token) and mask.
+
+        Returns:
+            The sum over the targets, and their number. The trainer divides by the number of the whole global
+            batch, so a loss that is a mean must be multiplied by its number.
+        """
+        return token_loss(output, batch)
+
+    def before_forward(self, batch: StepBatch) -> None:
+        """Called on every rank with each step's batch, before training or evaluating on it."""
+
+    # Training.
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **_: Any
+    ) -> TrainOutput:
+        """Trains; see ``transformers.Trainer.train``.
+
+        Args:
+            resume_from_checkpoint: A checkpoint's path, True for the last one, or ``"auto"`` for the last one if
+                there is any.
+            trial: Must be None: hyper-parameter search is not supported.
+        """
+        if trial is not None:
+            raise McaError("hyper-parameter search is not supported")
+        output_dir = Path(self.args.output_dir)
+        require_own(output_dir, [getattr(self.model, "source", None)])
+        self.is_in_train = True
+        try:
+            with self._alone():
+                checkpoint = directory.find(resume_from_checkpoint, output_dir, self.ranks)
+                lineage.require_free(output_dir, checkpoint, overwrite=self.args.overwrite_output_dir)
+                with self.watch.signal:
+                    return self._train(checkpoint)
+        finally:
+            self._checkpoints.abandon()
+            self.is_in_train = False
+
+    def _train(self, checkpoint: Path | None) -> TrainOutput:
+        loader, sampler = self._train_loader()
+        carried = self._start_state(checkpoint)
+        place = Place() if checkpoint is None else directory.place_in(checkpoint)
+        self._place = continued(place, sampler)
+        length = Length.of(self.args, sampler, self._place, self.state.global_step)
+        training = self._prepare(length, checkpoint)
+        log_plan(self.args, self.ranks, length, sampler.shape.global_size, self.state.global_step)
+        if self.ranks.is_first:
+            remove_unfinished(Path(self.args.output_dir), directory.PREFIX)
+            if self.args.overwrite_output_dir:
+                lineage.remove_others(Path(self.args.output_dir), checkpoint, self.state.global_step)
+        start, started = self.state.global_step, time.time()
+        self.started_at_step = start
+        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        if checkpoint is not None:
+            training.load_rng(checkpoint)
+        elif self.args.eval_on_start:
+            self._evaluate(None, None, skip_scheduler=True)
+        self._meter = LossMeter(self.ranks.context_parallel_rank)
+        self._take_up(carried)
+        if checkpoint is not None:
+            ended = not sampler.steps_after(self._place.samples)
+            self._catch_up(carried.due, over=ended or start >= length.max_steps)
+            self._place = self._place.next_epoch() if ended else self._place
+        for epoch in range(self._place.epoch, length.num_epochs):
+            if self.control.should_training_stop or self.state.global_step >= length.max_steps:
+                break
+            self._run_epoch(epoch, loader, sampler)
+        return self._finish(start, started, sampler)
+
+    def _prepare(self, length: Length, checkpoint: Path | None) -> training_state.TrainingState:
+        """Engine and schedule; restored from ``checkpoint`` if there is one."""
+        self._set_length(length)
+        if checkpoint is not None:
+            load_weights(self.model, checkpoint)
+        if self.engine is None:
+            self.engine = Engine(self.model.chunks, self.args, self._loss, wants_logits=self.wants_logits)
+        self.optimizer = self.engine.optimizer
+        self._learning_rate = LearningRate(self.args, length.schedule_steps)
+        self.lr_scheduler = self._learning_rate.scheduler
+        training = self._training_state()
+        if checkpoint is not None:
+            training.load(checkpoint)
+            self._learning_rate.move(length.schedule_done - self._place.schedule)
+        self._place = replace(self._place, schedule=length.schedule_done)
+        handler = self.callback_handler
+        handler.model, handler.optimizer, handler.lr_scheduler = self._view, self.optimizer, self.lr_scheduler
+        return training
+
+    def _training_state(self) -> training_state.TrainingState:
+        return training_state.TrainingState(self.engine, self._learning_rate, self.ranks.rank, self._place)
+
+    def _start_state(self, checkpoint: Path | None) -> Carried:
+        """A fresh `TrainerState`, or that of the checkpoint; and what that carries besides."""
+        carried = Carried()
+        if checkpoint is None:
+            self.state = TrainerState(stateful_callbacks=self._exportable())
+        else:
+            self.state = TrainerState.load_from_json(str(checkpoint / directory.STATE_FILE))
+            directory.locate_best(self.state, checkpoint)
+            restore_counters(self.callback_handler.callbacks, self.state.stateful_callbacks)
+            self._load_callback_state()
+            carried = directory.carried_in(checkpoint, self.state.global_step)
+        self.state.train_batch_size = self.args.per_device_train_batch_size
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.control._new_training()
+        return carried
+
+    def _set_length(self, length: Length) -> None:
+        self.state.compute_steps(self.args, length.max_steps)
+        self.state.max_steps = length.max_steps
+        self.state.num_train_epochs = length.num_epochs
+
+    def _run_epoch(
+        self, epoch: int, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream
+    ) -> None:
+        if epoch != self._place.epoch:
+            self._place = self._place.next_epoch()
+        sampler.set_epoch(epoch, 0 if self.args.ignore_data_skip else self._place.samples)
+        self.callback_handler.train_dataloader = loader
+        self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
+        for batch in steps_of(loader):
+            self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+            self.training_step(batch)
+            self.state.global_step += 1
+            self._place = self._place.after_step()
+            self.state.epoch = epoch + sampler.share(self._place.samples)
+            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+            self._due = self.watch.stop_if_asked(self.control, self.state.global_step)
+            self._checkpoints.advance()
+            self._log_evaluate_save()
+            if self.control.should_epoch_stop or self.control.should_training_stop:
+                break
+        if not self.watch.stopped:
+            self._end_epoch()
+
+    def training_step(self, batch: StepBatch, *_: Any, **__: Any) -> StepResult:
+        """One optimizer step on one step's batch."""
+        engine, rate = self._engine_and_rate()
+        rate.write(engine.optimizer.param_groups)
+        self.before_forward(batch)
+        loss = engine.forward_backward(batch)
+        self._model_losses.add_step()
+        self._meter.add(loss, batch)
+        self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
+        result = engine.optimizer_step()
+        self._after_update(result, loss, rate.value)
+        self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
+        if result.updated:
+            rate.step()
+        return result
+
+    def _engine_and_rate(self) -> tuple[Engine, LearningRate]:
+        if self.engine is None or self._learning_rate is None:
+            raise RuntimeError("training has not started")
+        return self.engine, self._learning_rate
+
+    def _loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        return require_sums(self.compute_loss(output, batch), type(self).__name__)
+
+    def _finish(self, first: int, started: float, sampler: StepSampler | StepStream) -> TrainOutput:
+        """The run's own metrics, the best model if asked for, and the last callback."""
+        with self._pipeline().at_rest():
+            pass  # the last step's parameters have arrived
+        self._checkpoints.finish()
+        steps = self.state.global_step - first
+        self._add_up(self._meter.flush())
+        if steps and not self.watch.stopped:
+            self.watch.require_updates(self._totals.updates, self.state.global_step)
+            require_finite_weights(self.state.global_step, self.model.held())
+        samples = steps * sampler.shape.global_size
+        metrics = speed_metrics("train", started, num_samples=samples, num_steps=steps)
+        if self._totals.steps:
+            metrics["train_loss"] = self._totals.mean_loss
+        self.log(dict(metrics))
+        best = self.args.load_best_model_at_end and not self.watch.stopped
+        if best and self.state.best_model_checkpoint is not None:
+            logger.info("loading the best model, %s", self.state.best_model_checkpoint)
+            load_weights(self.model, Path(self.state.best_model_checkpoint))
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        return TrainOutput(self.state.global_step, metrics.get("train_loss", 0.0), metrics)
+
+    # Evaluation.
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The mean loss over all targets of ``eval_dataset``, every sample counted once."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, dict):
+            found: dict[str, float] = {}
+            for name, part in dataset.items():
+                found |= self.evaluate(part, metric_key_prefix=f"{metric_key_prefix}_{name}")
+            return found
+        started = time.time()
+        loader, sampler = self._loaders.evaluation(self._eval_dataset(eval_dataset))
+        training_signals, self.signals = self.signals, Signals(self.signal_names, self.ranks.device)
+        metrics = {f"{metric_key_prefix}_loss": self._evaluate_loss(loader)}
+        metrics |= {f"{metric_key_prefix}_{name}": mean for name, mean in self.signals.flush().items()}
+        self.signals = training_signals
+        metrics |= speed_metrics(
+            metric_key_prefix, started, num_samples=sampler.num_samples, num_steps=len(loader)
+        )
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _evaluate_loss(self, loader: DataLoader[StepBatch]) -> float:
+        pipeline = self._pipeline()
+        self.callback_handler.eval_dataloader = loader
+        meter = LossMeter(self.ranks.context_parallel_rank)
+        with pipeline.at_rest():
+            for batch in steps_of(loader):
+                self.before_forward(batch)
+                meter.add(pipeline.evaluate(batch), batch)
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        report = meter.flush()
+        return report.loss_sum / max(report.num_targets, 1)
+
+    def _pipeline(self) -> Pipeline:
+        return self.engine or Pipeline(self.model.chunks, self._loss, wants_logits=self.wants_logits)
