@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from mca_config.layout import ParallelLayout
-from mca_convert.commands.convert import carry_out, layout_arguments, layout_flags_for_hf, layout_of
+from mca_convert.commands.carry_out import carry_out, layout_arguments, layout_flags_for_hf, layout_of
 from mca_convert.conversion import plan_to_hf, plan_to_mca, refuse_no_adapter, refuse_taken
 from mca_convert.interrupts import Interrupts
 from mca_convert.output import printable

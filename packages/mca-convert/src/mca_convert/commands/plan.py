@@ -4,8 +4,9 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from mca_convert.commands.convert import layout_flags_for_hf, limits_of, read_layout
-from mca_convert.forecast import Forecast, Request, forecast
+from mca_convert.commands.carry_out import layout_flags_for_hf, limits_of, read_layout
+from mca_convert.forecast.model import forecast
+from mca_convert.forecast.outcome import Forecast, Request
 from mca_convert.output import say, say_json
 from mca_convert.tables import size_of, table
 

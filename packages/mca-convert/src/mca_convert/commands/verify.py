@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from mca_convert.commands.convert import limits_of
+from mca_convert.commands.carry_out import limits_of
 from mca_convert.compare import Comparison, compare
 from mca_convert.compare_adapters import compare_adapters
 from mca_convert.interrupts import Interrupts

@@ -20,11 +20,7 @@ from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
 
 Stored = TensorInfo | Computed
-
-
 _SHOWN = 8
-
-
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 

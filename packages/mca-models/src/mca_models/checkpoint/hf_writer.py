@@ -18,8 +18,6 @@ from mca_models.templates import config_to_hf, family_of
 from mca_models.weights import Param
 
 MAX_SHARD_BYTES = 5 * 10**9
-
-
 METADATA = {"format": "pt"}  # transformers refuses files without it
 
 

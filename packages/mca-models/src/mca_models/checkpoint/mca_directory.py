@@ -29,11 +29,7 @@ from mca_models.templates import family_of
 from mca_models.weights import Param
 
 LATEST = "latest_checkpointed_iteration.txt"
-
-
 _MOST_DIGITS = 18
-
-
 _MOST_PIECES = 1 << 21
 
 

@@ -14,24 +14,17 @@ from mca_models.storage.partial_folder import close
 logger = logging.getLogger(__name__)
 
 _WRITTEN = {"config.json", "mca_config.json", "latest_checkpointed_iteration.txt"}
-
-
 _MEGATRON = {"metadata.json", "latest_wandb_artifact_path.txt", "progress.txt"}  # of the source's own kind
-
 
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".npz", ".gguf", ".h5", ".msgpack", ".onnx"),
     ".index.json",
 )
 
-
 _FOLDERS = ("additional_chat_templates",)
 """Where tokenizers keep more of their files; what other folders hold is no part of the model."""
 
-
 _MEGATRON_FOLDERS = ("release", "dist_model")
-
-
 _BUFFER_BYTES = 1 << 20
 
 

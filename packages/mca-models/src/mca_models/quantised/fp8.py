@@ -19,14 +19,8 @@ from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.strided import Array, FlatRows, Shape, TensorBase
 
 FP8 = ("F8_E4M3", "F8_E5M2")
-
-
 SCALE_SUFFIX = "_scale_inv"
-
-
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
-
-
 _STEP = 1 << 18  # elements that are fp32 at a time
 
 

@@ -12,8 +12,6 @@ from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.safetensors import TensorInfo
 
 HfTensor = TensorInfo | Fp8Tensor | Mxfp4Tensor
-
-
 _KEY = "quantization_config"
 
 

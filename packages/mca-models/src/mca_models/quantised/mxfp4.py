@@ -21,17 +21,9 @@ from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.strided import Array, FlatRows, Shape, TensorBase
 
 BLOCKS, SCALES = "_blocks", "_scales"
-
-
 GROUP = 32
-
-
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-
-
 _PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], 1)  # by byte: lower half, upper half
-
-
 _STEP = 1 << 18  # elements that are unpacked at a time
 
 

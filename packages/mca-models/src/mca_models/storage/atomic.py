@@ -35,7 +35,6 @@ __all__ = [
     "write_file",
 ]
 
-
 _LAST = ("config.json", "adapter_config.json", "latest_checkpointed_iteration.txt", "mca_config.json")
 
 

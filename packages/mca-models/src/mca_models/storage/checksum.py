@@ -12,11 +12,7 @@ from pathlib import Path
 from mca_config.files import reading
 
 _POLYNOMIAL = 0xEDB88320
-
-
 _ONE = 1 << 31
-
-
 _CHUNK = 8 << 20
 
 

@@ -14,12 +14,10 @@ ITEM_SIZES = {
     "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
 
-
 _NUMPY = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
     "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "F32": "float32", "F64": "float64",
 }  # fmt: skip
-
 
 _ML_DTYPES = {
     "BF16": "bfloat16",
@@ -28,10 +26,8 @@ _ML_DTYPES = {
     "F8_E8M0": "float8_e8m0fnu",
 }
 
-
 CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Codes by the dtype names of ``config.json`` and of ``McaModelConfig.dtype``."""
-
 
 DTYPE_NAMES = {code: name for name, code in CODES.items()}
 """The inverse of ``CODES``."""

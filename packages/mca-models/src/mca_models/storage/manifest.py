@@ -20,8 +20,6 @@ from mca_config.files import inside, read_json
 from mca_models.storage.atomic import write_file
 
 FILE_NAME = "manifest.json"
-
-
 VERSION = 1
 
 

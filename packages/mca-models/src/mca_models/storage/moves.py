@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 Side = int | None
-
-
 HF: Side = None
 
 
@@ -82,11 +80,7 @@ class Rule:
 
 
 _MAX_RULES = 4096
-
-
 _MOST_NUMBERS = 1 << 28  # 2 GiB of them
-
-
 _KNOWN_RULES: dict[tuple[int, int, int, bool], Rule] = {}
 
 

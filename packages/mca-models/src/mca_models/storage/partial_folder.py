@@ -20,11 +20,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 MARKER = ".mca-partial"
-
-
 CONTENT, DISPLACED = "new", "old"
-
-
 _IDLE_SECONDS = 24 * 3600  # of a folder begun on another machine, whose locks may not be seen here
 
 

@@ -8,11 +8,7 @@ from pathlib import Path
 from mca_models.storage.partial_folder import CONTENT, DISPLACED, PartialFolder
 
 _AT_FDCWD = -100
-
-
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
-
-
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 

@@ -27,17 +27,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_HEADER_BYTES = 100_000_000  # as the reference implementation
-
-
 _METADATA = "__metadata__"
-
-
 _LONGEST_NAME = 1000
-
-
 _MOST_BYTES, _MOST_AXES = (1 << 63) - 1, 32
-
-
 _ALIGNMENT = 4096  # of the first tensor: whole pages are written and mapped faster
 
 

@@ -24,11 +24,7 @@ from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import Described
 
 Array = np.ndarray[Any, Any]
-
-
 Shape = tuple[int, ...]
-
-
 MAX_GRID_CELLS = 1 << 20
 
 

@@ -16,7 +16,6 @@ from mca_models.storage.safetensors import FilePlan, TensorInfo
 
 _Part = tuple[int, int, int]  # start, length, checksum
 
-
 Written = Mapping[str, Sequence[_Part]]
 """What one process has written of a file: start, length and checksum of each stretch, by tensor."""
 
@@ -59,11 +58,7 @@ def _load_sync_file_range() -> Any:
 
 
 _SYNC_FILE_RANGE_WRITE = 2
-
-
 _WRITEBACK_BYTES = 16 << 20
-
-
 _sync_file_range = _load_sync_file_range()
 
 

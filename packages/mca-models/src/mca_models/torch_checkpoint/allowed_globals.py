@@ -200,7 +200,6 @@ _DTYPES = {
     "complex32": "complex32", "complex64": "complex64", "complex128": "complex128",
 }  # fmt: skip
 
-
 _STORAGES = {
     "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
     "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8",
@@ -208,15 +207,9 @@ _STORAGES = {
     "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
 }  # fmt: skip
 
-
 _DCP = "torch.distributed.checkpoint"
-
-
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
-
-
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-
 
 GLOBALS: Mapping[tuple[str, str], Any] = MappingProxyType(
     {

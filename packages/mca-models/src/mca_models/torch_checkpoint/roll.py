@@ -42,14 +42,8 @@ from mca_models.torch_checkpoint.torch_file import TorchFile, open_torch_file
 from mca_models.weights import Param
 
 WEIGHTS = "model_optim_rng.pt"
-
-
 _MOST_RANKS = 1 << 18
-
-
 LATEST = "latest_checkpointed_iteration.txt"
-
-
 _RANK_FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 
 

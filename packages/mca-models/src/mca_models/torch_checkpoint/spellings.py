@@ -14,10 +14,7 @@ from mca_config.pipeline import PipelineChunk
 from mca_models.weights import Param, Stage
 
 EMBEDDING = "embedding.word_embeddings.weight"
-
-
 _FINAL_NORM = "decoder.final_layernorm."
-
 
 _SPELLINGS: tuple[tuple[str, str], ...] = (
     # the local spec has a norm of its own where Transformer Engine fuses it into the linear after it
@@ -34,7 +31,6 @@ _SPELLINGS: tuple[tuple[str, str], ...] = (
     # megatron-core 0.17 and later; the checkpoints kept the old name
     ("}.transformer_layer.", "}.mtp_model_layer."),
 )
-
 
 _GROUPED = (
     ("mlp.experts.linear_fc1.weight{expert}", "mlp.experts.weight1"),

@@ -18,8 +18,6 @@ from mca_models.storage.source import Part
 from mca_models.storage.strided import GridTensor, Shape, StridedTensor
 
 Array = np.ndarray[Any, Any]
-
-
 Stored = StridedTensor | GridTensor
 
 

@@ -49,19 +49,13 @@ from mca_models.weights import Param
 logger = logging.getLogger(__name__)
 
 LATEST = "latest_checkpointed_iteration.txt"
-
-
 _DIST_MODEL = "dist_model"  # where ROLL's mcore_adapter puts it inside an iteration
-
-
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.|chained_\d+\.")
-
 
 _FUSED_NORMS = (
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
 )
-
 
 _EXPERT_FORMS = (
     (".mlp.experts.linear_fc{n}.{kind}{{expert}}", ".mlp.experts.experts.linear_fc{n}.{kind}", True),
@@ -72,15 +66,12 @@ _EXPERT_FORMS = (
     ),
 )
 
-
 _LAYERS = "decoder.layers.{layer}."
-
 
 _PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (".in_proj.weight", (".query", ".key", ".value", ".z", ".beta", ".alpha")),
     (".conv1d.weight", (".query", ".key", ".value")),
 )
-
 
 Index = tuple[int, ...]
 

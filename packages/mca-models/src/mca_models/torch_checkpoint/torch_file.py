@@ -26,8 +26,6 @@ from mca_models.torch_checkpoint.pickle_reader import read_pickle
 from mca_models.torch_checkpoint.zip_regions import Member, ZipFault, data_offset, read_directory, starts_zip
 
 MAX_PICKLE_BYTES = 1 << 30
-
-
 EXTRA_STATE = "_extra_state"
 
 

@@ -10,26 +10,12 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 _END = struct.Struct("<4s4H2LH")  # of the central directory
-
-
 _END64 = struct.Struct("<4sQ2H2L4Q")
-
-
 _LOCATOR64 = struct.Struct("<4sLQL")
-
-
 _ENTRY = struct.Struct("<4s4B4H3L5H2L")
-
-
 _LOCAL = struct.Struct("<4s5H3L2H")
-
-
 _NO_32, _NO_16 = 0xFFFFFFFF, 0xFFFF
-
-
 _TAIL = 4096
-
-
 _LONGEST_TAIL = _END.size + 0xFFFF + _LOCATOR64.size
 
 

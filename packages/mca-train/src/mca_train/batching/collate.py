@@ -16,7 +16,6 @@ from mca_train.data.token_dataset import IGNORED
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
 
-
 Sequences = list[tuple[Any, bool]]
 """Sequences of a micro-batch, and whether each counts."""
 

@@ -17,11 +17,7 @@ from mca_train.groups import Ranks
 logger = logging.getLogger(__name__)
 
 PREFIX = "checkpoint"
-
-
 STATE_FILE = "trainer_state.json"
-
-
 _NAME = re.compile(rf"{PREFIX}-(\d+)")
 
 

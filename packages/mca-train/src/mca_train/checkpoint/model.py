@@ -9,10 +9,7 @@ from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_models.megatron.distributed.collectives import on_first
 
 _LATEST = "latest_checkpointed_iteration.txt"  # readers begin here, so it comes last and goes first
-
-
 HF_FOLDER = "hf"
-
 
 _MAY_DIFFER = {
     "attention_dropout",
@@ -122,6 +119,7 @@ def load_weights(model: Any, directory: Path) -> None:
         McaError: Another model is there.
     """
     from mca_models.megatron.build import fill
+
     from mca_models.megatron.peft import PeftModels
     from mca_models.opening import open_checkpoint
 

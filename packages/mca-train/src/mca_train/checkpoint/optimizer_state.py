@@ -24,11 +24,7 @@ from mca_train.checkpoint.bucket_padding import positions_without_padding
 from mca_train.engine.offload import as_plain
 
 _MASTER = "optimizer.state.fp32_param."
-
-
 _MASTER_WHERE_SPLIT = "optimizer.state.param."
-
-
 _KIND = re.compile(r"optimizer\.state\.(?!fp32_param\.)(\w+)\.")
 
 

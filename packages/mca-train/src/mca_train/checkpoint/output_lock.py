@@ -23,17 +23,9 @@ from mca_config.errors import McaError
 logger = logging.getLogger(__name__)
 
 NAME = ".mca-train.lock"
-
-
 _BEAT = 5.0  # seconds between two touches
-
-
 _STILL = 30.0  # seconds without one, after which a record was left behind
-
-
 _LINGER = 10.0  # seconds; data loaders notice after 5 that their rank was killed, and inherited its lock
-
-
 _POLL = 0.2
 
 

@@ -20,10 +20,7 @@ from mca_train.data.token_dataset import IGNORED
 logger = logging.getLogger(__name__)
 
 Sample = dict[str, Tensor]
-
-
 _TEXT = 64  # tokens that a tokenizer may put around a text
-
 
 _CONVERSATION, _TURN = (
     1024,

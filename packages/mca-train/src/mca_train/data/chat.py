@@ -16,17 +16,9 @@ from mca_config.errors import McaError
 from mca_train.data.long_texts import head_encoding
 
 Message = dict[str, Any]
-
-
 Tools = list[dict[str, Any]]
-
-
 Span = tuple[int, int]
-
-
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-
-
 _STAND_IN = "\ue000"  # an answer that no text contains
 
 

@@ -11,11 +11,7 @@ from mca_config.errors import McaError, UsageError
 from mca_train.config.arguments import DataArguments
 
 _DEEPEST = 256
-
-
 _MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
-
-
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 
 

@@ -6,19 +6,10 @@ from typing import Any
 LONG = 1 << 21
 """Letters above which a text is cut into pieces."""
 
-
 _LETTERS = 64  # of a token at most, on average
-
-
 _MARGIN = 64  # tokens that the cut of a text may change before it
-
-
 _PIECE = 1 << 20
-
-
 _AROUND = 200
-
-
 _TRIES = 32
 
 

@@ -21,8 +21,6 @@ from mca_train.data.token_dataset import IGNORED
 logger = logging.getLogger(__name__)
 
 _LOOKED_AT = 1 << 26  # bytes of a file before training
-
-
 _ROWS_AT_ONCE = 64  # that pretrain gives to the tokenizer
 
 

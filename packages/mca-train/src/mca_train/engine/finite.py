@@ -12,8 +12,6 @@ from mca_config.errors import McaError
 from mca_train import groups
 
 _SHOWN = 3
-
-
 _FOUND = "in local grad norm"
 
 

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
 _PRECISION_AWARE = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
 
 

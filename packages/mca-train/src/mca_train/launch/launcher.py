@@ -21,14 +21,8 @@ from mca_train.launch.failures import End, done_mark, explain, report_failure
 from mca_train.launch.rendezvous import LISTENER, listening
 
 _GRACE = 1.0  # seconds in which the rank that failed first can be told from those that it pulled down
-
-
 POLL = 0.02
-
-
 _PR_SET_PDEATHSIG = 1
-
-
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

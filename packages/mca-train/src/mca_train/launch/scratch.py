@@ -15,8 +15,6 @@ from mca_config.errors import McaError
 from mca_models.storage.partial_folder import PartialFolder, remove_leftovers
 
 _LONGEST = 107 - len("/listener-xxxxxxxx")  # bytes of a folder with sockets in it
-
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -24,8 +24,6 @@ from mca_train.batching.micro_batch import MicroBatch
 from mca_train.config.arguments import require_preference
 
 LossType = Literal["sigmoid", "hinge", "ipo", "orpo"]
-
-
 _MEANS = ("ipo", "orpo")
 
 

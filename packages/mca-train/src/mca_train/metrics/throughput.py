@@ -40,10 +40,7 @@ PEAK_TFLOPS = {
 }
 """Dense bf16 (V100: fp16) peaks, by a part of the device's name; the first that fits holds."""
 
-
 _TERA = 1e12
-
-
 _GIB = 1024**3
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from mca_models.lora.config import AdapterConfig
 
 GIB = 1024**3
-
-
 PARTS = ("weights", "gradients", "optimizer", "activations")
 
 

@@ -13,11 +13,7 @@ import torch.distributed as dist
 from mca_models.megatron.distributed import parallel
 
 _AGAIN = 1.0  # seconds; launchers and schedulers may both deliver the same signal
-
-
 _EVERY = 1.0  # seconds between the exchanges of steps that are shorter
-
-
 _LONGEST = 1000  # steps, in case that a step takes no time
 
 

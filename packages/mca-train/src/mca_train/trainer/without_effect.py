@@ -11,7 +11,6 @@ logger = logging.getLogger(__name__)
 
 _OF_ROUTERS_BIAS = ("moe_router_bias_update_rate",)
 
-
 _OF_PIPELINES = (
     "overlap_p2p_comm",
     "batch_p2p_comm",
@@ -20,13 +19,8 @@ _OF_PIPELINES = (
     "account_for_loss_in_pipeline_split",
 )
 
-
 _OF_BALANCE = ("moe_aux_loss_coeff",)
-
-
 _ALWAYS_ON = ("attention_softmax_in_fp32",)
-
-
 _OF_DEVICES = ("pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d", "deterministic_mode")
 
 

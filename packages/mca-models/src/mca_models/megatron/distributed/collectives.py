@@ -12,8 +12,6 @@ from mca_config.errors import McaError
 from mca_models.storage.atomic import PartialDirectory
 
 _log = logging.getLogger(__name__)
-
-
 Result = TypeVar("Result")
 
 

@@ -17,13 +17,8 @@ from mca_config.layout import Coordinates, ParallelLayout, RankGrid
 from mca_models.megatron import platform
 
 _log = logging.getLogger(__name__)
-
-
 _RANK, _WORLD_SIZE, _LOCAL_RANK = "RANK", "WORLD_SIZE", "LOCAL_RANK"
-
-
 _TIMEOUT = timedelta(minutes=30)
-
 
 _SEEDS_OF_A_RANK = 2**20
 """More than all that Megatron adds to a seed: 2718 + tp, and 1024 + 100 ep + etp."""

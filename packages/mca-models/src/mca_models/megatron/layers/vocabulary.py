@@ -20,13 +20,8 @@ from mca_models.storage.source import ModelSource, read_piece
 from mca_models.weights import Param
 
 _BLOCKS = 64
-
-
 _NOISE = 0.1
-
-
 _Rows = NDArray[np.float64]
-
 
 Statistics = dict[str, tuple[Tensor, Tensor]]
 """Mean and standard deviation over the old rows, ``[hidden]`` in fp64, by canonical name."""

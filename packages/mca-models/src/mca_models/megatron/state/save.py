@@ -30,7 +30,6 @@ from mca_models.weights import Param
 
 Shape = tuple[int, ...]
 
-
 Facts = dict[str, tuple[str, Shape]]
 """Safetensors code and whole shape by canonical name."""
 

@@ -27,8 +27,6 @@ from mca_models.megatron.state.save import copy_side_files_of
 from mca_models.storage.atomic import write_file
 
 __all__ = ["PendingSave", "Writing", "model_state", "save_torch_dist", "write_state"]
-
-
 _ITERATION = 1
 
 

@@ -1,25 +1,21 @@
 """What a conversion would read, write and hold, and every reason why it would be refused."""
 
 import dataclasses
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-from mca_config.arguments import DistributingParallelArguments
-from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_convert.chunks import Chunk, ChunkCache
 from mca_convert.collect import computed_bytes
-from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca, refuse_taken
+from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca
+from mca_convert.forecast.outcome import Forecast, Request, anonymous_bytes, check_destination, require_space
+from mca_convert.forecast.stages import stages_of
 from mca_convert.open_files import too_many_files
 from mca_convert.pool import Limits
-from mca_convert.tables import size_of
 from mca_convert.tasks import Fill, dtype_faults, fill_item_size
 from mca_models.checkpoint.config_only import ImaginedSource
 from mca_models.checkpoint.hf_directory import has_weights
@@ -30,102 +26,15 @@ from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import ModelSource
 
-T = TypeVar("T")
 _THREAD_BYTES = 200 << 10  # a thread's stack and its share of the allocator
 _COMPUTE_BYTES = 3 << 20  # of one thread, while it dequantises
 _WORK_BYTES = 1 << 20  # what comes and goes while a conversion runs
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One pipeline rank: what it holds, and how much each of its ranks does."""
-
-    rank: int
-    holds: str
-    """For people."""
-    layers: tuple[int, ...]
-    prediction_layers: tuple[int, ...]
-    has_embedding: bool
-    has_loss: bool
-    tensors: int
-    dense_bytes: int
-    """Of the fullest tensor rank."""
-    expert_bytes: int
-    """Of the fullest expert rank; 0 without experts."""
-
-
-@dataclass
-class Forecast:
-    """The outcome of planning: ``refusals`` is empty if the conversion would go through."""
-
-    source: str
-    target: Literal["mca", "hf"]
-    kind: str = ""
-    config_only: bool = False
-    model_type: str = ""
-    layout: str = ""
-    layout_sizes: dict[str, Any] = field(default_factory=dict)
-    """The layout's fields by name."""
-    tensors: int = 0
-    parameters: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    files: dict[str, int] = field(default_factory=dict)
-    stages: list[Stage] = field(default_factory=list)
-    peak_bytes: int = 0
-    workers: int = 0
-    refusals: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def attempt(self, step: Callable[[], T]) -> T | None:
-        """The result of ``step``; None if it is refused, which is noted."""
-        try:
-            return step()
-        except McaError as error:
-            reason = str(error)
-        except OSError as error:
-            reason = f"{error.filename}: {error.strerror}"
-        self.refusals += [line for line in [reason] if line not in self.refusals]
-        return None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return dataclasses.asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What was asked for.
-
-    Args:
-        path: The checkpoint; None where an adapter needs none.
-        target: ``mca``, ``hf``, or None for the natural one.
-        arguments: Makes the layout arguments; raises if they contradict each other.
-        cast: Safetensors code to cast to.
-        limits: Threads and memory.
-        max_shard_bytes: Of a Hugging Face target.
-        destination: Where it would go; None if not said.
-        adapter: A LoRA adapter to convert, or to fold into the checkpoint.
-        merge: Fold it.
-        overwrite: Replace a checkpoint that stands at the destination.
-    """
-
-    path: Path | None
-    target: Literal["mca", "hf"] | None
-    arguments: Callable[[], DistributingParallelArguments]
-    cast: str | None
-    limits: Limits
-    max_shard_bytes: int
-    destination: Path | None
-    adapter: Path | None = None
-    merge: bool = False
-    overwrite: bool = False
-
-
 def forecast(request: Request) -> Forecast:
     """Plans what ``request`` asks for, as far as it can be planned; writes nothing."""
     if request.adapter is not None and not request.merge:
-        from mca_convert.forecast_adapter import forecast_adapter
+        from mca_convert.forecast.adapter import forecast_adapter
 
         return forecast_adapter(request, request.adapter)
     if request.path is None:
@@ -150,16 +59,6 @@ def forecast(request: Request) -> Forecast:
         _describe(conversion, request, result)
         require_space(request.destination, result)
     return result
-
-
-def check_destination(request: Request, result: Forecast) -> None:
-    """Notes whether the destination is taken, or lies inside what is read."""
-    destination = request.destination
-    for source in (request.adapter, request.path):
-        if destination is not None and source is not None:
-            result.attempt(partial(refuse_taken, source, destination, overwrite=request.overwrite))
-    if destination is not None:
-        result.attempt(partial(require_writable, destination))
 
 
 def _merged(base: ModelSource, path: Path, cast: str | None, result: Forecast) -> ModelSource | None:
@@ -234,31 +133,6 @@ def _describe(conversion: Conversion, request: Request, result: Forecast) -> Non
         result.refusals.append(fault)
 
 
-def stages_of(target: McaLayout, sizes: dict[str, int]) -> Iterator[Stage]:
-    """What each pipeline rank would hold; ``sizes`` are those of the target's files."""
-    plan = target.config.pipeline_plan()
-    by_stage: dict[str, list[str]] = {}
-    for name in sorted(target.files):
-        by_stage.setdefault(name.partition("/")[0], []).append(name)
-    for rank in range(target.config.layout.pp):
-        mine = by_stage.get(f"pp_{rank:03d}", [])
-        params = {param.mca_name() for name in mine for param, _ in target.files[name]}
-        dense = [sizes[name] for name in mine if "/tp_" in name]
-        experts = [sizes[name] for name in mine if "/ep_" in name]
-        chunks = plan.chunks[rank]
-        yield Stage(
-            rank=rank,
-            holds="; ".join(map(str, chunks)),
-            layers=plan.layers_of_rank(rank),
-            prediction_layers=tuple(layer for chunk in chunks for layer in chunk.mtp_layers),
-            has_embedding=any(chunk.has_embedding for chunk in chunks),
-            has_loss=any(chunk.has_loss for chunk in chunks),
-            tensors=len(params),
-            dense_bytes=max(dense, default=0),
-            expert_bytes=max(experts, default=0),
-        )
-
-
 def _buffer_bytes(conversion: Conversion, limits: Limits) -> int:
     """What the threads' buffers will take: those that are used, as far as they are filled."""
     largest: dict[str, int] = {}
@@ -296,44 +170,3 @@ def _computed_bytes(fill: Fill, limits: Limits) -> int:
     sizes = [computed_bytes(part) for part in fill.parts if not isinstance(part.info, TensorInfo)]
     kept = sum(size for size in sizes if size <= limits.computed_bytes)
     return kept + (_COMPUTE_BYTES if sizes else 0)
-
-
-def anonymous_bytes() -> int:
-    """Anonymous memory of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) << 10
-    return 0
-
-
-def require_writable(destination: Path) -> None:
-    """Raises if no directory can be made at ``destination``."""
-    place = _nearest(destination)
-    if not place.is_dir():
-        raise McaError(f"--output_path {destination}: {place} is not a directory; name another place")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise McaError(f"--output_path {destination}: {place} cannot be written to; name another place")
-
-
-def _nearest(destination: Path) -> Path:
-    """What exists of the path to ``destination``'s parent."""
-    place = Path(os.path.abspath(destination)).parent  # noqa: PTH100
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    return place
-
-
-def require_space(destination: Path | None, result: Forecast) -> None:
-    """Notes it if the disk has no room for what would be written."""
-    if destination is None:
-        return
-    # a mount point has room of its own
-    place = result.attempt(lambda: destination if destination.is_dir() else _nearest(destination))
-    if place is None:
-        return
-    free = shutil.disk_usage(place).free
-    if free < result.written_bytes:
-        result.refusals.append(
-            f"--output_path {destination}: needs {size_of(result.written_bytes)}, {place} has "
-            f"{size_of(free)} free; make room or name another place"
-        )

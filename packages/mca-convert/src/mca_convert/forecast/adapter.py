@@ -5,14 +5,8 @@ from pathlib import Path
 
 from mca_config.layout import ParallelLayout
 from mca_convert.conversion import refuse_no_adapter
-from mca_convert.forecast import (
-    Forecast,
-    Request,
-    anonymous_bytes,
-    check_destination,
-    require_space,
-    stages_of,
-)
+from mca_convert.forecast.outcome import Forecast, Request, anonymous_bytes, check_destination, require_space
+from mca_convert.forecast.stages import stages_of
 from mca_models.checkpoint.hf_writer import METADATA
 from mca_models.checkpoint.mca_directory import iteration_name, layout_faults
 from mca_models.checkpoint.side_files import side_files

@@ -1,0 +1,95 @@
+"""What the commands that convert share: layout flags, limits, and a conversion under its progress bar."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from mca_config.arguments import DistributingParallelArguments
+from mca_config.arguments.distributing import LAYOUT_FIELDS
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
+from mca_convert.conversion import Conversion
+from mca_convert.interrupts import Interrupts
+from mca_convert.open_files import allow_open_files
+from mca_convert.output import printable
+from mca_convert.pool import Limits, default_workers
+from mca_convert.progress import bar
+from mca_convert.tables import size_of
+from mca_models.checkpoint.mca_directory import McaLayout
+
+
+def carry_out(
+    conversion: Conversion,
+    destination: Path,
+    options: argparse.Namespace,
+    what: str,
+    interrupts: Interrupts,
+) -> None:
+    """Runs ``conversion`` under a progress bar that says ``what``, and sums it up."""
+    started = time.monotonic()
+    allow_open_files(conversion.open_files)
+    with bar(conversion.nbytes, what, quiet=options.quiet) as progress, interrupts.holding():
+        conversion.run(
+            destination, limits_of(options), progress, interrupts.check, overwrite=options.overwrite
+        )
+    if not options.quiet:
+        sys.stderr.write(_summary(conversion, destination, time.monotonic() - started))
+
+
+def layout_arguments(
+    parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> DistributingParallelArguments:
+    """The layout that the flags ask for; one that no model could have is wrong usage."""
+    try:
+        return read_layout(options)
+    except McaError as error:
+        parser.error(str(error))
+
+
+def layout_of(
+    parser: argparse.ArgumentParser, arguments: DistributingParallelArguments, own: ParallelLayout
+) -> ParallelLayout:
+    """The layout of the target: what was asked for, else the source's ``own``."""
+    try:
+        return arguments.layout(own)
+    except McaError as error:
+        parser.error(str(error))
+
+
+def read_layout(options: argparse.Namespace) -> DistributingParallelArguments:
+    """The layout that the flags ask for.
+
+    Raises:
+        McaError: They contradict each other.
+    """
+    given = {name: value for name, value in vars(options).items() if name in LAYOUT_FIELDS}
+    if given.get("tensor_model_parallel_size", 1) > 1:
+        given["sequence_parallel"] = True  # which is for the training to say; weights are cut alike
+    return DistributingParallelArguments(**given)
+
+
+def layout_flags_for_hf(options: argparse.Namespace, *, megatron: bool) -> str | None:
+    """What is wrong with layout flags where the target has no layout; None if there are none."""
+    given = [name for name in LAYOUT_FIELDS if name in vars(options)]
+    if not given:
+        return None
+    hint = ", or add --to mca to write the same model in another layout" if megatron else ""
+    return f"--{given[0]} says how an MCA target is cut, the target is hf; remove it{hint}"
+
+
+def limits_of(options: argparse.Namespace) -> Limits:
+    """Threads and memory asked for."""
+    return Limits(workers=options.workers or default_workers(), memory=options.memory_limit)
+
+
+def _summary(conversion: Conversion, destination: Path, seconds: float) -> str:
+    config = conversion.target.config
+    to_mca = isinstance(conversion.target, McaLayout)
+    what = f"MCA checkpoint, {config.layout}" if to_mca else "Hugging Face checkpoint"
+    tensors = len({fill.tensor for fill in conversion.fills})
+    speed = size_of(round(conversion.nbytes / max(seconds, 1e-3)))
+    return printable(
+        f"{destination}: {config.model_type}, {what}, {tensors} tensors, {len(conversion.target.files)} files, "
+        f"{size_of(conversion.nbytes)} in {seconds:.1f} s ({speed}/s)\n"
+    )

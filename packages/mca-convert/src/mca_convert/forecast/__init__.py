@@ -1,0 +1,1 @@
+"""What a conversion would do, without doing it."""

@@ -1,0 +1,49 @@
+"""What each pipeline rank of a planned layout holds."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mca_models.checkpoint.mca_directory import McaLayout
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline rank: what it holds, and how much each of its ranks does."""
+
+    rank: int
+    holds: str
+    """For people."""
+    layers: tuple[int, ...]
+    prediction_layers: tuple[int, ...]
+    has_embedding: bool
+    has_loss: bool
+    tensors: int
+    dense_bytes: int
+    """Of the fullest tensor rank."""
+    expert_bytes: int
+    """Of the fullest expert rank; 0 without experts."""
+
+
+def stages_of(target: McaLayout, sizes: dict[str, int]) -> Iterator[Stage]:
+    """What each pipeline rank would hold; ``sizes`` are those of the target's files."""
+    plan = target.config.pipeline_plan()
+    by_stage: dict[str, list[str]] = {}
+    for name in sorted(target.files):
+        by_stage.setdefault(name.partition("/")[0], []).append(name)
+    for rank in range(target.config.layout.pp):
+        mine = by_stage.get(f"pp_{rank:03d}", [])
+        params = {param.mca_name() for name in mine for param, _ in target.files[name]}
+        dense = [sizes[name] for name in mine if "/tp_" in name]
+        experts = [sizes[name] for name in mine if "/ep_" in name]
+        chunks = plan.chunks[rank]
+        yield Stage(
+            rank=rank,
+            holds="; ".join(map(str, chunks)),
+            layers=plan.layers_of_rank(rank),
+            prediction_layers=tuple(layer for chunk in chunks for layer in chunk.mtp_layers),
+            has_embedding=any(chunk.has_embedding for chunk in chunks),
+            has_loss=any(chunk.has_loss for chunk in chunks),
+            tensors=len(params),
+            dense_bytes=max(dense, default=0),
+            expert_bytes=max(experts, default=0),
+        )
