@@ -71,7 +71,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("platform", "families"),
         ("distributed",),
         ("live",),
-        ("build",),
+        ("factory",),
         ("state", "forward"),
         ("virtual_models",),
         ("auto",),

@@ -171,8 +171,7 @@ def megatron(checkpoint: Path, output: Path, changes: Changes) -> tuple[Any, Any
     prepare_parent()
     from dataclasses import replace
 
-    from mca_models.megatron.build.transformer_config import transformer_config
-
+    from mca_models.megatron.factory.transformer_config import transformer_config
     from mca_train.config.model import model_config
 
     args, config = arguments(output, **changes), model_config(str(checkpoint))

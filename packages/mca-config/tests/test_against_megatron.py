@@ -199,20 +199,21 @@ def result_of(make: Callable[..., Held], case: tuple[Any, ...], *errors: type[Ex
         return None
 
 
+def embeds_twice_on_the_first_rank(plan: Held) -> bool:
+    """Prediction layers behind the first stage of the first rank: megatron-core trains their embedding apart."""
+    return any(pp == 0 and vpp > 0 and mtp for (pp, vpp), (_, mtp) in plan.items())
+
+
 def test_the_pipeline_plan_is_megatrons_wherever_megatrons_is_complete() -> None:
-    """Equal where both answer; what we refuse Megatron refuses, or it loses or doubles a layer."""
+    """Equal where both answer; what we refuse Megatron refuses, or it loses, doubles or wrongly trains a layer."""
     equal = refused = 0
     for sizes, num_layers, mtp in cases():
         case = (sizes, num_layers, mtp)
         ours = result_of(lambda *case: our_plan(pipeline_plan(*case)), case, McaError)
         theirs = result_of(megatron_plan, case, AssertionError, ValueError, ZeroDivisionError)
         if ours is None:
-            assert theirs is None or not is_complete(theirs, num_layers, mtp), (
-                sizes,
-                num_layers,
-                mtp,
-                theirs,
-            )
+            complete = theirs is not None and is_complete(theirs, num_layers, mtp)
+            assert not complete or embeds_twice_on_the_first_rank(theirs), (sizes, num_layers, mtp, theirs)
             refused += 1
         else:
             assert ours == theirs, (sizes, num_layers, mtp)

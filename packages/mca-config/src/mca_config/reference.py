@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mca_config.arguments import DistributingParallelArguments, MegatronArguments
+from mca_config.arguments.options import DistributingOptions, TrainingOptions
 
-LEVELS: tuple[type, ...] = (DistributingParallelArguments, MegatronArguments)
+LEVELS: tuple[tuple[type, type], ...] = (
+    (DistributingParallelArguments, DistributingOptions),
+    (MegatronArguments, TrainingOptions),
+)
+"""What users know, and the class that declares its options."""
 
 
 def argument_table(cls: type) -> str:
@@ -42,9 +47,9 @@ def _kind(hint: Any) -> str:
 
 def updated(document: str) -> str:
     """``document`` with every table between the marks ``<!-- NAME -->`` and ``<!-- end NAME -->`` made anew."""
-    for cls in LEVELS:
+    for cls, options in LEVELS:
         begin, end = f"<!-- {cls.__name__} -->", f"<!-- end {cls.__name__} -->"
-        table = f"{begin}\n{argument_table(cls)}\n{end}"
+        table = f"{begin}\n{argument_table(options)}\n{end}"
         document = re.sub(f"{begin}.*?{end}", table.replace("\\", r"\\"), document, flags=re.DOTALL)
     return document
 

@@ -121,9 +121,8 @@ def main(jobs: list[dict[str, Any]]) -> list[Any]:
     import transformer_engine.pytorch as te_pytorch
 
     te.pytorch = te_pytorch
-    from mca_models.megatron.build import transformer_config
-
     from mca_models.megatron import virtual_models
+    from mca_models.megatron.factory import transformer_config
 
     for module in (transformer_config, virtual_models):
         module.implementation_of = lambda args: "transformer_engine"

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import tiny_hf
 import torch
-from mca_models.megatron.build.transformer_config import aux_loss_coefficient
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.factory.transformer_config import aux_loss_coefficient
 from mca_models.megatron.families import settings
 from mca_models.megatron.families.delta_rule import CHUNK, gated_delta_rule
 from mca_models.megatron.families.embedding import train_embedding_like_hf

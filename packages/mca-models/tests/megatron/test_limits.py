@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mca_models.megatron.build.limits import require_supported
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_models.megatron.factory.limits import require_supported
 
 V16, V19 = (0, 16, 1), (0, 19, 2)
 SIZES: dict[str, Any] = {

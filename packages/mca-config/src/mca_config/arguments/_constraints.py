@@ -1,13 +1,10 @@
 """Which arguments contradict one another: pure tables and functions from arguments to messages."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mca_config.arguments import _unfollowed
-
-if TYPE_CHECKING:
-    from mca_config.arguments.distributing import DistributingParallelArguments
-    from mca_config.arguments.megatron import MegatronArguments
+from mca_config.arguments.options import DistributingOptions, TrainingOptions
 
 RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 SEQUENCE_PARALLEL_OFF = (
@@ -16,8 +13,8 @@ SEQUENCE_PARALLEL_OFF = (
 )
 
 
-def of_distribution(args: "DistributingParallelArguments") -> list[str]:
-    """Contradictions among the arguments of :class:`DistributingParallelArguments`."""
+def of_distribution(args: DistributingOptions) -> list[str]:
+    """Contradictions among the arguments of `DistributingOptions`."""
     extra = args.additional_configs if isinstance(args.additional_configs, dict) else {}
     unfollowed = _unfollowed.problems(extra, vars(args))
     return [
@@ -30,7 +27,7 @@ def of_distribution(args: "DistributingParallelArguments") -> list[str]:
     ]
 
 
-def _sequence(args: "DistributingParallelArguments") -> list[str]:
+def _sequence(args: DistributingOptions) -> list[str]:
     problems = []
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         problems.append(
@@ -47,7 +44,7 @@ def _sequence(args: "DistributingParallelArguments") -> list[str]:
     return problems
 
 
-def _recompute(args: "DistributingParallelArguments") -> list[str]:
+def _recompute(args: DistributingOptions) -> list[str]:
     problems = []
     kind = args.recompute_granularity
     if kind == "full" and (args.recompute_method is None or args.recompute_num_layers is None):
@@ -86,7 +83,7 @@ def _recompute(args: "DistributingParallelArguments") -> list[str]:
     return problems
 
 
-def _experts(args: "DistributingParallelArguments") -> list[str]:
+def _experts(args: DistributingOptions) -> list[str]:
     problems = []
     dispatcher = args.moe_token_dispatcher_type
     if args.variable_seq_lengths and dispatcher == "allgather":
@@ -117,7 +114,7 @@ def _experts(args: "DistributingParallelArguments") -> list[str]:
     return problems
 
 
-def _expert_overlap(args: "DistributingParallelArguments") -> list[str]:
+def _expert_overlap(args: DistributingOptions) -> list[str]:
     name = "overlap_moe_expert_parallel_comm"
     wrong = {
         "expert_model_parallel_size 1": args.expert_model_parallel_size == 1,
@@ -128,7 +125,7 @@ def _expert_overlap(args: "DistributingParallelArguments") -> list[str]:
     return [f"{name} excludes {what}; remove one of the two" for what, is_so in wrong.items() if is_so]
 
 
-def _precision(args: "DistributingParallelArguments") -> list[str]:
+def _precision(args: DistributingOptions) -> list[str]:
     needing = [name for name in ("fp8_param", "fp8_recipe") if getattr(args, name) and args.fp8 is None]
     problems = [f"{name} needs fp8 (e4m3 or hybrid); add it or remove {name}" for name in needing]
     if args.cross_entropy_fusion_impl is not None and not args.cross_entropy_loss_fusion:
@@ -183,7 +180,7 @@ _OFFLOAD_DETAILS = (
 _AT_LEAST_ONE = ("recompute_num_layers", "microbatch_group_size_per_vp_stage")
 
 
-def _ranges(args: "DistributingParallelArguments") -> list[str]:
+def _ranges(args: DistributingOptions) -> list[str]:
     problems = []
     for names, least in ((_AT_LEAST_ZERO, 0), (_AT_LEAST_ONE, 1)):
         for name in names:
@@ -200,12 +197,12 @@ def _ranges(args: "DistributingParallelArguments") -> list[str]:
     return problems
 
 
-def of_training(args: "MegatronArguments") -> list[str]:
-    """Contradictions among the arguments that :class:`MegatronArguments` adds."""
+def of_training(args: TrainingOptions) -> list[str]:
+    """Contradictions among the arguments that `TrainingOptions` adds."""
     return [*_overlap(args), *_optimizer(args), *_scale(args), *_offload(args), *_loss(args), *_saving(args)]
 
 
-def _overlap(args: "MegatronArguments") -> list[str]:
+def _overlap(args: TrainingOptions) -> list[str]:
     problems = []
     missing = [
         name for name in ("use_distributed_optimizer", "overlap_grad_reduce") if not getattr(args, name)
@@ -239,7 +236,7 @@ def _overlap(args: "MegatronArguments") -> list[str]:
     return problems
 
 
-def _optimizer(args: "MegatronArguments") -> list[str]:
+def _optimizer(args: TrainingOptions) -> list[str]:
     problems = []
     if args.optimizer == "muon" and (args.use_distributed_optimizer or args.overlap_param_gather):
         problems.append(
@@ -264,7 +261,7 @@ def _optimizer(args: "MegatronArguments") -> list[str]:
 _OF_DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
-def _scale(args: "MegatronArguments") -> list[str]:
+def _scale(args: TrainingOptions) -> list[str]:
     dynamic = [name for name in _OF_DYNAMIC_SCALE if getattr(args, name) is not None]
     given = dynamic + (["loss_scale"] if args.loss_scale is not None else [])
     problems = []
@@ -277,7 +274,7 @@ def _scale(args: "MegatronArguments") -> list[str]:
     return problems
 
 
-def _offload(args: "MegatronArguments") -> list[str]:
+def _offload(args: TrainingOptions) -> list[str]:
     problems = []
     fraction = args.optimizer_offload_fraction
     if fraction is not None and not 0 <= fraction <= 1:
@@ -305,7 +302,7 @@ def _offload(args: "MegatronArguments") -> list[str]:
     return problems
 
 
-def _loss(args: "MegatronArguments") -> list[str]:
+def _loss(args: TrainingOptions) -> list[str]:
     problems = []
     size = args.loss_chunk_size
     if size is not None and size < 1:
@@ -318,7 +315,7 @@ def _loss(args: "MegatronArguments") -> list[str]:
     return problems
 
 
-def _saving(args: "MegatronArguments") -> list[str]:
+def _saving(args: TrainingOptions) -> list[str]:
     if args.async_save and args.ckpt_format != "torch_dist":
         return [
             f"async_save needs ckpt_format torch_dist, not {args.ckpt_format}; change it or remove async_save"

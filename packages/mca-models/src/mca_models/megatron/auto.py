@@ -8,9 +8,9 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.checks import require_layout
 from mca_config.errors import McaError, checking_usage
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.build import fill
-from mca_models.megatron.build.transformer_config import DTYPES
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.factory import fill
+from mca_models.megatron.factory.transformer_config import DTYPES
 from mca_models.megatron.layers.vocabulary import growth_of, require_growth
 from mca_models.megatron.names import DtypeName
 from mca_models.megatron.virtual_models import VirtualModels

@@ -12,9 +12,9 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.checks import require_layout
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.build.chunks import build_chunk, live_tensors
-from mca_models.megatron.build.transformer_config import implementation_of, transformer_config
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.factory.chunks import build_chunk, live_tensors
+from mca_models.megatron.factory.transformer_config import implementation_of, transformer_config
 from mca_models.megatron.forward import model_logits
 from mca_models.megatron.layers.tp_marks import mark_parameters
 from mca_models.megatron.names import DtypeName, Held, Implementation, Spelling, chunk_params

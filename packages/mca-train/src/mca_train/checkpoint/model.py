@@ -118,8 +118,7 @@ def load_weights(model: Any, directory: Path) -> None:
     Raises:
         McaError: Another model is there.
     """
-    from mca_models.megatron.build import fill
-
+    from mca_models.megatron.factory import fill
     from mca_models.megatron.peft import PeftModels
     from mca_models.opening import open_checkpoint
 

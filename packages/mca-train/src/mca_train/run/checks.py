@@ -111,9 +111,8 @@ def require_runnable(settings: Settings) -> None:
     from mca_models.megatron import platform
 
     platform.prepare()  # before the next lines import Megatron
-    from mca_models.megatron.build.transformer_config import transformer_config
-
     from mca_models.megatron.auto import trained_dtype
+    from mca_models.megatron.factory.transformer_config import transformer_config
 
     args = settings.training
     if error := list_problems(list(optimizer_problems(args)), settings.where):

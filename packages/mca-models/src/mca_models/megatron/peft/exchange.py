@@ -10,8 +10,8 @@ from torch import Tensor
 from mca_config.layout import Coordinates
 from mca_config.model_config import McaModelConfig
 from mca_models.lora import Adapter, AdapterConfig, AdapterRules
-from mca_models.megatron.build.fill import cut_of
 from mca_models.megatron.distributed.parallel import Place
+from mca_models.megatron.factory.fill import cut_of
 from mca_models.megatron.tensors import to_numpy
 from mca_models.weights import Param
 

@@ -20,8 +20,8 @@ from mca_models.lora import (
     write_peft,
 )
 from mca_models.lora.adapter import require_untied
-from mca_models.megatron.build.fill import cut_of, whole_shape
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.factory.fill import cut_of, whole_shape
 from mca_models.megatron.peft.attach import Attached, Ranks, attach, detach
 from mca_models.megatron.peft.exchange import on_first_rank, whole_adapter
 from mca_models.megatron.peft.settings import adapter_config

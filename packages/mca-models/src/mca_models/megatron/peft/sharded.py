@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mca_config.layout import Coordinates
-from mca_models.megatron.build.fill import cut_of
 from mca_models.megatron.distributed.parallel import Place
+from mca_models.megatron.factory.fill import cut_of
 from mca_models.megatron.peft.attach import CHILD
 from mca_models.weights import Param
 

@@ -18,9 +18,9 @@ from mca_models.checkpoint.mca_directory import McaLayout, iteration_name
 from mca_models.checkpoint.placement import cut_size, expert_rank, stage_of, stored
 from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.megatron import platform
-from mca_models.megatron.build.fill import whole_shape
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import all_gather, on_first, shared_directory, together
+from mca_models.megatron.factory.fill import whole_shape
 from mca_models.megatron.live import LiveModel
 from mca_models.megatron.tensors import CODES, DTYPE_OF, to_numpy
 from mca_models.storage.safetensors import FilePlan, plan_file

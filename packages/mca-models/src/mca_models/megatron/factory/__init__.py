@@ -1,0 +1,1 @@
+"""From a configuration to the live chunks of a rank."""

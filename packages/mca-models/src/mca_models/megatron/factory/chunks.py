@@ -1,0 +1,94 @@
+"""Builds the GPT model of one virtual pipeline stage."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mca_config.errors import McaError, list_problems
+from mca_config.model_config import McaModelConfig
+from mca_config.pipeline import PipelineChunk
+from mca_models.megatron import families, platform
+from mca_models.megatron.distributed import parallel
+from mca_models.megatron.layers.spec import block_spec, mtp_spec
+from mca_models.megatron.names import Held, Implementation
+
+
+def build_chunk(
+    config: McaModelConfig, megatron: Any, chunk: PipelineChunk, implementation: Implementation
+) -> torch.nn.Module:
+    """Megatron's ``GPTModel`` for ``chunk``, its parameters not yet filled.
+
+    Args:
+        config: The model, with the layout that is built.
+        megatron: Its ``TransformerConfig``.
+        chunk: What the virtual stage holds.
+        implementation: Whose layers.
+    """
+    from megatron.core.models.gpt import GPTModel
+
+    vp_stage = chunk.vp if config.layout.vpp > 1 else None
+    families.before_building(config, megatron)
+    decoder = block_spec(megatron, implementation, vp_stage)
+    prediction = mtp_spec(megatron, decoder, implementation, vp_stage)
+    model: Any = GPTModel(
+        config=megatron,
+        transformer_layer_spec=families.adapted_block(decoder, config, implementation, chunk.layers),
+        vocab_size=config.padded_vocab_size,
+        max_sequence_length=config.max_position_embeddings,
+        pre_process=chunk.has_embedding,
+        post_process=chunk.has_loss,
+        parallel_output=True,
+        share_embeddings_and_output_weights=config.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_percent=config.rotary_percent,
+        rotary_base=config.rotary_base,
+        mtp_block_spec=families.adapted(prediction, config, implementation),
+        vp_stage=vp_stage,
+    )
+    rotary = families.rotary(config, parallel.context_group())
+    if rotary is not None:
+        model.rotary_pos_emb = rotary
+    families.finish(model, config)
+    if chunk.has_loss:
+        _mask_padding(model.output_layer, config)
+    module: torch.nn.Module = model.to(platform.current_device())
+    return module
+
+
+def _mask_padding(output_layer: torch.nn.Module, config: McaModelConfig) -> None:
+    """Sets the logits of padded vocabulary rows to the least number, so that softmax and loss ignore them."""
+    group = parallel.tensor_group()
+    padded = config.padded_vocab_size
+    if padded == config.vocab_size:
+        return
+    share = padded // group.size()
+
+    def mask(module: torch.nn.Module, args: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        logits, bias = output
+        first = 0 if logits.shape[-1] == padded else group.rank() * share
+        true = max(config.vocab_size - first, 0)
+        if true >= logits.shape[-1]:
+            return output
+        columns = torch.arange(logits.shape[-1], device=logits.device) >= true
+        return logits.masked_fill(columns, torch.finfo(logits.dtype).min), bias
+
+    output_layer.register_forward_hook(mask)
+
+
+def live_tensors(model: torch.nn.Module, held: list[Held]) -> dict[str, Tensor]:
+    """The chunk's tensors by live name, found to be exactly those that ``held`` names.
+
+    Raises:
+        McaError: A tensor has no rule, or a rule no tensor.
+    """
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    expected = [item.live for item in held]
+    tensors |= {name: buffers[name] for name in expected if name in buffers}
+    problems = [f"no rule for the live tensor {name}" for name in sorted(tensors.keys() - set(expected))]
+    problems += [f"no live tensor {name}" for name in expected if name not in tensors]
+    error = list_problems(problems[:20], f"the built model and its template differ in {len(problems)} names")
+    if error:
+        raise McaError(str(error))
+    return {name: tensors[name] for name in expected}

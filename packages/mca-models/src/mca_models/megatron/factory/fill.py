@@ -1,0 +1,140 @@
+"""Fills the live tensors of a model: from a checkpoint, or from a seed.
+
+Both ways give every layout the same model: a file's slices, or slices of whole parameters that are drawn from a
+generator of their own.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from mca_config.errors import McaError
+from mca_config.layout import Coordinates, ParallelLayout
+from mca_config.model_config import McaModelConfig
+from mca_models.megatron.distributed import parallel
+from mca_models.megatron.layers.vocabulary import Growth, grown_piece
+from mca_models.megatron.names import Held
+from mca_models.megatron.tensors import to_torch
+from mca_models.storage.source import ModelSource, different_names, gather_piece, read_piece
+from mca_models.templates import family_of
+from mca_models.weights import Param
+
+_NORMS = ("layernorm.weight", "layer_norm_weight", "norm.weight")
+
+_ONES = ("out_norm.weight", "dt_bias")
+"""Of gated delta nets; their own norm is never zero-centred."""
+
+_ZERO = ("bias",)
+_DECAY = "A_log"
+
+
+def cut_of(param: Param, layout: ParallelLayout, at: Coordinates) -> tuple[int, int]:
+    """(rank, size) by which ``param`` is cut: etp for experts, else tp; (0, 1) if it is replicated."""
+    if param.shard.axis is None:
+        return 0, 1
+    return (at.tp, layout.tp) if param.expert is None else (at.etp, layout.etp)
+
+
+def whole_shape(param: Param, live: Tensor, config: McaModelConfig) -> tuple[int, ...]:
+    """Shape of the whole parameter, without vocabulary padding."""
+    shape = list(live.shape)
+    if param.shard.axis is not None:
+        shape[param.shard.axis] *= config.layout.tp if param.expert is None else config.layout.etp
+    if param.vocab:
+        shape[0] = config.vocab_size
+    return tuple(shape)
+
+
+def require_same_names(source: ModelSource, config: McaModelConfig, where: str) -> None:
+    """Raises unless the checkpoint has every parameter of a model, and no other.
+
+    Args:
+        source: The checkpoint.
+        config: The model.
+        where: Names the checkpoint in errors.
+    """
+    there = {param.mca_name() for param in source.params if param.alias_of is None}
+    here = {p.mca_name() for p in family_of(config.model_type).params(config) if p.alias_of is None}
+    if faults := different_names(there, here):
+        raise McaError(f"{where}: holds another model than this one: {faults}")
+
+
+@torch.no_grad()
+def from_source(
+    source: ModelSource,
+    held: Sequence[tuple[Held, Tensor]],
+    layout: ParallelLayout,
+    at: Coordinates,
+    *,
+    growth: Growth | None = None,
+    broadcast: bool = False,
+) -> int:
+    """Copies each live tensor's slice out of the checkpoint, which is open and complete.
+
+    Args:
+        source: The checkpoint.
+        held: What to fill.
+        layout: The parallel sizes.
+        at: Where this rank stands.
+        growth: The vocabulary rows that the checkpoint lacks.
+        broadcast: The first data-parallel replica reads and sends to the others; collective then.
+
+    Returns:
+        Bytes that this rank took out of the checkpoint.
+    """
+    by_name = {param.mca_name(): param for param in source.params}
+    nbytes = 0
+    for item, live in held:
+        stored = by_name[item.param.alias_of or item.param.mca_name()]
+        group = parallel.replica_group(item.param.expert is not None) if broadcast else None
+        if group is None or group.rank() == 0:
+            rank, size = cut_of(item.param, layout, at)
+            if growth is not None and stored.vocab:
+                live.copy_(grown_piece(source, stored, growth, live, rank))
+            else:
+                live.copy_(to_torch(read_piece(source, stored, rank, size)))
+            nbytes += _bytes_of(source, stored, rank, size)
+        if group is not None and group.size() > 1:
+            torch.distributed.broadcast(live, torch.distributed.get_global_rank(group, 0), group=group)
+    return nbytes
+
+
+def _bytes_of(source: ModelSource, param: Param, rank: int, size: int) -> int:
+    """What ``read_piece`` takes out of the files; an estimate for grown vocabularies."""
+    gather, parts = gather_piece(source, param, rank, size)
+    return sum(move.run * move.repeat * parts[move.part].info.itemsize for move in gather.moves)
+
+
+@torch.no_grad()
+def from_seed(
+    seed: int, held: Sequence[tuple[Held, Tensor]], config: McaModelConfig, at: Coordinates
+) -> None:
+    """Draws each whole parameter as HF initialises it and keeps this rank's piece.
+
+    Matrices are normal with ``init_method_std``, norms one (zero if zero-centred), biases zero.
+    """
+    for item, live in held:
+        rank, size = cut_of(item.param, config.layout, at)
+        whole = _drawn(seed, item.param, whole_shape(item.param, live, config), config)
+        if item.param.vocab and size > 1:
+            padding = config.padded_vocab_size - config.vocab_size
+            whole = torch.cat([whole, whole.new_zeros(padding, *whole.shape[1:])])
+        live.copy_(item.param.shard.take(whole, rank, size))
+
+
+def _drawn(seed: int, param: Param, shape: tuple[int, ...], config: McaModelConfig) -> Tensor:
+    name = param.alias_of or param.mca_name()
+    if name.endswith(_ONES):
+        return torch.ones(shape)
+    if name.endswith(_NORMS):
+        return torch.full(shape, 0.0 if config.layernorm_zero_centered_gamma else 1.0)
+    if name.endswith(_ZERO):
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    if name.endswith(_DECAY):
+        return torch.empty(shape).uniform_(0.01, 16.0, generator=generator).log_()
+    return torch.empty(shape).normal_(0.0, config.init_method_std, generator=generator)

@@ -1,0 +1,202 @@
+"""What the installed megatron-core, or this machine, would compute wrongly or not at all: refused by name.
+
+Each was found by comparing losses and gradients over layouts; each has a test.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mca_config.arguments import needing_engine
+from mca_config.errors import list_problems
+from mca_config.layout import ParallelLayout
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.pipeline import PipelinePlan, pipeline_plan
+from mca_config.rope import require_rope
+from mca_models.megatron.families.group_router import own_router
+
+Version = tuple[int, ...]
+FIXED_IN_0_17: Version = (0, 17)
+
+
+def require_supported(
+    config: McaModelConfig,
+    layout: ParallelLayout,
+    settings: Mapping[str, Any],
+    *,
+    device: str,
+    version: Version,
+    implementation: str,
+) -> None:
+    """Raises one error with all that cannot be run.
+
+    Args:
+        config: The model.
+        layout: The parallel sizes.
+        settings: What goes into Megatron's ``TransformerConfig``.
+        device: ``cpu`` or ``cuda``.
+        version: megatron-core's.
+        implementation: ``local`` or ``transformer_engine``.
+    """
+    require_rope(config.rope_scaling)
+    problems = [
+        *_pipeline(config, layout, settings, device),
+        *_wrong_gradients(config, layout, settings, version),
+        *_wrong_losses(config, layout, settings, version),
+        *_recomputation(config, layout, settings, version),
+        *_machine(settings, device, implementation),
+        *_routing(config, settings),
+        *_attention(config, layout, settings, implementation),
+    ]
+    error = list_problems(problems, f"{config.model_type} at {layout}")
+    if error:
+        raise error
+
+
+def _pipeline(
+    config: McaModelConfig, layout: ParallelLayout, settings: Mapping[str, Any], device: str
+) -> Iterator[str]:
+    middle = range(1, layout.pp - 1)
+    if layout.vpp > 1 and config.tie_word_embeddings and {*middle} & {*_plan(config, layout).embedding_ranks}:
+        yield (
+            "megatron-core cannot tie the embedding to prediction layers on a pipeline rank between the first and "
+            "the last with virtual stages; move m of pipeline_model_parallel_layout into the stage of L"
+        )
+    overlaps, batched = settings.get("overlap_p2p_comm"), settings.get("batch_p2p_comm")
+    if layout.pp > 1 and layout.vpp == 1 and overlaps:
+        yield (
+            "overlap_p2p_comm needs virtual_pipeline_model_parallel_size of at least 2: Megatron's plain schedule "
+            "has nothing to overlap with; remove overlap_p2p_comm"
+        )
+    if layout.vpp > 1 and (not overlaps or batched):
+        yield (
+            "virtual pipelining computes wrong numbers without overlap_p2p_comm; remove overlap_p2p_comm and "
+            "batch_p2p_comm from the arguments"
+        )
+    if device == "cpu" and settings.get("deallocate_pipeline_outputs"):
+        yield (
+            "deallocate_pipeline_outputs frees what gloo still sends, which changes the numbers silently; remove it"
+        )
+
+
+def _plan(config: McaModelConfig, layout: ParallelLayout) -> PipelinePlan:
+    return pipeline_plan(layout, config.num_layers, config.mtp_num_layers)
+
+
+def _wrong_gradients(
+    config: McaModelConfig, layout: ParallelLayout, settings: Mapping[str, Any], version: Version
+) -> Iterator[str]:
+    if version >= FIXED_IN_0_17:
+        return
+    if isinstance(config, MlaMcaModelConfig) and layout.tp > 1 and not settings.get("sequence_parallel"):
+        yield (
+            "megatron-core 0.16 computes wrong gradients of latent attention with tensor_model_parallel_size "
+            "above 1 and no sequence_parallel; set sequence_parallel to true"
+        )
+
+
+def _wrong_losses(
+    config: McaModelConfig, layout: ParallelLayout, settings: Mapping[str, Any], version: Version
+) -> Iterator[str]:
+    if not settings.get("mtp_num_layers") or layout.cp == 1:
+        return
+    if version >= FIXED_IN_0_17:
+        yield (
+            "this megatron-core normalises the multi-token-prediction loss by each context rank's own tokens; "
+            "set context_parallel_size to 1 or mtp_num_layers to 0"
+        )
+    elif not settings.get("calculate_per_token_loss"):
+        yield (
+            "the multi-token-prediction loss is only right under context parallelism with "
+            "calculate_per_token_loss; set it to true, or set mtp_num_layers to 0"
+        )
+
+
+def _recomputation(
+    config: McaModelConfig, layout: ParallelLayout, settings: Mapping[str, Any], version: Version
+) -> Iterator[str]:
+    """Megatron takes so many layers of a stage at a time, and 0.16 runs past the stage's last one."""
+    if settings.get("recompute_method") != "uniform" or version >= FIXED_IN_0_17:
+        return
+    count = settings.get("recompute_num_layers") or 1
+    layers = [len(chunk.layers) for chunk in pipeline_plan(layout, config.num_layers, config.mtp_num_layers)]
+    uneven = [number for number in layers if number % count]
+    if uneven:
+        yield (
+            f"megatron-core 0.16 cannot recompute the {max(uneven)} layers of a pipeline stage {count} at a time; "
+            "change recompute_num_layers to 1, or use recompute_method block"
+        )
+
+
+_OF_CUDA = ("gradient_accumulation_fusion", "fp8", "tp_comm_overlap", "masked_softmax_fusion")
+
+
+def _machine(settings: Mapping[str, Any], device: str, implementation: str) -> Iterator[str]:
+    if device != "cuda":
+        yield from (f"{name} needs CUDA; remove it" for name in _OF_CUDA if settings.get(name))
+        if settings.get("moe_token_dispatcher_type") == "flex":
+            yield "moe_token_dispatcher_type flex needs CUDA; use alltoall or allgather"
+        settings = {name: value for name, value in settings.items() if name not in _OF_CUDA}
+    if implementation == "local":
+        yield from needing_engine(settings)
+
+
+def _routing(config: McaModelConfig, settings: Mapping[str, Any]) -> Iterator[str]:
+    if settings.get("moe_apply_probs_on_input") and settings.get("moe_router_topk") != 1:
+        yield "moe_apply_probs_on_input needs num_experts_per_tok 1; remove it"
+    if settings.get("moe_router_fusion") and own_router(config) is not None:
+        yield (
+            f"the fused router chooses groups of experts otherwise than {config.model_type} with "
+            f"num_experts_per_tok {config.moe_router_topk} and topk_group {config.moe_router_group_topk}; remove "
+            "moe_router_fusion"
+        )
+    if settings.get("moe_router_load_balancing_type") == "sinkhorn" and settings.get("moe_aux_loss_coeff"):
+        yield "moe_router_load_balancing_type sinkhorn has no auxiliary loss; set moe_aux_loss_coeff to 0"
+    share = config.moe_router_topk / (config.num_moe_experts or 1)
+    if (
+        settings.get("moe_pad_expert_input_to_capacity")
+        and settings["moe_expert_capacity_factor"] * share > 1
+    ):
+        yield (
+            f"megatron-core cannot pad experts to a capacity of more than all tokens, which "
+            f"moe_expert_capacity_factor {settings['moe_expert_capacity_factor']} is; lower it to {1 / share:g}, or "
+            "remove moe_pad_expert_input_to_capacity"
+        )
+
+
+def _attention(
+    config: McaModelConfig, layout: ParallelLayout, settings: Mapping[str, Any], implementation: str
+) -> Iterator[str]:
+    """Kinds of attention that the kernel in use has no context parallelism for."""
+    kind = settings.get("cp_comm_type")
+    if _is_own(config, settings, implementation):
+        if kind not in (None, "all_gather"):
+            yield (
+                f"cp_comm_type {kind} needs Transformer Engine's attention (transformer_impl transformer_engine, "
+                "attention_backend other than local); our own gathers keys and values (all_gather)"
+            )
+        return
+    if layout.cp == 1:
+        return
+    ring = kind in (None, "p2p", "a2a+p2p")
+    if config.window_size is not None and ring:
+        yield (
+            "Transformer Engine's ring attention has no sliding window; set cp_comm_type to all_gather or a2a, "
+            "or attention_backend to local"
+        )
+    if config.softmax_type != "vanilla" and kind != "a2a":
+        yield (
+            "Transformer Engine has attention sinks under context parallelism with cp_comm_type a2a only; set "
+            "that, or attention_backend to local"
+        )
+    if isinstance(config, MlaMcaModelConfig) and not ring:
+        yield (
+            f"Transformer Engine has no latent attention with cp_comm_type {kind}; set it to p2p, or "
+            "attention_backend to local"
+        )
+
+
+def _is_own(config: McaModelConfig, settings: Mapping[str, Any], implementation: str) -> bool:
+    """Whether attention is computed by our own core attention."""
+    backend = settings.get("attention_backend")
+    chosen = backend is not None and getattr(backend, "name", backend) == "local"
+    return implementation == "local" or chosen or config.attn_logit_softcapping is not None

@@ -1,0 +1,373 @@
+"""``McaModelConfig`` and arguments to Megatron's ``TransformerConfig``."""
+
+import dataclasses
+import functools
+import importlib.util
+import logging
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from mca_config.arguments import DistributingParallelArguments, MegatronArguments
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_models.megatron import families, platform
+from mca_models.megatron.factory.limits import require_supported
+from mca_models.megatron.layers.rope import attention_factor, yarn_factor, yarn_scale
+from mca_models.megatron.names import Implementation
+
+_log = logging.getLogger(__name__)
+Settings = dict[str, Any]
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+_ACTIVATIONS: Mapping[str, Callable[..., Any]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "relu": functional.relu,
+    "gelu_pytorch_tanh": functools.partial(functional.gelu, approximate="tanh"),
+}
+
+_SAME_NAME = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "init_method_std",
+    "attention_dropout",
+    "hidden_dropout",
+    "rotary_interleaved",
+)
+
+_SAME_NAME_MOE = (
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_aux_loss_coeff",
+    "moe_router_load_balancing_type",
+)
+
+_SAME_NAME_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+def implementation_of(args: DistributingParallelArguments) -> Implementation:
+    """The layer spec to build: as asked, else Transformer Engine where it is installed and a GPU is there.
+
+    Raises:
+        McaError: Transformer Engine was asked for and is missing.
+    """
+    usable = importlib.util.find_spec("transformer_engine") is not None and platform.device_type() == "cuda"
+    if args.transformer_impl == "transformer_engine" and not usable:
+        raise McaError(
+            "transformer_impl transformer_engine needs a GPU and the package transformer-engine "
+            "(mca-models[te]); install it or set transformer_impl to local"
+        )
+    return args.transformer_impl or ("transformer_engine" if usable else "local")
+
+
+def transformer_config(
+    config: McaModelConfig, args: DistributingParallelArguments, layout: ParallelLayout, dtype: str
+) -> Any:
+    """Megatron's configuration of the model.
+
+    Args:
+        config: The architecture.
+        args: What the user asked for.
+        layout: The resolved parallel sizes.
+        dtype: ``float32``, ``bfloat16`` or ``float16``.
+
+    Raises:
+        McaError: Something that Megatron would compute wrongly or not at all.
+    """
+    implementation = implementation_of(args)
+    settings = {
+        **_architecture(config),
+        **_layout(config, args, layout),
+        **_precision(dtype),
+        **_machine(implementation),
+        **families.settings(config),
+        **_pipeline(layout),
+        **_converted(args.transformer_config_overrides()),
+    }
+    settings["transformer_impl"] = implementation
+    settings["moe_grouped_gemm"] = _grouped(settings, implementation)
+    _require(config, layout, settings, implementation)
+    _say_what_depends_on_ranks(settings)
+    return _with_attention_factor(_construct(config, settings), config)
+
+
+def _say_what_depends_on_ranks(settings: Settings) -> None:
+    sinkhorn = settings.get("moe_router_load_balancing_type") == "sinkhorn"
+    for name, used in (
+        ("moe_router_load_balancing_type sinkhorn", sinkhorn),
+        ("moe_expert_capacity_factor", settings.get("moe_expert_capacity_factor") is not None),
+    ):
+        if used:
+            _log.info(
+                "%s deals out the tokens that a rank has of a micro-batch, so results depend on the layout, on "
+                "the micro-batch and on padding; with the same of them they are the same",
+                name,
+            )
+
+
+def _require(
+    config: McaModelConfig, layout: ParallelLayout, settings: Settings, implementation: Implementation
+) -> None:
+    require_supported(
+        config,
+        layout,
+        settings,
+        device=platform.device_type(),
+        version=platform.megatron_version(),
+        implementation=implementation,
+    )
+
+
+def _construct(config: McaModelConfig, settings: Settings) -> Any:
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    cls: Any = MLATransformerConfig if isinstance(config, MlaMcaModelConfig) else TransformerConfig
+    known = {field.name for field in dataclasses.fields(cls)}
+    unknown = sorted(name for name, value in settings.items() if name not in known and value is not None)
+    if unknown:
+        raise McaError(
+            f"this megatron-core has no setting {', '.join(unknown)}; remove it from the arguments or install "
+            "another version"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron speaks of the default of a setting nobody touched
+            return cls(**{name: value for name, value in settings.items() if name in known})
+    except (AssertionError, ValueError) as error:
+        raise McaError(f"Megatron refuses the configuration of {config.model_type}: {error}") from error
+
+
+def _architecture(config: McaModelConfig) -> Settings:
+    settings: Settings = {name: getattr(config, name) for name in _SAME_NAME}
+    settings["activation_func"] = _activation(config.hidden_act)
+    settings["mtp_num_layers"] = config.mtp_num_layers or None
+    settings["moe_token_dispatcher_type"] = "alltoall"  # Megatron looks at it without experts too
+    settings |= _window(config)
+    if config.num_moe_experts is not None:
+        settings |= {name: getattr(config, name) for name in _SAME_NAME_MOE}
+        settings["moe_layer_freq"] = [int(config.is_moe_layer(i)) for i in range(config.num_layers)]
+        settings["moe_aux_loss_coeff"] = aux_loss_coefficient(config)
+        settings["moe_router_dtype"] = "fp32"
+    if isinstance(config, MlaMcaModelConfig):
+        settings |= {name: getattr(config, name) for name in _SAME_NAME_MLA}
+        settings |= _latent_rope(config)
+    return settings
+
+
+def aux_loss_coefficient(config: McaModelConfig) -> float:
+    """HF's coefficient as Megatron's.
+
+    Where experts get equal shares HF's loss of all layers together is ``topk``, Megatron's is 1 for each layer.
+    """
+    layers = sum(config.is_moe_layer(layer) for layer in range(config.num_layers))
+    return config.moe_aux_loss_coeff * config.moe_router_topk / max(layers, 1)
+
+
+def _activation(name: str) -> Callable[..., Any]:
+    if name == "quick_gelu":  # Megatron compares with its own
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        function: Callable[..., Any] = quick_gelu
+        return function
+    if name not in _ACTIVATIONS:
+        raise McaError(
+            f"hidden_act {name!r} is not supported; supported: {', '.join((*_ACTIVATIONS, 'quick_gelu'))}"
+        )
+    return _ACTIVATIONS[name]
+
+
+def _window(config: McaModelConfig) -> Settings:
+    """A query sees ``window_size`` keys, itself included: Megatron counts those to its left."""
+    if config.window_size is None:
+        return {}
+    kinds = config.layer_types or ("sliding_attention",) * config.num_layers
+    return {
+        "window_size": (config.window_size - 1, 0),
+        "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in kinds],
+    }
+
+
+def _latent_rope(config: MlaMcaModelConfig) -> Settings:
+    rope = config.rope_scaling
+    settings: Settings = {"rotary_base": config.rotary_base, "rotary_percent": config.rotary_percent}
+    if rope is None:
+        return settings | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+    if rope["rope_type"] != "yarn":
+        raise McaError(
+            f"rope_type {rope['rope_type']!r} with latent attention is not supported; supported: yarn"
+        )
+    factor, of_scores = yarn_factor(config, rope), rope.get("mscale_all_dim") or 0.0
+    return settings | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": factor,
+        "original_max_position_embeddings": rope.get("original_max_position_embeddings")
+        or config.max_position_embeddings,
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
+        "mscale": _latent_mscale(attention_factor(config), factor, of_scores),
+        "mscale_all_dim": of_scores,
+    }
+
+
+def _latent_mscale(on_rope: float, factor: float, of_scores: float) -> float:
+    """The ``mscale`` with which Megatron computes the factor ``on_rope`` on cosine and sine.
+
+    It computes ``(0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1)``; ``mscale_all_dim`` is what the
+    model multiplies scores by, whatever stands on cosine and sine.
+    """
+    if factor > 1:
+        return (on_rope * yarn_scale(factor, of_scores) - 1) / (0.1 * math.log(factor))
+    if on_rope != 1.0:
+        raise McaError(
+            f"yarn with latent attention, attention_factor {on_rope} and factor {factor} is not supported; "
+            "supported: a factor above 1"
+        )
+    return 1.0
+
+
+_TRAINED_EXPERTS = "training a model with experts"
+
+
+def _needs_sequence_parallel(config: McaModelConfig, args: DistributingParallelArguments) -> str | None:
+    """What of the model needs it with more than one tensor rank; None: nothing."""
+    if config.num_moe_experts is not None and isinstance(args, MegatronArguments):
+        return _TRAINED_EXPERTS
+    return "latent attention" if isinstance(config, MlaMcaModelConfig) else None
+
+
+def _layout(config: McaModelConfig, args: DistributingParallelArguments, layout: ParallelLayout) -> Settings:
+    sequence_parallel = args.sequence_parallel_for(layout)
+    why = _needs_sequence_parallel(config, args) if layout.tp > 1 and not sequence_parallel else None
+    if why and args.sequence_parallel is None:
+        _say(f"sequence_parallel is on: {why} on several tensor ranks needs it")
+        sequence_parallel = True
+    elif why == _TRAINED_EXPERTS:
+        raise McaError(
+            f"sequence_parallel cannot be off: {why} on several tensor ranks needs it (Megatron refuses to go on "
+            "without); remove sequence_parallel"
+        )
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": sequence_parallel,
+        "num_layers_in_first_pipeline_stage": layout.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": layout.num_layers_in_last_pipeline_stage,
+        "account_for_embedding_in_pipeline_split": layout.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": layout.account_for_loss_in_pipeline_split,
+        "pipeline_model_parallel_layout": layout.pipeline_model_parallel_layout,
+    }
+
+
+def _precision(dtype: str) -> Settings:
+    return {
+        "params_dtype": DTYPES[dtype],
+        "pipeline_dtype": DTYPES[dtype],
+        "bf16": dtype == "bfloat16",
+        "fp16": dtype == "float16",
+    }
+
+
+def _machine(implementation: Implementation) -> Settings:
+    """Fusions need CUDA kernels; weights are always filled by us, from a file or from a seed."""
+    fused = implementation == "transformer_engine"
+    return {
+        "perform_initialization": False,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": fused,
+        "attention_softmax_in_fp32": True,
+    }
+
+
+def _pipeline(layout: ParallelLayout) -> Settings:
+    """Point-to-point sends overlap under virtual pipelining, where batched ones give wrong numbers.
+
+    Outputs are freed after sending on CUDA only: gloo reads them later.
+    """
+    interleaved = layout.vpp > 1
+    return {
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "deallocate_pipeline_outputs": layout.pp > 1 and platform.device_type() == "cuda",
+    }
+
+
+def _grouped(settings: Settings, implementation: Implementation) -> bool:
+    """Grouped expert products: Transformer Engine's, unless refused; the local spec has none."""
+    wanted = settings.get("moe_grouped_gemm")
+    if implementation == "local":
+        if wanted and settings.get("num_moe_experts"):
+            _say("moe_grouped_gemm is off: the local layers run experts one after the other")
+        return False
+    return wanted is not False
+
+
+@functools.cache
+def _say(line: str) -> None:
+    """Logs ``line`` once: a configuration is made to be checked, and again for the model."""
+    _log.info(line)
+
+
+def _converted(overrides: Mapping[str, Any]) -> Settings:
+    """User's settings with strings made into Megatron's objects; zero prediction layers mean none."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    settings = dict(overrides)
+    if isinstance(settings.get("attention_backend"), str):
+        settings["attention_backend"] = AttnBackend[settings["attention_backend"]]
+    if settings.get("mtp_num_layers") == 0:
+        settings["mtp_num_layers"] = None
+    return settings
+
+
+def _with_attention_factor(megatron: Any, config: McaModelConfig) -> Any:
+    """Tells Megatron yarn's factor on cosine and sine, whatever its value, where all layers have it.
+
+    Megatron computes it as ``(0.1 m ln s + 1) / (0.1 a ln s + 1)`` from three attributes that its
+    ``TransformerConfig`` does not declare; with s = e^10, m = factor - 1 and a = 0 that is the factor itself.
+    """
+    factor = attention_factor(config)
+    of_all_layers = config.rotary_base_local is None and not isinstance(config, MlaMcaModelConfig)
+    if factor != 1.0 and of_all_layers:
+        megatron.yarn_rotary_scaling_factor = math.exp(10)
+        megatron.yarn_mscale = factor - 1
+        megatron.yarn_mscale_all_dim = 0.0
+    return megatron
