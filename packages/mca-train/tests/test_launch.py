@@ -15,10 +15,9 @@ def run(body, ranks=2, **options):
     code = textwrap.dedent(
         f"""
         import os, sys, time
-        from mca_config.errors import McaError
-        from mca_train.config_file import UsageError
-        from mca_train.launch import fork_ranks
-        from mca_train.scratch import scratch_folder
+        from mca_config.errors import McaError, UsageError
+        from mca_train.launch.launcher import fork_ranks
+        from mca_train.launch.scratch import scratch_folder
         def target():
             rank = int(os.environ["RANK"])
 {textwrap.indent(textwrap.dedent(body), " " * 12)}
@@ -122,8 +121,9 @@ def test_a_signal_before_training_leaves_nothing(tmp_path):
     code = textwrap.dedent(
         f"""
         import sys, time
-        from mca_train import cli, stopping
-        from mca_train.scratch import scratch_folder
+        from mca_train import cli
+        from mca_train.launch import stopping
+        from mca_train.launch.scratch import scratch_folder
         def work(words):
             with stopping.raising_stopped(), scratch_folder():
 {textwrap.indent(body, " " * 16)}
@@ -171,8 +171,8 @@ def _started(body, spawned=False):
     code = textwrap.dedent(
         f"""
         {imports}
-        from mca_train.launch import fork_ranks, spawn_ranks
-        from mca_train.scratch import scratch_folder
+        from mca_train.launch.launcher import fork_ranks, spawn_ranks
+        from mca_train.launch.scratch import scratch_folder
         def target():
 {textwrap.indent(textwrap.dedent(body), " " * 12)}
         with scratch_folder() as folder:

@@ -19,7 +19,7 @@ from mca_models.storage.atomic import PartialDirectory, atomic_directory, write_
 WRITER = """
 import sys, time
 from pathlib import Path
-from mca_models.checkpoint import PartialDirectory
+from mca_models.storage.atomic import PartialDirectory
 partial = PartialDirectory(Path(sys.argv[1]))
 (partial.path / "half").write_text("x")
 print("ready", flush=True)
@@ -225,7 +225,8 @@ def test_an_empty_directory_keeps_what_it_is(tmp_path: Path) -> None:
 FILLER = """
 import os, sys
 from pathlib import Path
-from mca_models.checkpoint import PartialDirectory, renames, atomic
+from mca_models.storage import atomic, renames
+from mca_models.storage.atomic import PartialDirectory
 moves = 0
 def move(*words):
     global moves

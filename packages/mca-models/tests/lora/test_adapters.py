@@ -258,7 +258,7 @@ def test_no_torch_is_needed(tmp_path: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from mca_models.checkpoint import open_checkpoint
+from mca_models.opening import open_checkpoint
 from mca_models.lora import merge_to_hf, model_of, open_adapter, write_mca_adapter, write_peft
 base, source, out = Path({str(base)!r}), Path({str(source)!r}), Path({str(tmp_path)!r})
 adapter = open_adapter(source, model_of(base))
