@@ -14,7 +14,8 @@ is up (gloo, over a file store, no port), RANK, LOCAL_RANK, WORLD_SIZE, MASTER_A
 Megatron is importable and patched (``platform.prepare()`` ran in the parent), torch has one thread and the
 generators are seeded alike. ``process_group=False`` leaves torch.distributed to the function, as under torchrun.
 Do several checks in one function: a fork costs 0.1 s, starting the groups 0.1 to 0.5 s, a model build little
-more; ``mca_models.megatron.distributed.parallel.start(layout)`` may be called again with another layout of the same size.
+more; ``mca_models.megatron.distributed.parallel.start(layout)`` may be called again with another layout of the same
+size.
 
 If a rank fails, all are killed and ``RanksFailed`` shows every rank's traceback; on a time-out it shows where
 each rank stood. Ranks also die with the process that forked them. Mark such tests ``ranks``: under pytest-xdist
