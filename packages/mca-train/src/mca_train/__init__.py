@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 __all__ = ["DpoTrainer", "McaTrainer", "MicroBatch", "PairDataset", "PreferenceLoss", "TokenDataset"]
 
 _HOME = {
-    "DpoTrainer": "dpo",
-    "McaTrainer": "trainer",
-    "MicroBatch": "batches",
-    "PairDataset": "preferences",
-    "PreferenceLoss": "dpo",
-    "TokenDataset": "token_dataset",
+    "DpoTrainer": "trainer.dpo",
+    "McaTrainer": "trainer.trainer",
+    "MicroBatch": "batching.micro_batch",
+    "PairDataset": "data.preferences",
+    "PreferenceLoss": "losses.preference",
+    "TokenDataset": "data.token_dataset",
 }
 
 
