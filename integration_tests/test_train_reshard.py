@@ -69,7 +69,9 @@ def run(checkpoint: Path, output_dir: Path, steps: int, resume: Path | None = No
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_save = state.global_step == FIRST and not resume
 
-    settings = {"lr_scheduler_type": "constant", "learning_rate": 2e-3, "gradient_accumulation_steps": 4}
+    settings: dict[str, Any] = {"lr_scheduler_type": "constant", "learning_rate": 2e-3}
+    settings["gradient_accumulation_steps"] = 4
+    settings["overwrite_output_dir"] = resume is None  # a curve is made longer by making it anew
     data = changes.pop("data", None)
     data = {"count": 200} if data is None else {"train_dataset": data()}
     trainer = make_trainer(checkpoint, output_dir, max_steps=steps, **settings | data | changes)
