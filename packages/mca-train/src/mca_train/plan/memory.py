@@ -89,9 +89,7 @@ def make_plan(
     held = _model_by_stage(config)
     trained = _adapter_by_stage(config, adapter) if adapter else held
     beside = _model_by_stage(replace(reference, layout=layout)) if reference else [_Count()] * layout.pp
-    copies = _Count(data_parallel * layout.cp, grid.expert_data_parallel_size)
-    if not training.use_distributed_optimizer:
-        copies = _Count(1, 1)
+    copies = _shares(training, grid)
     stages = (
         _needs(
             config,
@@ -119,6 +117,13 @@ def make_plan(
         bubble=(layout.pp - 1) / (accumulation * layout.vpp + layout.pp - 1),
         problems=(),
     )
+
+
+def _shares(training: Any, grid: RankGrid) -> "_Count":
+    """Over how many ranks the optimizer state of a dense parameter, and of an expert's, is split."""
+    if not training.use_distributed_optimizer:
+        return _Count(1, 1)
+    return _Count(grid.data_parallel_size * grid.layout.cp, grid.expert_data_parallel_size)
 
 
 def _impossible(layout: ParallelLayout, world: int, problems: tuple[str, ...]) -> Plan:
