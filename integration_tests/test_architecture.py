@@ -89,6 +89,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("metrics",),
         ("checkpoint",),
         ("trainer",),
+        ("tasks",),
         ("run",),
         ("cli",),
         ("__main__",),

@@ -91,11 +91,13 @@ def test_flags_of_mca_convert_exist():
 
 @pytest.mark.parametrize("page", ["docs/training.md", "packages/mca-train/README.md"])
 def test_configuration_files_are_accepted(page, tmp_path, monkeypatch):
-    from mca_train.config.run_config import given_values, parse
+    from mca_train.config.run_config import given_values
+    from mca_train.run.checks import settings_of
+    from mca_train.tasks.table import task_of
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     (text,) = blocks(ROOT / page, "yaml")
     (tmp_path / "run.yaml").write_text(text)
     values, where = given_values(tmp_path / "run.yaml", ["--output_dir", str(tmp_path / "runs")])
-    settings = parse(values, where)
+    settings = settings_of(task_of(values), values, where)
     assert settings.data.train_file

@@ -116,12 +116,12 @@ def peft_takes(model: Path, adapter: Path) -> int:
     ],
 )
 def test_keys_that_say_nothing_are_refused(folder, kind, changes, message):
-    from mca_train.config.run_config import parse, require_keys_of
+    from mca_train.run.checks import check, settings_of
+    from mca_train.tasks.table import TASKS
 
     values = {"model_name_or_path": "m", "train_file": "f", "output_dir": str(folder / "none"), **changes}
     with pytest.raises(ValueError) as error:
-        parse(values, "run.yaml")
-        require_keys_of(kind, values)
+        check(TASKS[kind], settings_of(TASKS[kind], values, "run.yaml")).require()
     assert message in str(error.value)
 
 

@@ -110,10 +110,12 @@ def with_mca(folder: Path, layouts: list[str]) -> dict[tuple[str, str], Logged]:
 def mca_trained(folder: Path, kind: str, layout: str) -> Logged:
     import logging
 
-    from mca_train.config.run_config import parse
-    from mca_train.data.load import load_tokenized
+    from mca_train.checkpoint.output_lock import OutputLock
+    from mca_train.config.model import given_ranks
     from mca_train.run.build import make_trainer
-    from mca_train.run.inputs import load_tokenizer
+    from mca_train.run.checks import check, settings_of
+    from mca_train.run.inputs import read_inputs
+    from mca_train.tasks.table import TASKS
 
     logging.disable(logging.WARNING)
     name = "sft" if kind == "sft" else "dpo"
@@ -124,10 +126,8 @@ def mca_trained(folder: Path, kind: str, layout: str) -> Logged:
         "seq_length": 512,
     }
     values |= LAYOUTS[layout] | ({} if kind == "sft" else {"dpo_loss": kind, "dpo_beta": BETA})
-    settings = parse(values, "test")
-    tokenizer = load_tokenizer(settings)
-    data = load_tokenized(name, settings.data.train_file, tokenizer, settings.data)
-    trainer = make_trainer(name, settings, tokenizer, data, None)
+    run = check(TASKS[name], settings_of(TASKS[name], values, "test"), given_ranks).require()
+    trainer = make_trainer(read_inputs(run, OutputLock(Path(run.settings.training.output_dir))))
     trainer.train()
     return {key: history(trainer, key) for key in ("loss", "grad_norm")}
 

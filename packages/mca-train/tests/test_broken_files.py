@@ -10,8 +10,8 @@ from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
-from mca_train.data.load import load_tokenized
-from mca_train.data.streams import load_stream
+from mca_train.tasks.load import load_stream, load_tokenized
+from mca_train.tasks.table import TASKS
 
 ROWS = [{"text": f"row {n}", "prompt": f"{n}=", "completion": str(n)} for n in range(24)]
 LINES = [json.dumps(row).encode() for row in ROWS]
@@ -82,9 +82,9 @@ BROKEN = {
 def read(file, streaming):
     arguments = DataArguments(model_name_or_path="m", streaming=streaming, seq_length=32)
     if streaming:
-        found = list(load_stream("pretrain", [str(file)], byte_tokenizer(), arguments, seed=None))
+        found = list(load_stream(TASKS["pretrain"], [str(file)], byte_tokenizer(), arguments, seed=None))
     else:
-        found = load_tokenized("pretrain", [str(file)], byte_tokenizer(), arguments)
+        found = load_tokenized(TASKS["pretrain"], [str(file)], byte_tokenizer(), arguments)
     return [found[number]["input_ids"].tolist() for number in range(len(found))]
 
 
@@ -116,7 +116,7 @@ def test_a_file_that_changes_or_goes_between_passes_is_told(tmp_path, caplog):
     file = tmp_path / "a.jsonl"
     file.write_bytes(WHOLE)
     arguments = DataArguments(model_name_or_path="m", streaming=True, seq_length=32)
-    stream = load_stream("sft", [str(file)], byte_tokenizer(), arguments, seed=1)
+    stream = load_stream(TASKS["sft"], [str(file)], byte_tokenizer(), arguments, seed=1)
     assert len(list(stream)) == 24
     file.write_bytes(b"\n".join(LINES[:9]))
     assert len(list(stream)) == 9
@@ -156,7 +156,7 @@ def test_of_a_row_of_megabytes_only_what_is_trained_on_is_tokenized(row, tmp_pat
     file.write_text(json.dumps(rows[row]) + "\n")
     arguments = DataArguments(model_name_or_path="m", seq_length=64)
     tokenizer = Counting()
-    found = load_tokenized("sft", [str(file)], tokenizer, arguments)
+    found = load_tokenized(TASKS["sft"], [str(file)], tokenizer, arguments)
     assert tokenizer.longest < 40_000
     assert found[0]["input_ids"].tolist() == whole_sample(rows[row])[:64]
 

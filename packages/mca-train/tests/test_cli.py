@@ -82,7 +82,7 @@ def test_wrong_usage_is_one_line_and_2(words, message, capsys):
 @pytest.mark.parametrize(
     ("changes", "flags", "message"),
     [
-        ({"learning_rte": 1}, [], "unknown key 'learning_rte' in"),
+        ({"learning_rte": 1}, [], "run.yaml: unknown key 'learning_rte'; did you mean 'learning_rate'?"),
         ({}, ["--tensor-model-paralel-size", "2"], "did you mean 'tensor_model_parallel_size'?"),
         ({"learning_rate": "fast"}, [], "learning_rate is 'fast'; expected a number"),
         ({"output_dir": ...}, [], "missing output_dir"),
@@ -94,7 +94,7 @@ def test_wrong_usage_is_one_line_and_2(words, message, capsys):
         ({"eval_strategy": "steps"}, [], "eval_strategy is steps, but eval_file is not set"),
         ({"eval_on_start": True}, [], "eval_on_start is true, but eval_file is not set"),
         ({"do_eval": True}, [], "do_eval is true, but eval_file is not set"),
-        ({"do_eval": False, "eval_file": "e.jsonl"}, [], "do_eval is false, but eval_file is set"),
+        ({"do_eval": False, "eval_file": "a.jsonl"}, [], "do_eval is false, but eval_file is set"),
         ({"do_train": False}, [], "do_train is false, but mca-train trains"),
         ({"adam_beta2": 1.5}, [], "adam_beta2 must be at least 0 and below 1, not 1.5"),
         ({"num_train_epochs": 0}, [], "num_train_epochs must be above 0"),
@@ -128,21 +128,11 @@ def test_wrong_usage_is_one_line_and_2(words, message, capsys):
             [],
             "is true, but eval_strategy is no: no model is",
         ),
-        ({"dpo_beta": 0}, [], "dpo_beta is 0.0; expected a positive number"),
-        (
-            {"dpo_label_smoothing": 0.1, "dpo_loss": "ipo"},
-            [],
-            "dpo_label_smoothing is for dpo_loss sigmoid, not ipo",
-        ),
-        (
-            {"dpo_loss": "orpo", "reference_model_name_or_path": "m"},
-            [],
-            "dpo_loss orpo has no reference; remove",
-        ),
         ({}, ["--eval_file"], "eval_file is True; expected a list"),
     ],
 )
-def test_wrong_configurations_are_one_line_and_2(run, changes, flags, message, capsys):
+def test_wrong_configurations_are_one_line_and_2(run, changes, flags, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert main(["pretrain", run(**changes), *flags]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -224,10 +214,13 @@ def test_an_output_dir_that_another_run_uses_is_told_before_anything_is_read(run
 
 def test_the_backend_of_this_machine_may_be_named(run):
     from mca_models.megatron import platform
-    from mca_train.config.run_config import given_values, parse
+    from mca_train.config.run_config import given_values
+    from mca_train.run.checks import check, settings_of
+    from mca_train.tasks.table import TASKS
 
     values, where = given_values(Path(run(ddp_backend=platform.backend())), [])
-    assert parse(values, where).training.ddp_backend is None
+    settings = check(TASKS["sft"], settings_of(TASKS["sft"], values, where)).require().settings
+    assert settings.training.ddp_backend is None
 
 
 def test_help_imports_nothing_heavy():
@@ -303,19 +296,30 @@ def test_readme_and_docs_name_the_keys_of_the_data():
 
 
 def test_a_metric_of_preferences_can_choose_the_best_model(run, tmp_path):
-    from mca_train.config.run_config import given_values, parse
-    from mca_train.run.checks import require_run
+    from mca_train.config.run_config import given_values
+    from mca_train.run.checks import check, settings_of
+    from mca_train.tasks.table import TASKS
 
     values, where = given_values(Path(run(metric_for_best_model="eval_rewards/margins")), [])
-    require_run("dpo", parse(values, where))
+    pairs = check(TASKS["dpo"], settings_of(TASKS["dpo"], values, where))
+    assert not pairs.impossible
     with pytest.raises(McaError, match="mca-train sft evaluates loss, runtime"):
-        require_run("sft", parse(values, where))
+        check(TASKS["sft"], settings_of(TASKS["sft"], values, where)).require()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"label_smoothing_factor": 0.1}, "use dpo_label_smoothing"),
+        ({"dpo_beta": 0}, "dpo_beta is 0.0; expected a positive number"),
+        (
+            {"dpo_label_smoothing": 0.1, "dpo_loss": "ipo"},
+            "dpo_label_smoothing is for dpo_loss sigmoid, not ipo",
+        ),
+        (
+            {"dpo_loss": "orpo", "reference_model_name_or_path": "m"},
+            "dpo_loss orpo has no reference; remove",
+        ),
         (
             {"lora_rank": 2, "lora_modules_to_save": ["lm_head"]},
             "set reference_model_name_or_path, or remove",
@@ -370,3 +374,55 @@ def test_a_plan_names_positions_that_the_model_does_not_have(run, capsys):
     )
     assert main(["plan", run(seq_length=128)]) == 0
     assert "positions" not in capsys.readouterr().out
+
+
+def test_all_that_is_wrong_with_a_run_is_told_at_once_and_the_plan_tells_the_same(run, capsys, tmp_path):
+    wrong = {
+        "train_file": "/none.jsonl",
+        "eval_strategy": "steps",
+        "tensor_model_parallel_size": 3,
+        "resume_from_checkpoint": "/gone",
+        "metric_for_best_model": "accuracy",
+        "optimizer_cpu_offload": False,
+    }
+    path = run(**wrong)
+    assert main(["sft", path]) == 2
+    error = capsys.readouterr().err
+    told = [line.strip() for line in error.splitlines()[1:]]
+    assert error.startswith(f"error: {path}: {len(told)} problems\n")
+    for words in ("file /none.jsonl", "eval_strategy is", "num_attention_heads 4", "/gone", "is 'accuracy'"):
+        assert sum(words in line for line in told) == 1, words
+    assert main(["plan", "sft", path]) == 2
+    impossible = [line.removeprefix("  - ") for line in capsys.readouterr().out.splitlines()[1:]]
+    assert impossible == [line for line in told if "/none" not in line and "/gone" not in line]
+    del wrong["eval_strategy"], wrong["tensor_model_parallel_size"], wrong["metric_for_best_model"]
+    assert main(["plan", "sft", run(**wrong)]) == 0
+    out = capsys.readouterr().out
+    assert "missing to begin here:\n  - train_file: file /none.jsonl does not exist\n" in out
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_keys_and_wrong_values_are_told_together(run, capsys):
+    wrong = {
+        "seq_lenth": 3,
+        "learning_rate": "fast",
+        "lora_rank": 0,
+        "dpo_beta": 0.1,
+        "bf16": True,
+        "fp16": True,
+    }
+    assert main(["sft", run(**wrong)]) == 2
+    error = capsys.readouterr().err
+    for words in (
+        "unknown key 'seq_lenth'; did you mean 'seq_length'?",
+        "learning_rate is 'fast'; expected a number",
+        "lora_rank is 0; expected at least 1",
+        "dpo_beta: for mca-train dpo, not sft; remove the key",
+    ):
+        assert error.count(words) == 1, words
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "dpo"])
+def test_a_plan_knows_the_kind_of_run(run, kind, capsys):
+    assert main(["plan", kind, run()]) == 0
+    assert ("reference" in capsys.readouterr().out) == (kind == "dpo")

@@ -5,11 +5,11 @@ import pytest
 from tokenizers_for_tests import CHATML, MARKED, OPENS_THOUGHT, REASONING, THINKING, byte_tokenizer
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import DataArguments
+from mca_train.config.arguments import PairArguments
 from mca_train.data.chat import tokenize_chat
 from mca_train.data.encoding import check_messages
-from mca_train.data.load import load_tokenized
-from mca_train.data.streams import load_stream
+from mca_train.tasks.load import load_stream, load_tokenized
+from mca_train.tasks.table import TASKS
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def arguments(**changes):
-    return DataArguments(model_name_or_path="m", **changes)
+    return PairArguments(model_name_or_path="m", **changes)
 
 
 def jsonl(path, rows):
@@ -39,7 +39,7 @@ def sample(tokenizer, dataset, index):
 def test_pretrain_joins_texts_with_eos_and_keeps_every_token(tmp_path):
     tokenizer = byte_tokenizer()
     file = jsonl(tmp_path / "a.jsonl", [{"text": "abcde"}, {"text": ""}, {"text": "fgh"}])
-    blocks = load_tokenized("pretrain", [file], tokenizer, arguments(seq_length=4))
+    blocks = load_tokenized(TASKS["pretrain"], [file], tokenizer, arguments(seq_length=4))
     assert blocks.lengths.tolist() == [4, 4, 2]
     joined = "".join(tokenizer.decode(blocks[i]["input_ids"]) for i in range(3))
     assert joined == "abcde<|eos|>fgh<|eos|>"
@@ -58,14 +58,14 @@ def test_other_file_types_read_the_same(tmp_path, suffix):
     else:
         file.write_text("one\ntwo")
     tokenizer = byte_tokenizer()
-    blocks = load_tokenized("pretrain", [str(file)], tokenizer, arguments(seq_length=64))
+    blocks = load_tokenized(TASKS["pretrain"], [str(file)], tokenizer, arguments(seq_length=64))
     assert tokenizer.decode(blocks[0]["input_ids"]) == "one\ntwo<|eos|>"
 
 
 def test_prompt_and_completion_train_on_the_completion_only(tmp_path):
     tokenizer = byte_tokenizer()
     file = jsonl(tmp_path / "a.jsonl", [{"prompt": "2+2=", "completion": "4"}])
-    data = load_tokenized("sft", [file], tokenizer, arguments())
+    data = load_tokenized(TASKS["sft"], [file], tokenizer, arguments())
     assert sample(tokenizer, data, 0) == ("2+2=4<|eos|>", "4<|eos|>")
 
 
@@ -134,12 +134,12 @@ def test_the_template_is_told_of_a_rows_tools(tmp_path, as_text):
     rows = [
         {"messages": TURNS[:2], "tools": json.dumps(some) if as_text else some} for some in [*tools, None]
     ]
-    data = load_tokenized("sft", [jsonl(tmp_path / "a.jsonl", rows)], tokenizer, arguments())
+    data = load_tokenized(TASKS["sft"], [jsonl(tmp_path / "a.jsonl", rows)], tokenizer, arguments())
     for number, some in enumerate([*tools, None]):
         text = tokenizer.apply_chat_template(TURNS[:2], tools=some, tokenize=False)
         assert sample(tokenizer, data, number) == (text, "<think></think>hello<|im_end|>\n")
     pair = {"prompt": TURNS[:1], "chosen": TURNS[1:2], "rejected": TURNS[3:], "tools": tools[0]}
-    pairs = load_tokenized("dpo", [jsonl(tmp_path / "b.jsonl", [pair])], tokenizer, arguments())
+    pairs = load_tokenized(TASKS["dpo"], [jsonl(tmp_path / "b.jsonl", [pair])], tokenizer, arguments())
     for side in ("chosen", "rejected"):
         text = tokenizer.apply_chat_template(pair["prompt"] + pair[side], tools=tools[0], tokenize=False)
         assert tokenizer.decode(pairs[0][f"{side}_input_ids"]) == text
@@ -148,24 +148,24 @@ def test_the_template_is_told_of_a_rows_tools(tmp_path, as_text):
 def test_messages_of_a_file(tmp_path):
     tokenizer = byte_tokenizer()
     file = jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}, {"messages": TURNS[:2]}])
-    data = load_tokenized("sft", [file], tokenizer, arguments())
+    data = load_tokenized(TASKS["sft"], [file], tokenizer, arguments())
     assert sample(tokenizer, data, 1)[1] == "hello<|im_end|>\n"
 
 
 def test_conversational_prompt_is_context(tmp_path):
     tokenizer = byte_tokenizer()
     row = {"prompt": TURNS[:3], "completion": TURNS[3:]}
-    data = load_tokenized("sft", [jsonl(tmp_path / "a.jsonl", [row])], tokenizer, arguments())
+    data = load_tokenized(TASKS["sft"], [jsonl(tmp_path / "a.jsonl", [row])], tokenizer, arguments())
     assert sample(tokenizer, data, 0)[1] == "ciao<|im_end|>\n"
 
 
 def test_rows_whose_answer_is_cut_off_are_dropped(tmp_path, caplog):
     rows = [{"prompt": "x" * 50, "completion": "y"}, {"prompt": "x", "completion": "y"}]
     data = load_tokenized(
-        "sft", [jsonl(tmp_path / "a.jsonl", rows)], byte_tokenizer(), arguments(seq_length=8)
+        TASKS["sft"], [jsonl(tmp_path / "a.jsonl", rows)], byte_tokenizer(), arguments(seq_length=8)
     )
     assert len(data) == 1
-    assert "1 of 2 rows have no answer within seq_length 8" in caplog.text
+    assert "1 of 2 rows do not have an answer within seq_length 8" in caplog.text
     assert "1 of 2 rows are longer than seq_length 8 and are cut at the end" in caplog.text
 
 
@@ -216,7 +216,7 @@ def test_bad_files_are_named(tmp_path, kind, name, content, message):
     file = tmp_path / name
     file.write_text(content)
     with pytest.raises(McaError) as error:
-        load_tokenized(kind, [str(file)], byte_tokenizer(), arguments())
+        load_tokenized(TASKS[kind], [str(file)], byte_tokenizer(), arguments())
     assert message in str(error.value)
 
 
@@ -233,8 +233,8 @@ def test_columns_of_several_files_must_go_together(tmp_path, streaming):
     def load(*names):
         given = [files[name] for name in names]
         if streaming:
-            return list(load_stream("sft", given, byte_tokenizer(), arguments(), seed=None))
-        return load_tokenized("sft", given, byte_tokenizer(), arguments())
+            return list(load_stream(TASKS["sft"], given, byte_tokenizer(), arguments(), seed=None))
+        return load_tokenized(TASKS["sft"], given, byte_tokenizer(), arguments())
 
     assert len(load("a", "other-id")) == 4
     with pytest.raises(McaError, match=r"train_file: the columns of .* do not go together: ") as error:
@@ -246,13 +246,15 @@ def test_columns_of_several_files_must_go_together(tmp_path, streaming):
 
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(McaError, match=r"eval_file: file .*none\.jsonl does not exist"):
-        load_tokenized("sft", [str(tmp_path / "none.jsonl")], byte_tokenizer(), arguments(), evaluation=True)
+        load_tokenized(
+            TASKS["sft"], [str(tmp_path / "none.jsonl")], byte_tokenizer(), arguments(), evaluation=True
+        )
 
 
 def test_chat_without_a_template_says_so(tmp_path):
     file = jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
     with pytest.raises(McaError, match="has no chat template"):
-        load_tokenized("sft", [file], byte_tokenizer(None), arguments())
+        load_tokenized(TASKS["sft"], [file], byte_tokenizer(None), arguments())
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -262,8 +264,8 @@ def test_a_file_without_the_column_and_rows_without_text_are_told(tmp_path, capl
 
     def load(files):
         if streaming:
-            return list(load_stream("pretrain", files, byte_tokenizer(), arguments(), seed=None))
-        return load_tokenized("pretrain", files, byte_tokenizer(), arguments())
+            return list(load_stream(TASKS["pretrain"], files, byte_tokenizer(), arguments(), seed=None))
+        return load_tokenized(TASKS["pretrain"], files, byte_tokenizer(), arguments())
 
     with pytest.raises(McaError, match=r"train_file: .*chat\.jsonl: no column 'text' \(columns: messages\)"):
         load(files)

@@ -43,7 +43,6 @@ def optimizer_of(tmp_path: Any, **changes: Any) -> int:
     settings = {"output_dir": str(tmp_path), "bf16": True, "use_cpu": True, "report_to": "none"}
     args = TrainingArguments(**settings | changes)
     plan = make_plan(config_from_hf(QWEN3_30B_A3B), args, 4096, 8)
-    assert not plan.problems
     assert plan.total_parameters == DENSE + OF_EXPERTS
     return plan.stages[0].optimizer
 

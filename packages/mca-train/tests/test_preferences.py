@@ -6,9 +6,10 @@ import torch
 from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import DataArguments
-from mca_train.data.load import load_tokenized
+from mca_train.config.arguments import PairArguments
 from mca_train.losses.preference import Answers, PreferenceLoss
+from mca_train.tasks.load import load_tokenized
+from mca_train.tasks.table import TASKS
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +21,7 @@ def load(tmp_path, *rows, **changes):
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_tokenized(
-        "dpo", [str(file)], byte_tokenizer(), DataArguments(model_name_or_path="m", **changes)
+        TASKS["dpo"], [str(file)], byte_tokenizer(), PairArguments(model_name_or_path="m", **changes)
     )
 
 
@@ -66,7 +67,7 @@ def test_pairs_whose_answer_is_cut_off_are_left_out(tmp_path, caplog):
         {"prompt": "x", "chosen": "y", "rejected": "z"},
     ]
     assert len(load(tmp_path, *rows, seq_length=8)) == 1
-    assert "1 of 2 rows lack an answer within seq_length 8" in caplog.text
+    assert "1 of 2 rows do not have both answers within seq_length 8" in caplog.text
     assert "1 of 2 rows are longer than seq_length 8" in caplog.text
 
 

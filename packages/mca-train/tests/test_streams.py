@@ -6,10 +6,10 @@ import pytest
 from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import DataArguments
-from mca_train.config.run_config import parse
-from mca_train.data.load import load_tokenized
-from mca_train.data.streams import load_stream
+from mca_train.config.arguments import PairArguments
+from mca_train.run.checks import check, settings_of
+from mca_train.tasks.load import load_stream, load_tokenized
+from mca_train.tasks.table import TASKS
 
 ROWS = [
     {
@@ -32,14 +32,14 @@ def files(tmp_path):
 
 
 def arguments(**changes):
-    return DataArguments(model_name_or_path="m", streaming=True, seq_length=16, **changes)
+    return PairArguments(model_name_or_path="m", streaming=True, seq_length=16, **changes)
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft", "dpo"])
 def test_samples_are_those_of_files_in_memory(kind, files):
     tokenizer = byte_tokenizer()
-    stream = list(load_stream(kind, files, tokenizer, arguments(), seed=None))
-    whole = load_tokenized(kind, files, tokenizer, arguments())
+    stream = list(load_stream(TASKS[kind], files, tokenizer, arguments(), seed=None))
+    whole = load_tokenized(TASKS[kind], files, tokenizer, arguments())
     assert len(stream) == len(whole) > 15
     for number, sample in enumerate(stream):
         for name, values in sample.items():
@@ -48,7 +48,7 @@ def test_samples_are_those_of_files_in_memory(kind, files):
 
 def test_the_order_is_drawn_anew_in_each_pass_and_is_the_same_again(files):
     def order(epoch):
-        stream = load_stream("sft", files, byte_tokenizer(), arguments(shuffle_buffer_size=10), seed=3)
+        stream = load_stream(TASKS["sft"], files, byte_tokenizer(), arguments(shuffle_buffer_size=10), seed=3)
         stream.set_epoch(epoch)
         return [tuple(sample["input_ids"].tolist()) for sample in stream]
 
@@ -61,7 +61,7 @@ def test_rows_of_others_are_not_tokenized(files):
     from mca_train.batching.sampling import BatchShape
     from mca_train.batching.step_stream import StepStream
 
-    stream = load_stream("sft", files, byte_tokenizer(), arguments(), seed=None)
+    stream = load_stream(TASKS["sft"], files, byte_tokenizer(), arguments(), seed=None)
     made = []
     shape = BatchShape(micro_batch_size=1, num_micro_batches=2, data_parallel_size=2, data_parallel_rank=1)
     steps = StepStream(stream.rows, shape, 4, make=lambda row: made.append(row["prompt"]) or row)
@@ -72,17 +72,17 @@ def test_rows_of_others_are_not_tokenized(files):
 
 def test_a_stream_needs_max_steps(tmp_path):
     values = {"model_name_or_path": "m", "train_file": "f", "output_dir": str(tmp_path), "streaming": True}
-    with pytest.raises(McaError, match="streaming needs max_steps"):
-        parse(values, "run.yaml")
+    settings = settings_of(TASKS["sft"], values, "run.yaml")
+    assert "streaming needs max_steps: a stream has no length" in check(TASKS["sft"], settings).impossible
 
 
 def test_wrong_columns_and_empty_files_are_told_before_training(files, tmp_path):
     with pytest.raises(McaError, match=r"no column .words. .* set text_column"):
-        load_stream("pretrain", files, byte_tokenizer(), arguments(text_column="words"), seed=None)
+        load_stream(TASKS["pretrain"], files, byte_tokenizer(), arguments(text_column="words"), seed=None)
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     with pytest.raises(McaError, match="is empty"):
-        load_stream("sft", [str(empty)], byte_tokenizer(), arguments(), seed=None)
+        load_stream(TASKS["sft"], [str(empty)], byte_tokenizer(), arguments(), seed=None)
 
 
 UNANSWERED = {
@@ -98,8 +98,8 @@ def test_rows_without_a_target_are_left_out_and_counted(kind, tmp_path, caplog):
     rows = [OTHERS | row for row in (*ROWS[:3], *UNANSWERED[kind], *ROWS[3:5])]
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    stream = load_stream(kind, [str(file)], byte_tokenizer(), arguments(), seed=None)
-    whole = load_tokenized(kind, [str(file)], byte_tokenizer(), arguments())
+    stream = load_stream(TASKS[kind], [str(file)], byte_tokenizer(), arguments(), seed=None)
+    whole = load_tokenized(TASKS[kind], [str(file)], byte_tokenizer(), arguments())
     caplog.clear()
     for _ in range(2):
         samples = list(stream)
@@ -110,7 +110,7 @@ def test_rows_without_a_target_are_left_out_and_counted(kind, tmp_path, caplog):
     assert f"within seq_length 16 and are left out: {len(rows) - len(whole)} of {len(rows)} rows" in told
     file.write_text("".join(json.dumps(OTHERS | row) + "\n" for row in UNANSWERED[kind]))
     with pytest.raises(McaError, match=r"within seq_length 16: all \d rows"):
-        list(load_stream(kind, [str(file)], byte_tokenizer(), arguments(), seed=None))
+        list(load_stream(TASKS[kind], [str(file)], byte_tokenizer(), arguments(), seed=None))
 
 
 def test_short_rows_are_known_to_have_a_target_without_tokenizing_them():
@@ -134,7 +134,7 @@ def test_short_rows_are_known_to_have_a_target_without_tokenizing_them():
 
 
 def _of_length(length):
-    return DataArguments(model_name_or_path="m", streaming=True, seq_length=length)
+    return PairArguments(model_name_or_path="m", streaming=True, seq_length=length)
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft", "dpo"])
@@ -145,7 +145,7 @@ def test_errors_name_the_row_of_the_file_whatever_the_order(kind, tmp_path):
     bad = [*ROWS[:4], broken] if kind != "pretrain" else ROWS[:4]
     files[1].write_text("".join(json.dumps(row) + "\n" for row in bad))
     names = [str(file) for file in files]
-    stream = load_stream(kind, names, byte_tokenizer(), arguments(shuffle_buffer_size=7), seed=1)
+    stream = load_stream(TASKS[kind], names, byte_tokenizer(), arguments(shuffle_buffer_size=7), seed=1)
     if kind == "pretrain":
         assert {row.place for row in stream._rows} >= {f"row 3 of {files[1]}", f"row 19 of {files[0]}"}
         return
@@ -162,7 +162,7 @@ def test_an_error_of_a_worker_is_one_line(tmp_path):
 
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "a", "completion": 3}\n')
-    stream = load_stream("sft", [str(file)], byte_tokenizer(), arguments(), seed=None)
+    stream = load_stream(TASKS["sft"], [str(file)], byte_tokenizer(), arguments(), seed=None)
     shape = BatchShape(micro_batch_size=1, num_micro_batches=1, data_parallel_size=1, data_parallel_rank=0)
     steps = StepStream(stream.rows, shape, 4, make=stream.make)
     with pytest.raises(McaError) as error:

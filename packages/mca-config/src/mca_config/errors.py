@@ -9,7 +9,12 @@ class McaError(ValueError):
 
     The message names the file, parameter or flag, what was expected and what to change. The commands
     print it as ``error: <message>`` and exit 1.
+
+    Attributes:
+        problems: Where several were found together, each of them.
     """
+
+    problems: tuple[str, ...] = ()
 
 
 class UsageError(McaError):
@@ -37,6 +42,13 @@ def list_problems(problems: list[str], what: str) -> McaError | None:
     """Joins all ``problems`` found in ``what`` into one error; None without problems."""
     if not problems:
         return None
-    if len(problems) == 1:
-        return McaError(f"{what}: {problems[0]}")
-    return McaError("\n  ".join([f"{what}: {len(problems)} problems", *problems]))
+    count = f" {len(problems)} problems\n " if len(problems) > 1 else ""
+    error = McaError(f"{what}:{count} " + "\n  ".join(problems))
+    error.problems = tuple(problems)
+    return error
+
+
+def problems_of(error: ValueError) -> tuple[str, ...]:
+    """What ``error`` says is wrong, each on one line."""
+    found = error.problems if isinstance(error, McaError) else ()
+    return found or (" ".join(str(error).split()),)

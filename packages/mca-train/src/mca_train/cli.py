@@ -3,27 +3,20 @@
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError, UsageError
 from mca_config.streams import safe_streams
 from mca_train.launch.stopping import Stopped
+from mca_train.tasks.table import TASKS
 
-if TYPE_CHECKING:
-    from mca_train.data.load import Kind
-
-HELP = """\
-usage: mca-train pretrain CONFIG.yaml [--key value ...]
-       mca-train sft      CONFIG.yaml [--key value ...]
-       mca-train dpo      CONFIG.yaml [--key value ...]
-       mca-train plan     CONFIG.yaml [--key value ...]
+_HELP = """\
+usage: {usage}
+       mca-train plan [KIND] CONFIG.yaml [--key value ...]
 
 Trains a Hugging Face or MCA checkpoint with Megatron, over tensor, pipeline, virtual pipeline, context, expert
 and data parallel ranks. Starts its own local ranks, unless torchrun did.
 
-  pretrain   on plain text: all texts one after another, cut into blocks of seq_length tokens
-  sft        on answers: messages, prompt and completion, or text; only answers count in the loss
-  dpo        on preferences: prompt, chosen and rejected; losses sigmoid, hinge, ipo, orpo (dpo_loss)
+{kinds}
   plan       says what a run would need (ranks, layers, parameters, memory, bubble, batch); needs no GPU
 
 CONFIG.yaml holds `key: value` lines; every key is also a flag, with - or _, and the flag wins. Keys are those of
@@ -58,8 +51,14 @@ run.yaml:
   virtual_pipeline_model_parallel_size: 2
 """
 
-_KINDS = ("pretrain", "sft", "dpo")
-_COMMANDS = (*_KINDS, "plan")
+_COMMANDS = (*TASKS, "plan")
+
+
+def _help() -> str:
+    width = max(map(len, _COMMANDS))
+    usage = "\n       ".join(f"mca-train {name:<{width}} CONFIG.yaml [--key value ...]" for name in TASKS)
+    kinds = "\n".join(f"  {task.name:<10} {task.summary}" for task in TASKS.values())
+    return _HELP.replace("{usage}", usage).replace("{kinds}", kinds)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,13 +66,13 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     with safe_streams(to_the_end=arguments is None, output_too=True):
         code = _main(words)
-        lost = bool(getattr(sys.stdout, "failed", False)) and words[:1] not in [[kind] for kind in _KINDS]
+        lost = bool(getattr(sys.stdout, "failed", False)) and words[:1] not in [[name] for name in TASKS]
         return code or int(lost)  # of training, the log has what was said
 
 
 def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help") or {"-h", "--help"} & set(words[1:]):
-        sys.stdout.write(HELP)
+        sys.stdout.write(_help())
         return 0 if words else 2
     if words[0] in ("-V", "--version"):
         sys.stdout.write(f"mca-train {version('mca-train')}\n")
@@ -97,21 +96,24 @@ def _run(words: list[str]) -> int:
     command = words[0]
     if command not in _COMMANDS:
         raise UsageError(f"unknown command '{command}'{nearest(command, _COMMANDS, 'see mca-train --help')}")
-    if len(words) < 2 or words[1].startswith("-"):
+    words, kind = words[1:], TASKS.get(command)
+    if command == "plan" and words[:1] and words[0] in TASKS:
+        words, kind = words[1:], TASKS[words[0]]
+    if not words or words[0].startswith("-"):
         raise UsageError(f"mca-train {command} needs a configuration file: mca-train {command} CONFIG.yaml")
-    config, overrides = Path(words[1]), words[2:]
-    if command == "plan":
-        from mca_train.plan.report import print_plan
+    config, overrides = Path(words[0]), words[1:]
+    if command == "plan" or kind is None:
+        from mca_train.run.planning import print_plan
 
-        return print_plan(config, overrides)
+        return print_plan(kind, config, overrides)
     from mca_train.launch.environment import one_thread_until_forked, started_by_launcher
 
     if not started_by_launcher():
         one_thread_until_forked()  # before the next line imports torch
     from mca_train.run.train import run
 
-    again = [sys.executable, "-m", "mca_train", *words]
-    return run(cast("Kind", command), config, overrides, again)
+    again = [sys.executable, "-m", "mca_train", command, *words]
+    return run(kind, config, overrides, again)
 
 
 if __name__ == "__main__":

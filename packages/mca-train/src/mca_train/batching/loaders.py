@@ -16,7 +16,7 @@ from mca_train.batching.packing import PackedDataset, longest_sample
 from mca_train.batching.position import Place
 from mca_train.batching.sampling import BatchShape, StepSampler
 from mca_train.batching.step_stream import PackedStream, StepStream, is_stream, require_steps
-from mca_train.data.streams import RowStream
+from mca_train.data.streams import AnswerStream
 from mca_train.groups import Ranks
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Loaders:
                 "not promise; use alltoall"
             )
         shape = self._shape(args.per_device_train_batch_size, args.gradient_accumulation_steps)
-        rows, make = (dataset.rows, dataset.make) if isinstance(dataset, RowStream) else (dataset, None)
+        rows, make = (dataset.rows, dataset.make) if isinstance(dataset, AnswerStream) else (dataset, None)
         if args.sequence_packing:
             if self.pack_length is None:
                 raise McaError(

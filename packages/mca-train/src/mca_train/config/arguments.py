@@ -1,7 +1,7 @@
 """What a YAML file says besides the training and parallel arguments: the model, the data, the ranks."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from mca_config.errors import McaError
 
@@ -29,8 +29,6 @@ class DataArguments:
     text_column: str = field(default="text", metadata={"help": "Column with plain text."})
     prompt_column: str = field(default="prompt", metadata={"help": "Column with the prompt (sft)."})
     completion_column: str = field(default="completion", metadata={"help": "Column with the answer (sft)."})
-    chosen_column: str = field(default="chosen", metadata={"help": "Column with the better answer (dpo)."})
-    rejected_column: str = field(default="rejected", metadata={"help": "Column with the worse answer (dpo)."})
     tools_column: str = field(
         default="tools",
         metadata={"help": "Column with the tools that a chat template is told of (sft, dpo)."},
@@ -65,6 +63,14 @@ class DataArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise McaError(f"{name} is {value}; expected a positive number or null")
+
+
+@dataclass(kw_only=True)
+class PairArguments(DataArguments):
+    """The same of a run on preference pairs."""
+
+    chosen_column: str = field(default="chosen", metadata={"help": "Column with the better answer."})
+    rejected_column: str = field(default="rejected", metadata={"help": "Column with the worse answer."})
 
 
 @dataclass(kw_only=True)
@@ -141,44 +147,3 @@ class LoraArguments:
             "modules_to_save": self.lora_modules_to_save,
         }
         return document | {name: value for name, value in optional.items() if value}
-
-
-@dataclass(kw_only=True)
-class DpoArguments:
-    """How ``mca-train dpo`` compares answers."""
-
-    dpo_loss: Literal["sigmoid", "hinge", "ipo", "orpo"] = field(
-        default="sigmoid", metadata={"help": "The loss; orpo needs no reference model."}
-    )
-    dpo_beta: float = field(
-        default=0.1,
-        metadata={"help": "How strongly answers are held to the reference; orpo: weight of the odds."},
-    )
-    dpo_label_smoothing: float = field(
-        default=0.0, metadata={"help": "Share of pairs taken to be the wrong way round (sigmoid)."}
-    )
-    reference_model_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Directory of the reference; None: the model as it begins (with LoRA: without adapter)."
-        },
-    )
-
-    def __post_init__(self) -> None:
-        require_preference(self.dpo_loss, self.dpo_beta, self.dpo_label_smoothing)
-        if self.dpo_loss == "orpo" and self.reference_model_name_or_path is not None:
-            raise McaError("reference_model_name_or_path: dpo_loss orpo has no reference; remove it")
-
-
-def require_preference(loss: str, beta: float, label_smoothing: float) -> None:
-    """Refuses numbers that make no loss of preferences.
-
-    Raises:
-        McaError: One is out of range, or labels are smoothed where that means nothing.
-    """
-    if beta <= 0:
-        raise McaError(f"dpo_beta is {beta}; expected a positive number")
-    if not 0 <= label_smoothing < 0.5:
-        raise McaError(f"dpo_label_smoothing is {label_smoothing}; expected 0 or more and below 0.5")
-    if label_smoothing and loss != "sigmoid":
-        raise McaError(f"dpo_label_smoothing is for dpo_loss sigmoid, not {loss}; remove it")

@@ -1,20 +1,19 @@
-"""Keys of a configuration that contradict one another, found before a model or a file is read."""
+"""Keys of a configuration that contradict one another, whatever is trained. No model and no file is looked at."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
-from mca_config.errors import McaError
+from mca_train.config.arguments import LoraArguments
+from mca_train.config.run_config import Settings
 from mca_train.lr_schedule import schedule_problems
 
+if TYPE_CHECKING:
+    from mca_config.training import TrainingArguments
 
-def contradictions(values: dict[str, Any], training: Any, data: Any) -> Iterator[str]:
-    """What is wrong with a run whatever it trains.
 
-    Args:
-        values: As given.
-        training: Training arguments.
-        data: Model and files.
-    """
+def contradictions(settings: Settings) -> Iterator[str]:
+    """What is wrong with a run whatever it trains."""
+    values, training, data = settings.values, settings.training, settings.data
     if data.streaming and training.max_steps <= 0:
         yield "streaming needs max_steps: a stream has no length"
     if values.get("do_train", True) is not True and not training.do_train:
@@ -22,17 +21,19 @@ def contradictions(values: dict[str, Any], training: Any, data: Any) -> Iterator
     if values.get("do_eval", True) is not True and not training.do_eval and data.eval_file:
         yield "do_eval is false, but eval_file is set, which is evaluated at the end; remove one of the two"
     if not data.eval_file:
-        yield from _without_evaluation(values, training)
+        yield from _without_evaluation("do_eval" in values, training)
     if training.load_best_model_at_end and training.eval_strategy == "no":
         yield "load_best_model_at_end is true, but eval_strategy is no: no model is the best; set it or remove the key"
     yield from schedule_problems(training)
+    yield from _of_adapters(settings)
+    yield from _of_backend(values.get("ddp_backend"))
 
 
-def _without_evaluation(values: dict[str, Any], training: Any) -> Iterator[str]:
+def _without_evaluation(says_do_eval: bool, training: "TrainingArguments") -> Iterator[str]:
     asked = {
         f"eval_strategy is {training.eval_strategy.value}": training.eval_strategy != "no",
         "eval_on_start is true": training.eval_on_start,
-        "do_eval is true": "do_eval" in values and training.do_eval and training.eval_strategy == "no",
+        "do_eval is true": says_do_eval and training.do_eval and training.eval_strategy == "no",
     }
     yield from (
         f"{what}, but eval_file is not set; set it or remove {what.split()[0]}"
@@ -41,14 +42,22 @@ def _without_evaluation(values: dict[str, Any], training: Any) -> Iterator[str]:
     )
 
 
-def require_backend(given: Any) -> None:
-    """Refuses a ``ddp_backend`` that is not what ranks of this machine talk over.
+def _of_adapters(settings: Settings) -> Iterator[str]:
+    """Keys of an adapter that is not made here, which would be taken and not followed; a format it has not."""
+    lora = settings.lora
+    given = [key for key in settings.values if key in LoraArguments.__dataclass_fields__]
+    needless = [key for key in given if key not in ("lora_rank", "adapter_name_or_path")]
+    if needless and lora.lora_rank is None:
+        why = "adapter_name_or_path has its own" if lora.adapter_name_or_path else "lora_rank is not set"
+        yield f"{', '.join(needless)}: {why}; remove the key or set lora_rank"
+    if lora.wanted and settings.training.ckpt_format != "mca":
+        yield f"an adapter is not written as {settings.training.ckpt_format}; remove ckpt_format and async_save"
 
-    Raises:
-        McaError: It is another.
-    """
+
+def _of_backend(given: object) -> Iterator[str]:
+    """A ``ddp_backend`` that is not what ranks of this machine talk over."""
     from mca_models.megatron import platform
 
     usual = platform.backend()
     if given not in (None, usual):
-        raise McaError(f"ddp_backend is {given!r}; ranks of this machine talk over {usual}; remove it")
+        yield f"ddp_backend is {given!r}; ranks of this machine talk over {usual}; remove it"

@@ -10,13 +10,19 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, Literal, Union
 
-from mca_config.errors import UsageError
+from mca_config.errors import UsageError, list_problems, problems_of
 
 
 def build(
-    classes: Sequence[type], values: Mapping[str, Any], *, where: str, only: Iterable[str] = ()
+    classes: Sequence[type],
+    values: Mapping[str, Any],
+    *,
+    where: str,
+    only: Iterable[str] = (),
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Any, ...]:
     """One instance of each of ``classes`` from ``values``; every key must be a field of one of them.
 
@@ -25,23 +31,49 @@ def build(
         values: Keys and values of the YAML file and the command line together.
         where: What to name in an error: the file, or the file and the command line.
         only: Names that must have a value although some class has a default for them.
+        elsewhere: What to say of keys that have no meaning here but have one elsewhere.
 
     Raises:
-        UsageError: An unknown key (with the nearest known one), a missing one, or a value of a wrong type.
+        UsageError: Unknown keys (each with the nearest known one), missing ones, values of a wrong type, and what
+            the classes themselves refuse: all of it.
     """
     fields = [_init_fields(cls) for cls in classes]
     known = {name for table in fields for name in table}
-    unknown = [key for key in values if key not in known]
-    if unknown:
-        raise UsageError("; ".join(f"unknown key '{key}' in {where}{nearest(key, known)}" for key in unknown))
+    problems = [
+        f"{key}: {elsewhere[key]}" if key in elsewhere else f"unknown key '{key}'{nearest(key, known)}"
+        for key in values
+        if key not in known
+    ]
     required = {name for table in fields for name, (_, needed) in table.items() if needed} | set(only)
-    missing = sorted(name for name in required if values.get(name) in (None, [], ""))
-    if missing:
-        raise UsageError(f"{where}: missing {', '.join(missing)}")
-    return tuple(
-        cls(**{name: cast(name, values[name], hint) for name, (hint, _) in table.items() if name in values})
-        for cls, table in zip(classes, fields, strict=True)
-    )
+    if missing := sorted(name for name in required if values.get(name) in (None, [], "")):
+        problems.append(f"missing {', '.join(missing)}")
+    built = []
+    for cls, table in zip(classes, fields, strict=True):
+        found, unfit = _cast_all(table, values)
+        problems += unfit
+        if unfit or not {name for name, (_, needed) in table.items() if needed} <= found.keys():
+            continue
+        try:
+            built.append(cls(**found))
+        except ValueError as error:
+            problems += problems_of(error)
+    if wrong := list_problems(list(dict.fromkeys(problems)), where):
+        raise UsageError(str(wrong))
+    return tuple(built)
+
+
+def _cast_all(
+    table: Mapping[str, tuple[Any, bool]], values: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """The values of a class's fields, and what is wrong with the others."""
+    found: dict[str, Any] = {}
+    problems = []
+    for name in table.keys() & values.keys():
+        try:
+            found[name] = cast(name, values[name], table[name][0])
+        except UsageError as error:
+            problems.append(str(error))
+    return found, problems
 
 
 def _init_fields(cls: type) -> dict[str, tuple[Any, bool]]:

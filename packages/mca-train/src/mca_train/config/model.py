@@ -1,10 +1,12 @@
 """The architecture that a configuration names, and the ranks that its layout needs. No weights are read."""
 
+import math
+import os
 from pathlib import Path
 
 from mca_config.arguments import MegatronArguments
 from mca_config.errors import McaError
-from mca_config.layout import ParallelLayout, RankGrid
+from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_train.config.arguments import LaunchArguments
 
@@ -35,20 +37,24 @@ def model_config(path: str) -> McaModelConfig:
 
 
 def num_local_ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
-    """How many ranks to start here; at least what the layout needs."""
-    count = launch.local_ranks
-    if count is None:
-        import torch
+    """How many ranks to start here: those asked for, else one for each GPU, else the fewest."""
+    import torch
 
-        count = torch.cuda.device_count() or smallest_world(layout)
-    RankGrid(layout, count)
-    return count
+    return launch.local_ranks or torch.cuda.device_count() or smallest_world(layout)
+
+
+def planned_ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
+    """How many ranks to plan for, whatever this machine has: those asked for, else the fewest."""
+    return launch.local_ranks or smallest_world(layout)
+
+
+def given_ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
+    """How many ranks a launcher has started."""
+    return int(os.environ["WORLD_SIZE"])
 
 
 def smallest_world(layout: ParallelLayout) -> int:
     """The fewest ranks that ``layout`` can stand on."""
-    import math
-
     return layout.pp * math.lcm(layout.tp * layout.cp, layout.etp * layout.ep)
 
 

@@ -7,15 +7,18 @@ answer must lie within the sample, the row is not tokenized for it.
 import logging
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import DataArguments
+from mca_train.config.arguments import DataArguments, PairArguments
 from mca_train.data.chat import marks_answers
 from mca_train.data.file_rows import FileRows, Row
 from mca_train.data.token_dataset import IGNORED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +101,7 @@ def has_target(sample: Mapping[str, Any]) -> bool:
     )
 
 
-def surely_answered(tokenizer: Any, arguments: DataArguments) -> Callable[[Row], bool]:
+def surely_answered(tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments) -> Callable[[Row], bool]:
     """Whether a row of fine-tuning has a target for sure.
 
     A text is taken to make no more than two tokens of a byte, and templates to add no more than a thousand characters.
@@ -119,7 +122,7 @@ def surely_answered(tokenizer: Any, arguments: DataArguments) -> Callable[[Row],
     return is_sure
 
 
-def surely_compared(arguments: DataArguments) -> Callable[[Row], bool]:
+def surely_compared(arguments: PairArguments) -> Callable[[Row], bool]:
     """Whether a preference pair has targets on both sides for sure."""
     names = (arguments.prompt_column, arguments.chosen_column, arguments.rejected_column)
 

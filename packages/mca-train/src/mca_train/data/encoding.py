@@ -2,8 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mca_config.errors import McaError, UsageError
 from mca_train.config.arguments import DataArguments
@@ -11,11 +11,19 @@ from mca_train.data.chat import Tools, tokenize_chat
 from mca_train.data.files import require_column
 from mca_train.data.long_texts import LONG, all_ids, head_encoding
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 logger = logging.getLogger(__name__)
+
+Encoded = tuple[list[int], list[bool]]
+"""The tokens of a sequence, and which of them are targets."""
+RowEncoder = Callable[[Mapping[str, Any]], Sequence[Encoded]]
+"""From a row to its sequences: one, or more where they are compared with one another."""
 
 
 def block_tokenizer(
-    names: Sequence[str], tokenizer: Any, arguments: DataArguments, key: str
+    names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments, key: str
 ) -> Callable[[list[Any], Sequence[str]], list[list[int]]]:
     """The function from rows and their places to the tokens of each text, EOS last; rows without text have none."""
     column = arguments.text_column
@@ -48,27 +56,24 @@ def warn_truncated(is_cut: Iterable[bool], length: int, key: str) -> None:
         )
 
 
-def row_encoder(names: Sequence[str], tokenizer: Any, arguments: DataArguments, key: str) -> Any:
-    """The function from a row to ``(tokens, is_target)``, by the columns that the rows have."""
-    if arguments.messages_column in names:
-        return lambda row: tokenize_chat(
-            tokenizer,
-            check_messages(row[arguments.messages_column]),
-            tools=tools_of(row, arguments),
-            length=arguments.seq_length,
-        )
-    if {arguments.prompt_column, arguments.completion_column} <= set(names):
-        return lambda row: tokenize_answer(
-            tokenizer,
-            row[arguments.prompt_column],
-            row[arguments.completion_column],
-            arguments.seq_length,
-            tools_of(row, arguments),
-        )
+def row_encoder(
+    names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments, key: str
+) -> RowEncoder:
+    """The encoder of rows with one answer, by the columns that they have."""
+    length = arguments.seq_length
+    if (messages := arguments.messages_column) in names:
+        return lambda row: [
+            tokenize_chat(
+                tokenizer, check_messages(row[messages]), tools=tools_of(row, arguments), length=length
+            )
+        ]
+    prompt, completion = arguments.prompt_column, arguments.completion_column
+    if {prompt, completion} <= set(names):
+        return lambda row: [
+            tokenize_answer(tokenizer, row[prompt], row[completion], length, tools_of(row, arguments))
+        ]
     if (column := arguments.text_column) in names:
-        return lambda row: tokenize_answer(
-            tokenizer, "", require_text(row[column], column), arguments.seq_length
-        )
+        return lambda row: [tokenize_answer(tokenizer, "", require_text(row[column], column), length)]
     raise UsageError(
         f"{key}: columns {', '.join(names)}; expected '{arguments.messages_column}', "
         f"'{arguments.prompt_column}' with '{arguments.completion_column}', or '{arguments.text_column}' "
@@ -76,7 +81,7 @@ def row_encoder(names: Sequence[str], tokenizer: Any, arguments: DataArguments, 
     )
 
 
-def tools_of(row: dict[str, Any], arguments: DataArguments) -> Tools | None:
+def tools_of(row: Mapping[str, Any], arguments: DataArguments) -> Tools | None:
     """What a row says of tools: a list of mappings, or that as JSON text; None: nothing."""
     column = arguments.tools_column
     found = row.get(column)
@@ -100,8 +105,12 @@ def _without_nulls(value: Any) -> Any:
 
 
 def tokenize_answer(
-    tokenizer: Any, prompt: Any, completion: Any, length: int, tools: Tools | None = None
-) -> tuple[list[int], list[bool]]:
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: Any,
+    completion: Any,
+    length: int,
+    tools: Tools | None = None,
+) -> Encoded:
     """Prompt and answer as text, or as two lists of chat messages; the answer ends with EOS.
 
     Of what is much longer than ``length`` tokens, no more than those must be right.
@@ -157,7 +166,7 @@ def require_text(value: Any, column: str) -> str:
     return value
 
 
-def _eos(tokenizer: Any) -> int:
+def _eos(tokenizer: "PreTrainedTokenizerBase") -> int:
     if tokenizer.eos_token_id is None:
         raise McaError("the tokenizer has no end-of-sequence token; set `eos_token` in its directory")
     return int(tokenizer.eos_token_id)

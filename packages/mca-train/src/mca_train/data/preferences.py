@@ -1,8 +1,7 @@
 """Rows of a prompt with a better and a worse answer, tokenized."""
 
-import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,11 +9,12 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from mca_config.errors import McaError, UsageError
-from mca_train.config.arguments import DataArguments
-from mca_train.data.encoding import check_messages, tokenize_answer, tools_of, warn_truncated
+from mca_train.config.arguments import PairArguments
+from mca_train.data.encoding import Encoded, RowEncoder, check_messages, tokenize_answer, tools_of
 from mca_train.data.token_dataset import TokenDataset
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class PairDataset(Dataset[dict[str, torch.Tensor]]):
@@ -42,66 +42,16 @@ class PairDataset(Dataset[dict[str, torch.Tensor]]):
         return {f"{side}_{name}": values for side, item in sides.items() for name, values in item.items()}
 
 
-def preference_pairs(rows: Any, tokenizer: Any, arguments: DataArguments, key: str) -> PairDataset:
-    """A pair of each row; only answers are targets. Pairs without a target on both sides are dropped and counted.
-
-    Args:
-        rows: A ``datasets.Dataset``.
-        tokenizer: Hugging Face tokenizer.
-        arguments: Columns and lengths.
-        key: The argument that named the file, for errors.
-
-    Raises:
-        McaError: A column is missing, a row is of another form, or no pair is left.
-    """
-    encode = pair_encoder(rows.column_names, tokenizer, arguments, key)
-    length = arguments.seq_length
-
-    def tokenize(row: dict[str, Any], index: int) -> dict[str, Any]:
-        try:
-            pair = encode(row)
-        except McaError as error:
-            raise McaError(f"{key}, row {index}: {error}") from error
-        return {
-            "input_ids": [tokens[:length] for tokens, _ in pair],
-            "is_target": [targets[:length] for _, targets in pair],
-            "is_cut": any(len(tokens) > length for tokens, _ in pair),
-        }
-
-    tokenized = rows.map(
-        tokenize,
-        with_indices=True,
-        remove_columns=rows.column_names,
-        num_proc=arguments.preprocessing_num_workers,
-        keep_in_memory=True,
-    )
-    warn_truncated(tokenized["is_cut"], length, key)
-    pairs = [
-        list(zip(tokens, targets, strict=True))
-        for tokens, targets in zip(tokenized["input_ids"], tokenized["is_target"], strict=True)
-        if all(any(side[1:]) for side in targets)
-    ]
-    if not pairs:
-        raise McaError(f"{key}: no row has both answers within seq_length {length}")
-    if dropped := len(tokenized) - len(pairs):
-        logger.warning(
-            "%s: %d of %d rows lack an answer within seq_length %d and are left out",
-            key,
-            dropped,
-            len(tokenized),
-            length,
-        )
-    return PairDataset(TokenDataset.from_samples(side for pair in pairs for side in pair))
-
-
-def pair_encoder(names: Sequence[str], tokenizer: Any, arguments: DataArguments, key: str) -> Any:
-    """The function from a row to ``(tokens, is_target)`` of the chosen and of the rejected answer."""
+def pair_encoder(
+    names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: PairArguments, key: str
+) -> RowEncoder:
+    """The encoder of rows with a chosen and a rejected answer, in this order."""
     for name in ("chosen_column", "rejected_column"):
         column = getattr(arguments, name)
         if column not in names:
             raise UsageError(f"{key}: no column '{column}' (columns: {', '.join(names)}); set {name}")
 
-    def encode(row: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
+    def encode(row: Mapping[str, Any]) -> list[Encoded]:
         prompt, chosen, rejected = split_row(row, arguments)
         tools = tools_of(row, arguments)
         return [
@@ -112,7 +62,7 @@ def pair_encoder(names: Sequence[str], tokenizer: Any, arguments: DataArguments,
     return encode
 
 
-def split_row(row: dict[str, Any], arguments: DataArguments) -> tuple[Any, Any, Any]:
+def split_row(row: Mapping[str, Any], arguments: PairArguments) -> tuple[Any, Any, Any]:
     """Prompt, chosen and rejected: three texts, or three lists of messages.
 
     Without a prompt the two conversations' common beginning is the prompt.

@@ -2,20 +2,26 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
-from mca_train.data.encoding import block_tokenizer, row_encoder, warn_truncated
+from mca_train.data.encoding import RowEncoder, block_tokenizer, warn_truncated
 from mca_train.data.token_dataset import TokenDataset
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
 
-def pretrain_blocks(rows: Any, tokenizer: Any, arguments: DataArguments, key: str) -> TokenDataset:
+def pretrain_blocks(
+    rows: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments, key: str
+) -> TokenDataset:
     """All texts one after another, each ended by EOS, cut into blocks of ``seq_length`` tokens.
 
     Rows without text are counted.
@@ -25,7 +31,7 @@ def pretrain_blocks(rows: Any, tokenizer: Any, arguments: DataArguments, key: st
     tokenize = block_tokenizer(rows.column_names, tokenizer, arguments, key)
     column = arguments.text_column
 
-    def tokenize_batch(batch: Any, indices: Sequence[int]) -> dict[str, Any]:
+    def tokenize_batch(batch: dict[str, list[Any]], indices: Sequence[int]) -> dict[str, Any]:
         places = [f"row {index}" for index in indices]
         return {"input_ids": tokenize([{column: text} for text in batch[column]], places)}
 
@@ -49,27 +55,39 @@ def pretrain_blocks(rows: Any, tokenizer: Any, arguments: DataArguments, key: st
     return blocks
 
 
-def _flatten(tokenized: Any) -> NDArray[np.int32]:
+def _flatten(tokenized: "datasets.Dataset") -> NDArray[np.int32]:
     """Column ``input_ids`` as one array, without passing through Python lists."""
     chunks = tokenized.data.column("input_ids").chunks
     parts = [chunk.flatten().to_numpy(zero_copy_only=False).astype(np.int32) for chunk in chunks]
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
 
-def sft_samples(rows: Any, tokenizer: Any, arguments: DataArguments, key: str) -> TokenDataset:
-    """A sample of each row; only answers are targets. Rows without a target left are dropped and counted."""
-    encode = row_encoder(rows.column_names, tokenizer, arguments, key)
+def answer_sequences(
+    rows: "datasets.Dataset", encode: RowEncoder, arguments: DataArguments, key: str, wanted: str
+) -> TokenDataset:
+    """The sequences of each row, one after another. Rows of which one has no target left are dropped and counted.
+
+    Args:
+        rows: Of the files.
+        encode: From a row to its sequences.
+        arguments: Lengths.
+        key: The argument that named the files, for errors.
+        wanted: What those rows lack, for the warning.
+
+    Raises:
+        McaError: A row is of another form, or none is left.
+    """
     length = arguments.seq_length
 
     def tokenize(row: dict[str, Any], index: int) -> dict[str, Any]:
         try:
-            tokens, targets = encode(row)
+            encoded = encode(row)
         except McaError as error:
             raise McaError(f"{key}, row {index}: {error}") from error
         return {
-            "input_ids": tokens[:length],
-            "is_target": targets[:length],
-            "is_cut": len(tokens) > length,
+            "input_ids": [tokens[:length] for tokens, _ in encoded],
+            "is_target": [targets[:length] for _, targets in encoded],
+            "is_cut": any(len(tokens) > length for tokens, _ in encoded),
         }
 
     tokenized = rows.map(
@@ -81,15 +99,20 @@ def sft_samples(rows: Any, tokenizer: Any, arguments: DataArguments, key: str) -
     )
     warn_truncated(tokenized["is_cut"], length, key)
     columns = zip(tokenized["input_ids"], tokenized["is_target"], strict=True)
-    samples = [(tokens, targets) for tokens, targets in columns if any(targets[1:])]
-    if not samples:
-        raise McaError(f"{key}: no row has an answer within seq_length {length}")
-    if len(samples) < len(tokenized):
-        logger.warning(
-            "%s: %d of %d rows have no answer within seq_length %d and are left out",
-            key,
-            len(tokenized) - len(samples),
-            len(tokenized),
-            length,
-        )
-    return TokenDataset.from_samples(samples)
+    kept = [
+        list(zip(tokens, targets, strict=True))
+        for tokens, targets in columns
+        if all(any(side[1:]) for side in targets)
+    ]
+    if not kept:
+        raise McaError(f"{key}: no row has {wanted} within seq_length {length}")
+    if lacking := len(tokenized) - len(kept):
+        logger.warning("%s", told_of_lacking(key, lacking, len(tokenized), wanted, length))
+    return TokenDataset.from_samples(sequence for row in kept for sequence in row)
+
+
+def told_of_lacking(key: str, lacking: int, total: int, wanted: str, length: int) -> str:
+    """The warning about rows without a target."""
+    return (
+        f"{key}: {lacking} of {total} rows do not have {wanted} within seq_length {length} and are left out"
+    )

@@ -11,11 +11,10 @@ from torch.utils.data import IterableDataset
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
-from mca_train.data.answered import AnsweredRows, SampleMaker, surely_answered, surely_compared
-from mca_train.data.encoding import block_tokenizer, row_encoder
+from mca_train.data.answered import AnsweredRows, SampleMaker
+from mca_train.data.encoding import Encoded, RowEncoder
 from mca_train.data.file_rows import FileRows, Row
 from mca_train.data.files import check_file, column_names, joined, named, require_column, require_shallow
-from mca_train.data.load import Kind
 from mca_train.data.token_dataset import IGNORED
 
 logger = logging.getLogger(__name__)
@@ -24,16 +23,34 @@ _LOOKED_AT = 1 << 26  # bytes of a file before training
 _ROWS_AT_ONCE = 64  # that pretrain gives to the tokenizer
 
 
-class RowStream(IterableDataset[dict[str, torch.Tensor]]):
-    """Rows, and what makes a sample of one. Iterated it gives samples; the trainer makes only those it needs.
+class AnswerStream(IterableDataset[dict[str, torch.Tensor]]):
+    """Samples of rows with answers; rows without a target are left out. The trainer makes only those it needs.
 
     Args:
-        rows: Those with a target.
-        make: The sample of a row.
+        rows: Of the files.
+        encode: From a row to its sequences.
+        is_sure: Whether a row has a target for sure, as can be told without tokenizing it.
+        length: Tokens of a sequence; what is longer is cut.
+        key: The argument that named the files, for errors.
+        wanted: What a row without a target lacks.
+        sides: Names of the sequences, which a sample's tensors begin with; none: there is one.
     """
 
-    def __init__(self, rows: AnsweredRows, make: Callable[[Any], dict[str, torch.Tensor]]) -> None:
-        self.rows, self.make = rows, make
+    def __init__(
+        self,
+        rows: FileRows,
+        encode: RowEncoder,
+        is_sure: Callable[[Row], bool],
+        length: int,
+        key: str,
+        *,
+        wanted: str,
+        sides: Sequence[str] = (),
+    ) -> None:
+        prefixes = [f"{side}_" for side in sides] or [""]
+        self.make = SampleMaker(lambda row: _sample(encode(row), prefixes, length), key)
+        told = f"{key}: rows do not have {wanted} within seq_length {length}"
+        self.rows = AnsweredRows(rows, self.make, is_sure, told)
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffles anew, if the rows are shuffled."""
@@ -83,20 +100,19 @@ class BlockStream(IterableDataset[dict[str, torch.Tensor]]):
         return tokens
 
 
-def load_stream(
-    kind: Kind, files: Sequence[str], tokenizer: Any, arguments: DataArguments, *, seed: int | None
-) -> IterableDataset[dict[str, torch.Tensor]]:
-    """The samples of ``files``, read as they are iterated. Rows without a target are left out.
+def open_rows(
+    files: Sequence[str], key: str, arguments: DataArguments, column: str | None, *, seed: int | None
+) -> tuple[FileRows, list[str]]:
+    """The rows of ``files``, read as they are iterated, and the names of their columns.
 
     Args:
-        kind: What a sample is made of.
         files: Paths.
-        tokenizer: Hugging Face tokenizer.
-        arguments: Columns, lengths and limits.
+        key: The argument that named them, for errors.
+        arguments: Columns and limits.
+        column: Every file must have it; None: they may differ.
         seed: Of the order, drawn from a buffer of ``shuffle_buffer_size`` rows; None: the files' own.
     """
-    key, length = "train_file", arguments.seq_length
-    names, parts = _parts(files, key, arguments, arguments.text_column if kind == "pretrain" else None)
+    names, parts = _parts(files, key, arguments, column)
     rows = FileRows(
         parts,
         key,
@@ -104,19 +120,7 @@ def load_stream(
         seed=seed if arguments.shuffle_buffer_size > 1 else None,
         buffer_size=arguments.shuffle_buffer_size,
     )
-    if kind == "pretrain":
-        return BlockStream(rows, block_tokenizer(names, tokenizer, arguments, key), length)
-    if kind == "dpo":
-        from mca_train.data.preferences import pair_encoder
-
-        pair = pair_encoder(names, tokenizer, arguments, key)
-        make = SampleMaker(lambda row: _pair(pair(row), length), key)
-        told = f"{key}: rows lack an answer within seq_length {length}"
-        return RowStream(AnsweredRows(rows, make, surely_compared(arguments), told), make)
-    encode = row_encoder(names, tokenizer, arguments, key)
-    make = SampleMaker(lambda row: _sample(encode(row), length), key)
-    told = f"{key}: rows have no answer within seq_length {length}"
-    return RowStream(AnsweredRows(rows, make, surely_answered(tokenizer, arguments), told), make)
+    return rows, names
 
 
 def _parts(
@@ -149,15 +153,10 @@ def _parts(
     return names[files[0]], parts
 
 
-def _sample(encoded: tuple[list[int], list[bool]], length: int) -> dict[str, torch.Tensor]:
-    tokens, targets = encoded
-    ids = torch.tensor(tokens[:length])
-    return {"input_ids": ids, "labels": ids.where(torch.tensor(targets[:length]), IGNORED)}
-
-
-def _pair(encoded: Sequence[tuple[list[int], list[bool]]], length: int) -> dict[str, torch.Tensor]:
-    return {
-        f"{side}_{name}": values
-        for side, answer in zip(("chosen", "rejected"), encoded, strict=True)
-        for name, values in _sample(answer, length).items()
-    }
+def _sample(sequences: Sequence[Encoded], prefixes: Sequence[str], length: int) -> dict[str, torch.Tensor]:
+    sample = {}
+    for prefix, (tokens, targets) in zip(prefixes, sequences, strict=True):
+        ids = torch.tensor(tokens[:length])
+        sample[f"{prefix}input_ids"] = ids
+        sample[f"{prefix}labels"] = ids.where(torch.tensor(targets[:length]), IGNORED)
+    return sample

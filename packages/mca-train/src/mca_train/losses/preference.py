@@ -11,8 +11,9 @@ With ``c`` and ``r`` the log-probabilities of the chosen and the rejected answer
 The loss of a step is the mean over all pairs of the global batch.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -21,9 +22,23 @@ from torch.nn.functional import logsigmoid
 from mca_config.errors import McaError
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch
-from mca_train.config.arguments import require_preference
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from mca_config.training import TrainingArguments
 
 LossType = Literal["sigmoid", "hinge", "ipo", "orpo"]
+SIGNAL_NAMES = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
+"""What is logged of pairs, beside the loss."""
+
 _MEANS = ("ipo", "orpo")
 
 
@@ -54,7 +69,12 @@ class PreferenceLoss:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        require_preference(self.kind, self.beta, self.label_smoothing)
+        if self.beta <= 0:
+            raise McaError(f"dpo_beta is {self.beta}; expected a positive number")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise McaError(f"dpo_label_smoothing is {self.label_smoothing}; expected 0 or more and below 0.5")
+        if self.label_smoothing and self.kind != "sigmoid":
+            raise McaError(f"dpo_label_smoothing is for dpo_loss sigmoid, not {self.kind}; remove it")
 
     @property
     def needs_reference(self) -> bool:
@@ -87,6 +107,25 @@ class PreferenceLoss:
         smoothing = self.label_smoothing
         scaled = self.beta * margin
         return -(1 - smoothing) * logsigmoid(scaled) - smoothing * logsigmoid(-scaled)
+
+
+def key_problems(training: "TrainingArguments") -> Iterator[str]:
+    """Keys of the arguments that are not followed for pairs."""
+    if training.label_smoothing_factor:
+        yield "label_smoothing_factor is not for preference pairs; use dpo_label_smoothing"
+
+
+def model_problems(megatron: "TransformerConfig") -> Iterator[str]:
+    """What Megatron would add to the loss of pairs, by Megatron's configuration of the model."""
+    if megatron.mtp_num_layers:
+        yield "preference pairs cannot train prediction layers; set mtp_num_layers to 0"
+    given = megatron.moe_aux_loss_coeff
+    balance = any(given) if isinstance(given, (list, tuple)) else bool(given)
+    if megatron.num_moe_experts and (balance or megatron.moe_z_loss_coeff):
+        yield (
+            "the experts' auxiliary losses are weighed by tokens, preference pairs by pairs; set "
+            "moe_aux_loss_coeff to 0 and remove moe_z_loss_coeff"
+        )
 
 
 def _log_odds(log_probability: Tensor) -> Tensor:

@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from mca_config.checks import check_layout
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
-from mca_train.config.model import layout_of, smallest_world
+from mca_train.config.model import layout_of
 
 if TYPE_CHECKING:
     from mca_models.lora.config import AdapterConfig
@@ -54,14 +53,13 @@ class Plan:
     global_batch: int
     tokens_per_step: int
     bubble: float
-    problems: tuple[str, ...]
 
 
 def make_plan(
     config: McaModelConfig,
     training: Any,
     seq_length: int,
-    world_size: int | None = None,
+    world_size: int,
     *,
     adapter: "AdapterConfig | None" = None,
     reference: McaModelConfig | None = None,
@@ -72,17 +70,13 @@ def make_plan(
         config: The architecture; its weights are not read.
         training: Training arguments.
         seq_length: Tokens of a sample.
-        world_size: Ranks; None: the fewest that the layout stands on.
+        world_size: Ranks.
         adapter: What is trained instead of the whole model.
         reference: A second model that stands beside it.
     """
     layout = layout_of(training, config)
     config = replace(config, layout=layout)
-    world = world_size or smallest_world(layout)
-    problems = check_layout(config, layout, world, seq_length, sequence_parallel=training.sequence_parallel)
-    if problems:
-        return _impossible(layout, world, tuple(problems))
-    grid = RankGrid(layout, world)
+    grid = RankGrid(layout, world_size)
     data_parallel = grid.data_parallel_size
     accumulation = training.gradient_accumulation_steps
     batch = training.per_device_train_batch_size * accumulation * data_parallel
@@ -107,7 +101,7 @@ def make_plan(
     )
     return Plan(
         layout=layout,
-        world_size=world,
+        world_size=world_size,
         data_parallel_size=data_parallel,
         stages=tuple(stages),
         total_parameters=_total_parameters(config),
@@ -115,7 +109,6 @@ def make_plan(
         global_batch=batch,
         tokens_per_step=batch * seq_length,
         bubble=(layout.pp - 1) / (accumulation * layout.vpp + layout.pp - 1),
-        problems=(),
     )
 
 
@@ -124,21 +117,6 @@ def _shares(training: Any, grid: RankGrid) -> "_Count":
     if not training.use_distributed_optimizer:
         return _Count(1, 1)
     return _Count(grid.data_parallel_size * grid.layout.cp, grid.expert_data_parallel_size)
-
-
-def _impossible(layout: ParallelLayout, world: int, problems: tuple[str, ...]) -> Plan:
-    return Plan(
-        layout=layout,
-        world_size=world,
-        data_parallel_size=0,
-        stages=(),
-        total_parameters=0,
-        trained_parameters=None,
-        global_batch=0,
-        tokens_per_step=0,
-        bubble=0.0,
-        problems=problems,
-    )
 
 
 def params_of(config: McaModelConfig) -> list[Any]:

@@ -1,53 +1,43 @@
-"""What ``mca-train pretrain``, ``sft`` and ``dpo`` train: the model, its adapter, its reference, and the trainer."""
+"""What a rank trains: the model, its adapter, the model that stands beside it, and the trainer."""
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mca_config.errors import UsageError, checking_usage
 from mca_train.config.run_config import Settings
-from mca_train.data.load import Kind
+from mca_train.run.inputs import Inputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mca_models import VirtualModels
+    from mca_train.trainer.trainer import McaTrainer
 
 logger = logging.getLogger(__name__)
 
 
-def make_trainer(kind: Kind, settings: Settings, tokenizer: Any, train: Any, evaluation: Any) -> Any:
-    """The trainer of a run on this rank; collective.
-
-    Args:
-        kind: What is trained.
-        settings: The run.
-        tokenizer: Saved with the model.
-        train: Tokenized samples.
-        evaluation: The same, or None.
-    """
-    from mca_train.trainer.trainer import McaTrainer
-
-    args = settings.training
-    reference = _reference(
-        kind, settings, tokenizer
-    )  # before the model: building one seeds the random states
-    model = _with_adapter(_base(settings, settings.data.model_name_or_path, tokenizer), settings)
-    options: dict[str, Any] = {
-        "model": model,
-        "args": args,
-        "train_dataset": train,
-        "eval_dataset": evaluation,
-        "processing_class": tokenizer,
-        "pack_length": settings.data.seq_length * (2 if kind == "dpo" else 1),
+def make_trainer(inputs: Inputs) -> "McaTrainer":
+    """The trainer of a run on this rank; collective."""
+    run, settings = inputs.run, inputs.run.settings
+    reference = None
+    if (path := run.task.reference(settings)) is not None:
+        reference = _base(settings, path, inputs.tokenizer)  # first: building a model seeds the random states
+        reference.requires_grad_(False)
+    model = _base(settings, settings.data.model_name_or_path, inputs.tokenizer)
+    options = {
+        "model": _with_adapter(model, settings),
+        "args": settings.training,
+        "train_dataset": inputs.train,
+        "eval_dataset": inputs.evaluation,
+        "processing_class": inputs.tokenizer,
+        "pack_length": settings.data.seq_length * run.task.sequences_per_sample,
     }
     with checking_usage():
-        if kind != "dpo":
-            return McaTrainer(**options)
-        from mca_train.losses.preference import PreferenceLoss
-        from mca_train.trainer.dpo import DpoTrainer
-
-        dpo = settings.dpo
-        loss = PreferenceLoss(kind=dpo.dpo_loss, beta=dpo.dpo_beta, label_smoothing=dpo.dpo_label_smoothing)
-        return DpoTrainer(reference=reference, preference=loss, **options)
+        return run.task.trainer(settings, reference, options)
 
 
-def _base(settings: Settings, path: str, tokenizer: Any) -> Any:
+def _base(settings: Settings, path: str, tokenizer: "PreTrainedTokenizerBase") -> "VirtualModels":
     """The model at ``path``, its vocabulary grown to the tokenizer's where that is larger."""
     from mca_models import AutoModel
     from mca_models.opening import open_checkpoint
@@ -66,21 +56,7 @@ def _base(settings: Settings, path: str, tokenizer: Any) -> Any:
     return AutoModel.from_pretrained(path, settings.training, seed=seed, vocab_size=tokens)
 
 
-def _reference(kind: Kind, settings: Settings, tokenizer: Any) -> Any:
-    dpo = settings.dpo
-    path = dpo.reference_model_name_or_path
-    if kind != "dpo":
-        return None
-    if dpo.dpo_loss == "orpo":
-        return None
-    if path is None and settings.lora.wanted:
-        return None
-    model = _base(settings, path or settings.data.model_name_or_path, tokenizer)
-    model.requires_grad_(False)
-    return model
-
-
-def _with_adapter(model: Any, settings: Settings) -> Any:
+def _with_adapter(model: "VirtualModels", settings: Settings) -> "VirtualModels":
     lora = settings.lora
     if not lora.wanted:
         return model

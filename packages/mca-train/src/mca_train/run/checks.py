@@ -1,80 +1,200 @@
-"""What a run cannot begin with: files and directories that are not there, keys that another kind of run has."""
+"""What is wrong with a run: `check`, which finds all of it at once, before any model, file or rank is touched.
+
+The run and ``mca-train plan`` call it. What a file holds is known only when it is read; that is not looked for here.
+"""
 
 import contextlib
 import os
 import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mca_config.errors import McaError, UsageError
-
-if TYPE_CHECKING:
-    from mca_train.config.run_config import Settings
-    from mca_train.data.load import Kind
-from mca_config.checks import require_layout
-from mca_config.errors import list_problems
+from mca_config.checks import check_layout
+from mca_config.errors import McaError, UsageError, list_problems, problems_of
+from mca_config.layout import ParallelLayout
+from mca_config.model_config import McaModelConfig
 from mca_train.checkpoint.output_dir import require_own
-from mca_train.config.model import layout_of, model_config
-from mca_train.config.run_config import Settings
-from mca_train.data.load import Kind
-from mca_train.trainer.unsupported import optimizer_problems
+from mca_train.config.arguments import LaunchArguments
+from mca_train.config.checks import contradictions
+from mca_train.config.model import layout_of, model_config, num_local_ranks
+from mca_train.config.run_config import Settings, parse
+from mca_train.tasks.table import keys_of_others
+from mca_train.tasks.task import Task
 
 _TIMES = ("runtime", "samples_per_second", "steps_per_second")
 
 
-def require_run(kind: "Kind", settings: "Settings") -> None:
-    """Refuses what ``kind`` cannot begin with.
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run as its user asked for it.
+
+    Args:
+        task: Its kind.
+        settings: Its arguments.
+        model: The architecture of the model; read once.
+        layout: How the ranks stand.
+        world_size: Their number.
+    """
+
+    task: Task
+    settings: Settings
+    model: McaModelConfig
+    layout: ParallelLayout
+    world_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What is wrong with a run.
+
+    Args:
+        where: The file, or the file and the command line.
+        run: None if there is no architecture to speak of.
+        impossible: What no machine could do.
+        missing: What this machine lacks to begin: files, directories, packages.
+    """
+
+    where: str
+    run: Run | None
+    impossible: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    def require(self) -> Run:
+        """The run, with which nothing is wrong.
+
+        Raises:
+            UsageError: Something is: all of it.
+        """
+        if error := list_problems([*self.impossible, *self.missing], self.where):
+            raise UsageError(str(error))
+        assert self.run is not None, "without an architecture something is wrong"
+        return self.run
+
+
+def settings_of(task: Task, values: Mapping[str, Any], where: str) -> Settings:
+    """The arguments that ``values`` give for ``task``.
 
     Raises:
-        McaError: A file or a directory that it reads is not there.
-        UsageError: There are no training files, or the best model is chosen by a number that is not computed.
+        UsageError: Keys or values are wrong.
     """
-    data = settings.data
-    if not data.train_file:
-        raise UsageError(f"{settings.where}: train_file is not set")
-    if kind == "dpo":
-        _require_pairs(settings)
-    _require_there(settings)
+    return parse(
+        values, where, data=task.data_arguments, own=task.own_arguments, elsewhere=keys_of_others(task)
+    )
+
+
+def check(
+    task: Task,
+    settings: Settings,
+    ranks: Callable[[LaunchArguments, ParallelLayout], int] = num_local_ranks,
+) -> Findings:
+    """Looks for everything that is wrong with a run, as far as no weight and no row is read.
+
+    Args:
+        task: The kind of run.
+        settings: Its arguments.
+        ranks: How many there are of them; by default those that would be started here.
+    """
+    from mca_models.megatron import platform
+
+    platform.prepare()  # before anything below imports Megatron
+    impossible = [*contradictions(settings), *task.problems(settings), *_metric(task, settings)]
+    missing = [*_training_files(settings), *_directories(settings), *_output_dir(settings), *_start(settings)]
+    missing += _packages(settings)
+    run = None
+    try:
+        model = model_config(settings.data.model_name_or_path)
+        layout = layout_of(settings.training, model)
+        world_size = ranks(settings.launch, layout)
+        run = Run(task=task, settings=settings, model=model, layout=layout, world_size=world_size)
+    except McaError as error:
+        impossible += problems_of(error)
+    if run is not None:
+        impossible += _architecture(run)
+    return Findings(
+        where=settings.where,
+        run=run,
+        impossible=tuple(dict.fromkeys(impossible)),
+        missing=tuple(dict.fromkeys(missing)),
+    )
+
+
+def _metric(task: Task, settings: Settings) -> Iterator[str]:
     metric = (settings.training.metric_for_best_model or "loss").removeprefix("eval_")
-    known: tuple[str, ...] = ("loss", *_TIMES)
-    if metric not in known and kind == "dpo":
-        from mca_models.megatron import platform
-
-        platform.prepare()  # before the next line imports Megatron
-        from mca_train.trainer.dpo import DpoTrainer
-
-        known += DpoTrainer.signal_names
+    known = ("loss", *_TIMES, *task.signal_names)
     if metric not in known:
-        raise UsageError(
-            f"metric_for_best_model is {metric!r}; mca-train {kind} evaluates {', '.join(known)}"
-        )
+        yield f"metric_for_best_model is {metric!r}; mca-train {task.name} evaluates {', '.join(known)}"
 
 
-def _require_pairs(settings: "Settings") -> None:
-    dpo, lora = settings.dpo, settings.lora
-    if settings.training.label_smoothing_factor:
-        raise UsageError("label_smoothing_factor is not for preference pairs; use dpo_label_smoothing")
-    if lora.lora_modules_to_save and dpo.dpo_loss != "orpo" and dpo.reference_model_name_or_path is None:
-        raise UsageError(
-            "lora_modules_to_save trains parts of the base model, which then is no reference; set "
-            "reference_model_name_or_path, or remove it"
-        )
+def _architecture(run: Run) -> list[str]:
+    """What the ranks cannot hold; if they can, what Megatron would not do with the model."""
+    from mca_models.megatron.auto import trained_dtype
+    from mca_models.megatron.factory.transformer_config import transformer_config
+
+    args, config = run.settings.training, run.model
+    if problems := check_layout(config, run.layout, run.world_size):
+        return problems
+    try:
+        megatron = transformer_config(config, args, run.layout, trained_dtype(config, args))
+    except McaError as error:
+        return list(problems_of(error))
+    return list(run.task.problems_in_megatron(run.settings, megatron))
 
 
-def _require_there(settings: "Settings") -> None:
+def _training_files(settings: Settings) -> Iterator[str]:
     from mca_train.data.files import check_file
 
     data = settings.data
+    if not data.train_file:
+        yield "train_file is not set"
     for key, files in (("train_file", data.train_file), ("eval_file", data.eval_file)):
         for file in files:
-            check_file(Path(file), key)
-    for holder, key in (
-        (settings.lora, "adapter_name_or_path"),
-        (settings.dpo, "reference_model_name_or_path"),
-    ):
-        path = getattr(holder, key)
-        if path is not None and not Path(path).is_dir():
-            raise McaError(f"{key}: directory {path} does not exist")
+            yield from _messages(check_file, Path(file), key)
+
+
+def _directories(settings: Settings) -> Iterator[str]:
+    for holder in (settings.lora, settings.own):
+        for key in getattr(holder, "__dataclass_fields__", ()):
+            path = getattr(holder, key) if key.endswith("_name_or_path") else None
+            if path is not None and not Path(path).is_dir():
+                yield f"{key}: directory {path} does not exist"
+
+
+def _packages(settings: Settings) -> Iterable[str]:
+    from mca_train.trainer.unsupported import optimizer_problems
+
+    return optimizer_problems(settings.training)
+
+
+def _output_dir(settings: Settings) -> Iterator[str]:
+    output_dir, data = Path(settings.training.output_dir), settings.data
+    read = (data.model_name_or_path, data.tokenizer_name_or_path, settings.lora.adapter_name_or_path)
+    problems = list(_messages(require_own, output_dir, read))
+    if not problems and os.environ.get("RANK", "0") == "0":
+        problems += _messages(require_writable, output_dir)
+    yield from problems
+
+
+def _start(settings: Settings) -> Iterator[str]:
+    """A ``resume_from_checkpoint`` that is not there, and an ``output_dir`` of another run."""
+    yield from _messages(require_start, settings)
+
+
+def require_start(settings: Settings) -> None:
+    """Refuses an ``output_dir`` of another run, and a ``resume_from_checkpoint`` that is not there.
+
+    What a checkpoint holds is checked by the ranks together.
+
+    Raises:
+        McaError: It is so.
+    """
+    from mca_train.checkpoint import lineage
+    from mca_train.checkpoint.directory import resolve
+
+    args, output_dir = settings.training, Path(settings.training.output_dir)
+    start = resolve(args.resume_from_checkpoint, output_dir)
+    lineage.require_free(output_dir, start, overwrite=args.overwrite_output_dir)
 
 
 def require_writable(folder: Path) -> None:
@@ -99,51 +219,8 @@ def require_writable(folder: Path) -> None:
                 path.rmdir()
 
 
-def checked_model(settings: Settings) -> Any:
-    """The architecture of the run, which its layout can hold."""
-    config = model_config(settings.data.model_name_or_path)
-    require_layout(config, layout_of(settings.training, config))
-    return config
-
-
-def require_runnable(settings: Settings) -> None:
-    """Refuses what Megatron, or this machine, would not do with the model, before anything of it is loaded."""
-    from mca_models.megatron import platform
-
-    platform.prepare()  # before the next lines import Megatron
-    from mca_models.megatron.auto import trained_dtype
-    from mca_models.megatron.factory.transformer_config import transformer_config
-
-    args = settings.training
-    if error := list_problems(list(optimizer_problems(args)), settings.where):
-        raise error
-    config = model_config(settings.data.model_name_or_path)
-    transformer_config(config, args, layout_of(args, config), trained_dtype(config, args))
-
-
-def require_place(settings: Settings) -> None:
-    """Refuses an ``output_dir`` that is not for a run."""
-    output_dir, data = Path(settings.training.output_dir), settings.data
-    require_own(
-        output_dir,
-        (data.model_name_or_path, data.tokenizer_name_or_path, settings.lora.adapter_name_or_path),
-    )
-    if os.environ.get("RANK", "0") == "0":
-        require_writable(output_dir)
-
-
-def require_start(settings: Settings) -> None:
-    """Refuses an ``output_dir`` of another run, and a ``resume_from_checkpoint`` that is not there.
-
-    What a checkpoint holds is checked by the ranks together.
-    """
-    output_dir = Path(settings.training.output_dir)
-    from mca_models.megatron import platform
-
-    platform.prepare()  # before the next line imports Megatron
-    from mca_train.checkpoint import lineage
-    from mca_train.checkpoint.directory import resolve
-
-    args = settings.training
-    start = resolve(args.resume_from_checkpoint, output_dir)
-    lineage.require_free(output_dir, start, overwrite=args.overwrite_output_dir)
+def _messages(check: Callable[..., object], *arguments: object) -> Iterator[str]:
+    try:
+        check(*arguments)
+    except McaError as error:
+        yield from problems_of(error)

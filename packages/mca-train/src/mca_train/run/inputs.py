@@ -3,20 +3,21 @@
 import logging
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mca_config.checks import positions_exceeded
 from mca_config.errors import UsageError, checking_usage
 from mca_train.checkpoint.output_lock import OutputLock
-from mca_train.config.model import model_config
 from mca_train.config.run_config import Settings
-from mca_train.data.load import Kind, load_tokenized
-from mca_train.run.checks import (
-    require_place,
-    require_run,
-    require_runnable,
-    require_start,
-)
+from mca_train.run.checks import Run, require_start
+from mca_train.tasks.load import load_stream, load_tokenized
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+    Samples = Dataset[dict[str, torch.Tensor]]
 
 logger = logging.getLogger(__name__)
 
@@ -25,58 +26,51 @@ logger = logging.getLogger(__name__)
 class Inputs:
     """What ranks share: made once before they are forked."""
 
-    kind: Kind
-    settings: Settings
-    tokenizer: Any
-    train: Any
-    evaluation: Any
+    run: Run
+    tokenizer: "PreTrainedTokenizerBase"
+    train: "Samples"
+    evaluation: "Samples | None"
     lock: OutputLock
 
 
-def prepare_inputs(kind: Kind, settings: Settings, lock: OutputLock) -> Inputs:
+def prepare_inputs(run: Run, lock: OutputLock) -> Inputs:
     """The lock of ``output_dir``, tokenizer and data."""
-    with checking_usage():
-        require_run(kind, settings)
-        require_place(settings)
-        require_runnable(settings)
     if os.environ.get("RANK", "0") == "0":
         lock.take()
     with lock.kept():
-        return read_inputs(kind, settings, lock)
+        return read_inputs(run, lock)
 
 
-def read_inputs(kind: Kind, settings: Settings, lock: OutputLock) -> Inputs:
-    """Tokenizer and samples of a run whose place is taken."""
+def read_inputs(run: Run, lock: OutputLock) -> Inputs:
+    """Tokenizer and samples of a run whose ``output_dir`` is locked."""
+    data = run.settings.data
     with checking_usage():
-        require_start(settings)
-        tokenizer = load_tokenizer(settings)
-    logger.info("reading %s", ", ".join(settings.data.train_file))
-    train = _training_data(kind, settings, tokenizer)
-    longest = settings.data.seq_length if settings.data.streaming else int(train.lengths.max())
-    told = positions_exceeded(model_config(settings.data.model_name_or_path), longest)
-    if told:
-        logger.warning("seq_length %d: %s", settings.data.seq_length, told)
+        require_start(run.settings)  # again: another run may have ended there before the lock was taken
+        tokenizer = load_tokenizer(run.settings)
+    logger.info("reading %s", ", ".join(data.train_file))
+    train, longest = _training_data(run, tokenizer)
+    if told := positions_exceeded(run.model, longest):
+        logger.warning("seq_length %d: %s", data.seq_length, told)
     evaluation = None
-    if settings.data.eval_file:
-        evaluation = load_tokenized(kind, settings.data.eval_file, tokenizer, settings.data, evaluation=True)
-    return Inputs(kind, settings, tokenizer, train, evaluation, lock)
+    if data.eval_file:
+        evaluation = load_tokenized(run.task, data.eval_file, tokenizer, data, evaluation=True)
+    return Inputs(run, tokenizer, train, evaluation, lock)
 
 
-def _training_data(kind: Kind, settings: Settings, tokenizer: Any) -> Any:
-    files = settings.data.train_file
-    if settings.data.streaming:
-        from mca_train.data.streams import load_stream
-
-        args = settings.training
+def _training_data(run: Run, tokenizer: "PreTrainedTokenizerBase") -> "tuple[Samples, int]":
+    """The samples, and the tokens of the longest sequence."""
+    data, args = run.settings.data, run.settings.training
+    if data.streaming:
         seed = args.seed if args.data_seed is None else args.data_seed
         in_order = str(args.train_sampling_strategy) == "sequential"
-        return load_stream(kind, files, tokenizer, settings.data, seed=None if in_order else seed)
-    train = load_tokenized(kind, files, tokenizer, settings.data)
+        rows = load_stream(run.task, data.train_file, tokenizer, data, seed=None if in_order else seed)
+        return rows, data.seq_length
+    train = load_tokenized(run.task, data.train_file, tokenizer, data)
     logger.info("%d training samples of %d tokens", len(train), int(train.lengths.sum()))
-    return train
+    return train, int(train.lengths.max())
 
 
-def load_tokenizer(settings: Settings) -> Any:
+def load_tokenizer(settings: Settings) -> "PreTrainedTokenizerBase":
     """The tokenizer that the settings name.
 
     Raises:

@@ -3,34 +3,34 @@
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from mca_config.errors import checking_usage
 from mca_train.checkpoint.output_lock import OutputLock
-from mca_train.config.model import layout_of, num_local_ranks
-from mca_train.config.run_config import Settings, given_values, parse, require_keys_of
-from mca_train.data.load import Kind
+from mca_train.config.model import given_ranks
+from mca_train.config.run_config import Settings, given_values
 from mca_train.launch import environment, failures, launcher
 from mca_train.launch.rendezvous import join
 from mca_train.launch.scratch import scratch_folder
 from mca_train.launch.stopping import raising_stopped
-from mca_train.run.checks import checked_model, require_run
+from mca_train.run.checks import check, settings_of
 from mca_train.run.inputs import Inputs, prepare_inputs
 from mca_train.run.logs import quiet_libraries, set_log_levels
 from mca_train.run.summary import best_step, summary
+from mca_train.tasks.task import Task
 
 logger = logging.getLogger(__name__)
 
 
-def run(kind: Kind, config: Path, overrides: list[str], command: list[str]) -> int:
+def run(task: Task, config: Path, overrides: list[str], command: list[str]) -> int:
     """Trains; starts local ranks unless a launcher already did. The exit code.
 
     Args:
-        kind: What the samples are made of.
+        task: What is trained.
         config: The YAML file.
         overrides: ``--key value`` words.
         command: Starts this same program, for ranks that cannot be forked (CUDA).
@@ -39,25 +39,22 @@ def run(kind: Kind, config: Path, overrides: list[str], command: list[str]) -> i
     values, where = given_values(config, overrides)
     with raising_stopped():
         if not environment.started_by_launcher():
-            return _launch(kind, values, where, command)
+            return _launch(task, values, where, command)
         folder = os.environ.get("MCA_TRAIN_REPORTS")
         rank = int(os.environ["RANK"])
         return failures.report_failure(
-            lambda: _launched_rank(kind, values, where),
+            lambda: _launched_rank(task, values, where),
             Path(folder) if folder else None,
             rank,
         )
 
 
-def _launch(kind: Kind, values: dict[str, Any], where: str, command: list[str]) -> int:
-    settings = parse(values, where)
-    with checking_usage():
-        require_keys_of(kind, values)
-        require_run(kind, settings)
-        set_log_levels(settings.training)
-        layout = layout_of(settings.training, checked_model(settings))
-        ranks = num_local_ranks(settings.launch, layout)
-    logger.info("starting %d rank%s: %s", ranks, "s" if ranks > 1 else "", layout)
+def _launch(task: Task, values: dict[str, Any], where: str, command: list[str]) -> int:
+    settings = settings_of(task, values, where)
+    set_log_levels(settings.training)
+    run = check(task, settings).require()
+    ranks = run.world_size
+    logger.info("starting %d rank%s: %s", ranks, "s" if ranks > 1 else "", run.layout)
     from mca_models.megatron import platform
 
     with scratch_folder() as folder:
@@ -65,8 +62,7 @@ def _launch(kind: Kind, values: dict[str, Any], where: str, command: list[str]) 
             return launcher.spawn_ranks(command, ranks, folder)
         lock = OutputLock(Path(settings.training.output_dir))
         try:
-            inputs = prepare_inputs(kind, settings, lock)
-            platform.prepare()
+            inputs = prepare_inputs(run, lock)
             import mca_train.trainer.trainer  # noqa: F401  (imported before the fork, so that ranks need not)
 
             return launcher.fork_ranks(lambda: _forked_rank(inputs), ranks, folder)
@@ -74,7 +70,7 @@ def _launch(kind: Kind, values: dict[str, Any], where: str, command: list[str]) 
             lock.release()
 
 
-def parse_on_rank(values: dict[str, Any], where: str) -> Settings:
+def settings_on_rank(task: Task, values: Mapping[str, Any], where: str) -> Settings:
     """The settings on a rank: its process group stands first, so that Hugging Face starts none of its own."""
     import torch.distributed as dist
 
@@ -87,16 +83,17 @@ def parse_on_rank(values: dict[str, Any], where: str) -> Settings:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         timeout = timedelta(seconds=float(values.get("ddp_timeout", 1800)))
         join(platform.backend(), timeout)
-    return parse(values, where)
+    return settings_of(task, values, where)
 
 
-def _launched_rank(kind: Kind, values: dict[str, Any], where: str) -> None:
+def _launched_rank(task: Task, values: dict[str, Any], where: str) -> None:
     """In a process that a launcher started."""
-    settings = parse_on_rank(values, where)
+    settings = settings_on_rank(task, values, where)
+    run = check(task, settings, given_ranks).require()
     lock = OutputLock(Path(settings.training.output_dir))
     with scratch_folder():
         try:
-            _train_rank(prepare_inputs(kind, settings, lock))
+            _train_rank(prepare_inputs(run, lock))
         finally:
             lock.release()
 
@@ -107,15 +104,16 @@ def _forked_rank(inputs: Inputs) -> None:
 
     quiet_libraries(first=os.environ["RANK"] == "0")
     torch.set_num_threads(environment.threads_per_rank(int(os.environ["LOCAL_WORLD_SIZE"])))
-    settings = parse_on_rank(inputs.settings.values, inputs.settings.where)
-    _train_rank(replace(inputs, settings=settings))
+    run = inputs.run
+    settings = settings_on_rank(run.task, run.settings.values, run.settings.where)
+    _train_rank(replace(inputs, run=replace(run, settings=settings)))
 
 
 def _train_rank(inputs: Inputs) -> None:
     """One rank's whole run."""
     from mca_models.megatron import platform
 
-    set_log_levels(inputs.settings.training)
+    set_log_levels(inputs.run.settings.training)
     with inputs.lock.kept() if os.environ["RANK"] == "0" else nullcontext():
         _train(inputs)
     platform.close()
@@ -125,8 +123,8 @@ def _train(inputs: Inputs) -> None:
     from mca_train import groups
     from mca_train.run.build import make_trainer
 
-    args = inputs.settings.training
-    trainer = make_trainer(inputs.kind, inputs.settings, inputs.tokenizer, inputs.train, inputs.evaluation)
+    args = inputs.run.settings.training
+    trainer = make_trainer(inputs)
     trainer.output_lock = inputs.lock
     result = trainer.train(args.resume_from_checkpoint)
     if trainer.watch.stopped:

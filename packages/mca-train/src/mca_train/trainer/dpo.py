@@ -14,7 +14,14 @@ from mca_config.errors import McaError
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.engine.pipeline import Pipeline
 from mca_train.losses.chunked import chunk_losses
-from mca_train.losses.preference import Answers, PreferenceLoss, answer_logps
+from mca_train.losses.preference import (
+    SIGNAL_NAMES,
+    Answers,
+    PreferenceLoss,
+    answer_logps,
+    key_problems,
+    model_problems,
+)
 from mca_train.trainer.trainer import McaTrainer
 
 
@@ -31,14 +38,7 @@ class DpoTrainer(McaTrainer):
         options: As of `McaTrainer`.
     """
 
-    signal_names = (
-        "rewards/chosen",
-        "rewards/rejected",
-        "rewards/accuracies",
-        "rewards/margins",
-        "logps/chosen",
-        "logps/rejected",
-    )
+    signal_names = SIGNAL_NAMES
 
     def __init__(
         self, *, reference: Any = None, preference: PreferenceLoss | None = None, **options: Any
@@ -55,16 +55,9 @@ class DpoTrainer(McaTrainer):
             self._reference_pipeline = Pipeline(chunks, self._keep_reference)
 
     def _check(self, reference: Any) -> None:
-        megatron, args = self.model.megatron, self.args
-        if args.label_smoothing_factor:
-            raise McaError("label_smoothing_factor is not for preference pairs; use dpo_label_smoothing")
-        if megatron.mtp_num_layers:
-            raise McaError("preference pairs cannot train prediction layers; set mtp_num_layers to 0")
-        if self.model.config.num_moe_experts and _has_auxiliary_loss(megatron):
-            raise McaError(
-                "the experts' auxiliary losses are weighed by tokens, preference pairs by pairs; set "
-                "moe_aux_loss_coeff to 0 and remove moe_z_loss_coeff"
-            )
+        args = self.args
+        for problem in (*key_problems(args), *model_problems(self.model.megatron)):
+            raise McaError(problem)
         if reference is not None or not self.preference.needs_reference:
             return
         adapter = getattr(self.model, "adapter", None)
@@ -140,9 +133,3 @@ class DpoTrainer(McaTrainer):
             for name, value in zip(self.signal_names, values, strict=True)
         }
         self.signals.add(sums, real.sum() / ranks)
-
-
-def _has_auxiliary_loss(megatron: Any) -> bool:
-    coefficients = megatron.moe_aux_loss_coeff
-    several = coefficients if isinstance(coefficients, (list, tuple)) else [coefficients]
-    return any(several) or bool(megatron.moe_z_loss_coeff)

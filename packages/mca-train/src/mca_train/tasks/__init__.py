@@ -1,0 +1,1 @@
+"""What can be trained: one file for each kind of run, and the table of them."""

@@ -1,0 +1,139 @@
+"""``mca-train dpo``: preference pairs, by DPO's losses and ORPO's."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from mca_config.errors import McaError
+from mca_train.config.arguments import DataArguments, PairArguments
+from mca_train.tasks.task import AnswerTask
+
+if TYPE_CHECKING:
+    import datasets
+    from megatron.core.transformer import TransformerConfig
+    from transformers import PreTrainedTokenizerBase
+
+    from mca_models import VirtualModels
+    from mca_train.config.run_config import Settings
+    from mca_train.data.encoding import RowEncoder
+    from mca_train.data.file_rows import Row
+    from mca_train.data.preferences import PairDataset
+    from mca_train.losses.preference import PreferenceLoss
+    from mca_train.trainer.dpo import DpoTrainer
+
+
+@dataclass(kw_only=True)
+class DpoArguments:
+    """How ``mca-train dpo`` compares answers."""
+
+    dpo_loss: Literal["sigmoid", "hinge", "ipo", "orpo"] = field(
+        default="sigmoid", metadata={"help": "The loss; orpo needs no reference model."}
+    )
+    dpo_beta: float = field(
+        default=0.1,
+        metadata={"help": "How strongly answers are held to the reference; orpo: weight of the odds."},
+    )
+    dpo_label_smoothing: float = field(
+        default=0.0, metadata={"help": "Share of pairs taken to be the wrong way round (sigmoid)."}
+    )
+    reference_model_name_or_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Directory of the reference; None: the model as it begins (with LoRA: without adapter)."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if not self.loss().needs_reference and self.reference_model_name_or_path is not None:
+            raise McaError("reference_model_name_or_path: dpo_loss orpo has no reference; remove it")
+
+    def loss(self) -> "PreferenceLoss":
+        """The loss that these describe."""
+        from mca_train.losses.preference import PreferenceLoss
+
+        return PreferenceLoss(
+            kind=self.dpo_loss, beta=self.dpo_beta, label_smoothing=self.dpo_label_smoothing
+        )
+
+
+class Dpo(AnswerTask):
+    """A prompt with a better and a worse answer, compared with what a reference model thinks of them."""
+
+    name = "dpo"
+    summary = "on preferences: prompt, chosen and rejected; losses sigmoid, hinge, ipo, orpo (dpo_loss)"
+    data_arguments = PairArguments
+    own_arguments = DpoArguments
+    sides = ("chosen", "rejected")
+    sequences_per_sample = len(sides)
+    wanted = "both answers"
+
+    @property
+    def signal_names(self) -> tuple[str, ...]:
+        """Rewards and log-probabilities of the two answers."""
+        from mca_train.losses.preference import SIGNAL_NAMES
+
+        return SIGNAL_NAMES
+
+    def encoder(
+        self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
+    ) -> "RowEncoder":
+        """See `AnswerTask`."""
+        from mca_train.data.preferences import pair_encoder
+
+        return pair_encoder(names, tokenizer, cast("PairArguments", data), key)
+
+    def surely_has_target(
+        self, tokenizer: "PreTrainedTokenizerBase", data: DataArguments
+    ) -> "Callable[[Row], bool]":
+        """See `AnswerTask`."""
+        from mca_train.data.answered import surely_compared
+
+        return surely_compared(cast("PairArguments", data))
+
+    def samples(
+        self, rows: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
+    ) -> "PairDataset":
+        """See `AnswerTask`."""
+        from mca_train.data.preferences import PairDataset
+        from mca_train.data.token_dataset import TokenDataset
+
+        return PairDataset(cast("TokenDataset", super().samples(rows, tokenizer, data, key)))
+
+    def problems(self, settings: "Settings") -> Iterator[str]:
+        """Keys that say nothing of pairs, or that leave no reference."""
+        from mca_train.losses.preference import key_problems
+
+        own = _own(settings)
+        yield from key_problems(settings.training)
+        kept = own.loss().needs_reference and own.reference_model_name_or_path is None
+        if settings.lora.lora_modules_to_save and kept:
+            yield (
+                "lora_modules_to_save trains parts of the base model, which then is no reference; set "
+                "reference_model_name_or_path, or remove it"
+            )
+
+    def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
+        """Losses that Megatron adds by tokens."""
+        from mca_train.losses.preference import model_problems
+
+        return model_problems(megatron)
+
+    def reference(self, settings: "Settings") -> str | None:
+        """The model named as such, or the model itself as it begins; with an adapter, that without it serves."""
+        own = _own(settings)
+        if not own.loss().needs_reference:
+            return None
+        path = own.reference_model_name_or_path
+        return settings.data.model_name_or_path if path is None and not settings.lora.wanted else path
+
+    def trainer(
+        self, settings: "Settings", reference: "VirtualModels | None", options: Mapping[str, Any]
+    ) -> "DpoTrainer":
+        """See `Task`."""
+        from mca_train.trainer.dpo import DpoTrainer
+
+        return DpoTrainer(reference=reference, preference=_own(settings).loss(), **options)
+
+
+def _own(settings: "Settings") -> DpoArguments:
+    return cast("DpoArguments", settings.own)

@@ -1,0 +1,65 @@
+"""From the files of a run to the samples of its kind, in memory or as they are iterated."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mca_train.config.arguments import DataArguments
+from mca_train.tasks.task import Task
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import IterableDataset
+    from transformers import PreTrainedTokenizerBase
+
+    from mca_train.data.preferences import PairDataset
+    from mca_train.data.token_dataset import TokenDataset
+
+
+def load_tokenized(
+    task: Task,
+    files: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    arguments: DataArguments,
+    *,
+    evaluation: bool = False,
+) -> "TokenDataset | PairDataset":
+    """The samples of ``files``, tokenized.
+
+    Args:
+        task: What a sample is made of.
+        files: Paths.
+        tokenizer: Hugging Face tokenizer.
+        arguments: Columns, lengths and limits.
+        evaluation: Whether these are the evaluation files.
+    """
+    from mca_train.data.files import load_rows, named
+
+    key = "eval_file" if evaluation else "train_file"
+    limit = arguments.max_eval_samples if evaluation else arguments.max_train_samples
+    rows = load_rows(files, key, arguments, limit, task.required_column(arguments))
+    with named(key, ", ".join(files), "text", UnicodeDecodeError):  # parquet's is decoded when looked at
+        return task.samples(rows, tokenizer, arguments, key)
+
+
+def load_stream(
+    task: Task,
+    files: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    arguments: DataArguments,
+    *,
+    seed: int | None,
+) -> "IterableDataset[dict[str, torch.Tensor]]":
+    """The samples of ``files``, read as they are iterated. Rows without a target are left out.
+
+    Args:
+        task: What a sample is made of.
+        files: Paths.
+        tokenizer: Hugging Face tokenizer.
+        arguments: Columns, lengths and limits.
+        seed: Of the order, drawn from a buffer of ``shuffle_buffer_size`` rows; None: the files' own.
+    """
+    from mca_train.data.streams import open_rows
+
+    key = "train_file"
+    rows, names = open_rows(files, key, arguments, task.required_column(arguments), seed=seed)
+    return task.stream(rows, names, tokenizer, arguments, key)

@@ -1,0 +1,49 @@
+"""``mca-train pretrain``: next tokens of plain text."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mca_train.config.arguments import DataArguments
+from mca_train.tasks.task import Task
+
+if TYPE_CHECKING:
+    import datasets
+    import torch
+    from torch.utils.data import IterableDataset
+    from transformers import PreTrainedTokenizerBase
+
+    from mca_train.data.file_rows import FileRows
+    from mca_train.data.token_dataset import TokenDataset
+
+
+class Pretrain(Task):
+    """All texts one after another, cut into blocks of ``seq_length`` tokens, of which every token counts."""
+
+    name = "pretrain"
+    summary = "on plain text: all texts one after another, cut into blocks of seq_length tokens"
+
+    def required_column(self, data: DataArguments) -> str | None:
+        """The column with text: a file without it would add nothing."""
+        return data.text_column
+
+    def samples(
+        self, rows: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
+    ) -> "TokenDataset":
+        """See `Task`."""
+        from mca_train.data.samples import pretrain_blocks
+
+        return pretrain_blocks(rows, tokenizer, data, key)
+
+    def stream(
+        self,
+        rows: "FileRows",
+        names: Sequence[str],
+        tokenizer: "PreTrainedTokenizerBase",
+        data: DataArguments,
+        key: str,
+    ) -> "IterableDataset[dict[str, torch.Tensor]]":
+        """See `Task`."""
+        from mca_train.data.encoding import block_tokenizer
+        from mca_train.data.streams import BlockStream
+
+        return BlockStream(rows, block_tokenizer(names, tokenizer, data, key), data.seq_length)

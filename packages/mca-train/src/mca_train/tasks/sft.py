@@ -1,0 +1,36 @@
+"""``mca-train sft``: supervised fine-tuning on answers."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from mca_train.config.arguments import DataArguments
+from mca_train.tasks.task import AnswerTask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mca_train.data.encoding import RowEncoder
+    from mca_train.data.file_rows import Row
+
+
+class Sft(AnswerTask):
+    """Conversations, prompts with their completions, or text; only what the model shall say counts."""
+
+    name = "sft"
+    summary = "on answers: messages, prompt and completion, or text; only answers count in the loss"
+
+    def encoder(
+        self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
+    ) -> "RowEncoder":
+        """See `AnswerTask`."""
+        from mca_train.data.encoding import row_encoder
+
+        return row_encoder(names, tokenizer, data, key)
+
+    def surely_has_target(
+        self, tokenizer: "PreTrainedTokenizerBase", data: DataArguments
+    ) -> "Callable[[Row], bool]":
+        """See `AnswerTask`."""
+        from mca_train.data.answered import surely_answered
+
+        return surely_answered(tokenizer, data)

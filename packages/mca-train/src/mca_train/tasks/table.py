@@ -1,0 +1,25 @@
+"""The kinds of run that ``mca-train`` knows, by name. A new one is one line here."""
+
+from collections.abc import Iterable
+
+from mca_train.tasks.dpo import Dpo
+from mca_train.tasks.pretrain import Pretrain
+from mca_train.tasks.sft import Sft
+from mca_train.tasks.task import Task
+
+TASKS: dict[str, Task] = {task.name: task for task in (Pretrain(), Sft(), Dpo())}
+
+
+def keys_of_others(task: Task) -> dict[str, str]:
+    """What to say of the keys that ``task`` does not understand and another kind does."""
+    return {
+        key: f"for mca-train {other.name}, not {task.name}; remove the key"
+        for other in TASKS.values()
+        for key in other.own_keys - task.own_keys
+    }
+
+
+def task_of(keys: Iterable[str]) -> Task:
+    """The kind that is meant by a configuration with ``keys``: the one that has some of its own there, else sft."""
+    given = set(keys)
+    return next((task for task in TASKS.values() if task.own_keys & given), TASKS["sft"])

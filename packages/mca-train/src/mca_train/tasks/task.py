@@ -1,0 +1,157 @@
+"""What a kind of run is made of: `Task`, and `AnswerTask` for kinds that learn answers row by row.
+
+A kind is a subclass in a file of this room and one line of `table`. How a row is tokenized is in ``data``, the loss in
+``losses``, the trainer in ``trainer``; a kind says which of them belong together.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mca_train.config.arguments import DataArguments
+
+if TYPE_CHECKING:
+    import datasets
+    import torch
+    from megatron.core.transformer import TransformerConfig
+    from torch.utils.data import IterableDataset
+    from transformers import PreTrainedTokenizerBase
+
+    from mca_models import VirtualModels
+    from mca_train.config.run_config import Settings
+    from mca_train.data.encoding import RowEncoder
+    from mca_train.data.file_rows import FileRows, Row
+    from mca_train.data.preferences import PairDataset
+    from mca_train.data.token_dataset import TokenDataset
+    from mca_train.trainer.trainer import McaTrainer
+
+
+class Task(ABC):
+    """One kind of run.
+
+    Attributes:
+        name: The word after ``mca-train``.
+        summary: Its line in ``mca-train --help``.
+        data_arguments: The keys of its model and files: `DataArguments`, or a subclass with more columns.
+        own_arguments: A dataclass of the keys that this kind alone understands; None: there are none.
+        sequences_per_sample: Sequences that a sample holds, each of up to ``seq_length`` tokens.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    data_arguments: ClassVar[type[DataArguments]] = DataArguments
+    own_arguments: ClassVar[type | None] = None
+    sequences_per_sample: ClassVar[int] = 1
+
+    @property
+    def own_keys(self) -> frozenset[str]:
+        """The keys that this kind understands and not every other does."""
+        columns = {*self.data_arguments.__dataclass_fields__} - {*DataArguments.__dataclass_fields__}
+        return frozenset(columns | set(getattr(self.own_arguments, "__dataclass_fields__", ())))
+
+    @property
+    def signal_names(self) -> tuple[str, ...]:
+        """What its evaluation computes beside the loss."""
+        return ()
+
+    def required_column(self, data: DataArguments) -> str | None:
+        """The column that every file must have; None: the rows of each may be of another form."""
+        return None
+
+    @abstractmethod
+    def samples(
+        self, rows: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
+    ) -> "TokenDataset | PairDataset":
+        """The samples of ``rows``, tokenized.
+
+        Args:
+            rows: Of the files, one after another.
+            tokenizer: The model's.
+            data: Columns, lengths and limits.
+            key: The argument that named the files, for errors.
+        """
+
+    @abstractmethod
+    def stream(
+        self,
+        rows: "FileRows",
+        names: Sequence[str],
+        tokenizer: "PreTrainedTokenizerBase",
+        data: DataArguments,
+        key: str,
+    ) -> "IterableDataset[dict[str, torch.Tensor]]":
+        """The same, made as it is iterated; ``names`` are the rows' columns."""
+
+    def problems(self, settings: "Settings") -> Iterator[str]:
+        """What this kind cannot train with, as the configuration alone tells."""
+        yield from ()
+
+    def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
+        """The same, as Megatron's configuration of the model tells."""
+        yield from ()
+
+    def reference(self, settings: "Settings") -> str | None:
+        """The directory of a frozen model that stands beside the trained one; None: none does."""
+        return None
+
+    def trainer(
+        self, settings: "Settings", reference: "VirtualModels | None", options: Mapping[str, Any]
+    ) -> "McaTrainer":
+        """The trainer of a run on this rank; collective.
+
+        Args:
+            settings: The run.
+            reference: The model of `reference`.
+            options: What every trainer takes: the model, the arguments, the samples.
+        """
+        from mca_train.trainer.trainer import McaTrainer
+
+        return McaTrainer(**options)
+
+
+class AnswerTask(Task):
+    """A kind whose samples are rows with answers: only answers count, and rows without one are left out.
+
+    Attributes:
+        wanted: What a row without a target lacks, in a warning.
+        sides: Names of the sequences of a sample, which its tensors begin with; none: it is one sequence.
+    """
+
+    wanted: ClassVar[str] = "an answer"
+    sides: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def encoder(
+        self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
+    ) -> "RowEncoder":
+        """The function from a row with the columns ``names`` to tokens and targets of each of its sequences."""
+
+    @abstractmethod
+    def surely_has_target(
+        self, tokenizer: "PreTrainedTokenizerBase", data: DataArguments
+    ) -> "Callable[[Row], bool]":
+        """The function that tells of a row, without tokenizing it, that it has a target for sure."""
+
+    def samples(
+        self, rows: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
+    ) -> "TokenDataset | PairDataset":
+        """See `Task`."""
+        from mca_train.data.samples import answer_sequences
+
+        encode = self.encoder(rows.column_names, tokenizer, data, key)
+        return answer_sequences(rows, encode, data, key, self.wanted)
+
+    def stream(
+        self,
+        rows: "FileRows",
+        names: Sequence[str],
+        tokenizer: "PreTrainedTokenizerBase",
+        data: DataArguments,
+        key: str,
+    ) -> "IterableDataset[dict[str, torch.Tensor]]":
+        """See `Task`."""
+        from mca_train.data.streams import AnswerStream
+
+        encode = self.encoder(names, tokenizer, data, key)
+        is_sure = self.surely_has_target(tokenizer, data)
+        return AnswerStream(rows, encode, is_sure, data.seq_length, key, wanted=self.wanted, sides=self.sides)
