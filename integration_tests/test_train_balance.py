@@ -35,6 +35,7 @@ def staged(layout: str, virtual: int = 1) -> Settings:
 CASES: dict[tuple[str, str], tuple[int, Settings]] = {
     ("aux_loss", "single"): (1, {}),
     ("aux_loss", "packed"): (1, PACKED),
+    ("aux_loss", "block-recomputed"): (1, AGAIN | {"recompute_method": "block"}),
     ("aux_loss", "tp2"): (2, TP),
     ("aux_loss", "dp2"): (2, DP),
     ("aux_loss", "cp2"): (2, CP),

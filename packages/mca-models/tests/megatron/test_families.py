@@ -119,6 +119,15 @@ def test_a_models_own_dropout_leaves_embeddings_and_its_padding_row_gets_no_grad
     train_embedding_like_hf(SimpleNamespace(), config)  # a chunk without an embedding
 
 
+def test_embeddings_with_a_padding_row_are_in_one_piece_under_sequence_parallelism() -> None:
+    words = torch.nn.Module()
+    words.reduce_scatter_embeddings, words.tp_group = True, SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    words.forward = lambda ids: torch.ones(2, 3, 4)  # [seq / tp, batch, hidden] of ids [batch, seq]
+    model = SimpleNamespace(embedding=SimpleNamespace(word_embeddings=words))
+    train_embedding_like_hf(model, replace(config_of("llama"), pad_token_id=0))
+    assert words(torch.arange(12).view(3, 4)).is_contiguous()  # a pipeline stage cannot send strides
+
+
 def test_the_balancing_coefficient_counts_all_layers_together() -> None:
     config = replace(config_of("qwen3_moe"), moe_aux_loss_coeff=0.6, moe_layer_freq=(0, 1, 1, 1))
     assert aux_loss_coefficient(config) == pytest.approx(0.6 * 2 / 3)

@@ -27,7 +27,8 @@ def _without_gradient(row: int) -> Any:
         padding = args[0] == row  # [batch, seq]
         if module.reduce_scatter_embeddings:  # the output is [seq / tp, batch, hidden]
             group = module.tp_group
-            padding = padding.transpose(0, 1).chunk(group.size())[group.rank()]
+            # in one piece, as `where` lays out what it gives like its condition, and a stage sends no strides
+            padding = padding.transpose(0, 1).contiguous().chunk(group.size())[group.rank()]
         return torch.where(padding.unsqueeze(-1), output.detach(), output)
 
     return hook

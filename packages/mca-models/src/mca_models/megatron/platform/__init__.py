@@ -14,6 +14,7 @@ from contextlib import nullcontext
 
 from mca_config.errors import McaError
 from mca_models.megatron.platform import (
+    block_padding,
     checkpoint_queue,
     cross_entropy_dtype,
     cuda_calls,
@@ -66,6 +67,7 @@ PATCHES: tuple[Patch, ...] = (
     uneven_collectives.PATCH,
     distributed_adam.PATCH,
     dp_reshardable_no_grad.PATCH,
+    block_padding.PATCH,
     expert_norm.PATCH,
     hybrid_grads.PATCH,
     hybrid_split.PATCH,

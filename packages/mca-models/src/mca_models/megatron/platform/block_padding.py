@@ -1,0 +1,54 @@
+"""Layers that recomputation by ``block`` leaves out are told which tokens are padding.
+
+megatron-core 0.16 hands the mask to the layers that it recomputes and to none of the others: experts' losses and biases
+count padding there.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+from mca_models.megatron.platform._patch import EVERYWHERE, Patch
+
+_NAME = "_checkpointed_forward"
+
+
+def _needed() -> bool:
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    forward = getattr(TransformerBlock, _NAME, None)  # 0.19 has none
+    if forward is None or hasattr(forward, "__wrapped__"):
+        return False
+    return "attention_mask, context, context_mask, rotary_pos_emb\n" in inspect.getsource(forward)
+
+
+def _apply() -> None:
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    forward = getattr(TransformerBlock, _NAME, None)
+    if forward is None:
+        return
+
+    @functools.wraps(forward)
+    def with_mask(self: Any, *args: Any, padding_mask: Any = None, **options: Any) -> Any:
+        def tell(_: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return args, given | {"padding_mask": padding_mask}
+
+        hooks = [layer.register_forward_pre_hook(tell, with_kwargs=True) for layer in self.layers]
+        try:
+            return forward(self, *args, padding_mask=padding_mask, **options)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    setattr(TransformerBlock, _NAME, with_mask)
+
+
+PATCH = Patch(
+    name="block-padding",
+    why="layers that recompute_method block leaves out count padding",
+    megatron=">=0.16.1,<0.19",
+    devices=EVERYWHERE,
+    needed=_needed,
+    apply=_apply,
+)
