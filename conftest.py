@@ -5,8 +5,15 @@ that use it. ``MCA_DEVICE=cuda pytest -m gpu`` runs the tests of a GPU, and thos
 """
 
 import os
+import sys
+from pathlib import Path
 
 os.environ.setdefault("MCA_DEVICE", "cpu")  # before anything asks; what tests start inherits it
+if os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+):  # torch, Megatron and transformers anew: 6 s in every process
+    os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parent / ".pytest_cache" / "bytecode")
+    sys.pycache_prefix, sys.dont_write_bytecode = os.environ["PYTHONPYCACHEPREFIX"], False
 
 import pytest
 

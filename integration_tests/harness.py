@@ -40,6 +40,7 @@ from collections.abc import Callable
 from ctypes import CDLL
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +49,8 @@ Result = TypeVar("Result")
 MAX_RANKS = 8
 _PR_SET_PDEATHSIG = 1
 _SEED = 1234
+_IMPORTED = ("datasets", "peft", "torch._dynamo", "mca_config.training", "mca_models.megatron.peft")
+"""What ranks come to import, 1 to 3 s in each anew; torch's first optimizer imports dynamo."""
 
 
 class RanksFailed(AssertionError):
@@ -66,10 +69,9 @@ class _Rank:
     outcome: tuple[str, Any] | None = None
 
 
+@cache
 def prepare_parent() -> None:
-    """Imports what ranks need, once in the process that forks them."""
-    if "mca_models.megatron.platform" in sys.modules and "megatron.core" in sys.modules:
-        return
+    """Imports what ranks need, once in the process that forks them, which may have imported a part of it."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["MCA_DEVICE"] = "cpu"  # also where there is a GPU: CUDA does not survive a fork
     import torch
@@ -78,7 +80,12 @@ def prepare_parent() -> None:
     from mca_models.megatron import platform
 
     platform.prepare()
-    importlib.import_module("torch._dynamo")  # a rank's first optimizer imports it: 3 s, in each rank anew
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    import mca_train
+
+    for name in mca_train.__all__:
+        getattr(mca_train, name)  # imported when it is asked for
 
 
 def run_ranks(
