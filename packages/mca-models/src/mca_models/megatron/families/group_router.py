@@ -4,6 +4,7 @@ Megatron sums a group's ``topk // group_topk`` best experts, whatever their scor
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -19,57 +20,49 @@ def own_router(config: McaModelConfig) -> Callable[[type], type] | None:
     if not groups:
         return None
     if config.moe_router_group_score == "max":
-        return partial(best_group_router, groups=groups, kept=kept)
+        return partial(group_router, groups=groups, kept=kept, best=1)
     if config.moe_router_score_function == "sigmoid" and config.moe_router_topk // kept != 2:
-        return partial(two_best_router, groups=groups, kept=kept)
+        return partial(group_router, groups=groups, kept=kept, best=2)
     return None
 
 
-@cache
-def best_group_router(router: type, groups: int, kept: int) -> type:
-    """A router class that first keeps ``kept`` of ``groups`` groups of experts for each token.
+@dataclass
+class GroupChoice:
+    """Chooses experts in the place of Megatron's ``RouterReplay``, a router's only way to be told how.
 
-    The weights stay a softmax over all experts: Megatron's own over those kept is scaled by their share.
+    So nothing else of the router changes: weights, auxiliary losses and the z-loss are of the scores for all experts.
+
+    Args:
+        groups: Groups of experts.
+        kept: Groups that a token may be sent to.
+        best: How many of a group's highest scores its score is the sum of.
+        layer_number: Set by Megatron.
     """
 
-    class BestGroupRouter(router):  # type: ignore[misc]
-        """Megatron's router over the experts of the kept groups."""
+    groups: int
+    kept: int
+    best: int
+    layer_number: int | None = None
 
-        def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            """See Megatron's ``TopKRouter``."""
-            scores = torch.softmax(logits.float(), -1)
-            allowed = experts_of_best_groups(scores, groups, kept, best=1)
-            share = (scores * allowed).sum(-1).view(-1, 1)
-            lowest = torch.finfo(logits.dtype).min
-            probs, routing_map = super().routing(logits.masked_fill(~allowed, lowest), *args, **kwargs)
-            return probs * share.to(probs.dtype), routing_map
-
-    return BestGroupRouter
+    def get_replay_topk(self, scores: Tensor, topk: int, *_: Any) -> tuple[Tensor, Tensor]:
+        """The highest allowed ``scores`` ``[tokens, experts]``, 0 where too few are allowed, and whose they are."""
+        forbidden = ~experts_of_best_groups(scores.detach(), self.groups, self.kept, self.best)
+        chosen = scores.detach().masked_fill(forbidden, -torch.inf).topk(topk, dim=1).indices
+        return scores.masked_fill(forbidden, 0.0).gather(1, chosen), chosen
 
 
 @cache
-def two_best_router(router: type, groups: int, kept: int) -> type:
-    """A router class for sigmoid scores that first keeps ``kept`` of ``groups`` groups of experts for each token."""
+def group_router(router: type, groups: int, kept: int, best: int) -> type:
+    """A router class that sends each token to ``kept`` of ``groups`` groups of experts only."""
 
-    class TwoBestRouter(router):  # type: ignore[misc]
-        """Megatron's router, which adds the bias that only chooses experts: here minus infinity for other groups'."""
+    class GroupRouter(router):  # type: ignore[misc]
+        """Megatron's router over the experts of the kept groups."""
 
-        expert_bias: Any
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.router_replay = GroupChoice(groups, kept, best)
 
-        def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            """See Megatron's ``TopKRouter``."""
-            before = self.expert_bias
-            with torch.no_grad():
-                scores = torch.sigmoid(logits.float())
-                bias = torch.zeros_like(scores) if before is None else before.float().expand_as(scores)
-                allowed = experts_of_best_groups(scores + bias, groups, kept, best=2)
-                self.expert_bias = bias.masked_fill(~allowed, -torch.inf).flatten(0, -2)
-            try:
-                return super().routing(logits, *args, **kwargs)  # type: ignore[no-any-return]
-            finally:
-                self.expert_bias = before
-
-    return TwoBestRouter
+    return GroupRouter
 
 
 def experts_of_best_groups(scores: Tensor, groups: int, kept: int, best: int) -> Tensor:
