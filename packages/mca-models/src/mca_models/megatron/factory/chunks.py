@@ -10,6 +10,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_models.megatron import families, platform
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.factory.kernel_choice import kernel_choice
 from mca_models.megatron.layers.spec import block_spec, mtp_spec
 from mca_models.megatron.names import Held, Implementation
 
@@ -31,21 +32,23 @@ def build_chunk(
     families.before_building(config, megatron)
     decoder = block_spec(megatron, implementation, vp_stage)
     prediction = mtp_spec(megatron, decoder, implementation, vp_stage)
-    model: Any = GPTModel(
-        config=megatron,
-        transformer_layer_spec=families.adapted_block(decoder, config, implementation, chunk.layers),
-        vocab_size=config.padded_vocab_size,
-        max_sequence_length=config.max_position_embeddings,
-        pre_process=chunk.has_embedding,
-        post_process=chunk.has_loss,
-        parallel_output=True,
-        share_embeddings_and_output_weights=config.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_percent=config.rotary_percent,
-        rotary_base=config.rotary_base,
-        mtp_block_spec=families.adapted(prediction, config, implementation),
-        vp_stage=vp_stage,
-    )
+    backend = getattr(megatron.attention_backend, "name", None)
+    with kernel_choice(backend, engine=implementation == "transformer_engine" and backend != "local"):
+        model: Any = GPTModel(
+            config=megatron,
+            transformer_layer_spec=families.adapted_block(decoder, config, implementation, chunk.layers),
+            vocab_size=config.padded_vocab_size,
+            max_sequence_length=config.max_position_embeddings,
+            pre_process=chunk.has_embedding,
+            post_process=chunk.has_loss,
+            parallel_output=True,
+            share_embeddings_and_output_weights=config.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_percent=config.rotary_percent,
+            rotary_base=config.rotary_base,
+            mtp_block_spec=families.adapted(prediction, config, implementation),
+            vp_stage=vp_stage,
+        )
     rotary = families.rotary(config, parallel.context_group())
     if rotary is not None:
         model.rotary_pos_emb = rotary

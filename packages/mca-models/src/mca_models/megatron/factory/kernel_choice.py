@@ -1,0 +1,39 @@
+"""The environment variables by which Transformer Engine chooses an attention kernel, which Megatron writes."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mca_config.errors import McaError
+
+NAMES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+
+@contextmanager
+def kernel_choice(backend: str | None, *, engine: bool) -> Iterator[None]:
+    """A block in which Megatron builds a model and says in the environment which kernels it is to use.
+
+    Args:
+        backend: The model's ``attention_backend``.
+        engine: It has Transformer Engine's attention, which reads the variables in every forward pass, so they stay.
+            Without it they mean nothing to the model, and are afterwards as before: the next one may choose another.
+
+    Raises:
+        McaError: The environment says otherwise, by the user's will or for another model of this process.
+    """
+    before = {} if engine else {name: os.environ.pop(name) for name in NAMES if name in os.environ}
+    try:
+        yield
+    except AssertionError as error:
+        name = next((name for name in NAMES if str(error).startswith(name)), None)
+        if name is None:
+            raise
+        raise McaError(
+            f"{name} is {os.environ[name]} in the environment, against attention_backend {backend or 'auto'}; unset "
+            f"{', '.join(NAMES)}, or set attention_backend to what they say (one choice in a process)"
+        ) from error
+    finally:
+        if not engine:
+            for name in NAMES:
+                os.environ.pop(name, None)
+            os.environ.update(before)
