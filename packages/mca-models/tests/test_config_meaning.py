@@ -60,6 +60,13 @@ def test_router_jitter_is_refused(case: str) -> None:
         config_from_hf(described(case, router_jitter_noise=0.2))
 
 
+@pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe"])
+def test_more_experts_for_a_token_than_its_groups_have_are_refused(case: str) -> None:
+    assert config_from_hf(described(case, num_experts_per_tok=3, topk_group=2))
+    with pytest.raises(McaError, match=r"'num_experts_per_tok' is 3.* up to 2, or a larger 'topk_group'"):
+        config_from_hf(described(case, num_experts_per_tok=3))
+
+
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_the_padding_token_that_is_not_named_is_transformers(kind: str) -> None:
     case = next(case for case, (model_type, _) in CASES.items() if model_type == kind)

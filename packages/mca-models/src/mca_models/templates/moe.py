@@ -30,8 +30,9 @@ def require_sigmoid_choice(hf: HfConfig) -> None:
     """Refuses what Megatron's sigmoid routing chooses or weighs otherwise than HF's models.
 
     Raises:
-        McaError: One expert for a token, whose weight Megatron does not normalise; or groups without two experts,
-            by whose sum they are chosen.
+        McaError: One expert for a token, whose weight Megatron does not normalise; groups without two experts, by
+            whose sum they are chosen; or fewer experts in a token's groups than it is sent to, of which the others
+            are then any.
     """
     topk, groups = hf["num_experts_per_tok"], hf.get("n_group") or 1
     experts = hf.get("n_routed_experts") or hf.get("num_local_experts") or 2 * groups
@@ -44,6 +45,11 @@ def require_sigmoid_choice(hf: HfConfig) -> None:
         raise McaError(
             f"config.json: 'n_group' is {groups}, for {experts} experts; supported: up to {experts // 2} (groups are "
             "chosen by their two best experts)"
+        )
+    if groups > 1 and topk > (allowed := experts // groups * (hf.get("topk_group") or 1)):
+        raise McaError(
+            f"config.json: 'num_experts_per_tok' is {topk}, in groups of which a token may be sent to {allowed} "
+            f"experts; supported: up to {allowed}, or a larger 'topk_group'"
         )
 
 
