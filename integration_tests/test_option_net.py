@@ -11,8 +11,10 @@ from functools import cache
 
 import pytest
 
-from net.case import draw, numbers
+from net.case import numbers
+from net.drawing import draw
 from net.faults import FAULTS
+from net.known import KNOWN
 from net.run import Verdict, verdicts
 
 pytestmark = pytest.mark.ranks
@@ -23,14 +25,14 @@ DEFAULT = not {"MCA_NET_CASES", "MCA_NET_ONLY"} & os.environ.keys()
 CHOSEN = numbers(
     SAMPLE if DEFAULT else os.environ.get("MCA_NET_ONLY", ""), int(os.environ.get("MCA_NET_CASES", "0"))
 )
-AT_ONCE = 40
+BLOCK = 60
 
 
 class Net:
     """Verdicts, made for a block of neighbours when the first of them is asked for."""
 
     def __init__(self, chosen: Sequence[int]) -> None:
-        blocks = [chosen[start : start + AT_ONCE] for start in range(0, len(chosen), AT_ONCE)]
+        blocks = [chosen[start : start + BLOCK] for start in range(0, len(chosen), BLOCK)]
         self._block = {number: tuple(block) for block in blocks for number in block}
         self._verdicts = cache(self._of_block)
 
@@ -58,16 +60,23 @@ def test_most_of_the_sample_is_trained(net: Net) -> None:
 
 
 @pytest.fixture(scope="module")
-def planted() -> dict[str, Verdict]:
-    """Of the cases that faults spoil, without and with them."""
+def small() -> dict[str, Verdict]:
+    """Of the cases that faults spoil, without and with them, and of those that are known."""
     cases = [replace(case, fault=fault) for name, (_, case, _) in FAULTS.items() for fault in ("", name)]
-    return {verdict.case.name: verdict for verdict in verdicts(cases)}
+    return {verdict.case.name: verdict for verdict in verdicts([*cases, *KNOWN.values()])}
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_seen(name: str, planted: dict[str, Verdict]) -> None:
+def test_a_planted_fault_is_seen(name: str, small: dict[str, Verdict]) -> None:
     _, case, where = FAULTS[name]
-    without, wrong = planted[case.name], planted[replace(case, fault=name).name].wrong
+    without, wrong = small[case.name], small[replace(case, fault=name).name].wrong
     assert without.figures, str(without)
     assert not without.wrong, str(without)
     assert any(line.startswith(where) for line in wrong), wrong
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_was_found_before_is_right(name: str, small: dict[str, Verdict]) -> None:
+    verdict = small[KNOWN[name].name]
+    assert verdict.figures, str(verdict)
+    assert not verdict.wrong, str(verdict)

@@ -4,8 +4,9 @@ import os
 import sys
 import time
 
-from net.case import draw
-from net.run import summary, verdicts
+from net.drawing import draw
+from net.run import verdicts
+from net.tally import coverage, summary
 
 
 def main(words: list[str]) -> int:
@@ -17,7 +18,7 @@ def main(words: list[str]) -> int:
         found.append(verdict)
         sys.stdout.write(f"{verdict}\n")
         sys.stdout.flush()
-    sys.stdout.write(f"{time.monotonic() - began:.0f} s\n{summary(found)}\n")
+    sys.stdout.write(f"{time.monotonic() - began:.0f} s\n{summary(found)}\n\n{coverage(found)}\n")
     return int(any(verdict.wrong for verdict in found))
 
 

@@ -106,7 +106,18 @@ class Routers:
 
 
 def _is_block(module: Any) -> bool:
-    return any(type(child).__name__.endswith("Experts") for child in module.children())
+    return not hasattr(module, "base_layer") and bool(_experts(module))
+
+
+def _experts(block: Any) -> list[Any]:
+    return [each for each in map(_bare, block.children()) if type(each).__name__.endswith("Experts")]
+
+
+def _bare(module: Any) -> Any:
+    """Without the adapters around it, which change its parameters while it runs."""
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module
 
 
 def _bias_name(block: Any) -> str:
@@ -114,8 +125,8 @@ def _bias_name(block: Any) -> str:
 
 
 def _hooks(block: Any, routed: Routed, ahead: int) -> Iterator[Any]:
-    router = getattr(block, "gate", None) or block.router
-    experts = next(child for child in block.children() if type(child).__name__.endswith("Experts"))
+    router = _bare(getattr(block, "gate", None) or block.router)
+    (experts,) = _experts(block)
 
     def see(module: Any, args: tuple[Any, ...]) -> None:
         hidden = args[0].flatten(0, -2).float()

@@ -1,16 +1,9 @@
-"""One drawn case: a model, its layout, options and data. What the product may refuse is drawn like all else."""
+"""One drawn case: a model, its layout, options and data."""
 
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
-
-from harness import MAX_RANKS
-from mca_config.layout import SIZE_FIELDS, ParallelLayout
-from mca_train.config.model import smallest_world
-from net import models, options
-from reference import FAMILY_CASES, MOE
 
 STEPS = 3
 
@@ -66,42 +59,6 @@ class Case:
         """The line that runs this case alone."""
         test = "integration_tests/test_option_net.py"
         return f"MCA_NET_SEED={self.seed} MCA_NET_ONLY={self.number} pytest -n 0 {test}  # {self}"
-
-
-def draw(seed: int, number: int) -> Case:
-    """Case ``number`` of ``seed``; the same for ever as long as this folder does not change."""
-    rng = random.Random(f"{seed}/{number}")
-    base = rng.choice(sorted(FAMILY_CASES) + [case for case in sorted(FAMILY_CASES) if case in MOE])
-    changes = models.sizes(rng, base)
-    sparse = models.is_sparse(base)
-    prediction = models.prediction_layers(rng, base)
-    lora = models.adapter(rng, base) if not prediction and rng.random() < 0.25 else None
-    while True:
-        sizes = options.layout(rng, sparse=sparse, layers=changes["num_hidden_layers"], prediction=prediction)
-        ranks = _ranks(rng, sizes)
-        if ranks <= MAX_RANKS:
-            break
-    chosen = (
-        sizes | options.batch(rng, sizes) | options.chosen(rng, sparse=sparse, prediction=bool(prediction))
-    )
-    return Case(
-        seed=seed,
-        number=number,
-        base=base,
-        changes=changes,
-        prediction=prediction,
-        lora=lora,
-        ranks=ranks,
-        options=chosen,
-        short=rng.choice((0, 0, 1)),
-    )
-
-
-def _ranks(rng: random.Random, sizes: dict[str, Any]) -> int:
-    """Of as many replicas as are drawn; a layout that is none stands on any number."""
-    names = {SIZE_FIELDS[axis]: SIZE_FIELDS[axis] for axis in ("tp", "pp", "cp", "ep", "etp")}
-    plain = ParallelLayout(**{name: sizes[name] for name in names if name in sizes})
-    return smallest_world(plain) * rng.choice((1, 1, 1, 2, 2, 4))
 
 
 def numbers(given: str, count: int) -> Sequence[int]:

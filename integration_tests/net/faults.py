@@ -52,7 +52,8 @@ def balance_of_own_tokens(trainer: Any) -> None:
             module.tp_cp_group = alone[torch.distributed.get_rank()]
 
 
-def _case(number: int, base: str, **given: Any) -> Case:
+def small_case(number: int, base: str, **given: Any) -> Case:
+    """A model of two layers on two tensor ranks, if not otherwise."""
     options = _BATCH | given.pop("options", _TP)
     changes = _SIZES | given.pop("changes", {})
     return Case(seed=-1, number=number, base=base, **({"ranks": 2} | given), options=options, changes=changes)
@@ -61,20 +62,20 @@ def _case(number: int, base: str, **given: Any) -> Case:
 FAULTS: Mapping[str, tuple[Callable[[Any], None], Case, str]] = {
     "experts": (
         experts_are_not_reduced,
-        _case(
+        small_case(
             0, "mixtral", ranks=4, options={"tensor_model_parallel_size": 1, "expert_model_parallel_size": 2}
         ),
         "gradient: ",
     ),
     "adapters": (
         queries_and_keys_change_places,
-        _case(1, "qwen3", lora={"target_modules": ["q_proj", "k_proj"], "r": 3, "lora_alpha": 8}),
+        small_case(1, "qwen3", lora={"target_modules": ["q_proj", "k_proj"], "r": 3, "lora_alpha": 8}),
         "loss on rank 0",
     ),
-    "norm": (norms_count_twice, _case(2, "llama"), "grad_norm on rank 0"),
+    "norm": (norms_count_twice, small_case(2, "llama"), "grad_norm on rank 0"),
     "balance": (
         balance_of_own_tokens,
-        _case(
+        small_case(
             3,
             "qwen3_moe",
             options=_TP | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3},

@@ -88,4 +88,4 @@ def adapter(rng: random.Random, base: str) -> dict[str, Any] | None:
         settings["use_rslora"] = True
     if rng.random() < 0.15 and "tied" not in base and "gemma" not in base:
         settings["modules_to_save"] = ["lm_head"]
-    return settings | {"r": rng.choice((1, 3, 4)), "lora_alpha": rng.choice((3, 8))}
+    return settings | {"r": rng.choice((1, 3, 4)), "lora_alpha": rng.choice((1, 3))}

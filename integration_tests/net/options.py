@@ -1,6 +1,7 @@
 """Layouts and training options to draw from: tables, no rule about what fits with what."""
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 Options = dict[str, Any]
@@ -15,7 +16,7 @@ OFFLOAD = {"optimizer_cpu_offload": True}
 
 GENERAL: Table = (
     (0.5, (SPLIT, REDUCE, SPLIT | REDUCE, SPLIT | REDUCE | {"overlap_param_gather": True})),
-    (0.4, tuple({"ddp_bucket_size": size} for size in (1, 300, 5000))),
+    (0.4, tuple(REDUCE | {"ddp_bucket_size": size} for size in (1, 300, 5000))),
     (
         0.35,
         (
@@ -96,11 +97,10 @@ def _weighted(rng: random.Random, weights: dict[int, float]) -> int:
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
-def layout(rng: random.Random, *, sparse: bool, layers: int, prediction: int) -> Options:
-    """Parallel sizes and the pipeline's split."""
+def layout(rng: random.Random, *, sparse: bool) -> Options:
+    """Parallel sizes."""
     sizes: Options = {"tensor_model_parallel_size": _weighted(rng, {1: 4, 2: 4, 4: 1.5, 3: 0.5})}
-    pp = _weighted(rng, {1: 5, 2: 3.5, 3: 0.8, 4: 0.7})
-    sizes["pipeline_model_parallel_size"] = pp
+    sizes["pipeline_model_parallel_size"] = _weighted(rng, {1: 5, 2: 3.5, 3: 0.8, 4: 0.7})
     if (cp := _weighted(rng, {1: 7, 2: 2.5, 4: 0.5})) > 1:
         sizes["context_parallel_size"] = cp
     if (ep := _weighted(rng, {1: 4, 2: 4, 4: 2} if sparse else {1: 30, 2: 1})) > 1:
@@ -109,11 +109,13 @@ def layout(rng: random.Random, *, sparse: bool, layers: int, prediction: int) ->
         sizes["expert_tensor_parallel_size"] = etp
     if rng.random() < (0.6 if sizes["tensor_model_parallel_size"] > 1 else 0.03):
         sizes["sequence_parallel"] = rng.random() < 0.9
-    return sizes | (_split(rng, pp, layers, prediction) if pp > 1 else {})
+    return sizes
 
 
-def _split(rng: random.Random, pp: int, layers: int, prediction: int) -> Options:
+def split(rng: random.Random, sizes: Options, layers: int, prediction: int) -> Options:
     """How the layers are dealt to the stages."""
+    if (pp := sizes["pipeline_model_parallel_size"]) == 1:
+        return {}
     kind = rng.choice(("even", "even", "virtual", "string", "string", "first", "last", "account"))
     if kind == "virtual":
         return {"virtual_pipeline_model_parallel_size": 2}
@@ -152,23 +154,18 @@ def batch(rng: random.Random, sizes: Options) -> Options:
     }
 
 
-def chosen(rng: random.Random, *, sparse: bool, prediction: bool) -> Options:
-    """Some of everything; options of experts on models without them too, rarely."""
-    found: Options = {}
-    tables = [*GENERAL, *(PREDICTION if prediction else ())]
-    for often, choices in tables:
+def chosen(rng: random.Random, *, sparse: bool, prediction: bool) -> Iterator[tuple[Options, ...]]:
+    """Some tables' choices, each shuffled; of experts on models without them too, rarely."""
+    shares = [(often, choices) for often, choices in (*GENERAL, *(PREDICTION if prediction else ()))]
+    shares += [(often if sparse else often * 0.03, choices) for often, choices in EXPERTS]
+    for often, choices in shares:
         if rng.random() < often:
-            found |= rng.choice(choices)
-    for often, choices in EXPERTS:
-        if rng.random() < (often if sparse else often * 0.03):
-            found = _without_recomputation(found, choices) | rng.choice(choices)
-    return found
+            yield tuple(rng.sample(choices, len(choices)))
 
 
-def _without_recomputation(found: Options, choices: tuple[Options, ...]) -> Options:
+def together(found: Options, choice: Options) -> Options:
     """One kind of recomputation takes the place of another."""
-    if not any("recompute_granularity" in choice for choice in choices):
-        return found
-    return {
-        name: value for name, value in found.items() if not name.startswith(("recompute", "gradient_check"))
-    }
+    if "recompute_granularity" in choice:
+        kinds = ("recompute", "gradient_check")
+        found = {name: value for name, value in found.items() if not name.startswith(kinds)}
+    return found | choice

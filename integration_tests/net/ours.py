@@ -1,6 +1,5 @@
 """A case on ranks, by ``McaTrainer``; everything here runs on every rank."""
 
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,28 +19,42 @@ class Ours:
     """What a rank saw of a case.
 
     Args:
-        refusal: What the product says against it.
-        failure: A traceback.
+        refusal: What the product says against it before it trains.
     """
 
     refusal: str | None = None
-    failure: str | None = None
     logged: dict[str, list[float]] = field(default_factory=dict)
 
 
 def run_cases(jobs: list[tuple[Case, Path, Path | None, Path]]) -> list[Ours]:
-    """Each case from its model's directory and its adapter's; gradients and the trained model go to the last."""
-    return [run_case(*job) for job in jobs]
+    """Each case from its model's directory and its adapter's; gradients and the trained model go to the last.
+
+    What fails ends all of them: other ranks would wait for one that goes on to the next case.
+    """
+    return [_run_case(*job) for job in jobs]
 
 
-def run_case(case: Case, path: Path, adapter: Path | None, folder: Path) -> Ours:
-    """The same on every rank: one case goes on after another failed."""
+def _run_case(case: Case, path: Path, adapter: Path | None, folder: Path) -> Ours:
+    callbacks = [FirstGradients(folder / "gradients"), Fault(case.fault)]
     try:
-        return Ours(logged=_trained(case, path, adapter, folder))
+        trainer = make_trainer(
+            path,
+            folder / "run",
+            train_dataset=training_data(case),
+            eval_dataset=held_out(case),
+            pack_length=pack_length(case),
+            adapter=adapter,
+            callbacks=callbacks,
+            **trainer_settings(case),
+        )
     except McaError as error:
         return Ours(refusal=" ".join(str(error).split()))
-    except Exception:
-        return Ours(failure=traceback.format_exc())
+    for callback in callbacks:
+        callback.trainer = trainer
+    quietly(trainer.train)
+    quietly(trainer.evaluate)
+    trainer.model.save_pretrained_as_hf(folder / "after")
+    return Ours(logged={key: history(trainer, key) for key in ("loss", "grad_norm", "eval_loss")})
 
 
 def trainer_settings(case: Case) -> dict[str, Any]:
@@ -49,26 +62,6 @@ def trainer_settings(case: Case) -> dict[str, Any]:
     fixed = {"max_steps": STEPS, "train_sampling_strategy": "sequential", "warmup_steps": 0}
     quiet = {"attention_dropout": 0.0, "hidden_dropout": 0.0}  # of families whose files say otherwise
     return {**fixed, **quiet, "learning_rate": 1e-3, **case.options}
-
-
-def _trained(case: Case, path: Path, adapter: Path | None, folder: Path) -> dict[str, list[float]]:
-    callbacks = [FirstGradients(folder / "gradients"), Fault(case.fault)]
-    trainer = make_trainer(
-        path,
-        folder / "run",
-        train_dataset=training_data(case),
-        eval_dataset=held_out(case),
-        pack_length=pack_length(case),
-        adapter=adapter,
-        callbacks=callbacks,
-        **trainer_settings(case),
-    )
-    for callback in callbacks:
-        callback.trainer = trainer
-    quietly(trainer.train)
-    quietly(trainer.evaluate)
-    trainer.model.save_pretrained_as_hf(folder / "after")
-    return {key: history(trainer, key) for key in ("loss", "grad_norm", "eval_loss")}
 
 
 class OfTrainer(TrainerCallback):

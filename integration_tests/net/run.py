@@ -2,25 +2,25 @@
 
 import collections
 import importlib
+import os
 import tempfile
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from huggingface_hub.errors import StrictDataclassClassValidationError
 
 from harness import RanksFailed, prepare_parent, run_ranks
-from mca_config.checks import require_layout
 from mca_config.errors import McaError
+from net.admission import NoSuchModel, require_layable
 from net.case import Case
 from net.compare import differences, largest
-from net.ours import Ours, run_cases, trainer_settings
-from net.truth import Truth, make, model_config
-from train_cases import arguments
+from net.ours import Ours, run_cases
+from net.truth import Truth, make
 
-TOGETHER = 8
+TOGETHER, AHEAD = 12, 60
+"""Cases for one set of processes at most, and of all sizes for which the truth is made first."""
+AT_ONCE = 3
+"""Processes that make truths."""
 FOR_RANKS = (
     "mca_train.trainer.trainer",
     "mca_models.megatron.peft",
@@ -68,7 +68,7 @@ def verdicts(cases: Iterable[Case]) -> Iterator[Verdict]:
             yield refusal
             continue
         waiting.append(case)
-        if len(waiting) == 3 * TOGETHER:
+        if len(waiting) == AHEAD:
             yield from _together(waiting)
             waiting = []
     yield from _together(waiting)
@@ -77,12 +77,11 @@ def verdicts(cases: Iterable[Case]) -> Iterator[Verdict]:
 def _refused_at_once(case: Case) -> Verdict | None:
     """What the arguments and the layout say before a rank is started."""
     try:
-        args = arguments(Path("unused"), **trainer_settings(case))
-        require_layout(model_config(case), args.layout(), case.ranks)
+        require_layable(case)
     except McaError as error:
         return Verdict(case, refused=" ".join(str(error).split()))
-    except StrictDataclassClassValidationError as error:
-        return Verdict(case, unknown=" ".join(str(error).split()))
+    except NoSuchModel as error:
+        return Verdict(case, unknown=str(error))
     except Exception:
         return Verdict(case, wrong=[traceback.format_exc()])
     return None
@@ -106,15 +105,19 @@ def _together(cases: list[Case]) -> Iterator[Verdict]:
 def _truths(cases: list[Case], folder: Path) -> list[Truth | str]:
     if not cases:
         return []
-    return run_ranks(1, _make_all, cases, folder, timeout=60 + 30 * len(cases), process_group=False)[0]
+    of_each = run_ranks(
+        AT_ONCE, _make_some, cases, folder, timeout=120 + 15 * len(cases), process_group=False
+    )
+    return [of_each[index % AT_ONCE][index // AT_ONCE] for index in range(len(cases))]
 
 
-def _make_all(cases: list[Case], folder: Path) -> list[Truth | str]:
+def _make_some(cases: list[Case], folder: Path) -> list[Truth | str]:
+    """Every so many of ``cases``, from this process's own first."""
     import logging
 
     logging.disable(logging.WARNING)
     found: list[Truth | str] = []
-    for case in cases:
+    for case in cases[int(os.environ["RANK"]) :: AT_ONCE]:
         try:
             found.append(make(case, folder / case.name))
         except Exception as error:
@@ -128,7 +131,7 @@ def _make_all(cases: list[Case], folder: Path) -> list[Truth | str]:
 def _compared(size: int, pairs: list[tuple[Case, Truth]], folder: Path) -> Iterator[Verdict]:
     jobs = [(case, truth.path, truth.adapter, folder / case.name) for case, truth in pairs]
     try:
-        by_rank = run_ranks(size, run_cases, jobs, timeout=60 + 20 * size * len(jobs))
+        by_rank = run_ranks(size, run_cases, jobs, timeout=120 + 8 * size * len(jobs))
     except RanksFailed as error:
         if len(pairs) == 1:
             yield Verdict(pairs[0][0], wrong=[str(error)])
@@ -142,31 +145,7 @@ def _compared(size: int, pairs: list[tuple[Case, Truth]], folder: Path) -> Itera
 
 def _judged(case: Case, truth: Truth, ours: list[Ours], folder: Path) -> Verdict:
     refusals = [each.refusal for each in ours if each.refusal]
-    failures = [each.failure for each in ours if each.failure]
-    if failures:
-        return Verdict(case, wrong=[failures[0]])
     if refusals:
         all_alike = len(refusals) == len(ours)
         return Verdict(case, refused=refusals[0], wrong=[] if all_alike else ["not refused on every rank"])
     return Verdict(case, wrong=differences(case, truth, ours, folder), figures=largest(truth, ours, folder))
-
-
-def summary(found: Iterable[Verdict]) -> str:
-    """How many of what, and the refusals by their words."""
-    found = list(found)
-    words: Any = collections.Counter()
-    for verdict in found:
-        if verdict.refused:
-            words[_without_numbers(verdict.refused)] += 1
-    counts = {
-        "right": sum(not (v.refused or v.unknown or v.wrong) for v in found),
-        "refused": sum(bool(v.refused) for v in found),
-        "unknown": sum(bool(v.unknown) for v in found),
-        "WRONG": sum(bool(v.wrong) for v in found),
-    }
-    lines = [", ".join(f"{count} {what}" for what, count in counts.items())]
-    return "\n".join([*lines, *(f"{count:5d} {text}" for text, count in words.most_common())])
-
-
-def _without_numbers(text: str) -> str:
-    return " ".join("N" if any(map(str.isdigit, word)) else word for word in text.split())[:160]

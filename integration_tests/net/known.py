@@ -1,0 +1,22 @@
+"""Cases like those in which the net has found something, whatever is drawn."""
+
+from collections.abc import Mapping
+
+from net.case import Case
+from net.faults import small_case
+
+_GROUPS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+_BALANCE = {
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+}
+
+KNOWN: Mapping[str, Case] = {
+    # losses of experts' scores, of which a router that is limited to groups saw only those of the groups
+    "groups": small_case(10, "deepseek_v2", ranks=1, options=_BALANCE, changes=_GROUPS),
+    # two models in one process: what Megatron noted in the environment for the first forbade the second
+    "local-attention": small_case(11, "llama", ranks=1, options={"attention_backend": "local"}),
+    "attention": small_case(12, "llama", ranks=1, options={}),
+}
+"""By name."""
