@@ -11,6 +11,9 @@ _BALANCE = {
     "moe_aux_loss_coeff": 0.1,
     "moe_z_loss_coeff": 0.01,
 }
+_EXPERTS = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 2}
+_GATHERED = {"moe_token_dispatcher_type": "allgather", "sequence_packing": True}
+_FOUR = {"num_experts": 4, "num_experts_per_tok": 2}
 
 KNOWN: Mapping[str, Case] = {
     # losses of experts' scores, of which a router that is limited to groups saw only those of the groups
@@ -18,5 +21,7 @@ KNOWN: Mapping[str, Case] = {
     # two models in one process: what Megatron noted in the environment for the first forbade the second
     "local-attention": small_case(11, "llama", ranks=1, options={"attention_backend": "local"}),
     "attention": small_case(12, "llama", ranks=1, options={}),
+    # packs held out are not full: ranks that gather all tokens for experts had different numbers of them
+    "packed-allgather": small_case(13, "qwen3_moe", options=_EXPERTS | _GATHERED, changes=_FOUR),
 }
 """By name."""

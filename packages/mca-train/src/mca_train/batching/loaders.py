@@ -61,7 +61,7 @@ class Loaders:
             seed=seed if strategy == "random" else None,
             drop_last=args.dataloader_drop_last,
         )
-        return self._loader(CountedSamples(dataset), sampler, self._common_length(dataset)), sampler
+        return self._of_samples(dataset, sampler), sampler
 
     def _of_stream(self, dataset: Any) -> tuple[DataLoader[StepBatch], StepStream]:
         args = self.args
@@ -83,9 +83,12 @@ class Loaders:
         stream = StepStream(rows, shape, args.max_steps, make=make, drop_last=args.dataloader_drop_last)
         return self._loader(stream, stream, None), stream
 
-    def _common_length(self, dataset: Any) -> int | None:
-        """What all samples are padded to where ranks with different ones gather their tokens for experts."""
-        return longest_sample(dataset) if self._gathers_tokens() and not self.args.sequence_packing else None
+    def _common_length(self, dataset: Any, shape: BatchShape) -> int | None:
+        """What all rows are padded to where ranks with different ones gather their tokens for experts."""
+        if not self._gathers_tokens():
+            return None
+        packed = isinstance(dataset, PackedDataset)  # the packs of a micro-batch are one row
+        return shape.micro_batch_size * dataset.fill.length if packed else longest_sample(dataset)
 
     def _gathers_tokens(self) -> bool:
         """Whether experts get tokens of several replicas by a collective that takes the same number of each."""
@@ -105,7 +108,7 @@ class Loaders:
             dataset = self._packed(dataset, "eval_dataset", None)
             length = len(dataset)
         sampler = StepSampler(length, shape)
-        return self._loader(CountedSamples(dataset), sampler, self._common_length(dataset)), sampler
+        return self._of_samples(dataset, sampler), sampler
 
     def _in_memory(self, dataset: Any) -> list[Any]:
         """A stream to evaluate on; it is read once."""
@@ -143,6 +146,9 @@ class Loaders:
     def _group(self) -> int:
         """Micro-batches that the interleaved schedule hands out together."""
         return self.args.microbatch_group_size_per_vp_stage or self.ranks.layout.pp
+
+    def _of_samples(self, dataset: Any, sampler: StepSampler) -> DataLoader[StepBatch]:
+        return self._loader(CountedSamples(dataset), sampler, self._common_length(dataset, sampler.shape))
 
     def _loader(
         self, samples: Any, sampler: StepSampler | StepStream, length: int | None
