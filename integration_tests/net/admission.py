@@ -1,6 +1,7 @@
 """What the product has against a case before a rank is started: the only rules that the draw obeys."""
 
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
@@ -17,8 +18,8 @@ class NoSuchModel(Exception):
     """transformers cannot make the case's model."""
 
 
-def require_layable(case: Case) -> None:
-    """Raises what the arguments and the layout say.
+def require_layable(case: Case) -> tuple[Any, Any]:
+    """The arguments and the architecture, which fit each other.
 
     Raises:
         McaError: The product's line.
@@ -30,6 +31,7 @@ def require_layable(case: Case) -> None:
     except StrictDataclassClassValidationError as error:
         raise NoSuchModel(" ".join(str(error).split())) from error
     require_layout(config, args.layout(), case.ranks)
+    return args, config
 
 
 def is_admitted(case: Case) -> bool:
@@ -38,10 +40,8 @@ def is_admitted(case: Case) -> bool:
     from mca_models.megatron.factory.transformer_config import transformer_config
 
     try:
-        require_layable(case)
-        args = arguments(Path("unused"), **trainer_settings(case))
-        config, layout = model_config(case), args.layout()
-        transformer_config(config, args, layout, "float32")
+        args, config = require_layable(case)
+        transformer_config(config, args, args.layout(), "float32")
     except (McaError, NoSuchModel):
         return False
     return True

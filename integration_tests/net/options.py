@@ -34,7 +34,13 @@ GENERAL: Table = (
     (0.15, tuple({"loss_chunk_size": size} for size in (5, 17))),
     (0.12, ({"label_smoothing_factor": 0.1},)),
     (0.6, tuple({"max_grad_norm": norm} for norm in (0.0, 0.02, 0.3, 100.0))),
-    (0.2, tuple({"decoupled_lr": rate} for rate in (0.0, 3e-4, 6e-3))),
+    (
+        0.2,
+        (
+            *({"decoupled_lr": rate} for rate in (0.0, 3e-4, 6e-3)),
+            {"decoupled_lr": 6e-3, "decoupled_min_lr": 1e-3, "lr_scheduler_type": "cosine"},
+        ),
+    ),
     (0.12, ({"optimizer": "sgd"}, {"optim": "sgd"}, {"optimizer": "sgd", "sgd_momentum": 0.9})),
     (
         0.08,
@@ -100,7 +106,7 @@ def _weighted(rng: random.Random, weights: dict[int, float]) -> int:
 def layout(rng: random.Random, *, sparse: bool) -> Options:
     """Parallel sizes."""
     sizes: Options = {"tensor_model_parallel_size": _weighted(rng, {1: 4, 2: 4, 4: 1.5, 3: 0.5})}
-    sizes["pipeline_model_parallel_size"] = _weighted(rng, {1: 5, 2: 3.5, 3: 0.8, 4: 0.7})
+    sizes["pipeline_model_parallel_size"] = _weighted(rng, {1: 4, 2: 5, 3: 1, 4: 1})
     if (cp := _weighted(rng, {1: 7, 2: 2.5, 4: 0.5})) > 1:
         sizes["context_parallel_size"] = cp
     if (ep := _weighted(rng, {1: 4, 2: 4, 4: 2} if sparse else {1: 30, 2: 1})) > 1:
@@ -116,7 +122,7 @@ def split(rng: random.Random, sizes: Options, layers: int, prediction: int) -> O
     """How the layers are dealt to the stages."""
     if (pp := sizes["pipeline_model_parallel_size"]) == 1:
         return {}
-    kind = rng.choice(("even", "even", "virtual", "string", "string", "first", "last", "account"))
+    kind = rng.choice(("even", "even", "virtual", "virtual", "string", "string", "first", "last", "account"))
     if kind == "virtual":
         return {"virtual_pipeline_model_parallel_size": 2}
     if kind == "string":

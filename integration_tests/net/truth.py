@@ -128,7 +128,8 @@ class _Run:
             matrix = p.dim() > 1 and not name.endswith("bias")
             outer = apart is not None and name.endswith(EMBEDDING_AND_OUTPUT)
             highest = float(apart) if outer and apart is not None else self.base
-            groups.append({"params": [p], "weight_decay": decay if matrix else 0.0, "highest": highest})
+            rates = {"highest": highest, "least": self._least(outer=outer)}
+            groups.append({"params": [p], "weight_decay": decay if matrix else 0.0, **rates})
         if "sgd" in (self.options.get("optimizer"), self.options.get("optim")):
             return torch.optim.SGD(
                 groups, lr=self.base, momentum=float(self.options.get("sgd_momentum", 0.0))
@@ -147,11 +148,14 @@ class _Run:
             scheduler.step()
         return float(carrier.param_groups[0]["lr"])
 
-    def _rate(self, highest: float, step: int) -> float:
-        least = float(self.options.get("min_lr") or 0.0)
-        if step < int(self.options.get("warmup_steps", 0)):
-            least = 0.0
-        return least + (highest - least) * self._share(step)
+    def _least(self, *, outer: bool) -> float:
+        apart = self.options.get("decoupled_min_lr") if outer else None
+        return float(self.options.get("min_lr") or 0.0) if apart is None else float(apart)
+
+    def _rate(self, group: dict[str, Any], step: int) -> float:
+        warming = step < int(self.options.get("warmup_steps", 0))
+        least = 0.0 if warming else float(group["least"])
+        return least + (float(group["highest"]) - least) * self._share(step)
 
     def step(self, number: int, micro: list[list[Any]]) -> tuple[float, dict[str, Tensor], float]:
         """One optimizer step: the loss, the gradients and their norm."""
@@ -175,7 +179,7 @@ class _Run:
         limit = float(self.options.get("max_grad_norm", 1.0))
         norm = torch.nn.utils.clip_grad_norm_([p for _, p in self.trained], limit or 1e30)
         for group in self.optimizer.param_groups:
-            group["lr"] = self._rate(group["highest"], number)
+            group["lr"] = self._rate(group, number)
         if self.case.lora is None:
             self.routers.move_biases(
                 self.options.get("moe_router_bias_update_rate", DEFAULT_BIAS_RATE), routed
