@@ -1,5 +1,6 @@
 """Parallel layouts of tests, by short names such as ``tp2pp2vpp2``."""
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,18 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.layout import SIZE_FIELDS
 
 Pair = tuple[str, str]
+EVERY = bool(os.environ.get("MCA_EVERY_LAYOUT"))
+"""Test every case on every layout; by default a choice, in which each of both is several times."""
+
+
+def spread(cases: Sequence[str], layouts: Sequence[str], share: int = 3) -> list[Pair]:
+    """Each case on every ``share``-th layout, so that each layout has every ``share``-th case; or the whole product."""
+    return [
+        (case, layout)
+        for row, case in enumerate(cases)
+        for column, layout in enumerate(layouts)
+        if EVERY or (row + column) % share == 0
+    ]
 
 
 def arguments(name: str, **settings: Any) -> DistributingParallelArguments:
@@ -22,6 +35,14 @@ def arguments(name: str, **settings: Any) -> DistributingParallelArguments:
     if name.endswith("allgather"):
         settings["moe_token_dispatcher_type"] = "allgather"
     return DistributingParallelArguments(**sizes, sequence_parallel=sequence_parallel, **settings)
+
+
+def by_layout(grid: Sequence[Pair]) -> dict[str, list[str]]:
+    """The cases of ``grid`` by layout. Fork for each: groups of one layout stay, and take time, beside another's."""
+    found: dict[str, list[str]] = {}
+    for case, layout in grid:
+        found.setdefault(layout, []).append(case)
+    return found
 
 
 def selected(request: pytest.FixtureRequest, grid: Sequence[Pair]) -> list[Pair]:

@@ -152,9 +152,9 @@ ELSEWHERE: dict[str, str] = {
     "expert_tensor_parallel_size": "loss_curves.py",
     "pipeline_model_parallel_layout": "loss_curves.py",
     "num_layers_in_first_pipeline_stage": "loss_curves.py",
-    "num_layers_in_last_pipeline_stage": "test_logits_parity.py",
-    "account_for_embedding_in_pipeline_split": "test_logits_parity.py",
-    "account_for_loss_in_pipeline_split": "test_logits_parity.py",
+    "num_layers_in_last_pipeline_stage": "test_uneven_pipelines.py",
+    "account_for_embedding_in_pipeline_split": "test_uneven_pipelines.py",
+    "account_for_loss_in_pipeline_split": "test_uneven_pipelines.py",
 }
 """Where it is tried on layouts on which it matters."""
 

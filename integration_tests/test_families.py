@@ -11,15 +11,14 @@ import transformers
 
 import reference
 from harness import run_ranks
-from layouts import arguments, selected, world_size
+from layouts import arguments, selected, spread, world_size
 from mca_convert.cli import main as convert
 from mca_models.templates import FAMILIES
 from mca_models.templates.qwen3_5_vision import TEXT_PART
 from reference import make_reference
 from test_factory_checkpoints import round_trip, tensors_of
-from test_gradient_parity import TOLERANCE, expected_gradients, export_gradients, worst_errors
-from test_logits_parity import differences
-from test_packing import compare
+from test_gradient_parity import TOLERANCE, Computed, compute_all
+from test_packing import compare_all
 
 pytestmark = pytest.mark.ranks
 
@@ -110,65 +109,37 @@ MOE = (
     "qwen3_5_moe_text",
     *MORE_MOE,
 )
-DENSE_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2vpp2", "cp2", "tp2cp2sp")
-MOE_LAYOUTS = ("tp1", "ep2", "tp2ep2etp1", "cp2", "pp2vpp2ep2", "tp2etp2ep2")
+# every one on layouts that cut all that can be cut, and on every fourth of the others
+DENSE_COMBINED, DENSE_LAYOUTS = ("tp2cp2sp", "pp2vpp2"), ("tp1", "tp2", "tp2sp", "cp2")
+MOE_COMBINED = ("tp2ep2etp1", "cp2ep2pp2")
+MOE_LAYOUTS = ("tp1", "ep2", "cp2", "pp2vpp2ep2", "tp2etp2ep2")
 UNCUT = ("gpt_oss",)  # experts with biases cannot be cut
-GRID = [(case, layout) for case in DENSE for layout in DENSE_LAYOUTS]
-GRID += [(case, layout) for case in MOE for layout in MOE_LAYOUTS if not (case in UNCUT and "etp2" in layout)]
-
-
-def by_size(request: pytest.FixtureRequest) -> dict[int, list[tuple[str, str]]]:
-    """What of the grid this run needs, by the number of ranks."""
-    grid = selected(request, GRID)
-    return {size: pairs for size in (1, 2, 4) if (pairs := [p for p in grid if world_size(p[1]) == size])}
+GRID = [(case, layout) for case in DENSE for layout in DENSE_COMBINED]
+GRID += [(case, layout) for case in MOE for layout in MOE_COMBINED]
+GRID += [*spread(DENSE, DENSE_LAYOUTS, 4), *spread(MOE, MOE_LAYOUTS, 4)]
+GRID = [(case, layout) for case, layout in GRID if not (case in UNCUT and "etp2" in layout)]
 
 
 @pytest.fixture(scope="module")
-def logits(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, str], list[Any]]:
-    """Differences of the logits on every rank."""
-    folder = tmp_path_factory.mktemp("references")
-    found: dict[tuple[str, str], list[Any]] = {}
-    for size, grid in by_size(request).items():
-        pairs = [(make_reference(case, folder), layout) for case, layout in grid]
-        for of_rank in run_ranks(size, differences, sorted(pairs, key=lambda pair: pair[1]), timeout=300):
-            for pair, difference in of_rank.items():
-                found.setdefault(pair, []).append(difference)
-    return found
+def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Computed:
+    return compute_all(selected(request, GRID), tmp_path_factory.mktemp("computed"))
 
 
 @pytest.mark.parametrize("case,layout", GRID)
-def test_logits_equal_transformers(case: str, layout: str, logits: dict[tuple[str, str], list[Any]]) -> None:
-    found = logits[case, layout]
-    assert all(isinstance(difference, float) and difference <= TOLERANCE for difference in found), found
+def test_logits_and_gradients_equal_transformers(case: str, layout: str, computed: Computed) -> None:
+    computed.check(case, layout)
 
 
-@pytest.fixture(scope="module")
-def gradients(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The gradients of every case and layout, and those expected."""
-    folder = tmp_path_factory.mktemp("gradients")
-    references = {case: make_reference(case, folder, batch=4) for case, _ in selected(request, GRID)}
-    for each in references.values():
-        expected_gradients(each, folder)
-    for size, grid in by_size(request).items():
-        run_ranks(size, export_gradients, [(references[c], n) for c, n in grid], folder, timeout=300)
-    return folder
+PACKED = ("gpt_oss", "gemma3-two-ropes", "olmo2", "qwen3_5_text")
 
 
-@pytest.mark.parametrize("case,layout", GRID)
-def test_gradients_equal_autograd(case: str, layout: str, gradients: Path) -> None:
-    worst = worst_errors(gradients / f"{case}-expected", gradients / f"{case}-{layout}")
-    assert worst[0][1] <= TOLERANCE, worst
-
-
-@pytest.mark.parametrize("layout", ["tp1", "tp2cp2sp"])
-@pytest.mark.parametrize("case", ["gpt_oss", "gemma3-two-ropes", "olmo2", "qwen3_5_text"])
-def test_packed_equals_separate(case: str, layout: str, tmp_path: Path) -> None:
-    if case in UNCUT:
-        layout = layout.replace("tp2", "").removesuffix("sp")
-    for found in run_ranks(world_size(layout), compare, make_reference(case, tmp_path), layout):
-        assert max(found) <= TOLERANCE
+@pytest.mark.parametrize("layout", ["tp1", "cp2", "tp2cp2sp"])
+def test_packed_equals_separate(layout: str, tmp_path: Path) -> None:
+    cases = [case for case in PACKED if layout == "tp1" or (case in UNCUT) == (layout == "cp2")]
+    references = [make_reference(case, tmp_path) for case in cases]
+    for of_rank in run_ranks(world_size(layout), compare_all, references, [layout]):
+        for pair, found in of_rank.items():
+            assert max(found) <= TOLERANCE, pair
 
 
 SAVED = [

@@ -1,6 +1,5 @@
 """LoRA on Megatron's linears computes, trains and saves what ``peft`` does on the HF model."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from harness import run_ranks
-from layouts import Pair, arguments, selected, world_size
+from layouts import Pair, arguments, by_layout, selected, spread, world_size
 from lora_training import adapter_of, loaded_logits, tokens, train_megatron
 from parity import is_sparse
 from reference import make_reference
@@ -52,13 +51,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 DENSE_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2", "pp2vpp2", "tp2pp2", "tp2pp2sp", "cp2", "tp2cp2sp")
 EXPERT_LAYOUTS = ("tp1", "ep2", "pp2", "tp2ep2etp1sp", "tp2ep2etp2sp", "pp2ep2", "cp2ep2")
-ALL_PAIRS = [
-    (number + place, case, layout)
-    for number, (case, (base, _)) in enumerate(CASES.items())
-    for place, layout in enumerate(EXPERT_LAYOUTS if is_sparse(base) else DENSE_LAYOUTS)
-]
-EVERY = bool(os.environ.get("MCA_EVERY_LORA"))  # else each case on a third of the layouts
-PAIRS = [(case, layout) for number, case, layout in ALL_PAIRS if EVERY or number % 3 == 0]
+SPARSE = [case for case, (base, _) in CASES.items() if is_sparse(base)]
+PAIRS = spread([case for case in CASES if case not in SPARSE], DENSE_LAYOUTS) + spread(SPARSE, EXPERT_LAYOUTS)
 TOLERANCE = 1e-4
 
 
@@ -123,16 +117,11 @@ def ours(
     """What the factory makes of every case on every layout."""
     folder = tmp_path_factory.mktemp("trained")
     found: Found = {}
-    # by layout, because each has process groups of its own
-    grid = sorted(selected(request, PAIRS), key=lambda pair: pair[1])
-    for size in (1, 2, 4):
-        pairs = [pair for pair in grid if world_size(pair[1]) == size]
-        jobs = [
-            (theirs[c]["base"], theirs[c]["adapter"], layout, folder / f"{c}-{layout}") for c, layout in pairs
-        ]
-        for of_rank in run_ranks(size, run_cases, jobs, timeout=500) if jobs else ():
-            for pair, each in zip(pairs, of_rank, strict=True):
-                found.setdefault(pair, ([], folder / "-".join(pair)))[0].append(each)
+    for layout, cases in by_layout(selected(request, PAIRS)).items():
+        jobs = [(theirs[c]["base"], theirs[c]["adapter"], layout, folder / f"{c}-{layout}") for c in cases]
+        for of_rank in run_ranks(world_size(layout), run_cases, jobs, timeout=300):
+            for case, each in zip(cases, of_rank, strict=True):
+                found.setdefault((case, layout), ([], folder / f"{case}-{layout}"))[0].append(each)
     return found
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness import run_ranks
-from layouts import Pair, arguments, selected, world_size
+from layouts import Pair, arguments, by_layout, selected, spread, world_size
 from lora_training import adapter_of, megatron_gradients, peft_gradients, tokens
 from mca_models.templates import FAMILIES
 from reference import CASES as REFERENCES
@@ -43,13 +43,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", ALL),
     "smollm3": ("smollm3", ALL),
 }
-LAYOUTS = ("tp1", "tp2pp2", "tp2cp2sp")
-EXPERT_LAYOUTS = ("tp1", "cp2ep2", "tp2ep2etp1sp")
-GRID = [
-    (case, layout)
-    for case, (_, settings) in CASES.items()
-    for layout in (EXPERT_LAYOUTS if settings.get("target_parameters") else LAYOUTS)
-]
+LAYOUTS = ("tp2pp2", "tp2cp2sp")
+EXPERT_LAYOUTS = ("cp2ep2", "tp2ep2etp1sp")
+SPARSE = [case for case, (_, settings) in CASES.items() if settings.get("target_parameters")]
+# all on one rank and on every other layout
+GRID = [(case, "tp1") for case in CASES]
+GRID += spread([case for case in CASES if case not in SPARSE], LAYOUTS, 2) + spread(SPARSE, EXPERT_LAYOUTS, 2)
 TOLERANCE = 1e-4  # of the largest element of a tensor's gradient
 
 Found = tuple[torch.Tensor, dict[str, torch.Tensor] | None] | str
@@ -98,13 +97,10 @@ def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def found(request: pytest.FixtureRequest, expected: dict[str, Expected]) -> dict[Pair, Found]:
     """What the factory makes of every case on every layout, as rank 0 has it."""
     made: dict[Pair, Found] = {}
-    # by layout, because each has process groups of its own
-    grid = sorted(selected(request, GRID), key=lambda pair: pair[1])
-    for size in (1, 2, 4):
-        pairs = [pair for pair in grid if world_size(pair[1]) == size]
-        jobs = [(expected[case].base, expected[case].adapter, layout) for case, layout in pairs]
-        if jobs:
-            made |= zip(pairs, run_ranks(size, gradients, jobs, timeout=300)[0], strict=True)
+    for layout, cases in by_layout(selected(request, GRID)).items():
+        jobs = [(expected[case].base, expected[case].adapter, layout) for case in cases]
+        of_first = run_ranks(world_size(layout), gradients, jobs, timeout=300)[0]
+        made |= {(case, layout): each for case, each in zip(cases, of_first, strict=True)}
     return made
 
 

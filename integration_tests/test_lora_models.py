@@ -10,11 +10,10 @@ from safetensors.torch import load_file
 
 import train_cases
 from harness import run_ranks
-from layouts import arguments, world_size
+from layouts import EVERY, arguments, world_size
 from lora_training import tokens, train_megatron
 from mca_config.errors import McaError
 from reference import make_reference
-from test_lora import EVERY
 
 pytestmark = pytest.mark.ranks
 
