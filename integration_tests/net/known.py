@@ -13,6 +13,8 @@ _BALANCE = {
 }
 _EXPERTS = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 2}
 _GATHERED = {"moe_token_dispatcher_type": "allgather", "sequence_packing": True}
+_STAGES = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
+_GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1}
 _FOUR = {"num_experts": 4, "num_experts_per_tok": 2}
 
 KNOWN: Mapping[str, Case] = {
@@ -23,5 +25,7 @@ KNOWN: Mapping[str, Case] = {
     "attention": small_case(12, "llama", ranks=1, options={}),
     # packs held out are not full: ranks that gather all tokens for experts had different numbers of them
     "packed-allgather": small_case(13, "qwen3_moe", options=_EXPERTS | _GATHERED, changes=_FOUR),
+    # its first stage has a dense layer only, and did not take part in counting what each expert is sent
+    "dense-stage": small_case(14, "deepseek_v2", options=_STAGES | _GLOBAL, changes=_GROUPS),
 }
 """By name."""

@@ -81,7 +81,7 @@ class Engine(Pipeline):
         # Megatron's split optimizer looks at .grad of its views of the parameters, on purpose
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         self._args = args
-        self._balances_globally = moe_aux.balances_globally(chunks)
+        self._balances_globally = moe_aux.balances_globally(self.configs[0])
         self.params_dtype: torch.dtype = self.configs[0].params_dtype
         self.chunks = self._wrap(chunks)
         self.optimizer = self._build_optimizer()

@@ -101,9 +101,17 @@ def begin_step(chunks: Iterable[torch.nn.Module], counts: StepCounts) -> None:
         balance.load = None
 
 
-def balances_globally(chunks: Iterable[torch.nn.Module]) -> bool:
-    """Whether a router needs to know all of a step before its first micro-batch."""
-    return any(router.get_aux_loss_coeff("global_aux_loss") for router in routers(chunks))
+def balances_globally(config: Any) -> bool:
+    """Whether routers need to know all of a step before its first micro-batch.
+
+    Args:
+        config: Megatron's, of the whole model: a pipeline stage without routers takes part as well.
+    """
+    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    if isinstance(kinds, str):
+        kinds, coefficients = [kinds], [coefficients]
+    asked = any(kind == "global_aux_loss" and each for kind, each in zip(kinds, coefficients, strict=True))
+    return bool(config.num_moe_experts) and asked
 
 
 def count_load(chunks: Iterable[torch.nn.Module], forward: Callable[[], object]) -> None:
