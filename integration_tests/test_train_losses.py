@@ -196,11 +196,15 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
         lambda: McaTrainer(**(good | {"train_dataset": [{"text": "a"}] * 8})).train(),
         lambda: McaTrainer(**good, data_collator=lambda rows: {"input_ids": [[1]]}).train(),
     ]
+    failing = quietly(lambda: OneNumber(**good, eval_dataset={"some": samples(2)}))
+    signals = failing.signals
+    wrong += [lambda: failing.evaluate(samples(2)), lambda: failing.evaluate("other")]
     told = []
     for call in wrong:
         with pytest.raises(McaError) as error:
             quietly(call)
         told.append(str(error.value))
+    assert failing.signals is signals  # training's go on after an evaluation that failed
     return told
 
 
@@ -214,6 +218,8 @@ def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
         "OneNumber.compute_loss returned tensor(",
         "a sample of the dataset has text; expected 'input_ids'",
         "data_collator made no tensor 'input_ids'",
+        "OneNumber.compute_loss returned tensor(",
+        "eval_dataset has none called 'other'; it has: some",
     ]
     for message, part in zip(told, expected, strict=True):
         assert part in message, message

@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 
 from mca_config.errors import McaError
@@ -7,19 +5,24 @@ from mca_train.trainer import unsupported
 from mca_train.trainer.unsupported import require_honoured
 
 
-def test_what_is_not_followed_is_refused_all_at_once():
+@pytest.fixture
+def arguments(tmp_path):
+    from mca_config import TrainingArguments
+
+    return TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+
+
+def test_what_is_not_followed_is_refused_all_at_once(arguments):
     given = {"compute_metrics": print, "model_init": print, "optimizers": None}
     with pytest.raises(McaError) as error:
-        require_honoured(SimpleNamespace(), given)
+        require_honoured(arguments, given)
     for word in ("compute_metrics", "model_init"):
         assert word in str(error.value)
     assert "optimizers" not in str(error.value)
 
 
-def test_defaults_of_the_training_arguments_pass(tmp_path):
-    from mca_config import TrainingArguments
-
-    require_honoured(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), {})
+def test_defaults_of_the_training_arguments_pass(arguments):
+    require_honoured(arguments, {})
 
 
 @pytest.mark.parametrize(
@@ -54,9 +57,9 @@ def test_offloading_is_a_precision_aware_optimizer(tmp_path):
     require_honoured(TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **wish), {})
 
 
-def test_an_unknown_parameter_is_a_type_error():
+def test_an_unknown_parameter_is_a_type_error(arguments):
     with pytest.raises(TypeError, match="'modle'"):
-        require_honoured(SimpleNamespace(), {"modle": 1})
+        require_honoured(arguments, {"modle": 1})
 
 
 @pytest.mark.parametrize(("given", "scale"), [({}, 65536), ({"initial_loss_scale": 1024.0}, 1024)])

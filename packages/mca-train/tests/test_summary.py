@@ -22,7 +22,7 @@ def test_speeds_are_means_over_time_of_the_steps_that_this_run_made():
 
 def test_the_summary_says_what_was_done_how_fast_and_where_it_is():
     state = SimpleNamespace(log_history=LOGS, num_input_tokens_seen=1234567)
-    args = SimpleNamespace(output_dir="runs/first", save_hf_model=True)
+    args = SimpleNamespace(output_dir="runs/first", save_hf_model=True, load_best_model_at_end=False)
     result = SimpleNamespace(global_step=25, metrics={"train_runtime": 31.0}, training_loss=1.5)
     text = summary(SimpleNamespace(args=args, state=state, started_at_step=10), result)
     words = ("25 in 31.0 s, 2 s each", "1,234,567, 60 per second", "1 model TFLOP/s, MFU 10.0%", "1.500000")

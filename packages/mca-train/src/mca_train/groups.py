@@ -1,13 +1,19 @@
-"""What the trainer asks of Megatron's process groups. The only file of the package that reads its global state."""
+"""These functions ask Megatron's process groups where this rank stands, and sum and gather over ranks.
+
+The groups themselves are made in `mca_models.megatron.distributed`.
+"""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mca_config.layout import ParallelLayout
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,23 +69,24 @@ def sum_over_samples(values: Tensor) -> Tensor:
     return total
 
 
-def data_group_with_context() -> Any:
+def data_group_with_context() -> ProcessGroup:
     """Ranks with the same part of the model."""
     from megatron.core import parallel_state
 
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group: ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group
 
 
-def broadcast_object(value: Any) -> Any:
+def broadcast_object(value: T) -> T:
     """Rank 0's ``value`` on every rank."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: T) -> list[T]:
     """Every rank's ``value``, on every rank."""
-    found: list[Any] = [None] * dist.get_world_size()
+    found = [value] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
@@ -96,7 +103,7 @@ def barrier() -> None:
     dist.barrier()
 
 
-def sum_over(values: Tensor, group: Any) -> Tensor:
+def sum_over(values: Tensor, group: ProcessGroup) -> Tensor:
     """``values`` added over the ranks of ``group``."""
     total = values.clone()
     if group.size() > 1:
@@ -120,12 +127,12 @@ def own_tensor_share(values: Tensor, axis: int) -> Tensor:
     return share.contiguous()
 
 
-def of_every_stage(value: Any) -> list[Any]:
+def of_every_stage(value: T) -> list[T]:
     """``value`` of each pipeline stage."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_pipeline_model_parallel_group()
-    box: list[Any] = [None] * group.size()
+    box = [value] * group.size()
     dist.all_gather_object(box, value, group=group)
     return box
 

@@ -1,9 +1,21 @@
-"""Learning rate: Hugging Face's schedules, driving Megatron's parameter groups."""
+"""`LearningRate` gives each step its rate: Hugging Face's schedules drive Megatron's parameter groups.
 
-from collections.abc import Iterator
-from typing import Any
+It knows no model and no optimizer; whoever trains hands over the groups to write into.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from mca_config.types import JsonObject, Values
+
+if TYPE_CHECKING:
+    from mca_config.training import TrainingArguments
+
+ParamGroup = dict[str, Any]
+"""One of an optimizer's parameter groups: torch and Megatron keep parameters and numbers in it under their names."""
 
 
 class LearningRate:
@@ -17,7 +29,7 @@ class LearningRate:
         num_steps: Optimizer steps of the run.
     """
 
-    def __init__(self, args: Any, num_steps: int) -> None:
+    def __init__(self, args: "TrainingArguments", num_steps: int) -> None:
         from transformers.optimization import get_scheduler
 
         self._base = float(args.learning_rate)
@@ -25,7 +37,7 @@ class LearningRate:
         self._decay = float(args.weight_decay)
         self._warmup = int(args.get_warmup_steps(num_steps))
         carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=self._base)
-        self.scheduler: Any = get_scheduler(
+        self.scheduler: LRScheduler = get_scheduler(
             args.lr_scheduler_type,
             optimizer=carrier,
             num_warmup_steps=self._warmup,
@@ -49,7 +61,7 @@ class LearningRate:
             return least + (highest - least) * share
         return rate if highest == self._base else highest * share
 
-    def write(self, groups: list[dict[str, Any]]) -> None:
+    def write(self, groups: Sequence[ParamGroup]) -> None:
         """Sets rate and decay of every one of Megatron's parameter groups."""
         for group in groups:
             highest, least = group.get("max_lr"), group.get("min_lr")
@@ -69,15 +81,15 @@ class LearningRate:
         if steps == 0 or self._by_metric:
             return
         self.scheduler.last_epoch = max(self.scheduler.last_epoch + steps, 0)
-        rate = self._base * self.scheduler.lr_lambdas[0](self.scheduler.last_epoch)
+        rate = self._base * cast("LambdaLR", self.scheduler).lr_lambdas[0](self.scheduler.last_epoch)
         self._carrier.param_groups[0]["lr"] = rate
         self.scheduler._last_lr = [rate]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """The scheduler's state, and the coming step's rate."""
         return dict(self.scheduler.state_dict()) | {"mca_rate": self._carrier.param_groups[0]["lr"]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Values) -> None:
         """Restores `state_dict`; a scheduler leaves its optimizer's rate to the optimizer's own state."""
         rest = dict(state)
         self._carrier.param_groups[0]["lr"] = rest.pop("mca_rate")
@@ -87,10 +99,8 @@ class LearningRate:
 _STEPS = 1000  # of a schedule that is only tried
 
 
-def schedule_problems(training: Any) -> Iterator[str]:
+def schedule_problems(training: "TrainingArguments") -> Iterator[str]:
     """Builds the schedule once: Hugging Face tells what its ``lr_scheduler_kwargs`` lack in many ways."""
-    pass
-
     try:
         LearningRate(training, training.max_steps if training.max_steps > 0 else _STEPS)
     except (TypeError, ValueError, KeyError, AttributeError) as error:

@@ -1,9 +1,13 @@
-"""What a YAML file says besides the training and parallel arguments: the model, the data, the ranks."""
+"""These classes hold what a configuration says of the model, the data, the ranks and the adapter.
+
+A value that is wrong by itself is refused here. Keys that contradict one another are found in `config.checks`, and
+what one kind of run alone understands stands in its file in ``tasks``.
+"""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from mca_config.errors import McaError
+from mca_config.types import JsonObject
 
 
 @dataclass(kw_only=True)
@@ -129,10 +133,10 @@ class LoraArguments:
         """Whether an adapter is trained."""
         return self.lora_rank is not None or self.adapter_name_or_path is not None
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> JsonObject:
         """As the contents of an ``adapter_config.json``."""
         targets = self.lora_target_modules
-        document: dict[str, Any] = {
+        document: JsonObject = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "r": self.lora_rank,

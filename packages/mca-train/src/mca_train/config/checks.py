@@ -1,4 +1,7 @@
-"""Keys of a configuration that contradict one another, whatever is trained. No model and no file is looked at."""
+"""`contradictions` finds keys of a configuration that contradict one another, whatever is trained.
+
+It looks at no model and no file.
+"""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING

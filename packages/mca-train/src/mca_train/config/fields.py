@@ -1,29 +1,34 @@
-"""A mapping of keys and values checked against dataclasses and turned into them.
+"""A mapping of keys and values is checked against dataclasses here, and turned into them.
 
-Values take the types of the fields they fill, so ``learning_rate: 1e-4`` (a string to YAML 1.1) is a
-number, and a wrong value is named with its key and the type that was expected.
+Values take the types of the fields they fill, so ``learning_rate: 1e-4`` (a string to YAML 1.1) is a number, and a
+wrong value is named with its key and the type that was expected. Nothing here knows what a key is for.
 """
 
 import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeVar, Union
 
 from mca_config.errors import UsageError, list_problems, problems_of
+from mca_config.types import JsonObject, Typed, Values
+
+T = TypeVar("T")
+TypeHint = Any
+"""The type of a field as it is found at run time: a class, a union, a ``Literal``; no type says which."""
 
 
 def build(
     classes: Sequence[type],
-    values: Mapping[str, Any],
+    values: Values,
     *,
     where: str,
     only: Iterable[str] = (),
     elsewhere: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[Any, ...]:
+) -> tuple[Typed, ...]:
     """One instance of each of ``classes`` from ``values``; every key must be a field of one of them.
 
     Args:
@@ -62,11 +67,9 @@ def build(
     return tuple(built)
 
 
-def _cast_all(
-    table: Mapping[str, tuple[Any, bool]], values: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
+def _cast_all(table: Mapping[str, tuple[TypeHint, bool]], values: Values) -> tuple[JsonObject, list[str]]:
     """The values of a class's fields, and what is wrong with the others."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     problems = []
     for name in table.keys() & values.keys():
         try:
@@ -76,7 +79,7 @@ def _cast_all(
     return found, problems
 
 
-def _init_fields(cls: type) -> dict[str, tuple[Any, bool]]:
+def _init_fields(cls: type) -> dict[str, tuple[TypeHint, bool]]:
     hints = typing.get_type_hints(cls)
     return {
         f.name: (
@@ -94,7 +97,7 @@ def nearest(word: str, known: Iterable[str], otherwise: str = "see docs/training
     return f"; did you mean '{close[0]}'?" if close else f"; {otherwise}"
 
 
-def cast(name: str, value: Any, hint: Any) -> Any:
+def cast(name: str, value: object, hint: TypeHint) -> Typed:
     """``value`` as the type that ``hint`` says, in the first of its alternatives that takes it.
 
     Raises:
@@ -108,20 +111,20 @@ def cast(name: str, value: Any, hint: Any) -> Any:
     raise UsageError(f"{name} is {value!r}; expected {_describe(hint)}")
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
+def _alternatives(hint: TypeHint) -> tuple[TypeHint, ...]:
     """The members of a union, those that take a value as it is before those that convert it.
 
     Text beside an enumeration is its members' names, not any text.
     """
-    members = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    members = typing.get_args(hint) if _origin(hint) in (Union, types.UnionType) else (hint,)
     if any(map(_is_enum, members)):
         members = tuple(member for member in members if member is not str)
-    order: dict[Any, int] = {type(None): 0, bool: 1, dict: 2, list: 3, int: 4, float: 5}
-    return tuple(sorted(members, key=lambda m: order.get(typing.get_origin(m) or m, 6)))
+    order: dict[TypeHint, int] = {type(None): 0, bool: 1, dict: 2, list: 3, int: 4, float: 5}
+    return tuple(sorted(members, key=lambda m: order.get(_origin(m) or m, 6)))
 
 
-def _as(kind: Any, value: Any) -> Any:
-    origin = typing.get_origin(kind)
+def _as(kind: TypeHint, value: Typed) -> Typed:
+    origin = _origin(kind)
     if kind is Any:
         return value
     if kind in (None, type(None)):
@@ -142,39 +145,44 @@ def _as(kind: Any, value: Any) -> Any:
     return value
 
 
-def _is_enum(kind: Any) -> bool:
+def _origin(hint: TypeHint) -> TypeHint:
+    """The class or form that ``hint`` has members of: ``list`` of ``list[int]``; None: it has none."""
+    return typing.get_origin(hint)
+
+
+def _is_enum(kind: TypeHint) -> bool:
     return isinstance(kind, type) and issubclass(kind, Enum)
 
 
-def _require(holds: bool, value: Any) -> Any:
+def _require(holds: bool, value: T) -> T:
     if not holds:
         raise ValueError(value)
     return value
 
 
-def _bool(value: Any) -> bool:
+def _bool(value: object) -> bool:
     words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
     return value if isinstance(value, bool) else words[str(value).lower()]
 
 
-def _int(value: Any) -> int:
+def _int(value: Typed) -> int:
     number = float(_require(not isinstance(value, bool), value))
     return int(_require(number.is_integer(), number)) if not isinstance(value, int) else value
 
 
-def _float(value: Any) -> float:
+def _float(value: Typed) -> float:
     return float(_require(not isinstance(value, bool), value))
 
 
-def _str(value: Any) -> str:
+def _str(value: object) -> str:
     return str(_require(not isinstance(value, (dict, list)) and value is not None, value))
 
 
-_SCALARS: dict[Any, Any] = {bool: _bool, int: _int, float: _float, str: _str}
+_SCALARS: Mapping[TypeHint, Callable[[Typed], object]] = {bool: _bool, int: _int, float: _float, str: _str}
 
 
-def _describe(hint: Any) -> str:
-    names: dict[Any, str] = {
+def _describe(hint: TypeHint) -> str:
+    names: dict[TypeHint, str] = {
         bool: "true or false",
         int: "a whole number",
         float: "a number",
@@ -186,10 +194,10 @@ def _describe(hint: Any) -> str:
     for member in _alternatives(hint):
         if member in (None, type(None)):
             words.append("null")
-        elif typing.get_origin(member) is Literal:
+        elif _origin(member) is Literal:
             words.extend(repr(choice) for choice in typing.get_args(member))
         elif _is_enum(member):
             words.extend(str(choice.value) for choice in member)
         else:
-            words.append(names.get(typing.get_origin(member) or member, str(member)))
+            words.append(names.get(_origin(member) or member, str(member)))
     return " or ".join(dict.fromkeys(words))

@@ -1,4 +1,7 @@
-"""The architecture that a configuration names, and the ranks that its layout needs. No weights are read."""
+"""The architecture that a configuration names is read here, and the ranks that its layout needs are counted.
+
+No weights are read.
+"""
 
 import math
 import os

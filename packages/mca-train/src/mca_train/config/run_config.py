@@ -1,14 +1,15 @@
-"""A run as the user wrote it: the configuration file and the command line, as typed arguments.
+"""`Settings` are a run as the user wrote it: the configuration file and the command line, as typed arguments.
 
-Whether the arguments make sense together is decided in `mca_train.run.checks`.
+Whether the arguments make sense together is not decided here but in `mca_train.run.checks`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments
 from mca_train.config.fields import build
 from mca_train.config.source import parse_overrides, read_yaml
@@ -36,11 +37,11 @@ class Settings:
     launch: LaunchArguments
     lora: LoraArguments
     own: object
-    values: Mapping[str, Any]
+    values: Values
     where: str
 
 
-def given_values(config: Path, overrides: list[str]) -> tuple[dict[str, Any], str]:
+def given_values(config: Path, overrides: list[str]) -> tuple[JsonObject, str]:
     """The file's values with the command line's over them, and what to call the two in an error."""
     values = read_yaml(config)
     words = parse_overrides(overrides)
@@ -48,7 +49,7 @@ def given_values(config: Path, overrides: list[str]) -> tuple[dict[str, Any], st
 
 
 def parse(
-    values: Mapping[str, Any],
+    values: Values,
     where: str,
     *,
     data: type[DataArguments] = DataArguments,
@@ -88,7 +89,7 @@ def parse(
     )
 
 
-def _for_this_machine(values: Mapping[str, Any]) -> dict[str, Any]:
+def _for_this_machine(values: Values) -> JsonObject:
     """What Hugging Face's arguments are made of.
 
     The backend is left out, as the process groups are Megatron's. Without a GPU ``use_cpu`` is on: otherwise every

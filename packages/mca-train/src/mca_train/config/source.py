@@ -1,18 +1,18 @@
-"""The YAML file and the ``--key value`` overrides as one mapping.
+"""The YAML file and the ``--key value`` overrides become one mapping here.
 
-What the keys mean is decided in `fields`.
+Whether there are such keys, and what they mean, is decided in `fields`.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from mca_config.errors import UsageError
+from mca_config.types import JsonObject, Typed
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> JsonObject:
     """The mapping in ``path``.
 
     Raises:
@@ -34,7 +34,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 class _UniqueKeys(yaml.SafeLoader):
     """A safe loader that refuses a key given twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Typed, Typed]:
         seen: set[str] = set()
         for key, _ in node.value:
             if key.value in seen:
@@ -45,7 +45,7 @@ class _UniqueKeys(yaml.SafeLoader):
         return dict(super().construct_mapping(node, deep))
 
 
-def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+def parse_overrides(words: Sequence[str]) -> JsonObject:
     """``--key value``, ``--key=value``, ``--flag`` and ``--list a b`` as a mapping; dashes are underscores.
 
     Raises:
@@ -67,7 +67,7 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     return {key: _scalar(values) for key, values in found.items()}
 
 
-def _scalar(words: list[str]) -> Any:
+def _scalar(words: list[str]) -> object:
     if not words:
         return True
     values = [yaml.safe_load(word) if _is_plain(word) else word for word in words]

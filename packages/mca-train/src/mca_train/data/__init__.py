@@ -1,1 +1,1 @@
-"""Files to tokenized samples."""
+"""Files become tokenized samples in this room. How samples become batches is in ``batching``."""

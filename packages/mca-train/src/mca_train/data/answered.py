@@ -1,28 +1,26 @@
-"""Rows of a stream whose samples have a target: the others are left out, on every rank alike, and counted.
+"""Rows of a stream that have no target are left out here, on every rank alike, and counted.
 
-Every rank has to know that of every row, and making a sample takes long: so where a row's text is so short that its
-answer must lie within the sample, the row is not tokenized for it.
+Every rank must know of every row whether it has one, and making a sample takes long. So a row is not tokenized for that
+where its text is so short that its answer must lie within the sample. Rows in memory are dropped in `samples` instead.
 """
 
 import logging
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError
+from mca_config.types import Values
 from mca_train.config.arguments import DataArguments, PairArguments
 from mca_train.data.chat import marks_answers
 from mca_train.data.file_rows import FileRows, Row
-from mca_train.data.token_dataset import IGNORED
+from mca_train.data.token_dataset import IGNORED, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-Sample = dict[str, Tensor]
 _TEXT = 64  # tokens that a tokenizer may put around a text
 
 _CONVERSATION, _TURN = (
@@ -39,11 +37,11 @@ class SampleMaker:
         key: The argument that named the files, for errors.
     """
 
-    def __init__(self, encode: Callable[[Any], Sample], key: str) -> None:
+    def __init__(self, encode: Callable[[Values], Sample], key: str) -> None:
         self._encode, self._key = encode, key
-        self._last: tuple[Any, Sample] | None = None
+        self._last: tuple[Values, Sample] | None = None
 
-    def __call__(self, row: Any) -> Sample:
+    def __call__(self, row: Values) -> Sample:
         """The sample.
 
         Raises:
@@ -94,7 +92,7 @@ class AnsweredRows:
             self._has_told = True
 
 
-def has_target(sample: Mapping[str, Any]) -> bool:
+def has_target(sample: Sample) -> bool:
     """Whether all its sequences have a token to learn; the first one has nothing before it."""
     return all(
         bool((values[1:] != IGNORED).any()) for name, values in sample.items() if name.endswith("labels")
@@ -139,7 +137,7 @@ def _fits(text: str, length: int, others: int = 0) -> bool:
     return len(text) < room and len(unicodedata.normalize("NFKC", text).encode(errors="replace")) < room
 
 
-def _fits_answer(messages: Any, tools: Any, length: int) -> bool:
+def _fits_answer(messages: object, tools: object, length: int) -> bool:
     """Whether the first answer of a conversation begins early enough."""
     if not isinstance(messages, list) or tools:
         return False

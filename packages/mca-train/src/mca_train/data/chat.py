@@ -1,28 +1,33 @@
-"""Conversations to tokens, with the assistant's words marked as the targets.
+"""Conversations become tokens here, with the assistant's words marked as the targets.
 
-The conversation is rendered once, by the tokenizer's own chat template, and every assistant turn is found
-in that text; so what is trained on is exactly what the template makes at inference, also where it treats
-the last turn differently from earlier ones. A template that marks answers itself (``{% generation %}``) is followed.
+The conversation is rendered once, by the tokenizer's own chat template, and every assistant turn is found in that text.
+So what is trained on is exactly what the template makes at inference, also where it treats the last turn differently
+from earlier ones. A template that marks answers itself (``{% generation %}``) is followed. Whether a row holds
+messages, and whether these are well formed, is decided in `encoding`.
 """
 
 import re
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
 from mca_config.errors import McaError
+from mca_config.types import JsonObject
 from mca_train.data.long_texts import head_encoding
 
-Message = dict[str, Any]
-Tools = list[dict[str, Any]]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = JsonObject
+Tools = list[JsonObject]
 Span = tuple[int, int]
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _STAND_IN = "\ue000"  # an answer that no text contains
 
 
-def marks_answers(tokenizer: Any) -> bool:
+def marks_answers(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Whether the tokenizer's chat template says itself what is an answer."""
     template = tokenizer.chat_template
     templates = template.values() if isinstance(template, dict) else [template or ""]
@@ -38,7 +43,9 @@ class Conversation:
         tools: What the template is told of tools; None: nothing.
     """
 
-    def __init__(self, tokenizer: Any, messages: Sequence[Message], tools: Tools | None = None) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], tools: Tools | None = None
+    ) -> None:
         self._tokenizer, self._messages, self._tools = tokenizer, list(messages), tools
         self.text = self._render(self._messages)
 
@@ -127,7 +134,7 @@ class Conversation:
 
 
 def tokenize_chat(
-    tokenizer: Any,
+    tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
     first: int = 0,
     tools: Tools | None = None,
@@ -157,7 +164,9 @@ def tokenize_chat(
     return encoded["input_ids"], targets
 
 
-def _tokenize_pieces(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
+def _tokenize_pieces(
+    tokenizer: "PreTrainedTokenizerBase", text: str, spans: Sequence[Span]
+) -> tuple[list[int], list[bool]]:
     """Without offsets (slow tokenizers): each piece of the text on its own."""
     tokens: list[int] = []
     targets: list[bool] = []

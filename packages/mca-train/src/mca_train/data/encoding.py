@@ -1,13 +1,18 @@
-"""Rows to token ids and targets, one row at a time, for pre-training and for fine-tuning."""
+"""One row becomes token ids and targets here, for pre-training and for fine-tuning.
+
+These functions tell what is wrong with a row; whoever reads the rows adds where it stands. Preference pairs are encoded
+in `preferences`, with the same functions.
+"""
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from mca_config.errors import McaError, UsageError
+from mca_config.types import Values
 from mca_train.config.arguments import DataArguments
-from mca_train.data.chat import Tools, tokenize_chat
+from mca_train.data.chat import Message, Tools, tokenize_chat
 from mca_train.data.files import require_column
 from mca_train.data.long_texts import LONG, all_ids, head_encoding
 
@@ -16,21 +21,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Encoded = tuple[list[int], list[bool]]
 """The tokens of a sequence, and which of them are targets."""
-RowEncoder = Callable[[Mapping[str, Any]], Sequence[Encoded]]
+RowEncoder = Callable[[Values], Sequence[Encoded]]
 """From a row to its sequences: one, or more where they are compared with one another."""
+BlockTokenizer = Callable[[Sequence[Values], Sequence[str]], list[list[int]]]
+"""From rows and their places to the tokens of each text."""
 
 
 def block_tokenizer(
     names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments, key: str
-) -> Callable[[list[Any], Sequence[str]], list[list[int]]]:
+) -> BlockTokenizer:
     """The function from rows and their places to the tokens of each text, EOS last; rows without text have none."""
     column = arguments.text_column
     require_column(names, column, key)
     eos = _eos(tokenizer)
 
-    def tokenize(rows: list[Any], places: Sequence[str]) -> list[list[int]]:
+    def tokenize(rows: Sequence[Values], places: Sequence[str]) -> list[list[int]]:
         for row, place in zip(rows, places, strict=True):
             if not isinstance(row[column], str | None):
                 raise McaError(f"{key}, {place}: {column} is {row[column]!r:.80}; expected text")
@@ -81,7 +89,7 @@ def row_encoder(
     )
 
 
-def tools_of(row: Mapping[str, Any], arguments: DataArguments) -> Tools | None:
+def tools_of(row: Values, arguments: DataArguments) -> Tools | None:
     """What a row says of tools: a list of mappings, or that as JSON text; None: nothing."""
     column = arguments.tools_column
     found = row.get(column)
@@ -97,17 +105,17 @@ def tools_of(row: Mapping[str, Any], arguments: DataArguments) -> Tools | None:
     return [_without_nulls(tool) for tool in found]
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: T) -> T:
     """Without the keys that only other rows of the file have, which is what columns make of mappings."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return cast("T", {key: _without_nulls(item) for key, item in value.items() if item is not None})
+    return cast("T", [_without_nulls(item) for item in value]) if isinstance(value, list) else value
 
 
 def tokenize_answer(
     tokenizer: "PreTrainedTokenizerBase",
-    prompt: Any,
-    completion: Any,
+    prompt: object,
+    completion: object,
     length: int,
     tools: Tools | None = None,
 ) -> Encoded:
@@ -134,7 +142,7 @@ def tokenize_answer(
     return [*context, *answer], [False] * len(context) + [True] * len(answer)
 
 
-def check_messages(messages: Any) -> list[dict[str, Any]]:
+def check_messages(messages: object) -> list[Message]:
     """``messages`` with the keys that are not set left out.
 
     Raises:
@@ -149,7 +157,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     return [_without_nulls(message) for message in messages]
 
 
-def _require_said(turn: int, message: dict[str, Any]) -> None:
+def _require_said(turn: int, message: Message) -> None:
     content, role = message.get("content"), message["role"]
     if not isinstance(content, str | list | None):
         raise McaError(f"messages, turn {turn} ({role}): content is {content!r:.80}; expected text")
@@ -159,7 +167,7 @@ def _require_said(turn: int, message: dict[str, Any]) -> None:
         raise McaError(f"messages, turn {turn} ({role}): no {wanted}; give it, or leave the row out")
 
 
-def require_text(value: Any, column: str) -> str:
+def require_text(value: object, column: str) -> str:
     """``value`` of ``column``, which must be text."""
     if not isinstance(value, str):
         raise McaError(f"{column} is {value!r:.80}; expected text")

@@ -1,19 +1,22 @@
-"""Rows of files, read as they are iterated: in the files' order or drawn from a buffer; each knows its place."""
+"""`FileRows` reads rows as they are iterated, in the order of the files or drawn from a buffer; each knows its place.
+
+What a row means is not known here: the encoders decide that.
+"""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from mca_config.types import JsonObject, Values
 from mca_train.data.files import named, reader_of
 
 logger = logging.getLogger(__name__)
 
 
-class Row(dict[str, Any]):
+class Row(JsonObject):
     """A row's columns; ``place`` says in errors where it stands in its file."""
 
     place: str = ""
@@ -32,7 +35,7 @@ class FileRows:
 
     def __init__(
         self,
-        parts: Sequence[tuple[str, Iterable[Mapping[str, Any]]]],
+        parts: Sequence[tuple[str, Iterable[Values]]],
         key: str,
         *,
         limit: int | None = None,

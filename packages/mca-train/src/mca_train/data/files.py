@@ -1,15 +1,24 @@
-"""Files to rows: JSONL, JSON, parquet, Arrow and text. What a row means is decided in `encoding`."""
+"""Files become rows here: JSONL, JSON, parquet, Arrow and text.
+
+What a row means is decided in `encoding`.
+"""
 
 import contextlib
 import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from mca_config.errors import McaError, UsageError
+from mca_config.types import JsonObject
 from mca_train.config.arguments import DataArguments
 
+if TYPE_CHECKING:
+    import datasets
+
+Rows = TypeVar("Rows", "datasets.Dataset", "datasets.IterableDataset")
+"""Rows in memory, or rows that are read as they are iterated."""
 _DEEPEST = 256
 _MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
@@ -21,8 +30,8 @@ def load_rows(
     arguments: DataArguments,
     limit: int | None = None,
     column: str | None = None,
-) -> Any:
-    """The rows of ``files``, as a ``datasets.Dataset``, with the columns that samples are made of.
+) -> "datasets.Dataset":
+    """The rows of ``files``, with the columns that samples are made of.
 
     A ``.txt`` file is one row; the others have a row per record.
 
@@ -54,7 +63,7 @@ def column_names(arguments: DataArguments) -> set[str]:
     return {value for name, value in vars(arguments).items() if name.endswith("_column")}
 
 
-def joined(parts: Sequence[Any], files: Sequence[str], key: str, arguments: DataArguments) -> Any:
+def joined(parts: Sequence[Rows], files: Sequence[str], key: str, arguments: DataArguments) -> Rows:
     """``parts`` one after another, with the columns that samples are made of: others may differ in type.
 
     Args:
@@ -88,7 +97,7 @@ def require_column(names: Sequence[str], column: str | None, where: str) -> None
         raise UsageError(f"{where}: no column '{column}' (columns: {', '.join(names)}); set text_column")
 
 
-def check_file(path: Path, key: str) -> tuple[str, dict[str, Any]]:
+def check_file(path: Path, key: str) -> tuple[str, JsonObject]:
     """The reader of ``datasets`` for ``path``, and its options.
 
     Raises:
@@ -111,7 +120,7 @@ def reader_of(file: str) -> str:
     return _READERS[Path(file).suffix.lower()]
 
 
-def _load_file(path: Path, key: str) -> Any:
+def _load_file(path: Path, key: str) -> "datasets.Dataset":
     import datasets
 
     reader, options = check_file(path, key)

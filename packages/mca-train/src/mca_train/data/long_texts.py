@@ -1,7 +1,13 @@
-"""Texts of megabytes in one row, tokenized in parts: a tokenizer takes hundreds of bytes of memory for each token."""
+"""Texts of megabytes in one row are tokenized in parts here: tokenizers take hundreds of bytes of memory for a token.
+
+The tokens are those of the whole text. Texts of usual length go through unchanged.
+"""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 LONG = 1 << 21
 """Letters above which a text is cut into pieces."""
@@ -13,7 +19,9 @@ _AROUND = 200
 _TRIES = 32
 
 
-def head_encoding(tokenizer: Any, text: str, length: int | None, **options: Any) -> Any:
+def head_encoding(
+    tokenizer: "PreTrainedTokenizerBase", text: str, length: int | None, **options: bool
+) -> "BatchEncoding":
     """What ``tokenizer`` makes of ``text``, or, if that is much too long, of its beginning.
 
     Args:
@@ -31,7 +39,7 @@ def head_encoding(tokenizer: Any, text: str, length: int | None, **options: Any)
     return tokenizer(text, verbose=False, **options)
 
 
-def all_ids(tokenizer: Any, text: str) -> list[int]:
+def all_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """The tokens of a text of any length, without special ones."""
     return [
         token
@@ -40,7 +48,7 @@ def all_ids(tokenizer: Any, text: str) -> list[int]:
     ]
 
 
-def pieces(tokenizer: Any, text: str, size: int = _PIECE) -> Iterator[str]:
+def pieces(tokenizer: "PreTrainedTokenizerBase", text: str, size: int = _PIECE) -> Iterator[str]:
     """``text`` in pieces of about ``size`` letters that are tokenized alike alone and together; whole if none are."""
     start = 0
     while len(text) - start > 2 * size:
@@ -52,7 +60,7 @@ def pieces(tokenizer: Any, text: str, size: int = _PIECE) -> Iterator[str]:
     yield text[start:]
 
 
-def _cut(tokenizer: Any, text: str, first: int, last: int) -> int | None:
+def _cut(tokenizer: "PreTrainedTokenizerBase", text: str, first: int, last: int) -> int | None:
     def ids(part: str) -> list[int]:
         found: list[int] = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
         return found

@@ -1,23 +1,30 @@
-"""Rows of a prompt with a better and a worse answer, tokenized."""
+"""Rows of a prompt with a better and a worse answer are tokenized here.
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+What is learnt from a pair is in `losses.preference`.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from mca_config.errors import McaError, UsageError
+from mca_config.types import Values
 from mca_train.config.arguments import PairArguments
+from mca_train.data.chat import Message
 from mca_train.data.encoding import Encoded, RowEncoder, check_messages, tokenize_answer, tools_of
-from mca_train.data.token_dataset import TokenDataset
+from mca_train.data.token_dataset import Sample, TokenDataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Said = str | list[Message]
+"""A prompt or an answer: text, or chat messages."""
 
-class PairDataset(Dataset[dict[str, torch.Tensor]]):
+
+class PairDataset(Dataset[Sample]):
     """Preference pairs: an item has ``input_ids`` and ``labels`` of both, as ``chosen_*`` and ``rejected_*``.
 
     Args:
@@ -35,7 +42,7 @@ class PairDataset(Dataset[dict[str, torch.Tensor]]):
         """Tokens of chosen and rejected: ``[pairs, 2]``."""
         return self.sequences.lengths.reshape(-1, 2)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(index)
         sides = {"chosen": self.sequences[2 * index], "rejected": self.sequences[2 * index + 1]}
@@ -51,7 +58,7 @@ def pair_encoder(
         if column not in names:
             raise UsageError(f"{key}: no column '{column}' (columns: {', '.join(names)}); set {name}")
 
-    def encode(row: Mapping[str, Any]) -> list[Encoded]:
+    def encode(row: Values) -> list[Encoded]:
         prompt, chosen, rejected = split_row(row, arguments)
         tools = tools_of(row, arguments)
         return [
@@ -62,7 +69,7 @@ def pair_encoder(
     return encode
 
 
-def split_row(row: Mapping[str, Any], arguments: PairArguments) -> tuple[Any, Any, Any]:
+def split_row(row: Values, arguments: PairArguments) -> tuple[Said, Said, Said]:
     """Prompt, chosen and rejected: three texts, or three lists of messages.
 
     Without a prompt the two conversations' common beginning is the prompt.
@@ -94,6 +101,6 @@ def split_row(row: Mapping[str, Any], arguments: PairArguments) -> tuple[Any, An
     return answers[0][:common], answers[0][common:], answers[1][common:]
 
 
-def _turns(prompt: Any) -> list[dict[str, Any]]:
+def _turns(prompt: object) -> list[Message]:
     """A prompt of messages; text is one turn of the user."""
     return check_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)

@@ -1,13 +1,17 @@
-"""All rows of the files as samples in memory, for pre-training and for fine-tuning."""
+"""All rows of the files become samples in memory here, for pre-training and for rows with answers.
+
+Samples that are made as they are iterated are in `streams`. How one row is tokenized is in `encoding`.
+"""
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mca_config.errors import McaError
+from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import RowEncoder, block_tokenizer, warn_truncated
 from mca_train.data.token_dataset import TokenDataset
@@ -31,7 +35,7 @@ def pretrain_blocks(
     tokenize = block_tokenizer(rows.column_names, tokenizer, arguments, key)
     column = arguments.text_column
 
-    def tokenize_batch(batch: dict[str, list[Any]], indices: Sequence[int]) -> dict[str, Any]:
+    def tokenize_batch(batch: Mapping[str, Sequence[object]], indices: Sequence[int]) -> JsonObject:
         places = [f"row {index}" for index in indices]
         return {"input_ids": tokenize([{column: text} for text in batch[column]], places)}
 
@@ -79,7 +83,7 @@ def answer_sequences(
     """
     length = arguments.seq_length
 
-    def tokenize(row: dict[str, Any], index: int) -> dict[str, Any]:
+    def tokenize(row: Values, index: int) -> JsonObject:
         try:
             encoded = encode(row)
         except McaError as error:

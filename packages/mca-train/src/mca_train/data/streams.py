@@ -1,10 +1,13 @@
-"""``streaming: true``: rows of files read as training goes, made into samples one by one."""
+"""With ``streaming: true`` rows are read as training goes and made into samples one by one.
+
+The order of the rows is that of `file_rows`. How ranks share the samples is decided in `batching.step_stream`.
+"""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import IterableDataset
@@ -12,10 +15,13 @@ from torch.utils.data import IterableDataset
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
 from mca_train.data.answered import AnsweredRows, SampleMaker
-from mca_train.data.encoding import Encoded, RowEncoder
+from mca_train.data.encoding import BlockTokenizer, Encoded, RowEncoder
 from mca_train.data.file_rows import FileRows, Row
 from mca_train.data.files import check_file, column_names, joined, named, require_column, require_shallow
-from mca_train.data.token_dataset import IGNORED
+from mca_train.data.token_dataset import IGNORED, Sample
+
+if TYPE_CHECKING:
+    import datasets
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +29,7 @@ _LOOKED_AT = 1 << 26  # bytes of a file before training
 _ROWS_AT_ONCE = 64  # that pretrain gives to the tokenizer
 
 
-class AnswerStream(IterableDataset[dict[str, torch.Tensor]]):
+class AnswerStream(IterableDataset[Sample]):
     """Samples of rows with answers; rows without a target are left out. The trainer makes only those it needs.
 
     Args:
@@ -56,11 +62,11 @@ class AnswerStream(IterableDataset[dict[str, torch.Tensor]]):
         """Shuffles anew, if the rows are shuffled."""
         self.rows.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[Sample]:
         return map(self.make, self.rows)
 
 
-class BlockStream(IterableDataset[dict[str, torch.Tensor]]):
+class BlockStream(IterableDataset[Sample]):
     """All texts one after another, each ended by EOS, cut into blocks as they come.
 
     Args:
@@ -69,9 +75,7 @@ class BlockStream(IterableDataset[dict[str, torch.Tensor]]):
         length: Tokens of a block.
     """
 
-    def __init__(
-        self, rows: FileRows, tokenize: Callable[[list[Any], Sequence[str]], list[list[int]]], length: int
-    ) -> None:
+    def __init__(self, rows: FileRows, tokenize: BlockTokenizer, length: int) -> None:
         self._rows, self._tokenize, self._length = rows, tokenize, length
         self._has_told = False
 
@@ -79,7 +83,7 @@ class BlockStream(IterableDataset[dict[str, torch.Tensor]]):
         """Shuffles anew, if the rows are shuffled."""
         self._rows.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[Sample]:
         left: list[int] = []
         rows = iter(self._rows)
         while some := list(islice(rows, _ROWS_AT_ONCE)):
@@ -125,7 +129,7 @@ def open_rows(
 
 def _parts(
     files: Sequence[str], key: str, arguments: DataArguments, column: str | None
-) -> tuple[list[str], list[tuple[str, Any]]]:
+) -> "tuple[list[str], list[tuple[str, datasets.IterableDataset]]]":
     """The columns of ``files``, and the reader of each."""
     import datasets
 
@@ -153,7 +157,7 @@ def _parts(
     return names[files[0]], parts
 
 
-def _sample(sequences: Sequence[Encoded], prefixes: Sequence[str], length: int) -> dict[str, torch.Tensor]:
+def _sample(sequences: Sequence[Encoded], prefixes: Sequence[str], length: int) -> Sample:
     sample = {}
     for prefix, (tokens, targets) in zip(prefixes, sequences, strict=True):
         ids = torch.tensor(tokens[:length])

@@ -1,17 +1,28 @@
-"""Tokenized samples in two flat arrays: what the trainer reads, shared between forked ranks."""
+"""`TokenDataset` holds tokenized samples in flat arrays, which forked ranks share.
+
+It does not pad, pack or shift: that comes later, in ``batching``.
+"""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+if TYPE_CHECKING:
+    import datasets
+
 IGNORED = -100  # the label of a token that is not a target, as in Hugging Face
 
+Sample = dict[str, torch.Tensor]
+"""``input_ids`` and, unless every token is a target, ``labels``; of a preference pair both of each answer."""
+Samples = Union[Dataset[Sample], Sequence[Sample], "datasets.Dataset", "datasets.IterableDataset"]
+"""The samples of a run, in memory or made as they are iterated (torch's ``IterableDataset`` is a ``Dataset``)."""
 
-class TokenDataset(Dataset[dict[str, torch.Tensor]]):
+
+class TokenDataset(Dataset[Sample]):
     """Samples of tokens, with the positions that count in the loss.
 
     Each item is ``{"input_ids": [length], "labels": [length]}``; labels are *not* shifted (the label of a
@@ -62,7 +73,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         """Tokens in each sample."""
         return np.diff(self.offsets)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> Sample:
         start, end = int(self.offsets[index]), int(self.offsets[index + 1])
         ids = torch.from_numpy(self.tokens[start:end].astype(np.int64))
         labels = ids.clone()
@@ -70,5 +81,5 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
             labels[torch.from_numpy(~self.is_target[start:end])] = IGNORED
         return {"input_ids": ids, "labels": labels}
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
         return [self[index] for index in indices]

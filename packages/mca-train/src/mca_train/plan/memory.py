@@ -1,9 +1,13 @@
-"""What a run needs on each rank, by arithmetic alone. It prints nothing."""
+"""`make_plan` computes what a run needs on each rank, by arithmetic alone.
+
+It reads no weight and prints nothing: `plan.report` makes the text. Whether the run is possible at all is decided
+before, in `run.checks`.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
@@ -11,7 +15,12 @@ from mca_config.pipeline import PipelineChunk
 from mca_train.config.model import layout_of
 
 if TYPE_CHECKING:
+    from mca_config.training import TrainingArguments
     from mca_models.lora.config import AdapterConfig
+    from mca_models.lora.rules import Factors
+    from mca_models.weights import Param
+
+Shape = tuple[int, ...]
 
 GIB = 1024**3
 PARTS = ("weights", "gradients", "optimizer", "activations")
@@ -57,7 +66,7 @@ class Plan:
 
 def make_plan(
     config: McaModelConfig,
-    training: Any,
+    training: "TrainingArguments",
     seq_length: int,
     world_size: int,
     *,
@@ -112,22 +121,22 @@ def make_plan(
     )
 
 
-def _shares(training: Any, grid: RankGrid) -> "_Count":
+def _shares(training: "TrainingArguments", grid: RankGrid) -> "_Count":
     """Over how many ranks the optimizer state of a dense parameter, and of an expert's, is split."""
     if not training.use_distributed_optimizer:
         return _Count(1, 1)
     return _Count(grid.data_parallel_size * grid.layout.cp, grid.expert_data_parallel_size)
 
 
-def params_of(config: McaModelConfig) -> list[Any]:
+def params_of(config: McaModelConfig) -> "list[Param]":
     """The rules of every parameter of a model."""
     from mca_models.templates import family_of
 
     return family_of(config.model_type).params(config)
 
 
-def shape_of(param: Any, config: McaModelConfig) -> tuple[int, ...]:
-    """Of the whole parameter."""
+def shape_of(param: "Param", config: McaModelConfig) -> Shape:
+    """The shape of the whole parameter."""
     from mca_models.templates.shapes import whole_shape
 
     return whole_shape(param, config)
@@ -163,9 +172,7 @@ def _total_of_adapter(config: McaModelConfig, adapter: "AdapterConfig") -> int:
     return sum(prod(shape) for _, shape in _adapter_shapes(config, adapter))
 
 
-def _adapter_shapes(
-    config: McaModelConfig, adapter: "AdapterConfig"
-) -> Iterator[tuple[Any, tuple[int, ...]]]:
+def _adapter_shapes(config: McaModelConfig, adapter: "AdapterConfig") -> "Iterator[tuple[Param, Shape]]":
     from mca_models.lora.rules import rules_for_training
 
     rules = rules_for_training(config, adapter)
@@ -174,7 +181,7 @@ def _adapter_shapes(
         yield param, shape_of(param, config)
 
 
-def adapter_shapes(config: McaModelConfig, factors: Iterable[Any]) -> Iterator[tuple[Any, tuple[int, ...]]]:
+def adapter_shapes(config: McaModelConfig, factors: "Iterable[Factors]") -> "Iterator[tuple[Param, Shape]]":
     """The tensors of an adapter's ``factors``, and their shapes."""
     from mca_models.lora.adapter import expected_shapes
 
@@ -182,7 +189,7 @@ def adapter_shapes(config: McaModelConfig, factors: Iterable[Any]) -> Iterator[t
         yield from zip((pair.a, pair.b), expected_shapes(config, pair), strict=True)
 
 
-def _by_stage(config: McaModelConfig, sized: Iterable[tuple[Any, tuple[int, ...]]]) -> list[_Count]:
+def _by_stage(config: McaModelConfig, sized: "Iterable[tuple[Param, Shape]]") -> list[_Count]:
     from mca_models.checkpoint.placement import stage_of
 
     layout, plan = config.layout, config.pipeline_plan()
@@ -211,7 +218,9 @@ class _Counts:
     reference: int
 
 
-def _needs(config: McaModelConfig, training: Any, pp: int, counts: _Counts, seq_length: int) -> StageNeeds:
+def _needs(
+    config: McaModelConfig, training: "TrainingArguments", pp: int, counts: _Counts, seq_length: int
+) -> StageNeeds:
     half = training.bf16 or training.fp16
     width = 2 if half else 4
     gradients = 2 if half and training.accumulate_allreduce_grads_in_fp32 is False else 4
@@ -242,7 +251,9 @@ def _layers(chunk: PipelineChunk) -> str:
     return " ".join(words) or "nothing"
 
 
-def _activations(config: McaModelConfig, training: Any, pp: int, seq_length: int, width: int) -> int:
+def _activations(
+    config: McaModelConfig, training: "TrainingArguments", pp: int, seq_length: int, width: int
+) -> int:
     """What backward passes still need when most micro-batches are in flight: an estimate.
 
     For each token and layer: the inputs of its two norms and of its four products, on this rank. With full

@@ -1,4 +1,4 @@
-"""The needs of a run as text."""
+"""`render` makes the text of a plan. It computes nothing: the numbers are those of `plan.memory`."""
 
 from mca_config.model_config import McaModelConfig
 from mca_train.config.run_config import Settings

@@ -1,4 +1,7 @@
-"""What a rank trains: the model, its adapter, the model that stands beside it, and the trainer."""
+"""A rank makes here what it trains: the model, its adapter, the model that stands beside it, and the trainer.
+
+The kind of run says which trainer that is and whether there is a second model.
+"""
 
 import logging
 from pathlib import Path
@@ -12,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mca_models import VirtualModels
+    from mca_train.trainer.parts import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
 
 logger = logging.getLogger(__name__)
@@ -25,7 +29,7 @@ def make_trainer(inputs: Inputs) -> "McaTrainer":
         reference = _base(settings, path, inputs.tokenizer)  # first: building a model seeds the random states
         reference.requires_grad_(False)
     model = _base(settings, settings.data.model_name_or_path, inputs.tokenizer)
-    options = {
+    options: TrainerOptions = {
         "model": _with_adapter(model, settings),
         "args": settings.training,
         "train_dataset": inputs.train,

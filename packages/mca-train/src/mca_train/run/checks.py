@@ -1,20 +1,20 @@
-"""What is wrong with a run: `check`, which finds all of it at once, before any model, file or rank is touched.
+"""`check` finds everything that is wrong with a run at once, before any model, file or rank is touched.
 
-The run and ``mca-train plan`` call it. What a file holds is known only when it is read; that is not looked for here.
+The run and ``mca-train plan`` call it. What a file holds is known only when it is read, so that is not looked for here.
 """
 
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mca_config.checks import check_layout
 from mca_config.errors import McaError, UsageError, list_problems, problems_of
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
+from mca_config.types import Values
 from mca_train.checkpoint.output_dir import require_own
 from mca_train.config.arguments import LaunchArguments
 from mca_train.config.checks import contradictions
@@ -73,7 +73,7 @@ class Findings:
         return self.run
 
 
-def settings_of(task: Task, values: Mapping[str, Any], where: str) -> Settings:
+def settings_of(task: Task, values: Values, where: str) -> Settings:
     """The arguments that ``values`` give for ``task``.
 
     Raises:

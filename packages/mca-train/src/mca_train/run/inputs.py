@@ -1,4 +1,7 @@
-"""What the ranks of a run share and is made once: the tokenizer and the samples."""
+"""The tokenizer and the samples, which all ranks of a run share, are made here once.
+
+The model is not among them: each rank makes its own part in `build`.
+"""
 
 import logging
 import os
@@ -13,11 +16,9 @@ from mca_train.run.checks import Run, require_start
 from mca_train.tasks.load import load_stream, load_tokenized
 
 if TYPE_CHECKING:
-    import torch
-    from torch.utils.data import Dataset
     from transformers import PreTrainedTokenizerBase
 
-    Samples = Dataset[dict[str, torch.Tensor]]
+    from mca_train.data.token_dataset import Samples
 
 logger = logging.getLogger(__name__)
 

@@ -1,12 +1,18 @@
-"""What a run says: levels of the loggers of this project and of the libraries."""
+"""The levels of the loggers are set here, those of this project and those of the libraries.
+
+The log of losses and speeds is something else: it is written in ``metrics``.
+"""
 
 import logging
 import os
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mca_config.training import TrainingArguments
 
 
-def set_log_levels(training: Any) -> None:
+def set_log_levels(training: "TrainingArguments") -> None:
     """Sets what this project says to ``log_level``, on ranks but the first to ``log_level_replica``, where asked."""
     from transformers.training_args import trainer_log_levels
 

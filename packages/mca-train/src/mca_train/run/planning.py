@@ -1,4 +1,7 @@
-"""``mca-train plan``: what is wrong with a run, and what it needs, as text. Nothing is trained."""
+"""``mca-train plan`` prints what is wrong with a run and what it needs.
+
+Nothing is trained, and no weight and no row is read.
+"""
 
 import sys
 from pathlib import Path

@@ -1,11 +1,19 @@
-"""What a run of ``mca-train`` says at its end."""
+"""`summary` makes the text that ends a run of ``mca-train``. It prints nothing."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from mca_train.checkpoint.model import HF_FOLDER
+from mca_train.metrics.log_file import JsonlLog
+
+if TYPE_CHECKING:
+    from transformers.trainer_utils import TrainOutput
+
+    from mca_train.trainer.trainer import McaTrainer
 
 
-def summary(trainer: Any, result: Any) -> str:
+def summary(trainer: "McaTrainer", result: "TrainOutput") -> str:
     """What was done, how fast, and where it is."""
     output = Path(trainer.args.output_dir)
     history = trainer.state.log_history
@@ -24,24 +32,21 @@ def summary(trainer: Any, result: Any) -> str:
         "training loss": f"{result.training_loss:.4f} (mean of the run)",
         **({"evaluation loss": evaluated} if evaluated else {}),
         "model": str(output),
-        **({"Hugging Face model": str(output / "hf")} if trainer.args.save_hf_model else {}),
-        "log": str(output / "train_log.jsonl"),
+        **({"Hugging Face model": str(output / HF_FOLDER)} if trainer.args.save_hf_model else {}),
+        "log": str(output / JsonlLog.name),
     }
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
 
-def best_step(trainer: Any) -> int | None:
+def best_step(trainer: "McaTrainer") -> int | None:
     """The step of the model that the run ends with if that is the best one, which was loaded; None: it is the last."""
-    if (
-        not getattr(trainer.args, "load_best_model_at_end", False)
-        or trainer.state.best_model_checkpoint is None
-    ):
+    if not trainer.args.load_best_model_at_end or trainer.state.best_model_checkpoint is None:
         return None
     return int(trainer.state.best_global_step)
 
 
-def _evaluation(trainer: Any) -> str | None:
+def _evaluation(trainer: "McaTrainer") -> str | None:
     """The loss of the model that the run ends with; None: it was not evaluated."""
     best = best_step(trainer)
     logs = [log for log in trainer.state.log_history if "eval_loss" in log]

@@ -1,15 +1,19 @@
-"""``mca-train pretrain``, ``sft`` and ``dpo``: from a configuration file to a trained model."""
+"""`run` takes a configuration file to a trained model, whatever the kind of run, and starts the ranks for it.
+
+It decides the order of things. What is wrong is found in `checks`; model and trainer are made in `build`.
+"""
 
 import logging
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from mca_config.types import Values
+from mca_train.checkpoint.directory import PREFIX, STATE_FILE
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.config.model import given_ranks
 from mca_train.config.run_config import Settings, given_values
@@ -22,6 +26,9 @@ from mca_train.run.inputs import Inputs, prepare_inputs
 from mca_train.run.logs import quiet_libraries, set_log_levels
 from mca_train.run.summary import best_step, summary
 from mca_train.tasks.task import Task
+
+if TYPE_CHECKING:
+    from mca_train.trainer.trainer import McaTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +56,7 @@ def run(task: Task, config: Path, overrides: list[str], command: list[str]) -> i
         )
 
 
-def _launch(task: Task, values: dict[str, Any], where: str, command: list[str]) -> int:
+def _launch(task: Task, values: Values, where: str, command: list[str]) -> int:
     settings = settings_of(task, values, where)
     set_log_levels(settings.training)
     run = check(task, settings).require()
@@ -70,7 +77,7 @@ def _launch(task: Task, values: dict[str, Any], where: str, command: list[str]) 
             lock.release()
 
 
-def settings_on_rank(task: Task, values: Mapping[str, Any], where: str) -> Settings:
+def settings_on_rank(task: Task, values: Values, where: str) -> Settings:
     """The settings on a rank: its process group stands first, so that Hugging Face starts none of its own."""
     import torch.distributed as dist
 
@@ -86,7 +93,7 @@ def settings_on_rank(task: Task, values: Mapping[str, Any], where: str) -> Setti
     return settings_of(task, values, where)
 
 
-def _launched_rank(task: Task, values: dict[str, Any], where: str) -> None:
+def _launched_rank(task: Task, values: Values, where: str) -> None:
     """In a process that a launcher started."""
     settings = settings_on_rank(task, values, where)
     run = check(task, settings, given_ranks).require()
@@ -136,22 +143,22 @@ def _train(inputs: Inputs) -> None:
         trainer.evaluate()
     trainer.save_model()
     if trainer.is_world_process_zero():
-        trainer.state.save_to_json(str(Path(args.output_dir) / "trainer_state.json"))
+        trainer.state.save_to_json(str(Path(args.output_dir) / STATE_FILE))
         sys.stdout.write(summary(trainer, result) + "\n")
     groups.barrier()
 
 
-def _evaluated(trainer: Any) -> bool:
+def _evaluated(trainer: "McaTrainer") -> bool:
     """Whether the model that the run ends with was evaluated."""
     best, state = best_step(trainer), trainer.state
     step = state.global_step if best is None else best
     return any("eval_loss" in log and log["step"] == step for log in state.log_history)
 
 
-def _stopped(trainer: Any) -> str:
+def _stopped(trainer: "McaTrainer") -> str:
     """Where a run that was told to stop can go on."""
     step = trainer.state.global_step
     return (
         f"stopped by SIGTERM after step {step} of {trainer.state.max_steps}; complete checkpoint: "
-        f"{Path(trainer.args.output_dir) / f'checkpoint-{step}'}\ncontinue with --resume_from_checkpoint auto"
+        f"{Path(trainer.args.output_dir) / f'{PREFIX}-{step}'}\ncontinue with --resume_from_checkpoint auto"
     )

@@ -1,1 +1,4 @@
-"""What can be trained: one file for each kind of run, and the table of them."""
+"""The kinds of run are here: one file for each, and the table of them.
+
+Nothing here trains. A kind says which encoder, samples, loss and trainer belong together.
+"""

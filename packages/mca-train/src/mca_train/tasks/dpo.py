@@ -1,8 +1,11 @@
-"""``mca-train dpo``: preference pairs, by DPO's losses and ORPO's."""
+"""``mca-train dpo`` trains on preference pairs, by DPO's losses and ORPO's.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+This file names its keys and what does not go with them. The losses are computed in `losses.preference`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments, PairArguments
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from mca_train.data.preferences import PairDataset
     from mca_train.losses.preference import PreferenceLoss
     from mca_train.trainer.dpo import DpoTrainer
+    from mca_train.trainer.parts import TrainerOptions
 
 
 @dataclass(kw_only=True)
@@ -127,7 +131,7 @@ class Dpo(AnswerTask):
         return settings.data.model_name_or_path if path is None and not settings.lora.wanted else path
 
     def trainer(
-        self, settings: "Settings", reference: "VirtualModels | None", options: Mapping[str, Any]
+        self, settings: "Settings", reference: "VirtualModels | None", options: "TrainerOptions"
     ) -> "DpoTrainer":
         """See `Task`."""
         from mca_train.trainer.dpo import DpoTrainer

@@ -1,4 +1,7 @@
-"""From the files of a run to the samples of its kind, in memory or as they are iterated."""
+"""The files of a run become the samples of its kind here, in memory or as they are iterated.
+
+Files are read in ``data``, and the kind says what a row means; this file brings the two together.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -7,12 +10,11 @@ from mca_train.config.arguments import DataArguments
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
-    import torch
     from torch.utils.data import IterableDataset
     from transformers import PreTrainedTokenizerBase
 
     from mca_train.data.preferences import PairDataset
-    from mca_train.data.token_dataset import TokenDataset
+    from mca_train.data.token_dataset import Sample, TokenDataset
 
 
 def load_tokenized(
@@ -48,7 +50,7 @@ def load_stream(
     arguments: DataArguments,
     *,
     seed: int | None,
-) -> "IterableDataset[dict[str, torch.Tensor]]":
+) -> "IterableDataset[Sample]":
     """The samples of ``files``, read as they are iterated. Rows without a target are left out.
 
     Args:

@@ -1,4 +1,4 @@
-"""``mca-train pretrain``: next tokens of plain text."""
+"""``mca-train pretrain`` trains on the next tokens of plain text. The texts are cut into blocks in ``data``."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -8,12 +8,11 @@ from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
     import datasets
-    import torch
     from torch.utils.data import IterableDataset
     from transformers import PreTrainedTokenizerBase
 
     from mca_train.data.file_rows import FileRows
-    from mca_train.data.token_dataset import TokenDataset
+    from mca_train.data.token_dataset import Sample, TokenDataset
 
 
 class Pretrain(Task):
@@ -41,7 +40,7 @@ class Pretrain(Task):
         tokenizer: "PreTrainedTokenizerBase",
         data: DataArguments,
         key: str,
-    ) -> "IterableDataset[dict[str, torch.Tensor]]":
+    ) -> "IterableDataset[Sample]":
         """See `Task`."""
         from mca_train.data.encoding import block_tokenizer
         from mca_train.data.streams import BlockStream

@@ -1,4 +1,4 @@
-"""``mca-train sft``: supervised fine-tuning on answers."""
+"""``mca-train sft`` is supervised fine-tuning on answers. Which tokens are an answer is decided in ``data``."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING

@@ -1,4 +1,7 @@
-"""The kinds of run that ``mca-train`` knows, by name. A new one is one line here."""
+"""`TASKS` has the kinds of run that ``mca-train`` knows, by name, and a new kind is one line of it.
+
+What a kind is made of stands in its own file.
+"""
 
 from collections.abc import Iterable
 

@@ -1,18 +1,17 @@
-"""What a kind of run is made of: `Task`, and `AnswerTask` for kinds that learn answers row by row.
+"""`Task` is what a kind of run is made of; `AnswerTask` is for kinds that learn answers row by row.
 
 A kind is a subclass in a file of this room and one line of `table`. How a row is tokenized is in ``data``, the loss in
 ``losses``, the trainer in ``trainer``; a kind says which of them belong together.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 from mca_train.config.arguments import DataArguments
 
 if TYPE_CHECKING:
     import datasets
-    import torch
     from megatron.core.transformer import TransformerConfig
     from torch.utils.data import IterableDataset
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
     from mca_train.data.encoding import RowEncoder
     from mca_train.data.file_rows import FileRows, Row
     from mca_train.data.preferences import PairDataset
-    from mca_train.data.token_dataset import TokenDataset
+    from mca_train.data.token_dataset import Sample, TokenDataset
+    from mca_train.trainer.parts import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
 
 
@@ -79,7 +79,7 @@ class Task(ABC):
         tokenizer: "PreTrainedTokenizerBase",
         data: DataArguments,
         key: str,
-    ) -> "IterableDataset[dict[str, torch.Tensor]]":
+    ) -> "IterableDataset[Sample]":
         """The same, made as it is iterated; ``names`` are the rows' columns."""
 
     def problems(self, settings: "Settings") -> Iterator[str]:
@@ -95,7 +95,7 @@ class Task(ABC):
         return None
 
     def trainer(
-        self, settings: "Settings", reference: "VirtualModels | None", options: Mapping[str, Any]
+        self, settings: "Settings", reference: "VirtualModels | None", options: "TrainerOptions"
     ) -> "McaTrainer":
         """The trainer of a run on this rank; collective.
 
@@ -148,7 +148,7 @@ class AnswerTask(Task):
         tokenizer: "PreTrainedTokenizerBase",
         data: DataArguments,
         key: str,
-    ) -> "IterableDataset[dict[str, torch.Tensor]]":
+    ) -> "IterableDataset[Sample]":
         """See `Task`."""
         from mca_train.data.streams import AnswerStream
 

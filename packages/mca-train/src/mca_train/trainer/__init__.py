@@ -1,1 +1,4 @@
-"""The Hugging Face Trainer's lifecycle over Megatron's engine."""
+"""The trainers: Hugging Face's lifecycle of a run over Megatron's engine.
+
+This room says when a step, a log, an evaluation or a checkpoint comes. What each of them does is in the rooms below.
+"""

@@ -1,12 +1,13 @@
-"""``DpoTrainer``: training on preference pairs, against a reference model or without one.
+"""``DpoTrainer`` trains on preference pairs, against a reference model or without one.
 
-The loss is in `losses.preference`.
+It runs the reference and hands its log-probabilities to the loss. The loss itself is in `losses.preference`, and pairs
+are read in `data.preferences`.
 """
 
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Unpack, cast
 
 from torch import Tensor
 
@@ -22,7 +23,12 @@ from mca_train.losses.preference import (
     key_problems,
     model_problems,
 )
+from mca_train.trainer.parts import TrainerOptions
 from mca_train.trainer.trainer import McaTrainer
+
+if TYPE_CHECKING:
+    from mca_models import VirtualModels
+    from mca_models.megatron.peft import PeftModels
 
 
 class DpoTrainer(McaTrainer):
@@ -41,7 +47,11 @@ class DpoTrainer(McaTrainer):
     signal_names = SIGNAL_NAMES
 
     def __init__(
-        self, *, reference: Any = None, preference: PreferenceLoss | None = None, **options: Any
+        self,
+        *,
+        reference: "VirtualModels | None" = None,
+        preference: PreferenceLoss | None = None,
+        **options: Unpack[TrainerOptions],
     ) -> None:
         super().__init__(**options)
         self.preference = preference or PreferenceLoss()
@@ -52,20 +62,21 @@ class DpoTrainer(McaTrainer):
         if self.preference.needs_reference:
             chunks = (reference or self.model).chunks
             chunk_losses(chunks, self.args.loss_chunk_size, wants_logits=False)
-            self._reference_pipeline = Pipeline(chunks, self._keep_reference)
+            self._reference_pipeline = Pipeline(list(chunks), self._keep_reference)
 
-    def _check(self, reference: Any) -> None:
+    def _check(self, reference: "VirtualModels | None") -> None:
         args = self.args
         for problem in (*key_problems(args), *model_problems(self.model.megatron)):
             raise McaError(problem)
         if reference is not None or not self.preference.needs_reference:
             return
-        adapter = getattr(self.model, "adapter", None)
-        if adapter is None:
+        from mca_models.megatron.peft import PeftModels
+
+        if not isinstance(self.model, PeftModels):
             raise McaError(
                 f"dpo_loss {self.preference.kind} compares with a reference: give one, or a model with a LoRA adapter"
             )
-        if adapter.modules_to_save:
+        if self.model.adapter.modules_to_save:
             raise McaError(
                 "modules_to_save trains parts of the base model, which then is no reference; give a reference "
                 "model, or leave modules_to_save out"
@@ -90,7 +101,7 @@ class DpoTrainer(McaTrainer):
         if self._reference_model is not None:
             yield
             return
-        with self.model.disable_adapter():
+        with cast("PeftModels", self.model).disable_adapter():
             yield
 
     def _keep_reference(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -98,7 +109,7 @@ class DpoTrainer(McaTrainer):
         self._reference.append(sums)
         return sums.sum(), counts.sum()
 
-    def compute_loss(self, output: Tensor, batch: MicroBatch, **_: Any) -> tuple[Tensor, Tensor]:
+    def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
         """The sum over this micro-batch's pairs, and their number. Context-parallel ranks share both."""
         sums, counts = answer_logps(output, batch)
         policy = self._answers(sums, counts)

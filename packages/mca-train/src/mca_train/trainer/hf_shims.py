@@ -1,17 +1,25 @@
-"""What Hugging Face's ``Trainer`` wants to see in place of the parts that Megatron replaces."""
+"""Hugging Face's ``Trainer`` and its callbacks see these objects in place of the parts that Megatron replaces.
+
+Nothing here trains, evaluates or saves.
+"""
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import Never, TypeVar
 
 import torch
-from transformers import EarlyStoppingCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from mca_config.errors import McaError
+from mca_config.training import TrainingArguments
+from mca_config.types import JsonObject, Typed, Values
+from mca_train.trainer.parts import TrainerParts
+
+T = TypeVar("T")
 
 
-def require_mca(model: Any, args: Any) -> None:
+def require_mca(model: object, args: object) -> None:
     """Refuses what Hugging Face's Trainer takes in the place of ours.
 
     Raises:
@@ -30,20 +38,17 @@ def require_mca(model: Any, args: Any) -> None:
 class NoAccelerator:
     """Stands where the Trainer keeps accelerate's ``Accelerator``: it wraps nothing and moves nothing."""
 
-    def unwrap_model(self, model: Any, **_: Any) -> Any:
+    def unwrap_model(self, model: T, **_: object) -> T:
         """The model itself."""
         return model
 
-    def free_memory(self, *objects: Any) -> tuple[Any, ...]:
+    def free_memory(self, *objects: object) -> tuple[object, ...]:
         """Nothing was taken."""
         return objects
 
 
-class WithoutAccelerator:
+class WithoutAccelerator(TrainerParts):
     """The Trainer's methods about devices and processes, answered by Megatron's groups instead of accelerate."""
-
-    args: Any
-    ranks: Any
 
     def create_accelerator_and_postprocess(self) -> None:
         """No accelerate: Megatron owns process groups, placement and data parallelism."""
@@ -51,28 +56,28 @@ class WithoutAccelerator:
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
         self.gather_function = None
 
-    def _move_model_to_device(self, model: Any, device: Any) -> None:
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """The factory has placed it."""
 
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0."""
-        return bool(self.ranks.is_first)
+        return self.ranks.is_first
 
     def is_local_process_zero(self) -> bool:
         """Whether this is the first rank of its machine."""
-        return bool(self.ranks.is_first) or int(self.args.local_process_index) == 0
+        return self.ranks.is_first or int(self.args.local_process_index) == 0
 
-    def predict(self, *_: Any, **__: Any) -> Any:
+    def predict(self, *_: object, **__: object) -> Never:
         """Refused: logits are spread over ranks."""
         raise McaError(
             "McaTrainer.predict is not supported; use evaluate for a loss, VirtualModels.logits for logits"
         )
 
-    def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
+    def hyperparameter_search(self, *_: object, **__: object) -> Never:
         """Refused."""
         raise McaError("hyper-parameter search is not supported")
 
-    def get_total_train_batch_size(self, args: Any) -> int:
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples in a step, all ranks together."""
         return int(
             args.per_device_train_batch_size
@@ -84,18 +89,18 @@ class WithoutAccelerator:
 class ConfigView:
     """A model's Hugging Face configuration, for callbacks that log it."""
 
-    def __init__(self, hf_config: dict[str, Any]) -> None:
+    def __init__(self, hf_config: Values) -> None:
         self._values = dict(hf_config)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """All fields."""
         return dict(self._values)
 
-    def to_json_string(self, *_: Any, **__: Any) -> str:
+    def to_json_string(self, *_: object, **__: object) -> str:
         """All fields, as the ``config.json`` has them."""
         return json.dumps(self._values, indent=2, sort_keys=True, default=str) + "\n"
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Typed:
         if name.startswith("_"):
             raise AttributeError(name)
         return self._values.get(name)
@@ -106,21 +111,21 @@ class ModelView(torch.nn.Module):
 
     accepts_loss_kwargs = True
 
-    def __init__(self, hf_config: dict[str, Any]) -> None:
+    def __init__(self, hf_config: Values) -> None:
         super().__init__()
         self.config = ConfigView(hf_config)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: object) -> torch.Tensor:
         """Never called: the engine runs Megatron's schedule over the chunks."""
         raise NotImplementedError("McaTrainer trains through Megatron's schedule; use VirtualModels.logits")
 
 
-def restore_counters(callbacks: Iterable[Any], saved: Mapping[str, Any]) -> None:
+def restore_counters(callbacks: Iterable[TrainerCallback], saved: Values) -> None:
     """Lets callbacks that count (early stopping) go on where those of the same class stood in a checkpoint.
 
     Their arguments stay those of this run; ``restore_callback_states_from_checkpoint`` takes the checkpoint's.
     """
-    by_name: dict[str, list[Any]] = {
+    by_name: dict[str, list[JsonObject]] = {
         name: list(states) if isinstance(states, list) else [states] for name, states in saved.items()
     }
     for callback in callbacks:
@@ -129,7 +134,7 @@ def restore_counters(callbacks: Iterable[Any], saved: Mapping[str, Any]) -> None
             vars(callback).update(states.pop(0).get("attributes", {}))
 
 
-def has_given_up(callbacks: Iterable[Any]) -> bool:
+def has_given_up(callbacks: Iterable[TrainerCallback]) -> bool:
     """Whether early stopping had ended the run when the checkpoint was written that it was restored from."""
     return any(
         callback.early_stopping_patience_counter >= max(callback.early_stopping_patience, 1)

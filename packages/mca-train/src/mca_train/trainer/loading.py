@@ -1,33 +1,33 @@
-"""The Trainer's methods about data loaders, answered with loaders of whole steps."""
+"""These methods of the Trainer hand out data loaders whose items are whole steps.
+
+What is in a step, and in which order, is decided in ``batching``.
+"""
 
 import logging
-from typing import Any
 
 from torch.utils.data import DataLoader
 
 from mca_config.errors import McaError
-from mca_train.batching.loaders import Loaders
+from mca_config.training import TrainingArguments
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.position import Length
 from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream
+from mca_train.data.token_dataset import Samples
 from mca_train.groups import Ranks
+from mca_train.trainer.parts import TrainerParts
 
 logger = logging.getLogger(__name__)
 
 
-class WithStepLoaders:
+class WithStepLoaders(TrainerParts):
     """The Trainer's methods about data loaders, whose items are whole steps."""
-
-    train_dataset: Any
-    eval_dataset: Any
-    _loaders: Loaders
 
     def get_train_dataloader(self) -> DataLoader[StepBatch]:
         """Of this rank; an item is a step."""
         return self._train_loader()[0]
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[StepBatch]:
+    def get_eval_dataloader(self, eval_dataset: Samples | str | None = None) -> DataLoader[StepBatch]:
         """Of this rank; an item is a round of micro-batches."""
         return self._loaders.evaluation(self._eval_dataset(eval_dataset))[0]
 
@@ -36,16 +36,21 @@ class WithStepLoaders:
             raise McaError("training needs a train_dataset (train_file)")
         return self._loaders.train(self.train_dataset)
 
-    def _eval_dataset(self, given: Any) -> Any:
+    def _eval_dataset(self, given: Samples | str | None) -> Samples:
         dataset = self.eval_dataset if given is None else given
         if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
+            named = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+            if dataset not in named:
+                raise McaError(
+                    f"eval_dataset has none called {dataset!r}; it has: {', '.join(named) or 'no names'}"
+                )
+            return named[dataset]
         if dataset is None:
             raise McaError("evaluation needs an eval_dataset (eval_file)")
         return dataset
 
 
-def log_plan(args: Any, ranks: Ranks, length: Length, samples: int, done: int) -> None:
+def log_plan(args: TrainingArguments, ranks: Ranks, length: Length, samples: int, done: int) -> None:
     """Says what the run is about to do: ``samples`` a step, after ``done`` steps."""
     logger.info(
         "training %d steps (%d a epoch) of %d samples = %d micro x %d accumulated x %d data parallel; %s",

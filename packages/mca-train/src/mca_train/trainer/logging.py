@@ -1,40 +1,37 @@
-"""The Trainer's methods about what comes after a step: logs, evaluations, saving, and what a checkpoint takes along."""
+"""These methods of the Trainer come after a step: they log, evaluate, save, and collect what a checkpoint carries.
+
+The callbacks decide when that is due. How a checkpoint is written is in `saving`.
+"""
 
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Protocol
 
 from mca_config.errors import McaError
-from mca_train.checkpoint.carried import Carried, Due, Totals
-from mca_train.checkpoint.writer import CheckpointWriter
+from mca_config.types import Typed
+from mca_train.checkpoint.carried import Carried, Due
 from mca_train.engine.engine import StepResult
 from mca_train.losses.token_loss import StepLoss
 from mca_train.metrics.meter import LossReport
 from mca_train.trainer.hf_shims import has_given_up
+from mca_train.trainer.parts import TrainerParts
 
 logger = logging.getLogger(__name__)
 
 
-class WithLogs:
-    """Does after a step what callbacks ask for, and after resuming what was not done; collective like the trainer."""
+class Meter(Protocol):
+    """Something that sums up between two logs; both methods are collective."""
 
-    args: Any
-    state: Any
-    control: Any
-    signals: Any
-    optimizer: Any
-    watch: Any
-    callback_handler: Any
-    _checkpoints: CheckpointWriter
-    _meter: Any
-    _model_losses: Any
-    _totals: Totals
-    _due: Due
-    _evaluate: Any
-    _determine_best_metric: Any
-    _save_checkpoint: Any
-    log: Any
+    def state(self) -> object:
+        """What was summed up, as JSON can hold it."""
+
+    def restore(self, state: Typed) -> None:
+        """Goes on from `state`."""
+
+
+class WithLogs(TrainerParts):
+    """Does after a step what callbacks ask for, and after resuming what was not done; collective like the trainer."""
 
     def _after_update(self, result: StepResult, loss: StepLoss, rate: float) -> None:
         """Notes what the step did; a run that cannot go on ends here."""
@@ -42,7 +39,7 @@ class WithLogs:
         self._totals.grad_norm, self._totals.rate = result.grad_norm, rate
         self._totals.updates += result.updated
         with self._checkpoint_completed():
-            self.watch.after_step(result, loss, self.optimizer, self.state.global_step + 1)
+            self.watch.after_step(result, loss, self.engine.optimizer, self.state.global_step + 1)
 
     def _log_evaluate_save(self) -> None:
         """Does what the callbacks asked for."""
@@ -67,7 +64,7 @@ class WithLogs:
             logs["grad_norm"] = self._totals.grad_norm
         logs |= self.signals.flush() | self._model_losses.flush() | {"learning_rate": self._totals.rate}
         with self._checkpoint_completed():
-            logs |= self.watch.logs(report, self.optimizer, self.state.global_step)
+            logs |= self.watch.logs(report, self.engine.optimizer, self.state.global_step)
         self.log(logs)
 
     def _add_up(self, report: LossReport) -> None:
@@ -102,25 +99,24 @@ class WithLogs:
 
     def _carried(self) -> Carried:
         """For a checkpoint; every rank calls this at the same step."""
-        meters = {
-            "loss": self._meter.state(),
-            "signals": self.signals.state(),
-            "model_losses": self._model_losses.state(),
-            "watch": self.watch.state(),
-        }
+        meters = {name: meter.state() for name, meter in self._meters().items()}
         return Carried(totals=self._totals, due=self._due, meters=meters)
 
     def _take_up(self, carried: Carried) -> None:
         """Goes on with the numbers of a checkpoint, or from none."""
         self._totals = carried.totals
-        for name, meter in {
+        for name, meter in self._meters().items():
+            if name in carried.meters:
+                meter.restore(carried.meters[name])
+
+    def _meters(self) -> dict[str, Meter]:
+        """What is summed up between two logs, by its name in a checkpoint."""
+        return {
             "loss": self._meter,
             "signals": self.signals,
             "model_losses": self._model_losses,
             "watch": self.watch,
-        }.items():
-            if name in carried.meters:
-                meter.restore(carried.meters[name])
+        }
 
     @contextlib.contextmanager
     def _checkpoint_completed(self) -> Iterator[None]:

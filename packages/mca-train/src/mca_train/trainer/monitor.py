@@ -1,11 +1,17 @@
-"""What is looked after beside a run: signals to stop, gradients that are no numbers, skipped steps, speed."""
+"""`Watch` looks after a run: signals to stop, gradients that are no numbers, skipped steps, speed.
+
+It neither trains nor saves. The trainer asks it after each step, and an error that it raises ends the run.
+"""
 
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
+
+from transformers import TrainerControl
 
 from mca_config.errors import McaError
+from mca_config.training import TrainingArguments
 from mca_train import groups
 from mca_train.checkpoint.carried import Due
 from mca_train.engine.engine import StepResult
@@ -15,6 +21,11 @@ from mca_train.losses.token_loss import StepLoss
 from mca_train.metrics.meter import LossReport
 from mca_train.metrics.throughput import Throughput
 from mca_train.trainer.stop_signal import StopSignal
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+
+    from mca_models import VirtualModels
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +42,7 @@ class Watch:
         ranks: This rank.
     """
 
-    def __init__(self, args: Any, model: Any, ranks: Ranks) -> None:
+    def __init__(self, args: TrainingArguments, model: "VirtualModels", ranks: Ranks) -> None:
         self.signal = StopSignal()
         self._args = args
         self._model = model
@@ -45,7 +56,9 @@ class Watch:
         """Whether SIGTERM ended the run."""
         return self.signal.stopped
 
-    def after_step(self, result: StepResult, loss: StepLoss, optimizer: Any, step: int) -> None:
+    def after_step(
+        self, result: StepResult, loss: StepLoss, optimizer: "MegatronOptimizer", step: int
+    ) -> None:
         """Counts a skipped step.
 
         Raises:
@@ -91,7 +104,7 @@ class Watch:
             return f"loss_scale is {self._args.loss_scale:g}: lower it, or remove it so that it finds its own"
         return "resume from the last checkpoint with a lower learning_rate or initial_loss_scale, or train in bf16"
 
-    def stop_if_asked(self, control: Any, step: int) -> Due:
+    def stop_if_asked(self, control: TrainerControl, step: int) -> Due:
         """After SIGTERM: save, and no more, on all ranks after the same step; what is then due."""
         due = Due(end_of_epoch=True)
         if self.signal.agreed():
@@ -109,7 +122,7 @@ class Watch:
         """Goes on from `state`."""
         self._skipped = state["skipped"]
 
-    def logs(self, report: LossReport, optimizer: Any, step: int) -> dict[str, float]:
+    def logs(self, report: LossReport, optimizer: "MegatronOptimizer", step: int) -> dict[str, float]:
         """What a log says besides loss, norm and rate."""
         if not self._args.fp16:
             require_finite(report.mean, None, step, self._model.held())

@@ -1,45 +1,35 @@
-"""The Trainer's methods about saving: the model, and checkpoints to resume from."""
+"""These methods of the Trainer save the model, and checkpoints to resume from.
+
+The files themselves are written in ``checkpoint``. When a checkpoint is due is decided in `logging`.
+"""
 
 import contextlib
 import copy
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from transformers import TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from mca_config.errors import McaError
+from mca_config.types import JsonObject
 from mca_models.megatron.distributed.collectives import on_first
 from mca_train import groups
 from mca_train.checkpoint import directory, lineage
 from mca_train.checkpoint.integrity import ARGUMENTS_FILE, Checksums
 from mca_train.checkpoint.model import ModelWriting
 from mca_train.checkpoint.output_lock import OutputLock
-from mca_train.checkpoint.writer import CheckpointWriter, Stage, name_errors
+from mca_train.checkpoint.training_state import TrainingState
+from mca_train.checkpoint.writer import Stage, name_errors
 from mca_train.engine.finite import require_finite_weights
+from mca_train.trainer.logging import WithLogs
 
 logger = logging.getLogger(__name__)
 
 
-class WithCheckpoints:
+class WithCheckpoints(WithLogs):
     """Saves a trainer's model and checkpoints; collective like the trainer itself."""
-
-    args: Any
-    state: Any
-    control: Any
-    model: Any
-    ranks: Any
-    processing_class: Any
-    callback_handler: Any
-    _checkpoints: CheckpointWriter
-    _pipeline: Any
-    _training_state: Any
-    _carried: Any
-    started_at_step: int
-    output_lock: OutputLock | None = None
-    """Of ``output_dir``, if whoever made the trainer has taken it; else `train` does."""
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -67,14 +57,14 @@ class WithCheckpoints:
             output_dir: None: the run's own.
         """
         folder = Path(output_dir or self.args.output_dir)
-        with self._pipeline().at_rest(), name_errors(folder):
+        with self._pipeline.at_rest(), name_errors(folder):
             hf = self.args.save_hf_model
             ModelWriting(self.model, folder, self.processing_class, hf=hf).finish()
 
-    def _save_checkpoint(self, *_: Any, **__: Any) -> None:
+    def _save_checkpoint(self, *_: object, **__: object) -> None:
         """A complete checkpoint of this step; with ``async_save`` it is complete some steps later."""
         target = Path(self.args.output_dir) / f"{directory.PREFIX}-{self.state.global_step}"
-        with self._pipeline().at_rest():
+        with self._pipeline.at_rest():
             require_finite_weights(self.state.global_step, self.model.held())
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(target)
@@ -84,7 +74,7 @@ class WithCheckpoints:
     def _begin_checkpoint(self, folder: Path) -> list[Stage]:
         """Begins to write into ``folder``; what has yet to be finished, in order."""
         args = self.args
-        with self._pipeline().at_rest():
+        with self._pipeline.at_rest():
             stages: list[Stage] = [
                 ModelWriting(
                     self.model,
@@ -120,7 +110,7 @@ class WithCheckpoints:
     def _write_state(self, folder: Path) -> None:
         if self.output_lock is not None:
             self.output_lock.require_own()
-        states: dict[str, Any] = {}
+        states: dict[str, list[JsonObject]] = {}
         for callback in self._exportable():
             states.setdefault(type(callback).__name__, []).append(callback.state())
         self.state.stateful_callbacks = {
@@ -129,7 +119,11 @@ class WithCheckpoints:
         self.state.save_to_json(str(folder / directory.STATE_FILE))
         (folder / ARGUMENTS_FILE).write_text(self.args.to_json_string())
 
-    def _exportable(self) -> list[Any]:
+    def _training_state(self) -> TrainingState:
+        training = self._training
+        return TrainingState(training.engine, training.rate, self.ranks.rank, self._place)
+
+    def _exportable(self) -> list[TrainerCallback | TrainerControl]:
         return [
             cb for cb in [*self.callback_handler.callbacks, self.control] if isinstance(cb, ExportableState)
         ]

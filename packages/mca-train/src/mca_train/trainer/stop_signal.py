@@ -1,16 +1,22 @@
-"""SIGTERM: schedulers pre-empt. The run saves a complete checkpoint and ends, at a step that all ranks agree on."""
+"""`StopSignal` notices SIGTERM, by which schedulers end a job, and makes all ranks agree on the step to stop after.
+
+It does not save and does not end the run: `monitor` tells the trainer's control to do so.
+"""
 
 import os
 import signal
 import threading
 import time
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 
 from mca_models.megatron.distributed import parallel
+
+if TYPE_CHECKING:
+    from signal import _HANDLER
 
 _AGAIN = 1.0  # seconds; launchers and schedulers may both deliver the same signal
 _EVERY = 1.0  # seconds between the exchanges of steps that are shorter
@@ -28,9 +34,9 @@ class StopSignal:
 
     def __init__(self) -> None:
         self._received: float | None = None
-        self._before: Any = None
-        self._group: Any = None
-        self._work: Any = None
+        self._before: _HANDLER = None
+        self._group: dist.ProcessGroup | None = None
+        self._work: dist.Work | None = None
         self._box = torch.zeros(2)
         self._pause = 0
         self._interval = 1
@@ -42,7 +48,9 @@ class StopSignal:
         self._received, self.stopped = None, False
         self._pause, self._interval, self._since = 0, 1, time.monotonic()
         if dist.get_world_size() > 1 and self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=parallel.timeout())
+            self._group = cast(
+                "dist.ProcessGroup", dist.new_group(backend="gloo", timeout=parallel.timeout())
+            )
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._handle)
         return self

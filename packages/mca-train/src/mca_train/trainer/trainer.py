@@ -2,21 +2,25 @@
 
 Callbacks, ``report_to``, the progress bar, ``TrainerState``, strategies for logging, evaluation and saving, and
 ``resume_from_checkpoint`` work as in ``transformers.Trainer``. The loop, the optimizer, the data loaders,
-evaluation and checkpoints are this module's: nothing goes through accelerate.
+evaluation and checkpoints are not Hugging Face's: nothing goes through accelerate. What a step does is in ``engine``,
+what is written in ``checkpoint``; this file calls them in order.
 """
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from mca_config.errors import McaError
+from mca_config.training import TrainingArguments
 from mca_train import groups
 from mca_train.batching.collate import Collator, PadCollator, pad_token
 from mca_train.batching.loaders import Loaders, continued, steps_of
@@ -24,11 +28,13 @@ from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.position import Length, Place
 from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream, require_steps
-from mca_train.checkpoint import directory, lineage, training_state
+from mca_train.checkpoint import directory, lineage
 from mca_train.checkpoint.carried import Carried, Due, Totals
 from mca_train.checkpoint.model import load_weights, require_format
 from mca_train.checkpoint.output_dir import require_own
+from mca_train.checkpoint.training_state import TrainingState
 from mca_train.checkpoint.writer import CheckpointWriter, remove_unfinished
+from mca_train.data.token_dataset import Samples
 from mca_train.engine.engine import Engine, StepResult
 from mca_train.engine.finite import require_finite_weights
 from mca_train.engine.pipeline import Pipeline
@@ -42,16 +48,19 @@ from mca_train.metrics.meter import LossMeter
 from mca_train.metrics.signals import ModelLosses, Signals
 from mca_train.trainer.hf_shims import ModelView, WithoutAccelerator, require_mca, restore_counters
 from mca_train.trainer.loading import WithStepLoaders, log_plan
-from mca_train.trainer.logging import WithLogs
 from mca_train.trainer.monitor import Watch
+from mca_train.trainer.parts import Training
 from mca_train.trainer.saving import WithCheckpoints
 from mca_train.trainer.unsupported import require_honoured
 from mca_train.trainer.without_effect import tell_without_effect
 
+if TYPE_CHECKING:
+    from mca_models import VirtualModels
+
 logger = logging.getLogger(__name__)
 
 
-class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, WithLogs, Trainer):  # type: ignore[misc]
+class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints):
     """Trains `VirtualModels` with Megatron.
 
     Args:
@@ -76,21 +85,19 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, WithLogs,
 
     signal_names: tuple[str, ...] = ()
     wants_logits: bool = False
-    control: Any
-    state: Any
 
     def __init__(
         self,
-        model: Any,
-        args: Any,
+        model: "VirtualModels",
+        args: TrainingArguments,
         data_collator: Collator | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        callbacks: list[TrainerCallback] | None = None,
+        train_dataset: Samples | None = None,
+        eval_dataset: Samples | dict[str, Samples] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: Sequence[TrainerCallback] | None = None,
         *,
         pack_length: int | None = None,
-        **others: Any,
+        **others: object,
     ) -> None:
         require_mca(model, args)
         require_honoured(args, others)
@@ -113,8 +120,6 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, WithLogs,
         seed_dropout(model, args.seed)
         self.model = self.model_wrapped = model
         self._view = view
-        self.engine: Engine | None = None
-        self._learning_rate: LearningRate | None = None
         self._meter = LossMeter(self.ranks.context_parallel_rank)
         self._checkpoints = CheckpointWriter(in_background=args.async_save)
         self._place = Place()
@@ -134,10 +139,11 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, WithLogs,
         self._model_losses = ModelLosses(model.chunks)
         smooth_labels(model.chunks, args.label_smoothing_factor, model.config.vocab_size)
         chunk_losses(model.chunks, args.loss_chunk_size, wants_logits=self.wants_logits)
+        self._pipeline = Pipeline(list(model.chunks), self._loss, wants_logits=self.wants_logits)
 
     # The hook for another loss.
 
-    def compute_loss(self, output: Tensor, batch: MicroBatch, **_: Any) -> tuple[Tensor, Tensor]:
+    def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
         """The loss of one micro-batch on a rank of the last pipeline stage.
 
         Args:
@@ -157,7 +163,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, WithLogs,
     # Training.
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **_: Any
+        self, resume_from_checkpoint: str | bool | None = None, trial: object = None, **_: object
     ) -> TrainOutput:
         """Trains; see ``transformers.Trainer.train``.
 
@@ -169,7 +175,7 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, WithLogs,
         if trial is not None:
             raise McaError("hyper-parameter search is not supported")
         output_dir = Path(self.args.output_dir)
-        require_own(output_dir, [getattr(self.model, "source", None)])
+        require_own(output_dir, [self.model.source])
         self.is_in_train = True
         try:
             with self._alone():
@@ -212,27 +218,28 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, WithLogs,
             self._run_epoch(epoch, loader, sampler)
         return self._finish(start, started, sampler)
 
-    def _prepare(self, length: Length, checkpoint: Path | None) -> training_state.TrainingState:
+    def _prepare(self, length: Length, checkpoint: Path | None) -> TrainingState:
         """Engine and schedule; restored from ``checkpoint`` if there is one."""
         self._set_length(length)
         if checkpoint is not None:
             load_weights(self.model, checkpoint)
-        if self.engine is None:
-            self.engine = Engine(self.model.chunks, self.args, self._loss, wants_logits=self.wants_logits)
-        self.optimizer = self.engine.optimizer
-        self._learning_rate = LearningRate(self.args, length.schedule_steps)
-        self.lr_scheduler = self._learning_rate.scheduler
+        engine, rate = self._engine(), LearningRate(self.args, length.schedule_steps)
+        self._training, self._pipeline = Training(engine, rate), engine
+        self.optimizer, self.lr_scheduler = engine.optimizer, rate.scheduler
         training = self._training_state()
         if checkpoint is not None:
             training.load(checkpoint)
-            self._learning_rate.move(length.schedule_done - self._place.schedule)
+            rate.move(length.schedule_done - self._place.schedule)
         self._place = replace(self._place, schedule=length.schedule_done)
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self._view, self.optimizer, self.lr_scheduler
         return training
 
-    def _training_state(self) -> training_state.TrainingState:
-        return training_state.TrainingState(self.engine, self._learning_rate, self.ranks.rank, self._place)
+    def _engine(self) -> Engine:
+        """The engine of an earlier `train`, whose chunks are wrapped already, or a new one."""
+        if isinstance(self._pipeline, Engine):
+            return self._pipeline
+        return Engine(list(self.model.chunks), self.args, self._loss, wants_logits=self.wants_logits)
 
     def _start_state(self, checkpoint: Path | None) -> Carried:
         """A fresh `TrainerState`, or that of the checkpoint; and what that carries besides."""
@@ -279,9 +286,9 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, WithLogs,
         if not self.watch.stopped:
             self._end_epoch()
 
-    def training_step(self, batch: StepBatch, *_: Any, **__: Any) -> StepResult:
+    def training_step(self, batch: StepBatch, *_: object, **__: object) -> StepResult:
         """One optimizer step on one step's batch."""
-        engine, rate = self._engine_and_rate()
+        engine, rate = self._training.engine, self._training.rate
         rate.write(engine.optimizer.param_groups)
         self.before_forward(batch)
         loss = engine.forward_backward(batch)
@@ -295,17 +302,12 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, WithLogs,
             rate.step()
         return result
 
-    def _engine_and_rate(self) -> tuple[Engine, LearningRate]:
-        if self.engine is None or self._learning_rate is None:
-            raise RuntimeError("training has not started")
-        return self.engine, self._learning_rate
-
     def _loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return require_sums(self.compute_loss(output, batch), type(self).__name__)
 
     def _finish(self, first: int, started: float, sampler: StepSampler | StepStream) -> TrainOutput:
         """The run's own metrics, the best model if asked for, and the last callback."""
-        with self._pipeline().at_rest():
+        with self._pipeline.at_rest():
             pass  # the last step's parameters have arrived
         self._checkpoints.finish()
         steps = self.state.global_step - first
@@ -328,7 +330,10 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, WithLogs,
     # Evaluation.
 
     def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+        self,
+        eval_dataset: Samples | dict[str, Samples] | str | None = None,
+        ignore_keys: object = None,
+        metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """The mean loss over all targets of ``eval_dataset``, every sample counted once."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -338,11 +343,10 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, WithLogs,
                 found |= self.evaluate(part, metric_key_prefix=f"{metric_key_prefix}_{name}")
             return found
         started = time.time()
-        loader, sampler = self._loaders.evaluation(self._eval_dataset(eval_dataset))
-        training_signals, self.signals = self.signals, Signals(self.signal_names, self.ranks.device)
-        metrics = {f"{metric_key_prefix}_loss": self._evaluate_loss(loader)}
-        metrics |= {f"{metric_key_prefix}_{name}": mean for name, mean in self.signals.flush().items()}
-        self.signals = training_signals
+        loader, sampler = self._loaders.evaluation(self._eval_dataset(dataset))
+        with self._other_signals() as signals:
+            metrics = {f"{metric_key_prefix}_loss": self._evaluate_loss(loader)}
+            metrics |= {f"{metric_key_prefix}_{name}": mean for name, mean in signals.flush().items()}
         metrics |= speed_metrics(
             metric_key_prefix, started, num_samples=sampler.num_samples, num_steps=len(loader)
         )
@@ -350,8 +354,17 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, WithLogs,
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    @contextlib.contextmanager
+    def _other_signals(self) -> Iterator[Signals]:
+        """A block in which `compute_loss` adds to other signals than those of training, which go on after it."""
+        of_training, self.signals = self.signals, Signals(self.signal_names, self.ranks.device)
+        try:
+            yield self.signals
+        finally:
+            self.signals = of_training
+
     def _evaluate_loss(self, loader: DataLoader[StepBatch]) -> float:
-        pipeline = self._pipeline()
+        pipeline = self._pipeline
         self.callback_handler.eval_dataloader = loader
         meter = LossMeter(self.ranks.context_parallel_rank)
         with pipeline.at_rest():
@@ -361,6 +374,3 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints, WithLogs,
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         report = meter.flush()
         return report.loss_sum / max(report.num_targets, 1)
-
-    def _pipeline(self) -> Pipeline:
-        return self.engine or Pipeline(self.model.chunks, self._loss, wants_logits=self.wants_logits)

@@ -1,14 +1,17 @@
-"""Parameters of Hugging Face's Trainer that would be taken and then not followed: refused by name.
+"""Parameters of Hugging Face's Trainer that would be taken and then not followed are refused here, by name.
 
-Its arguments are looked through when they are made: `mca_config.TrainingArguments`.
+Its training arguments are not looked through here: `mca_config.TrainingArguments` does that when they are made.
 """
 
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError, list_problems
+
+if TYPE_CHECKING:
+    from mca_config.training import TrainingArguments
 
 _PARAMETERS: Mapping[str, str] = {
     "compute_metrics": "evaluation computes the loss only; override evaluate",
@@ -22,7 +25,7 @@ _PARAMETERS: Mapping[str, str] = {
 }
 
 
-def require_honoured(args: Any, parameters: Mapping[str, Any]) -> None:
+def require_honoured(args: "TrainingArguments", parameters: Mapping[str, object]) -> None:
     """Raises one error that names everything asked for that training would not do.
 
     Args:
@@ -47,17 +50,15 @@ def require_honoured(args: Any, parameters: Mapping[str, Any]) -> None:
         raise McaError(str(error))
 
 
-def optimizer_problems(args: Any) -> Iterator[str]:
+def optimizer_problems(args: "TrainingArguments") -> Iterator[str]:
     """What Megatron's optimizer needs and this machine, or this installation, does not have."""
-    precise = getattr(args, "use_precision_aware_optimizer", None) and not getattr(
-        args, "optimizer_cpu_offload", None
-    )
+    precise = args.use_precision_aware_optimizer and not args.optimizer_cpu_offload
     if precise and find_spec("transformer_engine") is None:
         yield (
             "use_precision_aware_optimizer needs Transformer Engine's Adam, which is not installed, or "
             "optimizer_cpu_offload; remove it"
         )
-    if getattr(args, "optimizer", None) == "muon":
+    if args.optimizer == "muon":
         if version("megatron-core").startswith("0.16."):
             yield (
                 "optimizer muon needs megatron-core 0.17 or later (0.16 calls emerging-optimizers as it was before "

@@ -1,11 +1,19 @@
-"""Options that are taken and change nothing in a run of this model, on these ranks, on this machine: said in one line.
+"""Options that change nothing in a run of this model, on these ranks, on this machine, are told here in one line.
 
-`docs/configuration.md` lists them. What could never be followed is refused when the arguments are made.
+`docs/configuration.md` lists them. Nothing is refused here: what could never be followed is refused when the arguments
+are made.
 """
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
+
+from mca_config.model_config import McaModelConfig
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from mca_config.training import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +32,9 @@ _ALWAYS_ON = ("attention_softmax_in_fp32",)
 _OF_DEVICES = ("pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d", "deterministic_mode")
 
 
-def tell_without_effect(args: Any, config: Any, megatron: Any) -> None:
+def tell_without_effect(
+    args: "TrainingArguments", config: McaModelConfig, megatron: "TransformerConfig"
+) -> None:
     """Logs what of ``args`` does nothing here.
 
     Args:
@@ -42,13 +52,15 @@ def tell_without_effect(args: Any, config: Any, megatron: Any) -> None:
         logger.warning("without effect in this run: %s", told)
 
 
-def _given(args: Any, name: str) -> bool:
+def _given(args: "TrainingArguments", name: str) -> bool:
     """Whether ``name`` was asked for: not left out, and not what is done anyway."""
     value = getattr(args, name, None)
     return value is not None and value is not (name in _ALWAYS_ON)
 
 
-def _groups(args: Any, config: Any, megatron: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _groups(
+    args: "TrainingArguments", config: McaModelConfig, megatron: "TransformerConfig"
+) -> Iterator[tuple[str, tuple[str, ...]]]:
     layout = config.layout
     if config.num_moe_experts is None:
         names = [name for name in vars(args) if name.startswith("moe_")]
@@ -69,7 +81,7 @@ def _groups(args: Any, config: Any, megatron: Any) -> Iterator[tuple[str, tuple[
     yield from _machine(args, megatron)
 
 
-def _experts(config: Any, megatron: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _experts(config: McaModelConfig, megatron: "TransformerConfig") -> Iterator[tuple[str, tuple[str, ...]]]:
     if not megatron.moe_router_enable_expert_bias:
         yield "the router has no expert bias", _OF_ROUTERS_BIAS
     if "none" in megatron.moe_router_load_balancing_type:
@@ -78,7 +90,9 @@ def _experts(config: Any, megatron: Any) -> Iterator[tuple[str, tuple[str, ...]]
         yield "the model has no shared experts", ("moe_shared_expert_overlap",)
 
 
-def _machine(args: Any, megatron: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _machine(
+    args: "TrainingArguments", megatron: "TransformerConfig"
+) -> Iterator[tuple[str, tuple[str, ...]]]:
     from mca_models.megatron import platform
 
     if megatron.transformer_impl == "local":

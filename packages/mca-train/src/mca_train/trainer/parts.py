@@ -1,0 +1,100 @@
+"""The attributes of the trainer are declared here, once and with their types, for all files that its methods are in.
+
+Nothing is computed or set here. `McaTrainer` sets the attributes when it is made, and `Training` when ``train`` begins.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NotRequired, TypedDict
+
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
+
+from mca_config.training import TrainingArguments
+from mca_train.batching.collate import Collator
+from mca_train.batching.loaders import Loaders
+from mca_train.batching.position import Place
+from mca_train.checkpoint.carried import Due, Totals
+from mca_train.checkpoint.output_lock import OutputLock
+from mca_train.checkpoint.writer import CheckpointWriter
+from mca_train.data.token_dataset import Samples
+from mca_train.engine.engine import Engine
+from mca_train.engine.pipeline import Pipeline
+from mca_train.groups import Ranks
+from mca_train.lr_schedule import LearningRate
+from mca_train.metrics.meter import LossMeter
+from mca_train.metrics.signals import ModelLosses, Signals
+from mca_train.trainer.monitor import Watch
+
+if TYPE_CHECKING:
+    from mca_models import VirtualModels
+
+
+class TrainerOptions(TypedDict):
+    """What every trainer takes; `McaTrainer` says what it is."""
+
+    model: "VirtualModels"
+    args: TrainingArguments
+    data_collator: NotRequired[Collator | None]
+    train_dataset: NotRequired[Samples | None]
+    eval_dataset: NotRequired[Samples | dict[str, Samples] | None]
+    processing_class: NotRequired[PreTrainedTokenizerBase | None]
+    callbacks: NotRequired[Sequence[TrainerCallback] | None]
+    pack_length: NotRequired[int | None]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What steps are made with: there from the beginning of ``train`` on."""
+
+    engine: Engine
+    rate: LearningRate
+
+
+class TrainerParts(Trainer):  # type: ignore[misc]
+    """What every part of `McaTrainer` may look at and change.
+
+    Attributes:
+        args: The training arguments.
+        model: The model, of which this rank holds a part.
+        train_dataset: What is trained on.
+        eval_dataset: What is evaluated on, or several by name.
+        processing_class: The tokenizer.
+        state: Steps, epochs and logs, as Hugging Face's callbacks see them.
+        control: What the callbacks ask for.
+        callback_handler: Calls them.
+        ranks: This rank among the others.
+        signals: What `compute_loss` adds to, beside its loss.
+        watch: What is looked after beside the steps.
+        started_at_step: Steps that were done before `train`.
+        output_lock: Of ``output_dir``, if whoever made the trainer has taken it; else `train` does.
+    """
+
+    args: TrainingArguments
+    model: "VirtualModels"
+    train_dataset: Samples | None
+    eval_dataset: Samples | dict[str, Samples] | None
+    processing_class: PreTrainedTokenizerBase | None
+    state: TrainerState
+    control: TrainerControl
+    callback_handler: CallbackHandler
+    ranks: Ranks
+    signals: Signals
+    watch: Watch
+    started_at_step: int
+    output_lock: OutputLock | None = None
+    _training: Training
+    _pipeline: Pipeline
+    """Runs the model forward; from the beginning of ``train`` on it is the engine."""
+    _place: Place
+    _loaders: Loaders
+    _checkpoints: CheckpointWriter
+    _meter: LossMeter
+    _model_losses: ModelLosses
+    _totals: Totals
+    _due: Due
+
+    @property
+    def engine(self) -> Engine:
+        """Megatron's training step; there from the beginning of ``train`` on."""
+        return self._training.engine
