@@ -1,4 +1,7 @@
-"""The ``mca-train`` command."""
+"""The ``mca-train`` command is here: its words, its help and its exit codes.
+
+It reads no configuration and imports no torch; what a command does is in ``run``.
+"""
 
 import sys
 from importlib.metadata import version
@@ -51,11 +54,13 @@ run.yaml:
   virtual_pipeline_model_parallel_size: 2
 """
 
-_COMMANDS = (*TASKS, "plan")
+
+def _commands() -> tuple[str, ...]:
+    return (*TASKS, "plan")
 
 
 def _help() -> str:
-    width = max(map(len, _COMMANDS))
+    width = max(map(len, _commands()))
     usage = "\n       ".join(f"mca-train {name:<{width}} CONFIG.yaml [--key value ...]" for name in TASKS)
     kinds = "\n".join(f"  {task.name:<10} {task.summary}" for task in TASKS.values())
     return _HELP.replace("{usage}", usage).replace("{kinds}", kinds)
@@ -94,8 +99,8 @@ def _run(words: list[str]) -> int:
     from mca_train.config.fields import nearest
 
     command = words[0]
-    if command not in _COMMANDS:
-        raise UsageError(f"unknown command '{command}'{nearest(command, _COMMANDS, 'see mca-train --help')}")
+    if command not in (known := _commands()):
+        raise UsageError(f"unknown command '{command}'{nearest(command, known, 'see mca-train --help')}")
     words, kind = words[1:], TASKS.get(command)
     if command == "plan" and words[:1] and words[0] in TASKS:
         words, kind = words[1:], TASKS[words[0]]
