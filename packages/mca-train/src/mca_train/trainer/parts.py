@@ -65,6 +65,7 @@ class TrainerParts(Trainer):  # type: ignore[misc]
         callback_handler: Calls them.
         ranks: This rank among the others.
         signals: What `compute_loss` adds to, beside its loss.
+        signal_names: The names of what it adds.
         watch: What is looked after beside the steps.
         started_at_step: Steps that were done before `train`.
         output_lock: Of ``output_dir``, if whoever made the trainer has taken it; else `train` does.
@@ -83,6 +84,7 @@ class TrainerParts(Trainer):  # type: ignore[misc]
     watch: Watch
     started_at_step: int
     output_lock: OutputLock | None = None
+    signal_names: tuple[str, ...]
     _training: Training
     _pipeline: Pipeline
     """Runs the model forward; from the beginning of ``train`` on it is the engine."""

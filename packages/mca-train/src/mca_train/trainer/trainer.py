@@ -6,10 +6,9 @@ evaluation and checkpoints are not Hugging Face's: nothing goes through accelera
 what is written in ``checkpoint``; this file calls them in order.
 """
 
-import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,8 +45,9 @@ from mca_train.lr_schedule import LearningRate, schedule_problems
 from mca_train.metrics.log_file import JsonlLog
 from mca_train.metrics.meter import LossMeter
 from mca_train.metrics.signals import ModelLosses, Signals
+from mca_train.trainer.evaluating import WithEvaluation
 from mca_train.trainer.hf_shims import ModelView, WithoutAccelerator, require_mca, restore_counters
-from mca_train.trainer.loading import WithStepLoaders, log_plan
+from mca_train.trainer.loading import log_plan
 from mca_train.trainer.monitor import Watch
 from mca_train.trainer.parts import Training
 from mca_train.trainer.saving import WithCheckpoints
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints):
+class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
     """Trains `VirtualModels` with Megatron.
 
     Args:
@@ -326,51 +326,3 @@ class McaTrainer(WithoutAccelerator, WithStepLoaders, WithCheckpoints):
             load_weights(self.model, Path(self.state.best_model_checkpoint))
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         return TrainOutput(self.state.global_step, metrics.get("train_loss", 0.0), metrics)
-
-    # Evaluation.
-
-    def evaluate(
-        self,
-        eval_dataset: Samples | dict[str, Samples] | str | None = None,
-        ignore_keys: object = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
-        """The mean loss over all targets of ``eval_dataset``, every sample counted once."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, dict):
-            found: dict[str, float] = {}
-            for name, part in dataset.items():
-                found |= self.evaluate(part, metric_key_prefix=f"{metric_key_prefix}_{name}")
-            return found
-        started = time.time()
-        loader, sampler = self._loaders.evaluation(self._eval_dataset(dataset))
-        with self._other_signals() as signals:
-            metrics = {f"{metric_key_prefix}_loss": self._evaluate_loss(loader)}
-            metrics |= {f"{metric_key_prefix}_{name}": mean for name, mean in signals.flush().items()}
-        metrics |= speed_metrics(
-            metric_key_prefix, started, num_samples=sampler.num_samples, num_steps=len(loader)
-        )
-        self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-    @contextlib.contextmanager
-    def _other_signals(self) -> Iterator[Signals]:
-        """A block in which `compute_loss` adds to other signals than those of training, which go on after it."""
-        of_training, self.signals = self.signals, Signals(self.signal_names, self.ranks.device)
-        try:
-            yield self.signals
-        finally:
-            self.signals = of_training
-
-    def _evaluate_loss(self, loader: DataLoader[StepBatch]) -> float:
-        pipeline = self._pipeline
-        self.callback_handler.eval_dataloader = loader
-        meter = LossMeter(self.ranks.context_parallel_rank)
-        with pipeline.at_rest():
-            for batch in steps_of(loader):
-                self.before_forward(batch)
-                meter.add(pipeline.evaluate(batch), batch)
-                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        report = meter.flush()
-        return report.loss_sum / max(report.num_targets, 1)

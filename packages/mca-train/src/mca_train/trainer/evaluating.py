@@ -1,0 +1,68 @@
+"""These methods of the Trainer evaluate the model: every sample counts once, and training goes on as it was.
+
+When an evaluation is due is decided by the callbacks. What the loss is made of is decided in `compute_loss`.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import speed_metrics
+
+from mca_train.batching.loaders import steps_of
+from mca_train.batching.micro_batch import StepBatch
+from mca_train.data.token_dataset import Samples
+from mca_train.metrics.meter import LossMeter
+from mca_train.metrics.signals import Signals
+from mca_train.trainer.loading import WithStepLoaders
+
+
+class WithEvaluation(WithStepLoaders):
+    """Evaluates a trainer's model; collective like the trainer itself."""
+
+    def evaluate(
+        self,
+        eval_dataset: Samples | dict[str, Samples] | str | None = None,
+        ignore_keys: object = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """The mean loss over all targets of ``eval_dataset``, every sample counted once."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, dict):
+            found: dict[str, float] = {}
+            for name, part in dataset.items():
+                found |= self.evaluate(part, metric_key_prefix=f"{metric_key_prefix}_{name}")
+            return found
+        started = time.time()
+        loader, sampler = self._loaders.evaluation(self._eval_dataset(dataset))
+        with self._other_signals() as signals:
+            metrics = {f"{metric_key_prefix}_loss": self._evaluate_loss(loader)}
+            metrics |= {f"{metric_key_prefix}_{name}": mean for name, mean in signals.flush().items()}
+        metrics |= speed_metrics(
+            metric_key_prefix, started, num_samples=sampler.num_samples, num_steps=len(loader)
+        )
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    @contextlib.contextmanager
+    def _other_signals(self) -> Iterator[Signals]:
+        """A block in which `compute_loss` adds to other signals than those of training, which go on after it."""
+        of_training, self.signals = self.signals, Signals(self.signal_names, self.ranks.device)
+        try:
+            yield self.signals
+        finally:
+            self.signals = of_training
+
+    def _evaluate_loss(self, loader: DataLoader[StepBatch]) -> float:
+        pipeline = self._pipeline
+        self.callback_handler.eval_dataloader = loader
+        meter = LossMeter(self.ranks.context_parallel_rank)
+        with pipeline.at_rest():
+            for batch in steps_of(loader):
+                self.before_forward(batch)
+                meter.add(pipeline.evaluate(batch), batch)
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        report = meter.flush()
+        return report.loss_sum / max(report.num_targets, 1)
