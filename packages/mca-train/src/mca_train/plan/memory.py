@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 GIB = 1024**3
+_HALF, _SINGLE = 2, 4
+"""Bytes of a number in bf16 or fp16, and in fp32."""
+_ADAM_MOMENTS, _SGD_MOMENTS = 2, 1
+"""Numbers in fp32 that Megatron's optimizers keep of a parameter; muon, which keeps fewer, is taken for Adam."""
 PARTS = ("weights", "gradients", "optimizer", "activations")
 
 
@@ -222,9 +226,10 @@ def _needs(
     config: McaModelConfig, training: "TrainingArguments", pp: int, counts: _Counts, seq_length: int
 ) -> StageNeeds:
     half = training.bf16 or training.fp16
-    width = 2 if half else 4
-    gradients = 2 if half and training.accumulate_allreduce_grads_in_fp32 is False else 4
-    moments, main = 8 if training.optimizer != "sgd" else 4, 4 if half else 0
+    width = _HALF if half else _SINGLE
+    gradients = _HALF if half and training.accumulate_allreduce_grads_in_fp32 is False else _SINGLE
+    moments = _SINGLE * (_SGD_MOMENTS if training.optimizer == "sgd" else _ADAM_MOMENTS)
+    main = _SINGLE if half else 0  # the fp32 weights that the optimizer steps
     moved = training.optimizer_offload_fraction if training.optimizer_cpu_offload else 0
     moved = 1.0 if moved is None else moved
     main_moved = moved if training.use_precision_aware_optimizer else 0
@@ -235,7 +240,7 @@ def _needs(
         weights=counts.held * width,
         gradients=counts.trained * gradients,
         optimizer=int(counts.stepped * (moments * (1 - moved) + main * (1 - main_moved))),
-        host=int(counts.stepped * moved * (moments + 4 + 4)),
+        host=int(counts.stepped * moved * (moments + 2 * _SINGLE)),  # with weights and gradients in fp32
         reference=counts.reference * width,
         activations=_activations(config, training, pp, seq_length, width),
     )
@@ -282,5 +287,5 @@ def _activations(
         elements = 4 * hidden / whole + (2 * queries + keys + 3 * mlp) / layout.tp
     size = tokens * elements * layers * in_flight * width
     if any(chunk.has_loss for chunk in chunks):
-        size += tokens * config.padded_vocab_size / layout.tp * (width + 4)
+        size += tokens * config.padded_vocab_size / layout.tp * (width + _SINGLE)  # logits, their softmax
     return int(size)
