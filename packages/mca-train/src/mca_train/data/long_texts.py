@@ -26,7 +26,7 @@ def head_encoding(
 
     Args:
         tokenizer: Hugging Face tokenizer.
-        text: Any.
+        text: Of any length.
         length: Tokens that are wanted, which are those of the whole text, and more follow if it has more; None: all.
         options: Of the tokenizer.
     """
