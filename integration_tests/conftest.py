@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 _HERE = Path(__file__).parent
-_SHARED = ("mca-models/tests", "mca-models/tests/foreign", "mca-train/tests")
+_SHARED = ("mca-models/tests", "mca-models/tests/torch_checkpoint", "mca-train/tests")
 sys.path[:0] = [str(_HERE), *(str(_HERE.parent / "packages" / tests) for tests in _SHARED)]
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from reference import hf_model
+
 NUMBERED = {
     "enorm": "model.layers.{layer}.enorm",
     "hnorm": "model.layers.{layer}.hnorm",
@@ -23,6 +25,10 @@ APART = {
     "head_norm": "mtp.norm",
 }
 """Qwen's names."""
+
+
+SCALE = 0.3
+"""Of the prediction layers' loss where a test takes it into account."""
 
 
 class PredictionLayer(torch.nn.Module):
@@ -124,3 +130,8 @@ class WithPrediction(torch.nn.Module):
         moved = {name.replace(old, new): x for name, x in saved.items() if name.startswith(old)}
         own = {f"{self.names[name]}.weight": x.detach() for name, x in layer.own().items()}
         return moved | {name.format(layer=last + 1 + number): x for name, x in own.items()}
+
+
+def deepseek_with_prediction() -> WithPrediction:
+    """DeepSeek V3 and one prediction layer, fresh ones each time."""
+    return WithPrediction(copy.deepcopy(hf_model("deepseek_v3")))

@@ -66,7 +66,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("megatron",),
     ),
     "mca_models.megatron": (
-        ("names", "tensors"),
+        ("names", "tensors", "types"),
         ("layers",),
         ("platform", "families"),
         ("distributed",),
@@ -78,6 +78,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("peft",),
     ),
     "mca_train": (
+        ("types",),
         ("groups", "lr_schedule"),
         ("launch",),
         ("config",),

@@ -1,91 +1,35 @@
 """Multi-token prediction: loss, gradients and export equal a plain PyTorch model on transformers' layers."""
 
-import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 from harness import run_ranks
 from layouts import arguments, world_size
 from mca_models.megatron import platform
-from reference import Reference, hf_model, make_reference
+from prediction import SCALE, WithPrediction, deepseek_with_prediction
+from reference import Reference, make_reference
 from test_gradient_parity import TOLERANCE, export_gradient, read, worst_errors
 
 pytestmark = pytest.mark.ranks
 
-CASE, BATCH, SCALE = "deepseek_v3", 4, 0.3
+CASE, BATCH = "deepseek_v3", 4
 LAYOUTS = ("tp1", "pp2", "ep2", "tp2sp", "pp2vpp2ep2", "tp2ep2etp1")
-LAST = "model.layers.4."
 
 
-class WithPrediction(torch.nn.Module):
-    """transformers' DeepSeek V3 and one prediction layer."""
+def total_loss(model: WithPrediction, input_ids: torch.Tensor) -> torch.Tensor:
+    """Next-token loss plus the scaled loss for the token after.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.main = copy.deepcopy(hf_model(CASE))
-        generator = torch.Generator().manual_seed(3)
-        size = self.main.config.hidden_size
-        norm = type(self.main.model.norm)
-        self.enorm, self.hnorm, self.head_norm = (norm(size, self.main.config.rms_norm_eps) for _ in range(3))
-        self.eh_proj = torch.nn.Linear(2 * size, size, bias=False)
-        self.layer = copy.deepcopy(self.main.model.layers[-1])
-        with torch.no_grad():
-            for tensor in [*self.own().values()]:
-                noise = torch.randn(tensor.shape, generator=generator)
-                tensor.copy_(noise * 0.15 + (1 if tensor.dim() < 2 else 0))
-
-    def own(self) -> dict[str, torch.Tensor]:
-        """The tensors around the prediction layer, by their names in checkpoints."""
-        return {
-            "enorm.weight": self.enorm.weight,
-            "hnorm.weight": self.hnorm.weight,
-            "eh_proj.weight": self.eh_proj.weight,
-            "shared_head.norm.weight": self.head_norm.weight,
-        }
-
-    def loss(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Next-token loss plus the scaled loss for the token after.
-
-        megatron-core 0.16 divides both sums by the number of next-token targets, later versions each by its own.
-        """
-        main, predicted = self.both_logits(input_ids)
-        entropy = cross_entropy(main[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
-        further = cross_entropy(predicted[:, :-2].flatten(0, 1), input_ids[:, 2:].flatten(), reduction="sum")
-        lost = 1 if platform.megatron_version() < (0, 17) else 2
-        return entropy + SCALE * further / input_ids[:, lost:].numel()
-
-    def both_logits(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The model's logits ``[b, s, vocab]`` and the prediction layer's."""
-        inner = self.main.model
-        hidden = inner(input_ids, use_cache=False).last_hidden_state
-        following = inner.embed_tokens(input_ids.roll(-1, 1))
-        mixed = self.eh_proj(torch.cat([self.enorm(following), self.hnorm(hidden)], -1))
-        length = input_ids.shape[1]
-        mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
-        rotary = inner.rotary_emb(mixed, torch.arange(length)[None])
-        out = self.layer(mixed, attention_mask=mask, position_embeddings=rotary)
-        return self.main.lm_head(hidden), self.main.lm_head(self.head_norm(out))
-
-    def save(self, path: Path) -> Path:
-        """A checkpoint as DeepSeek publishes them: the prediction layer numbered after the others."""
-        self.main.save_pretrained(path)
-        tensors = load_file(path / "model.safetensors")
-        alone = copy.deepcopy(self.main)
-        alone.model.layers[-1] = self.layer
-        alone.save_pretrained(path / "layer")
-        moved = load_file(path / "layer" / "model.safetensors")
-        tensors |= {n.replace("model.layers.3.", LAST): x for n, x in moved.items() if ".layers.3." in n}
-        tensors |= {f"{LAST}{name}": x.detach() for name, x in self.own().items()}
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-        return path
+    megatron-core 0.16 divides both sums by the number of next-token targets, later versions each by its own.
+    """
+    main, predicted = model.logits(input_ids)
+    entropy = cross_entropy(main[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
+    further = cross_entropy(predicted[:, :-2].flatten(0, 1), input_ids[:, 2:].flatten(), reduction="sum")
+    lost = 1 if platform.megatron_version() < (0, 17) else 2
+    return entropy + SCALE * further / input_ids[:, lost:].numel()
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model, its gradients as transformers' autograd has them, and those of every layout."""
     folder = tmp_path_factory.mktemp("mtp")
     plain = make_reference(CASE, folder, batch=BATCH)
-    model = WithPrediction()
+    model = deepseek_with_prediction()
     reference = Reference(CASE, model.save(folder / "with"), plain.input_ids, plain.logits)
-    model.loss(reference.input_ids).backward()
+    total_loss(model, reference.input_ids).backward()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)

@@ -9,8 +9,8 @@ import torch
 from balance_reference import BIAS_RATE, COEFFICIENTS, PER_MICRO_BATCH, expected, samples
 from harness import run_ranks
 from layouts import selected
+from prediction import SCALE, deepseek_with_prediction
 from test_gradient_parity import TOLERANCE, read, worst_errors
-from test_mtp import SCALE, WithPrediction
 from train_cases import arguments, quietly
 
 pytestmark = pytest.mark.ranks
@@ -99,7 +99,7 @@ def settings_of(kind: str, settings: Settings) -> Settings:
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The gradients of every case, and those expected with and without the prediction layer."""
     folder = tmp_path_factory.mktemp("balance")
-    checkpoint = WithPrediction().save(folder / "model")
+    checkpoint = deepseek_with_prediction().save(folder / "model")
     chosen = selected(request, list(CASES))
     for kind in {kind for kind, _ in chosen}:
         for predicts in (True, False):
@@ -139,7 +139,7 @@ def trained(checkpoint: Path, output: Path, settings: Settings) -> None:
 
 
 def test_the_embedding_of_prediction_layers_learns_as_the_first(tmp_path: Path) -> None:
-    checkpoint = WithPrediction().save(tmp_path / "model")
+    checkpoint = deepseek_with_prediction().save(tmp_path / "model")
     run_ranks(1, trained, checkpoint, tmp_path / "one", {})
     run_ranks(2, trained, checkpoint, tmp_path / "two", PP)
     before, one, two = (
@@ -157,7 +157,7 @@ DEALT = {
 
 
 def test_what_depends_on_how_tokens_are_dealt_is_the_same_every_time(tmp_path: Path) -> None:
-    checkpoint = WithPrediction().save(tmp_path / "model")
+    checkpoint = deepseek_with_prediction().save(tmp_path / "model")
     for time in ("once", "again"):
         run_ranks(2, all_gradients, checkpoint, tmp_path / time, {n: DP | x for n, x in DEALT.items()})
     for name in DEALT:

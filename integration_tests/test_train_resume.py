@@ -140,7 +140,8 @@ def test_a_checkpoint_is_deleted_beside_the_training(tmp_path, monkeypatch):
 def test_a_full_disk_is_told_whatever_is_written(tmp_path):
     import errno
 
-    from mca_config.errors import McaError
+    from mca_config.errors import McaError, RankFailed
+    from mca_config.files import cannot_write
     from mca_train.checkpoint.writer import name_errors
 
     prepare_parent()
@@ -152,7 +153,9 @@ def test_a_full_disk_is_told_whatever_is_written(tmp_path):
 
     full = told(OSError(errno.ENOSPC, "No space left on device"))
     assert full.startswith(f"{tmp_path}: cannot be written, the disk is full; make room and resume")
-    assert told(McaError(f"{tmp_path}/x: cannot be written (No space left on device)")) == full
+    refused = cannot_write(tmp_path / "x", OSError(errno.ENOSPC, "No space left on device"))
+    assert told(refused) == full and told(RankFailed(1, refused)) == full
+    assert told(RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/3")) == full
     assert told(McaError("rank 1 fell")) == f"{tmp_path}: cannot be written: rank 1 fell"
 
 

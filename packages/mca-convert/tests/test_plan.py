@@ -230,7 +230,7 @@ def _anonymous(pid: int) -> int:
 
 def _large(directory: Path) -> Path:
     """A Llama of 170 MB, all zeros."""
-    from mca_models.checkpoint.config_only import ImaginedSource
+    from mca_models.checkpoint.config_only import ConfigOnlySource
     from mca_models.checkpoint.hf_writer import METADATA
     from mca_models.storage.safetensors import plan_file
     from mca_models.storage.writer import SafetensorsWriter
@@ -246,7 +246,7 @@ def _large(directory: Path) -> Path:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_act": "silu"}
     config = {"model_type": "llama", **sizes, **heads, "torch_dtype": "bfloat16"}
     (directory / "config.json").write_text(json.dumps(config))
-    infos = ImaginedSource(directory).tensors()
+    infos = ConfigOnlySource(directory).tensors()
     specs = [(info.name, info.dtype, info.shape) for info in infos]
     with SafetensorsWriter(plan_file(directory / "model.safetensors", specs, METADATA)) as writer:
         for info in infos:

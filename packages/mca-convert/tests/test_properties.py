@@ -19,7 +19,7 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_convert.conversion import plan_to_hf, plan_to_mca
 from mca_convert.pool import Limits
-from mca_models.checkpoint.config_only import ImaginedSource
+from mca_models.checkpoint.config_only import ConfigOnlySource
 from mca_models.checkpoint.hf_directory import HfSource
 from mca_models.checkpoint.hf_writer import METADATA
 from mca_models.checkpoint.mca_directory import McaSource, layout_faults
@@ -99,7 +99,7 @@ def random_checkpoint(hf: dict[str, Any], dtype: str, directory: Path, seed: int
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({**hf, "torch_dtype": NAMES[dtype]}))
     generator = np.random.default_rng(seed)
-    infos = list(ImaginedSource(directory).tensors())
+    infos = list(ConfigOnlySource(directory).tensors())
     plan = plan_file(directory / "model.safetensors", [(i.name, i.dtype, i.shape) for i in infos], METADATA)
     with SafetensorsWriter(plan) as writer:
         for info in infos:

@@ -1,17 +1,20 @@
-"""Plain dicts to dataclasses and back: every key known, every value of the declared type."""
+"""Plain dicts to dataclasses and back: every key known, every value of the declared type.
+
+Whether values fit together is not looked at here. Text is never turned into numbers: JSON has types of its own.
+"""
 
 import dataclasses
 import sys
 import types
-from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from mca_config.errors import McaError
+from mca_config.types import JsonObject, Typed, Values
 
 T = TypeVar("T")
 
 
-def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
+def from_mapping(cls: type[T], values: Values, where: str) -> T:
     """An instance of dataclass ``cls`` from JSON ``values``; ``where`` names them in errors."""
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     unknown = sorted(values.keys() - fields.keys())
@@ -32,7 +35,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     return cls(**{name: coerce(value, hints[name], f"{where}: {name}") for name, value in values.items()})
 
 
-def coerce(value: Any, hint: Any, where: str) -> Any:
+def coerce(value: Typed, hint: Any, where: str) -> Typed:
     """``value`` as type ``hint``: lists become tuples and whole numbers floats where so declared."""
     for choice in get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,):
         matched, result = _match(value, choice, where)
@@ -41,7 +44,7 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
     raise McaError(f"{where} must be {type_name(hint)}, not {value!r:.80}")
 
 
-def _match(value: Any, hint: Any, where: str) -> tuple[bool, Any]:
+def _match(value: Typed, hint: Any, where: str) -> tuple[bool, Typed]:
     origin = get_origin(hint)
     if hint is Any:
         return True, value
@@ -79,6 +82,6 @@ def type_name(hint: Any) -> str:
     return names.get(origin or hint, str(hint))
 
 
-def to_mapping(instance: Any) -> dict[str, Any]:
+def to_mapping(instance: Any) -> JsonObject:
     """The fields of a dataclass instance, those with default values included, not recursing into dicts."""
     return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}

@@ -1,9 +1,14 @@
-"""What of Hugging Face's training arguments Megatron does not follow, and which values mean nothing."""
+"""What of Hugging Face's training arguments Megatron does not follow, and which values mean nothing.
+
+Megatron's own options are checked elsewhere (`arguments`).
+"""
 
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
+
+from mca_config.types import HfArguments, Typed
 
 REFUSED: Mapping[str, str] = {
     "deepspeed": "training runs on Megatron",
@@ -48,7 +53,7 @@ _SAMPLING = ("random", "sequential")
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
-def problems(args: Any) -> list[str]:
+def problems(args: HfArguments) -> list[str]:
     """Everything wrong with the fields that Hugging Face declares."""
     found = [
         f"{name} is not supported ({why}); remove it" for name, why in REFUSED.items() if _is_on(args, name)
@@ -72,11 +77,11 @@ def optimizer_of(optim: str) -> Literal["adam", "sgd"] | None:
     return "adam" if optim in _ADAMW else "sgd" if optim == "sgd" else None
 
 
-def _is_on(args: Any, name: str) -> bool:
+def _is_on(args: HfArguments, name: str) -> bool:
     return getattr(args, name, None) not in (None, False, "", [], {})
 
 
-def _accelerator(given: Any) -> Iterator[str]:
+def _accelerator(given: Typed) -> Iterator[str]:
     """Accelerate is not used; its defaults, which a copy of the arguments holds, say nothing."""
     from transformers.trainer_pt_utils import AcceleratorConfig
 
@@ -92,7 +97,7 @@ def _accelerator(given: Any) -> Iterator[str]:
         yield f"accelerator_config ({', '.join(changed)}) is not supported (accelerate is not used); remove it"
 
 
-def _words(args: Any) -> Iterator[str]:
+def _words(args: HfArguments) -> Iterator[str]:
     for name in ("log_level", "log_level_replica"):
         if (level := getattr(args, name)) not in _LOG_LEVELS:
             yield f"{name} is {level!r}; expected one of {', '.join(_LOG_LEVELS)}"
@@ -102,7 +107,7 @@ def _words(args: Any) -> Iterator[str]:
     yield from _reports(args.report_to)
 
 
-def _reports(given: Any) -> Iterator[str]:
+def _reports(given: Typed) -> Iterator[str]:
     names = [given] if isinstance(given, str) else list(given or [])
     if not names or names in (["none"], ["all"]):
         return
@@ -144,7 +149,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
 )
 
 
-def _numbers(args: Any) -> Iterator[str]:
+def _numbers(args: HfArguments) -> Iterator[str]:
     for names, fits, words in _RANGES:
         given = {name: getattr(args, name, None) for name in names}
         wrong = {name: value for name, value in given.items() if value is not None and not fits(float(value))}
@@ -153,7 +158,7 @@ def _numbers(args: Any) -> Iterator[str]:
         yield f"num_train_epochs must be above 0 where max_steps is not set, not {args.num_train_epochs}"
 
 
-def _ends(args: Any) -> Iterator[str]:
+def _ends(args: HfArguments) -> Iterator[str]:
     """Schedules that end above where they begin, and a rate of its own over a schedule without one."""
     decoupled, least = getattr(args, "decoupled_lr", None), getattr(args, "min_lr", None)
     own = getattr(args, "decoupled_min_lr", None)

@@ -4,12 +4,10 @@ It is a dump of Megatron's configuration of the day, so keys that say nothing ab
 layout are passed over. Facts that it lacks come from the HF config that it carries as a string.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from mca_config.bounds import require_bounded
 from mca_config.errors import McaError
 from mca_config.files import parse_object
+from mca_config.types import JsonObject, Typed, Values
 
 _SAME_NAME = (
     "num_layers",
@@ -57,12 +55,12 @@ _LAYOUT = (
 )
 
 
-def is_roll(document: Mapping[str, Any]) -> bool:
+def is_roll(document: Values) -> bool:
     """Whether ``document`` is a configuration that mcore_adapter wrote."""
     return {"hf_model_type", "hf_config_json", "num_layers"} <= document.keys()
 
 
-def document_from_roll(roll: Mapping[str, Any], where: str) -> dict[str, Any]:
+def document_from_roll(roll: Values, where: str) -> JsonObject:
     """Version 1's ``mca_config.json`` with the same meaning."""
     try:
         return _document(roll, where)
@@ -70,7 +68,7 @@ def document_from_roll(roll: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise McaError(f"{where}: cannot be read as what mcore_adapter writes ({error})") from None
 
 
-def _document(roll: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _document(roll: Values, where: str) -> JsonObject:
     require_bounded(roll)  # before lists are made that are as long as it says
     hf_config = _hf_config(roll, where)
     text = hf_config.get("text_config", hf_config)
@@ -99,32 +97,32 @@ def _document(roll: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"mca_version": 1, "model": model, "layout": layout, "hf_config": hf_config}
 
 
-def _hf_config(roll: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _hf_config(roll: Values, where: str) -> JsonObject:
     text = roll["hf_config_json"]
     if not isinstance(text, str):
         raise McaError(f"{where}: hf_config_json must hold a JSON text, not {text!r:.80}")
     return parse_object(text, f"{where}: hf_config_json")
 
 
-def _dtype(roll: Mapping[str, Any]) -> str:
+def _dtype(roll: Values) -> str:
     if roll.get("bf16"):
         return "bfloat16"
     return "float16" if roll.get("fp16") else "float32"
 
 
-def _rope_scaling(text: Mapping[str, Any]) -> dict[str, Any] | None:
+def _rope_scaling(text: Values) -> JsonObject | None:
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     scaling = {key: value for key, value in scaling.items() if key != "rope_theta"}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     return None if kind == "default" else scaling
 
 
-def _window(window: Any) -> int | None:
+def _window(window: Typed) -> int | None:
     """Megatron counts the tokens before the query; ours count it too."""
     return None if window is None else int(window[0]) + 1
 
 
-def _moe_layer_freq(roll: Mapping[str, Any], where: str) -> list[int] | None:
+def _moe_layer_freq(roll: Values, where: str) -> list[int] | None:
     """Megatron: a number n puts experts on every n-th layer from the first, a list says it layer by layer."""
     freq = roll.get("moe_layer_freq")
     if roll.get("num_moe_experts") is None or freq in (None, 1):

@@ -1,10 +1,13 @@
-"""Which numbers a model can have: beyond them a file is damaged, and planning it would fill all memory."""
+"""Which numbers a model can have: beyond them a file is damaged, and planning it would fill all memory.
+
+That a number lies within them does not mean that it is right.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from mca_config.errors import McaError
+from mca_config.types import Values
 
 _MOST: Mapping[str, int] = {
     "num_layers": 1 << 12,
@@ -42,7 +45,7 @@ _NOT_NEGATIVE = ("layernorm_epsilon", "init_method_std")
 _SHARES = ("attention_dropout", "hidden_dropout")
 
 
-def require_bounded(values: Mapping[str, Any]) -> None:
+def require_bounded(values: Values) -> None:
     """Refuses numbers that no model has; what is None or missing is passed over.
 
     Args:
@@ -55,7 +58,7 @@ def require_bounded(values: Mapping[str, Any]) -> None:
         raise McaError("; ".join(problems))
 
 
-def _counts(values: Mapping[str, Any]) -> Iterator[str]:
+def _counts(values: Values) -> Iterator[str]:
     for name, most in {**dict.fromkeys(_WIDTHS, _LARGEST), **_MOST}.items():
         value, least = values.get(name), _LEAST.get(name, 1)
         if not isinstance(value, int | float) or isinstance(value, bool) or least <= value <= most:
@@ -66,7 +69,7 @@ def _counts(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} must be at most {most}, not {value!r:.80}"
 
 
-def _products(values: Mapping[str, Any]) -> Iterator[str]:
+def _products(values: Values) -> Iterator[str]:
     layers, experts, heads, channels = (
         value if isinstance(value, int) else 1
         for value in map(values.get, ("num_layers", "num_moe_experts", "num_attention_heads", "kv_channels"))
@@ -82,7 +85,7 @@ def _products(values: Mapping[str, Any]) -> Iterator[str]:
         yield f"num_attention_heads {heads} times kv_channels {channels} must be at most {_LARGEST}"
 
 
-def _reals(values: Mapping[str, Any]) -> Iterator[str]:
+def _reals(values: Values) -> Iterator[str]:
     for name, value in values.items():
         if not isinstance(value, float):
             continue

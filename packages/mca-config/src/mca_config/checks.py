@@ -1,9 +1,12 @@
-"""Whether a model fits a layout, told before any process group or device is touched, all problems at once."""
+"""Whether a model fits a layout, told before any process group or device is touched, all problems at once.
+
+What an installed megatron-core cannot compute is not known here (`mca_models.megatron.factory.limits`).
+"""
 
 import math
 from collections.abc import Callable
 
-from mca_config.errors import McaError, list_problems
+from mca_config.errors import McaError, raise_problems
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import pipeline_plan
@@ -47,9 +50,7 @@ def require_layout(
 ) -> None:
     """Raises one :class:`McaError` with all that :func:`check_layout` finds."""
     problems = check_layout(model, layout, world_size, seq_length, sequence_parallel=sequence_parallel)
-    error = list_problems(problems, f"{model.model_type} cannot be laid out as {layout}")
-    if error:
-        raise error
+    raise_problems(problems, f"{model.model_type} cannot be laid out as {layout}")
 
 
 def sequence_multiple(layout: ParallelLayout, sequence_parallel: bool | None = None) -> int:

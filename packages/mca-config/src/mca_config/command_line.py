@@ -1,4 +1,7 @@
-"""The arguments' dataclasses as flags of argparse, with ``-`` or ``_``, for commands without transformers."""
+"""The arguments' dataclasses as flags of argparse, with ``-`` or ``_``, for commands without transformers.
+
+Values are checked where the dataclass is made, not here.
+"""
 
 import argparse
 import dataclasses
@@ -6,10 +9,14 @@ import types
 from collections.abc import Iterable
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from mca_config.types import JsonObject
+
 T = TypeVar("T")
 
 
-def add_arguments(parser: Any, cls: type, names: Iterable[str] | None = None) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, cls: type, names: Iterable[str] | None = None
+) -> None:
     """Adds a flag for each field of ``cls`` (or for ``names`` of them) to a parser or argument group.
 
     Absent flags stay out of the namespace, so that the dataclass's own defaults hold.
@@ -30,7 +37,7 @@ def from_namespace(cls: type[T], namespace: argparse.Namespace) -> T:
     return cls(**{name: value for name, value in vars(namespace).items() if name in names})
 
 
-def _how_to_parse(hint: Any) -> dict[str, Any]:
+def _how_to_parse(hint: Any) -> JsonObject:
     choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     choices = tuple(choice for choice in choices if choice is not types.NoneType)
     kind = str if str in choices else choices[0]

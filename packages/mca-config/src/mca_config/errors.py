@@ -1,6 +1,9 @@
-"""The one error that users see, and how it tells a wrong configuration from a failure."""
+"""The errors that users see, all below `McaError`, and how problems are collected into one.
 
-from collections.abc import Iterator
+A class of its own has what a caller must tell from other errors; nothing here prints or chooses exit codes.
+"""
+
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -21,6 +24,30 @@ class UsageError(McaError):
     """The command line or the configuration is wrong: nothing was done, and the same again fails again; exit 2."""
 
 
+class DiskFull(McaError):
+    """A file cannot be written, because its disk or the user's share of it has no room left."""
+
+
+class HfConfigError(McaError):
+    """A ``config.json`` says what cannot be represented; the text begins with the bare name of the file."""
+
+
+class RankFailed(McaError):
+    """Work that all ranks do together failed on one of them; every rank raises it.
+
+    Args:
+        rank: The first one that failed.
+        cause: Why.
+    """
+
+    def __init__(self, rank: int, cause: McaError) -> None:
+        super().__init__(rank, cause)  # what pickle makes it from
+        self.rank, self.cause = rank, cause
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} could not save: {next(iter(str(self.cause).splitlines()), '')}"
+
+
 @contextmanager
 def checking_usage() -> Iterator[None]:
     """A block that only looks at what the user asked for: what it refuses is a `UsageError`."""
@@ -38,14 +65,30 @@ def named(error: McaError, where: object) -> McaError:
     return error if text.startswith(str(where)) else McaError(f"{where}: {text}")
 
 
-def list_problems(problems: list[str], what: str) -> McaError | None:
-    """Joins all ``problems`` found in ``what`` into one error; None without problems."""
-    if not problems:
-        return None
-    count = f" {len(problems)} problems\n " if len(problems) > 1 else ""
-    error = McaError(f"{what}:{count} " + "\n  ".join(problems))
-    error.problems = tuple(problems)
-    return error
+def raise_problems(
+    problems: Iterable[str], what: object, *, shown: int | None = None, kind: type[McaError] = McaError
+) -> None:
+    """Raises one error with all problems; does nothing without any.
+
+    Args:
+        problems: What is wrong, a line each.
+        what: Where it was found; a single problem that begins with it is not told it twice.
+        shown: Name only this many of them, and say how many more there are.
+        kind: Of the error.
+
+    Raises:
+        McaError: There is a problem.
+    """
+    found = tuple(problems)
+    if not found:
+        return
+    if len(found) == 1:
+        error = kind(str(named(McaError(found[0]), what)))
+    else:
+        more = [f"and {len(found) - shown} more"] if shown and len(found) > shown else []
+        error = kind("\n  ".join([f"{what}: {len(found)} problems", *found[:shown], *more]))
+    error.problems = found
+    raise error
 
 
 def problems_of(error: ValueError) -> tuple[str, ...]:

@@ -1,4 +1,7 @@
-"""Files that others wrote, read with suspicion: not waited for, not without bound, not outside their directory."""
+"""Files that others wrote, read with suspicion: not waited for, not without bound, not outside their directory.
+
+What a file's contents mean is for those who read it.
+"""
 
 import errno
 import json
@@ -7,9 +10,9 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from mca_config.errors import McaError
+from mca_config.errors import DiskFull, McaError
+from mca_config.types import JsonObject, Typed
 
 MAX_TEXT_BYTES = 256 << 20
 """The largest text that is parsed; the index of a model with a million tensors has half of it."""
@@ -48,6 +51,12 @@ def present(directory: Path, name: str) -> bool:
         except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with a NUL
             return False
         return True
+
+
+def cannot_write(file: object, error: OSError) -> McaError:
+    """What to raise where the system refuses to write ``file``."""
+    kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else McaError
+    return kind(f"{file}: cannot be written ({error.strerror})")
 
 
 @contextmanager
@@ -113,12 +122,12 @@ def read_text(file: Path, absent: str = "expected a file") -> str:
         raise McaError(f"{file}: cannot be read ({error}); expected UTF-8") from None
 
 
-def read_json(file: Path, absent: str = "expected a file") -> dict[str, Any]:
+def read_json(file: Path, absent: str = "expected a file") -> JsonObject:
     """The JSON object in ``file``; see :func:`read_bytes` and :func:`parse_object`."""
     return parse_object(read_text(file, absent), str(file))
 
 
-def parse_object(text: str, where: str) -> dict[str, Any]:
+def parse_object(text: str, where: str) -> JsonObject:
     """The JSON object ``text``, which can be written again.
 
     Raises:
@@ -137,9 +146,10 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
     return document
 
 
-def _depths(document: Any) -> Iterator[int]:
+def _depths(document: JsonObject) -> Iterator[int]:
     """The level of every container, the outermost first; ends below the deepest that is allowed."""
-    level, depth = [document], 0
+    level: list[Typed] = [document]
+    depth = 0
     while level and depth <= _DEEPEST:
         depth += 1
         yield depth
@@ -147,7 +157,7 @@ def _depths(document: Any) -> Iterator[int]:
         level = [value for values in inner for value in values if isinstance(value, dict | list)]
 
 
-def _require_text(document: dict[str, Any], text: str, where: str) -> None:
+def _require_text(document: JsonObject, text: str, where: str) -> None:
     """Half of a surrogate pair is JSON, but no text: it could not be written again."""
     if "\\ud" not in text and "\\uD" not in text:
         return

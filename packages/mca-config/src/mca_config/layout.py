@@ -1,4 +1,7 @@
-"""Parallel sizes and the rank grid, in Megatron's order tp-cp-ep-dp-pp; pure arithmetic."""
+"""Parallel sizes and the rank grid, in Megatron's order tp-cp-ep-dp-pp; pure arithmetic.
+
+No process group is made here, and whether a model fits is said by `checks`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -131,6 +134,11 @@ class ParallelLayout:
     def expert_model_size(self) -> int:
         """Ranks that share one replica of the expert parameters: etp x ep x pp."""
         return self.etp * self.ep * self.pp
+
+    def bubble(self, micro_batches: int) -> float:
+        """The share of a step in which a pipeline rank waits for others, at so many micro-batches per replica."""
+        idle = self.pp - 1
+        return idle / (micro_batches * self.vpp + idle)
 
     def __str__(self) -> str:
         parts = [f"tp {self.tp}", f"pp {self.pp}"]

@@ -1,9 +1,12 @@
-"""The architecture of a model as data, under Megatron's field names, with no Megatron import."""
+"""The architecture of a model as data, under Megatron's field names, with no Megatron import.
+
+How a family's ``config.json`` becomes one is written in `mca_models.templates`.
+"""
 
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mca_config import _fields, _roll, files
 from mca_config.bounds import require_bounded
@@ -11,6 +14,7 @@ from mca_config.errors import McaError, named
 from mca_config.layout import ParallelLayout
 from mca_config.pipeline import PipelinePlan, pipeline_plan
 from mca_config.rope import require_rope
+from mca_config.types import JsonObject
 
 FILE_NAME = "mca_config.json"
 VERSION = 1
@@ -87,7 +91,7 @@ class McaModelConfig:
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
-    rope_scaling: dict[str, Any] | None = None
+    rope_scaling: JsonObject | None = None
     """HF's rope parameters without ``rope_theta`` (``rope_type``, ``factor``, ...); None: unscaled."""
     rotary_base_local: float | None = None
     """Base of the unscaled rope of ``sliding_attention`` layers; None: all layers rotate alike."""
@@ -126,9 +130,9 @@ class McaModelConfig:
     moe_router_load_balancing_type: str = "none"
     mtp_num_layers: int = 0
 
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: JsonObject = field(default_factory=dict)
     """Family-specific facts that have no Megatron name, under HF's names."""
-    hf_config: dict[str, Any] = field(default_factory=dict)
+    hf_config: JsonObject = field(default_factory=dict)
     """The source ``config.json`` verbatim; export starts from it, so unknown fields survive."""
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     """The parallel sizes a checkpoint was written with."""
@@ -197,7 +201,7 @@ class McaModelConfig:
             for pp, chunks in enumerate(plan.chunks)
         ]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The contents of ``mca_config.json``."""
         model = _fields.to_mapping(self)
         layout = _fields.to_mapping(model.pop("layout"))
@@ -209,7 +213,7 @@ class McaModelConfig:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
 
     @staticmethod
-    def from_dict(document: dict[str, Any], where: str = FILE_NAME) -> "McaModelConfig":
+    def from_dict(document: JsonObject, where: str = FILE_NAME) -> "McaModelConfig":
         """Reads what :meth:`to_dict` or ROLL's mcore_adapter wrote; ``where`` names it in errors.
 
         Returns an :class:`MlaMcaModelConfig` if the model has a ``kv_lora_rank``.
@@ -260,7 +264,7 @@ class McaModelConfig:
         )
 
 
-def _require_same_family(document: dict[str, Any], where: str) -> None:
+def _require_same_family(document: JsonObject, where: str) -> None:
     """The source ``config.json`` inside is what an export starts from, so it must be of this model."""
     model, source = document.get("model"), document.get("hf_config")
     if not isinstance(model, dict) or not isinstance(source, dict) or "model_type" not in source:

@@ -1,10 +1,13 @@
-"""Which scalings of rotary frequencies can be computed, and what each needs."""
+"""Which scalings of rotary frequencies can be computed, and what each needs.
+
+Nothing is computed here; the frequencies are `mca_models.megatron.layers.rope`'s.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from mca_config.errors import McaError
+from mca_config.types import Values
 
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
@@ -21,7 +24,7 @@ _NUMBERS = (
 _LISTS = ("short_factor", "long_factor")
 
 
-def require_rope(scaling: Mapping[str, Any] | None) -> None:
+def require_rope(scaling: Values | None) -> None:
     """Refuses a rope scaling that cannot be computed, by name.
 
     Args:
@@ -34,7 +37,7 @@ def require_rope(scaling: Mapping[str, Any] | None) -> None:
         raise McaError(f"rope parameters: {'; '.join(problems)}")
 
 
-def _problems(scaling: Mapping[str, Any]) -> Iterator[str]:
+def _problems(scaling: Values) -> Iterator[str]:
     kind = scaling.get("rope_type")
     if not isinstance(kind, str) or kind not in NEEDED:
         yield f"rope_type {kind!r:.80} is not supported; supported: default, {', '.join(NEEDED)}"

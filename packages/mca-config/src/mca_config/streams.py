@@ -1,11 +1,16 @@
-"""Standard streams that may be closed, full, or read by nobody, without changing what the command does."""
+"""Standard streams that may be closed, full, or read by nobody, without changing what the command does.
+
+What is printed, and when, is not decided here.
+"""
 
 import io
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import TextIO
+
+from mca_config.types import Typed
 
 
 class Forgiving:
@@ -47,7 +52,7 @@ class Forgiving:
     def flush(self) -> None:
         """Everything has been written."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Typed:
         return getattr(self._stream, name)
 
 
@@ -65,11 +70,13 @@ def safe_streams(*, to_the_end: bool, output_too: bool = False) -> Iterator[None
             os.open(os.devnull, os.O_RDWR)
     before = sys.stdout, sys.stderr
     sys.stdout = sys.stdout or _nowhere()
-    forgiving: Any = Forgiving(sys.stderr or _nowhere())
+    forgiving: Typed = Forgiving(sys.stderr or _nowhere())
     sys.stderr = forgiving
+    output = sys.stdout if output_too and isinstance(sys.stdout, io.TextIOWrapper) else None
+    errors = output.errors if output else None
     if output_too:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")
+        if output:
+            output.reconfigure(errors="backslashreplace")
         forgiving = Forgiving(sys.stdout, "standard output")
         sys.stdout = forgiving
     try:
@@ -77,6 +84,9 @@ def safe_streams(*, to_the_end: bool, output_too: bool = False) -> Iterator[None
     finally:
         if not to_the_end:
             sys.stdout, sys.stderr = before
+            if output:
+                with suppress(OSError):  # of what was not written yet
+                    output.reconfigure(errors=errors)
 
 
 def _nowhere() -> TextIO:

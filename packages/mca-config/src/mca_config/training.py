@@ -1,4 +1,7 @@
-"""The training arguments: Hugging Face's, widened by Megatron's. The only module that needs transformers."""
+"""The training arguments: Hugging Face's, widened by Megatron's.
+
+This module and `_hf_arguments` need transformers; no other one of the package does.
+"""
 
 import logging
 from dataclasses import dataclass, fields

@@ -1,3 +1,6 @@
-"""CPU-only checkpoint converter of mca; no torch."""
+"""CPU-only checkpoint converter of mca; no torch.
+
+Nothing is exported: the package is a command.
+"""
 
 __version__ = "0.1.0"

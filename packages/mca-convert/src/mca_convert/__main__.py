@@ -1,4 +1,7 @@
-"""``python -m mca_convert``."""
+"""``python -m mca_convert``.
+
+It only calls the command.
+"""
 
 import sys
 

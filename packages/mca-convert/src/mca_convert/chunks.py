@@ -1,4 +1,7 @@
-"""A target tensor cut into stretches that fit a buffer, and the moves clipped to each stretch."""
+"""A target tensor cut into stretches that fit a buffer, and the moves clipped to each stretch.
+
+Nothing is read or written here. A chunk is no chunk of a pipeline: it is a stretch of one tensor.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,8 +1,11 @@
-"""Collects stretches of a target tensor from source files into one thread's buffers."""
+"""Collects stretches of a target tensor from source files into one thread's buffers.
+
+Nothing is written here.
+"""
 
 from collections.abc import Iterator
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mca_convert.chunks import Chunk
 from mca_convert.reader import SourceFiles
@@ -10,9 +13,10 @@ from mca_models.storage.dtypes import numpy_dtype
 from mca_models.storage.runs import Move
 from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import Part, copy_move
+from mca_models.weights.arrays import NumpyArray
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 
 _BAND = 1 << 20  # elements that are computed at a time, where a part is too large to keep
@@ -23,17 +27,17 @@ class Buffers:
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
-        self._raw: dict[str, np.ndarray[Any, Any]] = {}
-        self._typed: dict[tuple[str, str], np.ndarray[Any, Any]] = {}
+        self._raw: dict[str, NumpyArray] = {}
+        self._typed: dict[tuple[str, str], NumpyArray] = {}
 
-    def array(self, name: str, dtype: str, size: int) -> "np.ndarray[Any, Any]":
+    def array(self, name: str, dtype: str, size: int) -> NumpyArray:
         """The first ``size`` elements of buffer ``name``."""
         typed = self._typed.get((name, dtype))
         if typed is None:
             typed = self._typed[name, dtype] = self._bytes(name).view(numpy_dtype(dtype))
         return typed[:size]
 
-    def _bytes(self, name: str) -> "np.ndarray[Any, Any]":
+    def _bytes(self, name: str) -> NumpyArray:
         import numpy as np
 
         if name not in self._raw:
@@ -48,9 +52,7 @@ class Collector:
         self._sources, self._buffers = sources, buffers
         self._computed = ComputedParts(computed_bytes)
 
-    def collect(
-        self, chunk: Chunk, parts: tuple[Part, ...], dtype: str, buffer: str
-    ) -> "np.ndarray[Any, Any]":
+    def collect(self, chunk: Chunk, parts: tuple[Part, ...], dtype: str, buffer: str) -> NumpyArray:
         """The elements of ``chunk``, in the parts' own ``dtype``, in buffer ``buffer``."""
         self._computed.keep(parts)
         out = self._buffers.array(buffer, dtype, chunk.stop - chunk.start)
@@ -64,7 +66,7 @@ class Collector:
                 self._computed.copy(part, move, out)
         return out
 
-    def _copy(self, info: TensorInfo, start: int, move: Move, out: "np.ndarray[Any, Any]") -> None:
+    def _copy(self, info: TensorInfo, start: int, move: Move, out: NumpyArray) -> None:
         file, size = self._sources.get(info.file), info.itemsize
         offset = info.offset + (start + move.source) * size
         elements = move.run * move.repeat
@@ -98,9 +100,9 @@ class ComputedParts:
 
     def __init__(self, nbytes: int) -> None:
         self._limit = nbytes
-        self._kept: dict[tuple[int, int], tuple[Part, np.ndarray[Any, Any]]] = {}
+        self._kept: dict[tuple[int, int], tuple[Part, NumpyArray]] = {}
 
-    def copy(self, part: Part, move: Move, out: "np.ndarray[Any, Any]") -> None:
+    def copy(self, part: Part, move: Move, out: NumpyArray) -> None:
         """Carries out ``move`` from ``part`` to ``out``."""
         if computed_bytes(part) <= self._limit:
             copy_move(self._whole(part), out, move)
@@ -117,7 +119,7 @@ class ComputedParts:
             wanted = {_key(part) for part in parts}
             self._kept = {key: kept for key, kept in self._kept.items() if key in wanted}
 
-    def _whole(self, part: Part) -> "np.ndarray[Any, Any]":
+    def _whole(self, part: Part) -> NumpyArray:
         if _key(part) not in self._kept:
             self._kept[_key(part)] = part, part.flat()
         return self._kept[_key(part)][1]

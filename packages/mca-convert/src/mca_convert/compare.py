@@ -8,9 +8,10 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mca_config.model_config import McaModelConfig
+from mca_config.types import Typed
 from mca_convert.chunks import Chunk, cut_exactly
 from mca_convert.collect import Buffers, Collector
 from mca_convert.pool import Limits, run_all
@@ -20,9 +21,10 @@ from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.moves import HF
 from mca_models.storage.source import ModelSource
 from mca_models.weights import Param
+from mca_models.weights.arrays import NumpyArray
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 _SAME_MODEL_MAY_DIFFER = {"layout", "hf_config", "extra", "dtype"}
 _Pair = tuple[str, str, "_Side", "_Side", tuple[int, ...]]
@@ -67,7 +69,7 @@ class Comparison:
         self,
         name: str,
         shape: tuple[int, ...],
-        arrays: "Sequence[np.ndarray[Any, Any]]",
+        arrays: "Sequence[NumpyArray]",
         tolerance: float | None,
         start: int = 0,
     ) -> None:
@@ -144,7 +146,7 @@ def _different_models(first: ModelSource, second: ModelSource, tolerance: float 
     return problems
 
 
-def _different_fields(first: McaModelConfig, second: McaModelConfig) -> Iterator[tuple[str, Any, Any]]:
+def _different_fields(first: McaModelConfig, second: McaModelConfig) -> Iterator[tuple[str, Typed, Typed]]:
     names = {item.name for config in (first, second) for item in dataclasses.fields(config)}
     for name in sorted(names - _SAME_MODEL_MAY_DIFFER):
         mine, its = (vars(config).get(name) for config in (first, second))
@@ -203,9 +205,7 @@ class _Worker:
         self._progress(arrays[0].nbytes)
 
 
-def _different(
-    first: "np.ndarray[Any, Any]", second: "np.ndarray[Any, Any]", tolerance: float | None
-) -> "np.ndarray[Any, Any]":
+def _different(first: NumpyArray, second: NumpyArray, tolerance: float | None) -> NumpyArray:
     """Positions of different elements."""
     import numpy as np
 

@@ -1,9 +1,12 @@
-"""Compares two LoRA adapters, PEFT's or MCA's of any layout, tensor by tensor under PEFT's names."""
+"""Compares two LoRA adapters, PEFT's or MCA's of any layout, tensor by tensor under PEFT's names.
+
+The base models are not compared.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
@@ -11,12 +14,13 @@ from mca_convert.compare import Comparison
 from mca_models.opening import kind_of
 from mca_models.storage.dtypes import code_of
 from mca_models.storage.safetensors import read_header
+from mca_models.weights.arrays import NumpyArray
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 _SCALES = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
-_Tensors = Mapping[str, "Callable[[], np.ndarray[Any, Any]]"]
+_Tensors = Mapping[str, "Callable[[], NumpyArray]"]
 
 
 def compare_adapters(first: Path, second: Path, *, tolerance: float | None = None) -> Comparison:
@@ -48,8 +52,8 @@ def compare_adapters(first: Path, second: Path, *, tolerance: float | None = Non
 
 def _compare(
     name: str,
-    mine: "np.ndarray[Any, Any]",
-    its: "np.ndarray[Any, Any]",
+    mine: NumpyArray,
+    its: NumpyArray,
     result: Comparison,
     tolerance: float | None,
 ) -> None:

@@ -1,4 +1,7 @@
-"""A conversion from one directory to another: planned and proven complete, then carried out."""
+"""A conversion from one directory to another: planned and proven complete, then carried out.
+
+How bytes are moved is in `engine`, what a checkpoint holds in `mca_models`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 
-from mca_convert.cast import cast_into
 from mca_convert.chunks import Chunk, ChunkCache
 from mca_convert.collect import Buffers, Collector, is_kept
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import SourceFiles
 from mca_convert.tasks import Fill, fill_item_size
+from mca_models.storage.cast import cast_into
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.manifest import FileRecord
 from mca_models.storage.safetensors import FilePlan

@@ -1,15 +1,19 @@
-"""The command line of ``mca-convert``: sub-commands and flags, with ``-`` or ``_`` alike."""
+"""The command line of ``mca-convert``: sub-commands and flags, with ``-`` or ``_`` alike.
+
+What the flags mean for a conversion is in `commands`.
+"""
 
 import argparse
 import difflib
 import re
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.arguments.distributing import LAYOUT_FIELDS
 from mca_config.command_line import add_arguments
 from mca_config.layout import SIZE_FIELDS
+from mca_config.types import Typed
 from mca_convert.output import printable
 
 DEFAULT_COMMAND = "convert"
@@ -91,7 +95,7 @@ def build_parser(command: str, version: str) -> Parser:
     return parser
 
 
-def _flag(parser: Any, name: str, **how: Any) -> None:
+def _flag(parser: argparse._ActionsContainer, name: str, **how: Typed) -> None:
     """Adds ``--name`` in both spellings."""
     parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, **how)
 

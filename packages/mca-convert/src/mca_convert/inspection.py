@@ -1,17 +1,20 @@
-"""Finds out what a directory holds, and says as much as can be said of a damaged one."""
+"""Finds out what a directory holds, and says as much as can be said of a damaged one.
+
+Nothing is converted, and no tensor is read.
+"""
 
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
 from mca_models.checkpoint.hf_directory import HfSource, read_config
 from mca_models.checkpoint.mca_directory import McaSource
-from mca_models.opening import Kind, kind_of, open_checkpoint
+from mca_models.opening import CheckpointKind, kind_of, open_checkpoint
 from mca_models.storage.safetensors import TensorInfo, read_header
 from mca_models.storage.source import ModelSource
 from mca_models.templates import family_of
@@ -34,9 +37,9 @@ class Inspection:
 
     path: str
     kind: str
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: JsonObject = field(default_factory=dict)
     """By what people call them, in the order to show."""
-    sizes: dict[str, Any] = field(default_factory=dict)
+    sizes: JsonObject = field(default_factory=dict)
     """The model's by ``McaModelConfig``'s names, and ``layout`` with those of its layout."""
     files: dict[str, int] = field(default_factory=dict)
     """Bytes of each file with weights."""
@@ -47,7 +50,7 @@ class Inspection:
     problem: str | None = None
     """Why it cannot be read as what it looks like."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """For ``--json``."""
         return dataclasses.asdict(self)
 
@@ -74,7 +77,7 @@ def inspect_directory(path: Path, top: int = 5) -> Inspection:
     return found
 
 
-def _model(path: Path, kind: Kind, found: Inspection, top: int) -> None:
+def _model(path: Path, kind: CheckpointKind, found: Inspection, top: int) -> None:
     try:
         source = open_checkpoint(path)
     except McaError:
@@ -97,10 +100,10 @@ def _model(path: Path, kind: Kind, found: Inspection, top: int) -> None:
     _biggest(shapes, found, top)
 
 
-def _configuration(path: Path, kind: Kind, found: Inspection) -> None:
+def _configuration(path: Path, kind: CheckpointKind, found: Inspection) -> None:
     """What the configuration says, where the weights cannot be read."""
     try:
-        if kind is Kind.HF:
+        if kind is CheckpointKind.HF:
             config = read_config(path)
             found.facts["model_type"] = config.get("model_type")
         else:
@@ -153,7 +156,7 @@ def _biggest(shapes: list[tuple[str, str, list[int]]], found: Inspection, top: i
     found.biggest = sorted(sized, key=lambda entry: -entry[-1])[:top]
 
 
-def _adapter(path: Path, kind: Kind, found: Inspection, top: int) -> None:
+def _adapter(path: Path, kind: CheckpointKind, found: Inspection, top: int) -> None:
     from mca_models.lora import AdapterConfig, open_adapter
     from mca_models.lora.peft_directory import WEIGHTS
 
@@ -164,7 +167,7 @@ def _adapter(path: Path, kind: Kind, found: Inspection, top: int) -> None:
     for key in ("rank_pattern", "alpha_pattern", "modules_to_save", "use_rslora"):
         if settings.get(key):
             found.facts[key] = settings[key]
-    if kind is Kind.PEFT:
+    if kind is CheckpointKind.PEFT:
         infos = list(read_header(path / WEIGHTS).tensors.values())
         _count(infos, path, found)
         found.facts["parameters"] = sum(prod(info.shape) for info in infos)

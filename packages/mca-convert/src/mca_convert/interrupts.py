@@ -1,4 +1,7 @@
-"""What ends the command from outside: Ctrl-C, SIGTERM, SIGHUP, and faults that no call reports."""
+"""What ends the command from outside: Ctrl-C, SIGTERM, SIGHUP, and faults that no call reports.
+
+What is left behind then is removed by those who write.
+"""
 
 import signal
 import threading

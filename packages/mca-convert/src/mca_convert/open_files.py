@@ -1,4 +1,7 @@
-"""How many files may be open at once."""
+"""How many files may be open at once.
+
+It raises the soft limit as far as the system lets a process.
+"""
 
 import resource
 

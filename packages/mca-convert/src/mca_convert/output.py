@@ -1,12 +1,14 @@
-"""What the commands print: safe for a terminal, in any encoding, whether or not somebody reads it."""
+"""What the commands print: safe for a terminal, in any encoding, whether or not somebody reads it.
+
+What is said is decided in `commands`.
+"""
 
 import json
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 from mca_config.errors import McaError
+from mca_config.types import Values
 
 _LONGEST_LINE = 4000
 JSON_VERSION = 1
@@ -54,6 +56,6 @@ def _forget(fd: int) -> None:
     os.close(nothing)
 
 
-def say_json(kind: str, document: Mapping[str, Any]) -> None:
+def say_json(kind: str, document: Values) -> None:
     """Prints ``document`` as JSON that names its ``kind`` and the version of its keys."""
     say(json.dumps({"schema": f"mca-convert/{kind}", "version": JSON_VERSION, **document}, indent=1))

@@ -1,4 +1,7 @@
-"""A few threads that work through one list, and stop at the first failure."""
+"""A few threads that work through one list, and stop at the first failure.
+
+What the work is, it does not know.
+"""
 
 import os
 import threading

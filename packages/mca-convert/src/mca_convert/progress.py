@@ -1,4 +1,7 @@
-"""How far the work is: a bar on a terminal, else a line now and then."""
+"""How far the work is: a bar on a terminal, else a line now and then.
+
+It counts bytes and knows nothing of what they are.
+"""
 
 import sys
 import threading

@@ -1,4 +1,7 @@
-"""Source files: positioned reads, maps for strided reads, and checksums of what passed."""
+"""Source files: positioned reads, maps for strided reads, and checksums of what passed.
+
+What the bytes mean is known to `mca_models.storage`.
+"""
 
 import mmap
 import os
@@ -6,7 +9,7 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError
 from mca_config.files import open_regular, reading
@@ -14,9 +17,10 @@ from mca_convert.pool import run_all
 from mca_models.storage.checksum import crc32_join, crc32_of_file
 from mca_models.storage.partial_folder import close
 from mca_models.storage.writer import as_bytes
+from mca_models.weights.arrays import Contiguous, NumpyArray
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 
 _AT_ONCE = 1 << 20
@@ -39,7 +43,7 @@ class SourceFile:
         self._lock = threading.Lock()
         self._passed: list[tuple[int, int, int]] = []
 
-    def read_into(self, buffer: Any, offset: int) -> None:
+    def read_into(self, buffer: Contiguous, offset: int) -> None:
         """Fills ``buffer`` from byte ``offset`` on."""
         view = as_bytes(buffer)
         done = 0
@@ -56,7 +60,7 @@ class SourceFile:
             with self._lock:
                 self._passed.append(part)
 
-    def mapped(self, offset: int, nbytes: int) -> "np.ndarray[Any, Any]":
+    def mapped(self, offset: int, nbytes: int) -> NumpyArray:
         """``nbytes`` from byte ``offset`` on, read when touched."""
         import numpy as np
 

@@ -1,4 +1,7 @@
-"""Plain text for terminals."""
+"""Plain text for terminals.
+
+It knows only rows of words.
+"""
 
 from collections.abc import Iterator, Sequence
 

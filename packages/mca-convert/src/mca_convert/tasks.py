@@ -1,4 +1,7 @@
-"""What a conversion does, as data: which target tensor is filled from which parts."""
+"""What a conversion does, as data: which target tensor is filled from which parts.
+
+Nothing is carried out here (`engine`).
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -99,15 +102,12 @@ def fills_to_mca(source: ModelSource, target: McaLayout, found: Mapping[str, str
 def fills_to_hf(source: ModelSource, target: HfLayout, found: Mapping[str, str]) -> Iterator[Fill]:
     """Fills of a HF checkpoint's tensors, copies of a tied head included; ``found`` are the ``source_dtypes``."""
     file_of = {name: file for file, names in target.files.items() for name in names}
-    copies: dict[str, list[str]] = {}
-    for copy, original in target.duplicates.items():
-        copies.setdefault(original, []).append(copy)
     for param in target.params:
         gathers = source.gathers(param, HF)
         dtype = target.tensors[param.hf_names()[0]][0]
         for name, gather in zip(param.hf_names(), gathers, strict=True):
             start = (param.expert or 0) * prod(gather.shape) if param.stacked else 0
-            for written in (name, *copies.get(name, ())):
+            for written in target.written_as(name):
                 yield Fill(
                     file_of[written],
                     written,

@@ -1,4 +1,7 @@
-"""Tells the kinds of checkpoint directories apart, and opens whichever it is."""
+"""Tells the kinds of checkpoint directories apart, and opens whichever it is.
+
+How each kind is read is known to `checkpoint` and `torch_checkpoint`.
+"""
 
 from enum import Enum
 from pathlib import Path
@@ -13,7 +16,7 @@ from mca_models.storage.source import ModelSource
 _MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "dist_model")
 
 
-class Kind(Enum):
+class CheckpointKind(Enum):
     """What a directory holds."""
 
     HF = "Hugging Face checkpoint"
@@ -26,15 +29,15 @@ class Kind(Enum):
     @property
     def is_adapter(self) -> bool:
         """Whether it has only what LoRA adds."""
-        return self in (Kind.PEFT, Kind.MCA_ADAPTER)
+        return self in (CheckpointKind.PEFT, CheckpointKind.MCA_ADAPTER)
 
     @property
     def is_megatron(self) -> bool:
         """Whether its weights are Megatron's, so that the way to go is to Hugging Face."""
-        return self in (Kind.MCA, Kind.ROLL, Kind.TORCH_DIST)
+        return self in (CheckpointKind.MCA, CheckpointKind.ROLL, CheckpointKind.TORCH_DIST)
 
 
-def kind_of(path: Path) -> Kind:
+def kind_of(path: Path) -> CheckpointKind:
     """What directory ``path`` looks like; damaged ones are found when they are opened.
 
     Raises:
@@ -43,23 +46,23 @@ def kind_of(path: Path) -> Kind:
     if not path.is_dir():
         raise McaError(f"{path}: {_why_no_directory(path)}")
     if present(path, "adapter_config.json"):
-        return Kind.MCA_ADAPTER if is_mca(path) else Kind.PEFT
+        return CheckpointKind.MCA_ADAPTER if is_mca(path) else CheckpointKind.PEFT
     if is_mca(path) and _has_manifest(path):
-        return Kind.MCA
+        return CheckpointKind.MCA
     if is_mca(path.resolve().parent) and (path / MANIFEST).is_file():
         raise McaError(
             f"{path}: one iteration of a checkpoint; name the checkpoint itself, {path.resolve().parent}"
         )
     if not any(present(path, name) for name in _MEGATRON):
-        return Kind.MCA if is_mca(path) else Kind.HF
+        return CheckpointKind.MCA if is_mca(path) else CheckpointKind.HF
     from mca_models.torch_checkpoint.roll import is_roll
     from mca_models.torch_checkpoint.torch_dist import find_torch_dist
 
     if is_roll(path):
-        return Kind.ROLL
+        return CheckpointKind.ROLL
     if find_torch_dist(path) is not None:
-        return Kind.TORCH_DIST
-    return Kind.MCA if is_mca(path) else Kind.HF
+        return CheckpointKind.TORCH_DIST
+    return CheckpointKind.MCA if is_mca(path) else CheckpointKind.HF
 
 
 def _why_no_directory(path: Path) -> str:
@@ -93,11 +96,11 @@ def open_checkpoint(path: Path, dtype: str | None = None) -> ModelSource:
         raise McaError(
             f"{path}: an adapter, not a whole model; name its base model as the checkpoint and this as --adapter_path"
         )
-    if kind is Kind.MCA:
+    if kind is CheckpointKind.MCA:
         return McaSource(path)
-    if kind is Kind.HF:
+    if kind is CheckpointKind.HF:
         return HfSource(path, dtype)
     from mca_models.torch_checkpoint.roll import open_roll
     from mca_models.torch_checkpoint.torch_dist import open_torch_dist
 
-    return open_roll(path) if kind is Kind.ROLL else open_torch_dist(path)
+    return open_roll(path) if kind is CheckpointKind.ROLL else open_torch_dist(path)

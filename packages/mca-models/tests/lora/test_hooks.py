@@ -13,7 +13,7 @@ from mca_config.errors import McaError
 from mca_models.lora import AdapterConfig, rules_for_training
 from mca_models.lora.rules import AdapterRules
 from mca_models.megatron.names import Held
-from mca_models.megatron.peft.attach import Attached, Ranks, attach, detach
+from mca_models.megatron.peft.attach import Attached, LinearGroups, attach, detach
 from mca_models.templates import config_from_hf, family_of
 
 
@@ -27,7 +27,7 @@ class Alone:
         return 0
 
 
-RANKS = Ranks(Alone(), Alone(), sequence_parallel=False)
+RANKS = LinearGroups(Alone(), Alone(), sequence_parallel=False)
 
 
 class FusedNorm(torch.nn.Module):
@@ -146,7 +146,7 @@ def test_dropout_is_of_the_input_and_only_in_training() -> None:
 def test_fewer_groups_than_ranks_take_the_rows_they_need() -> None:
     """Three ranks' rows of lora_B are the packed rows' share, wherever a query group is cut."""
     from mca_models.megatron.peft.attach import _order
-    from mca_models.megatron.peft.linear import Cut, Part
+    from mca_models.megatron.peft.linear import Cut, LoraPart
     from mca_models.weights import Param
 
     class Rank(Alone):
@@ -170,7 +170,8 @@ def test_fewer_groups_than_ranks_take_the_rows_they_need() -> None:
     for size in (4, 8):
         for rank in range(size):
             parts = [
-                Part(pair.target.label, 2, 1.0, n, whole_b=True) for pair, n in zip(pairs, sizes, strict=True)
+                LoraPart(pair.target.label, 2, 1.0, n, whole_b=True)
+                for pair, n in zip(pairs, sizes, strict=True)
             ]
             order = _order(pairs, parts, sizes, Cut("rows", Rank(rank, size)))
             assert order is not None

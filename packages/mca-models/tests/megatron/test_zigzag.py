@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mca_config.errors import McaError
-from mca_models.megatron.layers.zigzag import chunks_of_rank, in_order, take
+from mca_models.megatron.layers.zigzag import in_order, ranges_of_rank, take
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -17,7 +17,7 @@ def test_taken_pieces_join_in_order(size: int) -> None:
 
 def test_packed_sequences_are_each_cut() -> None:
     lengths = (8, 4)
-    assert [(c.sequence, c.start, c.length) for c in chunks_of_rank(lengths, 1, 2)] == [
+    assert [(c.sequence, c.start, c.length) for c in ranges_of_rank(lengths, 1, 2)] == [
         (0, 2, 2),
         (0, 4, 2),
         (1, 1, 1),
@@ -28,7 +28,7 @@ def test_packed_sequences_are_each_cut() -> None:
         torch.cat(
             [
                 whole[base + c.start : base + c.start + c.length]
-                for c in chunks_of_rank(lengths, rank, 2)
+                for c in ranges_of_rank(lengths, rank, 2)
                 for base in [0 if c.sequence == 0 else 8]
             ]
         )
@@ -39,10 +39,10 @@ def test_packed_sequences_are_each_cut() -> None:
 
 
 def test_every_rank_has_the_same_causal_work() -> None:
-    work = [sum(c.start * c.length for c in chunks_of_rank((24,), rank, 3)) for rank in range(3)]
+    work = [sum(c.start * c.length for c in ranges_of_rank((24,), rank, 3)) for rank in range(3)]
     assert len(set(work)) == 1
 
 
 def test_a_length_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(McaError, match=r"10 tokens.*context_parallel_size 2.*multiple of 4"):
-        chunks_of_rank((10,), 0, 2)
+        ranges_of_rank((10,), 0, 2)

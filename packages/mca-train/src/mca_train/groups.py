@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mca_config.layout import ParallelLayout
+from mca_models.megatron.distributed.collectives import all_gather
 
 T = TypeVar("T")
 
@@ -77,20 +78,6 @@ def data_group_with_context() -> ProcessGroup:
     return group
 
 
-def broadcast_object(value: T) -> T:
-    """Rank 0's ``value`` on every rank."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def gather_objects(value: T) -> list[T]:
-    """Every rank's ``value``, on every rank."""
-    found = [value] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
 def largest(value: float, device: torch.device) -> float:
     """The largest ``value`` of all ranks."""
     box = torch.tensor([value], dtype=torch.float64, device=device)
@@ -131,10 +118,7 @@ def of_every_stage(value: T) -> list[T]:
     """``value`` of each pipeline stage."""
     from megatron.core import parallel_state
 
-    group = parallel_state.get_pipeline_model_parallel_group()
-    box = [value] * group.size()
-    dist.all_gather_object(box, value, group=group)
-    return box
+    return all_gather(value, parallel_state.get_pipeline_model_parallel_group())
 
 
 def sum_over_context(values: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""The arguments of loading, converting and training, as plain dataclasses without transformers."""
+"""The arguments of loading, converting and training, as plain dataclasses without transformers.
+
+Nothing here trains or builds a model.
+"""
 
 from mca_config.arguments._constraints import needing_engine
 from mca_config.arguments.distributing import DistributingParallelArguments

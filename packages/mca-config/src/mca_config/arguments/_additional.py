@@ -1,4 +1,7 @@
-"""Settings of Megatron beyond the declared arguments: read, checked by name, without importing Megatron."""
+"""Settings of Megatron beyond the declared arguments: read, checked by name, without importing Megatron.
+
+What Megatron makes of a setting is not known here.
+"""
 
 import dataclasses
 import json
@@ -8,11 +11,12 @@ from typing import Any
 
 from mca_config import _megatron_keys as keys
 from mca_config.errors import McaError
+from mca_config.types import JsonObject, Typed
 
 _NAME = "additional_configs"
 
 
-def read(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+def read(value: JsonObject | str | None) -> JsonObject | None:
     """The settings of a dict, of inline JSON, or of the file at a path."""
     if value is None:
         return None
@@ -23,7 +27,7 @@ def read(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
     return dict(value)
 
 
-def _parse_text(text: str) -> Any:
+def _parse_text(text: str) -> Typed:
     if text.lstrip().startswith("{"):
         return _parse_json(text, _NAME)
     path = Path(text)
@@ -37,14 +41,14 @@ def _parse_text(text: str) -> Any:
     )
 
 
-def _parse_json(text: str, where: str) -> Any:
+def _parse_json(text: str, where: str) -> Typed:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise McaError(f"{where}: not valid JSON: {error}") from error
 
 
-def _parse_yaml(text: str, path: Path) -> Any:
+def _parse_yaml(text: str, path: Path) -> Typed:
     try:
         import yaml
     except ImportError as error:
@@ -57,7 +61,7 @@ def _parse_yaml(text: str, path: Path) -> Any:
         raise McaError(f"{_NAME}: {path} is not valid YAML: {str(error).splitlines()[0]}") from error
 
 
-def move_to_arguments(args: Any, settings: dict[str, Any] | None) -> None:
+def move_to_arguments(args: Any, settings: JsonObject | None) -> None:
     """Checks the names in ``settings``; those that are arguments too become ``args``' own."""
     if not settings:
         return

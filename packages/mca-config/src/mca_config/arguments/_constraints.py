@@ -1,10 +1,11 @@
-"""Which arguments contradict one another: pure tables and functions from arguments to messages."""
+"""Which arguments contradict one another: pure tables and functions from arguments to messages.
 
-from collections.abc import Mapping
-from typing import Any
+No model and no machine is looked at: whether a model fits is said by `mca_config.checks`.
+"""
 
 from mca_config.arguments import _unfollowed
 from mca_config.arguments.options import DistributingOptions, TrainingOptions
+from mca_config.types import Values
 
 RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 SEQUENCE_PARALLEL_OFF = (
@@ -150,7 +151,7 @@ _OF_ENGINE = (
 )
 
 
-def needing_engine(settings: Mapping[str, Any]) -> list[str]:
+def needing_engine(settings: Values) -> list[str]:
     """What in ``settings`` only Transformer Engine's layers do."""
     backend = settings.get("attention_backend")
     backend = getattr(backend, "name", backend)  # Megatron's enumeration, or its word

@@ -1,17 +1,21 @@
-"""How an argument is declared and how its value is brought to the declared type."""
+"""How an argument is declared and how its value is brought to the declared type.
+
+Which options there are is said in `options`.
+"""
 
 from dataclasses import field
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 from mca_config import _fields
+from mca_config.types import Typed
 
 
-def option(help: str, default: Any = None) -> Any:
+def option(help: str, default: Typed = None) -> Typed:
     """A dataclass field with a help text; None stands for what the checkpoint (or Megatron) says."""
     return field(default=default, metadata={"help": help})
 
 
-def switch(help: str) -> Any:
+def switch(help: str) -> Typed:
     """An optional bool: ``--name`` alone means true, ``--name false`` false, absence None."""
     return field(default=None, metadata={"help": help, "nargs": "?", "const": True})
 

@@ -5,7 +5,8 @@ They are refused, because Megatron takes them without a word. In a name, ``*`` s
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
-from typing import Any
+
+from mca_config.types import Values
 
 _NOWHERE: Mapping[str, tuple[str, ...]] = {
     "it is for inference": (
@@ -58,7 +59,7 @@ _DETAILS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def problems(settings: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+def problems(settings: Values, given: Values) -> Iterator[str]:
     """What of ``settings`` would be taken and not followed.
 
     Args:

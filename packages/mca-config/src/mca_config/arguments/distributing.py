@@ -1,16 +1,19 @@
-"""How a model is laid over the ranks and computed: the arguments that loading and converting need."""
+"""How a model is laid over the ranks and computed: the arguments that loading and converting need.
+
+What only training needs is in `megatron`.
+"""
 
 import dataclasses
 import functools
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 from mca_config.arguments import _additional, _constraints
 from mca_config.arguments._option import coerce_options
 from mca_config.arguments.options import DistributingOptions
-from mca_config.errors import McaError, list_problems
+from mca_config.errors import McaError, raise_problems
 from mca_config.layout import ParallelLayout, RankGrid
+from mca_config.types import JsonObject
 
 _logger = logging.getLogger(__name__)
 
@@ -33,9 +36,7 @@ class DistributingParallelArguments(DistributingOptions):
         self.additional_configs = _additional.read(self.additional_configs)
         _additional.move_to_arguments(self, self.additional_configs)
         coerce_options(self, DistributingOptions)
-        error = list_problems(self._problems(), "arguments")
-        if error:
-            raise error
+        raise_problems(self._problems(), "arguments")
         if self.sequence_parallel is None and (self.tensor_model_parallel_size or 1) > 1 and self._has_ep():
             _say_sequence_parallel_on()
             self.sequence_parallel = True
@@ -98,7 +99,7 @@ class DistributingParallelArguments(DistributingOptions):
             _say_sequence_parallel_on()
         return both if self.sequence_parallel is None else self.sequence_parallel
 
-    def transformer_config_overrides(self) -> dict[str, Any]:
+    def transformer_config_overrides(self) -> JsonObject:
         """All that was asked for beyond the layout, under the names of Megatron's ``TransformerConfig``."""
         names = DistributingOptions.__annotations__.keys() - {*LAYOUT_FIELDS, "additional_configs"}
         given = {name: getattr(self, name) for name in sorted(names) if getattr(self, name) is not None}

@@ -1,12 +1,15 @@
-"""How Megatron trains and saves: what training needs beyond laying a model out."""
+"""How Megatron trains and saves: what training needs beyond laying a model out.
+
+The arguments that Hugging Face declares are added to these in `mca_config.training`.
+"""
 
 from dataclasses import dataclass
-from typing import Any
 
 from mca_config.arguments import _constraints
 from mca_config.arguments._option import coerce_options
 from mca_config.arguments.distributing import DistributingParallelArguments
 from mca_config.arguments.options import TrainingOptions
+from mca_config.types import JsonObject
 
 _DDP_NAMES = {
     "use_distributed_optimizer": "use_distributed_optimizer",
@@ -52,12 +55,12 @@ class MegatronArguments(DistributingParallelArguments, TrainingOptions):
     def _problems(self) -> list[str]:
         return super()._problems() + _constraints.of_training(self)
 
-    def ddp_config_overrides(self) -> dict[str, Any]:
+    def ddp_config_overrides(self) -> JsonObject:
         """What was asked for, under the names of Megatron's ``DistributedDataParallelConfig``."""
         values = {theirs: getattr(self, ours) for ours, theirs in _DDP_NAMES.items()}
         return {name: value for name, value in values.items() if value is not None}
 
-    def optimizer_config_overrides(self) -> dict[str, Any]:
+    def optimizer_config_overrides(self) -> JsonObject:
         """What was asked for, under the names of Megatron's ``OptimizerConfig``."""
         values = {name: getattr(self, name) for name in _OPTIMIZER_NAMES}
         return {name: value for name, value in values.items() if value is not None}

@@ -4,9 +4,10 @@ What they may not say together is in `_constraints`, what they mean in `distribu
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from mca_config.arguments._option import option, switch
+from mca_config.types import JsonObject
 
 
 @dataclass(kw_only=True)
@@ -140,7 +141,7 @@ class DistributingOptions:
     tp_comm_overlap: bool | None = switch("Overlap tensor-parallel communication; needs Transformer Engine.")
     deterministic_mode: bool | None = switch("Choose kernels that give the same bits every time.")
 
-    additional_configs: dict[str, Any] | str | None = option(
+    additional_configs: JsonObject | str | None = option(
         "Any other setting of Megatron's TransformerConfig: inline JSON, or the path of a JSON or YAML file."
     )
 

@@ -1,4 +1,7 @@
-"""``--adapter_path``: LoRA adapters from PEFT to MCA and back, and merged into their base model."""
+"""``--adapter_path``: LoRA adapters from PEFT to MCA and back, and merged into their base model.
+
+What an adapter is made of is known to `mca_models.lora`.
+"""
 
 import argparse
 import sys

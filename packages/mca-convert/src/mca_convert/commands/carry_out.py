@@ -1,4 +1,7 @@
-"""What the commands that convert share: layout flags, limits, and a conversion under its progress bar."""
+"""What the commands that convert share: layout flags, limits, and a conversion under its progress bar.
+
+What is converted is decided in `conversion`.
+"""
 
 import argparse
 import sys

@@ -1,4 +1,7 @@
-"""``mca-convert --checkpoint_path SRC --output_path DST``."""
+"""``mca-convert --checkpoint_path SRC --output_path DST``.
+
+It turns flags into a conversion and prints what came of it.
+"""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""``mca-convert inspect PATH``: what a directory holds."""
+"""``mca-convert inspect PATH``: what a directory holds.
+
+What is found out is in `mca_convert.inspection`; here it is printed.
+"""
 
 import argparse
 from pathlib import Path

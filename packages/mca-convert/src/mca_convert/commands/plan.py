@@ -1,4 +1,7 @@
-"""``mca-convert plan --checkpoint_path SRC``: what would happen; nothing is written."""
+"""``mca-convert plan --checkpoint_path SRC``: what would happen; nothing is written.
+
+What would happen is found out in `forecast`; here it is printed.
+"""
 
 import argparse
 from collections.abc import Iterator

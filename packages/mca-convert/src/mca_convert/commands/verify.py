@@ -1,4 +1,7 @@
-"""``mca-convert verify A B``."""
+"""``mca-convert verify A B``.
+
+What is compared is in `compare` and `compare_adapters`; here it is printed.
+"""
 
 import argparse
 from pathlib import Path

@@ -1,1 +1,4 @@
-"""What a conversion would do, without doing it."""
+"""What a conversion would do, without doing it.
+
+No tensor is read and nothing is written.
+"""

@@ -1,4 +1,7 @@
-"""What the conversion of a LoRA adapter would read and write, and every reason why it would be refused."""
+"""What the conversion of a LoRA adapter would read and write, and every reason why it would be refused.
+
+Models are planned in `model`.
+"""
 
 from dataclasses import asdict
 from pathlib import Path

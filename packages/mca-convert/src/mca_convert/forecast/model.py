@@ -1,11 +1,13 @@
-"""What a conversion would read, write and hold, and every reason why it would be refused."""
+"""What a conversion would read, write and hold, and every reason why it would be refused.
+
+Adapters are planned in `adapter`. What is found is printed by the command.
+"""
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
@@ -17,11 +19,11 @@ from mca_convert.forecast.stages import stages_of
 from mca_convert.open_files import too_many_files
 from mca_convert.pool import Limits
 from mca_convert.tasks import Fill, dtype_faults, fill_item_size
-from mca_models.checkpoint.config_only import ImaginedSource
-from mca_models.checkpoint.hf_directory import has_weights
+from mca_models.checkpoint.config_only import ConfigOnlySource
+from mca_models.checkpoint.hf_directory import Stored, has_weights
 from mca_models.checkpoint.mca_directory import McaLayout, is_mca, layout_faults
 from mca_models.checkpoint.side_files import side_files
-from mca_models.opening import Kind, kind_of, open_checkpoint
+from mca_models.opening import CheckpointKind, kind_of, open_checkpoint
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import ModelSource
@@ -67,9 +69,9 @@ def _merged(base: ModelSource, path: Path, cast: str | None, result: Forecast) -
     return result.attempt(lambda: MergedSource(base, open_adapter(path, base.config), cast))
 
 
-def _open(path: Path, request: Request, kind: Kind, result: Forecast) -> ModelSource | None:
+def _open(path: Path, request: Request, kind: CheckpointKind, result: Forecast) -> ModelSource | None:
     """The source; where it cannot be opened, what its configuration promises, so that more can be said."""
-    if kind is not Kind.HF or has_weights(path):
+    if kind is not CheckpointKind.HF or has_weights(path):
         source = result.attempt(lambda: open_checkpoint(path, request.cast))
         if source is not None:
             result.attempt(source.check_duplicates)
@@ -84,10 +86,10 @@ def _open(path: Path, request: Request, kind: Kind, result: Forecast) -> ModelSo
     config = result.attempt(lambda: McaModelConfig.load(path)) if is_mca(path) else None
     if is_mca(path) and config is None:
         return None
-    imagined = result.attempt(lambda: ImaginedSource(path, config, request.cast))
+    config_only = result.attempt(lambda: ConfigOnlySource(path, config, request.cast))
     if seen:
         result.refusals = seen  # the configuration's own faults were told when it was opened
-    return imagined
+    return config_only
 
 
 def _plan(
@@ -112,7 +114,7 @@ def _plan(
     return result.attempt(lambda: plan_to_mca(source, layout or ParallelLayout(), request.cast))
 
 
-def _stored_bytes(info: Any) -> int:
+def _stored_bytes(info: Stored) -> int:
     """Bytes on disk: those of quantised weights are fewer than what they are read as."""
     if isinstance(info, TensorInfo):
         return info.nbytes

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.errors import McaError
+from mca_config.types import JsonObject
 from mca_convert.conversion import refuse_taken
-from mca_convert.forecast.stages import Stage
+from mca_convert.forecast.stages import PlannedStage
 from mca_convert.pool import Limits
 from mca_convert.tables import size_of
 
@@ -29,14 +30,14 @@ class Forecast:
     config_only: bool = False
     model_type: str = ""
     layout: str = ""
-    layout_sizes: dict[str, Any] = field(default_factory=dict)
+    layout_sizes: JsonObject = field(default_factory=dict)
     """The layout's fields by name."""
     tensors: int = 0
     parameters: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
     files: dict[str, int] = field(default_factory=dict)
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[PlannedStage] = field(default_factory=list)
     peak_bytes: int = 0
     workers: int = 0
     refusals: list[str] = field(default_factory=list)
@@ -53,7 +54,7 @@ class Forecast:
         self.refusals += [line for line in [reason] if line not in self.refusals]
         return None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """For ``--json``."""
         return dataclasses.asdict(self)
 

@@ -1,4 +1,7 @@
-"""What each pipeline rank of a planned layout holds."""
+"""What each pipeline rank of a planned layout holds.
+
+Whether the layout fits is found out before.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +10,7 @@ from mca_models.checkpoint.mca_directory import McaLayout
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlannedStage:
     """One pipeline rank: what it holds, and how much each of its ranks does."""
 
     rank: int
@@ -24,7 +27,7 @@ class Stage:
     """Of the fullest expert rank; 0 without experts."""
 
 
-def stages_of(target: McaLayout, sizes: dict[str, int]) -> Iterator[Stage]:
+def stages_of(target: McaLayout, sizes: dict[str, int]) -> Iterator[PlannedStage]:
     """What each pipeline rank would hold; ``sizes`` are those of the target's files."""
     plan = target.config.pipeline_plan()
     by_stage: dict[str, list[str]] = {}
@@ -36,7 +39,7 @@ def stages_of(target: McaLayout, sizes: dict[str, int]) -> Iterator[Stage]:
         dense = [sizes[name] for name in mine if "/tp_" in name]
         experts = [sizes[name] for name in mine if "/ep_" in name]
         chunks = plan.chunks[rank]
-        yield Stage(
+        yield PlannedStage(
             rank=rank,
             holds="; ".join(map(str, chunks)),
             layers=plan.layers_of_rank(rank),

@@ -1,19 +1,29 @@
-"""A checkpoint of which only the configuration is there: every tensor in name, type and shape alone."""
+"""A checkpoint of which only the configuration is there: every tensor in name, type and shape alone.
 
-from collections.abc import Iterable, Mapping, Sequence
+It serves to plan a conversion before the weights are there. No element can be read from it.
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint.hf_directory import SINGLE, naming_config, plain_dtype, read_config
+from mca_config.types import JsonObject
+from mca_models.checkpoint.hf_directory import (
+    SINGLE,
+    HfParts,
+    Stored,
+    naming_config,
+    plain_dtype,
+    read_config,
+)
 from mca_models.checkpoint.placement import stored
 from mca_models.storage.dtypes import CODES, DTYPE_NAMES, ITEM_SIZES
-from mca_models.storage.moves import HF, Side
-from mca_models.storage.runs import Gather, Shape
+from mca_models.storage.moves import HF
+from mca_models.storage.runs import Shape
 from mca_models.storage.safetensors import TensorInfo
-from mca_models.storage.source import Computed, Part, checked_parts, plan_gathers, shapes_of_parts
+from mca_models.storage.source import Part, checked_parts, shapes_of_parts
 from mca_models.templates import config_from_hf, family_of
 from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
@@ -21,7 +31,7 @@ from mca_models.weights import Param
 _NEVER_QUANTISED = ("router.weight", "shared_experts.gate_weight", "eh_proj.weight")
 
 
-class ImaginedSource:
+class ConfigOnlySource(HfParts):
     """What a Hugging Face checkpoint of a model would hold. A ``ModelSource`` to plan with; nothing can be read.
 
     Args:
@@ -32,7 +42,7 @@ class ImaginedSource:
 
     def __init__(self, path: Path, config: McaModelConfig | None = None, dtype: str | None = None) -> None:
         self.path = path
-        self._quantised: dict[str, Any] | None = None
+        self._quantised: JsonObject | None = None
         if config is None:
             document = read_config(path)
             if document.get("quantization_config"):
@@ -44,10 +54,11 @@ class ImaginedSource:
         self._dtype = CODES[config.dtype] if self._quantised is None else plain_dtype(self._quantised)
         self.config = config if self._quantised is None else _with_dtype(config, self._read_as)
         self.params: Sequence[Param] = stored(family_of(config.model_type).params(config))
-        self._infos: dict[str, TensorInfo | Computed] = {}
-        self._parts = {param.mca_name(): self._imagine(param) for param in self.params}
+        self._infos: dict[str, Stored] = {}
+        self._wholes = {param.mca_name(): whole_shape(param, self.config) for param in self.params}
+        self._parts = {param.mca_name(): self._parts_of(param) for param in self.params}
 
-    def _imagine(self, param: Param) -> tuple[Part, ...]:
+    def _parts_of(self, param: Param) -> tuple[Part, ...]:
         whole, experts = self.whole_shape(param), self.config.num_moe_experts or 0
         dtype = "F32" if param.keep_fp32 else self._dtype
         front = (experts,) if param.stacked else ()
@@ -61,40 +72,16 @@ class ImaginedSource:
             infos.append(self._infos[name])
         return checked_parts(param, whole, HF, infos, experts)
 
-    def _as_stored(self, linear: TensorInfo) -> TensorInfo | Computed:
+    def _as_stored(self, linear: TensorInfo) -> Stored:
         if self._quantised is None:
             return linear
-        from mca_models.quantised.hf_tensors import imagined
+        from mca_models.quantised.hf_tensors import config_only_linear
 
         with naming_config(self.path):
-            return imagined(linear, self._quantised, self._read_as)
-
-    def side(self, param: Param) -> Side:
-        """See ``ModelSource``."""
-        return HF
-
-    def parts(self, param: Param) -> tuple[Part, ...]:
-        """See ``ModelSource``."""
-        return self._parts[param.mca_name()]
-
-    def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
-        """See ``ModelSource``."""
-        return plan_gathers(param, self.whole_shape(param), HF, side)
-
-    def whole_shape(self, param: Param) -> Shape:
-        """See ``ModelSource``."""
-        return whole_shape(param, self.config)
+            return config_only_linear(linear, self._quantised, self._read_as)
 
     def check_duplicates(self) -> None:
         """Nothing is stored twice."""
-
-    def tensors(self) -> Iterable[TensorInfo | Computed]:
-        """All that the checkpoint would hold."""
-        return self._infos.values()
-
-    def checksums(self) -> Mapping[Path, int]:
-        """Nobody knows them."""
-        return {}
 
 
 def _is_linear(param: Param, whole: Shape) -> bool:
@@ -103,5 +90,5 @@ def _is_linear(param: Param, whole: Shape) -> bool:
 
 
 def _with_dtype(config: McaModelConfig, code: str) -> McaModelConfig:
-    names: dict[str, Any] = {"dtype": DTYPE_NAMES[code]}
+    names: JsonObject = {"dtype": DTYPE_NAMES[code]}
     return replace(config, **names)

@@ -1,14 +1,17 @@
-"""A Hugging Face checkpoint directory: ``config.json`` and one or more safetensors files."""
+"""A Hugging Face checkpoint directory: ``config.json`` and one or more safetensors files.
+
+It is read here and never written (`hf_writer`). Pickled weights are refused.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from mca_config.errors import McaError, named
+from mca_config.errors import HfConfigError, McaError, named, raise_problems
 from mca_config.files import inside, present, read_json
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
 from mca_models.checkpoint.placement import stored
 from mca_models.storage.dtypes import CODES, DTYPE_NAMES
 from mca_models.storage.moves import HF, Side
@@ -24,7 +27,39 @@ _SHOWN = 8
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
-class HfSource:
+class HfParts:
+    """What sources share whose parts are Hugging Face tensors; their makers fill the attributes."""
+
+    _infos: Mapping[str, Stored]
+    _parts: Mapping[str, tuple[Part, ...]]
+    _wholes: Mapping[str, Shape]
+
+    def tensors(self) -> Iterable[Stored]:
+        """All tensors of the directory, those without weights (computed buffers) included."""
+        return self._infos.values()
+
+    def checksums(self) -> Mapping[Path, int]:
+        """Nobody knows them."""
+        return {}
+
+    def whole_shape(self, param: Param) -> Shape:
+        """See ``ModelSource``."""
+        return self._wholes[param.mca_name()]
+
+    def side(self, param: Param) -> Side:
+        """See ``ModelSource``."""
+        return HF
+
+    def parts(self, param: Param) -> tuple[Part, ...]:
+        """See ``ModelSource``."""
+        return self._parts[param.mca_name()]
+
+    def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
+        """See ``ModelSource``."""
+        return plan_gathers(param, self.whole_shape(param), HF, side)
+
+
+class HfSource(HfParts):
     """A HF directory, opened: every tensor that its configuration demands is there, with its shape.
 
     Quantised weights (fp8 in blocks, mxfp4) are read as what they stand for.
@@ -59,7 +94,7 @@ class HfSource:
                 parts[param.mca_name()] = self._checked(param)
             except McaError as error:
                 faults.append(str(error))
-        raise_all(faults, str(self.path))
+        raise_problems(faults, self.path, shown=_SHOWN)
         return parts
 
     def _require_names(self) -> None:
@@ -88,30 +123,6 @@ class HfSource:
                     "it; if the two are meant to differ, set tie_word_embeddings to false in config.json"
                 )
 
-    def tensors(self) -> Iterable[Stored]:
-        """All tensors of the directory, those without weights (computed buffers) included."""
-        return self._infos.values()
-
-    def checksums(self) -> Mapping[Path, int]:
-        """Nobody knows them."""
-        return {}
-
-    def side(self, param: Param) -> Side:
-        """See ``ModelSource``."""
-        return HF
-
-    def parts(self, param: Param) -> tuple[Part, ...]:
-        """See ``ModelSource``."""
-        return self._parts[param.mca_name()]
-
-    def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
-        """See ``ModelSource``."""
-        return plan_gathers(param, self.whole_shape(param), HF, side)
-
-    def whole_shape(self, param: Param) -> Shape:
-        """See ``ModelSource``."""
-        return self._wholes[param.mca_name()]
-
 
 def _require_plausible(path: Path, config: McaModelConfig, tensors: Sequence[TensorInfo]) -> None:
     """Raises if there are not even as many bytes as layers and experts, whose names would fill all memory."""
@@ -124,8 +135,8 @@ def _require_plausible(path: Path, config: McaModelConfig, tensors: Sequence[Ten
 
 
 def _plain(
-    path: Path, hf_config: dict[str, Any], tensors: Sequence[TensorInfo], dtype: str | None
-) -> tuple[dict[str, Stored], dict[str, Any]]:
+    path: Path, hf_config: JsonObject, tensors: Sequence[TensorInfo], dtype: str | None
+) -> tuple[dict[str, Stored], JsonObject]:
     """The tensors as they are without quantisation, and the configuration likewise."""
     found = {info.name: info for info in tensors}
     if not hf_config.get("quantization_config"):
@@ -142,12 +153,13 @@ def naming_config(path: Path) -> Iterator[None]:
     """Errors name the ``config.json`` of directory ``path``."""
     try:
         yield
+    except HfConfigError as error:
+        raise McaError(str(path / str(error))) from None
     except McaError as error:
-        text = str(error)
-        raise named(McaError(str(path / text) if text.startswith(CONFIG) else text), path / CONFIG) from None
+        raise named(error, path / CONFIG) from None
 
 
-def plain_dtype(hf_config: dict[str, Any]) -> str:
+def plain_dtype(hf_config: JsonObject) -> str:
     """Safetensors code of what ``config.json`` gives as the model's dtype."""
     return CODES.get(str(hf_config.get("dtype") or hf_config.get("torch_dtype")), "BF16")
 
@@ -155,16 +167,6 @@ def plain_dtype(hf_config: dict[str, Any]) -> str:
 def has_weights(path: Path) -> bool:
     """Whether there are any weight files in ``path``, readable ones or not."""
     return any(any(path.glob(f"*{end}")) for end in (".safetensors", ".safetensors.index.json", ".bin"))
-
-
-def raise_all(faults: Sequence[str], where: str) -> None:
-    """Raises one error with all of ``faults``: the first few, and how many there are."""
-    if not faults:
-        return
-    more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-    if len(faults) == 1:
-        raise McaError(faults[0] if where in faults[0] else f"{where}: {faults[0]}")
-    raise McaError("\n  ".join([f"{where}: {len(faults)} problems", *faults[:_SHOWN], *more]))
 
 
 def same_bytes(first: Stored, second: Stored, chunk: int = 8 << 20) -> bool:
@@ -177,7 +179,7 @@ def same_bytes(first: Stored, second: Stored, chunk: int = 8 << 20) -> bool:
     return all(np.array_equal(a[i : i + chunk], b[i : i + chunk]) for i in range(0, a.size, chunk))
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> JsonObject:
     """The parsed ``config.json`` of directory ``path``."""
     if not path.is_dir():
         raise McaError(f"{path}: no such directory; expected a Hugging Face or MCA checkpoint directory")
@@ -242,7 +244,7 @@ def _indexed_tensors(path: Path) -> list[TensorInfo]:
                     f"{path}: tensor {info.name} is in {tensors[info.name].file.name} and in {name}"
                 )
             tensors[info.name] = info
-    raise_all(faults, str(path))
+    raise_problems(faults, path, shown=_SHOWN)
     _require_index(path, weight_map, tensors)
     return list(tensors.values())
 

@@ -1,4 +1,7 @@
-"""The layout of a HF checkpoint that is to be written: shards, index, and what tensor lies where."""
+"""The layout of a HF checkpoint that is to be written: shards, index, and what tensor lies where.
+
+The tensors' bytes are written by those who have them, through `mca_models.storage`.
+"""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -52,6 +55,9 @@ class HfLayout:
         self.duplicates = self._duplicates()
         for name, other in self.duplicates.items():
             self.tensors[name] = self.tensors[other]
+        self._copies: dict[str, tuple[str, ...]] = {}
+        for name, other in self.duplicates.items():
+            self._copies[other] = (*self._copies.get(other, ()), name)
         self.files = self._shards(max_shard_bytes)
 
     def _add(self, param: Param, dtype: str, whole: Shape) -> None:
@@ -80,6 +86,10 @@ class HfLayout:
             return {SINGLE: shards[0]}
         count = len(shards)
         return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(shards, 1)}
+
+    def written_as(self, name: str) -> tuple[str, ...]:
+        """``name`` and every tensor that is written as a copy of it: a tied model's head."""
+        return (name, *self._copies.get(name, ()))
 
     def specs(self, file: str) -> list[tuple[str, str, Shape]]:
         """What ``plan_file`` needs for ``file`` (with ``METADATA``): (name, dtype code, shape)."""

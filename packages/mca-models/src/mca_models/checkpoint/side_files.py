@@ -1,4 +1,7 @@
-"""The small files of a checkpoint directory that go along with the weights both ways."""
+"""The small files of a checkpoint directory that go along with the weights both ways.
+
+Weights, indexes and configurations are not among them; whoever writes a checkpoint writes those anew.
+"""
 
 import logging
 import os

@@ -1,11 +1,13 @@
-"""An adapter as rules and something to read their tensors from, whatever lies on disk."""
+"""An adapter as rules and something to read their tensors from, whatever lies on disk.
+
+Directories are read and written by `peft_directory` and `mca_directory`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-from mca_config.errors import McaError, list_problems
+from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.rules import AdapterRules, Factors, by_part
@@ -54,7 +56,7 @@ class Adapter:
         return param.shard.take(_padded(whole, size) if param.vocab else whole, rank, size)
 
 
-def _padded(whole: Any, size: int) -> Any:
+def _padded(whole: Array, size: int) -> Array:
     import numpy as np
 
     rows = -whole.shape[0] % size
@@ -71,9 +73,7 @@ def check_shapes(adapter: Adapter, where: object) -> Adapter:
     """
     problems = [problem for pair in adapter.rules.factors for problem in _faults(adapter, pair)]
     problems += [fault for param in adapter.rules.saved for fault in _saved_faults(adapter, param)]
-    error = list_problems(problems[:8], str(where))
-    if error:
-        raise error
+    raise_problems(problems, where, shown=8)
     return adapter
 
 

@@ -6,13 +6,13 @@ itself is kept verbatim, so that writing it again loses nothing.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from mca_config.errors import list_problems
+from mca_config.errors import raise_problems
 from mca_config.files import inside, read_json
+from mca_config.types import Typed, Values
 from mca_models.lora.patterns import Patterns
 from mca_models.lora.values import value_problems
 
@@ -59,19 +59,17 @@ class AdapterConfig:
         patterns: Matches those in it.
     """
 
-    document: Mapping[str, Any]
+    document: Values
     patterns: Patterns = field(default_factory=Patterns, compare=False, repr=False)
 
     @staticmethod
-    def from_dict(document: Mapping[str, Any], where: object = FILE_NAME) -> "AdapterConfig":
+    def from_dict(document: Values, where: object = FILE_NAME) -> "AdapterConfig":
         """Checks ``document``; ``where`` names it in errors.
 
         Raises:
             McaError: It is no LoRA adapter, or has settings that cannot be represented (all are named).
         """
-        error = list_problems(list(_problems(document)), str(where))
-        if error:
-            raise error
+        raise_problems(_problems(document), where)
         return AdapterConfig(document)
 
     @staticmethod
@@ -130,7 +128,7 @@ class AdapterConfig:
         alpha, rank = self._of_pattern("alpha_pattern", module, "lora_alpha", 8), self.rank(module)
         return float(alpha / math.sqrt(rank) if self.document.get("use_rslora") else alpha / rank)
 
-    def _of_pattern(self, patterns: str, module: str, default: str, otherwise: int) -> Any:
+    def _of_pattern(self, patterns: str, module: str, default: str, otherwise: int) -> Typed:
         for pattern, value in (self.document.get(patterns) or {}).items():
             if self.patterns.match(rf"(.*\.)?({pattern})$", module):
                 return value
@@ -156,11 +154,11 @@ class AdapterConfig:
         return False
 
 
-def _ends_with(name: str, ends: Any) -> bool:
+def _ends_with(name: str, ends: Iterable[str]) -> bool:
     return any(name == end or name.endswith(f".{end}") for end in ends)
 
 
-def _problems(document: Mapping[str, Any]) -> Iterator[str]:
+def _problems(document: Values) -> Iterator[str]:
     kind = document.get("peft_type")
     if kind != "LORA":
         yield f"peft_type is {kind!r}; only LORA adapters are supported"

@@ -1,4 +1,7 @@
-"""One adapter directory made of another: PEFT to MCA, back, or MCA to MCA of another layout."""
+"""One adapter directory made of another: PEFT to MCA, back, or MCA to MCA of another layout.
+
+Merging an adapter into its base model is in `merge`.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +21,7 @@ from mca_models.templates import config_from_hf
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
 
-Kind = Literal["mca", "hf"]
+AdapterKind = Literal["mca", "hf"]
 _SAME_MODEL = ("model_type", "num_layers", "hidden_size", "num_attention_heads", "num_moe_experts")
 
 
@@ -66,7 +69,7 @@ def convert_adapter(
     destination: Path,
     *,
     model: McaModelConfig | None = None,
-    to: Kind | None = None,
+    to: AdapterKind | None = None,
     layout: ParallelLayout | None = None,
     cast: str | None = None,
     proceed: Callable[[], None] = lambda: None,
@@ -103,12 +106,12 @@ def casted(adapter: Adapter, code: str) -> Adapter:
     """``adapter`` with its tensors in the dtype of safetensors code ``code``; reading raises where fp16 overflows."""
     import numpy as np
 
-    from mca_models.quantised.fp8 import cast_to
+    from mca_models.storage.cast import cast_into
 
     def read(param: Param) -> Array:
         values = adapter.read(param)
         out = np.empty(values.shape, numpy_dtype(code))
-        cast_to(out, values.astype(np.float32, copy=False), param.hf_names()[0])
+        cast_into(values, out, param.hf_names()[0])
         return out
 
     return replace(adapter, read=read)

@@ -11,7 +11,6 @@ Every piece is stored once, as in a checkpoint of weights.
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mca_config.errors import McaError
 from mca_config.files import inside, present
@@ -32,6 +31,7 @@ from mca_models.storage.safetensors import TensorInfo, plan_file, read_header
 from mca_models.storage.source import require_same_names
 from mca_models.storage.writer import SafetensorsWriter
 from mca_models.weights import Param
+from mca_models.weights.arrays import Array
 
 
 def is_mca_adapter(path: Path) -> bool:
@@ -73,7 +73,7 @@ class _Pieces:
             raise McaError(f"{file}: its checksum is not the manifest's; the file is damaged")
         return tensors
 
-    def read(self, param: Param) -> Any:
+    def read(self, param: Param) -> Array:
         name = param.mca_name()
         files = files_of(param, self._model, self._plan)
         record = self._manifest.tensors[name]
@@ -146,11 +146,11 @@ def relaid(adapter: Adapter, layout: ParallelLayout) -> Adapter:
     return Adapter(model, adapter.config, rules, lambda param: adapter.read(by_name[param.mca_name()]))
 
 
-def _piece(adapter: Adapter, param: Param, rank: int) -> Any:
+def _piece(adapter: Adapter, param: Param, rank: int) -> Array:
     return adapter.piece(param, rank, cut_size(param, adapter.model.layout))
 
 
-def _bytes(x: Any) -> Any:
+def _bytes(x: Array) -> Array:
     import numpy as np
 
     return np.ascontiguousarray(x).reshape(-1).view("uint8")

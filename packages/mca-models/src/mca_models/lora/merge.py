@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,16 +18,17 @@ from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
 from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.lora.adapter import Adapter, require_untied
 from mca_models.lora.rules import Factors
-from mca_models.quantised.fp8 import cast_to
 from mca_models.storage.atomic import atomic_directory
+from mca_models.storage.cast import cast_into
 from mca_models.storage.dtypes import DTYPE_NAMES, numpy_dtype
 from mca_models.storage.moves import HF, Rule, Side, part_shapes
 from mca_models.storage.runs import Gather, Shape, clip
 from mca_models.storage.safetensors import TensorInfo, plan_file
 from mca_models.storage.source import Computed, ModelSource, Part, copy_move, plan_gathers
-from mca_models.storage.strided import Array, TensorBase
+from mca_models.storage.strided import TensorBase
 from mca_models.storage.writer import SafetensorsWriter
 from mca_models.weights import Param
+from mca_models.weights.arrays import NumpyArray, NumpyDtype
 
 _BLOCK = 1 << 17
 """Elements of fp32 work at a time: 512 KiB."""
@@ -111,7 +111,7 @@ class MergedSource:
         """What the base model stores."""
         return self.base.tensors()
 
-    def factors_on(self, param: Param, number: int) -> "Iterator[tuple[Factors, Array, slice]]":
+    def factors_on(self, param: Param, number: int) -> "Iterator[tuple[Factors, NumpyArray, slice]]":
         """The factors on one HF tensor, the rows of lora_B that matter, and the rows that they change.
 
         Adapter and base may see the experts otherwise: each module its own tensor, or gate and up in one.
@@ -157,7 +157,7 @@ class MergedTensor(TensorBase):
         """Where the base model's weight begins."""
         return self.source.base.parts(self.param)[0].info.file
 
-    def read(self, start: int = 0, stop: int | None = None) -> Array:
+    def read(self, start: int = 0, stop: int | None = None) -> NumpyArray:
         """Rows ``start:stop``: those of all blocks that they touch are computed."""
         start, stop, _ = slice(start, stop).indices(self.shape[0])
         out = np.empty((max(stop - start, 0), *self.shape[1:]), numpy_dtype(self.dtype))
@@ -165,10 +165,10 @@ class MergedTensor(TensorBase):
         for first in range(start // step * step, stop, step):
             block = self._block(first, min(first + step, self.shape[0]))
             low, high = max(first, start), min(first + len(block), stop)
-            cast_to(out[low - start : high - start], block[low - first : high - first], self.name)
+            cast_into(block[low - first : high - first], out[low - start : high - start], self.name)
         return out
 
-    def _block(self, start: int, stop: int) -> Array:
+    def _block(self, start: int, stop: int) -> NumpyArray:
         """Rows ``start:stop`` in their stored dtype, or in fp32 where they are to be cast."""
         own = numpy_dtype(self.source.stored_dtype(self.param, self.number))
         weight = self._stored(start, stop, own)
@@ -188,7 +188,7 @@ class MergedTensor(TensorBase):
                 )
         return weight
 
-    def _stored(self, start: int, stop: int, dtype: "np.dtype[Any]") -> Array:
+    def _stored(self, start: int, stop: int, dtype: NumpyDtype) -> NumpyArray:
         """Rows ``start:stop`` before merging, or as the adapter saved them; a fresh array."""
         adapter = self.source.adapter
         saved = adapter.saved_of.get(self.param.mca_name())
@@ -201,7 +201,7 @@ class MergedTensor(TensorBase):
         return out
 
 
-def fill(out: Array, gather: Gather, parts: Sequence[Part], start: int = 0) -> None:
+def fill(out: NumpyArray, gather: Gather, parts: Sequence[Part], start: int = 0) -> None:
     """Fills flat ``out`` with the elements from ``start`` on of what ``gather`` takes from ``parts``."""
     for zero in gather.zeros:
         out[max(zero[0] - start, 0) : max(zero[1] - start, 0)] = 0
@@ -212,7 +212,7 @@ def fill(out: Array, gather: Gather, parts: Sequence[Part], start: int = 0) -> N
             copy_move(part.elements()[first : first + move.source_span], out, move._replace(source=0))
 
 
-def add_product(weight: Array, a: Array, b: Array, scale: float) -> bool:
+def add_product(weight: NumpyArray, a: NumpyArray, b: NumpyArray, scale: float) -> bool:
     """``weight += scale * b @ a`` in place, each element rounded once; whether all results are finite."""
     with np.errstate(over="ignore", invalid="ignore"):  # told by the result
         delta = b.astype(np.float32) @ a.astype(np.float32)
@@ -264,12 +264,9 @@ def _dtype(source: ModelSource, param: Param, cast: str | None) -> str:
 def _write_file(writer: SafetensorsWriter, layout: HfLayout, file: str, source: ModelSource) -> None:
     """Writes every tensor of ``file``: a stacked one expert by expert."""
     wanted = set(layout.files[file])
-    copies: dict[str, list[str]] = {}
-    for copy, original in layout.duplicates.items():
-        copies.setdefault(original, []).append(copy)
     for param in layout.params:
         for number, name in enumerate(param.hf_names()):
-            targets = [target for target in (name, *copies.get(name, ())) if target in wanted]
+            targets = [target for target in layout.written_as(name) if target in wanted]
             if not targets:
                 continue
             data = _whole_tensor(source, param, number, numpy_dtype(layout.tensors[name][0]))
@@ -278,7 +275,7 @@ def _write_file(writer: SafetensorsWriter, layout: HfLayout, file: str, source: 
                 writer.write(target, data.view("uint8"), start)
 
 
-def _whole_tensor(source: ModelSource, param: Param, number: int, dtype: "np.dtype[Any]") -> Array:
+def _whole_tensor(source: ModelSource, param: Param, number: int, dtype: NumpyDtype) -> NumpyArray:
     """HF tensor ``param.hf[number]``, flat."""
     gather, parts = source.gathers(param, HF)[number], source.parts(param)
     own = np.empty(gather.size, numpy_dtype(parts[0].info.dtype))
@@ -286,5 +283,5 @@ def _whole_tensor(source: ModelSource, param: Param, number: int, dtype: "np.dty
     if own.dtype == dtype:
         return own
     out = np.empty(own.shape, dtype)
-    cast_to(out, own.astype(np.float32, copy=False), param.hf_names()[number])
+    cast_into(own, out, param.hf_names()[number])
     return out

@@ -1,4 +1,7 @@
-"""Regular expressions of an adapter's configuration, matched so that they end."""
+"""Regular expressions of an adapter's configuration, matched so that they end.
+
+What a match means for an adapter is said in `config`.
+"""
 
 import re
 import time

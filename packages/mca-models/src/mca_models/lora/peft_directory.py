@@ -11,11 +11,11 @@ and are seen here as ``[experts, rank, in]`` and ``[experts, out, rank]``.
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from mca_config.errors import McaError
 from mca_config.files import inside, present
 from mca_config.model_config import McaModelConfig
+from mca_config.types import Values
 from mca_models.checkpoint.hf_writer import METADATA
 from mca_models.checkpoint.mca_directory import is_mca
 from mca_models.checkpoint.side_files import copy_side_files
@@ -28,6 +28,7 @@ from mca_models.storage.safetensors import plan_file, read_header
 from mca_models.storage.source import require_same_names
 from mca_models.storage.writer import SafetensorsWriter
 from mca_models.weights import Param
+from mca_models.weights.arrays import Array
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 
@@ -63,14 +64,14 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
 class _Stacks:
     """Reads whole tensors, seeing PEFT's matrices of all experts as stacks."""
 
-    def __init__(self, infos: Mapping[str, Any], experts: int) -> None:
+    def __init__(self, infos: Values, experts: int) -> None:
         self._infos, self._experts = infos, experts
 
-    def read(self, param: Param) -> Any:
+    def read(self, param: Param) -> Array:
         arrays = [self._infos[name].array() for name in param.hf_names()]
         return param.to_whole([self._stack(param, x) for x in arrays] if param.stacked else arrays)
 
-    def _stack(self, param: Param, x: Any) -> Any:
+    def _stack(self, param: Param, x: Array) -> Array:
         if x.shape[_stacked_axis(param)] % self._experts:
             raise McaError(
                 f"{param.hf_names()[0]}: shape {list(x.shape)} does not divide by {self._experts} experts"
@@ -103,7 +104,7 @@ class PeftTensors:
                 found.setdefault(name, []).append((param, place))
         return {name: tuple(sources) for name, sources in found.items()}
 
-    def array(self, name: str) -> Any:
+    def array(self, name: str) -> Array:
         """Tensor ``name`` as PEFT stores it."""
         import numpy as np
 

@@ -1,9 +1,12 @@
-"""Whether each value of an ``adapter_config.json`` is of the type that PEFT gives it."""
+"""Whether each value of an ``adapter_config.json`` is of the type that PEFT gives it.
+
+What the values mean, and which are supported, is said in `config`.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
+from mca_config.types import Typed, Values
 from mca_models.lora.patterns import fault_of
 
 _LARGEST_RANK = 1 << 16
@@ -65,13 +68,13 @@ _OTHERS: Mapping[str, _Kind] = {
 _PATTERNS = ("target_modules", "exclude_modules", "layers_pattern")
 
 
-def value_problems(document: Mapping[str, Any]) -> list[str]:
+def value_problems(document: Values) -> list[str]:
     """All that has another type than it must have, and patterns that cannot be matched."""
     wrong = list(_wrong_types(document))
     return wrong or list(_wrong_patterns(document))
 
 
-def _wrong_types(document: Mapping[str, Any]) -> Iterator[str]:
+def _wrong_types(document: Values) -> Iterator[str]:
     for table, nullable in ((_NUMBERS, False), (_OTHERS, True)):
         for key, (fits, words) in table.items():
             if key not in document or (nullable and document[key] is None):
@@ -80,7 +83,7 @@ def _wrong_types(document: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{key} must be {words}, not {document[key]!r:.80}"
 
 
-def _wrong_patterns(document: Mapping[str, Any]) -> Iterator[str]:
+def _wrong_patterns(document: Values) -> Iterator[str]:
     for key in _PATTERNS:
         value = document.get(key)
         patterns = [value] if isinstance(value, str) else value if key == "layers_pattern" else None
@@ -90,7 +93,7 @@ def _wrong_patterns(document: Mapping[str, Any]) -> Iterator[str]:
     yield from _faults("modules_to_save", document.get("modules_to_save") or [])
 
 
-def _faults(key: str, patterns: Any) -> Iterator[str]:
+def _faults(key: str, patterns: Typed) -> Iterator[str]:
     for pattern in patterns:
         if fault := fault_of(pattern):
             yield f"{key}: {pattern!r:.80} {fault}"

@@ -1,4 +1,7 @@
-"""``AutoModel``: a model from a checkpoint directory or from a configuration."""
+"""``AutoModel``: a model from a checkpoint directory or from a configuration.
+
+It only chooses and puts together; building, filling and saving are done in `factory` and `state`.
+"""
 
 import logging
 from dataclasses import replace
@@ -11,7 +14,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.factory import fill
 from mca_models.megatron.factory.transformer_config import DTYPES
-from mca_models.megatron.layers.vocabulary import growth_of, require_growth
+from mca_models.megatron.factory.vocabulary import growth_of, require_growth
 from mca_models.megatron.names import DtypeName
 from mca_models.megatron.virtual_models import VirtualModels
 from mca_models.opening import open_checkpoint

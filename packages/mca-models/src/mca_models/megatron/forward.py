@@ -1,18 +1,22 @@
-"""Full logits through Megatron's forward pipeline schedule."""
+"""Full logits through Megatron's forward pipeline schedule.
 
-from collections.abc import Iterator
+Nothing is trained and no loss is computed; the trainer has a schedule of its own.
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mca_config.checks import sequence_multiple
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.layers.zigzag import in_order, take
 from mca_models.megatron.live import LiveModel
+from mca_models.megatron.types import GptModel
 
 
 @torch.no_grad()
@@ -66,7 +70,9 @@ def _micro(tokens: Tensor, rows: int) -> Iterator[dict[str, Tensor]]:
         }
 
 
-def _forward_step(iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Any]:
+def _forward_step(
+    iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module
+) -> tuple[Tensor, Callable[[Tensor, bool], Tensor]]:
     output: Tensor = model(**next(iterator), attention_mask=None)
 
     def collect(logits: Tensor, non_loss_data: bool = False) -> Tensor:
@@ -79,7 +85,7 @@ def _forward_step(iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module)
 def _inference(models: LiveModel) -> Iterator[None]:
     """Evaluation mode, without the prediction layers, which only serve the loss."""
     training, depth = models.training, models.megatron.mtp_num_layers
-    chunks: list[Any] = list(models.chunks)
+    chunks: list[GptModel] = list(models.chunks)
     predicting = [chunk.mtp_process for chunk in chunks]
     models.eval()
     models.megatron.mtp_num_layers = None
@@ -118,7 +124,7 @@ def _whole(logits: Tensor, vocab: int) -> Tensor:
     return ordered.transpose(0, 1)
 
 
-def _gathered(x: Tensor, group: Any) -> list[Tensor]:
+def _gathered(x: Tensor, group: ProcessGroup) -> list[Tensor]:
     """``x`` of every rank of ``group``."""
     if group.size() == 1:
         return [x]

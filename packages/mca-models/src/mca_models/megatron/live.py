@@ -1,8 +1,11 @@
-"""What saving and the forward pass need of a live model, so that neither knows the class that offers them."""
+"""What saving and the forward pass need of a live model, so that neither knows the class that offers them.
+
+Nothing is implemented here.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +13,7 @@ from torch import Tensor
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.distributed.parallel import Place
 from mca_models.megatron.names import Held
+from mca_models.megatron.types import MegatronConfig
 
 
 class LiveModel(Protocol):
@@ -17,7 +21,7 @@ class LiveModel(Protocol):
 
     config: McaModelConfig
     place: Place
-    megatron: Any
+    megatron: MegatronConfig
     chunks: torch.nn.ModuleList
     source: Path | None
     training: bool
@@ -28,8 +32,8 @@ class LiveModel(Protocol):
     def canonical_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names and this rank's pieces, without second copies of tied weights."""
 
-    def train(self, mode: bool = True) -> Any:
+    def train(self, mode: bool = True) -> object:
         """Sets the training mode of all chunks."""
 
-    def eval(self) -> Any:
+    def eval(self) -> object:
         """Ends the training mode of all chunks."""

@@ -1,12 +1,16 @@
-"""NumPy arrays of files to torch tensors and back, bfloat16 included."""
+"""NumPy arrays of files to torch tensors and back, bfloat16 included, and generators for what is drawn.
 
-from typing import Any
+Nothing is read or written, and no rank is known here.
+"""
+
+import hashlib
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mca_models.storage.dtypes import numpy_dtype
+from mca_models.weights.arrays import NumpyArray
 
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 """Safetensors codes of the dtypes that weights have."""
@@ -14,17 +18,23 @@ DTYPE_OF = {code: dtype for dtype, code in CODES.items()}
 """The inverse of ``CODES``."""
 
 
-def to_torch(array: "np.ndarray[Any, Any]") -> Tensor:
+def to_torch(array: NumpyArray) -> Tensor:
     """A tensor over the memory of ``array``."""
     if array.dtype == numpy_dtype("BF16"):
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
-def to_numpy(tensor: Tensor) -> "np.ndarray[Any, Any]":
+def to_numpy(tensor: Tensor) -> NumpyArray:
     """An array over the memory of ``tensor`` (copied to the CPU, made contiguous)."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(numpy_dtype("BF16"))
-    array: np.ndarray[Any, Any] = tensor.numpy()
+    array: NumpyArray = tensor.numpy()
     return array
+
+
+def seeded_generator(seed: str) -> torch.Generator:
+    """A generator on the CPU that draws the same for the same text, whatever the layout and the rank."""
+    digest = hashlib.sha256(seed.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))

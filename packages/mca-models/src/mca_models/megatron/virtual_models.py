@@ -1,9 +1,12 @@
-"""All virtual pipeline stages of a rank as one module."""
+"""All virtual pipeline stages of a rank as one module.
+
+It holds what the factory made and hands its methods on; it computes nothing itself.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +23,7 @@ from mca_models.megatron.layers.tp_marks import mark_parameters
 from mca_models.megatron.names import DtypeName, Held, Implementation, Spelling, chunk_params
 from mca_models.megatron.state.save import save_hf, save_mca
 from mca_models.megatron.state.torch_dist import PendingSave, save_torch_dist
+from mca_models.megatron.types import MegatronConfig
 
 CheckpointFormat = Literal["mca", "torch_dist"]
 
@@ -66,7 +70,7 @@ class VirtualModels(torch.nn.Module):
         self.source = source
         self.bytes_read = 0
         self.implementation: Implementation = implementation_of(args)
-        self.megatron: Any = transformer_config(self.config, args, place.layout, dtype)
+        self.megatron: MegatronConfig = transformer_config(self.config, args, place.layout, dtype)
         self._parts = self.config.pipeline_plan().chunks[place.at.pp]
         self.chunks = torch.nn.ModuleList(
             build_chunk(self.config, self.megatron, part, self.implementation) for part in self._parts

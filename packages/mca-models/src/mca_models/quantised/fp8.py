@@ -9,14 +9,15 @@ in front of both; a scale of one element is the whole tensor's.
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mca_config.errors import McaError
+from mca_models.storage.cast import cast_into
 from mca_models.storage.dtypes import numpy_dtype
 from mca_models.storage.safetensors import TensorInfo
-from mca_models.storage.strided import Array, FlatRows, Shape, TensorBase
+from mca_models.storage.strided import FlatRows, Shape, TensorBase
+from mca_models.weights.arrays import NumpyArray
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 SCALE_SUFFIX = "_scale_inv"
@@ -55,7 +56,7 @@ class Fp8Tensor(TensorBase):
         """The weight's."""
         return self.weight.file
 
-    def read(self, start: int = 0, stop: int | None = None) -> Array:
+    def read(self, start: int = 0, stop: int | None = None) -> NumpyArray:
         """Entries ``start:stop`` of axis 0."""
         start, stop, _ = slice(start, stop).indices(self.shape[0])
         rows = prod(self.shape[1:-1])
@@ -66,7 +67,7 @@ class Fp8Tensor(TensorBase):
         """All elements in one axis; a slice dequantises the rows that it touches."""
         return FlatRows(self, self.read_rows, self.shape[-1])
 
-    def read_rows(self, start: int, stop: int) -> Array:
+    def read_rows(self, start: int, stop: int) -> NumpyArray:
         """Rows ``start:stop``, those of all experts counted through."""
         weight = self.weight.array().reshape(-1, self.shape[-1]).view(np.uint8)
         scales = self._scales()
@@ -80,11 +81,11 @@ class Fp8Tensor(TensorBase):
             end = min((band + 1) * self.block[0], self.shape[-2], inside + step, inside + stop - row)
             values = table[weight[row : row + end - inside]]
             values *= np.repeat(scales[expert, band], self.block[1])[: self.shape[-1]]
-            cast_to(out[row - start : row - start + end - inside], values, self.name)
+            cast_into(values, out[row - start : row - start + end - inside], self.name)
             row += end - inside
         return out
 
-    def _scales(self) -> Array:
+    def _scales(self) -> NumpyArray:
         """[experts, row blocks, column blocks] in fp32."""
         stored = self.scale.array()
         if self.scale.dtype == "U8":  # bare exponents
@@ -96,7 +97,7 @@ class Fp8Tensor(TensorBase):
         return np.broadcast_to(values.reshape(-1, *_grid(values, rows, columns)), (experts, rows, columns))
 
 
-def _grid(values: Array, rows: int, columns: int) -> Shape:
+def _grid(values: NumpyArray, rows: int, columns: int) -> Shape:
     return (1, 1) if values.size == 1 else (rows, columns)
 
 
@@ -135,20 +136,3 @@ def fp8_tensor(weight: TensorInfo, scale: TensorInfo, block: tuple[int, int] | N
             f"{list(weight.shape)} need {list(expected)}"
         )
     return Fp8Tensor(weight, scale, block, dtype)
-
-
-def cast_to(out: Array, values: Array, name: str) -> None:
-    """Writes fp32 ``values`` to ``out``.
-
-    Raises:
-        McaError: A finite number becomes infinite in fp16.
-    """
-    with np.errstate(over="ignore"):
-        out[...] = values
-    if out.dtype == np.float16 and not _finite_stay_finite(out, values):
-        raise McaError(f"{name}: a value is too large for fp16 (above 65504); choose --bf16 or --fp32")
-
-
-def _finite_stay_finite(out: Array, values: Array) -> Any:
-    infinite = np.isinf(out)
-    return not infinite.any() or not np.isfinite(values[infinite]).any()

@@ -1,11 +1,14 @@
-"""Quantised Hugging Face checkpoints: which tensors belong together, and the config without quantisation."""
+"""Quantised Hugging Face checkpoints: which tensors belong together, and the config without quantisation.
+
+How numbers are worked out is in `fp8` and `mxfp4`. Nothing is ever written quantised.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import Any
 
-from mca_config.errors import McaError
+from mca_config.errors import HfConfigError, McaError
+from mca_config.types import JsonObject, Values
 from mca_models.quantised.fp8 import FP8, SCALE_SUFFIX, Fp8Tensor, fp8_tensor
 from mca_models.quantised.mxfp4 import BLOCKS, GROUP, SCALES, Mxfp4Tensor, mxfp4_tensor
 from mca_models.storage.dtypes import ITEM_SIZES
@@ -15,14 +18,12 @@ HfTensor = TensorInfo | Fp8Tensor | Mxfp4Tensor
 _KEY = "quantization_config"
 
 
-def is_quantised(hf_config: Mapping[str, Any]) -> bool:
+def is_quantised(hf_config: Values) -> bool:
     """Whether ``config.json`` says that the weights are quantised."""
     return bool(hf_config.get(_KEY))
 
 
-def dequantised(
-    infos: Mapping[str, TensorInfo], hf_config: Mapping[str, Any], dtype: str
-) -> dict[str, HfTensor]:
+def dequantised(infos: Mapping[str, TensorInfo], hf_config: Values, dtype: str) -> dict[str, HfTensor]:
     """The tensors of a checkpoint by the names that they have unquantised.
 
     Args:
@@ -40,20 +41,20 @@ def dequantised(
     return _mxfp4(infos, dtype)
 
 
-def _method(hf_config: Mapping[str, Any]) -> str:
+def _method(hf_config: Values) -> str:
     quantisation = hf_config[_KEY]
     if not isinstance(quantisation, dict):
-        raise McaError(f"config.json: '{_KEY}' must be an object, not {quantisation!r:.80}")
+        raise HfConfigError(f"config.json: '{_KEY}' must be an object, not {quantisation!r:.80}")
     method = quantisation.get("quant_method")
     if method not in ("fp8", "mxfp4"):
-        raise McaError(
+        raise HfConfigError(
             f"config.json: quant_method {method!r} cannot be read; supported: 'fp8', 'mxfp4'. Dequantise the model "
             "with transformers first, or take its unquantised checkpoint"
         )
     return str(method)
 
 
-def imagined(linear: TensorInfo, hf_config: Mapping[str, Any], dtype: str) -> HfTensor:
+def config_only_linear(linear: TensorInfo, hf_config: Values, dtype: str) -> HfTensor:
     """What a quantised checkpoint would hold in the place of ``linear``, the weight of a linear or of all experts.
 
     Args:
@@ -92,7 +93,7 @@ def _stored_as(info: TensorInfo, suffix: str, dtype: str, shape: tuple[int, ...]
     return TensorInfo(info.name + suffix, dtype, shape, 0, prod(shape) * ITEM_SIZES[dtype], info.file)
 
 
-def plain_config(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def plain_config(hf_config: Values, dtype: str) -> JsonObject:
     """``config.json`` of the dequantised model; ``dtype`` is a name such as ``bfloat16``."""
     plain = {key: value for key, value in hf_config.items() if key != _KEY}
     for key in [key for key in ("dtype", "torch_dtype") if key in plain] or ["dtype"]:
@@ -100,7 +101,7 @@ def plain_config(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return plain
 
 
-def _block_size(quantisation: Mapping[str, Any]) -> tuple[int, int] | None:
+def _block_size(quantisation: Values) -> tuple[int, int] | None:
     block = quantisation.get("weight_block_size")
     if block is None:
         return None
@@ -109,7 +110,7 @@ def _block_size(quantisation: Mapping[str, Any]) -> tuple[int, int] | None:
         or len(block) != 2
         or not all(type(n) is int and n > 0 for n in block)
     ):
-        raise McaError(f"config.json: weight_block_size must be two sizes, not {block!r}")
+        raise HfConfigError(f"config.json: weight_block_size must be two sizes, not {block!r}")
     return block[0], block[1]
 
 

@@ -16,9 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from mca_config.errors import McaError
+from mca_models.storage.cast import overflow
 from mca_models.storage.dtypes import numpy_dtype
 from mca_models.storage.safetensors import TensorInfo
-from mca_models.storage.strided import Array, FlatRows, Shape, TensorBase
+from mca_models.storage.strided import FlatRows, Shape, TensorBase
+from mca_models.weights.arrays import NumpyArray
 
 BLOCKS, SCALES = "_blocks", "_scales"
 GROUP = 32
@@ -57,7 +59,7 @@ class Mxfp4Tensor(TensorBase):
         """Of the blocks."""
         return self.blocks.file
 
-    def read(self, start: int = 0, stop: int | None = None) -> Array:
+    def read(self, start: int = 0, stop: int | None = None) -> NumpyArray:
         """Experts ``start:stop``."""
         start, stop, _ = slice(start, stop).indices(self.shape[0])
         out = self.read_rows(start * self.shape[1], max(start, stop) * self.shape[1])
@@ -67,7 +69,7 @@ class Mxfp4Tensor(TensorBase):
         """All elements in one axis; a slice unpacks the groups of rows that it touches."""
         return FlatRows(self, self.read_rows, self.shape[-1])
 
-    def read_rows(self, start: int, stop: int) -> Array:
+    def read_rows(self, start: int, stop: int) -> NumpyArray:
         """Input features ``start:stop``, those of all experts counted through: [stop - start, out]."""
         out = np.empty((stop - start, self.shape[2]), numpy_dtype(self.dtype))
         row = start
@@ -78,7 +80,7 @@ class Mxfp4Tensor(TensorBase):
             row += end - inside
         return out
 
-    def _unpack(self, out: Array, expert: int, start: int, stop: int) -> None:
+    def _unpack(self, out: NumpyArray, expert: int, start: int, stop: int) -> None:
         """Writes input features ``start:stop`` of one expert to ``out``."""
         first, last = start // GROUP, -(-stop // GROUP)
         blocks = self.blocks.array()[expert, :, first:last]
@@ -91,14 +93,12 @@ class Mxfp4Tensor(TensorBase):
             pairs = table[(scales[rows].astype(np.int32) << 8)[..., None] + blocks[rows]]
             values = pairs.view(out.dtype).reshape(len(pairs), -1)
             if self.dtype == "F16" and np.isinf(values).any():
-                raise McaError(
-                    f"{self.name}: a value is too large for fp16 (above 65504); choose --bf16 or --fp32"
-                )
+                raise overflow(self.name, "a value", "float16")
             out[:, rows] = np.ascontiguousarray(values[:, inside].T)
 
 
 @cache
-def _pairs(dtype: str) -> Array:
+def _pairs(dtype: str) -> NumpyArray:
     """Both numbers of a byte as one integer, at ``scale * 256 + byte``."""
     exponents = np.arange(256, dtype=np.int32)[:, None, None] - 127
     with np.errstate(over="ignore"):

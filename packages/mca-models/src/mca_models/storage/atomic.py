@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mca_config.errors import McaError
+from mca_config.files import cannot_write
 from mca_models.storage.partial_folder import (
     CONTENT,
     PartialFolder,
@@ -60,7 +61,7 @@ class PartialDirectory:
         except BaseException as error:
             self.discard()
             if isinstance(error, OSError):
-                raise McaError(f"{destination}: cannot be written ({error.strerror})") from None
+                raise cannot_write(destination, error) from None
             raise
 
     def _make(self) -> None:
@@ -247,7 +248,7 @@ def write_file(path: Path, data: bytes | Iterable[bytes], mode: int = 0o666) -> 
             file.flush()
             os.fsync(fd)
     except OSError as error:
-        raise McaError(f"{path}: cannot be written ({error.strerror})") from None
+        raise cannot_write(path, error) from None
     return written
 
 

@@ -1,11 +1,15 @@
-"""Element types by their safetensors code (``BF16``, ``F32``, ...)."""
+"""Element types by their safetensors code (``BF16``, ``F32``, ...).
 
-from typing import TYPE_CHECKING, Any
+Torch's dtypes are not known here.
+"""
+
+from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError
+from mca_models.weights.arrays import NumpyDtype
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 ITEM_SIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -33,7 +37,7 @@ DTYPE_NAMES = {code: name for name, code in CODES.items()}
 """The inverse of ``CODES``."""
 
 
-def numpy_dtype(code: str) -> "np.dtype[Any]":
+def numpy_dtype(code: str) -> NumpyDtype:
     """The NumPy type of a safetensors code; bfloat16 and the 8-bit floats come from ``ml_dtypes``."""
     import numpy as np
 
@@ -43,7 +47,7 @@ def numpy_dtype(code: str) -> "np.dtype[Any]":
         raise McaError(f"no array type for safetensors dtype {code!r}")
     import ml_dtypes
 
-    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, _ML_DTYPES[code]))
+    dtype: NumpyDtype = np.dtype(getattr(ml_dtypes, _ML_DTYPES[code]))
     return dtype
 
 

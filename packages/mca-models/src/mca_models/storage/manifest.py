@@ -13,10 +13,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mca_config.errors import McaError
 from mca_config.files import inside, read_json
+from mca_config.types import JsonObject
 from mca_models.storage.atomic import write_file
 
 FILE_NAME = "manifest.json"
@@ -73,12 +73,12 @@ class Manifest:
             raise McaError(f"{path}: not a manifest of version {VERSION}; the file is damaged") from None
 
 
-def _one_entry_a_line(document: dict[str, Any]) -> str:
+def _one_entry_a_line(document: JsonObject) -> str:
     """``document`` as JSON; ten times as fast as an indented one, and still to be read line by line."""
     return json.dumps(document).replace('}, "', '},\n "')
 
 
-def _parse(document: dict[str, Any]) -> Manifest:
+def _parse(document: JsonObject) -> Manifest:
     if document["version"] != VERSION:
         raise ValueError
     files = {

@@ -15,16 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import lcm, prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mca_models.storage.runs import Gather, Move, Shape, gather_of
 from mca_models.storage.transposed import inverse, turned_source, turned_target
 from mca_models.weights import Param
+from mca_models.weights.arrays import Array, NumpyArray
 from mca_models.weights.layouts import Layout, Transposed
 from mca_models.weights.rules import Shard
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 Side = int | None
 HF: Side = None
@@ -57,12 +58,12 @@ class Rule:
     def __hash__(self) -> int:
         return self._hash
 
-    def to_whole(self, hf: Sequence[Any]) -> Any:
+    def to_whole(self, hf: Sequence[Array]) -> Array:
         """As ``Param.to_whole``, of the tensors' own entries."""
         (whole,) = self.layout.pack(self.hf_layout.unpack(list(hf)))
         return whole
 
-    def parts(self, whole: Any, side: Side) -> list[Any]:
+    def parts(self, whole: Array, side: Side) -> list[Array]:
         """The tensors of ``side`` that hold ``whole``; padding rows are numbered -1."""
         if side is None:
             return list(self.hf_layout.pack(self.layout.unpack((whole,))))
@@ -84,14 +85,14 @@ _MOST_NUMBERS = 1 << 28  # 2 GiB of them
 _KNOWN_RULES: dict[tuple[int, int, int, bool], Rule] = {}
 
 
-def _pad(whole: "np.ndarray[Any, Any]", size: int) -> "np.ndarray[Any, Any]":
+def _pad(whole: NumpyArray, size: int) -> NumpyArray:
     import numpy as np
 
     rows = -whole.shape[0] % size
     return np.concatenate([whole, np.full((rows, *whole.shape[1:]), -1, whole.dtype)]) if rows else whole
 
 
-def _keeps_pairs(parts: Sequence[Any]) -> bool:
+def _keeps_pairs(parts: Sequence[Array]) -> bool:
     """Whether blocks 2i and 2i + 1 stay side by side everywhere, so that whole pairs move."""
     for part in parts:
         if part.ndim < 2 or part.shape[-1] % 2:
@@ -182,13 +183,13 @@ class _Numbering:
                 pass
         return self.whole[-1]
 
-    def parts(self, side: Side) -> list[Any]:
+    def parts(self, side: Side) -> list[Array]:
         import numpy as np
 
         shape = (*self.whole[:-1], self.blocks) if self.whole else ()
         return self.rule.parts(np.arange(prod(shape)).reshape(shape), side)
 
-    def positions(self, side: Side) -> "tuple[list[int], np.ndarray[Any, Any]]":
+    def positions(self, side: Side) -> "tuple[list[int], NumpyArray]":
         """Where each part begins and each block lies: parts one after the other, a gap of one between."""
         import numpy as np
 
@@ -210,7 +211,7 @@ class _Numbering:
             raise ValueError(f"the rule's two directions are not inverse, for {self.whole}")
         return starts, positions
 
-    def true_shape(self, part: Any) -> Shape:
+    def true_shape(self, part: NumpyArray) -> Shape:
         if self.block_size == 1:
             return tuple(part.shape)
         return (*part.shape[:-1], part.shape[-1] * self.block_size)

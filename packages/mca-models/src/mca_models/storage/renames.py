@@ -1,4 +1,7 @@
-"""Renames that either replace nothing or exchange two directories in one step."""
+"""Renames that either replace nothing or exchange two directories in one step.
+
+What is renamed, and when, is decided in `atomic`.
+"""
 
 import ctypes
 import errno

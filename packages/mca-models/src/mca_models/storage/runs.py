@@ -1,9 +1,14 @@
-"""Element numbers compressed to strided runs."""
+"""Element numbers compressed to strided runs.
+
+No bytes are touched here.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from mca_models.weights.arrays import NumpyArray
 
 Shape = tuple[int, ...]
 
@@ -112,7 +117,7 @@ class Gather:
         return prod(self.shape)
 
 
-def gather_of(positions: Any, part: Any, starts: Sequence[int], block: int) -> Gather:
+def gather_of(positions: NumpyArray, part: NumpyArray, starts: Sequence[int], block: int) -> Gather:
     """How to fill a target tensor.
 
     Args:
@@ -145,7 +150,7 @@ def gather_of(positions: Any, part: Any, starts: Sequence[int], block: int) -> G
     return Gather(shape, tuple(sorted(moves, key=lambda move: (move.target, move.part))), zeros)
 
 
-def _strided(runs: Any) -> Iterator[tuple[int, int, int, int, int, int]]:
+def _strided(runs: NumpyArray) -> Iterator[tuple[int, int, int, int, int, int]]:
     """Joins runs (rows: source, target, length) of equal length at constant distances."""
     import numpy as np
 

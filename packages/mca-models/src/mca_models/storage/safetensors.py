@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from mca_config.errors import McaError
 from mca_config.files import open_regular, reading
+from mca_config.types import JsonObject, Typed
 from mca_models.storage.dtypes import ITEM_SIZES, numpy_dtype
+from mca_models.weights.arrays import Contiguous, NumpyArray
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 MAX_HEADER_BYTES = 100_000_000  # as the reference implementation
 _METADATA = "__metadata__"
@@ -51,7 +53,7 @@ class TensorInfo:
         """Bytes of one element."""
         return ITEM_SIZES[self.dtype]
 
-    def array(self) -> "np.ndarray[Any, Any]":
+    def array(self) -> NumpyArray:
         """A read-only view of the tensor, mapped from the file: pages are read when touched."""
         import numpy as np
 
@@ -65,7 +67,7 @@ class TensorInfo:
         # the plain ndarray view: memmap's subclass machinery is slow on every slice
         return flat.view(np.ndarray).view(numpy_dtype(self.dtype)).reshape(self.shape)
 
-    def read(self, start: int = 0, stop: int | None = None) -> "np.ndarray[Any, Any]":
+    def read(self, start: int = 0, stop: int | None = None) -> NumpyArray:
         """A fresh array of rows ``start:stop`` (of everything, for a scalar)."""
         import numpy as np
 
@@ -75,7 +77,7 @@ class TensorInfo:
         out = np.empty((stop - start, *self.shape[1:]) if self.shape else (), numpy_dtype(self.dtype))
         with reading(self.file), self.file.open("rb") as file:
             file.seek(self.offset + start * row_bytes)
-            buffer: Any = out.reshape(-1).view(np.uint8)
+            buffer: Contiguous = out.reshape(-1).view(np.uint8)
             if file.readinto(buffer) != out.nbytes:
                 raise McaError(f"{self.file}: ended inside tensor {self.name}; the file is truncated")
         return out
@@ -130,8 +132,8 @@ def _read_raw_header(file: Path) -> tuple[bytes, int, int]:
         raise McaError(f"{file}: cannot be read ({error.strerror})") from None
 
 
-def _parse_json(file: Path, raw: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _parse_json(file: Path, raw: bytes) -> JsonObject:
+    def unique(pairs: list[tuple[str, Any]]) -> JsonObject:
         entries = dict(pairs)
         if len(entries) != len(pairs):
             names = [name for name, _ in pairs]
@@ -154,7 +156,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _tensor(file: Path, name: str, entry: Any, start: int) -> TensorInfo:
+def _tensor(file: Path, name: str, entry: Typed, start: int) -> TensorInfo:
     where = f"{file}: tensor {name!r:.200}"
     if not name.isprintable() or len(name) > _LONGEST_NAME:
         raise McaError(f"{where}: no name of a tensor: too long, or with characters that cannot be printed")
@@ -213,7 +215,7 @@ def plan_file(
     Tensors keep the given order, wider elements first, so that each is aligned to its element size.
     """
     ordered = sorted(specs, key=lambda spec: -ITEM_SIZES[spec[1]])
-    entries: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    entries: JsonObject = {_METADATA: dict(metadata)} if metadata else {}
     places, position = [], 0
     for name, dtype, shape in ordered:
         nbytes = prod(shape) * ITEM_SIZES[dtype]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
@@ -17,9 +17,7 @@ from mca_models.storage.runs import Gather, Move, Shape
 from mca_models.storage.safetensors import TensorInfo
 from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
-
-if TYPE_CHECKING:
-    import numpy as np
+from mca_models.weights.arrays import NumpyArray
 
 
 class Described(Protocol):
@@ -42,6 +40,16 @@ class Described(Protocol):
         """Where most of it is stored, for errors."""
 
 
+class Elements(Protocol):
+    """The elements of a tensor in one axis, a slice of which is an array: a NumPy array, or `FlatRows`."""
+
+    def __getitem__(self, index: slice, /) -> NumpyArray:
+        """A run of them."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+
 class Computed(Described, Protocol):
     """A tensor that no file holds as it is: its elements are worked out as they are read (dequantised, merged)."""
 
@@ -53,10 +61,10 @@ class Computed(Described, Protocol):
     def nbytes(self) -> int:
         """Bytes of all elements as they are read."""
 
-    def array(self) -> "np.ndarray[Any, Any]":
+    def array(self) -> NumpyArray:
         """All elements, as a fresh array."""
 
-    def flat(self) -> Any:
+    def flat(self) -> Elements:
         """The elements in one axis; a slice of it is a fresh array."""
 
 
@@ -69,12 +77,12 @@ class Part:
     start: int = 0
     """First element, counted from the tensor's own first."""
 
-    def flat(self) -> "np.ndarray[Any, Any]":
+    def flat(self) -> NumpyArray:
         """The elements in one axis: mapped from the file, or computed."""
-        elements: np.ndarray[Any, Any] = self.elements()[self.start : self.start + prod(self.shape)]
+        elements: NumpyArray = self.elements()[self.start : self.start + prod(self.shape)]
         return elements
 
-    def elements(self) -> Any:
+    def elements(self) -> Elements:
         """Those of the whole tensor in one axis, to be sliced."""
         return self.info.array().reshape(-1) if isinstance(self.info, TensorInfo) else self.info.flat()
 
@@ -126,15 +134,19 @@ def gather_piece(source: ModelSource, param: Param, rank: int, size: int) -> tup
     return gathers[0 if param.shard.axis is None else rank], source.parts(param)
 
 
-def read_piece(source: ModelSource, param: Param, rank: int = 0, size: int = 1) -> "np.ndarray[Any, Any]":
+def read_piece(source: ModelSource, param: Param, rank: int = 0, size: int = 1) -> NumpyArray:
     """The piece of ``param`` that ``rank`` of ``size`` (tp, or etp for an expert) holds, as a fresh array.
 
     Vocabulary rows beyond the true ones are zero. Pass ``alias_of``'s parameter for a tied output layer.
     """
+    gather, parts = gather_piece(source, param, rank, size)
+    return gathered(gather, [part.flat() for part in parts])
+
+
+def gathered(gather: Gather, flats: "Sequence[NumpyArray]") -> NumpyArray:
+    """What ``gather`` makes of the flat parts, as a fresh array."""
     import numpy as np
 
-    gather, parts = gather_piece(source, param, rank, size)
-    flats = [part.flat() for part in parts]
     out = np.empty(gather.size, flats[0].dtype)
     for start, stop in gather.zeros:
         out[start:stop] = 0
@@ -143,7 +155,7 @@ def read_piece(source: ModelSource, param: Param, rank: int = 0, size: int = 1) 
     return out.reshape(gather.shape)
 
 
-def copy_move(source: "np.ndarray[Any, Any]", target: "np.ndarray[Any, Any]", move: Move) -> None:
+def copy_move(source: NumpyArray, target: NumpyArray, move: Move) -> None:
     """Carries out one move between flat arrays."""
     import numpy as np
 

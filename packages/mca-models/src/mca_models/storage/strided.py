@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -22,8 +22,8 @@ from mca_config.errors import McaError
 from mca_models.storage.dtypes import ITEM_SIZES, numpy_dtype
 from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import Described
+from mca_models.weights.arrays import NumpyArray
 
-Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 MAX_GRID_CELLS = 1 << 20
 
@@ -31,7 +31,7 @@ MAX_GRID_CELLS = 1 << 20
 class Tensor(Described, Protocol):
     """Anything that rows can be read from."""
 
-    def read(self, start: int = 0, stop: int | None = None) -> Array:
+    def read(self, start: int = 0, stop: int | None = None) -> NumpyArray:
         """A fresh array of rows ``start:stop`` (of everything, for a scalar)."""
 
 
@@ -50,11 +50,11 @@ class TensorBase:
         """Bytes of all elements, as they are read."""
         return prod(self.shape) * ITEM_SIZES[self.dtype]
 
-    def array(self: Tensor) -> Array:
+    def array(self: Tensor) -> NumpyArray:
         """All elements, as a fresh array where no file holds them as they are."""
         return self.read()
 
-    def flat(self: Tensor) -> "FlatRows | Array":
+    def flat(self: Tensor) -> "FlatRows | NumpyArray":
         """The elements in one axis, to be sliced."""
         return FlatRows(self)
 
@@ -69,7 +69,7 @@ class FlatRows:
     """
 
     def __init__(
-        self, tensor: Tensor, read: Callable[[int, int], Array] | None = None, row: int | None = None
+        self, tensor: Tensor, read: Callable[[int, int], NumpyArray] | None = None, row: int | None = None
     ) -> None:
         self._read = read or tensor.read
         self._row = (prod(tensor.shape[1:]) if tensor.shape else 1) if row is None else row
@@ -80,7 +80,7 @@ class FlatRows:
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, index: slice) -> Array:
+    def __getitem__(self, index: slice) -> NumpyArray:
         start, stop, step = index.indices(self.size)
         if step != 1:
             raise IndexError("only runs of elements can be read")
@@ -120,7 +120,7 @@ class StridedTensor(TensorBase):
             return None
         return TensorInfo(self.name, self.dtype, self.shape, self.offset, self.nbytes, self.file)
 
-    def array(self) -> Array:
+    def array(self) -> NumpyArray:
         """A read-only view, mapped from the file: pages are read when touched."""
         dtype = numpy_dtype(self.dtype)
         if prod(self.shape) == 0:
@@ -131,12 +131,12 @@ class StridedTensor(TensorBase):
         # not as_strided, which has no name for some of the 8-bit floats
         return np.ndarray(self.shape, dtype, mapped, 0, strides)
 
-    def read(self, start: int = 0, stop: int | None = None) -> Array:
+    def read(self, start: int = 0, stop: int | None = None) -> NumpyArray:
         """See ``Tensor.read``."""
         whole = self.array()
         return np.array(whole[start:stop] if self.shape else whole, order="C")
 
-    def flat(self) -> FlatRows | Array:
+    def flat(self) -> FlatRows | NumpyArray:
         """See the module; mapped from the file where the elements lie in one run."""
         return self.array().reshape(-1) if self.is_contiguous else FlatRows(self)
 
@@ -147,7 +147,7 @@ class StridedTensor(TensorBase):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class Block:
     """A block of a tensor."""
 
     offsets: Shape
@@ -162,14 +162,14 @@ class GridTensor(TensorBase):
     name: str
     dtype: str
     shape: Shape
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Block, ...]
 
     @property
     def file(self) -> Path:
         """The file of the first block."""
         return self.chunks[0].tensor.file
 
-    def read(self, start: int = 0, stop: int | None = None) -> Array:
+    def read(self, start: int = 0, stop: int | None = None) -> NumpyArray:
         """See ``Tensor.read``."""
         start, stop, _ = slice(start, stop).indices(self.shape[0])
         out = np.empty((max(stop - start, 0), *self.shape[1:]), numpy_dtype(self.dtype))
@@ -185,7 +185,7 @@ class GridTensor(TensorBase):
 
 
 def assemble(
-    name: str, dtype: str, shape: Shape, chunks: Sequence[Chunk], where: str
+    name: str, dtype: str, shape: Shape, chunks: Sequence[Block], where: str
 ) -> "StridedTensor | GridTensor":
     """The tensor that ``chunks`` make up: the only one itself, or their grid.
 
@@ -201,7 +201,7 @@ def assemble(
     return GridTensor(name, dtype, shape, tuple(ordered))
 
 
-def _tiling_fault(shape: Shape, chunks: Sequence[Chunk]) -> str | None:
+def _tiling_fault(shape: Shape, chunks: Sequence[Block]) -> str | None:
     """What keeps ``chunks`` from filling ``shape`` exactly."""
     if _is_stack(shape, chunks):
         return None
@@ -225,7 +225,7 @@ def _tiling_fault(shape: Shape, chunks: Sequence[Chunk]) -> str | None:
     return "leave a hole" if (times == 0).any() else None
 
 
-def _is_stack(shape: Shape, chunks: Sequence[Chunk]) -> bool:
+def _is_stack(shape: Shape, chunks: Sequence[Block]) -> bool:
     """Whether ``chunks`` follow one another along one axis; the common case, told without an array."""
     first = chunks[0].tensor.shape if chunks else ()
     cut = [axis for axis, (size, part) in enumerate(zip(shape, first, strict=False)) if part != size]

@@ -1,4 +1,7 @@
-"""Writes one planned safetensors file, in any order, and sums it up as the bytes pass."""
+"""Writes one planned safetensors file, in any order, and sums it up as the bytes pass.
+
+Which tensors a file holds is planned in `safetensors`; directories are `atomic`'s.
+"""
 
 import ctypes
 import os
@@ -6,13 +9,14 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from mca_config.errors import McaError
+from mca_config.files import cannot_write
 from mca_models.storage.checksum import crc32_join
 from mca_models.storage.manifest import FileRecord
 from mca_models.storage.partial_folder import close
 from mca_models.storage.safetensors import FilePlan, TensorInfo
+from mca_models.weights.arrays import Contiguous
 
 _Part = tuple[int, int, int]  # start, length, checksum
 
@@ -20,7 +24,7 @@ Written = Mapping[str, Sequence[_Part]]
 """What one process has written of a file: start, length and checksum of each stretch, by tensor."""
 
 
-def as_bytes(data: Any) -> memoryview:
+def as_bytes(data: Contiguous) -> memoryview:
     """The bytes of a contiguous buffer or NumPy array (those of ``ml_dtypes`` too)."""
     if hasattr(data, "dtype"):
         data = data.reshape(-1).view("u1")
@@ -50,7 +54,7 @@ class Writeback:
             _sync_file_range(self._fd, start, nbytes, _SYNC_FILE_RANGE_WRITE)  # a hint: failing does no harm
 
 
-def _load_sync_file_range() -> Any:
+def _load_sync_file_range() -> Callable[..., int] | None:
     function = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if function is not None:  # only on Linux
         function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
@@ -86,21 +90,21 @@ class SafetensorsWriter:
         try:
             self._fd = os.open(plan.file, os.O_WRONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise McaError(f"{plan.file}: cannot be written ({error.strerror})") from None
+            raise cannot_write(plan.file, error) from None
         self._writeback = Writeback(self._fd)
 
-    def write(self, name: str, data: Any, start: int = 0) -> None:
+    def write(self, name: str, data: Contiguous, start: int = 0) -> None:
         """Writes ``data`` (anything with contiguous bytes) at byte ``start`` of tensor ``name``."""
         with self.stretch(name, start) as append:
             append(data)
 
     @contextmanager
-    def stretch(self, name: str, start: int = 0) -> Iterator[Callable[[Any], None]]:
+    def stretch(self, name: str, start: int = 0) -> Iterator[Callable[[Contiguous], None]]:
         """A function that appends data to tensor ``name``, from byte ``start`` on."""
         info = self.plan.tensors[name]
         position, crc = start, 0
 
-        def append(data: Any) -> None:
+        def append(data: Contiguous) -> None:
             nonlocal position, crc
             view = as_bytes(data)
             if position + len(view) > info.nbytes:
@@ -118,11 +122,11 @@ class SafetensorsWriter:
         with self._lock:
             self._parts[name].append((start, position - start, crc))
 
-    def _put(self, data: Any, position: int) -> None:
+    def _put(self, data: Contiguous, position: int) -> None:
         try:
             _pwrite(self._fd, data, position)
         except OSError as error:
-            raise McaError(f"{self.plan.file}: cannot be written ({error.strerror})") from None
+            raise cannot_write(self.plan.file, error) from None
 
     def close(self) -> None:
         """Checks completeness, computes the checksum, syncs and closes. A second call does nothing."""
@@ -134,7 +138,7 @@ class SafetensorsWriter:
             self._crc32 = crc  # a close that fails has closed
             os.close(self._fd)
         except OSError as error:  # some file systems find a full disk only now
-            raise McaError(f"{self.plan.file}: cannot be written ({error.strerror})") from None
+            raise cannot_write(self.plan.file, error) from None
 
     @property
     def record(self) -> FileRecord:
@@ -155,7 +159,7 @@ class SafetensorsWriter:
     def __enter__(self) -> "SafetensorsWriter":
         return self
 
-    def __exit__(self, kind: object, *_: Any) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
         elif self._crc32 is None:
@@ -173,7 +177,7 @@ def make_file(plan: FilePlan) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise McaError(f"{plan.file}: cannot be written ({error.strerror})") from None
+        raise cannot_write(plan.file, error) from None
 
 
 def joined_record(plan: FilePlan, written: Iterable[Written]) -> FileRecord:
@@ -216,7 +220,7 @@ def _complete_parts(plan: FilePlan, info: TensorInfo, written: Iterable[_Part]) 
     return parts
 
 
-def _pwrite(fd: int, data: Any, position: int) -> None:
+def _pwrite(fd: int, data: Contiguous, position: int) -> None:
     view = memoryview(data)
     while len(view):
         written = os.pwrite(fd, view, position)

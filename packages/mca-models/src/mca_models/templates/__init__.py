@@ -1,9 +1,8 @@
 """Weight templates: one short file for each model family, and the table of them."""
 
-from typing import Any
-
-from mca_config.errors import McaError
+from mca_config.errors import HfConfigError, McaError
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
 from mca_models.templates import (
     cwm,
     deepseek_v2,
@@ -83,14 +82,14 @@ def family_of(model_type: str) -> Family:
     return FAMILIES[model_type]
 
 
-def config_from_hf(hf: dict[str, Any]) -> McaModelConfig:
+def config_from_hf(hf: JsonObject) -> McaModelConfig:
     """The (text) model that a parsed ``config.json`` describes.
 
     Raises:
         McaError: Its family or one of its values cannot be represented.
     """
     if not isinstance(hf.get("model_type"), str):
-        raise McaError("config.json has no 'model_type'; it names the model family")
+        raise HfConfigError("config.json has no 'model_type'; it names the model family")
     text = text_config(hf)
     return family_of(text["model_type"]).config.to_mca(text)
 

@@ -1,10 +1,13 @@
-"""Rules that many families share, under the names that HF gives them."""
+"""Rules that many families share, under the names that HF gives them.
+
+What a single family does otherwise is in that family's own file.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from mca_config.model_config import McaModelConfig
+from mca_config.types import Typed
 from mca_models.templates.names import HF, HF_ATTN, HF_EMBEDDING, HF_HEAD, HF_MLP
 from mca_models.weights import (
     COLUMN,
@@ -27,7 +30,7 @@ ATTN, MLP = MCA + "self_attention.", MCA + "mlp."
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def inner(name: str, hf: str, **rule: Any) -> Param:
+def inner(name: str, hf: str, **rule: Typed) -> Param:
     """A parameter of a decoder layer, both names without their layer prefix."""
     return Param(mca=MCA + name, hf=(HF + hf,), **rule)
 

@@ -1,31 +1,35 @@
-"""Tables that carry a HF ``config.json`` to a ``McaModelConfig`` and back."""
+"""Tables that carry a HF ``config.json`` to a ``McaModelConfig`` and back.
+
+The tables of the families themselves are in their own files.
+"""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from mca_config.bounds import require_bounded
-from mca_config.errors import McaError
+from mca_config.errors import HfConfigError, McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.rope import require_rope
+from mca_config.types import FamilyConfig, JsonObject, Typed, Values
 
-HfConfig = dict[str, Any]
-REQUIRED: Any = object()
+HfConfig = JsonObject
+REQUIRED: Typed = object()
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-class _Watched(dict[str, Any]):
+class _Watched(JsonObject):
     """Knows which key was read last: the one to name where a value is of no use."""
 
     last = ""
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> Typed:
         self.last = key
         return super().__getitem__(key)
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: Typed = None) -> Typed:
         self.last = key
         return super().get(key, default)
 
@@ -42,15 +46,15 @@ class Field:
 
     mca: str
     hf: str
-    default: Any = REQUIRED
+    default: Typed = REQUIRED
 
-    def read(self, hf: Mapping[str, Any]) -> Any:
+    def read(self, hf: Values) -> Typed:
         """The value in ``hf`` (lists become tuples), or the default."""
         value = hf.get(self.hf)
         if value is None and self.default is not REQUIRED:
             value = self.default(hf) if callable(self.default) else self.default
         if value is None and self.default is REQUIRED:
-            raise McaError(f"config.json has no '{self.hf}'; a {hf.get('model_type')} model needs it")
+            raise HfConfigError(f"config.json has no '{self.hf}'; a {hf.get('model_type')} model needs it")
         return tuple(value) if isinstance(value, list) else value
 
 
@@ -65,14 +69,14 @@ class Fixed:
     """
 
     hf: str
-    allowed: tuple[Any, ...]
+    allowed: tuple[Typed, ...]
     why: str
 
-    def check(self, hf: Mapping[str, Any]) -> None:
+    def check(self, hf: Values) -> None:
         """Refuses a value that is not allowed, by name."""
         value = hf.get(self.hf, self.allowed[0])
         if value not in self.allowed:
-            raise McaError(
+            raise HfConfigError(
                 f"config.json: '{self.hf}' is {value!r}; supported: {_words(self.allowed)} ({self.why})"
             )
 
@@ -93,11 +97,11 @@ class ConfigTable:
     """
 
     fields: tuple[Field, ...]
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    defaults: Values = dataclasses.field(default_factory=dict)
+    constants: Values = dataclasses.field(default_factory=dict)
     fixed: tuple[Fixed, ...] = ()
-    derive: Callable[[HfConfig], dict[str, Any]] = lambda hf: {}
-    restore: Callable[[Any], HfConfig] = lambda config: {}
+    derive: Callable[[HfConfig], JsonObject] = lambda hf: {}
+    restore: Callable[[FamilyConfig], HfConfig] = lambda config: {}
     partial_rotary: bool = False
     config_class: type[McaModelConfig] = McaModelConfig
 
@@ -114,12 +118,12 @@ class ConfigTable:
         except McaError:
             raise
         except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
-            raise McaError(
+            raise HfConfigError(
                 f"config.json: a {hf['model_type']} model cannot be made of its values ({error}; "
                 f"'{full.last}' is {full.get(full.last)!r:.80})"
             ) from error
 
-    def _values(self, hf: HfConfig) -> dict[str, Any]:
+    def _values(self, hf: HfConfig) -> JsonObject:
         for fixed in self.fixed:
             fixed.check(hf)
         values = {field.mca: field.read(hf) for field in self.fields}
@@ -175,33 +179,33 @@ class ConfigTable:
         return hf
 
 
-def _whole_head(values: Mapping[str, Any]) -> float:
+def _whole_head(values: Values) -> float:
     """What a family rotates that has no partial rotary: with an unscaled rope transformers ignores the factor."""
     percent, scaling = values["rotary_percent"], values["rope_scaling"]
     if percent != 1.0 and scaling is not None:
-        raise McaError(
+        raise HfConfigError(
             f"config.json: 'partial_rotary_factor' is {percent} beside rope_type {scaling['rope_type']!r}; supported: "
             "1.0 (transformers fails with it in this family)"
         )
     return 1.0
 
 
-def read_dtype(hf: Mapping[str, Any]) -> Literal["float32", "bfloat16", "float16"]:
+def read_dtype(hf: Values) -> Literal["float32", "bfloat16", "float16"]:
     """The weights' dtype: ``dtype``, or ``torch_dtype`` as transformers 4 spelled it; float32 if neither."""
     value = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     name = str(value).removeprefix("torch.")
     if name not in _DTYPES:
-        raise McaError(f"config.json: 'dtype' is {value!r}; supported: {_words(_DTYPES)}")
+        raise HfConfigError(f"config.json: 'dtype' is {value!r}; supported: {_words(_DTYPES)}")
     return name  # type: ignore[return-value]
 
 
-def read_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+def read_rope(hf: Values) -> JsonObject:
     """``rotary_base`` and ``rope_scaling`` from transformers 5's ``rope_parameters`` or 4's two keys."""
     given = (
         hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     )  # where both are there, as transformers 5
     if not isinstance(given, dict):
-        raise McaError(
+        raise HfConfigError(
             f"config.json: 'rope_parameters' (or 'rope_scaling') must be an object, not {given!r:.80}"
         )
     rope = dict(given)
@@ -211,12 +215,12 @@ def read_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     percent = rope.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0
     for name, value in (("rope_theta", base), ("partial_rotary_factor", percent)):
         if not isinstance(value, int | float):
-            raise McaError(f"config.json: '{name}' must be a number, not {value!r:.80}")
+            raise HfConfigError(f"config.json: '{name}' must be a number, not {value!r:.80}")
     scaling = None if kind == "default" else {"rope_type": kind, **rope}
     return {"rotary_base": float(base), "rope_scaling": scaling, "rotary_percent": float(percent)}
 
 
-def head_dim(hf: Mapping[str, Any]) -> int:
+def head_dim(hf: Values) -> int:
     """HF's default head dimension."""
     return int(hf["hidden_size"] // hf["num_attention_heads"])
 
@@ -249,9 +253,9 @@ NO_MLP_BIAS = _no_bias("mlp_bias", "the MLP alone")
 SILU = Fixed("hidden_act", ("silu",), "this family's gated MLP is built with SwiGLU")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Typed) -> Typed:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _words(values: Iterable[Any]) -> str:
+def _words(values: Iterable[Typed]) -> str:
     return ", ".join(repr(value) for value in values)

@@ -1,8 +1,7 @@
 """Code World Model: HF ``CwmForCausalLM``, Llama's weights; three of four layers have a sliding window."""
 
-from typing import Any
-
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -26,7 +25,7 @@ _ROPE = {
 """What transformers takes where ``config.json`` names no rope."""
 
 
-def derive(hf: HfConfig) -> dict[str, Any]:
+def derive(hf: HfConfig) -> JsonObject:
     """Each layer's kind, and the family's own rope if none is named."""
     count = hf["num_hidden_layers"]
     pattern = ["sliding_attention" if i % 4 else "full_attention" for i in range(count)]

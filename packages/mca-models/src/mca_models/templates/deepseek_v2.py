@@ -1,8 +1,7 @@
 """DeepSeek V2: HF ``DeepseekV2ForCausalLM``: latent attention, experts chosen by softmax."""
 
-from typing import Any
-
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.types import JsonObject
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
@@ -17,7 +16,7 @@ from mca_models.templates.family import Family
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
 
 
-def derive(hf: HfConfig) -> dict[str, Any]:
+def derive(hf: HfConfig) -> JsonObject:
     """What DeepSeek V3's table says, but groups count only if named, and by their best expert."""
     if hf["topk_method"] == GREEDY:
         return mla({**hf, "n_group": 1})

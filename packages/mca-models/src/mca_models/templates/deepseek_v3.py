@@ -1,8 +1,7 @@
 """DeepSeek V3 and R1: HF ``DeepseekV3ForCausalLM``: latent attention, experts, multi-token prediction."""
 
-from typing import Any
-
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.types import JsonObject
 from mca_models.templates.common import ATTN, inner
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -33,13 +32,13 @@ MLA_FIELDS = (
 )
 
 
-def sigmoid_experts(hf: HfConfig) -> dict[str, Any]:
+def sigmoid_experts(hf: HfConfig) -> JsonObject:
     """``grouped_experts``, chosen by sigmoid scores."""
     require_sigmoid_choice(hf)
     return grouped_experts(hf)
 
 
-def grouped_experts(hf: HfConfig) -> dict[str, Any]:
+def grouped_experts(hf: HfConfig) -> JsonObject:
     """Dense first layers, shared experts as one wide one, and group-limited routing."""
     layers, dense = hf["num_hidden_layers"], hf.get("first_k_dense_replace") or 0
     groups = hf.get("n_group") or 1
@@ -66,12 +65,12 @@ def restore_groups(config: McaModelConfig) -> HfConfig:
     }
 
 
-def mla(hf: HfConfig) -> dict[str, Any]:
+def mla(hf: HfConfig) -> JsonObject:
     """What ``grouped_experts`` says, and the head dimension of a query or key."""
     return {**grouped_experts(hf), "kv_channels": hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]}
 
 
-def derive(hf: HfConfig) -> dict[str, Any]:
+def derive(hf: HfConfig) -> JsonObject:
     """What ``mla`` says, with sigmoid routing."""
     require_sigmoid_choice(hf)
     return mla(hf)

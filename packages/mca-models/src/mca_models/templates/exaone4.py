@@ -1,8 +1,7 @@
 """EXAONE 4: HF ``Exaone4ForCausalLM``: norms after each block; layers with a window rotate, others do not."""
 
-from typing import Any
-
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
@@ -16,7 +15,7 @@ def pattern(hf: HfConfig) -> list[str]:
     return [SLIDING if (i + 1) % step else FULL for i in range(hf["num_hidden_layers"])]
 
 
-def derive(hf: HfConfig) -> dict[str, Any]:
+def derive(hf: HfConfig) -> JsonObject:
     """Windows and ropes: a model without a window rotates in every layer."""
     window = hf.get("sliding_window")
     if window is None:

@@ -1,11 +1,14 @@
-"""One model family: its config table and its parameters."""
+"""One model family: its config table and its parameters.
+
+The families themselves are the files beside this one, listed in the package.
+"""
 
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mca_config.model_config import McaModelConfig
+from mca_config.types import FamilyConfig, Values
 from mca_models.templates.config_table import ConfigTable
 from mca_models.templates.names import FUSED, HF_HEAD, MoeNames
 from mca_models.templates.shapes import Shape, hf_shapes
@@ -37,7 +40,7 @@ def _stacked_experts(names: Collection[str]) -> dict[str, bool]:
     return facts
 
 
-def _none(config: Any) -> frozenset[str]:
+def _none(config: FamilyConfig) -> frozenset[str]:
     return frozenset()
 
 
@@ -60,12 +63,12 @@ class Family:
     model_type: str
     architecture: str
     config: ConfigTable
-    params: Callable[[Any], list[Param]]
-    ignored_hf: Callable[[Any], frozenset[str]] = _none
+    params: Callable[[FamilyConfig], list[Param]]
+    ignored_hf: Callable[[FamilyConfig], frozenset[str]] = _none
     moe: MoeNames | None = None
-    found: Callable[[McaModelConfig, Collection[str]], Mapping[str, Any]] = lambda config, names: {}
+    found: Callable[[McaModelConfig, Collection[str]], Values] = lambda config, names: {}
     prediction_layers: Callable[[McaModelConfig, Collection[str]], int] = counted_layers
-    copies: Callable[[Any], Mapping[str, str]] = lambda config: {}
+    copies: Callable[[FamilyConfig], Mapping[str, str]] = lambda config: {}
 
     def hf_shapes(self, config: McaModelConfig) -> dict[str, Shape]:
         """Every HF tensor of a model and its shape, known without a checkpoint."""

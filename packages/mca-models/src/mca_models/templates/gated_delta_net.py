@@ -1,11 +1,14 @@
-"""Rules of models that mix gated attention with linear attention layers (gated delta nets)."""
+"""Rules of models that mix gated attention with linear attention layers (gated delta nets).
+
+How such a layer is computed is known to `mca_models.megatron.families`.
+"""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from math import gcd
-from typing import Any
 
 from mca_config.model_config import McaModelConfig
+from mca_config.types import FamilyConfig, JsonObject
 from mca_models.templates.common import ATTN, attention, inner
 from mca_models.templates.config_table import Field, HfConfig
 from mca_models.weights import COLUMN, ROW, Param, Shard, each
@@ -21,7 +24,7 @@ FIELDS = (
 )
 
 
-def mixed_layers(hf: HfConfig) -> dict[str, Any]:
+def mixed_layers(hf: HfConfig) -> JsonObject:
     """Which layers have linear attention: all but every fourth, unless listed."""
     step = hf.get("full_attention_interval", 4)
     kinds = hf.get("layer_types") or [
@@ -35,7 +38,7 @@ def restore_layers(config: McaModelConfig) -> HfConfig:
     return {"layer_types": list(config.layer_types or ())}
 
 
-def segments(config: Any) -> tuple[int, int, int, int, int, int]:
+def segments(config: FamilyConfig) -> tuple[int, int, int, int, int, int]:
     """Rows of the input projection's parts: q, k, v, z (output gate), b (beta), a (decay)."""
     key = config.linear_num_key_heads * config.linear_key_head_dim
     value = config.linear_num_value_heads * config.linear_value_head_dim

@@ -1,8 +1,7 @@
 """Gemma 2: HF ``Gemma2ForCausalLM``: capped scores and logits, norms around each block, alternating windows."""
 
-from typing import Any
-
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Field, HfConfig, dense_fields
 from mca_models.templates.family import Family
@@ -10,7 +9,7 @@ from mca_models.templates.gemma3_text import CAUSAL, CONSTANTS, GELU_ONLY, resto
 from mca_models.templates.two_ropes import FULL, SLIDING
 
 
-def derive(hf: HfConfig) -> dict[str, Any]:
+def derive(hf: HfConfig) -> JsonObject:
     """Kinds of layers, every other one with a window, and the scales that HF computes from sizes."""
     pattern = [FULL if i % 2 else SLIDING for i in range(hf["num_hidden_layers"])]
     return {"layer_types": tuple(hf.get("layer_types") or pattern), **scales(hf)}

@@ -1,9 +1,7 @@
 """Gemma 3, the text model: HF ``Gemma3ForCausalLM``: norms around each block, windows, two ropes."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject, Values
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -17,7 +15,7 @@ from mca_models.templates.family import Family
 from mca_models.templates.two_ropes import FULL, SLIDING, restore_ropes, two_ropes
 
 GELU = "gelu_pytorch_tanh"
-CONSTANTS: Mapping[str, Any] = {
+CONSTANTS: Values = {
     "hidden_act": GELU,
     "layernorm_zero_centered_gamma": True,
     "norm_placement": "sandwich",
@@ -26,7 +24,7 @@ GELU_ONLY = Fixed("hidden_activation", (GELU,), "Gemma's gated MLP")
 CAUSAL = Fixed("use_bidirectional_attention", (False, None), "Megatron's decoder is causal")
 
 
-def scales(hf: HfConfig) -> dict[str, Any]:
+def scales(hf: HfConfig) -> JsonObject:
     """The factors on scores and embeddings that HF computes from sizes."""
     return {
         "softmax_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5,
@@ -42,7 +40,7 @@ def restore_scale(config: McaModelConfig) -> HfConfig:
     }
 
 
-def derive(hf: HfConfig) -> dict[str, Any]:
+def derive(hf: HfConfig) -> JsonObject:
     """Kinds of layers, a rope for each kind, and the scales that HF computes from sizes."""
     step = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
     kinds = hf.get("layer_types") or [

@@ -1,16 +1,16 @@
 """GLM 4.7 Flash: HF ``Glm4MoeLiteForCausalLM``: DeepSeek V3's layers, its dense ones listed."""
 
 from dataclasses import replace
-from typing import Any
 
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
 from mca_models.templates import deepseek_v3
 from mca_models.templates.config_table import HfConfig
 
 DENSE, SPARSE = "dense", "sparse"
 
 
-def derive(hf: HfConfig) -> dict[str, Any]:
+def derive(hf: HfConfig) -> JsonObject:
     """What DeepSeek V3's table says; which layers have experts is a list, and all but the first if there is none."""
     kinds = hf.get("mlp_layer_types") or [DENSE] + [SPARSE] * (hf["num_hidden_layers"] - 1)
     return deepseek_v3.derive(hf) | {"moe_layer_freq": tuple(int(kind == SPARSE) for kind in kinds)}

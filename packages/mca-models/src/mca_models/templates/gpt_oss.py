@@ -1,8 +1,7 @@
 """GPT-OSS: HF ``GptOssForCausalLM``: attention sinks, alternating windows, biased experts."""
 
-from typing import Any
-
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
 from mca_models.templates.common import MLP, attention, embedding, head, inner
 from mca_models.templates.config_table import (
     SILU,
@@ -28,7 +27,7 @@ YARN = {
 }
 
 
-def derive(hf: HfConfig) -> dict[str, Any]:
+def derive(hf: HfConfig) -> JsonObject:
     """Every other layer has a sliding window, unless listed; the load-balancing loss; the family's own yarn."""
     kinds = hf.get("layer_types") or [
         "full_attention" if i % 2 else "sliding_attention" for i in range(hf["num_hidden_layers"])

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
+from mca_config.types import JsonObject
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -28,7 +28,7 @@ from mca_models.templates.moe import (
 NAMES = replace(MIXTRAL, router_bias="block_sparse_moe.e_score_correction_bias")
 
 
-def derive(hf: HfConfig) -> dict[str, Any]:
+def derive(hf: HfConfig) -> JsonObject:
     """The load-balancing loss, and the rotated share of a head, which published files give in channels."""
     require_sigmoid_choice(hf)
     rope = read_rope(hf)

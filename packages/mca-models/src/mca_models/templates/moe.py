@@ -1,18 +1,21 @@
-"""Rules of mixture-of-experts layers: router, experts, shared experts."""
+"""Rules of mixture-of-experts layers: router, experts, shared experts.
 
-from collections.abc import Iterator, Mapping, Sequence
+How tokens are routed is known to Megatron and to `mca_models.megatron.families`.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
-from mca_config.errors import McaError
+from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
+from mca_config.types import Values
 from mca_models.templates.common import MLP, attention, dense_mlp, down, embedding, gate_up, head, inner
 from mca_models.templates.config_table import Field, Fixed, HfConfig
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.names import FUSED, HF, MoeNames, in_memory
 from mca_models.weights import GATED, ROW, Concat, Param, each
 
-SIGMOID_ROUTER: Mapping[str, Any] = {
+SIGMOID_ROUTER: Values = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
     "moe_router_pre_softmax": True,
@@ -37,17 +40,17 @@ def require_sigmoid_choice(hf: HfConfig) -> None:
     topk, groups = hf["num_experts_per_tok"], hf.get("n_group") or 1
     experts = hf.get("n_routed_experts") or hf.get("num_local_experts") or 2 * groups
     if topk < 2:
-        raise McaError(
+        raise HfConfigError(
             f"config.json: 'num_experts_per_tok' is {topk}; supported: 2 or more (Megatron does not normalise a "
             "single sigmoid score)"
         )
     if groups > 1 and experts < 2 * groups:
-        raise McaError(
+        raise HfConfigError(
             f"config.json: 'n_group' is {groups}, for {experts} experts; supported: up to {experts // 2} (groups are "
             "chosen by their two best experts)"
         )
     if groups > 1 and topk > (allowed := experts // groups * (hf.get("topk_group") or 1)):
-        raise McaError(
+        raise HfConfigError(
             f"config.json: 'num_experts_per_tok' is {topk}, in groups of which a token may be sent to {allowed} "
             f"experts; supported: up to {allowed}, or a larger 'topk_group'"
         )

@@ -1,4 +1,7 @@
-"""Rules of multi-token-prediction layers, which HF numbers after the decoder's."""
+"""Rules of multi-token-prediction layers, which HF numbers after the decoder's.
+
+How their loss is computed is the trainer's matter.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""The names that HF files give to the parts of a model."""
+"""The names that HF files give to the parts of a model.
+
+Megatron's names are in the rules, those of its live modules in `live_names`.
+"""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,7 @@
 """OLMo 3: HF ``Olmo3ForCausalLM``: OLMo 2's layers; three of four have a window and a rope without scaling."""
 
-from typing import Any
-
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
 from mca_models.templates import olmo2
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import ConfigTable, Field, HfConfig, dense_fields
@@ -10,7 +9,7 @@ from mca_models.templates.family import Family
 from mca_models.templates.two_ropes import FULL, SLIDING, restore_ropes, two_ropes
 
 
-def derive(hf: HfConfig) -> dict[str, Any]:
+def derive(hf: HfConfig) -> JsonObject:
     """Kinds of layers, and a rope for each kind."""
     pattern = [SLIDING if (i + 1) % 4 else FULL for i in range(hf["num_hidden_layers"])]
     return {

@@ -1,8 +1,7 @@
 """Phi 3 and 4: HF ``Phi3ForCausalLM``: q, k, v in one tensor, gate and up too, partial and long rope."""
 
-from typing import Any
-
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
 from mca_models.templates.common import MLP, attention, dense_mlp, down, embedding, fused_qkv, head, inner
 from mca_models.templates.config_table import SILU, ConfigTable, Field, HfConfig, dense_fields, read_rope
 from mca_models.templates.family import Family
@@ -12,7 +11,7 @@ from mca_models.weights import GATED, Param, each
 ORIGINAL = "original_max_position_embeddings"
 
 
-def long_rope(hf: HfConfig) -> dict[str, Any]:
+def long_rope(hf: HfConfig) -> JsonObject:
     """The rope, its scaling by its present name and with the original context, which HF keeps beside it."""
     rope = read_rope(hf)
     if rope["rope_scaling"] is not None:

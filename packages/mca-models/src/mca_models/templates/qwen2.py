@@ -1,15 +1,14 @@
 """Qwen 2 and 2.5: HF ``Qwen2ForCausalLM``, Llama's weights with biases on q, k and v."""
 
-from typing import Any
-
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.llama import ignored_hf
 
 
-def window(hf: dict[str, Any]) -> dict[str, Any]:
+def window(hf: JsonObject) -> JsonObject:
     """The sliding window, which only layers from ``max_window_layers`` on have, and only if switched on."""
     if not hf.get("use_sliding_window"):
         return {"window_size": None, "layer_types": None}
@@ -20,7 +19,7 @@ def window(hf: dict[str, Any]) -> dict[str, Any]:
     return {"window_size": hf.get("sliding_window", 4096), "layer_types": tuple(kinds)}
 
 
-def restore_window(config: McaModelConfig) -> dict[str, Any]:
+def restore_window(config: McaModelConfig) -> JsonObject:
     """See ``ConfigTable.restore``."""
     if config.window_size is None:
         return {"use_sliding_window": False}

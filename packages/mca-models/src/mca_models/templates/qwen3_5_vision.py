@@ -3,10 +3,10 @@
 import logging
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
-from mca_config.errors import McaError
+from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
 from mca_models.templates.config_table import HfConfig
 from mca_models.weights import Param
 
@@ -24,7 +24,7 @@ def text_config(hf: HfConfig) -> HfConfig:
         return hf
     text = hf.get("text_config")
     if not isinstance(text, dict):
-        raise McaError(f"config.json has no 'text_config'; a {kind} model needs it")
+        raise HfConfigError(f"config.json has no 'text_config'; a {kind} model needs it")
     shared = {key: hf[key] for key in ("dtype", "torch_dtype") if key in hf}
     named: HfConfig = {"architectures": [ARCHITECTURES[kind]], "model_type": TEXT_PART[kind]}
     # the whole model is tied or not as the file itself says, whatever its text part says
@@ -32,7 +32,7 @@ def text_config(hf: HfConfig) -> HfConfig:
     return {**shared, **text, **named}
 
 
-def found(config: McaModelConfig, names: Collection[str]) -> dict[str, Any]:
+def found(config: McaModelConfig, names: Collection[str]) -> JsonObject:
     """Whether the text model's names have the prefix that they have beside a vision model, and what is left."""
     if not any(name.startswith(PREFIX) for name in names):
         return {}

@@ -6,10 +6,10 @@ once. The shapes of HF tensors follow through the layouts of a family's rules.
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.types import FamilyConfig
 from mca_models.weights import Layout, Param
 
 Shape = tuple[int, ...]
@@ -51,15 +51,15 @@ def _hidden(c: McaModelConfig) -> Shape:
     return (c.hidden_size,)
 
 
-def _fc1(width: Callable[[Any], int]) -> Callable[[Any], Shape]:
+def _fc1(width: Callable[[FamilyConfig], int]) -> Callable[[FamilyConfig], Shape]:
     return lambda c: (width(c) * (1 + c.gated_linear_unit), c.hidden_size)
 
 
-def _fc2(width: Callable[[Any], int]) -> Callable[[Any], Shape]:
+def _fc2(width: Callable[[FamilyConfig], int]) -> Callable[[FamilyConfig], Shape]:
     return lambda c: (c.hidden_size, width(c))
 
 
-def _first(shape: Callable[[Any], Shape]) -> Callable[[Any], Shape]:
+def _first(shape: Callable[[FamilyConfig], Shape]) -> Callable[[FamilyConfig], Shape]:
     """The shape of a bias."""
     return lambda c: shape(c)[:1]
 
@@ -69,11 +69,11 @@ def _qkv(c: McaModelConfig) -> Shape:
     return heads * c.kv_channels, c.hidden_size
 
 
-def _head_norm(heads: Callable[[Any], int]) -> Callable[[Any], Shape]:
+def _head_norm(heads: Callable[[FamilyConfig], int]) -> Callable[[FamilyConfig], Shape]:
     return lambda c: (c.kv_channels * (heads(c) if c.qk_layernorm_full_width else 1),)
 
 
-def _delta_widths(c: Any) -> tuple[int, int, int]:
+def _delta_widths(c: FamilyConfig) -> tuple[int, int, int]:
     """Rows of q or k, rows of v, value heads of a gated delta net."""
     values = c.linear_num_value_heads
     return c.linear_num_key_heads * c.linear_key_head_dim, values * c.linear_value_head_dim, values
@@ -84,7 +84,7 @@ def _in_proj(c: McaModelConfig) -> Shape:
     return 2 * key + 2 * value + 2 * heads, c.hidden_size
 
 
-def _conv(c: Any) -> Shape:
+def _conv(c: FamilyConfig) -> Shape:
     key, value, _ = _delta_widths(c)
     return 2 * key + value, 1, c.linear_conv_kernel_dim
 
@@ -158,7 +158,7 @@ _LATENT = {
     ),
     "self_attention.linear_proj.weight": lambda c: (c.hidden_size, c.num_attention_heads * c.v_head_dim),
 }
-_Table = Mapping[str, Callable[[Any], Shape]]
+_Table = Mapping[str, Callable[[FamilyConfig], Shape]]
 _TABLES: Mapping[type[McaModelConfig], _Table] = {
     McaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_ATTENTION, **_DELTA_NET},
     MlaMcaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_LATENT},

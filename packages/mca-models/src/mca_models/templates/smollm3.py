@@ -1,8 +1,7 @@
 """SmolLM 3: HF ``SmolLM3ForCausalLM``, Llama's weights; every fourth layer has no rope."""
 
-from typing import Any
-
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -16,7 +15,7 @@ from mca_models.templates.family import Family
 from mca_models.templates.qwen2 import restore_window
 
 
-def derive(hf: HfConfig) -> dict[str, Any]:
+def derive(hf: HfConfig) -> JsonObject:
     """Layers without rope (HF lists those *with* it under ``no_rope_layers``), which may have a window."""
     step = hf.get("no_rope_layer_interval", 4)
     rotated = hf.get("no_rope_layers") or [int((i + 1) % step != 0) for i in range(hf["num_hidden_layers"])]

@@ -1,14 +1,16 @@
-"""A rope for layers that see everything, and one for those with a sliding window."""
+"""A rope for layers that see everything, and one for those with a sliding window.
 
-from typing import Any
+The layers that use them are built in `mca_models.megatron.families.two_ropes`.
+"""
 
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
 from mca_models.templates.config_table import Fixed, HfConfig, read_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def two_ropes(hf: HfConfig, base: float, local_base: float) -> dict[str, Any]:
+def two_ropes(hf: HfConfig, base: float, local_base: float) -> JsonObject:
     """Both ropes, from transformers 5's parameters by kind of layer, or those of full layers from 4's keys.
 
     Args:

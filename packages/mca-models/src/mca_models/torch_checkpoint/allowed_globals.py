@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
+Pickled = Any
+"""What a pickle of another program holds where one value is expected; it is checked where it is used."""
+
 
 class Dtype(NamedTuple):
     """A torch dtype, by its safetensors code; ``torch`` where there is no such code."""
@@ -35,11 +38,11 @@ class StorageRef(NamedTuple):
 class TensorRef(NamedTuple):
     """A tensor: a view of a storage. Nothing in it has been checked yet."""
 
-    storage: Any
-    offset: Any
-    shape: Any
-    strides: Any
-    dtype: Any = None
+    storage: Pickled
+    offset: Pickled
+    shape: Pickled
+    strides: Pickled
+    dtype: Pickled = None
     """Given only for a view of an untyped storage."""
 
 
@@ -57,17 +60,17 @@ class Record(metaclass=_Sealed):
     """An object of some class: its constructor's arguments and its state, as they came."""
 
     __slots__ = ("args", "state")
-    args: tuple[Any, ...]
-    state: Any
+    args: tuple[Pickled, ...]
+    state: Pickled
 
-    def __new__(cls, *args: Any) -> "Record":
+    def __new__(cls, *args: Pickled) -> "Record":
         """Keeps the arguments."""
         self = object.__new__(cls)
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "state", None)
         return self
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: Pickled) -> None:
         if self.state is not None:
             raise TypeError(f"the state of a {type(self).__name__} is set twice")
         object.__setattr__(self, "state", state)
@@ -127,12 +130,12 @@ class Unread(Record):
     __slots__ = ()
 
 
-class _Dict(dict[Any, Any], metaclass=_Sealed):
+class _Dict(dict[Pickled, Pickled], metaclass=_Sealed):
     """In place of ``OrderedDict``; what torch hangs on a state dict (``_metadata``) is dropped."""
 
     __slots__ = ()
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: Pickled) -> None:
         pass
 
 
@@ -140,54 +143,61 @@ class _Call(metaclass=_Sealed):
     """A function that a pickle may call, without attributes that it could set."""
 
     __slots__ = ("_function",)
-    _function: Callable[..., Any]
+    _function: Callable[..., Pickled]
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Pickled]) -> None:
         object.__setattr__(self, "_function", function)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Pickled) -> Pickled:
         return self._function(*args)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise TypeError("a function cannot be changed")
 
-    def __setstate__(self, state: Any) -> NoReturn:
+    def __setstate__(self, state: Pickled) -> NoReturn:
         raise TypeError("a function has no state")
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorRef:
+def _tensor(storage: Pickled, offset: Pickled, shape: Pickled, strides: Pickled, *rest: Pickled) -> TensorRef:
     return TensorRef(storage, offset, shape, strides)
 
 
 def _tensor_of_bytes(
-    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
+    storage: Pickled,
+    offset: Pickled,
+    shape: Pickled,
+    strides: Pickled,
+    grad: Pickled,
+    hooks: Pickled,
+    dtype: Pickled,
+    *rest: Pickled,
 ) -> TensorRef:
     return TensorRef(storage, offset, shape, strides, dtype)
 
 
-def _parameter(data: Any, *rest: Any) -> Any:
+def _parameter(data: Pickled, *rest: Pickled) -> Pickled:
     return data
 
 
-def _tensor_with_attributes(function: Any, kind: Any, args: Any, state: Any) -> Any:
+def _tensor_with_attributes(function: Pickled, kind: Pickled, args: Pickled, state: Pickled) -> Pickled:
     if not isinstance(function, _Call):
         raise TypeError("only the tensor functions of torch are called")
     return function(*args)
 
 
-def _size(sizes: Any) -> tuple[Any, ...]:
+def _size(sizes: Pickled) -> tuple[Pickled, ...]:
     if not isinstance(sizes, tuple | list):
         raise TypeError(f"a torch.Size of {type(sizes).__name__}")
     return tuple(sizes)
 
 
-def _latin1(text: Any, encoding: Any = "latin1") -> bytes:
+def _latin1(text: Pickled, encoding: Pickled = "latin1") -> bytes:
     if not isinstance(text, str) or encoding != "latin1":
         raise TypeError("only texts that stand for bytes are encoded")
     return text.encode("latin1")
 
 
-def _last(*args: Any) -> Any:
+def _last(*args: Pickled) -> Pickled:
     """An enum member by its value, a layout or device by its name."""
     return args[-1] if args else None
 
@@ -211,7 +221,7 @@ _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 
-GLOBALS: Mapping[tuple[str, str], Any] = MappingProxyType(
+GLOBALS: Mapping[tuple[str, str], Pickled] = MappingProxyType(
     {
         ("collections", "OrderedDict"): _Dict,
         ("_codecs", "encode"): _Call(_latin1),
@@ -259,7 +269,7 @@ GLOBALS: Mapping[tuple[str, str], Any] = MappingProxyType(
 """Every global that a pickle may name, by module and name."""
 
 
-def persistent(identifier: Any) -> StorageRef:
+def persistent(identifier: Pickled) -> StorageRef:
     """The storage that a persistent id of ``torch.save`` names."""
     kind, storage, key, _location, numel = identifier
     if kind != "storage" or not isinstance(storage, StorageType) or not isinstance(key, str):

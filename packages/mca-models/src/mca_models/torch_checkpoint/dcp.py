@@ -15,16 +15,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from mca_config.errors import McaError
 from mca_config.files import inside, open_regular, read_bytes
-from mca_models.storage.strided import Chunk, Shape, StridedTensor
+from mca_models.storage.strided import Block, Shape, StridedTensor
 from mca_models.torch_checkpoint.allowed_globals import (
     ChunkStorageMetadata,
     Dtype,
     Metadata,
     MetadataIndex,
+    Pickled,
     Record,
     StorageInfo,
     TensorProperties,
@@ -127,13 +128,13 @@ class DcpDirectory:
             blobs[offset] = (self._shape(self._field(chunk, "sizes", tuple)), places[name, offset])
         return TensorEntry(name, dtype.code, self._shape(self._field(entry, "size", tuple)), blobs)
 
-    def _field(self, record: Record, name: str, kind: type) -> Any:
+    def _field(self, record: Record, name: str, kind: type) -> Pickled:
         value = record.state.get(name) if isinstance(record.state, dict) else None
         if not isinstance(value, kind):
             raise self._damaged(f"a {type(record).__name__} without {name}")
         return value
 
-    def _shape(self, value: Any) -> Shape:
+    def _shape(self, value: Pickled) -> Shape:
         if not isinstance(value, tuple) or not all(type(n) is int and n >= 0 for n in value):
             raise self._damaged(f"the shape or offset {value!r}")
         return value
@@ -141,7 +142,7 @@ class DcpDirectory:
     def _damaged(self, what: str) -> McaError:
         return McaError(f"{self._where}: {what}; the file is damaged or of another format")
 
-    def chunks(self, names: Iterable[str]) -> Iterator[tuple[str, list[Chunk]]]:
+    def chunks(self, names: Iterable[str]) -> Iterator[tuple[str, list[Block]]]:
         """The chunks of each of the tensors ``names``, every one found in its file and checked."""
         with ExitStack() as stack:
             streams: dict[str, BinaryIO] = {}
@@ -152,7 +153,7 @@ class DcpDirectory:
                     if blob.file not in streams:
                         streams[blob.file] = stack.enter_context(self._open(blob.file))
                     tensor = self._stored(streams[blob.file], entry, size, blob)
-                    found.append(Chunk(offset, tensor))
+                    found.append(Block(offset, tensor))
                 yield name, found
 
     def _open(self, file: str) -> BinaryIO:

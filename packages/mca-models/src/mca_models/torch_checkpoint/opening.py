@@ -1,4 +1,7 @@
-"""Whichever checkpoint of another program a directory holds."""
+"""Whichever checkpoint of another program a directory holds.
+
+Our own directories and Hugging Face's are told apart in `mca_models.opening`.
+"""
 
 from pathlib import Path
 

@@ -7,10 +7,9 @@ what a pickle can do, not how much memory the interpreter asks for on its behalf
 
 import io
 import pickle
-from typing import Any
 
 from mca_config.errors import McaError
-from mca_models.torch_checkpoint.allowed_globals import GLOBALS, persistent
+from mca_models.torch_checkpoint.allowed_globals import GLOBALS, Pickled, persistent
 
 
 class _Refused(Exception):
@@ -18,19 +17,19 @@ class _Refused(Exception):
 
 
 class _Reader(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> Pickled:
         """The stand-in for a global; nothing is imported."""
         try:
             return GLOBALS[module, name]
         except KeyError:
             raise _Refused(f"{module}.{name}") from None
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: Pickled) -> Pickled:
         """The storage that a persistent id names."""
         return persistent(pid)
 
 
-def read_pickle(data: bytes, where: str) -> Any:
+def read_pickle(data: bytes, where: str) -> Pickled:
     """What the pickle ``data`` says, in plain values and stand-ins; ``where`` names it in errors.
 
     Raises:

@@ -32,12 +32,12 @@ from mca_models.storage.strided import StridedTensor
 from mca_models.templates import config_from_hf, family_of
 from mca_models.torch_checkpoint.source import (
     ForeignSource,
-    Place,
+    StoredParam,
     grouped_expert,
     place_of,
     with_stored_dtype,
 )
-from mca_models.torch_checkpoint.spellings import Held, Spelling, chunk_params
+from mca_models.torch_checkpoint.spellings import NamedParam, PossibleName, named_params
 from mca_models.torch_checkpoint.torch_file import TorchFile, open_torch_file
 from mca_models.weights import Param
 
@@ -184,7 +184,7 @@ class _Found:
     ) -> None:
         used: set[str] = set()
         missing: list[str] = []
-        for held in chunk_params(self.params, self.config, chunk, at.ep):
+        for held in named_params(self.params, self.config, chunk, at.ep):
             found = [spelling for spelling in held.names if spelling.name in tensors]
             used.update(spelling.name for spelling in found)
             if len(found) == 1:
@@ -198,14 +198,14 @@ class _Found:
                 more = ", ..." if len(names) > 4 else ""
                 self.faults.append(f"{where}: {len(names)} {what} ({', '.join(names[:4])}{more})")
 
-    def _take(self, at: Position, held: Held, tensor: StridedTensor) -> None:
+    def _take(self, at: Position, held: NamedParam, tensor: StridedTensor) -> None:
         param = held.param
         rank = at.tp if param.expert is None else at.etp
         table = self.copies if held.optional else self.own
         name = param.alias_of or param.mca_name()
         table.setdefault(name, {}).setdefault(rank, []).append(replace(tensor, name=param.mca_name()))
 
-    def place(self, param: Param) -> Place:
+    def place(self, param: Param) -> StoredParam:
         """Where ``param`` is, its copies on other ranks and stages included."""
         name = param.mca_name()
         by_rank = self.own[name]
@@ -218,7 +218,7 @@ class _Found:
 
 
 def _tensor(
-    held: Held, spelling: Spelling, tensors: Mapping[str, StridedTensor], config: McaModelConfig
+    held: NamedParam, spelling: PossibleName, tensors: Mapping[str, StridedTensor], config: McaModelConfig
 ) -> StridedTensor:
     """The tensor of ``held`` under the name it was found by."""
     tensor = tensors[spelling.name]

@@ -1,31 +1,35 @@
-"""A Megatron checkpoint of any kind as a ``ModelSource`` of the converter."""
+"""A Megatron checkpoint of any kind as a ``ModelSource`` of the converter.
+
+Where a format keeps its tensors is found out by `roll` and `torch_dist`.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
+from mca_config.types import Typed
 from mca_models.storage.dtypes import DTYPE_NAMES
 from mca_models.storage.moves import Rule, Side, part_shapes
 from mca_models.storage.runs import Gather, Shape
 from mca_models.storage.safetensors import TensorInfo
-from mca_models.storage.source import Computed, Part, copy_move, plan_gathers
-from mca_models.storage.strided import Chunk, GridTensor, StridedTensor
+from mca_models.storage.source import Computed, Part, gathered, plan_gathers
+from mca_models.storage.strided import Block, GridTensor, StridedTensor
 from mca_models.templates.shapes import whole_shape
 from mca_models.torch_checkpoint.storages import Stored, storages, to_storage
 from mca_models.weights import Param
+from mca_models.weights.arrays import NumpyArray
 
 _COMPARED = 1 << 22  # elements at a time
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredParam:
     """Where one parameter is.
 
     Args:
@@ -57,7 +61,7 @@ class ForeignSource:
     path: Path
     config: McaModelConfig
     params: Sequence[Param]
-    places: Mapping[str, Place]
+    places: Mapping[str, StoredParam]
     _parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
 
     def side(self, param: Param) -> Side:
@@ -93,25 +97,16 @@ class ForeignSource:
         """Nobody knows them."""
         return {}
 
-    def read(self, param: Param, side: Side) -> "tuple[np.ndarray[Any, Any], ...]":
+    def read(self, param: Param, side: Side) -> "tuple[NumpyArray, ...]":
         """The tensors of ``side`` that hold ``param``, as fresh arrays."""
         flats = [part.flat() for part in self.parts(param)]
-        return tuple(_filled(gather, flats) for gather in self.gathers(param, side))
+        return tuple(gathered(gather, flats) for gather in self.gathers(param, side))
 
     def check_duplicates(self) -> None:
         """Raises if a tensor that the files hold several times differs. Reads all of these."""
         for name, place in self.places.items():
             for first, second in place.copies:
                 _require_equal(name, first, second)
-
-
-def _filled(gather: Gather, flats: Sequence[Any]) -> "np.ndarray[Any, Any]":
-    out = np.empty(gather.size, flats[0].dtype)
-    for start, stop in gather.zeros:
-        out[start:stop] = 0
-    for move in gather.moves:
-        copy_move(flats[move.part], out, move)
-    return out.reshape(gather.shape)
 
 
 def _require_equal(name: str, first: Stored, second: Stored) -> None:
@@ -128,7 +123,7 @@ def _require_equal(name: str, first: Stored, second: Stored) -> None:
             )
 
 
-def place_of(param: Param, config: McaModelConfig, pieces: Sequence[StridedTensor]) -> Place:
+def place_of(param: Param, config: McaModelConfig, pieces: Sequence[StridedTensor]) -> StoredParam:
     """Where ``param`` is, given the ``pieces`` that the ranks it is cut over hold, in their order.
 
     Raises:
@@ -136,7 +131,7 @@ def place_of(param: Param, config: McaModelConfig, pieces: Sequence[StridedTenso
     """
     whole = whole_shape(param, config)
     if param.vocab:
-        return Place(whole, 1, (_stack_rows(param, pieces, whole),))
+        return StoredParam(whole, 1, (_stack_rows(param, pieces, whole),))
     size = 1 if param.shard.axis is None else len(pieces)
     try:
         shapes = part_shapes(Rule.of(param), whole, size)
@@ -144,9 +139,9 @@ def place_of(param: Param, config: McaModelConfig, pieces: Sequence[StridedTenso
         raise McaError(f"{param.mca_name()} of shape {list(whole)}: {error}") from None
     if all(piece.shape == shapes[min(rank, size - 1)] for rank, piece in enumerate(pieces)):
         copies = tuple((pieces[0], piece) for piece in pieces[1:]) if size == 1 else ()
-        return Place(whole, size, tuple(pieces[:size]), copies)
+        return StoredParam(whole, size, tuple(pieces[:size]), copies)
     if size == 1 and len(pieces) > 1:  # one Megatron cuts what another replicates (latent down projections)
-        return Place(whole, 1, (_stack_rows(param, pieces, whole),))
+        return StoredParam(whole, 1, (_stack_rows(param, pieces, whole),))
     found = " and ".join(str(list(shape)) for shape in dict.fromkeys(piece.shape for piece in pieces))
     raise McaError(
         f"{pieces[0].file}: {pieces[0].name} has shape {found} on {len(pieces)} ranks; "
@@ -154,11 +149,11 @@ def place_of(param: Param, config: McaModelConfig, pieces: Sequence[StridedTenso
     )
 
 
-def with_stored_dtype(config: McaModelConfig, places: Mapping[str, Place]) -> McaModelConfig:
+def with_stored_dtype(config: McaModelConfig, places: Mapping[str, StoredParam]) -> McaModelConfig:
     """``config`` with the dtype that most weights are stored in, whatever it said."""
     counts = Counter(tensor.dtype for place in places.values() for tensor in place.tensors)
     code = counts.most_common(1)[0][0]
-    dtype: Any = DTYPE_NAMES.get(code, config.dtype)
+    dtype: Typed = DTYPE_NAMES.get(code, config.dtype)
     return config if dtype == config.dtype else replace(config, dtype=dtype)
 
 
@@ -176,7 +171,7 @@ def _stack_rows(param: Param, pieces: Sequence[StridedTensor], whole: Shape) -> 
         return pieces[0]
     chunks, start = [], 0
     for piece in pieces:
-        chunks.append(Chunk((start, *(0 for _ in whole[1:])), piece))
+        chunks.append(Block((start, *(0 for _ in whole[1:])), piece))
         start += piece.shape[0]
     return GridTensor(pieces[0].name, pieces[0].dtype, (rows, *whole[1:]), tuple(chunks))
 

@@ -1,45 +1,39 @@
-"""What Megatron's live modules call the parameters of one pipeline chunk on one expert rank.
+"""What Megatron's live modules may call the parameters of one pipeline chunk on one expert rank.
 
-A live chunk numbers its layers from 0 and its experts from 0, and spells some names after the layer
-spec it was built from. Every spelling that a release in our range has is generated here from the
-family's rules; a name in a file is then looked up, never taken apart.
+A chunk's file does not say which layer spec and which release wrote it. Every spelling that a release in our range
+has is generated here from the family's rules; a name in a file is then looked up, never taken apart.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
+from mca_models.templates.live_names import (
+    LOCAL_NORMS,
+    SEQUENTIAL_EXPERTS,
+    experts_of,
+    live_name,
+    renamed_mtp_layer,
+    stands_on,
+)
 from mca_models.weights import Param, Stage
 
-EMBEDDING = "embedding.word_embeddings.weight"
-_FINAL_NORM = "decoder.final_layernorm."
+_SPELLINGS = {
+    **LOCAL_NORMS,
+    **SEQUENTIAL_EXPERTS,
+    **renamed_mtp_layer("mtp_model_layer"),  # megatron-core 0.17 and later; the checkpoints kept the old name
+}
 
-_SPELLINGS: tuple[tuple[str, str], ...] = (
-    # the local spec has a norm of its own where Transformer Engine fuses it into the linear after it
-    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
-    ("self_attention.in_proj.layer_norm_", "input_layernorm."),
-    ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
-    ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
-    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
-    # one module for each expert instead of one for all (grouped GEMM)
-    ("mlp.experts.linear_fc1.weight{expert}", "mlp.experts.local_experts.{expert}.linear_fc1.weight"),
-    ("mlp.experts.linear_fc2.weight{expert}", "mlp.experts.local_experts.{expert}.linear_fc2.weight"),
-    ("mlp.experts.linear_fc1.bias{expert}", "mlp.experts.local_experts.{expert}.linear_fc1.bias"),
-    ("mlp.experts.linear_fc2.bias{expert}", "mlp.experts.local_experts.{expert}.linear_fc2.bias"),
-    # megatron-core 0.17 and later; the checkpoints kept the old name
-    ("}.transformer_layer.", "}.mtp_model_layer."),
-)
-
-_GROUPED = (
-    ("mlp.experts.linear_fc1.weight{expert}", "mlp.experts.weight1"),
-    ("mlp.experts.linear_fc2.weight{expert}", "mlp.experts.weight2"),
-)
+_GROUPED = {
+    "mlp.experts.linear_fc1.weight{expert}": "mlp.experts.weight1",
+    "mlp.experts.linear_fc2.weight{expert}": "mlp.experts.weight2",
+}
 
 
-class Spelling(NamedTuple):
-    """One name that a live parameter may have."""
+class PossibleName(NamedTuple):
+    """One name that a parameter may have in a file."""
 
     name: str
     expert: int | None = None
@@ -47,8 +41,8 @@ class Spelling(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Held:
-    """A parameter that a chunk holds.
+class NamedParam:
+    """A parameter that a chunk's file holds.
 
     Args:
         param: Its rule, with global layer and expert.
@@ -57,63 +51,42 @@ class Held:
     """
 
     param: Param
-    names: tuple[Spelling, ...]
+    names: tuple[PossibleName, ...]
     optional: bool = False
 
 
-def chunk_params(
+def named_params(
     params: list[Param], config: McaModelConfig, chunk: PipelineChunk, ep: int
-) -> Iterator[Held]:
+) -> Iterator[NamedParam]:
     """What ranks of expert rank ``ep`` hold of ``chunk``, as every tensor rank calls it."""
-    share = (config.num_moe_experts or 0) // config.layout.ep
-    mine = range(ep * share, (ep + 1) * share)
-    first = chunk.layers[0] if chunk.layers else 0
+    mine = experts_of(config, config.layout, ep)
     for param in params:
         if param.expert is not None and param.expert not in mine:
             continue
-        held = _holds(param, config, chunk)
-        if held is None:
-            continue
-        layer = param.layer
-        if layer is not None and param.stage is Stage.LAYER:
-            layer -= first
-        expert = None if param.expert is None else param.expert - mine.start
-        yield Held(param, tuple(_spell(param, layer, expert)), optional=held == "copy")
+        copy = _is_copy(param, chunk)
+        if copy or (param.alias_of is None and stands_on(param, config, chunk)):
+            yield NamedParam(param, tuple(_names(param, chunk, mine)), optional=copy)
 
 
-def _holds(param: Param, config: McaModelConfig, chunk: PipelineChunk) -> str | None:
-    """Whether ``chunk`` holds ``param``, as its own or as a copy."""
-    if param.stage is Stage.LAYER:
-        return "own" if param.layer in chunk.layers else None
-    if param.stage is Stage.MTP:
-        return "own" if param.layer in chunk.mtp_layers else None
+def _is_copy(param: Param, chunk: PipelineChunk) -> bool:
+    """Whether ``chunk`` may hold a copy of ``param``: the embedding's beside prediction layers or a tied head."""
     if param.stage is Stage.FIRST:
-        if chunk.has_embedding:
-            return "own"
-        return "copy" if chunk.mtp_layers or chunk.has_loss else None
-    if param.alias_of is not None:
-        return "copy" if chunk.has_loss else None
-    if config.mtp_num_layers and param.mca.startswith(_FINAL_NORM):
-        # Megatron puts it behind the last decoder layer, before the prediction layers
-        return "own" if config.num_layers - 1 in chunk.layers else None
-    return "own" if chunk.has_loss else None
+        return not chunk.has_embedding and (bool(chunk.mtp_layers) or chunk.has_loss)
+    return param.alias_of is not None and chunk.has_loss
 
 
 def spellings(mca: str) -> list[str]:
     """The canonical name template ``mca`` and every other spelling of it, the canonical one first."""
     found = [mca]
-    for canonical, other in _SPELLINGS:
+    for canonical, other in _SPELLINGS.items():
         found += [name.replace(canonical, other) for name in found if canonical in name]
     return found
 
 
-def _spell(param: Param, layer: int | None, expert: int | None) -> Iterator[Spelling]:
-    def filled(template: str) -> str:
-        return replace(param, mca=template, layer=layer, expert=expert).mca_name()
-
+def _names(param: Param, chunk: PipelineChunk, experts: range) -> Iterator[PossibleName]:
     for template in spellings(param.mca):
-        yield Spelling(filled(template))
-    for canonical, other in _GROUPED:
-        if canonical in param.mca:
+        yield PossibleName(live_name(param, template, chunk, experts))
+    for canonical, other in _GROUPED.items():
+        if canonical in param.mca and param.expert is not None:
             for template in spellings(param.mca.replace(canonical, other)):
-                yield Spelling(filled(template), expert)
+                yield PossibleName(live_name(param, template, chunk, experts), param.expert - experts.start)

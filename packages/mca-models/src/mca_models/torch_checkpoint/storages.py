@@ -8,7 +8,7 @@ rewrites a gather so that it reads from plain runs of bytes, which the converter
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,8 @@ from mca_models.storage.runs import Gather, Move, in_unit_steps
 from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import Part
 from mca_models.storage.strided import GridTensor, Shape, StridedTensor
+from mca_models.weights.arrays import NumpyArray
 
-Array = np.ndarray[Any, Any]
 Stored = StridedTensor | GridTensor
 
 
@@ -93,7 +93,7 @@ def _compose(key: _Same, geometries: tuple[_Geometry, ...]) -> Gather:
     return Gather(gather.shape, tuple(_moves(np.concatenate(pieces, axis=1))), gather.zeros)
 
 
-def _runs_of(geometry: _Geometry, first: int) -> Array:
+def _runs_of(geometry: _Geometry, first: int) -> NumpyArray:
     """Where a tensor's elements lie; rows: position in the tensor, storage, position in it, length."""
     shape, blocks = geometry
     columns = [_runs_of_block(shape, block, first + number) for number, block in enumerate(blocks)]
@@ -102,7 +102,7 @@ def _runs_of(geometry: _Geometry, first: int) -> Array:
     return _merged(runs)
 
 
-def _runs_of_block(shape: Shape, block: _Block, storage: int) -> Array:
+def _runs_of_block(shape: Shape, block: _Block, storage: int) -> NumpyArray:
     in_runs = bool(block.shape) and (block.strides[-1] == 1 or block.shape[-1] == 1)
     length = block.shape[-1] if in_runs else 1
     axes = block.shape[:-1] if in_runs else block.shape
@@ -116,7 +116,7 @@ def _runs_of_block(shape: Shape, block: _Block, storage: int) -> Array:
     return np.stack([at, np.full_like(at, storage), stored.reshape(-1), np.full_like(at, length)])
 
 
-def _merged(runs: Array) -> Array:
+def _merged(runs: NumpyArray) -> NumpyArray:
     """``runs`` with those joined that go on in both the tensor and the storage."""
     at, storage, stored, length = runs
     goes_on = (at[1:] == at[:-1] + length[:-1]) & (stored[1:] == stored[:-1] + length[:-1])
@@ -124,7 +124,7 @@ def _merged(runs: Array) -> Array:
     return np.stack([at[starts], storage[starts], stored[starts], np.add.reduceat(length, starts)])
 
 
-def _runs_of_moves(moves: Sequence[Move]) -> Array:
+def _runs_of_moves(moves: Sequence[Move]) -> NumpyArray:
     """All runs of ``moves``; rows: source, target, length."""
     if not moves:
         return np.zeros((3, 0), np.int64)
@@ -136,7 +136,7 @@ def _runs_of_moves(moves: Sequence[Move]) -> Array:
     return np.stack([source + number * source_stride, target + number * target_stride, run])
 
 
-def _split(wanted: Array, runs: Array) -> Array:
+def _split(wanted: NumpyArray, runs: NumpyArray) -> NumpyArray:
     """``wanted`` cut where ``runs`` end; rows: storage, position in it, target, length."""
     source, target, length = wanted
     at, storage, stored, size = runs
@@ -151,7 +151,7 @@ def _split(wanted: Array, runs: Array) -> Array:
     )
 
 
-def _moves(pieces: Array) -> list[Move]:
+def _moves(pieces: NumpyArray) -> list[Move]:
     """``pieces`` as strided moves, in the order of their targets."""
     moves: list[Move] = []
     for storage in sorted(set(pieces[0].tolist())):
@@ -160,7 +160,7 @@ def _moves(pieces: Array) -> list[Move]:
     return sorted(moves, key=lambda move: (move.target, move.part))
 
 
-def _strided(storage: int, runs: Array) -> list[Move]:
+def _strided(storage: int, runs: NumpyArray) -> list[Move]:
     """Joins runs (rows: source, target, length) of equal length at constant distances."""
     steps = np.diff(runs, axis=1)
     joins = (steps[2] == 0) & (steps[0] >= 0)  # as long as the one before, and not before it

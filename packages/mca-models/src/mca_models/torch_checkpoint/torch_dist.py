@@ -36,13 +36,14 @@ from mca_models.checkpoint.hf_directory import naming_config
 from mca_models.checkpoint.hf_directory import read_config as read_hf_config
 from mca_models.checkpoint.mca_directory import iteration_name, latest_iteration
 from mca_models.checkpoint.placement import stored
-from mca_models.storage.strided import Chunk, Shape, assemble
+from mca_models.storage.strided import Block, Shape, assemble
 from mca_models.templates import config_from_hf, family_of
+from mca_models.templates.common import EMBEDDING
 from mca_models.templates.shapes import whole_shape
 from mca_models.torch_checkpoint.dcp import METADATA, DcpDirectory, TensorEntry
 from mca_models.torch_checkpoint.roll import read_config
-from mca_models.torch_checkpoint.source import ForeignSource, Place, with_stored_dtype
-from mca_models.torch_checkpoint.spellings import EMBEDDING, spellings
+from mca_models.torch_checkpoint.source import ForeignSource, StoredParam, with_stored_dtype
+from mca_models.torch_checkpoint.spellings import spellings
 from mca_models.torch_checkpoint.storages import Stored
 from mca_models.weights import Param
 
@@ -181,7 +182,7 @@ class _Reader:
         places = {}
         for param in stored(self.params):
             name = param.mca_name()
-            places[name] = Place(self._whole(param, tensors[name]), 1, (tensors[name],))
+            places[name] = StoredParam(self._whole(param, tensors[name]), 1, (tensors[name],))
         for param in self.params:
             if param.alias_of is not None and param.mca_name() in tensors:
                 first, second = places[param.alias_of].tensors[0], tensors[param.mca_name()]
@@ -212,11 +213,11 @@ class _Reader:
                 "configuration do not agree"
             )
 
-    def _blocks(self, forms: Iterable[Form]) -> dict[tuple[str, Index], list[Chunk]]:
+    def _blocks(self, forms: Iterable[Form]) -> dict[tuple[str, Index], list[Block]]:
         """The chunks of every entry of every tensor that is used, without the axes of the entries."""
         depths = {key: len(form.index) for form in forms for key in form.keys}
         names = {self.entries[key].name: key for key in depths}
-        blocks: dict[tuple[str, Index], list[Chunk]] = {}
+        blocks: dict[tuple[str, Index], list[Block]] = {}
         for name, chunks in self.directory.chunks(names):
             key = names[name]
             for chunk in chunks:
@@ -224,14 +225,14 @@ class _Reader:
                     blocks.setdefault((key, index), []).append(part)
         return blocks
 
-    def _assembled(self, param: Param, form: Form, blocks: Mapping[tuple[str, Index], list[Chunk]]) -> Stored:
+    def _assembled(self, param: Param, form: Form, blocks: Mapping[tuple[str, Index], list[Block]]) -> Stored:
         rows, chunks = 0, []
         depth = len(form.index)
         shapes = [self.entries[key].shape[depth:] for key in form.keys]
         for key, shape in zip(form.keys, shapes, strict=True):
             for chunk in blocks.get((key, form.index), []):
                 offsets = (chunk.offsets[0] + rows, *chunk.offsets[1:]) if chunk.offsets else ()
-                chunks.append(Chunk(offsets, chunk.tensor))
+                chunks.append(Block(offsets, chunk.tensor))
             rows += shape[0] if shape else 0
         whole = (rows, *shapes[0][1:]) if shapes[0] else ()
         dtype = self.entries[form.keys[0]].dtype
@@ -320,11 +321,11 @@ def _layer_forms(name: str) -> Iterator[tuple[str, bool]]:
         yield name.replace(_LAYERS, "decoder.layers."), True
 
 
-def _entries(chunk: Chunk, depth: int) -> Iterator[tuple[Index, Chunk]]:
+def _entries(chunk: Block, depth: int) -> Iterator[tuple[Index, Block]]:
     """The entries of the first ``depth`` axes that ``chunk`` holds, without these axes."""
     first = zip(chunk.offsets[:depth], chunk.tensor.shape[:depth], strict=True)
     for index in product(*(range(start, start + size) for start, size in first)):
         tensor = chunk.tensor
         for at, start in zip(index, chunk.offsets, strict=False):
             tensor = tensor.entry(at - start)
-        yield index, Chunk(chunk.offsets[depth:], tensor)
+        yield index, Block(chunk.offsets[depth:], tensor)

@@ -15,13 +15,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from mca_config.errors import McaError
 from mca_config.files import open_regular
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.strided import StridedTensor
-from mca_models.torch_checkpoint.allowed_globals import Dtype, StorageRef, TensorRef
+from mca_models.torch_checkpoint.allowed_globals import Dtype, Pickled, StorageRef, TensorRef
 from mca_models.torch_checkpoint.pickle_reader import read_pickle
 from mca_models.torch_checkpoint.zip_regions import Member, ZipFault, data_offset, read_directory, starts_zip
 
@@ -40,10 +40,10 @@ class TorchFile:
     """
 
     file: Path
-    tree: Any
+    tree: Pickled
     storages: Mapping[str, tuple[int, int]]
 
-    def tensor(self, ref: Any, name: str) -> StridedTensor:
+    def tensor(self, ref: Pickled, name: str) -> StridedTensor:
         """The tensor that ``ref``, a leaf of the tree, stands for, checked against its storage."""
         where = f"{self.file}: tensor {name!r}"
         if not isinstance(ref, TensorRef) or not isinstance(ref.storage, StorageRef):

@@ -7,9 +7,21 @@ only ever sees NumPy arrays never loads Torch.
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-Array = Any  # numpy.ndarray | torch.Tensor; both give .shape, .reshape and basic slicing
+Array = Any
+"""``numpy.ndarray`` or ``torch.Tensor``: both give shape, reshape and basic slicing, and they have no common class."""
+
+Contiguous = Any
+"""An array or buffer whose bytes lie one after the other; ``collections.abc.Buffer`` is not in 3.11."""
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    NumpyArray = np.ndarray[Any, Any]
+    NumpyDtype = np.dtype[Any]
+else:
+    NumpyArray = NumpyDtype = object  # NumPy is imported by those that compute
 
 
 def namespace(x: Array) -> ModuleType:

@@ -3,20 +3,22 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from mca_config.errors import McaError
+from mca_config.types import JsonObject
+from mca_models.megatron.layers.zigzag import take
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.packing import Row, count_samples, row_of, sequences_of
 from mca_train.data.token_dataset import IGNORED
+from mca_train.types import PreTrainedTokenizerBase, Sample, SampleSource
 
-Collator = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
+Collator = Callable[[list[JsonObject]], dict[str, Tensor]]
 
-Sequences = list[tuple[Any, bool]]
+Sequences = list[tuple[Sample, bool]]
 """Sequences of a micro-batch, and whether each counts."""
 
 
@@ -29,7 +31,7 @@ class PadCollator:
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
 
-    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, features: list[JsonObject]) -> dict[str, Tensor]:
         """``input_ids`` and ``labels`` ``[b, s]``, and ``num_tokens`` ``[b]`` without padding."""
         ids = [torch.as_tensor(_tokens(feature)) for feature in features]
         labels = [torch.as_tensor(feature.get("labels", feature["input_ids"])) for feature in features]
@@ -41,7 +43,7 @@ class PadCollator:
         }
 
 
-def _tokens(sample: Any) -> Any:
+def _tokens(sample: Sample) -> Sample:
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         has = f"has {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else f"is {sample!r:.80}"
         raise McaError(
@@ -50,19 +52,19 @@ def _tokens(sample: Any) -> Any:
     return sample["input_ids"]
 
 
-class CountedSamples(Dataset[tuple[Any, bool]]):
+class CountedSamples(Dataset[tuple[Sample, bool]]):
     """A dataset whose index ``~i`` is sample ``i`` again, marked as one that does not count."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: SampleSource) -> None:
         self._dataset = dataset
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> tuple[Any, bool]:
+    def __getitem__(self, index: int) -> tuple[Sample, bool]:
         return self._dataset[max(index, ~index)], index >= 0
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, bool]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Sample, bool]]:
         return [self[index] for index in indices]
 
 
@@ -90,7 +92,7 @@ class StepCollator:
     pad_token_id: int = 0
     packed: bool = False
 
-    def __call__(self, samples: Sequence[tuple[Any, bool]]) -> StepBatch:
+    def __call__(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
         """The step's batch, from ``(sample, whether it counts)`` of this rank."""
         size = self.micro_batch_size
         groups = [samples[start : start + size] for start in range(0, len(samples), size)]
@@ -196,10 +198,10 @@ class StepCollator:
         )
 
     def _slice(self, whole: Tensor) -> Tensor:
-        return zigzag_slice(whole, self.context_parallel_rank, self.context_parallel_size)
+        return take(whole, 1, self.context_parallel_rank, self.context_parallel_size).contiguous()
 
 
-def _sequences(samples: Sequence[tuple[Any, bool]]) -> Sequences:
+def _sequences(samples: Sequence[tuple[Sample, bool]]) -> Sequences:
     return [(sequence, counts) for sample, counts in samples for sequence in sequences_of(sample)]
 
 
@@ -210,23 +212,11 @@ def shift_labels(labels: Tensor) -> Tensor:
     return shifted
 
 
-def zigzag_slice(whole: Tensor, rank: int, size: int) -> Tensor:
-    """The tokens ``[b, s / size]`` of ``[b, s]`` that context-parallel ``rank`` of ``size`` holds.
-
-    Of 2 * size equal chunks, numbers ``rank`` and ``2 * size - 1 - rank``: so all ranks have as much causal
-    attention to compute.
-    """
-    if size == 1:
-        return whole.contiguous()
-    chunks = whole.chunk(2 * size, dim=1)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=1)
-
-
 def _pad(values: Tensor, length: int, value: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, length - values.shape[1]), value=value)
 
 
-def pad_token(tokenizer: Any) -> int:
+def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """The tokenizer's padding token; any token does, as padding is neither attended to nor a target."""
     for name in ("pad_token_id", "eos_token_id"):
         token = getattr(tokenizer, name, None)

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -13,11 +12,12 @@ from mca_config.errors import McaError, UsageError
 from mca_train.batching.collate import Collator, CountedSamples, StepCollator
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.packing import PackedDataset, longest_sample
-from mca_train.batching.position import Place
+from mca_train.batching.position import RunPosition
 from mca_train.batching.sampling import BatchShape, StepSampler
 from mca_train.batching.step_stream import PackedStream, StepStream, is_stream, require_steps
 from mca_train.data.streams import AnswerStream
 from mca_train.groups import Ranks
+from mca_train.types import Sample, SampleSource, TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +35,16 @@ class Loaders:
         pack_length: With ``sequence_packing``, tokens of a pack; None: of the longest sample.
     """
 
-    args: Any
+    args: TrainingArguments
     ranks: Ranks
     sequence_parallel: bool
     collate: Collator
     pad_token_id: int
     pack_length: int | None = None
     _packs: dict[int, PackedDataset] = field(default_factory=dict)
-    _read: dict[int, tuple[Any, list[Any]]] = field(default_factory=dict)
+    _read: dict[int, tuple[Sample, list[Sample]]] = field(default_factory=dict)
 
-    def train(self, dataset: Any) -> tuple[DataLoader[StepBatch], StepSampler | StepStream]:
+    def train(self, dataset: SampleSource) -> tuple[DataLoader[StepBatch], StepSampler | StepStream]:
         """An item is a step; the sampler says which epoch and where in it to begin."""
         args = self.args
         if is_stream(dataset):
@@ -63,7 +63,7 @@ class Loaders:
         )
         return self._of_samples(dataset, sampler), sampler
 
-    def _of_stream(self, dataset: Any) -> tuple[DataLoader[StepBatch], StepStream]:
+    def _of_stream(self, dataset: SampleSource) -> tuple[DataLoader[StepBatch], StepStream]:
         args = self.args
         require_steps(dataset, args.max_steps)
         if self._gathers_tokens():
@@ -83,7 +83,7 @@ class Loaders:
         stream = StepStream(rows, shape, args.max_steps, make=make, drop_last=args.dataloader_drop_last)
         return self._loader(stream, stream, None), stream
 
-    def _common_length(self, dataset: Any, shape: BatchShape) -> int | None:
+    def _common_length(self, dataset: SampleSource, shape: BatchShape) -> int | None:
         """What all rows are padded to where ranks with different ones gather their tokens for experts."""
         if not self._gathers_tokens():
             return None
@@ -97,7 +97,7 @@ class Loaders:
             layout.ep > 1 or layout.etp > layout.tp
         )
 
-    def evaluation(self, dataset: Any) -> tuple[DataLoader[StepBatch], StepSampler]:
+    def evaluation(self, dataset: SampleSource) -> tuple[DataLoader[StepBatch], StepSampler]:
         """An item is as many micro-batches as fill the pipeline; every sample comes once, in order."""
         pipeline = self.ranks.layout.pp
         shape = self._shape(self.args.per_device_eval_batch_size, pipeline)
@@ -110,7 +110,7 @@ class Loaders:
         sampler = StepSampler(length, shape)
         return self._of_samples(dataset, sampler), sampler
 
-    def _in_memory(self, dataset: Any) -> list[Any]:
+    def _in_memory(self, dataset: SampleSource) -> list[Sample]:
         """A stream to evaluate on; it is read once."""
         if id(dataset) not in self._read:
             self._read[id(dataset)] = (dataset, list(dataset))
@@ -121,7 +121,7 @@ class Loaders:
         size = self.ranks.layout.cp
         return 2 * size if size > 1 else 1
 
-    def _packed(self, dataset: Any, name: str, seed: int | None) -> PackedDataset:
+    def _packed(self, dataset: SampleSource, name: str, seed: int | None) -> PackedDataset:
         known = self._packs.get(id(dataset))
         if known is not None and known.dataset is dataset:
             return known
@@ -147,11 +147,11 @@ class Loaders:
         """Micro-batches that the interleaved schedule hands out together."""
         return self.args.microbatch_group_size_per_vp_stage or self.ranks.layout.pp
 
-    def _of_samples(self, dataset: Any, sampler: StepSampler) -> DataLoader[StepBatch]:
+    def _of_samples(self, dataset: SampleSource, sampler: StepSampler) -> DataLoader[StepBatch]:
         return self._loader(CountedSamples(dataset), sampler, self._common_length(dataset, sampler.shape))
 
     def _loader(
-        self, samples: Any, sampler: StepSampler | StepStream, length: int | None
+        self, samples: Sample, sampler: StepSampler | StepStream, length: int | None
     ) -> DataLoader[StepBatch]:
         args = self.args
         workers = args.dataloader_num_workers
@@ -178,7 +178,7 @@ class Loaders:
         )
 
 
-def _length(dataset: Any, name: str) -> int:
+def _length(dataset: SampleSource, name: str) -> int:
     if not isinstance(dataset, Sized):
         raise McaError(f"{name} has items but no length; give it __len__, or make it an IterableDataset")
     if len(dataset) == 0:
@@ -195,7 +195,7 @@ def steps_of(loader: DataLoader[StepBatch]) -> Iterator[StepBatch]:
         raise kind(str(error).rpartition(f"{kind.__name__}: ")[2].rstrip()) from error
 
 
-def continued(place: Place, sampler: StepSampler | StepStream) -> Place:
+def continued(place: RunPosition, sampler: StepSampler | StepStream) -> RunPosition:
     """``place`` of a checkpoint in this run's data.
 
     Raises:

@@ -1,10 +1,11 @@
 """The tensors of a micro-batch and of a training step. How they are made is in `collate`."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from mca_config.types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,8 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on ``device``."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {
+        values: JsonObject = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: JsonObject = {
             k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)
         }
         return replace(self, **moved)

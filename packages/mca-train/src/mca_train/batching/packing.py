@@ -5,7 +5,6 @@ Padding a batch to its longest sample computes tokens that nobody asked for; pac
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from mca_config.errors import McaError
+from mca_train.types import Sample, SampleSource
 
 OPEN_PACKS = 256
 """Packs that are tried for a sample, the oldest first; when none has room, the fullest is closed."""
@@ -53,7 +53,7 @@ class Fill:
         )
 
 
-class PackedDataset(Dataset[list[Any]]):
+class PackedDataset(Dataset[list[Sample]]):
     """Samples in packs; an item is the list of a pack's samples.
 
     Packs are made once, of samples in a seeded random order, so that they mix; an epoch shuffles the packs.
@@ -70,7 +70,13 @@ class PackedDataset(Dataset[list[Any]]):
     """
 
     def __init__(
-        self, dataset: Any, length: int, *, multiple: int = 1, seed: int | None = None, name: str = "dataset"
+        self,
+        dataset: SampleSource,
+        length: int,
+        *,
+        multiple: int = 1,
+        seed: int | None = None,
+        name: str = "dataset",
     ) -> None:
         lengths = sequence_lengths(dataset)
         needs = (lengths + -lengths % multiple).sum(1)
@@ -97,7 +103,7 @@ class PackedDataset(Dataset[list[Any]]):
     def __len__(self) -> int:
         return len(self.packs)
 
-    def __getitem__(self, index: int) -> list[Any]:
+    def __getitem__(self, index: int) -> list[Sample]:
         return [self.dataset[int(number)] for number in self.packs[index]]
 
 
@@ -126,11 +132,11 @@ class OpenPacks:
     """
 
     def __init__(self, room: int, limit: int = OPEN_PACKS) -> None:
-        self.open: list[list[Any]] = []
+        self.open: list[list[Sample]] = []
         self._room, self._limit = room, limit
         self._left = np.zeros(0, np.int64)
 
-    def add(self, item: Any, size: int) -> list[Any] | None:
+    def add(self, item: Sample, size: int) -> list[Sample] | None:
         """Puts ``item`` of ``size`` tokens into the first pack with room; the pack that was closed for a new one."""
         fits, closed = self._left >= size, None
         place = int(fits.argmax()) if fits.any() else len(self.open)
@@ -147,7 +153,7 @@ class OpenPacks:
         return closed
 
 
-def sequence_lengths(dataset: Any) -> NDArray[np.int64]:
+def sequence_lengths(dataset: SampleSource) -> NDArray[np.int64]:
     """Tokens of every sequence of every sample: ``[samples, sequences of a sample]``."""
     known = getattr(dataset, "lengths", None)
     if known is None:
@@ -157,13 +163,13 @@ def sequence_lengths(dataset: Any) -> NDArray[np.int64]:
     return known[:, None] if known.ndim == 1 else known
 
 
-def longest_sample(dataset: Any, multiple: int = 1) -> int:
+def longest_sample(dataset: SampleSource, multiple: int = 1) -> int:
     """Tokens of the longest sample, its sequences padded to multiples of ``multiple``."""
     lengths = sequence_lengths(dataset)
     return int((lengths + -lengths % multiple).sum(1).max())
 
 
-def sequences_of(sample: Any) -> list[Any]:
+def sequences_of(sample: Sample) -> list[Sample]:
     """The sequences a sample is made of: those of a pack, the two of a preference pair, or itself."""
     if isinstance(sample, list):
         return [sequence for item in sample for sequence in sequences_of(item)]
@@ -175,7 +181,7 @@ def sequences_of(sample: Any) -> list[Any]:
     return [sample]
 
 
-def count_samples(sample: Any) -> int:
+def count_samples(sample: Sample) -> int:
     """Samples that an item of a dataset stands for: those of a pack."""
     return len(sample) if isinstance(sample, list) else 1
 
@@ -207,7 +213,7 @@ class Row:
         )
 
 
-def row_of(sequences: Sequence[tuple[Any, bool]], multiple: int, pad_token_id: int, ignored: int) -> Row:
+def row_of(sequences: Sequence[tuple[Sample, bool]], multiple: int, pad_token_id: int, ignored: int) -> Row:
     """The row of ``(sequence, whether it counts)``, each padded to a multiple of ``multiple``."""
     ids, labels = [], []
     for sequence, counts in sequences:

@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
+
+from mca_train.types import TrainingArguments
 
 
 class Steps(Protocol):
@@ -17,7 +19,7 @@ class Steps(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RunPosition:
     """Where a run stands in its data: in samples, so that it can go on with steps of another size."""
 
     epoch: int = 0
@@ -30,12 +32,12 @@ class Place:
     schedule: int = 0
     """Steps as the learning rate's schedule counts them."""
 
-    def after_step(self) -> "Place":
+    def after_step(self) -> "RunPosition":
         """A step later; the last one of an epoch may be short."""
         samples = min(self.samples + self.batch, self.of)
         return replace(self, samples=samples, schedule=self.schedule + 1)
 
-    def next_epoch(self) -> "Place":
+    def next_epoch(self) -> "RunPosition":
         """At the beginning of the next one."""
         return replace(self, epoch=self.epoch + 1, samples=0)
 
@@ -55,7 +57,7 @@ class Length:
     """Of these, where the run goes on."""
 
     @classmethod
-    def of(cls, args: Any, steps: Steps, place: Place, done: int) -> "Length":
+    def of(cls, args: TrainingArguments, steps: Steps, place: RunPosition, done: int) -> "Length":
         """From ``max_steps``, or from ``num_train_epochs`` where that is not set, as in Hugging Face.
 
         Where the batch size has changed since the run began, epochs are turned into steps as if it always had

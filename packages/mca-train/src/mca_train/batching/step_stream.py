@@ -8,7 +8,6 @@ that trains on them.
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
-from typing import Any
 
 import numpy as np
 import torch.utils.data
@@ -17,22 +16,23 @@ from torch.utils.data import IterableDataset
 from mca_config.errors import McaError
 from mca_train.batching.packing import OpenPacks, sequences_of
 from mca_train.batching.sampling import BatchShape, deal
+from mca_train.types import Sample, SampleSource
 
 
-def is_stream(dataset: Any) -> bool:
+def is_stream(dataset: SampleSource) -> bool:
     """Whether ``dataset`` can only be iterated."""
     return isinstance(dataset, IterableDataset) or (
         isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__")
     )
 
 
-def require_steps(dataset: Any, max_steps: int) -> None:
+def require_steps(dataset: SampleSource, max_steps: int) -> None:
     """Raises a `McaError` for a stream without ``max_steps``."""
     if is_stream(dataset) and max_steps <= 0:
         raise McaError("train_dataset is a stream, which has no length; set max_steps")
 
 
-class StepStream(IterableDataset[list[tuple[Any, bool]]]):
+class StepStream(IterableDataset[list[tuple[Sample, bool]]]):
     """This rank's samples of each step, and whether they count, micro-batch after micro-batch.
 
     A stream that ends begins anew (after ``set_epoch`` with the number of the pass, if it has that); the last step of a
@@ -48,11 +48,11 @@ class StepStream(IterableDataset[list[tuple[Any, bool]]]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: SampleSource,
         shape: BatchShape,
         max_steps: int,
         *,
-        make: Callable[[Any], Any] | None = None,
+        make: Callable[[Sample], Sample] | None = None,
         drop_last: bool = False,
     ) -> None:
         self.shape = shape
@@ -77,18 +77,18 @@ class StepStream(IterableDataset[list[tuple[Any, bool]]]):
         """How much of the run its first ``samples`` samples are, as Hugging Face counts epochs of streams."""
         return samples / self.num_samples
 
-    def __iter__(self) -> Iterator[list[tuple[Any, bool]]]:
+    def __iter__(self) -> Iterator[list[tuple[Sample, bool]]]:
         worker, workers = _claim_worker()
         for step, rows in enumerate(islice(self._steps(), self._first_step, self.num_steps)):
             if step % workers == worker:
                 yield self._deal(rows)
 
-    def _deal(self, rows: list[Any]) -> list[tuple[Any, bool]]:
+    def _deal(self, rows: list[Sample]) -> list[tuple[Sample, bool]]:
         places = deal(np.arange(len(rows)), self.shape)
         make = self._make or (lambda row: row)
         return [(make(rows[max(place, ~place)]), place >= 0) for place in places]
 
-    def _steps(self) -> Iterator[list[Any]]:
+    def _steps(self) -> Iterator[list[Sample]]:
         """The rows of every step of all ranks, without end."""
         size, given = self.shape.global_size, 0
         for number in count():
@@ -129,7 +129,7 @@ class PackedStream:
     """
 
     def __init__(
-        self, dataset: Any, length: int, *, multiple: int, make: Callable[[Any], Any] | None
+        self, dataset: SampleSource, length: int, *, multiple: int, make: Callable[[Sample], Sample] | None
     ) -> None:
         self._dataset, self._make = dataset, make or (lambda row: row)
         self._length, self._multiple = length + -length % multiple, multiple
@@ -139,7 +139,7 @@ class PackedStream:
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[list[Sample]]:
         packs = OpenPacks(self._length)
         for number, row in enumerate(self._dataset):
             place = getattr(row, "place", f"sample {number}")

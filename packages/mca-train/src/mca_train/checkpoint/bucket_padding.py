@@ -9,11 +9,14 @@ and a run that continues from noise. Here the positions are given without paddin
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+
+from torch import nn
+
+from mca_train.types import MegatronOptimizer, Upstream
 
 
 @contextmanager
-def positions_without_padding(optimizer: Any) -> Iterator[int]:
+def positions_without_padding(optimizer: MegatronOptimizer) -> Iterator[int]:
     """A block in which all buffers of ``optimizer`` say where parameters lie once the padding is gone.
 
     Yields:
@@ -32,13 +35,13 @@ def positions_without_padding(optimizer: Any) -> Iterator[int]:
             buffer.param_index_map = positions
 
 
-def _buffers(optimizer: Any) -> list[Any]:
+def _buffers(optimizer: MegatronOptimizer) -> list[Upstream]:
     """Of the distributed optimizers in a (chained) optimizer; none of the others."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [buffer for part in parts for buffer in getattr(part, "buffers", [])]
 
 
-def _unpadded(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+def _unpadded(buffer: Upstream) -> dict[nn.Parameter, tuple[int, int, int]]:
     shifts, removed = {}, 0
     for bucket in buffer.buckets:
         shifts[bucket.bucket_id] = removed

@@ -3,9 +3,9 @@
 It goes into every checkpoint, so that a run that is stopped and resumed logs and decides what one that was not does.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+
+from mca_config.types import JsonObject, Values
 
 
 @dataclass(kw_only=True)
@@ -49,13 +49,13 @@ class Carried:
 
     totals: Totals = field(default_factory=Totals)
     due: Due = field(default_factory=Due)
-    meters: Mapping[str, Any] = field(default_factory=dict)
+    meters: Values = field(default_factory=dict)
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> JsonObject:
         """As JSON can hold it."""
         return asdict(self)
 
     @classmethod
-    def read(cls, document: Mapping[str, Any]) -> "Carried":
+    def read(cls, document: Values) -> "Carried":
         """From `document`."""
         return cls(totals=Totals(**document["totals"]), due=Due(**document["due"]), meters=document["meters"])

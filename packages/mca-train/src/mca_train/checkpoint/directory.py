@@ -4,15 +4,15 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any
 
 from mca_config.errors import McaError, UsageError
-from mca_train import groups
-from mca_train.batching.position import Place
+from mca_models.megatron.distributed.collectives import on_first
+from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import integrity
 from mca_train.checkpoint.carried import Carried, Totals
 from mca_train.checkpoint.training_state import TRAINING
 from mca_train.groups import Ranks
+from mca_train.types import OptimizerState
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def find(resume: str | bool | None, output_dir: Path, ranks: Ranks) -> Path | No
     newest = resolve(resume, output_dir)
     ours = str(resume).lower() in ("true", "last", "auto")
     found = checkpoints(output_dir)[::-1] if ours else [newest] if newest else []
-    candidates: list[Path] = groups.broadcast_object(found)
+    candidates = on_first(lambda: found)
     if ours:
         _tell_of_incomplete(output_dir, next(iter(candidates), None))
     told = []
@@ -114,7 +114,7 @@ def expendable(output_dir: Path, limit: int | None, keep: str | None) -> list[Pa
     return others[: max(len(found) - limit, 0)]
 
 
-def locate_best(state: Any, resumed: Path) -> None:
+def locate_best(state: OptimizerState, resumed: Path) -> None:
     """Corrects where ``state``, that of the checkpoint ``resumed``, says that the best one is.
 
     A run that was moved or copied has it beside the one that it goes on from. If it is gone, none is the best yet.
@@ -129,7 +129,7 @@ def locate_best(state: Any, resumed: Path) -> None:
         state.best_model_checkpoint = state.best_metric = state.best_global_step = None
 
 
-def place_in(checkpoint: Path) -> Place:
+def place_in(checkpoint: Path) -> RunPosition:
     """Where the run stood in its data.
 
     Raises:
@@ -139,7 +139,7 @@ def place_in(checkpoint: Path) -> Place:
     if not (folder / "optimizer.json").is_file():
         raise UsageError(f"{checkpoint}: holds no optimizer state (save_only_model?); training cannot resume")
     try:
-        return Place(**json.loads((folder / "place.json").read_text()))
+        return RunPosition(**json.loads((folder / "place.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise McaError(f"{folder / 'place.json'}: cannot be read ({error}); training cannot resume") from None
 

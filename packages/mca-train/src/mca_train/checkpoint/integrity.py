@@ -12,7 +12,7 @@ import zlib
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_models.megatron.distributed.collectives import together
+from mca_models.megatron.distributed.collectives import all_gather, together
 from mca_models.storage.atomic import write_file
 from mca_models.storage.manifest import FILE_NAME as OF_MODEL
 from mca_models.storage.manifest import Manifest
@@ -97,7 +97,7 @@ def faults(checkpoint: Path, ranks: Ranks) -> list[str]:
     else:
         share = expected[ranks.rank :: ranks.world_size]
         mine = [fault for name, record in share if (fault := _fault(checkpoint / name, record))]
-    return sorted({fault for part in groups.gather_objects(mine) for fault in part})
+    return sorted({fault for part in all_gather(mine) for fault in part})
 
 
 def _covered_files(checkpoint: Path) -> list[Path]:

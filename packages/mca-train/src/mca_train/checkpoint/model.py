@@ -2,11 +2,12 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from mca_config.errors import McaError, UsageError
 from mca_config.model_config import FILE_NAME, McaModelConfig
+from mca_config.types import Typed
 from mca_models.megatron.distributed.collectives import on_first
+from mca_train.types import PreTrainedTokenizerBase, VirtualModels
 
 _LATEST = "latest_checkpointed_iteration.txt"  # readers begin here, so it comes last and goes first
 HF_FOLDER = "hf"
@@ -37,12 +38,12 @@ class ModelWriting:
 
     def __init__(
         self,
-        model: Any,
+        model: VirtualModels,
         folder: Path,
-        processing_class: Any,
+        processing_class: PreTrainedTokenizerBase,
         *,
         hf: bool = False,
-        **settings: Any,
+        **settings: Typed,
     ) -> None:
         self._folder, self._processing_class = folder, processing_class
         self._staged = folder / ".model"
@@ -72,7 +73,7 @@ class ModelWriting:
             self._processing_class.save_pretrained(folder)
 
 
-def require_format(model: Any, ckpt_format: str) -> None:
+def require_format(model: VirtualModels, ckpt_format: str) -> None:
     """Raises if checkpoints of ``model`` cannot be written in ``ckpt_format``."""
     from mca_models.megatron.peft import PeftModels
 
@@ -112,7 +113,7 @@ def _rescue(older: Path, target: Path) -> None:
     shutil.rmtree(older)
 
 
-def load_weights(model: Any, directory: Path) -> None:
+def load_weights(model: VirtualModels, directory: Path) -> None:
     """Fills ``model`` in place from an MCA (or Hugging Face) directory; every rank reads its own slices.
 
     Raises:

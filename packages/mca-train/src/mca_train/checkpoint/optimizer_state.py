@@ -12,16 +12,19 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from mca_config.errors import McaError
+from mca_config.types import JsonObject, Typed
+from mca_models.megatron.distributed.collectives import all_gather
 from mca_models.megatron.distributed.reader import read_state, shapes_in
 from mca_models.megatron.distributed.writer import Writing, write_state
 from mca_train import groups
 from mca_train.checkpoint.bucket_padding import positions_without_padding
 from mca_train.engine.offload import as_plain
+from mca_train.types import Chunk, MegatronOptimizer, OptimizerState
 
 _MASTER = "optimizer.state.fp32_param."
 _MASTER_WHERE_SPLIT = "optimizer.state.param."
@@ -33,10 +36,12 @@ class Numbers:
     """What an optimizer knows besides tensors of its parameters' shapes."""
 
     step: float | None
-    grad_scaler: dict[str, Any] | None
+    grad_scaler: JsonObject | None
 
 
-def save(optimizer: Any, chunks: list[Any], folder: Path, *, background: bool) -> tuple[Numbers, Writing]:
+def save(
+    optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, *, background: bool
+) -> tuple[Numbers, Writing]:
     """Begins to write the tensors into the existing, empty ``folder``; collective.
 
     Returns:
@@ -48,7 +53,7 @@ def save(optimizer: Any, chunks: list[Any], folder: Path, *, background: bool) -
     return _numbers(state), write_state(leaves, folder, background=background)
 
 
-def load(optimizer: Any, chunks: list[Any], folder: Path, numbers: Numbers) -> None:
+def load(optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbers: Numbers) -> None:
     """Restores `save`, written on whatever layout; collective. The weights are in place already.
 
     Raises:
@@ -58,7 +63,7 @@ def load(optimizer: Any, chunks: list[Any], folder: Path, numbers: Numbers) -> N
         _load(optimizer, chunks, folder, numbers)
 
 
-def _load(optimizer: Any, chunks: list[Any], folder: Path, numbers: Numbers) -> None:
+def _load(optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbers: Numbers) -> None:
     saved = shapes_in(folder)
     state = _sharded(optimizer, chunks, loading=True)
     _require_same_kind(folder, saved, state)
@@ -71,7 +76,7 @@ def _load(optimizer: Any, chunks: list[Any], folder: Path, numbers: Numbers) -> 
                 f"{folder}: holds no '{leaf.key.removeprefix('optimizer.state.')}' ({key}); it was written with "
                 "another optimizer or another model, training cannot resume with this one"
             )
-    loaded = read_state(asked, folder) if any(groups.gather_objects(len(asked))) else {}
+    loaded = read_state(asked, folder) if any(all_gather(len(asked))) else {}
     for number, (container, key, leaf) in enumerate(list(_leaves(state))):
         if str(number) in asked:
             container[key] = _without_padding(loaded[str(number)], leaf, saved[leaf.key])
@@ -80,7 +85,7 @@ def _load(optimizer: Any, chunks: list[Any], folder: Path, numbers: Numbers) -> 
     optimizer.load_state_dict(_bare(state))
 
 
-def _sharded(optimizer: Any, chunks: list[Any], *, loading: bool) -> Any:
+def _sharded(optimizer: MegatronOptimizer, chunks: list[Chunk], *, loading: bool) -> OptimizerState:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "singleton_local_shards": False,
@@ -102,16 +107,16 @@ def _sharded(optimizer: Any, chunks: list[Any], *, loading: bool) -> Any:
     return state
 
 
-def _begin_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _begin_momentum(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Zeros for what SGD is about to load."""
     for group in optimizer.param_groups:
         for param in group["params"] if group.get("momentum") else ():
             optimizer.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
 
 
-def _require_same_kind(folder: Path, saved: Iterable[str], state: Any) -> None:
+def _require_same_kind(folder: Path, saved: Iterable[str], state: OptimizerState) -> None:
     """Raises unless this optimizer keeps of each parameter what that of the checkpoint did; collective."""
-    mine = groups.gather_objects(_kinds(leaf.key for _, _, leaf in _leaves(state)))
+    mine = all_gather(_kinds(leaf.key for _, _, leaf in _leaves(state)))
     here, there = sorted(set().union(*mine)), sorted(_kinds(saved))
     if here != there:
         raise McaError(
@@ -125,12 +130,12 @@ def _kinds(keys: Iterable[str]) -> set[str]:
     return {found[1] for key in keys if (found := _KIND.match(key))}
 
 
-def _leaves(state: Any) -> Iterator[tuple[Any, Any, Any]]:
+def _leaves(state: OptimizerState) -> Iterator[tuple[OptimizerState, Typed, OptimizerState]]:
     """``(container, key, leaf)`` of every sharded tensor in a nested state, in a fixed order."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-    items: Any = ()
+    items: Iterable[tuple[Typed, OptimizerState]] = ()
     if isinstance(state, dict):
         items = list(state.items())
     elif isinstance(state, list):
@@ -142,18 +147,18 @@ def _leaves(state: Any) -> Iterator[tuple[Any, Any, Any]]:
             yield from _leaves(value)
 
 
-def _parts(state: Any) -> list[dict[str, Any]]:
+def _parts(state: OptimizerState) -> list[JsonObject]:
     """The states of the single optimizers: those of a chained one have numbers for keys."""
     return list(state.values()) if state and all(isinstance(key, int) for key in state) else [state]
 
 
-def _param_groups(part: dict[str, Any]) -> list[dict[str, Any]]:
+def _param_groups(part: JsonObject) -> list[JsonObject]:
     inner = part.get("optimizer", part)
-    groups_: list[dict[str, Any]] = inner.get("param_groups", [])
+    groups_: list[JsonObject] = inner.get("param_groups", [])
     return groups_
 
 
-def _numbers(state: Any) -> Numbers:
+def _numbers(state: OptimizerState) -> Numbers:
     step, scaler = None, None
     for part in _parts(state):
         scaler = part.get("grad_scaler", scaler)
@@ -164,7 +169,7 @@ def _numbers(state: Any) -> Numbers:
     return Numbers(None if step is None else float(step), scaler)
 
 
-def _put_numbers(state: Any, numbers: Numbers) -> None:
+def _put_numbers(state: OptimizerState, numbers: Numbers) -> None:
     for part in _parts(state):
         if numbers.grad_scaler is not None and "grad_scaler" in part:
             part["grad_scaler"] = _like(numbers.grad_scaler, part["grad_scaler"])
@@ -177,7 +182,7 @@ def _put_numbers(state: Any, numbers: Numbers) -> None:
             group["step"] = int(numbers.step)
 
 
-def _like(saved: dict[str, Any], present: dict[str, Any]) -> dict[str, Any]:
+def _like(saved: JsonObject, present: JsonObject) -> JsonObject:
     """Numbers from JSON as the tensors that Megatron's loss scaler keeps."""
     return {
         key: torch.as_tensor(value, dtype=present[key].dtype).reshape(present[key].shape)
@@ -187,7 +192,7 @@ def _like(saved: dict[str, Any], present: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _fill_masters(optimizer: Any, state: Any) -> None:
+def _fill_masters(optimizer: MegatronOptimizer, state: OptimizerState) -> None:
     """Main parameters that the checkpoint lacks (a whole optimizer in fp32 keeps none) are the weights themselves."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     for part, single in zip(_parts(state), parts, strict=True):
@@ -199,13 +204,13 @@ def _fill_masters(optimizer: Any, state: Any) -> None:
             container[key] = leaf.data  # copies of the weights, made with the optimizer
 
 
-def _missing_masters(state: Any) -> Iterator[tuple[int, Any, Any]]:
+def _missing_masters(state: OptimizerState) -> Iterator[tuple[int, OptimizerState, OptimizerState]]:
     for number, tensors in state.items():
         for _, key, leaf in _leaves(tensors):
             yield number, key, leaf
 
 
-def _without_padding(tensor: Any, leaf: Any, saved: tuple[int, ...]) -> Any:
+def _without_padding(tensor: Tensor, leaf: OptimizerState, saved: tuple[int, ...]) -> OptimizerState:
     """Zeros in the rows of a padded vocabulary that the checkpoint, padded for fewer tensor ranks, does not have."""
     if getattr(leaf, "allow_shape_mismatch", False) and isinstance(tensor, torch.Tensor):
         axis = leaf.prepend_axis_num
@@ -215,11 +220,11 @@ def _without_padding(tensor: Any, leaf: Any, saved: tuple[int, ...]) -> Any:
     return tensor
 
 
-def _bare(state: Any) -> Any:
+def _bare(state: OptimizerState) -> OptimizerState:
     """The state as Megatron's ``load_state_dict`` takes it: without the wrappers of local objects."""
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-    unwrap: Callable[[Any], Any] = _bare
+    unwrap: Callable[[OptimizerState], OptimizerState] = _bare
     if isinstance(state, LocalNonpersistentObject):
         return state.unwrap()
     if isinstance(state, dict):

@@ -16,9 +16,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from mca_config.errors import McaError
+from mca_config.types import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class OutputLock:
         self._still, self._beat = still, beat
         self._fd = -1
         self._made: list[Path] = []
-        self._record: dict[str, Any] = {}
+        self._record: JsonObject = {}
 
     def take(self) -> None:
         """Takes the lock.
@@ -124,7 +124,7 @@ class OutputLock:
                 os.close(fd)
             time.sleep(_POLL)
 
-    def _is_left(self, record: dict[str, Any], fd: int, *, locked: bool) -> bool:
+    def _is_left(self, record: JsonObject, fd: int, *, locked: bool) -> bool:
         """Whether whoever wrote ``record`` is gone; False if another one has come instead."""
         mine = _record(fd)
         if not record or (locked and all(record.get(key) == mine[key] for key in ("boot", "device"))):
@@ -139,14 +139,14 @@ class OutputLock:
                 raise self._in_use(record)
         return True
 
-    def _in_use(self, record: dict[str, Any]) -> McaError:
+    def _in_use(self, record: JsonObject) -> McaError:
         return McaError(
             f"output_dir: {self._output_dir} is used by {_told(record)}; wait until it has ended, or name another "
             "directory"
         )
 
 
-def _record(fd: int) -> dict[str, Any]:
+def _record(fd: int) -> JsonObject:
     """What is written of this process; a lock is seen where kernel and mounted file system are the same."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -161,7 +161,7 @@ def _record(fd: int) -> dict[str, Any]:
     return {"process": os.getpid(), "machine": platform.node(), "boot": "", "device": -1}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> JsonObject:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -169,13 +169,13 @@ def _read(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _told(record: dict[str, Any]) -> str:
+def _told(record: JsonObject) -> str:
     if not record:
         return "another run"
     return f"another run (process {record.get('process')} on {record.get('machine')}, since {record.get('since')})"
 
 
-def _lives(record: dict[str, Any]) -> bool:
+def _lives(record: JsonObject) -> bool:
     """Whether the process that wrote ``record`` is one of this machine and alive."""
     started = record.get("started")
     return bool(started) and started == _started(record.get("process"))

@@ -7,15 +7,18 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from mca_config.types import Typed
 from mca_models.megatron.distributed.collectives import on_first, together
 from mca_models.megatron.distributed.writer import Writing
 from mca_models.storage.atomic import write_file
-from mca_train.batching.position import Place
+from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import optimizer_state
 from mca_train.checkpoint.carried import Carried
+from mca_train.engine.engine import Engine
 from mca_train.engine.rng import load_rng, save_rng
+from mca_train.lr_schedule import LearningRate
+from mca_train.types import Upstream
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +35,7 @@ class TrainingState:
         place: Where the run stands in its data.
     """
 
-    def __init__(self, engine: Any, scheduler: Any, rank: int, place: Place) -> None:
+    def __init__(self, engine: Engine, scheduler: LearningRate, rank: int, place: RunPosition) -> None:
         self._place = place
         self._engine = engine
         self._scheduler = scheduler
@@ -71,7 +74,7 @@ class TrainingState:
         if not load_rng(checkpoint / TRAINING, self._rank):
             logger.warning("%s: no random state of rank %d; dropout starts anew", checkpoint, self._rank)
 
-    def _modules(self) -> list[Any]:
+    def _modules(self) -> list[Upstream]:
         return [chunk.module for chunk in self._engine.chunks]
 
 
@@ -83,7 +86,7 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Typed) -> Typed:
     """``value`` as JSON can hold it, tensors as numbers."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -9,18 +9,18 @@ Checkpoints that are one too many go in a thread, once a newer one is complete.
 import contextlib
 import logging
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from mca_config.errors import McaError
-from mca_models.megatron.distributed.collectives import SharedDirectory
+from mca_config.errors import DiskFull, McaError
+from mca_models.megatron.distributed.collectives import SharedDirectory, is_disk_full
 from mca_models.storage.partial_folder import remove_leftovers, retire
+from mca_train.types import Upstream
 
 
-class Stage(Protocol):
+class WriteStage(Protocol):
     """Something that is being written; both methods are collective."""
 
     def done(self) -> bool:
@@ -42,14 +42,17 @@ class CheckpointWriter:
         self._in_background = in_background
         self._destination = Path()
         self._shared: SharedDirectory | None = None
-        self._stages: list[Stage] = []
+        self._stages: list[WriteStage] = []
         self._published: Callable[[], object] = lambda: None
         self._deletions: list[threading.Thread] = []
         self.written: list[Path] = []
         """The checkpoints that are complete."""
 
     def write(
-        self, destination: Path, begin: Callable[[Path], Sequence[Stage]], published: Callable[[], object]
+        self,
+        destination: Path,
+        begin: Callable[[Path], Sequence[WriteStage]],
+        published: Callable[[], object],
     ) -> None:
         """Begins a checkpoint, once the one before it is complete.
 
@@ -105,7 +108,7 @@ class CheckpointWriter:
             self._shared.discard()
         self._shared, self._stages = None, []
 
-    def _is_done(self, stage: Stage) -> bool:
+    def _is_done(self, stage: WriteStage) -> bool:
         with self._said_clearly():
             return stage.done()
 
@@ -142,27 +145,14 @@ def name_errors(destination: Path) -> Iterator[None]:
         with reasons_kept():
             yield
     except BaseException as error:
-        if _is_full(error):
-            raise McaError(
+        if is_disk_full(error):
+            raise DiskFull(
                 f"{destination}: cannot be written, the disk is full; make room and resume with "
                 "resume_from_checkpoint auto"
             ) from error
         if isinstance(error, McaError) and not str(error).startswith(f"{destination}:"):
             raise McaError(f"{destination}: cannot be written: {error}") from error
         raise
-
-
-def _is_full(error: BaseException) -> bool:
-    """Whether a write failed for want of room; torch's writer says so in words of its own."""
-    words = (
-        "no space left on device",
-        "cannot be written (no space",
-        "pytorchstreamwriter failed",
-        "unexpected pos",
-        "disk quota exceeded",
-    )
-    text = "".join(traceback.format_exception(error)).lower()
-    return any(word in text for word in words)
 
 
 def remove_unfinished(output_dir: Path, prefix: str) -> None:
@@ -181,7 +171,7 @@ def reasons_kept() -> Iterator[None]:
     level = log.level
     original = FileSystemWriterAsync.write_preloaded_data
 
-    def write(*args: Any, **kwargs: Any) -> Any:
+    def write(*args: object, **kwargs: object) -> Upstream:
         result = original(*args, **kwargs)
         if result is not None and isinstance(result[1], Exception):
             raise result[1]

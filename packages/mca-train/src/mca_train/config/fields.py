@@ -13,7 +13,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, Union
 
-from mca_config.errors import UsageError, list_problems, problems_of
+from mca_config.errors import UsageError, problems_of, raise_problems
 from mca_config.types import JsonObject, Typed, Values
 
 T = TypeVar("T")
@@ -62,8 +62,7 @@ def build(
             built.append(cls(**found))
         except ValueError as error:
             problems += problems_of(error)
-    if wrong := list_problems(list(dict.fromkeys(problems)), where):
-        raise UsageError(str(wrong))
+    raise_problems(dict.fromkeys(problems), where, kind=UsageError)
     return tuple(built)
 
 

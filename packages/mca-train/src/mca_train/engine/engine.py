@@ -2,13 +2,13 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from mca_config.types import JsonObject
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.engine.finite import telling_nan
 from mca_train.engine.offload import rebuild_hybrids
@@ -17,6 +17,7 @@ from mca_train.engine.rng import kept_rng
 from mca_train.losses import moe_aux, prediction
 from mca_train.losses.step_counts import count_step
 from mca_train.losses.token_loss import LossFunction, StepLoss
+from mca_train.types import Chunk, MegatronOptimizer, Sample, TrainingArguments, Upstream
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,9 @@ class StepResult:
     grad_norm: float | None
 
 
-def optimizer_settings(args: Any, params_dtype: torch.dtype) -> dict[str, Any]:
+def optimizer_settings(args: TrainingArguments, params_dtype: torch.dtype) -> JsonObject:
     """Megatron's ``OptimizerConfig`` from HF's names and what was given under Megatron's."""
-    settings: dict[str, Any] = {
+    settings: JsonObject = {
         "optimizer": "adam",
         "lr": args.learning_rate,
         "weight_decay": args.weight_decay,
@@ -72,7 +73,7 @@ class Engine(Pipeline):
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
-        args: Any,
+        args: TrainingArguments,
         loss: LossFunction,
         *,
         wants_logits: bool = False,
@@ -89,7 +90,7 @@ class Engine(Pipeline):
         for chunk in self.chunks:
             chunk.train()
 
-    def _wrap(self, chunks: Sequence[Any]) -> list[Any]:
+    def _wrap(self, chunks: Sequence[Chunk]) -> list[Sample]:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         half = self.params_dtype != torch.float32
@@ -100,7 +101,7 @@ class Engine(Pipeline):
             for number, chunk in enumerate(chunks)
         ]
 
-    def _build_optimizer(self) -> Any:
+    def _build_optimizer(self) -> MegatronOptimizer:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         config = OptimizerConfig(**optimizer_settings(self._args, self.params_dtype))
@@ -112,7 +113,7 @@ class Engine(Pipeline):
         """Gives the schedule what it calls: gradient scale, synchronisation, and the end of a step."""
         from megatron.core.distributed import finalize_model_grads
 
-        calls: dict[str, Any] = {
+        calls: JsonObject = {
             "grad_scale_func": self.optimizer.scale_loss,
             "finalize_model_grads_func": finalize_model_grads,
         }
@@ -125,7 +126,7 @@ class Engine(Pipeline):
             for name, call in calls.items():
                 setattr(config, name, call)
 
-    def _per_chunk(self, method: str) -> Any:
+    def _per_chunk(self, method: str) -> Upstream:
         calls = [getattr(chunk, method) for chunk in self.chunks]
         return calls if len(calls) > 1 else calls[0]
 
@@ -158,10 +159,10 @@ class Engine(Pipeline):
     @contextmanager
     def at_rest(self) -> Iterator[None]:
         """With ``overlap_param_gather``, updated parameters otherwise arrive in the next forward pass."""
-        overlapping = self._args.overlap_param_gather
-        for chunk in self.chunks if overlapping else ():
-            chunk.disable_forward_pre_hook()
-        with super().at_rest():
-            yield
-        for chunk in self.chunks if overlapping else ():
-            chunk.enable_forward_pre_hook()
+        hooked = self.chunks if self._args.overlap_param_gather else []
+        with ExitStack() as hooks:
+            for chunk in hooked:
+                chunk.disable_forward_pre_hook()
+                hooks.callback(chunk.enable_forward_pre_hook)
+            with super().at_rest():
+                yield

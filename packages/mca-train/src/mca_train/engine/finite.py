@@ -3,20 +3,20 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mca_config.errors import McaError
-from mca_train import groups
+from mca_models.megatron.distributed.collectives import all_gather
+from mca_models.megatron.names import Held
 
 _SHOWN = 3
 _FOUND = "in local grad norm"
 
 
 def require_finite(
-    loss: float | None, grad_norm: float | None, step: int, held: Iterable[tuple[Any, Tensor]]
+    loss: float | None, grad_norm: float | None, step: int, held: Iterable[tuple[Held, Tensor]]
 ) -> None:
     """Raises the same error on every rank if the step's loss or gradient norm is not finite.
 
@@ -63,7 +63,7 @@ def telling_nan() -> Iterator[None]:
         ) from error
 
 
-def require_finite_weights(step: int, held: Iterable[tuple[Any, Tensor]]) -> None:
+def require_finite_weights(step: int, held: Iterable[tuple[Held, Tensor]]) -> None:
     """Raises the same error on every rank if a parameter that is trained is not finite.
 
     Args:
@@ -81,11 +81,11 @@ def require_finite_weights(step: int, held: Iterable[tuple[Any, Tensor]]) -> Non
         )
 
 
-def _named(held: Iterable[tuple[Any, Tensor | None]]) -> str:
+def _named(held: Iterable[tuple[Held, Tensor | None]]) -> str:
     """The first of all ranks' tensors that are not finite; empty if all are. Collective."""
     mine = [(item.param.mca_name(), kind) for item, tensor in held if (kind := _kind(tensor))]
     rank_of: dict[str, tuple[int, str]] = {}
-    for rank, found in enumerate(groups.gather_objects(mine)):
+    for rank, found in enumerate(all_gather(mine)):
         for name, kind in found:
             rank_of.setdefault(name, (rank, kind))
     named = [f"{name} (rank {rank}: {kind})" for name, (rank, kind) in list(rank_of.items())[:_SHOWN]]

@@ -12,15 +12,17 @@ the device. Two things go wrong with it in megatron-core 0.16.1 and 0.19.2, on e
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+from torch import Tensor
+
+from mca_train.types import HybridOptimizer, MegatronOptimizer, Sample
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _PRECISION_AWARE = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
 
 
-def rebuild_hybrids(optimizer: Any) -> None:
+def rebuild_hybrids(optimizer: MegatronOptimizer) -> None:
     """Makes every hybrid optimizer's parts of the parameters that its groups hold by now."""
     for single in _hybrids(optimizer):
         hybrid = single.optimizer
@@ -30,7 +32,7 @@ def rebuild_hybrids(optimizer: Any) -> None:
 
 
 @contextmanager
-def as_plain(optimizer: Any, *, loading: bool) -> Iterator[None]:
+def as_plain(optimizer: MegatronOptimizer, *, loading: bool) -> Iterator[None]:
     """A block in which every hybrid optimizer is a plain Adam, for Megatron to save its state or to load one.
 
     Args:
@@ -40,13 +42,13 @@ def as_plain(optimizer: Any, *, loading: bool) -> Iterator[None]:
     singles = [
         (single, single.optimizer, getattr(single.config, _PRECISION_AWARE)) for single in _hybrids(optimizer)
     ]
-    for single, hybrid, _ in singles:
-        if loading:
-            _copy_to_inner(hybrid)
-        single.optimizer = _plain(hybrid, _held(single, hybrid))
-        setattr(single.config, _PRECISION_AWARE, False)
     loaded = False
     try:
+        for single, hybrid, _ in singles:
+            if loading:
+                _copy_to_inner(hybrid)
+            single.optimizer = _plain(hybrid, _held(single, hybrid))
+            setattr(single.config, _PRECISION_AWARE, False)
         yield
         loaded = loading
     finally:
@@ -57,7 +59,7 @@ def as_plain(optimizer: Any, *, loading: bool) -> Iterator[None]:
                 _take(hybrid, plain, _held(single, hybrid))
 
 
-def _hybrids(optimizer: Any) -> list[Any]:
+def _hybrids(optimizer: MegatronOptimizer) -> list[Sample]:
     """The Megatron optimizers of this rank whose inner one is hybrid."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
@@ -65,17 +67,17 @@ def _hybrids(optimizer: Any) -> list[Any]:
     return [single for single in singles if isinstance(single.optimizer, HybridDeviceOptimizer)]
 
 
-def _held(single: Any, hybrid: Any) -> dict[Any, Any]:
+def _held(single: MegatronOptimizer, hybrid: HybridOptimizer) -> dict[Tensor, Tensor]:
     """What Megatron expects in the groups instead of each of the hybrid's parameters.
 
     The distributed optimizer loads main parameters into its groups; the others look up the weights in theirs, and load
     main parameters beside them.
     """
-    inner: dict[Any, Any] = hybrid.param_to_inner_param
+    inner: dict[Tensor, Tensor] = hybrid.param_to_inner_param
     return inner if hasattr(single, "buffers") else {param: param for param in inner}
 
 
-def _plain(hybrid: Any, held: dict[Any, Any]) -> Any:
+def _plain(hybrid: HybridOptimizer, held: dict[Tensor, Tensor]) -> torch.optim.Optimizer:
     """An Adam over what is ``held``, in the order of the hybrid's groups, that shares its state."""
     from mca_models.megatron.platform import FusedAdam
 
@@ -92,7 +94,7 @@ def _plain(hybrid: Any, held: dict[Any, Any]) -> Any:
     return plain
 
 
-def _step(hybrid: Any) -> int:
+def _step(hybrid: HybridOptimizer) -> int:
     """Of the parts on the host it is each parameter's, of that on the device its groups'."""
     steps = [group.get("step", 0) for single in hybrid.sub_optimizers for group in single.param_groups]
     steps += [state.get("step", 0) for single in hybrid.sub_optimizers for state in single.state.values()]
@@ -100,7 +102,7 @@ def _step(hybrid: Any) -> int:
 
 
 @torch.no_grad()
-def _take(hybrid: Any, plain: Any, held: dict[Any, Any]) -> None:
+def _take(hybrid: HybridOptimizer, plain: torch.optim.Optimizer, held: dict[Tensor, Tensor]) -> None:
     """Gives the hybrid what was loaded into ``plain`` and into what it ``held``."""
     for param, inner in hybrid.param_to_inner_param.items():
         if held[param] is inner:
@@ -122,7 +124,7 @@ def _take(hybrid: Any, plain: Any, held: dict[Any, Any]) -> None:
 
 
 @torch.no_grad()
-def _copy_to_inner(hybrid: Any) -> None:
+def _copy_to_inner(hybrid: HybridOptimizer) -> None:
     """The copies of parameters that have changed since they were made."""
     for param, inner in hybrid.param_to_inner_param.items():
         if inner is not param:

@@ -1,17 +1,18 @@
 """Megatron's forward pipeline schedule over the chunks of a rank, for evaluating. Training is in `engine`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from mca_config.types import JsonObject
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.losses import moe_aux, prediction
 from mca_train.losses.moe_tokens import hand_tokens
 from mca_train.losses.token_loss import LossFunction, StepLoss, add_up, megatron_loss
+from mca_train.types import Chunk, Upstream
 
 
 class Pipeline:
@@ -23,7 +24,7 @@ class Pipeline:
         wants_logits: The output is logits instead of the cross entropy of each token.
     """
 
-    def __init__(self, chunks: Sequence[Any], loss: LossFunction, *, wants_logits: bool = False) -> None:
+    def __init__(self, chunks: Sequence[Chunk], loss: LossFunction, *, wants_logits: bool = False) -> None:
         self.chunks = list(chunks)
         self._loss = loss
         self._wants_logits = wants_logits
@@ -60,15 +61,17 @@ class Pipeline:
     def at_rest(self) -> Iterator[None]:
         """A block in which dropout is off and all parameters are whole: for evaluation and saving."""
         modes = [chunk.training for chunk in self.chunks]
-        for chunk in self.chunks:
-            chunk.eval()
-        yield
-        for chunk, mode in zip(self.chunks, modes, strict=True):
-            chunk.train(mode)
+        try:
+            for chunk in self.chunks:
+                chunk.eval()
+            yield
+        finally:
+            for chunk, mode in zip(self.chunks, modes, strict=True):
+                chunk.train(mode)
 
     def _forward_step(
-        self, batches: Iterator[MicroBatch], model: Any, *, loss: LossFunction
-    ) -> tuple[Tensor, Any]:
+        self, batches: Iterator[MicroBatch], model: Chunk, *, loss: LossFunction
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor | JsonObject, ...]]]:
         batch = next(batches).to(self._device)
         output = model(
             input_ids=batch.input_ids,
@@ -87,7 +90,7 @@ class Pipeline:
         return parameter.device
 
 
-def _packed_params(batch: MicroBatch) -> Any:
+def _packed_params(batch: MicroBatch) -> Upstream:
     """What keeps packed sequences apart; None for padded ones."""
     if batch.cu_seqlens is None:
         return None

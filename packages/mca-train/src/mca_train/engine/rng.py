@@ -5,17 +5,18 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
+from mca_config.types import JsonObject, Typed
 from mca_models.megatron.distributed import parallel
+from mca_train.types import VirtualModels
 
 
-def seed_dropout(model: Any, seed: int) -> None:
+def seed_dropout(model: VirtualModels, seed: int) -> None:
     """Has this rank drop other values than ranks with other layers or other tokens, where ``model`` drops any.
 
     Hugging Face's Trainer has just given all ranks one seed. Without anything to draw they keep it, for what collates
@@ -35,7 +36,7 @@ def save_rng(folder: Path, rank: int) -> None:
     tensors["torch"] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
-    state: Any = np.random.get_state(legacy=True)
+    state: Typed = np.random.get_state(legacy=True)
     kind, keys, position, has_gauss, gauss = state
     tensors["numpy"] = torch.from_numpy(keys.astype(np.int64))
     words = {
@@ -54,9 +55,11 @@ def kept_rng() -> Iterator[None]:
 
     tracker = tensor_parallel.get_cuda_rng_tracker()
     states = {name: state.clone() for name, state in tracker.get_states().items()}
-    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
-        yield
-    tracker.set_states(states)
+    try:
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            yield
+    finally:
+        tracker.set_states(states)
 
 
 def load_rng(folder: Path, rank: int) -> bool:
@@ -69,7 +72,7 @@ def load_rng(folder: Path, rank: int) -> bool:
         return False
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
-        words: dict[str, Any] = {key: json.loads(text) for key, text in (file.metadata() or {}).items()}
+        words: JsonObject = {key: json.loads(text) for key, text in (file.metadata() or {}).items()}
     if not {"torch", "numpy"} <= tensors.keys() or not {"python", "numpy"} <= words.keys():
         raise McaError(f"{path}: is not a file of random states; the checkpoint is damaged")
     version, state, gauss = words["python"]

@@ -7,16 +7,16 @@ parallelism, the masked padding of the vocabulary, factors on logits, smoothed l
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mca_config.errors import McaError
+from mca_train.types import Chunk, Upstream
 
 
-def chunk_losses(chunks: Iterable[Any], tokens: int | None, *, wants_logits: bool) -> None:
+def chunk_losses(chunks: Iterable[Chunk], tokens: int | None, *, wants_logits: bool) -> None:
     """Has the chunk with the loss compute it ``tokens`` at a time.
 
     Args:
@@ -28,7 +28,7 @@ def chunk_losses(chunks: Iterable[Any], tokens: int | None, *, wants_logits: boo
         McaError: The loss cannot be computed so.
     """
     for chunk in chunks:
-        vars(chunk).pop("_postprocess", None)
+        chunk.__dict__.pop("_postprocess", None)
         if tokens is None:
             continue
         if wants_logits:
@@ -45,13 +45,13 @@ def chunk_losses(chunks: Iterable[Any], tokens: int | None, *, wants_logits: boo
 class _Chunked:
     """Stands for a ``GPTModel``'s ``_postprocess``."""
 
-    def __init__(self, model: Any, tokens: int) -> None:
+    def __init__(self, model: Chunk, tokens: int) -> None:
         self._model, self._plain, self._tokens = model, model._postprocess, tokens
         for module in model.output_layer.modules():
             if hasattr(module, "gradient_accumulation_fusion"):  # it looks for main_grad on what is kept
                 module.gradient_accumulation_fusion = False
 
-    def __call__(self, *, hidden_states: Tensor, labels: Tensor | None, **rest: Any) -> Tensor:
+    def __call__(self, *, hidden_states: Tensor, labels: Tensor | None, **rest: Upstream) -> Tensor:
         """``hidden_states [s / ranks, b, h]`` and ``labels [b, s]`` to the cross entropy of each token ``[b, s]``.
 
         ``ranks`` is the tensor-parallel size under sequence parallelism, else 1.

@@ -7,15 +7,15 @@ counts the padding in it.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mca_config.errors import McaError
+from mca_train.types import Chunk, Upstream
 
 
-def smooth_labels(chunks: Iterable[Any], epsilon: float, vocab_size: int) -> None:
+def smooth_labels(chunks: Iterable[Chunk], epsilon: float, vocab_size: int) -> None:
     """Has the chunk with the loss return the smoothed cross entropy, of prediction layers' too.
 
     Args:
@@ -24,7 +24,7 @@ def smooth_labels(chunks: Iterable[Any], epsilon: float, vocab_size: int) -> Non
         vocab_size: Without padding.
     """
     for chunk in chunks:
-        vars(chunk).pop("compute_language_model_loss", None)
+        chunk.__dict__.pop("compute_language_model_loss", None)
         if not epsilon or not getattr(chunk, "post_process", False):
             continue
         if chunk.config.cross_entropy_loss_fusion and chunk.config.cross_entropy_fusion_impl == "te":
@@ -36,7 +36,7 @@ def smooth_labels(chunks: Iterable[Any], epsilon: float, vocab_size: int) -> Non
 
 
 class _Smoothed:
-    def __init__(self, plain: Any, epsilon: float, vocab_size: int) -> None:
+    def __init__(self, plain: Upstream, epsilon: float, vocab_size: int) -> None:
         self._plain, self._epsilon, self._vocab_size = plain, epsilon, vocab_size
 
     def __call__(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class _Share(torch.autograd.Function):
     """One rank's part of `target_over_mean`; keeps no logits, which Megatron's cross entropy overwrites."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, local: Tensor, true: int, vocab_size: int) -> Tensor:
+    def forward(ctx: Upstream, logits: Tensor, local: Tensor, true: int, vocab_size: int) -> Tensor:
         here = (local >= 0) & (local < true)
         index = (local * here).unsqueeze(-1)
         ctx.save_for_backward(index, here)
@@ -77,7 +77,7 @@ class _Share(torch.autograd.Function):
         return target - logits[..., :true].sum(-1, dtype=torch.float32) / vocab_size
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Upstream, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         index, here = ctx.saved_tensors
         (gradient,) = gradients
         whole = gradient.new_zeros(ctx.shape)

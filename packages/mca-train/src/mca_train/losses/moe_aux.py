@@ -19,7 +19,6 @@ padding for tokens. Routers of a trained model compute with the functions below 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from torch import Tensor
 from mca_train import groups
 from mca_train.losses.moe_tokens import carry_tokens, numbers_of, prediction_routers
 from mca_train.losses.step_counts import StepCounts
+from mca_train.types import Chunk, Router, Upstream
 
 
 @dataclass
@@ -84,7 +84,7 @@ def balance_experts(chunks: Iterable[torch.nn.Module]) -> None:
             router.routing = partial(_route, router, router.routing)
 
 
-def routers(chunks: Iterable[torch.nn.Module]) -> Iterable[Any]:
+def routers(chunks: Iterable[torch.nn.Module]) -> Iterable[Chunk]:
     """All routers of experts."""
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -101,7 +101,7 @@ def begin_step(chunks: Iterable[torch.nn.Module], counts: StepCounts) -> None:
         balance.load = None
 
 
-def balances_globally(config: Any) -> bool:
+def balances_globally(config: Upstream) -> bool:
     """Whether routers need to know all of a step before its first micro-batch.
 
     Args:
@@ -130,7 +130,7 @@ def count_load(chunks: Iterable[torch.nn.Module], forward: Callable[[], object])
         router.mca_balance.load = groups.sum_over(router.mca_balance.load, router.tp_dp_cp_group)
 
 
-def _route(router: Any, plain: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
+def _route(router: Router, plain: Upstream, logits: Tensor, padding_mask: Tensor | None = None) -> Upstream:
     balance: Balance = router.mca_balance
     balance.segments = numbers_of(padding_mask, logits)
     padding = None if padding_mask is None else (balance.segments < 0).view(logits.shape[:2])
@@ -139,7 +139,7 @@ def _route(router: Any, plain: Any, logits: Tensor, padding_mask: Tensor | None 
     return plain(logits, padding)
 
 
-def _sent(router: Any, logits: Tensor) -> Tensor:
+def _sent(router: Router, logits: Tensor) -> Tensor:
     from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 
     sent, _ = compute_routing_scores_for_aux_loss(
@@ -153,7 +153,7 @@ def _sent(router: Any, logits: Tensor) -> Tensor:
     return result
 
 
-def _of_micro_batch(router: Any, probs: Tensor, scores: Tensor, sent: Tensor, **_: Any) -> Tensor:
+def _of_micro_batch(router: Router, probs: Tensor, scores: Tensor, sent: Tensor, **_: object) -> Tensor:
     """``aux_loss``. Scores and what is sent: ``[tokens, experts]``, 0 for padding."""
     coefficient = router.get_aux_loss_coeff("aux_loss")
     if not coefficient:
@@ -162,7 +162,9 @@ def _of_micro_batch(router: Any, probs: Tensor, scores: Tensor, sent: Tensor, **
     return _attached(router, probs, "load_balancing_loss", _balance(router, scores, load), coefficient)
 
 
-def _of_sequences(router: Any, probs: Tensor, scores: Tensor, sent: Tensor, *_: Any, **__: Any) -> Tensor:
+def _of_sequences(
+    router: Router, probs: Tensor, scores: Tensor, sent: Tensor, *_: object, **__: object
+) -> Tensor:
     """``seq_aux_loss``."""
     coefficient = router.get_aux_loss_coeff("seq_aux_loss")
     if not coefficient:
@@ -175,7 +177,7 @@ def _of_sequences(router: Any, probs: Tensor, scores: Tensor, sent: Tensor, *_: 
     return _attached(router, probs, "seq_load_balancing_loss", value, coefficient)
 
 
-def _of_step(router: Any, probs: Tensor, scores: Tensor, sent: Tensor, **_: Any) -> Tensor:
+def _of_step(router: Router, probs: Tensor, scores: Tensor, sent: Tensor, **_: object) -> Tensor:
     """``global_aux_loss``."""
     coefficient = router.get_aux_loss_coeff("global_aux_loss")
     if not coefficient:
@@ -186,7 +188,7 @@ def _of_step(router: Any, probs: Tensor, scores: Tensor, sent: Tensor, **_: Any)
     return _attached(router, probs, "global_load_balancing_loss", _balance(router, scores, load), coefficient)
 
 
-def _balance(router: Any, scores: Tensor, load: Tensor, whose: Tensor | None = None) -> Tensor:
+def _balance(router: Router, scores: Tensor, load: Tensor, whose: Tensor | None = None) -> Tensor:
     """This rank's share of the balancing loss, times the tokens that it is of.
 
     Args:
@@ -201,12 +203,12 @@ def _balance(router: Any, scores: Tensor, load: Tensor, whose: Tensor | None = N
     return value
 
 
-def _attached(router: Any, probs: Tensor, name: str, value: Tensor, coefficient: float) -> Tensor:
+def _attached(router: Router, probs: Tensor, name: str, value: Tensor, coefficient: float) -> Tensor:
     balance: Balance = router.mca_balance
     return balance.attach(probs, name, value, coefficient)
 
 
-def _z_loss(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+def _z_loss(router: Router, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
     coefficient = router.config.moe_z_loss_coeff
     if coefficient is None or not router.training or not torch.is_grad_enabled():
         return logits
@@ -214,7 +216,7 @@ def _z_loss(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> 
     return _attached(router, logits, "z_loss", squares.sum(), coefficient)
 
 
-def _count_for_bias(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+def _count_for_bias(router: Router, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
     """Megatron takes the mask ``[tokens]`` beside ``[tokens, experts]``; in evaluation nothing is counted."""
     if router.enable_expert_bias and torch.is_grad_enabled():
         with torch.no_grad():
@@ -222,7 +224,7 @@ def _count_for_bias(router: Any, routing_map: Tensor, padding_mask: Tensor | Non
             router.local_tokens_per_expert += counts.sum(0)
 
 
-_OWN: Mapping[str, Callable[..., Any]] = {
+_OWN: Mapping[str, Callable[..., Tensor | None]] = {
     "_apply_aux_loss": _of_micro_batch,
     "_apply_seq_aux_loss": _of_sequences,
     "_apply_global_aux_loss": _of_step,

@@ -9,12 +9,13 @@ it depends on what lies together there, and neither tells a micro-batch without 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from mca_config.types import JsonObject
 from mca_train.losses.step_counts import StepCounts
+from mca_train.types import Chunk, Upstream
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Prediction:
     found: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
-def predict(chunks: Iterable[Any]) -> None:
+def predict(chunks: Iterable[Chunk]) -> None:
     """Has those of ``chunks`` with prediction layers' loss compute it by this module."""
     for chunk in chunks:
         layers = chunk.config.mtp_num_layers
@@ -40,14 +41,16 @@ def predict(chunks: Iterable[Any]) -> None:
             chunk._postprocess = partial(_postprocess, chunk, chunk._postprocess)
 
 
-def begin_step(chunks: Iterable[Any], counts: StepCounts) -> None:
+def begin_step(chunks: Iterable[Chunk], counts: StepCounts) -> None:
     """Tells ``chunks`` what the coming step has."""
     for chunk in chunks:
         if "mca_prediction" in vars(chunk):
             chunk.mca_prediction.targets = counts.targets
 
 
-def _postprocess(model: Any, plain: Any, *, hidden_states: Tensor, labels: Any, **rest: Any) -> Tensor:
+def _postprocess(
+    model: Chunk, plain: Upstream, *, hidden_states: Tensor, labels: Upstream, **rest: Upstream
+) -> Tensor:
     """A ``GPTModel``'s method of that name, without what it does for prediction layers, which is done here."""
     layers = model.config.mtp_num_layers
     if layers:
@@ -78,7 +81,7 @@ _TAKEN = (
 )
 
 
-def _run_layers(model: Any, hidden_states: Tensor, rest: dict[str, Any]) -> Tensor:
+def _run_layers(model: Chunk, hidden_states: Tensor, rest: JsonObject) -> Tensor:
     """``[s, b, h]`` to that of the model and of each prediction layer, one after another."""
     options = {name: rest[name] for name in _TAKEN}
     result: Tensor = model.mtp(
@@ -88,7 +91,7 @@ def _run_layers(model: Any, hidden_states: Tensor, rest: dict[str, Any]) -> Tens
 
 
 def _with_losses(
-    model: Any, hidden_states: Tensor, further: list[Tensor], labels: Tensor, rest: dict[str, Any]
+    model: Chunk, hidden_states: Tensor, further: list[Tensor], labels: Tensor, rest: JsonObject
 ) -> Tensor:
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
@@ -107,7 +110,7 @@ def _with_losses(
     return hidden_states
 
 
-def _output_weight(model: Any) -> Tensor | None:
+def _output_weight(model: Chunk) -> Tensor | None:
     """What Megatron gives the output layer; None: its own."""
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
     if vars(model.config).get("mtp_detach_heads"):  # not in 0.16
@@ -115,7 +118,7 @@ def _output_weight(model: Any) -> Tensor | None:
     return weight
 
 
-def _one_ahead(model: Any, values: Tensor, packed: Any) -> Tensor:
+def _one_ahead(model: Chunk, values: Tensor, packed: Upstream) -> Tensor:
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
     group = model.pg_collection.cp

@@ -7,13 +7,13 @@ and divides the gradients once (``calculate_per_token_loss``). So the result doe
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_train.batching.micro_batch import MicroBatch
+from mca_train.types import Upstream
 
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
 """``(output of the last stage, micro-batch) -> (sum over targets, number of targets)``, of this rank."""
@@ -27,7 +27,7 @@ class StepLoss:
     targets: Tensor
 
 
-def require_sums(made: Any, trainer: str) -> tuple[Tensor, Tensor]:
+def require_sums(made: Upstream, trainer: str) -> tuple[Tensor, Tensor]:
     """What ``trainer``'s ``compute_loss`` returned.
 
     Raises:
@@ -47,10 +47,10 @@ def token_loss(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     return losses.sum(), batch.loss_mask.sum().int()
 
 
-def megatron_loss(function: LossFunction, batch: MicroBatch) -> Callable[[Tensor], tuple[Any, ...]]:
+def megatron_loss(function: LossFunction, batch: MicroBatch) -> Callable[[Tensor], tuple[Upstream, ...]]:
     """``function`` as Megatron's schedules call it."""
 
-    def loss(output: Tensor) -> tuple[Any, ...]:
+    def loss(output: Tensor) -> tuple[Upstream, ...]:
         loss_sum, targets = function(output, batch)
         kept = torch.stack([loss_sum.detach().double(), targets.double()])
         return loss_sum, targets.to(torch.int), kept

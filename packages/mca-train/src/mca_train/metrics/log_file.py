@@ -6,9 +6,11 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from transformers import TrainerCallback
+
+from mca_config.types import JsonObject
+from mca_train.types import TrainerControl, TrainerState, TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,9 @@ class JsonlLog(TrainerCallback):  # type: ignore[misc]
     def __init__(self) -> None:
         self._told = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         """Keeps the lines up to the step that the run starts from."""
         if not state.is_world_process_zero:
             return
@@ -44,7 +48,12 @@ class JsonlLog(TrainerCallback):  # type: ignore[misc]
                 )
 
     def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: JsonObject | None = None,
+        **_: object,
     ) -> None:
         """Appends a line."""
         if not state.is_world_process_zero or not logs:
@@ -66,7 +75,7 @@ class JsonlLog(TrainerCallback):  # type: ignore[misc]
             self._told = True
 
 
-def _lines_before(lines: Sequence[bytes], state: Any) -> Iterator[bytes]:
+def _lines_before(lines: Sequence[bytes], state: TrainerState) -> Iterator[bytes]:
     """Those that had been written when ``state`` was saved: at its last step others may have followed."""
     logs = getattr(state, "log_history", None)
     left = len(lines) if logs is None else sum(log["step"] == state.global_step for log in logs)

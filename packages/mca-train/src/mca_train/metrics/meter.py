@@ -1,12 +1,11 @@
 """The losses and counts between two logs, summed over ranks when a log is due."""
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from mca_config.types import JsonObject, Values
 from mca_train import groups
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.losses.token_loss import StepLoss
@@ -50,11 +49,11 @@ class LossMeter:
             seconds=seconds,
         )
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """What was collected since the last log, for a checkpoint. Every rank calls this at the same step."""
         return {"steps": self._steps.of_all_ranks(groups.sum_over_data).tolist(), "seconds": self._seconds()}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Values) -> None:
         """Goes on from `state`, on whatever layout it was made."""
         self._steps.restore(state["steps"])
         self._since = time.perf_counter() - float(state["seconds"])

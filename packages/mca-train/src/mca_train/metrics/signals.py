@@ -1,15 +1,16 @@
 """Numbers beside the loss: of a custom loss, of experts' load balancing, of prediction layers."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from mca_config.types import JsonObject, Values
 from mca_models.megatron import platform
 from mca_train import groups
 from mca_train.losses.moe_aux import routers
 from mca_train.metrics.step_rows import StepRows
+from mca_train.types import Chunk
 
 
 class Signals:
@@ -67,7 +68,7 @@ class ModelLosses:
         chunks: Megatron models of this rank.
     """
 
-    def __init__(self, chunks: Iterable[Any]) -> None:
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
         self._chunks = list(chunks)
         self._has_experts = bool(self._chunks[0].config.num_moe_experts)
         self._prediction = int(self._chunks[0].config.mtp_num_layers or 0)
@@ -94,7 +95,7 @@ class ModelLosses:
         by_depth = zip(*found["depths"], strict=True)
         return means | {f"mtp_{n}_loss": sum(values) / count for n, values in enumerate(by_depth, 1)}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """What was collected since the last log, over all ranks, for a checkpoint; collective."""
         return {
             "steps": self._steps,
@@ -102,7 +103,7 @@ class ModelLosses:
             "depths": self._depths.of_all_ranks(groups.sum_over_data).tolist() if self._prediction else [],
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Values) -> None:
         """Goes on from `state`, on whatever layout it was made."""
         self._steps, self._before, self._rows = int(state["steps"]), dict(state["experts"]), {}
         self._depths.restore(state["depths"])

@@ -11,14 +11,16 @@ preferences; sliding windows and linear attention count as whole attention. MFU 
 import resource
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_models.weights import Param
 from mca_train import groups
 from mca_train.groups import Ranks
 from mca_train.metrics.meter import LossReport
+from mca_train.types import TrainingArguments, VirtualModels
 
 if TYPE_CHECKING:
     from mca_models.lora.rules import AdapterRules
@@ -84,7 +86,7 @@ class ModelFlops:
         return tokens * self.per_token + squares * self.per_square
 
 
-def _share(param: Any, config: McaModelConfig) -> float:
+def _share(param: Param, config: McaModelConfig) -> float:
     """How many of the tokens a weight multiplies."""
     return 1.0 if param.expert is None else config.moe_router_topk / (config.num_moe_experts or 1)
 
@@ -96,7 +98,7 @@ def _width(config: McaModelConfig) -> float:
     return config.kv_channels
 
 
-def peak_flops(args: Any, device: torch.device) -> float | None:
+def peak_flops(args: TrainingArguments, device: torch.device) -> float | None:
     """Of one device: what ``peak_tflops`` says, else a known GPU's in half precision, else unknown."""
     given = getattr(args, "peak_tflops", None)
     if given:
@@ -123,13 +125,11 @@ class Throughput:
         ranks: This rank.
     """
 
-    def __init__(self, args: Any, model: Any, ranks: Ranks) -> None:
+    def __init__(self, args: TrainingArguments, model: VirtualModels, ranks: Ranks) -> None:
         self._flops = ModelFlops.of(model.config, getattr(model, "rules", None))
         self._peak = peak_flops(args, ranks.device)
         self._ranks = ranks
-        layout = ranks.layout
-        idle = layout.pp - 1
-        self._bubble = idle / (args.gradient_accumulation_steps * layout.vpp + idle)
+        self._bubble = ranks.layout.bubble(args.gradient_accumulation_steps)
 
     def report(self, report: LossReport) -> dict[str, float]:
         """Since the last log; every rank calls this, as memory is that of the fullest."""

@@ -121,7 +121,7 @@ def make_plan(
         trained_parameters=_total_of_adapter(config, adapter) if adapter else None,
         global_batch=batch,
         tokens_per_step=batch * seq_length,
-        bubble=(layout.pp - 1) / (accumulation * layout.vpp + layout.pp - 1),
+        bubble=layout.bubble(accumulation),
     )
 
 

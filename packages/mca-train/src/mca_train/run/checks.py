@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mca_config.checks import check_layout
-from mca_config.errors import McaError, UsageError, list_problems, problems_of
+from mca_config.errors import McaError, UsageError, problems_of, raise_problems
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
@@ -67,8 +67,7 @@ class Findings:
         Raises:
             UsageError: Something is: all of it.
         """
-        if error := list_problems([*self.impossible, *self.missing], self.where):
-            raise UsageError(str(error))
+        raise_problems([*self.impossible, *self.missing], self.where, kind=UsageError)
         assert self.run is not None, "without an architecture something is wrong"
         return self.run
 

@@ -13,7 +13,7 @@ from transformers.trainer_callback import CallbackHandler
 from mca_config.training import TrainingArguments
 from mca_train.batching.collate import Collator
 from mca_train.batching.loaders import Loaders
-from mca_train.batching.position import Place
+from mca_train.batching.position import RunPosition
 from mca_train.checkpoint.carried import Due, Totals
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.checkpoint.writer import CheckpointWriter
@@ -88,7 +88,7 @@ class TrainerParts(Trainer):  # type: ignore[misc]
     _training: Training
     _pipeline: Pipeline
     """Runs the model forward; from the beginning of ``train`` on it is the engine."""
-    _place: Place
+    _place: RunPosition
     _loaders: Loaders
     _checkpoints: CheckpointWriter
     _meter: LossMeter

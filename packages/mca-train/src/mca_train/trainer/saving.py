@@ -12,16 +12,15 @@ from pathlib import Path
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
-from mca_config.errors import McaError
 from mca_config.types import JsonObject
-from mca_models.megatron.distributed.collectives import on_first
+from mca_models.megatron.distributed.collectives import on_first, told_by_first
 from mca_train import groups
 from mca_train.checkpoint import directory, lineage
 from mca_train.checkpoint.integrity import ARGUMENTS_FILE, Checksums
 from mca_train.checkpoint.model import ModelWriting
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.checkpoint.training_state import TrainingState
-from mca_train.checkpoint.writer import Stage, name_errors
+from mca_train.checkpoint.writer import WriteStage, name_errors
 from mca_train.engine.finite import require_finite_weights
 from mca_train.trainer.logging import WithLogs
 
@@ -38,10 +37,7 @@ class WithCheckpoints(WithLogs):
             yield
             return
         lock = OutputLock(Path(self.args.output_dir))
-        try:
-            on_first(lock.take)
-        except McaError as error:
-            raise McaError(str(error).removeprefix("rank 0 could not save: ")) from None
+        told_by_first(lock.take)
         self.output_lock = lock
         try:
             with lock.kept():
@@ -71,11 +67,11 @@ class WithCheckpoints(WithLogs):
         of_step = copy.copy(self.state) if self.args.async_save else self.state
         self._checkpoints.write(target, self._begin_checkpoint, lambda: self._after_checkpoint(of_step))
 
-    def _begin_checkpoint(self, folder: Path) -> list[Stage]:
+    def _begin_checkpoint(self, folder: Path) -> list[WriteStage]:
         """Begins to write into ``folder``; what has yet to be finished, in order."""
         args = self.args
         with self._pipeline.at_rest():
-            stages: list[Stage] = [
+            stages: list[WriteStage] = [
                 ModelWriting(
                     self.model,
                     folder,

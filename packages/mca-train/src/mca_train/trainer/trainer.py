@@ -24,7 +24,7 @@ from mca_train import groups
 from mca_train.batching.collate import Collator, PadCollator, pad_token
 from mca_train.batching.loaders import Loaders, continued, steps_of
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
-from mca_train.batching.position import Length, Place
+from mca_train.batching.position import Length, RunPosition
 from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream, require_steps
 from mca_train.checkpoint import directory, lineage
@@ -122,7 +122,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         self._view = view
         self._meter = LossMeter(self.ranks.context_parallel_rank)
         self._checkpoints = CheckpointWriter(in_background=args.async_save)
-        self._place = Place()
+        self._place = RunPosition()
         self._totals = Totals()
         self._due = Due()
         self.started_at_step = 0
@@ -190,7 +190,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
     def _train(self, checkpoint: Path | None) -> TrainOutput:
         loader, sampler = self._train_loader()
         carried = self._start_state(checkpoint)
-        place = Place() if checkpoint is None else directory.place_in(checkpoint)
+        place = RunPosition() if checkpoint is None else directory.place_in(checkpoint)
         self._place = continued(place, sampler)
         length = Length.of(self.args, sampler, self._place, self.state.global_step)
         training = self._prepare(length, checkpoint)

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from mca_config.errors import McaError, list_problems
+from mca_config.errors import raise_problems
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -45,9 +45,7 @@ def require_honoured(args: "TrainingArguments", parameters: Mapping[str, object]
         if parameters.get(name) is not None
     ]
     problems += optimizer_problems(args)
-    error = list_problems(problems, "McaTrainer")
-    if error:
-        raise McaError(str(error))
+    raise_problems(problems, "McaTrainer")
 
 
 def optimizer_problems(args: "TrainingArguments") -> Iterator[str]:

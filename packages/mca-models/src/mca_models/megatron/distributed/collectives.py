@@ -1,24 +1,34 @@
-"""Ranks that write together: when one fails, all say so at once, and nothing stays where the result would be."""
+"""Ranks that write together: when one fails, all say so at once, and nothing stays where the result would be.
 
+Only Python objects are exchanged here. Tensors go through torch's own collectives.
+"""
+
+import errno
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed
 
-from mca_config.errors import McaError
+from mca_config.errors import DiskFull, McaError, RankFailed
 from mca_models.storage.atomic import PartialDirectory
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-def all_gather(value: Any) -> list[Any]:
-    """``value`` of every rank."""
-    values: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
+_FULL = ("no space left on device", "pytorchstreamwriter failed", "unexpected pos", "disk quota exceeded")
+"""How torch's writers, which keep no error number, say in their texts that a disk is full."""
+
+
+def all_gather(value: Result, group: torch.distributed.ProcessGroup | None = None) -> list[Result]:
+    """``value`` of every rank of ``group`` (None: of all), which may be any object; collective."""
+    size = torch.distributed.get_world_size(group)
+    values: list[Result] = [value] * size
+    torch.distributed.all_gather_object(values, value, group=group)
     return values
 
 
@@ -29,31 +39,63 @@ def together(work: Callable[[], Result]) -> list[Result]:
         work: Without collectives in it: a rank that fails would leave the others waiting.
 
     Raises:
-        McaError: Names the first rank that failed, and why.
+        RankFailed: Names the first rank that failed, and why.
     """
     result: Result | None = None
-    fault: str | None = None
+    fault: McaError | None = None
     try:
         result = work()
     except Exception as error:
         _log.debug("failed", exc_info=True)
-        fault = reason(error)
+        fault = as_mca_error(error)
     outcomes = all_gather((result, fault))
     for rank, (_, failed) in enumerate(outcomes):
         if failed is not None:
-            raise McaError(f"rank {rank} could not save: {failed}")
-    return [outcome for outcome, _ in outcomes]
+            raise RankFailed(rank, failed)
+    return [cast("Result", outcome) for outcome, _ in outcomes]
 
 
-def reason(error: BaseException) -> str:
-    """Why something failed, in one line."""
+def as_mca_error(error: BaseException) -> McaError:
+    """Why something failed, in a line: what a user is told already as it is, a full disk as `DiskFull`."""
     first = next(iter(str(error).splitlines()), "")
-    return first if isinstance(error, McaError) and first else f"{type(error).__name__}: {first}".rstrip(": ")
+    if isinstance(error, McaError) and first:
+        return error
+    return (DiskFull if is_disk_full(error) else McaError)(f"{type(error).__name__}: {first}".rstrip(": "))
 
 
-def on_first(work: Callable[[], object]) -> None:
-    """Runs ``work`` on rank 0; if it fails, all raise. Collective."""
-    together(work if torch.distributed.get_rank() == 0 else lambda: None)
+def is_disk_full(error: BaseException) -> bool:
+    """Whether ``error``, or what led to it, is that a disk has no room."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, DiskFull):
+            return True
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        cause = cause.cause if isinstance(cause, RankFailed) else cause.__cause__ or cause.__context__
+    return not isinstance(error, McaError) and _says_full(error)
+
+
+def _says_full(error: BaseException) -> bool:
+    text = "".join(traceback.format_exception(error)).lower()
+    return any(words in text for words in _FULL)
+
+
+def on_first(work: Callable[[], Result]) -> Result:
+    """What ``work`` returns on rank 0, where alone it runs; if it fails, all raise. Collective.
+
+    Raises:
+        RankFailed: Says why.
+    """
+    first = torch.distributed.get_rank() == 0
+    return cast("Result", together(work if first else lambda: None)[0])
+
+
+def told_by_first(work: Callable[[], Result]) -> Result:
+    """`on_first` whose error is the one of rank 0 and does not name that rank. Collective."""
+    try:
+        return on_first(work)
+    except RankFailed as error:
+        raise error.cause from error
 
 
 class SharedDirectory:
@@ -71,22 +113,13 @@ class SharedDirectory:
         self._owned: PartialDirectory | None = None
         self._open = True
 
-        def make() -> str | None:
-            if torch.distributed.get_rank() != 0:
-                return None
+        def make() -> str:
             self._owned = PartialDirectory(destination, overwrite=overwrite)
             return str(self._owned.path)
 
-        self.path = Path(str(self._made(make)))
+        self.path = Path(told_by_first(make))
         with self.discarded_on_error():
             together(self._see)
-
-    @staticmethod
-    def _made(make: Callable[[], str | None]) -> str | None:
-        try:
-            return together(make)[0]
-        except McaError as error:
-            raise McaError(str(error).removeprefix("rank 0 could not save: ")) from None
 
     def _see(self) -> None:
         if not self.path.is_dir():

@@ -1,6 +1,7 @@
 """Process groups: torch.distributed from the environment, Megatron's from a layout.
 
-The only file of this package that reads the launcher's environment and Megatron's global parallel state.
+The launcher's environment is read here alone, and Megatron's global parallel state for all that stands above. Layers
+and patches, which stand below, ask Megatron for their groups themselves.
 """
 
 import logging
@@ -8,10 +9,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed
+from torch.distributed import ProcessGroup
 
 from mca_config.layout import Coordinates, ParallelLayout, RankGrid
 from mca_models.megatron import platform
@@ -119,7 +120,7 @@ def _same_on_all(with_embedding: Callable[[list[int]], list[int]]) -> bool:
     standing = [] if group is None else torch.distributed.get_process_group_ranks(group)
     wanted = with_embedding(pipeline)
     me = torch.distributed.get_rank()
-    found: list[Any] = [None] * torch.distributed.get_world_size()
+    found = [False] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, standing == (wanted if me in wanted else []))
     return all(found)
 
@@ -137,7 +138,7 @@ def _end_megatron() -> None:
 
 def timeout() -> timedelta:
     """How long ranks wait for each other: what torch.distributed was started with."""
-    world: Any = torch.distributed.group.WORLD
+    world: ProcessGroup = torch.distributed.distributed_c10d._get_default_group()
     options = world._get_backend(torch.device(platform.device_type())).options
     return getattr(options, "_timeout", _TIMEOUT)  # torch's fake backend has no options
 
@@ -194,34 +195,39 @@ def stop() -> None:
     platform.close()
 
 
-def context_group() -> Any:
+def context_group() -> ProcessGroup:
     """The context-parallel group of this rank."""
     from megatron.core import parallel_state
 
-    return parallel_state.get_context_parallel_group()
+    group: ProcessGroup = parallel_state.get_context_parallel_group()
+    return group
 
 
-def pipeline_group() -> Any:
+def pipeline_group() -> ProcessGroup:
     """The pipeline-parallel group of this rank."""
     from megatron.core import parallel_state
 
-    return parallel_state.get_pipeline_model_parallel_group()
+    group: ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
+    return group
 
 
-def tensor_group() -> Any:
+def tensor_group() -> ProcessGroup:
     """The tensor-parallel group of this rank."""
     from megatron.core import parallel_state
 
-    return parallel_state.get_tensor_model_parallel_group()
+    group: ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+    return group
 
 
-def replica_group(expert: bool) -> Any:
+def replica_group(expert: bool) -> ProcessGroup:
     """The ranks that hold the same piece of a parameter as this one; context ranks are among them."""
     from megatron.core import parallel_state
 
     if expert:
-        return parallel_state.get_expert_data_parallel_group()
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+        group: ProcessGroup = parallel_state.get_expert_data_parallel_group()
+        return group
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group
 
 
 def replicas(expert: bool) -> list[int]:
@@ -229,8 +235,9 @@ def replicas(expert: bool) -> list[int]:
     return sorted(torch.distributed.get_process_group_ranks(replica_group(expert)))
 
 
-def expert_tensor_group() -> Any:
+def expert_tensor_group() -> ProcessGroup:
     """The expert-tensor-parallel group of this rank."""
     from megatron.core import parallel_state
 
-    return parallel_state.get_expert_tensor_parallel_group()
+    group: ProcessGroup = parallel_state.get_expert_tensor_parallel_group()
+    return group

@@ -1,19 +1,19 @@
-"""Reads what `distributed_writer` wrote, on any layout, and executes nothing of it.
+"""Reads what `writer` wrote, on any layout, and executes nothing of it.
 
 The index of such a folder, ``.metadata``, is a pickle, and may name entries that are pickles again. Torch would run
 them. Here the index is read by `mca_models.torch_checkpoint.dcp`, and torch gets one that is made of the tensors in
 it alone.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
 
 from mca_config.errors import McaError
+from mca_config.types import Values
 from mca_models.megatron.tensors import DTYPE_OF
+from mca_models.megatron.types import DcpObject, Settings
 from mca_models.torch_checkpoint.dcp import METADATA, DcpDirectory, TensorEntry
 
 
@@ -26,7 +26,7 @@ def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: entry.shape for name, entry in DcpDirectory(folder).tensors.items()}
 
 
-def read_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def read_state(state: Values, folder: Path) -> Settings:
     """The tensors that ``state`` asks for; collective.
 
     Args:
@@ -52,11 +52,11 @@ def read_state(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
                 raise
             reason = " ".join(str(error).split())[:200]
             raise McaError(f"{folder}: cannot be read ({reason})") from error
-    merged: dict[str, Any] = mapping.apply_factory_merges(loaded, factories)
+    merged: Settings = mapping.apply_factory_merges(loaded, factories)
     return merged
 
 
-def _reader(folder: Path, index: Any) -> Any:
+def _reader(folder: Path, index: DcpObject) -> DcpObject:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     reader = FileSystemReader(str(folder))
@@ -64,7 +64,7 @@ def _reader(folder: Path, index: Any) -> Any:
     return reader
 
 
-def _index(directory: DcpDirectory) -> Any:
+def _index(directory: DcpDirectory) -> DcpObject:
     """Torch's own form of what was read."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -79,7 +79,7 @@ def _index(directory: DcpDirectory) -> Any:
     return Metadata({name: _tensor(entry, where) for name, entry in tensors.items()}, None, places)
 
 
-def _tensor(entry: TensorEntry, where: Path) -> Any:
+def _tensor(entry: TensorEntry, where: Path) -> DcpObject:
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
         TensorProperties,

@@ -12,22 +12,29 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed
 
-from mca_config.errors import McaError
+from mca_config.errors import DiskFull, McaError, RankFailed
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.distributed.collectives import all_gather, on_first, reason, together
+from mca_models.megatron.distributed.collectives import (
+    all_gather,
+    as_mca_error,
+    is_disk_full,
+    on_first,
+    together,
+)
 from mca_models.megatron.platform.children import children_die_with_us
+from mca_models.megatron.types import DcpObject, SaveRequest, ShardedState, Upstream
 from mca_models.storage.atomic import write_file
 
 logger = logging.getLogger(__name__)
 
-METADATA: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+METADATA: ShardedState = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 """How what is written was cut, as Megatron keeps it in the checkpoint."""
 
 
@@ -37,11 +44,11 @@ class Writing:
     Made by `write_state`. The folder is complete only when ``finish`` has returned.
     """
 
-    def __init__(self, request: Any, folder: Path, *, background: bool) -> None:
+    def __init__(self, request: SaveRequest, folder: Path, *, background: bool) -> None:
         if request.async_fn is not None:
             request = request._replace(async_fn=partial(_written, request.async_fn))
         self._request, self._folder = request, folder
-        self._process: Any = None
+        self._process: BaseProcess | None = None
         if background:
             self._start()
         else:
@@ -50,7 +57,7 @@ class Writing:
     def _start(self) -> None:
         from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
 
-        caller: Any = TemporalAsyncCaller()
+        caller: DcpObject = TemporalAsyncCaller()
         try:
             with children_die_with_us():
                 together(lambda: caller.schedule_async_call(self._request))
@@ -89,7 +96,7 @@ class Writing:
             raise McaError(f"the process that wrote the checkpoint {how}")
 
 
-def write_state(state: dict[str, Any], folder: Path, *, background: bool = False) -> Writing:
+def write_state(state: ShardedState, folder: Path, *, background: bool = False) -> Writing:
     """Begins to write ``state`` through Megatron's fully parallel strategy; collective.
 
     Args:
@@ -107,14 +114,14 @@ def write_state(state: dict[str, Any], folder: Path, *, background: bool = False
         options["async_strategy"] = "mcore"  # the other one is a package of its own
     strategy = _strategy()
     with quiet(), _held_back(_common_writer(), "save_common") as faults:
-        made: list[Any] = []
+        made: list[SaveRequest] = []
         _all_fail_alike(
             lambda: made.append(dist_checkpointing.save(state, str(folder), strategy, **options)), faults
         )
     return Writing(made[0], folder, background=background)
 
 
-def _strategy() -> Any:
+def _strategy() -> DcpObject:
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
@@ -123,20 +130,20 @@ def _strategy() -> Any:
     )
 
 
-def _filesystem_writer() -> Any:
+def _filesystem_writer() -> Upstream:
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     return FileSystemWriterAsync
 
 
-def _common_writer() -> Any:
+def _common_writer() -> Upstream:
     """What writes ``common.pt``; None where Megatron has none."""
     from megatron.core.dist_checkpointing.strategies import common
 
     return getattr(common, "TorchCommonSaveStrategy", None)
 
 
-def _run(request: Any) -> None:
+def _run(request: SaveRequest) -> None:
     """Writes this rank's part before it returns."""
     if request.async_fn is None:
         return
@@ -162,13 +169,15 @@ class _Outcome:
     """Takes what Megatron's writer puts into its queue of results."""
 
     def __init__(self) -> None:
-        self.value: Any = RuntimeError("the writer ended without a result")
+        self.value: object = RuntimeError("the writer ended without a result")
 
-    def put(self, value: Any) -> None:
+    def put(self, value: object) -> None:
         self.value = value
 
 
-def _written(write: Callable[..., None], rank: int, buckets: Any, results: Any, **options: Any) -> None:
+def _written(
+    write: Callable[..., None], rank: int, buckets: object, results: "_Outcome", **options: object
+) -> None:
     """Megatron's writer, but its result always says why it failed: 0.19 tells that to its log only."""
     outcome, errors = _Outcome(), _Errors()
     logger = logging.getLogger(_filesystem_writer().__module__)
@@ -185,19 +194,20 @@ def _written(write: Callable[..., None], rank: int, buckets: Any, results: Any, 
 
 
 @contextlib.contextmanager
-def _held_back(owner: Any, method: str) -> Iterator[list[Exception]]:
+def _held_back(owner: Upstream, method: str) -> Iterator[list[Exception]]:
     """Errors of a step that Megatron has one rank do alone while the others wait in a collective.
 
     Raised there, they would leave the others waiting; the list that is yielded takes them instead.
     """
     faults: list[Exception] = []
-    original: Any = getattr(owner, method, None)
+    original: Upstream = getattr(owner, method, None)
 
-    def attempt(*args: Any, **kwargs: Any) -> Any:
+    def attempt(*args: object, **kwargs: object) -> object:
         try:
             return original(*args, **kwargs)
         except Exception as error:
             faults.append(error)
+            return None
 
     if original is None:
         yield faults
@@ -214,27 +224,27 @@ def _all_fail_alike(work: Callable[[], object], faults: list[Exception]) -> None
 
     Megatron tells the first rank alone what went wrong.
     """
-    failed: list[str] = []
+    failed: list[RankFailed] = []
     try:
         work()
     except BaseException as error:  # torch's CheckpointException is no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         failed.append(_cause(error))
-    failed += [f"rank {torch.distributed.get_rank()} could not save: {reason(error)}" for error in faults]
-    told = [text for texts in all_gather(failed) for text in texts]
+    failed += [RankFailed(torch.distributed.get_rank(), as_mca_error(error)) for error in faults]
+    told = [each for of_rank in all_gather(failed) for each in of_rank]
     if told:
-        raise McaError(told[0])
+        raise told[0]
 
 
-def _cause(error: BaseException) -> str:
+def _cause(error: BaseException) -> RankFailed:
     """Which rank failed, and why, of an error of torch's checkpoint writer."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (first, _) = sorted(failures.items())[0]
-        why = next(iter(str(first).splitlines()), type(first).__name__)
-        return f"rank {rank} could not save: {why.removeprefix('Worker failure: ')}"
-    return f"rank {torch.distributed.get_rank()} could not save: {reason(error)}"
+        why = next(iter(str(first).splitlines()), type(first).__name__).removeprefix("Worker failure: ")
+        return RankFailed(rank, DiskFull(why) if is_disk_full(first) else McaError(why))
+    return RankFailed(torch.distributed.get_rank(), as_mca_error(error))
 
 
 def _write_format(folder: Path) -> None:

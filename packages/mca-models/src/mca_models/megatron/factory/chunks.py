@@ -1,11 +1,12 @@
-"""Builds the GPT model of one virtual pipeline stage."""
+"""Builds the GPT model of one virtual pipeline stage.
 
-from typing import Any
+Its weights are not filled here (`fill`), and no process group is made.
+"""
 
 import torch
 from torch import Tensor
 
-from mca_config.errors import McaError, list_problems
+from mca_config.errors import raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_models.megatron import families, platform
@@ -13,10 +14,11 @@ from mca_models.megatron.distributed import parallel
 from mca_models.megatron.factory.kernel_choice import kernel_choice
 from mca_models.megatron.layers.spec import block_spec, mtp_spec
 from mca_models.megatron.names import Held, Implementation
+from mca_models.megatron.types import GptModel, MegatronConfig, WithBias
 
 
 def build_chunk(
-    config: McaModelConfig, megatron: Any, chunk: PipelineChunk, implementation: Implementation
+    config: McaModelConfig, megatron: MegatronConfig, chunk: PipelineChunk, implementation: Implementation
 ) -> torch.nn.Module:
     """Megatron's ``GPTModel`` for ``chunk``, its parameters not yet filled.
 
@@ -34,7 +36,7 @@ def build_chunk(
     prediction = mtp_spec(megatron, decoder, implementation, vp_stage)
     backend = getattr(megatron.attention_backend, "name", None)
     with kernel_choice(backend, engine=implementation == "transformer_engine" and backend != "local"):
-        model: Any = GPTModel(
+        model: GptModel = GPTModel(
             config=megatron,
             transformer_layer_spec=families.adapted_block(decoder, config, implementation, chunk.layers),
             vocab_size=config.padded_vocab_size,
@@ -67,7 +69,7 @@ def _mask_padding(output_layer: torch.nn.Module, config: McaModelConfig) -> None
         return
     share = padded // group.size()
 
-    def mask(module: torch.nn.Module, args: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    def mask(module: torch.nn.Module, args: tuple[object, ...], output: WithBias) -> WithBias:
         logits, bias = output
         first = 0 if logits.shape[-1] == padded else group.rank() * share
         true = max(config.vocab_size - first, 0)
@@ -91,7 +93,5 @@ def live_tensors(model: torch.nn.Module, held: list[Held]) -> dict[str, Tensor]:
     tensors |= {name: buffers[name] for name in expected if name in buffers}
     problems = [f"no rule for the live tensor {name}" for name in sorted(tensors.keys() - set(expected))]
     problems += [f"no live tensor {name}" for name in expected if name not in tensors]
-    error = list_problems(problems[:20], f"the built model and its template differ in {len(problems)} names")
-    if error:
-        raise McaError(str(error))
+    raise_problems(problems, "the built model and its template differ", shown=20)
     return {name: tensors[name] for name in expected}

@@ -4,7 +4,6 @@ Both ways give every layout the same model: a file's slices, or slices of whole 
 generator of their own.
 """
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -15,9 +14,9 @@ from mca_config.errors import McaError
 from mca_config.layout import Coordinates, ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.layers.vocabulary import Growth, grown_piece
+from mca_models.megatron.factory.vocabulary import Growth, grown_piece
 from mca_models.megatron.names import Held
-from mca_models.megatron.tensors import to_torch
+from mca_models.megatron.tensors import seeded_generator, to_torch
 from mca_models.storage.source import ModelSource, different_names, gather_piece, read_piece
 from mca_models.templates import family_of
 from mca_models.weights import Param
@@ -133,8 +132,7 @@ def _drawn(seed: int, param: Param, shape: tuple[int, ...], config: McaModelConf
         return torch.full(shape, 0.0 if config.layernorm_zero_centered_gamma else 1.0)
     if name.endswith(_ZERO):
         return torch.zeros(shape)
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    generator = seeded_generator(f"{seed}/{name}")
     if name.endswith(_DECAY):
         return torch.empty(shape).uniform_(0.01, 16.0, generator=generator).log_()
     return torch.empty(shape).normal_(0.0, config.init_method_std, generator=generator)

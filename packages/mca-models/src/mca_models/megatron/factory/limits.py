@@ -3,15 +3,15 @@
 Each was found by comparing losses and gradients over layouts; each has a test.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from mca_config.arguments import needing_engine
-from mca_config.errors import list_problems
+from mca_config.errors import raise_problems
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_config.pipeline import PipelinePlan, pipeline_plan
 from mca_config.rope import require_rope
+from mca_config.types import Values
 from mca_models.megatron.families.group_router import own_router
 
 Version = tuple[int, ...]
@@ -21,7 +21,7 @@ FIXED_IN_0_17: Version = (0, 17)
 def require_supported(
     config: McaModelConfig,
     layout: ParallelLayout,
-    settings: Mapping[str, Any],
+    settings: Values,
     *,
     device: str,
     version: Version,
@@ -47,14 +47,10 @@ def require_supported(
         *_routing(config, settings),
         *_attention(config, layout, settings, implementation),
     ]
-    error = list_problems(problems, f"{config.model_type} at {layout}")
-    if error:
-        raise error
+    raise_problems(problems, f"{config.model_type} at {layout}")
 
 
-def _pipeline(
-    config: McaModelConfig, layout: ParallelLayout, settings: Mapping[str, Any], device: str
-) -> Iterator[str]:
+def _pipeline(config: McaModelConfig, layout: ParallelLayout, settings: Values, device: str) -> Iterator[str]:
     middle = range(1, layout.pp - 1)
     if layout.vpp > 1 and config.tie_word_embeddings and {*middle} & {*_plan(config, layout).embedding_ranks}:
         yield (
@@ -83,7 +79,7 @@ def _plan(config: McaModelConfig, layout: ParallelLayout) -> PipelinePlan:
 
 
 def _wrong_gradients(
-    config: McaModelConfig, layout: ParallelLayout, settings: Mapping[str, Any], version: Version
+    config: McaModelConfig, layout: ParallelLayout, settings: Values, version: Version
 ) -> Iterator[str]:
     if version >= FIXED_IN_0_17:
         return
@@ -95,7 +91,7 @@ def _wrong_gradients(
 
 
 def _wrong_losses(
-    config: McaModelConfig, layout: ParallelLayout, settings: Mapping[str, Any], version: Version
+    config: McaModelConfig, layout: ParallelLayout, settings: Values, version: Version
 ) -> Iterator[str]:
     if not settings.get("mtp_num_layers") or layout.cp == 1:
         return
@@ -112,7 +108,7 @@ def _wrong_losses(
 
 
 def _recomputation(
-    config: McaModelConfig, layout: ParallelLayout, settings: Mapping[str, Any], version: Version
+    config: McaModelConfig, layout: ParallelLayout, settings: Values, version: Version
 ) -> Iterator[str]:
     """Megatron takes so many layers of a stage at a time, and 0.16 runs past the stage's last one."""
     if settings.get("recompute_method") != "uniform" or version >= FIXED_IN_0_17:
@@ -130,7 +126,7 @@ def _recomputation(
 _OF_CUDA = ("gradient_accumulation_fusion", "fp8", "tp_comm_overlap", "masked_softmax_fusion")
 
 
-def _machine(settings: Mapping[str, Any], device: str, implementation: str) -> Iterator[str]:
+def _machine(settings: Values, device: str, implementation: str) -> Iterator[str]:
     if device != "cuda":
         yield from (f"{name} needs CUDA; remove it" for name in _OF_CUDA if settings.get(name))
         if settings.get("moe_token_dispatcher_type") == "flex":
@@ -140,7 +136,7 @@ def _machine(settings: Mapping[str, Any], device: str, implementation: str) -> I
         yield from needing_engine(settings)
 
 
-def _routing(config: McaModelConfig, settings: Mapping[str, Any]) -> Iterator[str]:
+def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
     if settings.get("moe_apply_probs_on_input") and settings.get("moe_router_topk") != 1:
         yield "moe_apply_probs_on_input needs num_experts_per_tok 1; remove it"
     if settings.get("moe_router_fusion") and own_router(config) is not None:
@@ -164,7 +160,7 @@ def _routing(config: McaModelConfig, settings: Mapping[str, Any]) -> Iterator[st
 
 
 def _attention(
-    config: McaModelConfig, layout: ParallelLayout, settings: Mapping[str, Any], implementation: str
+    config: McaModelConfig, layout: ParallelLayout, settings: Values, implementation: str
 ) -> Iterator[str]:
     """Kinds of attention that the kernel in use has no context parallelism for."""
     kind = settings.get("cp_comm_type")
@@ -195,7 +191,7 @@ def _attention(
         )
 
 
-def _is_own(config: McaModelConfig, settings: Mapping[str, Any], implementation: str) -> bool:
+def _is_own(config: McaModelConfig, settings: Values, implementation: str) -> bool:
     """Whether attention is computed by our own core attention."""
     backend = settings.get("attention_backend")
     chosen = backend is not None and getattr(backend, "name", backend) == "local"

@@ -1,4 +1,7 @@
-"""``McaModelConfig`` and arguments to Megatron's ``TransformerConfig``."""
+"""``McaModelConfig`` and arguments to Megatron's ``TransformerConfig``.
+
+What cannot be computed rightly is refused in `limits`, not here.
+"""
 
 import dataclasses
 import functools
@@ -7,30 +10,30 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from mca_config.arguments import DistributingParallelArguments, MegatronArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.types import Values
 from mca_models.megatron import families, platform
 from mca_models.megatron.factory.limits import require_supported
 from mca_models.megatron.layers.rope import attention_factor, yarn_factor, yarn_scale
 from mca_models.megatron.names import Implementation
+from mca_models.megatron.types import MegatronConfig, Settings
 
 _log = logging.getLogger(__name__)
-Settings = dict[str, Any]
-
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
 
-_ACTIVATIONS: Mapping[str, Callable[..., Any]] = {
+_ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "relu": functional.relu,
@@ -93,7 +96,7 @@ def implementation_of(args: DistributingParallelArguments) -> Implementation:
 
 def transformer_config(
     config: McaModelConfig, args: DistributingParallelArguments, layout: ParallelLayout, dtype: str
-) -> Any:
+) -> MegatronConfig:
     """Megatron's configuration of the model.
 
     Args:
@@ -149,10 +152,12 @@ def _require(
     )
 
 
-def _construct(config: McaModelConfig, settings: Settings) -> Any:
+def _construct(config: McaModelConfig, settings: Settings) -> MegatronConfig:
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    cls: Any = MLATransformerConfig if isinstance(config, MlaMcaModelConfig) else TransformerConfig
+    cls: type[MegatronConfig] = (
+        MLATransformerConfig if isinstance(config, MlaMcaModelConfig) else TransformerConfig
+    )
     known = {field.name for field in dataclasses.fields(cls)}
     unknown = sorted(name for name, value in settings.items() if name not in known and value is not None)
     if unknown:
@@ -194,11 +199,11 @@ def aux_loss_coefficient(config: McaModelConfig) -> float:
     return config.moe_aux_loss_coeff * config.moe_router_topk / max(layers, 1)
 
 
-def _activation(name: str) -> Callable[..., Any]:
+def _activation(name: str) -> Callable[..., Tensor]:
     if name == "quick_gelu":  # Megatron compares with its own
         from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
-        function: Callable[..., Any] = quick_gelu
+        function: Callable[..., Tensor] = quick_gelu
         return function
     if name not in _ACTIVATIONS:
         raise McaError(
@@ -346,7 +351,7 @@ def _say(line: str) -> None:
     _log.info(line)
 
 
-def _converted(overrides: Mapping[str, Any]) -> Settings:
+def _converted(overrides: Values) -> Settings:
     """User's settings with strings made into Megatron's objects; zero prediction layers mean none."""
     from megatron.core.transformer.enums import AttnBackend
 
@@ -358,7 +363,7 @@ def _converted(overrides: Mapping[str, Any]) -> Settings:
     return settings
 
 
-def _with_attention_factor(megatron: Any, config: McaModelConfig) -> Any:
+def _with_attention_factor(megatron: MegatronConfig, config: McaModelConfig) -> MegatronConfig:
     """Tells Megatron yarn's factor on cosine and sine, whatever its value, where all layers have it.
 
     Megatron computes it as ``(0.1 m ln s + 1) / (0.1 a ln s + 1)`` from three attributes that its

@@ -4,12 +4,10 @@ It adds the bias in place to a view, which autograd refuses: the output of each 
 And it marks the bias for the gradient sum of sequence parallelism, over tensor ranks that hold other experts.
 """
 
-from typing import Any
-
-from torch import Tensor
+from mca_models.megatron.types import GptModel, MegatronModule, WithBias
 
 
-def own_expert_outputs(model: Any) -> None:
+def own_expert_outputs(model: GptModel) -> None:
     """Mends every expert module of a chunk."""
     for layer in model.decoder.layers:
         for expert in getattr(getattr(layer.mlp, "experts", None), "local_experts", ()):
@@ -17,6 +15,6 @@ def own_expert_outputs(model: Any) -> None:
             expert.linear_fc2.bias.sequence_parallel = False
 
 
-def _copied(linear: Any, args: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+def _copied(linear: MegatronModule, args: tuple[object, ...], output: WithBias) -> WithBias:
     value, bias = output
     return value.clone(), bias

@@ -1,8 +1,10 @@
-"""What is changed on a built chunk rather than in its spec."""
+"""What is changed on a built chunk rather than in its spec.
 
-from typing import Any
+Changes to the spec are made in `spec`.
+"""
 
 import torch
+from torch.distributed import ProcessGroup
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_models.megatron.families.biased_experts import own_expert_outputs
@@ -13,9 +15,10 @@ from mca_models.megatron.families.scales import add_scales
 from mca_models.megatron.families.settings import after_building
 from mca_models.megatron.families.two_ropes import TwoRopes
 from mca_models.megatron.layers.rope import rotary_module
+from mca_models.megatron.types import GptModel
 
 
-def finish(model: Any, config: McaModelConfig) -> None:
+def finish(model: GptModel, config: McaModelConfig) -> None:
     """Adds norms and factors to a chunk, mends its experts and norms; before anything else looks at its logits."""
     if config.norm_placement != "pre":
         add_post_norms(model)
@@ -29,7 +32,7 @@ def finish(model: Any, config: McaModelConfig) -> None:
     after_building(config, model.config)
 
 
-def rotary(config: McaModelConfig, cp_group: Any) -> torch.nn.Module | None:
+def rotary(config: McaModelConfig, cp_group: ProcessGroup) -> torch.nn.Module | None:
     """The model's rotary embedding, None where Megatron's latent attention has its own."""
     if isinstance(config, MlaMcaModelConfig):
         return None

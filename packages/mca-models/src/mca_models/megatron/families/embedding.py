@@ -1,14 +1,18 @@
-"""Word embeddings in training, as HF's modules have them."""
+"""Word embeddings in training, as HF's modules have them.
 
-from typing import Any
+Their scale is in `scales`.
+"""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.types import GptModel, MegatronModule
 
 
-def train_embedding_like_hf(model: Any, config: McaModelConfig) -> None:
+def train_embedding_like_hf(model: GptModel, config: McaModelConfig) -> None:
     """Takes the dropout from a chunk's embedding, and the gradient from the padding token's row, if it has any.
 
     The row of a tied output layer keeps the gradient that it gets there.
@@ -22,8 +26,8 @@ def train_embedding_like_hf(model: Any, config: McaModelConfig) -> None:
         model.embedding.word_embeddings.register_forward_hook(_without_gradient(row))
 
 
-def _without_gradient(row: int) -> Any:
-    def hook(module: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
+def _without_gradient(row: int) -> Callable[[MegatronModule, tuple[Tensor], Tensor], Tensor]:
+    def hook(module: MegatronModule, args: tuple[Tensor], output: Tensor) -> Tensor:
         padding = args[0] == row  # [batch, seq]
         if module.reduce_scatter_embeddings:  # the output is [seq / tp, batch, hidden]
             group = module.tp_group

@@ -9,22 +9,23 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import conv1d, pad, silu, softplus
 
 from mca_models.megatron.families.delta_rule import gated_delta_rule
 from mca_models.megatron.layers.norm import Norm
-from mca_models.megatron.layers.zigzag import chunks_of_rank, in_order
+from mca_models.megatron.layers.zigzag import in_order, ranges_of_rank
 from mca_models.megatron.names import Implementation
+from mca_models.megatron.types import MegatronConfig, PackedSeqParams, Spec, Upstream
 
 
 class HeadNorm(Norm):
     """RMSNorm of each value head; never zero-centred, whatever the model's other norms are."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: MegatronConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(config, hidden_size, eps)
         self.offset = 0.0
         self.sequence_parallel = config.sequence_parallel
@@ -41,7 +42,7 @@ class HeadNorm(Norm):
         return weight * normal.to(x.dtype)
 
 
-def delta_net_spec(implementation: Implementation) -> Any:
+def delta_net_spec(implementation: Implementation) -> Spec:
     """The spec of a linear attention block."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -69,7 +70,7 @@ def _module() -> type:
         """Megatron's gated delta net without its kernels."""
 
         def __init__(
-            self, *args: Any, cp_comm_type: Any = None, pp_layer_offset: Any = None, **kwargs: Any
+            self, *args: object, cp_comm_type: object = None, pp_layer_offset: object = None, **kwargs: object
         ) -> None:
             with _kernels_not_asked_for(GatedDeltaNet):
                 super().__init__(*args, **kwargs)
@@ -81,17 +82,17 @@ def _module() -> type:
         def forward(
             self,
             hidden_states: Tensor,
-            attention_mask: Any = None,
+            attention_mask: object = None,
             *,
-            packed_seq_params: Any = None,
-            **_: Any,
+            packed_seq_params: PackedSeqParams = None,
+            **_: object,
         ) -> tuple[Tensor, Tensor | None]:
             """``[s / cp, b, hidden]`` to the same; all other arguments of an attention are of no consequence."""
             mixed, _ = self.in_proj(hidden_states)
             group = self.pg_collection.cp
             lengths = _lengths(packed_seq_params, mixed.shape[0] * group.size())
             outputs = [self._sequence(x) for x in _sequences(mixed, lengths, group)]
-            chunks = chunks_of_rank(lengths, group.rank(), group.size())
+            chunks = ranges_of_rank(lengths, group.rank(), group.size())
             own = [outputs[chunk.sequence].narrow(0, chunk.start, chunk.length) for chunk in chunks]
             return self.out_proj(own[0] if len(own) == 1 else torch.cat(own))  # type: ignore[no-any-return]
 
@@ -123,7 +124,7 @@ def _module() -> type:
 @contextmanager
 def _kernels_not_asked_for(megatron: type) -> Iterator[None]:
     """Megatron's constructor refuses to go on without kernels that our forward pass does not use."""
-    modules: list[Any] = [sys.modules[base.__module__] for base in megatron.__mro__]
+    modules: list[Upstream] = [sys.modules[base.__module__] for base in megatron.__mro__]
     asking = [module for module in modules if hasattr(module, "HAVE_FLA")]
     before = [module.HAVE_FLA for module in asking]
     for module in asking:
@@ -135,7 +136,7 @@ def _kernels_not_asked_for(megatron: type) -> Iterator[None]:
             module.HAVE_FLA = value
 
 
-def _sequences(x: Tensor, lengths: tuple[int, ...], group: Any) -> list[Tensor]:
+def _sequences(x: Tensor, lengths: tuple[int, ...], group: ProcessGroup) -> list[Tensor]:
     """Every whole sequence ``[s, b, ...]``, gathered over the context ranks."""
     rows = x if x.dim() == 3 else x.unsqueeze(1)
     if group.size() == 1:
@@ -145,7 +146,7 @@ def _sequences(x: Tensor, lengths: tuple[int, ...], group: Any) -> list[Tensor]:
     return in_order(gather_from_sequence_parallel_region(rows, group=group), lengths, group.size())
 
 
-def _lengths(packed_seq_params: Any, rows: int) -> tuple[int, ...]:
+def _lengths(packed_seq_params: PackedSeqParams, rows: int) -> tuple[int, ...]:
     if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
         return (rows,)
     from mca_models.megatron.layers.attention import packed_lengths

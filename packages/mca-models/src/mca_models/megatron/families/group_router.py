@@ -6,7 +6,6 @@ Megatron sums a group's ``topk // group_topk`` best experts, whatever their scor
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +43,7 @@ class GroupChoice:
     best: int
     layer_number: int | None = None
 
-    def get_replay_topk(self, scores: Tensor, topk: int, *_: Any) -> tuple[Tensor, Tensor]:
+    def get_replay_topk(self, scores: Tensor, topk: int, *_: object) -> tuple[Tensor, Tensor]:
         """The highest allowed ``scores`` ``[tokens, experts]``, 0 where too few are allowed, and whose they are."""
         forbidden = ~experts_of_best_groups(scores.detach(), self.groups, self.kept, self.best)
         chosen = scores.detach().masked_fill(forbidden, -torch.inf).topk(topk, dim=1).indices
@@ -58,7 +57,7 @@ def group_router(router: type, groups: int, kept: int, best: int) -> type:
     class GroupRouter(router):  # type: ignore[misc]
         """Megatron's router over the experts of the kept groups."""
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
             self.router_replay = GroupChoice(groups, kept, best)
 

@@ -1,26 +1,27 @@
 """Latent attention: the norms of compressed queries, keys and values as HF's models have them."""
 
-from collections.abc import Mapping
 from functools import cache
-from typing import Any
+
+from mca_config.types import Values
+from mca_models.megatron.types import GptModel, MegatronModule, Settings, Spec
 
 EPSILON = 1e-6
 """Of the norms inside HF's latent attention, whatever the model's ``rms_norm_eps`` is; Megatron takes that."""
 
 
-def set_latent_epsilon(model: Any) -> None:
+def set_latent_epsilon(model: GptModel) -> None:
     """Gives the norms inside every latent attention of a chunk, prediction layers included, HF's epsilon."""
     for attention in model.modules():
         if not hasattr(attention, "linear_kv_up_proj"):
             continue
         # the local spec has norms, Transformer Engine's has them in the linears
         for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
-            part: Any = getattr(attention, name, None)
+            part: MegatronModule = getattr(attention, name, None)
             if hasattr(part, "eps"):
                 part.eps = EPSILON
 
 
-def set_yarn_ramp(model: Any, rope: Mapping[str, Any] | None) -> None:
+def set_yarn_ramp(model: GptModel, rope: Values | None) -> None:
     """Leaves the ends of yarn's ramp where they fall, between two channels, if the model says so."""
     if rope is None or rope.get("truncate", True):
         return
@@ -40,7 +41,7 @@ def with_plain_query(attention: type) -> type:
     class PlainQuery(attention):  # type: ignore[misc]
         """Latent attention without a norm on its queries."""
 
-        def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        def _resolve_qk_norm_config(self, submodules: Spec) -> Settings:
             from megatron.core.transformer.identity_op import IdentityOp
 
             return {

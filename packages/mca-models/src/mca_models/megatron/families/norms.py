@@ -1,12 +1,11 @@
 """Norms where Megatron has none: over all heads of q or k together, and after attention and MLP."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
+from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, ShardedState, WithBias
 
 
 class WideNorm(torch.nn.Module):
@@ -17,7 +16,7 @@ class WideNorm(torch.nn.Module):
 
     heads = "num_attention_heads"
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: MegatronConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         self.eps = eps
         self.width = getattr(config, self.heads) * hidden_size
@@ -39,8 +38,8 @@ class WideNorm(torch.nn.Module):
         return normal.to(x.dtype).view_as(x)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
+    ) -> ShardedState:
         """For Megatron's distributed checkpoint: cut over tensor ranks."""
         return sharded_state(self, prefix, sharded_offsets, {"weight": 0})
 
@@ -55,13 +54,13 @@ class PostNorm(Norm):
     """The norm of what attention or MLP gives, before it is added to the residual."""
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
+    ) -> ShardedState:
         """For Megatron's distributed checkpoint: the same on all tensor ranks."""
         return sharded_state(self, prefix, sharded_offsets, {})
 
 
-def add_post_norms(model: Any) -> None:
+def add_post_norms(model: GptModel) -> None:
     """Gives the attention and the MLP of every decoder layer a ``post_layernorm``, applied to their output.
 
     A hook on the whole block, not on its last projection: what an adapter adds to that one is normalised too.
@@ -74,6 +73,6 @@ def add_post_norms(model: Any) -> None:
             block.register_forward_hook(_normalise_output)
 
 
-def _normalise_output(block: Any, args: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+def _normalise_output(block: MegatronModule, args: tuple[object, ...], output: WithBias) -> WithBias:
     value, bias = output
     return block.post_layernorm(value), bias

@@ -1,17 +1,19 @@
-"""Settings of Megatron's ``TransformerConfig`` that only some families have."""
+"""Settings of Megatron's ``TransformerConfig`` that only some families have.
 
-from typing import Any
+Those that all families share are in `factory.transformer_config`.
+"""
 
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.group_router import own_router
+from mca_models.megatron.types import MegatronConfig, Settings
 
 _FUSED = ("silu", "gelu", "quick_gelu")
 """Activations that Megatron has a fused kernel for."""
 
 
-def settings(config: McaModelConfig) -> dict[str, Any]:
+def settings(config: McaModelConfig) -> Settings:
     """The settings that differ from Megatron's defaults."""
-    found: dict[str, Any] = {
+    found: Settings = {
         "softmax_scale": config.softmax_scale,
         "activation_func_clamp_value": config.activation_func_clamp_value,
         "glu_linear_offset": config.glu_linear_offset or None,
@@ -39,12 +41,12 @@ def settings(config: McaModelConfig) -> dict[str, Any]:
     return chosen
 
 
-def before_building(config: McaModelConfig, megatron: Any) -> None:
+def before_building(config: McaModelConfig, megatron: MegatronConfig) -> None:
     """Sets what building a chunk looks at, which ``after_building`` of the chunk before it changed."""
     megatron.qk_layernorm = config.qk_layernorm
 
 
-def after_building(config: McaModelConfig, megatron: Any) -> None:
+def after_building(config: McaModelConfig, megatron: MegatronConfig) -> None:
     """Corrects what Megatron reads from its configuration during training, once the modules stand.
 
     It sums the gradients of all ``q_layernorm`` and ``k_layernorm`` over tensor ranks where ``qk_layernorm`` is

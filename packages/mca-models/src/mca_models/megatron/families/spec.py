@@ -1,8 +1,10 @@
-"""Megatron's layer specs with the modules that a family's fields ask for."""
+"""Megatron's layer specs with the modules that a family's fields ask for.
+
+Settings are changed in `settings`, built chunks in `chunk`.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_models.megatron.families.gated_delta_net import delta_net_spec
@@ -15,13 +17,14 @@ from mca_models.megatron.layers.attention import CoreAttention, capped_attention
 from mca_models.megatron.layers.rope import attention_factor
 from mca_models.megatron.layers.spec import engine_attention, rebuilt
 from mca_models.megatron.names import Implementation
+from mca_models.megatron.types import Spec
 
-Change = Callable[[Any], Any]
+Change = Callable[[Spec], Spec]
 
 
 def adapted_block(
-    spec: Any, config: McaModelConfig, implementation: Implementation, layers: Sequence[int]
-) -> Any:
+    spec: Spec, config: McaModelConfig, implementation: Implementation, layers: Sequence[int]
+) -> Spec:
     """The spec of a chunk that holds decoder ``layers``."""
     block = adapted(spec, config, implementation)
     linear = [place for place, layer in enumerate(layers) if config.is_linear_layer(layer)]
@@ -34,7 +37,7 @@ def adapted_block(
     return dataclasses.replace(block, layer_specs=layer_specs)
 
 
-def adapted(spec: Any, config: McaModelConfig, implementation: Implementation) -> Any:
+def adapted(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
     """``spec`` (of a block, or of prediction layers) with everything that holds for all layers alike."""
     changes: dict[str, Change] = {}
     if config.norm_placement == "post":
@@ -81,16 +84,16 @@ def _without_norms_before(implementation: Implementation) -> dict[str, Change]:
     return {"input_layernorm": _nothing, "pre_mlp_layernorm": _nothing}
 
 
-def _nothing(module: Any) -> Any:
+def _nothing(module: Spec) -> Spec:
     from megatron.core.transformer.identity_op import IdentityOp
 
     return IdentityOp
 
 
-def _changed(spec: Any, changes: Mapping[str, Change], classes: Mapping[type, type]) -> Any:
+def _changed(spec: Spec, changes: Mapping[str, Change], classes: Mapping[type, type]) -> Spec:
     """``spec`` with the named fields and the classes changed wherever they stand in it."""
 
-    def exchange(name: str, value: Any) -> Any:
+    def exchange(name: str, value: Spec) -> Spec:
         if name in changes:
             return changes[name](value)
         if isinstance(value, type):

@@ -6,13 +6,14 @@ the second axis, and each layer's attention takes its own.
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.layers.rope import rotary_module
+from mca_models.megatron.types import MegatronConfig, MegatronModule
 
 _SLIDING = "sliding_attention"
 
@@ -20,18 +21,20 @@ _SLIDING = "sliding_attention"
 class TwoRopes(torch.nn.Module):
     """The rotation of full layers and that of layers with a window, ``[seq, 2, 1, channels]``."""
 
-    def __init__(self, config: McaModelConfig, cp_group: Any) -> None:
+    def __init__(self, config: McaModelConfig, cp_group: ProcessGroup) -> None:
         super().__init__()
         base = config.rotary_base_local or config.rotary_base
-        self.full: Any = rotary_module(config, cp_group)
-        self.local: Any = rotary_module(replace(config, rotary_base=base, rope_scaling=None), cp_group)
+        self.full: MegatronModule = rotary_module(config, cp_group)
+        self.local: MegatronModule = rotary_module(
+            replace(config, rotary_base=base, rope_scaling=None), cp_group
+        )
 
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+    def get_rotary_seq_len(self, *args: object, **kwargs: object) -> int:
         """See Megatron's ``RotaryEmbedding``."""
         length: int = self.full.get_rotary_seq_len(*args, **kwargs)
         return length
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         """See Megatron's ``RotaryEmbedding``."""
         return torch.cat([self.full(*args, **kwargs), self.local(*args, **kwargs)], 1)
 
@@ -49,14 +52,18 @@ def with_own_rope(attention: type, kinds: tuple[str, ...], factor: float) -> typ
     class OwnRope(attention):  # type: ignore[misc]
         """Attention that picks its rope by the layer's kind."""
 
-        def __init__(self, config: Any, *args: Any, layer_number: int, **kwargs: Any) -> None:
+        def __init__(
+            self, config: MegatronConfig, *args: object, layer_number: int, **kwargs: object
+        ) -> None:
             before = config.softmax_scale
             if factor != 1.0 and kinds[layer_number - 1] != _SLIDING:
                 config.softmax_scale = (before or config.kv_channels**-0.5) * factor**2
             super().__init__(config, *args, layer_number=layer_number, **kwargs)
             config.softmax_scale = before
 
-        def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> Any:
+        def forward(
+            self, *args: object, rotary_pos_emb: Tensor | None = None, **kwargs: object
+        ) -> MegatronModule:
             """See Megatron's attention."""
             if rotary_pos_emb is not None:
                 which = int(kinds[self.layer_number - 1] == _SLIDING)

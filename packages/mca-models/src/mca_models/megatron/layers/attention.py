@@ -8,15 +8,22 @@ rank computes its own queries.
 import itertools
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mca_config.errors import McaError
 from mca_models.megatron.layers.sdpa import causal_attention
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
-from mca_models.megatron.layers.zigzag import chunks_of_rank, in_order
+from mca_models.megatron.layers.zigzag import in_order, ranges_of_rank
+from mca_models.megatron.types import (
+    AttnMaskType,
+    GroupCollection,
+    MegatronConfig,
+    PackedSeqParams,
+    ShardedState,
+)
 
 _CAUSAL = ("causal", "padding_causal")
 
@@ -29,17 +36,17 @@ class CoreAttention(torch.nn.Module):
 
     def __init__(
         self,
-        config: Any,
+        config: MegatronConfig,
         layer_number: int,
-        attn_mask_type: Any,
+        attn_mask_type: AttnMaskType,
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         k_channels: int | None = None,
         v_channels: int | None = None,
         cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        **_: Any,
+        pg_collection: GroupCollection = None,
+        **_: object,
     ) -> None:
         super().__init__()
         if config.softmax_type == "off-by-one":
@@ -66,10 +73,10 @@ class CoreAttention(torch.nn.Module):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
+        attn_mask_type: AttnMaskType = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-        **_: Any,
+        packed_seq_params: PackedSeqParams = None,
+        **_: object,
     ) -> Tensor:
         """Attends; a mask is not looked at, because padding on the right is not seen by what is before it.
 
@@ -96,15 +103,15 @@ class CoreAttention(torch.nn.Module):
         return out.flatten(1) if packed else out.flatten(2)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
+    ) -> ShardedState:
         """For Megatron's distributed checkpoint."""
         return sharded_state(self, prefix, sharded_offsets, {"softmax_offset": 0})
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
         keys, values = self._sequences(key, lengths), self._sequences(value, lengths)
         outputs, row = [], 0
-        for chunk in chunks_of_rank(lengths, self.cp_group.rank(), self.cp_group.size()):
+        for chunk in ranges_of_rank(lengths, self.cp_group.rank(), self.cp_group.size()):
             stop = chunk.start + chunk.length
             with self._draws():
                 out = causal_attention(
@@ -151,7 +158,7 @@ def capped_attention(softcap: float) -> type[CoreAttention]:
     return type("CappedAttention", (CoreAttention,), {"softcap": softcap})
 
 
-def _window(config: Any, layer_number: int) -> int | None:
+def _window(config: MegatronConfig, layer_number: int) -> int | None:
     """Keys that a query of this layer (numbered from 1) sees; None: all."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
@@ -161,15 +168,16 @@ def _window(config: Any, layer_number: int) -> int | None:
     return left + 1
 
 
-def _context_group(pg_collection: Any) -> Any:
-    if pg_collection is not None:
-        return pg_collection.cp
+def _context_group(pg_collection: GroupCollection) -> ProcessGroup:
     from megatron.core import parallel_state
 
-    return parallel_state.get_context_parallel_group()
+    found: ProcessGroup = (
+        parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
+    )
+    return found
 
 
-def packed_lengths(packed_seq_params: Any, rows: int) -> tuple[int, ...]:
+def packed_lengths(packed_seq_params: PackedSeqParams, rows: int) -> tuple[int, ...]:
     """Tokens of each packed sequence over all context ranks; rows after the last one are one more."""
     ends = packed_seq_params.cu_seqlens_q_padded
     ends = packed_seq_params.cu_seqlens_q if ends is None else ends

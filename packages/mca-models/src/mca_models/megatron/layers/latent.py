@@ -4,24 +4,34 @@ Megatron's local spec cuts it by columns and gathers, whose backward never sums 
 rotary key over the tensor ranks. Replicated, it is what Transformer Engine's "duplicated" linear is.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from mca_models.megatron.types import MarkedParameter, MegatronConfig, ShardedState
+
 
 class DuplicatedLinear(torch.nn.Module):
     """``x W^T`` with all of W on every tensor rank; a sequence-parallel input stays cut."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, init_method: Any, **_: Any) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: MegatronConfig,
+        init_method: Callable[[Tensor], object],
+        **_: object,
+    ) -> None:
         super().__init__()
         self.config = config
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         if config.perform_initialization:
             init_method(self.weight)
         # with sequence parallelism each tensor rank sees its own tokens: Megatron sums the gradients
-        weight: Any = self.weight
+        weight: MarkedParameter = self.weight
         weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
@@ -44,13 +54,13 @@ class DuplicatedLinear(torch.nn.Module):
         return torch.cat([latent, copy_to_tensor_model_parallel_region(key)], -1)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
+    ) -> ShardedState:
         """For Megatron's distributed checkpoint: replicated over tensor ranks."""
         from megatron.core import parallel_state
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        sharded: ShardedState = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,
             {},

@@ -4,11 +4,11 @@ Megatron's ``WrappedTorchNorm`` refuses both, and its RMSNorm weight is not mark
 tensor ranks that sequence parallelism needs.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
+
+from mca_models.megatron.types import MarkedParameter, MegatronConfig
 
 
 class Norm(torch.nn.Module):
@@ -17,7 +17,7 @@ class Norm(torch.nn.Module):
     With ``layernorm_zero_centered_gamma`` the stored weight is the deviation from 1.
     """
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: MegatronConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         self.eps = eps
         self.shape = (hidden_size,)
@@ -25,8 +25,8 @@ class Norm(torch.nn.Module):
         self.weight = self._parameter(config, 1.0 - self.offset)
         self.bias = self._parameter(config, 0.0) if config.normalization == "LayerNorm" else None
 
-    def _parameter(self, config: Any, value: float) -> torch.nn.Parameter:
-        weight: Any = torch.nn.Parameter(torch.full(self.shape, value, dtype=config.params_dtype))
+    def _parameter(self, config: MegatronConfig, value: float) -> torch.nn.Parameter:
+        weight: MarkedParameter = torch.nn.Parameter(torch.full(self.shape, value, dtype=config.params_dtype))
         weight.sequence_parallel = config.sequence_parallel
         parameter: torch.nn.Parameter = weight
         return parameter

@@ -6,15 +6,16 @@ model's own rope parameters: default, linear, dynamic, yarn, longrope and llama3
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mca_config.model_config import McaModelConfig
 from mca_config.rope import require_rope
+from mca_models.megatron.types import MegatronModule, Settings
 
-Rope = dict[str, Any]
+Rope = Settings
 
 
 def rotary_dim(config: McaModelConfig) -> int:
@@ -146,7 +147,7 @@ _BEYOND: dict[str, Callable[[McaModelConfig, int], Tensor]] = {
 }
 
 
-def rotary_module(config: McaModelConfig, cp_group: Any) -> torch.nn.Module:
+def rotary_module(config: McaModelConfig, cp_group: ProcessGroup) -> torch.nn.Module:
     """Megatron's ``RotaryEmbedding`` with this model's frequencies."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
@@ -164,7 +165,7 @@ def rotary_module(config: McaModelConfig, cp_group: Any) -> torch.nn.Module:
     beyond = _BEYOND.get(rope.get("rope_type", "default"), dynamic_frequencies)
     longrope = rope.get("rope_type") == "longrope"
     original = rope["original_max_position_embeddings"] if longrope else config.max_position_embeddings
-    rotary: Any = (ByLength if rope.get("rope_type") in _BEYOND else RotaryEmbedding)(
+    rotary: MegatronModule = (ByLength if rope.get("rope_type") in _BEYOND else RotaryEmbedding)(
         kv_channels=config.kv_channels,
         rotary_percent=config.rotary_percent,
         rotary_interleaved=config.rotary_interleaved,

@@ -1,19 +1,23 @@
-"""What our own modules tell Megatron's distributed checkpoint."""
+"""What our own modules tell Megatron's distributed checkpoint.
+
+Nothing is written here.
+"""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
+from mca_models.megatron.types import MarkedParameter, ShardedState
+
 
 def sharded_state(
-    module: torch.nn.Module, prefix: str, offsets: tuple[Any, ...], axes: Mapping[str, int]
-) -> dict[str, Any]:
+    module: torch.nn.Module, prefix: str, offsets: tuple[object, ...], axes: Mapping[str, int]
+) -> ShardedState:
     """A module's own tensors; ``axes`` says which are cut over tensor ranks, and where."""
     from megatron.core import parallel_state
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-    sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+    sharded: ShardedState = make_sharded_tensors_for_checkpoint(
         module.state_dict(keep_vars=True),
         prefix,
         dict(axes),
@@ -26,7 +30,7 @@ def sharded_state(
 
 def cut_parameter(shape: tuple[int, ...], dtype: torch.dtype) -> torch.nn.Parameter:
     """An empty parameter that Megatron takes for a share of one cut on axis 0."""
-    parameter: Any = torch.nn.Parameter(torch.empty(shape, dtype=dtype))
+    parameter: MarkedParameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype))
     parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
     cut: torch.nn.Parameter = parameter
     return cut

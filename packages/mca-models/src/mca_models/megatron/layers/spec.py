@@ -1,17 +1,21 @@
-"""Layer specs: Megatron's own, with our modules put where the local ones fall short."""
+"""Layer specs: Megatron's own, with our modules put where the local ones fall short.
+
+Which family needs what besides is said in `families.spec`.
+"""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
+from mca_config.types import Values
 from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.layers.latent import DuplicatedLinear
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.names import Implementation
+from mca_models.megatron.types import MegatronConfig, Spec
 
 
-def block_spec(config: Any, implementation: Implementation, vp_stage: int | None) -> Any:
+def block_spec(config: MegatronConfig, implementation: Implementation, vp_stage: int | None) -> Spec:
     """The decoder layers of one chunk.
 
     Args:
@@ -28,7 +32,9 @@ def block_spec(config: Any, implementation: Implementation, vp_stage: int | None
     return _with_own_attention(spec, config) if engine else _with_own_modules(spec, config)
 
 
-def mtp_spec(config: Any, decoder: Any, implementation: Implementation, vp_stage: int | None) -> Any:
+def mtp_spec(
+    config: MegatronConfig, decoder: Spec, implementation: Implementation, vp_stage: int | None
+) -> Spec:
     """The multi-token-prediction layers of one chunk, None if it has none."""
     if not config.mtp_num_layers:
         return None
@@ -46,7 +52,7 @@ def mtp_spec(config: Any, decoder: Any, implementation: Implementation, vp_stage
     return _with_own_attention(spec, config) if engine else _with_own_modules(spec, config)
 
 
-def _last_sparse_layer(config: Any) -> int:
+def _last_sparse_layer(config: MegatronConfig) -> int:
     """The decoder layer that prediction layers are made like: they have experts if the model has any."""
     if not config.num_moe_experts:
         return -1
@@ -62,14 +68,14 @@ def engine_attention() -> type:
     return attention
 
 
-def _with_own_attention(spec: Any, config: Any) -> Any:
+def _with_own_attention(spec: Spec, config: MegatronConfig) -> Spec:
     """Transformer Engine's layers, with our core attention if ``attention_backend`` is ``local``."""
     if config.attention_backend is None or config.attention_backend.name != "local":
         return spec
     return _replace(spec, {engine_attention(): CoreAttention})
 
 
-def _with_own_modules(spec: Any, config: Any) -> Any:
+def _with_own_modules(spec: Spec, config: MegatronConfig) -> Spec:
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -81,17 +87,17 @@ def _with_own_modules(spec: Any, config: Any) -> Any:
     return replaced
 
 
-def _replace(spec: Any, classes: Mapping[Any, Any]) -> Any:
+def _replace(spec: Spec, classes: Mapping[type, type]) -> Spec:
     """``spec`` with module classes exchanged wherever they stand in it."""
     if isinstance(spec, type):
         return classes.get(spec, spec)
     return rebuilt(spec, lambda name, value: _replace(value, classes))
 
 
-def _replace_fields(spec: Any, fields: Mapping[str, Any], expected: type) -> Any:
+def _replace_fields(spec: Spec, fields: Values, expected: type) -> Spec:
     """``spec`` with the named fields exchanged wherever they hold ``expected``."""
 
-    def exchange(name: str, value: Any) -> Any:
+    def exchange(name: str, value: Spec) -> Spec:
         if name in fields and value is expected:
             return fields[name]
         return _replace_fields(value, fields, expected)
@@ -99,7 +105,7 @@ def _replace_fields(spec: Any, fields: Mapping[str, Any], expected: type) -> Any
     return rebuilt(spec, exchange)
 
 
-def rebuilt(spec: Any, change: Any) -> Any:
+def rebuilt(spec: Spec, change: Callable[[str, Spec], Spec]) -> Spec:
     """A copy of a spec tree (dataclasses, lists, dicts, partials) with ``change(name, child)`` for children."""
     if isinstance(spec, list | tuple):
         return type(spec)(change("", item) for item in spec)

@@ -14,12 +14,12 @@ the expert tensor size is not the tensor size. 0.19 marks them in both cases.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor
 
 from mca_config.layout import ParallelLayout
 from mca_models.megatron.names import Held
+from mca_models.megatron.types import MarkedParameter
 
 
 def mark_parameters(held: Iterable[tuple[Held, Tensor]], layout: ParallelLayout) -> int:
@@ -32,7 +32,7 @@ def mark_parameters(held: Iterable[tuple[Held, Tensor]], layout: ParallelLayout)
     apart = layout.ep > 1 or layout.etp != layout.tp
     marked = 0
     for item, tensor in held:
-        param: Any = tensor
+        param: MarkedParameter = tensor
         if item.param.vocab:
             param.is_embedding_or_output_parameter = True
         axis, expert = item.param.shard.axis, item.param.expert is not None

@@ -14,7 +14,7 @@ from mca_config.errors import McaError
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TokenRange:
     """A run of tokens that a rank holds.
 
     Args:
@@ -29,14 +29,14 @@ class Chunk:
 
 
 @lru_cache(maxsize=64)
-def chunks_of_rank(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Chunk, ...]:
+def ranges_of_rank(lengths: tuple[int, ...], rank: int, size: int) -> tuple[TokenRange, ...]:
     """What ``rank`` of ``size`` holds of sequences of these ``lengths``, in the order of its rows.
 
     Raises:
         McaError: A length is not a multiple of 2 x size.
     """
     if size == 1:
-        return tuple(Chunk(index, 0, length) for index, length in enumerate(lengths))
+        return tuple(TokenRange(index, 0, length) for index, length in enumerate(lengths))
     chunks = []
     for index, length in enumerate(lengths):
         share, rest = divmod(length, 2 * size)
@@ -45,7 +45,7 @@ def chunks_of_rank(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Chun
                 f"a sequence of {length} tokens cannot be cut for context_parallel_size {size}; "
                 f"pad it to a multiple of {2 * size}"
             )
-        chunks += [Chunk(index, r * share, share) for r in (rank, 2 * size - 1 - rank)]
+        chunks += [TokenRange(index, r * share, share) for r in (rank, 2 * size - 1 - rank)]
     return tuple(chunks)
 
 
@@ -60,7 +60,7 @@ def in_order(gathered: Tensor, lengths: Sequence[int], size: int) -> list[Tensor
     pieces: dict[tuple[int, int], Tensor] = {}
     row = 0
     for rank in range(size):
-        for chunk in chunks_of_rank(tuple(lengths), rank, size):
+        for chunk in ranges_of_rank(tuple(lengths), rank, size):
             pieces[chunk.sequence, chunk.start] = gathered[row : row + chunk.length]
             row += chunk.length
     ordered: list[list[Tensor]] = [[] for _ in lengths]
@@ -74,6 +74,6 @@ def take(x: Tensor, axis: int, rank: int, size: int) -> Tensor:
     if size == 1:
         return x
     parts = [
-        x.narrow(axis, chunk.start, chunk.length) for chunk in chunks_of_rank((x.shape[axis],), rank, size)
+        x.narrow(axis, chunk.start, chunk.length) for chunk in ranges_of_rank((x.shape[axis],), rank, size)
     ]
     return torch.cat(parts, axis)

@@ -9,16 +9,17 @@ of is known from the rules; no class is asked.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from mca_config.errors import McaError
 from mca_models.lora.rules import AdapterRules, Factors, by_part
 from mca_models.megatron.names import Held
-from mca_models.megatron.peft.linear import Axis, Cut, LoraExperts, LoraLinear, LoraWeight, Part
+from mca_models.megatron.peft.linear import Axis, Cut, LoraExperts, LoraLinear, LoraPart, LoraWeight
+from mca_models.megatron.types import HookOutput, MegatronModule
 from mca_models.storage.moves import HF, Rule, part_shapes
 from mca_models.weights import Param
 
@@ -30,7 +31,7 @@ Switch = LoraLinear | LoraExperts
 
 
 @dataclass(frozen=True)
-class Ranks:
+class LinearGroups:
     """What the live linears lie on.
 
     Args:
@@ -41,8 +42,8 @@ class Ranks:
         fuser: Transformer Engine fuses whole MLPs into one operation, which hooks do not see.
     """
 
-    tensor: Any
-    expert: Any
+    tensor: ProcessGroup
+    expert: ProcessGroup
     sequence_parallel: bool
     overlap: bool = False
     fuser: bool = False
@@ -79,7 +80,7 @@ def attach(
     chunk: torch.nn.Module,
     held: Sequence[tuple[Held, Tensor]],
     rules: AdapterRules,
-    ranks: Ranks,
+    ranks: LinearGroups,
     *,
     dropout: float,
     grouped: bool,
@@ -132,7 +133,7 @@ class _Placed:
         return Attached(self.base, self.lora, owner, live, switch, tuple(handles))
 
 
-def _lora(pairs: Sequence[Factors], base: Tensor, ranks: Ranks, dropout: float) -> LoraLinear:
+def _lora(pairs: Sequence[Factors], base: Tensor, ranks: LinearGroups, dropout: float) -> LoraLinear:
     param = pairs[0].target.base
     module = pairs[0].target.module
     for name, on in (
@@ -155,7 +156,7 @@ def _lora(pairs: Sequence[Factors], base: Tensor, ranks: Ranks, dropout: float) 
         whole_b = cut.axis == "rows" and pair.b.shard.axis is None
         rows = sizes[pair.target.part]
         share = rows // cut.group.size() if cut.axis == "rows" and not whole_b else rows
-        parts.append(Part(pair.target.label, pair.rank, pair.scale, share, whole_b))
+        parts.append(LoraPart(pair.target.label, pair.rank, pair.scale, share, whole_b))
     order = None if len(param.hf) == 1 else _order(pairs, parts, sizes, cut)
     if order is not None:
         order = order.to(base.device)
@@ -173,7 +174,7 @@ def _rows_of_parts(param: Param, base: Tensor, cut: Cut) -> tuple[int, ...]:
 
 
 def _order(
-    pairs: Sequence[Factors], parts: Sequence[Part], sizes: tuple[int, ...], cut: Cut
+    pairs: Sequence[Factors], parts: Sequence[LoraPart], sizes: tuple[int, ...], cut: Cut
 ) -> Tensor | None:
     """Which output of the concatenated parts each output of the fused linear gets on this rank."""
     param = pairs[0].target.base
@@ -209,11 +210,11 @@ def _hang(owner: torch.nn.Module, placed: _Placed) -> Attached:
 def _hang_bare(owner: torch.nn.Module, leaf: str, placed: _Placed) -> Attached:
     lora = placed.lora
 
-    def put(module: torch.nn.Module, args: Any) -> None:
+    def put(module: torch.nn.Module, args: tuple[object, ...]) -> None:
         if not lora.merged:  # an entry of the instance stands before the parameter of that name
             vars(module)[leaf] = lora(placed.base)
 
-    def take(module: torch.nn.Module, args: Any, output: Any) -> None:
+    def take(module: torch.nn.Module, args: tuple[object, ...], output: HookOutput) -> None:
         vars(module).pop(leaf, None)
 
     owner.add_module(CHILD, lora)
@@ -234,13 +235,13 @@ def _weights(owner: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, p) for name, p in owner.named_parameters(recurse=False) if name.startswith("weight"))
 
 
-def _return_normed_input(owner: Any) -> None:
+def _return_normed_input(owner: MegatronModule) -> None:
     """Has Transformer Engine's fused norm-and-linear return the norm's output too, which LoRA takes."""
     if "return_layernorm_output" in vars(owner):
         owner.return_layernorm_output = True
 
 
-def _add(owner: Any, args: tuple[Any, ...], output: Any) -> Any:
+def _add(owner: MegatronModule, args: tuple[Tensor, ...], output: HookOutput) -> HookOutput:
     """Forward hook: ``(y, bias)``, ``((y, x), bias)`` or ``(y, bias, x)`` to ``(y + lora(x), bias)``."""
     first, *rest = output
     y, x = first if isinstance(first, tuple) else (first, rest[1] if len(rest) == 2 else args[0])
@@ -248,7 +249,7 @@ def _add(owner: Any, args: tuple[Any, ...], output: Any) -> Any:
     return (y if lora.merged else y + lora(x)), rest[0]
 
 
-def _add_grouped(owner: Any, args: tuple[Any, ...], output: Any) -> Any:
+def _add_grouped(owner: MegatronModule, args: tuple[Tensor, ...], output: HookOutput) -> HookOutput:
     y, bias = output
     lora: LoraExperts = owner.lora
     return (y if lora.merged else y + lora(args[0], args[1])), bias

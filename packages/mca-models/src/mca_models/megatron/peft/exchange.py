@@ -1,7 +1,6 @@
 """An adapter spread over ranks, put together on the first. Adapters are small: all of it fits there."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed
@@ -14,8 +13,9 @@ from mca_models.megatron.distributed.parallel import Place
 from mca_models.megatron.factory.fill import cut_of
 from mca_models.megatron.tensors import to_numpy
 from mca_models.weights import Param
+from mca_models.weights.arrays import Array
 
-Pieces = dict[str, dict[int, Any]]
+Pieces = dict[str, dict[int, Array]]
 
 
 def whole_adapter(
@@ -31,7 +31,7 @@ def whole_adapter(
         if _speaks(param, place.at):
             rank, _ = cut_of(param, place.layout, place.at)
             mine.setdefault(param.mca_name(), {})[rank] = to_numpy(tensor)
-    everyone: list[Any] | None = [None] * place.world_size if place.rank == 0 else None
+    everyone: list[Pieces] | None = [{}] * place.world_size if place.rank == 0 else None
     torch.distributed.gather_object(mine, everyone, dst=0)
     if everyone is None:
         return None
@@ -42,7 +42,7 @@ def whole_adapter(
     return Adapter(model, config, rules, lambda param: _join(param, pieces[param.mca_name()], model))
 
 
-def _join(param: Param, pieces: Mapping[int, Any], model: McaModelConfig) -> Any:
+def _join(param: Param, pieces: Mapping[int, Array], model: McaModelConfig) -> Array:
     whole = param.shard.join([pieces[rank] for rank in sorted(pieces)])
     return whole[: model.vocab_size] if param.vocab else whole
 
@@ -52,16 +52,3 @@ def _speaks(param: Param, at: Coordinates) -> bool:
     if param.expert is not None:
         return at.edp == 0 and (param.shard.axis is not None or at.etp == 0)
     return at.dp == 0 and at.cp == 0 and (param.shard.axis is not None or at.tp == 0)
-
-
-def on_first_rank(action: Callable[[], None] | None) -> None:
-    """Runs ``action``, given on rank 0 only; what it raises is raised on every rank. Collective."""
-    fault: list[Any] = [None]
-    if action is not None:
-        try:
-            action()
-        except Exception as error:
-            fault = [error]
-    torch.distributed.broadcast_object_list(fault, 0)
-    if fault[0] is not None:
-        raise fault[0]

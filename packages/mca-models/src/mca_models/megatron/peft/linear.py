@@ -16,12 +16,15 @@ dispatcher gathers and sums, so there only the gradients of such factors are sum
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.nn.functional import dropout, linear
+
+from mca_models.megatron.types import MarkedParameter, ShardedState
 
 Axis = Literal["rows", "columns", "none"]
 
@@ -38,7 +41,7 @@ class Cut:
     """
 
     axis: Axis
-    group: Any
+    group: ProcessGroup
     sequence: bool = False
     expert: bool = False
 
@@ -78,7 +81,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Part:
+class LoraPart:
     """The adapter on one HF module inside a fused linear.
 
     Args:
@@ -111,7 +114,7 @@ class LoraLinear(torch.nn.Module):
     order: Tensor | None
 
     def __init__(
-        self, parts: Sequence[Part], cut: Cut, base: Tensor, order: Tensor | None = None, p: float = 0.0
+        self, parts: Sequence[LoraPart], cut: Cut, base: Tensor, order: Tensor | None = None, p: float = 0.0
     ) -> None:
         super().__init__()
         self.parts, self.cut, self.p = tuple(parts), cut, p
@@ -135,7 +138,7 @@ class LoraLinear(torch.nn.Module):
                 (a, 1, a_cut, self.cut.axis != "columns"),
                 (b, 0, b_cut, self.cut.axis != "rows"),
             ):
-                marks: Any = factor
+                marks: MarkedParameter = factor
                 marks.allreduce = getattr(base, "allreduce", True)
                 marks.sequence_parallel = sequence and local
                 marks.tensor_model_parallel = cut
@@ -146,7 +149,7 @@ class LoraLinear(torch.nn.Module):
         deltas = [self._delta(part, x) for part in self.parts]
         return self._ordered(deltas, -1)
 
-    def _delta(self, part: Part, x: Tensor) -> Tensor:
+    def _delta(self, part: LoraPart, x: Tensor) -> Tensor:
         a, b = self._factors(part)
         if self.cut.expert and self.cut.axis == "rows":
             a = self.cut.summed(a)
@@ -176,14 +179,14 @@ class LoraLinear(torch.nn.Module):
         """What merging adds to the base weight on this rank, fp32."""
         return self._ordered([self._product(part) for part in self.parts], 0)
 
-    def _product(self, part: Part) -> Tensor:
+    def _product(self, part: LoraPart) -> Tensor:
         a, b = self._factors(part)
         return (b.float() @ a.float()) * part.scale
 
-    def _factors(self, part: Part) -> tuple[Tensor, Tensor]:
+    def _factors(self, part: LoraPart) -> tuple[Tensor, Tensor]:
         return self.get_parameter(f"lora_A_{part.label}"), self.get_parameter(f"lora_B_{part.label}")
 
-    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+    def sharded_state_dict(self, *_: object, **__: object) -> ShardedState:
         """Nothing: the factors are added to the whole chunk's, see ``sharded``."""
         return {}
 
@@ -227,6 +230,6 @@ class LoraExperts(torch.nn.Module):
                 deltas.append(tokens.new_zeros(*tokens.shape[:-1], self.outputs))
         return torch.cat(deltas)
 
-    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+    def sharded_state_dict(self, *_: object, **__: object) -> ShardedState:
         """See ``LoraLinear``."""
         return {}

@@ -1,9 +1,11 @@
-"""``get_peft_model`` for ``VirtualModels``: LoRA adapters named as PEFT names them on the HF model."""
+"""``get_peft_model`` for ``VirtualModels``: LoRA adapters named as PEFT names them on the HF model.
+
+How a factor lies on a linear is in `attach` and `linear`; directories are written by `mca_models.lora`.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,17 +23,20 @@ from mca_models.lora import (
 )
 from mca_models.lora.adapter import require_untied
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.distributed.collectives import told_by_first
 from mca_models.megatron.factory.fill import cut_of, whole_shape
-from mca_models.megatron.peft.attach import Attached, Ranks, attach, detach
-from mca_models.megatron.peft.exchange import on_first_rank, whole_adapter
+from mca_models.megatron.peft.attach import Attached, LinearGroups, attach, detach
+from mca_models.megatron.peft.exchange import whole_adapter
 from mca_models.megatron.peft.settings import adapter_config
 from mca_models.megatron.peft.sharded import share, unshare
 from mca_models.megatron.peft.start import first_values, require_start
 from mca_models.megatron.tensors import to_torch
+from mca_models.megatron.types import PeftConfig
 from mca_models.megatron.virtual_models import CheckpointFormat, VirtualModels
 from mca_models.weights import Param
+from mca_models.weights.arrays import Array
 
-Read = Callable[[Param, tuple[int, ...]], Any]
+Read = Callable[[Param, tuple[int, ...]], Array]
 
 
 class PeftModels(VirtualModels):
@@ -63,7 +68,7 @@ class PeftModels(VirtualModels):
         self.megatron.moe_router_bias_update_rate = 0.0
 
     def _attach(self) -> list[Attached]:
-        ranks = Ranks(
+        ranks = LinearGroups(
             parallel.tensor_group(),
             parallel.expert_tensor_group(),
             sequence_parallel=bool(self.megatron.sequence_parallel),
@@ -86,7 +91,7 @@ class PeftModels(VirtualModels):
     def _live(self) -> list[tuple[Param, Tensor]]:
         return [*self._factors, *self._saved]
 
-    def _watch_embeddings(self) -> Iterator[Any]:
+    def _watch_embeddings(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
         """Lets gradients begin at the frozen embedding's output.
 
         Recomputed layers and the pipeline's first stage have none otherwise.
@@ -167,13 +172,14 @@ class PeftModels(VirtualModels):
         """A block in which the model computes what the base model does (but for ``modules_to_save``)."""
         if self.merged:
             raise McaError("the adapter is merged; call unmerge_adapter first")
-        for item in self._attached:
-            item.switch.merged = True
+        before = [item.switch.merged for item in self._attached]
         try:
+            for item in self._attached:
+                item.switch.merged = True
             yield
         finally:
-            for item in self._attached:
-                item.switch.merged = False
+            for item, merged in zip(self._attached, before, strict=True):
+                item.switch.merged = merged
 
     def merge_and_unload(self) -> VirtualModels:
         """The plain model with the adapter folded in; this object is used up."""
@@ -239,10 +245,10 @@ class PeftModels(VirtualModels):
 
     def _write(self, write: Callable[[Adapter], None]) -> None:
         found = whole_adapter(self._live(), self.place, self.config, self.adapter, self.rules)
-        on_first_rank(None if found is None else lambda: write(found))
+        told_by_first(lambda: write(found) if found else None)
 
 
-def get_peft_model(models: VirtualModels, config: Any, *, seed: int = 1234) -> PeftModels:
+def get_peft_model(models: VirtualModels, config: PeftConfig, *, seed: int = 1234) -> PeftModels:
     """``models`` with a new LoRA adapter; its values are the same on every layout for the same seed.
 
     Args:
@@ -275,11 +281,11 @@ def _peft_models(models: VirtualModels, adapter: AdapterConfig, rules: AdapterRu
     return PeftModels(models, adapter, rules)
 
 
-def _of_shape(read: Read, shape: tuple[int, ...]) -> Callable[[Param], Any]:
+def _of_shape(read: Read, shape: tuple[int, ...]) -> Callable[[Param], Array]:
     return lambda param: read(param, shape)
 
 
-def _copy(piece: Any, tensor: Tensor) -> None:
+def _copy(piece: Array, tensor: Tensor) -> None:
     import numpy as np
 
     with torch.no_grad():
@@ -289,6 +295,6 @@ def _copy(piece: Any, tensor: Tensor) -> None:
         tensor.copy_(value)
 
 
-def _require_grad(module: torch.nn.Module, args: Any, output: Tensor) -> None:
+def _require_grad(module: torch.nn.Module, args: tuple[object, ...], output: Tensor) -> None:
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_(True)

@@ -1,15 +1,19 @@
-"""From ``peft.LoraConfig`` to the contents of ``adapter_config.json``."""
+"""From ``peft.LoraConfig`` to the contents of ``adapter_config.json``.
+
+What the contents mean is said in `mca_models.lora.config`.
+"""
 
 import enum
 from collections.abc import Mapping
-from typing import Any
 
 from mca_config.errors import McaError
+from mca_config.types import Typed
 from mca_models.lora import AdapterConfig
+from mca_models.megatron.types import PeftConfig
 from mca_models.megatron.virtual_models import VirtualModels
 
 
-def adapter_config(config: Any, models: VirtualModels) -> AdapterConfig:
+def adapter_config(config: PeftConfig, models: VirtualModels) -> AdapterConfig:
     """The checked configuration of a new adapter on ``models``.
 
     Args:
@@ -29,7 +33,7 @@ def adapter_config(config: Any, models: VirtualModels) -> AdapterConfig:
     return AdapterConfig.from_dict(document, "LoraConfig")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Typed) -> Typed:
     """``value`` as JSON holds it."""
     if isinstance(value, enum.Enum):
         return value.value

@@ -5,7 +5,6 @@ only, cannot be. So each factor is one tensor of its own, under its canonical na
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +13,13 @@ from mca_config.layout import Coordinates
 from mca_models.megatron.distributed.parallel import Place
 from mca_models.megatron.factory.fill import cut_of
 from mca_models.megatron.peft.attach import CHILD
+from mca_models.megatron.types import DcpObject, GptModel, ShardedState
 from mca_models.weights import Param
 
 _METHOD = "sharded_state_dict"
 
 
-def share(chunk: Any, by_tensor: Mapping[int, Param], place: Place) -> None:
+def share(chunk: GptModel, by_tensor: Mapping[int, Param], place: Place) -> None:
     """Replaces the method of this one ``chunk``.
 
     Args:
@@ -29,7 +29,7 @@ def share(chunk: Any, by_tensor: Mapping[int, Param], place: Place) -> None:
     """
     original = chunk.sharded_state_dict
 
-    def sharded_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    def sharded_state_dict(*args: object, **kwargs: object) -> ShardedState:
         prefix = kwargs.get("prefix", args[0] if args else "")
         state = {name: x for name, x in original(*args, **kwargs).items() if f".{CHILD}." not in name}
         for name, tensor in chunk.named_parameters():
@@ -45,7 +45,7 @@ def unshare(chunk: torch.nn.Module) -> None:
     vars(chunk).pop(_METHOD, None)
 
 
-def _sharded(param: Param, tensor: Tensor, place: Place) -> Any:
+def _sharded(param: Param, tensor: Tensor, place: Place) -> DcpObject:
     from megatron.core.dist_checkpointing import ShardedTensor
 
     axis, (rank, size) = param.shard.axis, cut_of(param, place.layout, place.at)

@@ -1,16 +1,18 @@
-"""The first values of a new adapter: PEFT's distributions, the same on every layout."""
+"""The first values of a new adapter: PEFT's distributions, the same on every layout.
 
-import hashlib
+Values of an existing adapter are read, not drawn.
+"""
+
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from mca_config.errors import McaError
 from mca_models.lora import AdapterConfig
-from mca_models.megatron.tensors import to_numpy
+from mca_models.megatron.tensors import seeded_generator, to_numpy
 from mca_models.weights import Param
+from mca_models.weights.arrays import Array
 
 
 def require_start(adapter: AdapterConfig) -> None:
@@ -27,7 +29,7 @@ def require_start(adapter: AdapterConfig) -> None:
         )
 
 
-def first_values(adapter: AdapterConfig, seed: int) -> Callable[[Param, tuple[int, ...]], Any]:
+def first_values(adapter: AdapterConfig, seed: int) -> Callable[[Param, tuple[int, ...]], Array]:
     """A function that draws the whole tensor of a factor's rule.
 
     lora_A is uniform as a linear's weight (normal with deviation 1 / rank if ``gaussian``); lora_B is zero,
@@ -35,11 +37,10 @@ def first_values(adapter: AdapterConfig, seed: int) -> Callable[[Param, tuple[in
     """
     start = adapter.document.get("init_lora_weights", True)
 
-    def draw(param: Param, shape: tuple[int, ...]) -> Any:
+    def draw(param: Param, shape: tuple[int, ...]) -> Array:
         if ".lora_B." in param.mca and start is not False:
             return to_numpy(torch.zeros(shape))
-        digest = hashlib.sha256(f"{seed}/{param.mca_name()}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        generator = seeded_generator(f"{seed}/{param.mca_name()}")
         values = torch.empty(shape)
         if start == "gaussian":
             return to_numpy(values.normal_(0.0, 1 / shape[0], generator=generator))

@@ -1,4 +1,7 @@
-"""Which device this process computes on, and what goes with it."""
+"""Which device this process computes on, and what goes with it.
+
+Nothing is patched here.
+"""
 
 import os
 from functools import cache

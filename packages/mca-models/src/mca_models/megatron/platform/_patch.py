@@ -1,4 +1,7 @@
-"""What a patch of torch or Megatron is: a reason, the versions it serves, a test of need, a deed."""
+"""What a patch of torch or Megatron is: a reason, the versions it serves, a test of need, a deed.
+
+The patches themselves are the files beside this one.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -14,21 +14,21 @@ import ctypes
 import os
 import signal
 from multiprocessing.managers import SyncManager
-from typing import Any
 
 from mca_models.megatron.platform._patch import EVERYWHERE, Patch
+from mca_models.megatron.types import Upstream
 
 _PR_SET_PDEATHSIG = 1
 _managers: dict[int, SyncManager] = {}
 
 
-def _writer() -> Any:
+def _writer() -> Upstream:
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 
     return filesystem_async
 
 
-def _queue(*args: Any, **kwargs: Any) -> Any:
+def _queue(*args: object, **kwargs: object) -> Upstream:
     """A new result queue; this process's manager is forked at the first call."""
     import torch.multiprocessing
 

@@ -22,11 +22,11 @@ def children_die_with_us() -> Iterator[None]:
     if not _registered:
         os.register_at_fork(after_in_child=_follow)
         _registered = True
-    _parent = os.getpid()
+    before, _parent = _parent, os.getpid()
     try:
         yield
     finally:
-        _parent = 0
+        _parent = before
 
 
 def _follow() -> None:

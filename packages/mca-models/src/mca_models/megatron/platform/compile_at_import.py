@@ -7,15 +7,16 @@ does not. The true ``torch.compile`` is back once the import is over.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
+from mca_models.megatron.types import Upstream
 
-def identity(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+
+def identity(model: Upstream = None, *args: object, **kwargs: object) -> Upstream:
     """``model`` itself, or as a decorator with arguments, one that changes nothing."""
 
-    def unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
+    def unchanged(function: Callable[..., Upstream]) -> Callable[..., Upstream]:
         return function
 
     return unchanged if model is None else model

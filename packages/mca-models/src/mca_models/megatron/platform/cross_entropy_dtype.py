@@ -6,15 +6,15 @@ by 4e-3 of its size, with fp16 too.
 
 import functools
 import inspect
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mca_models.megatron.platform._patch import EVERYWHERE, Patch
+from mca_models.megatron.types import Upstream
 
 
-def _module() -> Any:
+def _module() -> Upstream:
     from megatron.core.fusions import fused_cross_entropy
 
     return fused_cross_entropy
@@ -29,16 +29,16 @@ def _needed() -> bool:
 def _apply() -> None:
     from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy as Plain
 
-    kernel: Any = _module()._VocabParallelCrossEntropy
+    kernel: Upstream = _module()._VocabParallelCrossEntropy
     forward, backward = kernel.forward, kernel.backward
 
     @functools.wraps(forward)
-    def with_dtype(ctx: Any, logits: Tensor, *rest: Any) -> Any:
+    def with_dtype(ctx: Upstream, logits: Tensor, *rest: object) -> Upstream:
         ctx.logits_dtype = logits.dtype
         return forward(ctx, logits, *rest)
 
     @functools.wraps(backward)
-    def exact(ctx: Any, gradient: Tensor) -> Any:
+    def exact(ctx: Upstream, gradient: Tensor) -> Upstream:
         if ctx.logits_dtype == torch.bfloat16:
             return backward(ctx, gradient)
         softmax, mask, target = ctx.saved_tensors

@@ -8,11 +8,11 @@ duplicates. ``manual_seed_all`` is left alone, because ``torch.manual_seed`` cal
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from mca_models.megatron.platform._patch import CPU, Patch
+from mca_models.megatron.types import Upstream
 
 CPU_DEVICE = torch.device("cpu")
 
@@ -20,7 +20,7 @@ CPU_DEVICE = torch.device("cpu")
 class IdleStream:
     """Stands for a CUDA stream: every method does nothing."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -32,7 +32,7 @@ class IdleStream:
     def __exit__(self, *args: object) -> None:
         pass
 
-    def record_event(self, *args: Any) -> "IdleEvent":
+    def record_event(self, *args: object) -> "IdleEvent":
         """An event that has already happened."""
         return IdleEvent()
 
@@ -40,7 +40,7 @@ class IdleStream:
 class IdleEvent:
     """Stands for a CUDA event that has already happened."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -56,7 +56,7 @@ class IdleEvent:
 
 
 def _apply() -> None:
-    cuda: Any = torch.cuda
+    cuda: Upstream = torch.cuda
     cuda.is_available = lambda: False  # on the CPU of a machine that has a GPU too
     cuda.device_count = lambda: 0
     cuda.current_device = lambda: CPU_DEVICE

@@ -6,19 +6,19 @@ these for the thread that called ``prepare()`` (and for processes forked from it
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from mca_models.megatron.platform._patch import CPU, Patch
+from mca_models.megatron.types import Upstream
 
 _CPU_DEVICE = torch.device("cpu")
-_TO: Any = torch.Tensor.to
-_TYPE: Any = torch.Tensor.type
+_TO: Upstream = torch.Tensor.to
+_TYPE: Upstream = torch.Tensor.type
 
 
-def _on_cpu(value: Any) -> Any:
+def _on_cpu(value: Upstream) -> Upstream:
     if isinstance(value, torch.device):
         return _CPU_DEVICE if value.type == "cuda" else value
     return _CPU_DEVICE if isinstance(value, str) and value.startswith("cuda") else value
@@ -28,8 +28,12 @@ class CudaToCpu(TorchFunctionMode):
     """Rewrites the arguments of torch functions that name CUDA."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: Callable[..., Upstream],
+        types: Iterable[type],
+        args: Upstream = (),
+        kwargs: Upstream = None,
+    ) -> Upstream:
         """Calls ``func`` with CPU for CUDA."""
         kwargs = kwargs or {}
         if "device" in kwargs:
@@ -48,10 +52,10 @@ _modes: list[CudaToCpu] = []
 
 
 def _apply() -> None:
-    tensor: Any = torch.Tensor
+    tensor: Upstream = torch.Tensor
     tensor.cuda = lambda self, *a, **k: self
     tensor.pin_memory = lambda self, *a, **k: self
-    mode: Any = CudaToCpu()
+    mode: Upstream = CudaToCpu()
     mode.__enter__()
     _modes.append(mode)
 

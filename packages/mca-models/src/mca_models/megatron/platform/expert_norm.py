@@ -7,9 +7,9 @@ megatron-core 0.16 gives the optimizer of experts the dense parameters' group: w
 
 import functools
 import inspect
-from typing import Any
 
 from mca_models.megatron.platform._patch import EVERYWHERE, Patch
+from mca_models.megatron.types import Upstream
 
 _NAME = "_get_megatron_optimizer_based_on_param_groups"
 
@@ -27,7 +27,7 @@ def _apply() -> None:
     make = getattr(optimizer, _NAME)
 
     @functools.wraps(make)
-    def with_own_ranks(*args: Any, **kwargs: Any) -> Any:
+    def with_own_ranks(*args: object, **kwargs: Upstream) -> Upstream:
         made = make(*args, **kwargs)
         if any(group["is_expert_parallel"] for group in kwargs["param_groups"]):
             made.tp_group = parallel_state.get_expert_tensor_parallel_group()

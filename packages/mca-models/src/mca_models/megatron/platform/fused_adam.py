@@ -6,9 +6,10 @@ a GPU; its path for ``torch.optim.AdamW`` cannot be resumed (see ``distributed_a
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
+
+from mca_models.megatron.types import Settings, Upstream
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -16,14 +17,14 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Iterable[Upstream],
         lr: float = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
-        **_: Any,
+        **_: object,
     ) -> None:
         super().__init__(
             params,
@@ -38,14 +39,14 @@ class FusedAdam(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], object] | None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         for group in self.param_groups:
             if group["params"]:
                 group["step"] = group.get("step", 0) + 1
                 self._step_group(group)
 
-    def _step_group(self, group: dict[str, Any]) -> None:
+    def _step_group(self, group: Settings) -> None:
         beta1, beta2 = group["betas"]
         correction1 = correction2 = 1.0
         if group["bias_correction"]:

@@ -6,9 +6,9 @@ in fp32, but not to parameters that need no copy: they would silently never chan
 
 import functools
 import inspect
-from typing import Any
 
 from mca_models.megatron.platform._patch import EVERYWHERE, Patch
+from mca_models.megatron.types import Upstream
 
 _NAME = "_set_sub_optimizer_grads"
 
@@ -26,7 +26,7 @@ def _apply() -> None:
     hand_on = getattr(HybridDeviceOptimizer, _NAME)
 
     @functools.wraps(hand_on)
-    def to_all(self: Any) -> None:
+    def to_all(self: Upstream) -> None:
         hand_on(self)
         for param, inner in self.param_to_inner_param.items():
             if inner is param and hasattr(param, "decoupled_grad"):

@@ -9,16 +9,16 @@ all else the device's.
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from mca_models.megatron.platform._patch import CPU, Patch
+from mca_models.megatron.types import Upstream
 
 _NAME = "_get_sub_optimizer_param_groups"
-_IS_CUDA: Any = torch.Tensor.is_cuda
-_CPU: Any = torch.Tensor.cpu
+_IS_CUDA: Upstream = torch.Tensor.is_cuda
+_CPU: Upstream = torch.Tensor.cpu
 
 
 class TwoPlaces(TorchFunctionMode):
@@ -29,8 +29,12 @@ class TwoPlaces(TorchFunctionMode):
         self._copies: dict[int, torch.Tensor] = {}
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: Callable[..., Upstream],
+        types: Iterable[type],
+        args: Upstream = (),
+        kwargs: Upstream = None,
+    ) -> Upstream:
         """Calls ``func``; answers ``is_cuda`` itself."""
         copied = any(id(value) in self._copies for value in args)
         if func == _IS_CUDA.__get__:
@@ -54,7 +58,7 @@ def _apply() -> None:
     divide = getattr(HybridDeviceOptimizer, _NAME)
 
     @functools.wraps(divide)
-    def with_two_places(*args: Any) -> Any:
+    def with_two_places(*args: object) -> Upstream:
         with TwoPlaces():
             return divide(*args)
 

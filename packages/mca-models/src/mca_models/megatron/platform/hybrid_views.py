@@ -5,11 +5,10 @@ optimize a non-leaf Tensor"). The other optimizers never ask: their groups are r
 ``HybridDeviceOptimizer`` is made anew. A view that retains its gradient is accepted.
 """
 
-from typing import Any
-
 import torch
 
 from mca_models.megatron.platform._patch import EVERYWHERE, Patch
+from mca_models.megatron.types import Settings, Upstream
 
 
 def _needed() -> bool:
@@ -21,7 +20,7 @@ def _needed() -> bool:
 def _apply() -> None:
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+    def add_param_group(self: Upstream, param_group: Settings) -> None:
         for param in param_group["params"]:
             if not param.is_leaf:
                 param.retain_grad()

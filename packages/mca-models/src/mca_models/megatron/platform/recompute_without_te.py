@@ -6,9 +6,9 @@ FP8GlobalStateManager``.
 """
 
 import functools
-from typing import Any
 
 from mca_models.megatron.platform._patch import EVERYWHERE, Patch
+from mca_models.megatron.types import Upstream
 
 
 def _needed() -> bool:
@@ -23,7 +23,7 @@ def _apply() -> None:
     made = random.CheckpointWithoutOutput.__init__
 
     @functools.wraps(made)
-    def with_or_without(self: Any, fp8: Any = None, *args: Any, **options: Any) -> None:
+    def with_or_without(self: Upstream, fp8: Upstream = None, *args: object, **options: object) -> None:
         made(self, fp8 or None, *args, **options)
 
     random.CheckpointWithoutOutput.__init__ = with_or_without

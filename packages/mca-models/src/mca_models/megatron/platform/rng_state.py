@@ -5,20 +5,20 @@ tracker always speaks; its logger is set to errors only.
 """
 
 import logging
-from typing import Any
 
 import torch
 
 from mca_models.megatron.platform._patch import CPU, Patch
+from mca_models.megatron.types import Upstream
 
 
 def _apply() -> None:
     import megatron.core.tensor_parallel.random as random
 
-    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    def get_state(device: Upstream = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def set_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    def set_state(state: torch.Tensor, device: Upstream = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
 
     random._get_cuda_rng_state = get_state

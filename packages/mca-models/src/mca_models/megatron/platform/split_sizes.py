@@ -4,11 +4,10 @@ Megatron turns them into NumPy with ``maybe_move_tensor_to_cpu``, which acts on 
 is on the CPU already stays a tensor, and ``all_to_all_single`` refuses that.
 """
 
-from typing import Any
-
 import torch
 
 from mca_models.megatron.platform._patch import CPU, Patch
+from mca_models.megatron.types import Upstream
 
 
 def _needed() -> bool:
@@ -18,7 +17,9 @@ def _needed() -> bool:
     return isinstance(moved, torch.Tensor)
 
 
-def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def maybe_move_tensor_to_cpu(
+    tensor: Upstream, as_numpy: bool = False, record_stream: bool = False
+) -> Upstream:
     """``tensor``, or its NumPy view."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 

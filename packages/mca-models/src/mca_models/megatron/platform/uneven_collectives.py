@@ -6,13 +6,14 @@ sizes. Sums over ranks are made in rank order on every rank, so results do not d
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mca_models.megatron.platform._patch import CPU, Patch
+from mca_models.megatron.types import Upstream
 
 _GATHER, _REDUCE_SCATTER = "_gather_along_first_dim", "_reduce_scatter_along_first_dim"
 
@@ -23,19 +24,19 @@ def _needed() -> bool:
     return "torch.distributed.all_gather(" in inspect.getsource(getattr(mappings, _GATHER))
 
 
-def _exchange(x: Tensor, group: Any, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+def _exchange(x: Tensor, group: ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     out = x.new_empty((sum(received), *x.shape[1:]))
     torch.distributed.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group)
     return out
 
 
-def gather(x: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
+def gather(x: Tensor, group: ProcessGroup, sizes: Sequence[int]) -> Tensor:
     """All ranks' rows one after the other; rank i has ``sizes[i]`` of them."""
     count = group.size()
     return _exchange(x.repeat(count, *(1,) * (x.dim() - 1)), group, [x.shape[0]] * count, sizes)
 
 
-def reduce_scatter(x: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
+def reduce_scatter(x: Tensor, group: ProcessGroup, sizes: Sequence[int]) -> Tensor:
     """The sum over ranks of this rank's ``sizes[rank]`` rows of each ``x``."""
     own = sizes[group.rank()]
     parts = _exchange(x, group, sizes, [own] * group.size())
@@ -47,8 +48,10 @@ def _apply() -> None:
 
     even = {name: getattr(mappings, name) for name in (_GATHER, _REDUCE_SCATTER)}
 
-    def replacement(name: str, uneven: Any) -> Any:
-        def collective(x: Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    def replacement(name: str, uneven: Upstream) -> Upstream:
+        def collective(
+            x: Tensor, group: ProcessGroup, sizes: Upstream = None, use_global_buffer: bool = False
+        ) -> Upstream:
             if sizes is None or group.size() == 1:
                 return even[name](x, group, None, use_global_buffer)
             return uneven(x, group, [int(size) for size in sizes])

@@ -1,1 +1,4 @@
-"""The live weights of all ranks to checkpoint directories."""
+"""The live weights of all ranks to checkpoint directories.
+
+The state of optimizers is the trainer's.
+"""

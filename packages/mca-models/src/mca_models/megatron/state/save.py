@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed
@@ -27,6 +26,7 @@ from mca_models.storage.safetensors import FilePlan, plan_file
 from mca_models.storage.writer import SafetensorsWriter, Written, joined_record, make_file
 from mca_models.templates import family_of
 from mca_models.weights import Param
+from mca_models.weights.arrays import NumpyArray
 
 Shape = tuple[int, ...]
 
@@ -149,19 +149,16 @@ def _exchange_all(
     writers: Mapping[str, SafetensorsWriter],
 ) -> list[Exception]:
     """Sends and writes every parameter. A rank that cannot write goes on sending; why it could not."""
-    copies: dict[str, list[str]] = {}
-    for copy, original in layout.duplicates.items():
-        copies.setdefault(original, []).append(copy)
     live = dict(models.canonical_parameters())
     faults: list[Exception] = []
     for param in layout.params:
-        targets = [name for hf in param.hf_names() for name in (hf, *copies.get(hf, ()))]
+        targets = [name for hf in param.hf_names() for name in layout.written_as(hf)]
         exchange = _Exchange(models, param, facts)
         pieces = exchange.collect(live, {writer_of[name] for name in targets})
         if pieces is None or faults:
             continue
         try:
-            _write(param, exchange.to_hf(pieces), writers, copies)
+            _write(param, exchange.to_hf(pieces), writers, layout)
         except Exception as error:  # told to all ranks at the end
             faults.append(error)
     return faults
@@ -171,12 +168,12 @@ def _write(
     param: Param,
     tensors: Sequence[Tensor],
     writers: Mapping[str, SafetensorsWriter],
-    copies: Mapping[str, Sequence[str]],
+    layout: HfLayout,
 ) -> None:
     for hf, tensor in zip(param.hf_names(), tensors, strict=True):
         data = _bytes(tensor)
         start = (param.expert or 0) * len(data) if param.stacked else 0
-        for name in (hf, *copies.get(hf, ())):
+        for name in layout.written_as(hf):
             if name in writers:
                 writers[name].write(name, data, start)
 
@@ -211,7 +208,7 @@ class _Exchange:
         """All pieces in rank order, on the ``writers``; None on other ranks."""
         me, name = self.models.place.rank, self.param.mca_name()
         owners = [_owner(self.models, self.param, rank) for rank in range(self._size())]
-        pending: list[Any] = []
+        pending: list[torch.distributed.Work | None] = []
         if me in owners:
             own = live[name].detach().contiguous()
             pending = [torch.distributed.isend(own, writer) for writer in sorted(writers - {me})]
@@ -219,7 +216,8 @@ class _Exchange:
         if me in writers:
             pieces = [live[name].detach() if owner == me else self._receive(owner) for owner in owners]
         for work in pending:
-            work.wait()
+            if work is not None:
+                work.wait()
         return pieces
 
     def _receive(self, owner: int) -> Tensor:
@@ -276,7 +274,7 @@ def _split(facts: Facts) -> tuple[dict[str, str], dict[str, Shape]]:
     }
 
 
-def _bytes(tensor: Tensor) -> Any:
+def _bytes(tensor: Tensor) -> NumpyArray:
     import numpy as np
 
     return to_numpy(tensor).reshape(-1).view(np.uint8)

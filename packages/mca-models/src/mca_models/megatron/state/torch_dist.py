@@ -13,7 +13,6 @@ GPU), a forked process of each rank writes them, and ``PendingSave.finish`` puts
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from mca_config.errors import McaError
 from mca_config.model_config import FILE_NAME
@@ -24,6 +23,7 @@ from mca_models.megatron.distributed.collectives import SharedDirectory, on_firs
 from mca_models.megatron.distributed.writer import METADATA, Writing, quiet, write_state
 from mca_models.megatron.live import LiveModel
 from mca_models.megatron.state.save import copy_side_files_of
+from mca_models.megatron.types import GptModel, ShardedState
 from mca_models.storage.atomic import write_file
 
 __all__ = ["PendingSave", "Writing", "model_state", "save_torch_dist", "write_state"]
@@ -83,13 +83,13 @@ def save_torch_dist(
     return PendingSave(directory, shared, writing)
 
 
-def model_state(models: LiveModel) -> dict[str, Any]:
+def model_state(models: LiveModel) -> ShardedState:
     """What Megatron's checkpoint of ``models`` holds: sharded tensors, and beside them what Megatron-LM asks for."""
     metadata = {**METADATA, "dp_cp_group": parallel.replica_group(expert=False)}
-    chunks: list[Any] = list(models.chunks)
+    chunks: list[GptModel] = list(models.chunks)
     names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
     with quiet():
-        state: dict[str, Any] = {
+        state: ShardedState = {
             name: chunk.sharded_state_dict(metadata=metadata)
             for name, chunk in zip(names, chunks, strict=True)
         }

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mca_config.errors import McaError
-from mca_models.storage.strided import Chunk, StridedTensor, assemble
+from mca_models.storage.strided import Block, StridedTensor, assemble
 from mca_models.torch_checkpoint.torch_file import open_torch_file, read_archive
 
 DTYPES = [
@@ -223,7 +223,7 @@ def block(shape: tuple[int, ...]) -> StridedTensor:
 )
 def test_chunks_must_fill_the_shape_exactly(chunks: Any, fault: str) -> None:
     with pytest.raises(McaError, match=f"the chunks of w {fault}"):
-        assemble("w", "U8", (4, 4), [Chunk(at, block(shape)) for at, shape in chunks], "ckpt")
+        assemble("w", "U8", (4, 4), [Block(at, block(shape)) for at, shape in chunks], "ckpt")
 
 
 def test_a_grid_of_chunks_reads_as_the_whole(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_grid_of_chunks_reads_as_the_whole(tmp_path: Path) -> None:
     }
     file = save(tmp_path, {f"{r}.{c}": piece for (r, c), piece in pieces.items()})
     found = open_torch_file(file).state_dict()
-    chunks = [Chunk(at, found[f"{at[0]}.{at[1]}"]) for at in pieces]
+    chunks = [Block(at, found[f"{at[0]}.{at[1]}"]) for at in pieces]
     tensor = assemble("w", "F32", (6, 9), chunks[::-1], "ckpt")
     assert (tensor.read() == whole.numpy()).all()
     assert (tensor.read(1, 3) == whole[1:3].numpy()).all()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mca_models.storage.moves import Rule, plan_moves
 from mca_models.storage.runs import Gather
 from mca_models.storage.source import copy_move
-from mca_models.storage.strided import Chunk, GridTensor, StridedTensor
+from mca_models.storage.strided import Block, GridTensor, StridedTensor
 from mca_models.torch_checkpoint.storages import Stored, storages, to_storage
 from mca_models.weights import COLUMN, GATED, ROW, Param
 
@@ -65,7 +65,7 @@ def test_a_rewritten_gather_fills_the_same(
             sorted({0, size, *data.draw(st.lists(st.integers(1, size), max_size=2))}) for size in piece.shape
         ]
         chunks = [
-            Chunk((r0, c0), stored(file, 0, piece[r0:r1, c0:c1], wide, transposed))
+            Block((r0, c0), stored(file, 0, piece[r0:r1, c0:c1], wide, transposed))
             for (r0, r1), (c0, c1) in itertools.product(*(itertools.pairwise(cut) for cut in cuts))
         ]
         tensors.append(GridTensor("g", "I32", piece.shape, tuple(chunks)))

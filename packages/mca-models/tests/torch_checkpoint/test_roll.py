@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import McaModelConfig
-from mca_models.templates import config_from_hf, family_of
+from mca_models.templates import family_of
 from mca_models.torch_checkpoint.opening import open_foreign
 from mca_models.torch_checkpoint.roll import is_roll, open_roll, rank_files
 
@@ -31,21 +30,6 @@ def test_what_roll_itself_wrote() -> None:
     source.check_duplicates()
     assert_same(source, load_file(FIXTURE / "hf/model.safetensors"))
     assert (source.config.layout.tp, source.config.layout.pp) == (2, 2)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: Any) -> Any:
-    made: dict[str, tuple[McaModelConfig, dict[str, torch.Tensor]]] = {}
-
-    def make(case: str) -> tuple[McaModelConfig, dict[str, torch.Tensor]]:
-        if case not in made:
-            directory = tiny_hf.save(case, tmp_path_factory.mktemp(case), "bfloat16")
-            hf = load_file(directory / "model.safetensors")
-            config = config_from_hf(tiny_hf.read_config(directory))
-            made[case] = family_of(config.model_type).as_found(config, hf), hf
-        return made[case]
-
-    return make
 
 
 def layout(

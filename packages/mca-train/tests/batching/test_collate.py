@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator, zigzag_slice
+from mca_models.megatron.layers.zigzag import take
+from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
 from mca_train.data.token_dataset import TokenDataset
 
 SAMPLES = [([1, 2, 3], [False, True, True]), ([4, 5, 6, 7, 8], [True] * 5), ([9, 9], [True, True])]
@@ -62,8 +63,8 @@ def test_context_parallel_slices_hold_every_token_once(size):
 
 def test_zigzag_is_megatrons():
     whole = torch.arange(8)[None]
-    assert zigzag_slice(whole, 0, 2).tolist() == [[0, 1, 6, 7]]
-    assert zigzag_slice(whole, 1, 2).tolist() == [[2, 3, 4, 5]]
+    assert take(whole, 1, 0, 2).tolist() == [[0, 1, 6, 7]]
+    assert take(whole, 1, 1, 2).tolist() == [[2, 3, 4, 5]]
 
 
 def test_through_a_data_loader_with_workers():

@@ -13,7 +13,7 @@ import transformers
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import config_from_hf, family_of
 
-CONFIGS = Path(__file__).parent / "data/configs"
+CONFIGS = Path(__file__).parents[1] / "data/configs"
 # billions of parameters, prediction layers not counted, as published
 PUBLISHED = {
     "llama-3.1-405b": 405.9,

@@ -14,32 +14,16 @@ import pytest
 import tiny_hf
 import torch
 from compare import assert_same
-from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import config_from_hf, family_of, gated_delta_net
+from mca_models.templates import family_of, gated_delta_net
 from mca_models.torch_checkpoint.opening import open_foreign
 from mca_models.torch_checkpoint.torch_dist import find_torch_dist, open_torch_dist
 from mca_models.weights import Stage
 
 State = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: Any) -> Any:
-    made: dict[str, tuple[McaModelConfig, dict[str, torch.Tensor]]] = {}
-
-    def make(case: str) -> tuple[McaModelConfig, dict[str, torch.Tensor]]:
-        if case not in made:
-            directory = tiny_hf.save(case, tmp_path_factory.mktemp(case), "bfloat16")
-            hf = load_file(directory / "model.safetensors")
-            config = config_from_hf(tiny_hf.read_config(directory))
-            made[case] = family_of(config.model_type).as_found(config, hf), hf
-        return made[case]
-
-    return make
 
 
 def by_layer(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> State:

@@ -4,18 +4,17 @@ A new row is the mean of the old rows plus noise: a tenth of the old rows' stand
 by a generator that depends on the seed and the parameter alone. Only the first rank reads all old rows, in blocks.
 """
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed
 from numpy.typing import NDArray
 from torch import Tensor
 
 from mca_config.errors import McaError
-from mca_models.megatron.tensors import to_torch
+from mca_models.megatron.distributed.collectives import on_first
+from mca_models.megatron.tensors import seeded_generator, to_torch
 from mca_models.storage.source import ModelSource, read_piece
 from mca_models.weights import Param
 
@@ -46,8 +45,7 @@ class Growth:
     def rows(self, name: str) -> Tensor:
         """All new rows of parameter ``name``: fp64 ``[new - old, hidden]``."""
         mean, deviation = self.statistics[name]
-        digest = hashlib.sha256(f"vocabulary/{self.seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        generator = seeded_generator(f"vocabulary/{self.seed}/{name}")
         noise = torch.randn(self.new - self.old, len(mean), generator=generator, dtype=torch.float64)
         return mean + _NOISE * deviation * noise
 
@@ -62,11 +60,11 @@ def require_growth(old: int, new: int) -> None:
 
 def growth_of(source: ModelSource, new: int, seed: int) -> Growth:
     """What it takes to grow ``source``'s vocabulary to ``new`` rows; collective."""
-    shared: list[Statistics | None] = [None]
-    if torch.distributed.get_rank() == 0:
-        shared = [{param.mca_name(): _statistics(source, param) for param in source.params if param.vocab}]
-    torch.distributed.broadcast_object_list(shared, 0)
-    return Growth(source.config.vocab_size, new, seed, shared[0] or {})
+
+    def statistics() -> Statistics:
+        return {param.mca_name(): _statistics(source, param) for param in source.params if param.vocab}
+
+    return Growth(source.config.vocab_size, new, seed, on_first(statistics))
 
 
 def _statistics(source: ModelSource, param: Param) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,15 @@
-"""Element-wise casts of what passes through a buffer."""
+"""Element-wise casts of what is read to the dtype that is written; a finite number never becomes an infinite one.
 
-from typing import TYPE_CHECKING, Any
+Which dtype is written is not decided here.
+"""
+
+from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError
+from mca_models.weights.arrays import NumpyArray
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 # by the target's name: bits of its infinity, its largest value, and what does not overflow
 _NARROW = {
@@ -17,8 +21,8 @@ _WIDE_ENOUGH = {"float16": (), "bfloat16": ("float16",), "float32": ("float16", 
 """Sources that cannot overflow."""
 
 
-def cast_into(source: "np.ndarray[Any, Any]", target: "np.ndarray[Any, Any]", name: str) -> None:
-    """Casts ``source`` into ``target``, both flat and of one size.
+def cast_into(source: NumpyArray, target: NumpyArray, name: str) -> None:
+    """Casts ``source`` into ``target``, both of one shape.
 
     Raises:
         McaError: A finite value of tensor ``name`` becomes infinite.
@@ -27,16 +31,21 @@ def cast_into(source: "np.ndarray[Any, Any]", target: "np.ndarray[Any, Any]", na
 
     with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(target, source, casting="unsafe")
-    if source.dtype.name not in _WIDE_ENOUGH[target.dtype.name]:
+    kind = target.dtype.name
+    if source.dtype.name not in (kind, *_WIDE_ENOUGH[kind]):
         _require_finite(source, target, name)
 
 
-def _require_finite(source: "np.ndarray[Any, Any]", target: "np.ndarray[Any, Any]", name: str) -> None:
+def _require_finite(source: NumpyArray, target: NumpyArray, name: str) -> None:
     import numpy as np
 
-    infinity, what = _NARROW[target.dtype.name]
+    kind = target.dtype.name
     bits = target.view(f"u{target.itemsize}") & (1 << (8 * target.itemsize - 1)) - 1
-    for index in np.flatnonzero(bits == infinity).tolist():
-        value = float(source[index])
+    for value in map(float, source[bits == _NARROW[kind][0]]):
         if np.isfinite(value):
-            raise McaError(f"tensor {name}: {value:g} overflows {what}")
+            raise overflow(name, f"{value:g}", kind)
+
+
+def overflow(name: str, value: str, kind: str) -> McaError:
+    """What to raise where ``value`` of tensor ``name`` is too large for dtype ``kind`` (NumPy's name)."""
+    return McaError(f"tensor {name}: {value} overflows {_NARROW[kind][1]}")
