@@ -223,6 +223,46 @@ def test_distributed_checkpoints_cut_what_is_cut(tmp_path: Path) -> None:
         assert qwen["decoder.layers.0.self_attention.out_norm.weight"] == (10,)
 
 
+def norm_keys(cases: list[str]) -> list[tuple[set[str], set[str]]]:
+    """What the norms of each model are called in a distributed checkpoint, and in its template. Runs on a rank."""
+    from megatron.core import parallel_state
+
+    from mca_models.megatron import AutoModel
+    from mca_models.templates import config_from_hf
+
+    def norms(names: Any) -> set[str]:
+        return {re.sub(r"layers\.\d+\.", "layers.", name) for name in names if re.search("layer_?norm", name)}
+
+    found = []
+    for case in cases:
+        kind, different = reference.CASES[case]
+        different = different | (
+            {"num_nextn_predict_layers": 1} if kind in ("glm4_moe", "deepseek_v3") else {}
+        )
+        config = transformers.AutoConfig.for_model(kind, **{**reference.SIZE, **different})
+        model = AutoModel.from_config(config_from_hf(config.to_dict()), arguments("tp1"))
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        state = model.chunks[0].sharded_state_dict(metadata={"dp_cp_group": group})
+        canonical = (name for name, _ in model.canonical_parameters())
+        found.append((norms(value.key for value in state.values()), norms(canonical)))
+    return found
+
+
+def test_norms_have_one_name_in_distributed_checkpoints() -> None:
+    """Transformer Engine's, so that its layers and the local ones load what the other kind wrote."""
+    cases = [
+        "qwen3",
+        "qwen3_moe",
+        "glm4_moe",
+        "deepseek_v3",
+        "deepseek_v2-no-q-lora",
+        "qwen3_next",
+        "gpt_oss",
+    ]
+    for case, (keys, names) in zip(cases, run_ranks(1, norm_keys, cases)[0], strict=True):
+        assert {key for key in keys if "_extra_state" not in key} == names, case
+
+
 def prediction_layer(kinds: list[str]) -> list[str]:
     """The names in the prediction layer of a GLM whose decoder layers are ``kinds``."""
     from mca_models.megatron import AutoModel

@@ -280,7 +280,7 @@ def _templates(
     """The forms of a rule's name: tensors, whether all layers are in one, whether all experts are."""
     return tuple(
         (tuple(template + part for part in parts), layer_axis, expert_axis)
-        for name in _global_spellings(mca)
+        for name in global_spellings(mca)
         for of_expert, expert_axis in _expert_forms(name, is_expert)
         for template, layer_axis in _layer_forms(of_expert)
         for parts in _parts(mca, segments)
@@ -297,7 +297,8 @@ def _parts(mca: str, segments: tuple[int, ...]) -> Iterator[tuple[str, ...]]:
             yield parts
 
 
-def _global_spellings(mca: str) -> list[str]:
+def global_spellings(mca: str) -> list[str]:
+    """The canonical name ``mca`` and every other that a distributed checkpoint may have for it."""
     names = spellings(mca)
     fused = [name.replace(own, other) for own, other in _FUSED_NORMS for name in names if own in name]
     return [*names, *(name for name in fused if name not in names)]

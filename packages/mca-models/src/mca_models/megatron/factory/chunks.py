@@ -48,7 +48,7 @@ def build_chunk(
             position_embedding_type="rope",
             rotary_percent=config.rotary_percent,
             rotary_base=config.rotary_base,
-            mtp_block_spec=families.adapted(prediction, config, implementation),
+            mtp_block_spec=families.adapted_prediction(prediction, config, implementation),
             vp_stage=vp_stage,
         )
     rotary = families.rotary(config, parallel.context_group())

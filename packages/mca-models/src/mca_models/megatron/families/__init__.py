@@ -2,6 +2,6 @@
 
 from mca_models.megatron.families.chunk import finish, rotary
 from mca_models.megatron.families.settings import before_building, settings
-from mca_models.megatron.families.spec import adapted, adapted_block
+from mca_models.megatron.families.spec import adapted_block, adapted_prediction
 
-__all__ = ["adapted", "adapted_block", "before_building", "finish", "rotary", "settings"]
+__all__ = ["adapted_block", "adapted_prediction", "before_building", "finish", "rotary", "settings"]

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_models.megatron.families.checkpoint_keys import keys_map
 from mca_models.megatron.families.gated_delta_net import delta_net_spec
 from mca_models.megatron.families.group_router import own_router
 from mca_models.megatron.families.latent import with_plain_query
@@ -18,6 +19,8 @@ from mca_models.megatron.layers.rope import attention_factor
 from mca_models.megatron.layers.spec import engine_attention, rebuilt
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import Spec
+from mca_models.templates import family_of
+from mca_models.weights import Param, Stage
 
 Change = Callable[[Spec], Spec]
 
@@ -26,18 +29,36 @@ def adapted_block(
     spec: Spec, config: McaModelConfig, implementation: Implementation, layers: Sequence[int]
 ) -> Spec:
     """The spec of a chunk that holds decoder ``layers``."""
-    block = adapted(spec, config, implementation)
-    linear = [place for place, layer in enumerate(layers) if config.is_linear_layer(layer)]
-    if not linear:
-        return block
-    own = {"self_attention": lambda attention: delta_net_spec(implementation)}
-    layer_specs = list(block.layer_specs)
-    for place in linear:
-        layer_specs[place] = _changed(layer_specs[place], own, {})
+    block = _adapted(spec, config, implementation)
+    params = family_of(config.model_type).params(config)
+    layer_specs = []
+    for layer, layer_spec in zip(layers, block.layer_specs, strict=True):
+        own = _spelled(params, Stage.LAYER, layer, implementation)
+        if config.is_linear_layer(layer):
+            own["self_attention"] = lambda attention: delta_net_spec(implementation)
+        layer_specs.append(_changed(layer_spec, own, {}))
     return dataclasses.replace(block, layer_specs=layer_specs)
 
 
-def adapted(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
+def adapted_prediction(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
+    """The spec of a chunk's prediction layers, which are all alike; None stays None."""
+    params = family_of(config.model_type).params(config)
+    return _changed(
+        _adapted(spec, config, implementation), _spelled(params, Stage.MTP, 0, implementation), {}
+    )
+
+
+def _spelled(
+    params: Sequence[Param], stage: Stage, layer: int, implementation: Implementation
+) -> dict[str, Change]:
+    """The change that gives the keys of a layer's checkpoint their one spelling."""
+    if implementation == "transformer_engine":
+        return {}
+    keys = keys_map(params, stage, layer)
+    return {"sharded_state_dict_keys_map": lambda megatrons: keys}
+
+
+def _adapted(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
     """``spec`` (of a block, or of prediction layers) with everything that holds for all layers alike."""
     changes: dict[str, Change] = {}
     if config.norm_placement == "post":

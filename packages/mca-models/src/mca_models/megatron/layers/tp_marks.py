@@ -3,7 +3,8 @@
 The norm of all gradients counts a parameter once: a cut one on every tensor rank, a replicated one on the first.
 Megatron marks cut weights while it initialises them; weights that are filled from a checkpoint instead
 (``perform_initialization`` off) stay unmarked in megatron-core 0.16, and the norm, and with it clipping, silently
-misses all ranks but the first. 0.19 marks them in both cases.
+misses all ranks but the first. 0.19 marks them in both cases. Transformer Engine marks the replicated down-projections
+of latent attention too, which would then count once on every tensor rank.
 
 Rows of the vocabulary have a learning rate of their own (``decoupled_lr``). The copy of the embedding that prediction
 layers have on another pipeline rank stays unmarked in 0.16: its rows would leave those of the first rank.
@@ -23,7 +24,7 @@ from mca_models.megatron.types import MarkedParameter
 
 
 def mark_parameters(held: Iterable[tuple[Held, Tensor]], layout: ParallelLayout) -> int:
-    """Marks what is missing; returns how many marks there were to set.
+    """Sets right what is not; returns how many marks there were to set.
 
     Args:
         held: Every parameter of this rank with its rule (``VirtualModels.held()``).
@@ -36,9 +37,9 @@ def mark_parameters(held: Iterable[tuple[Held, Tensor]], layout: ParallelLayout)
         if item.param.vocab:
             param.is_embedding_or_output_parameter = True
         axis, expert = item.param.shard.axis, item.param.expert is not None
-        if axis is not None and not getattr(param, "tensor_model_parallel", False):
-            param.tensor_model_parallel = True
-            param.partition_dim = axis
+        if (axis is not None) != getattr(param, "tensor_model_parallel", False):
+            param.tensor_model_parallel = axis is not None
+            param.partition_dim = -1 if axis is None else axis
             param.partition_stride = 1
             marked += 1
         if expert and getattr(param, "allreduce", True) == apart:
