@@ -161,3 +161,16 @@ def test_experts_go_on(before, after, experts, tmp_path, record_property):
     difference = experts.difference(before, after, tmp_path)
     record_property("difference", difference)
     assert difference < 1e-4
+
+
+@pytest.mark.parametrize("changes", [{}, ZERO], ids=["whole", "split"])
+def test_gated_delta_nets_go_on(changes, tmp_path):
+    """The optimizer's state of their projections is stored in parts."""
+    from reference import make_reference
+    from test_train_moe import tokens
+
+    model = make_reference("qwen3_next", tmp_path / "model").path
+    changes = changes | {"data": lambda: tokens(96)}
+    (straight,) = run_ranks(1, run, model, tmp_path / "straight", FIRST + 2, **changes)
+    before = tmp_path / "straight" / f"checkpoint-{FIRST}"
+    assert run_ranks(1, run, model, tmp_path / "resumed", FIRST + 2, before, **changes) == [straight]

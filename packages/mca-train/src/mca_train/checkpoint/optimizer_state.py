@@ -9,7 +9,7 @@ them the few numbers that are no tensors (`Numbers`). Loading asks for what the 
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from mca_config.types import JsonObject, Typed
 from mca_models.megatron.distributed.collectives import all_gather
 from mca_models.megatron.distributed.reader import read_state, shapes_in
 from mca_models.megatron.distributed.writer import Writing, write_state
+from mca_models.torch_checkpoint.torch_dist import global_spellings
 from mca_train import groups
 from mca_train.checkpoint.bucket_padding import positions_without_padding
 from mca_train.engine.offload import as_plain
@@ -67,9 +68,10 @@ def _load(optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbe
     saved = shapes_in(folder)
     state = _sharded(optimizer, chunks, loading=True)
     _require_same_kind(folder, saved, state)
+    _ask_as_spelled(state, saved)
     asked = {}
     for number, (_, key, leaf) in enumerate(_leaves(state)):
-        if leaf.key in saved:
+        if all(key in saved for key in _keys(leaf)):
             asked[str(number)] = leaf
         elif not leaf.key.startswith(_MASTER):
             raise McaError(
@@ -79,7 +81,7 @@ def _load(optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbe
     loaded = read_state(asked, folder) if any(all_gather(len(asked))) else {}
     for number, (container, key, leaf) in enumerate(list(_leaves(state))):
         if str(number) in asked:
-            container[key] = _without_padding(loaded[str(number)], leaf, saved[leaf.key])
+            container[key] = _without_padding(loaded[str(number)], leaf, saved.get(leaf.key, ()))
     _fill_masters(optimizer, state)
     _put_numbers(state, numbers)
     optimizer.load_state_dict(_bare(state))
@@ -105,6 +107,12 @@ def _sharded(optimizer: MegatronOptimizer, chunks: list[Chunk], *, loading: bool
         if leaf.key.startswith(_MASTER_WHERE_SPLIT):
             leaf.key = _MASTER + leaf.key.removeprefix(_MASTER_WHERE_SPLIT)
     return state
+
+
+def _ask_as_spelled(state: OptimizerState, saved: Container[str]) -> None:
+    """Asks for what it is called in the checkpoint: local layers once had names of their own for norms there."""
+    for _, _, leaf in _leaves(state):
+        leaf.key = next((key for key in global_spellings(leaf.key) if key in saved), leaf.key)
 
 
 def _begin_momentum(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -145,6 +153,15 @@ def _leaves(state: OptimizerState) -> Iterator[tuple[OptimizerState, Typed, Opti
             yield state, key, value
         else:
             yield from _leaves(value)
+
+
+def _keys(leaf: OptimizerState) -> set[str]:
+    """What the checkpoint calls the tensors of a leaf: a projection of a gated delta net is stored in parts."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    if not isinstance(leaf, ShardedTensorFactory):
+        return {leaf.key}
+    return {part.key for _, _, part in _leaves({leaf.key: leaf.build()})}
 
 
 def _parts(state: OptimizerState) -> list[JsonObject]:
