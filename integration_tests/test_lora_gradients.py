@@ -80,17 +80,20 @@ class Expected:
     gradients: dict[str, torch.Tensor]
 
 
+def expected_of(case: str, folder: Path) -> Expected:
+    """The adapter of ``case``, made under ``folder``."""
+    base_case, settings = CASES[case]
+    base = make_reference(base_case, folder).path
+    theirs = adapter_of(base, folder / f"{case}-peft", settings, train=False)
+    adapter = theirs["adapter"]
+    return Expected(base, adapter, theirs["before"], peft_gradients(base, adapter))
+
+
 @pytest.fixture(scope="module")
 def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Expected]:
     folder = tmp_path_factory.mktemp("adapters")
-    made = {}
-    for case in dict.fromkeys(case for case, _ in selected(request, GRID)):
-        base_case, settings = CASES[case]
-        base = make_reference(base_case, folder).path
-        theirs = adapter_of(base, folder / f"{case}-peft", settings, train=False)
-        adapter = theirs["adapter"]
-        made[case] = Expected(base, adapter, theirs["before"], peft_gradients(base, adapter))
-    return made
+    cases = dict.fromkeys(case for case, _ in selected(request, GRID))
+    return {case: expected_of(case, folder) for case in cases}
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +115,10 @@ def test_every_family_is_here() -> None:
 def test_gradients_equal_pefts(
     case: str, layout: str, expected: dict[str, Expected], found: dict[Pair, Found]
 ) -> None:
-    theirs, ours = expected[case], found[case, layout]
+    assert_equal_pefts(expected[case], found[case, layout])
+
+
+def assert_equal_pefts(theirs: Expected, ours: Found) -> None:
     assert not isinstance(ours, str), ours
     logits, gradients = ours
     assert float((logits - theirs.logits).abs().max()) < 1e-4

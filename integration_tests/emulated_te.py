@@ -1,0 +1,254 @@
+"""The real Transformer Engine on ranks without a GPU: its own classes and parameters, its arithmetic in plain torch.
+
+    from emulated_te import needs_te, run_emulated
+
+    pytestmark = [pytest.mark.ranks, needs_te]
+
+    def test_...: run_emulated(2, fn, ...)         # as harness.run_ranks; in fn, layers are Transformer Engine's
+
+Constructors, names, marks, extra states and sharded keys are Transformer Engine's and Megatron's. Emulated are the
+forward passes of linears, norms and attention, and the kernels of the optimizer; each accepts only what it computes.
+Nothing is changed in the process that forks. Not emulated: fp8, context parallelism, dropout of attention.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from harness import run_ranks
+
+Result = TypeVar("Result")
+
+needs_te = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None,
+    reason="Transformer Engine is not there; run with PYTHONPATH=$(uv run tools/build_transformer_engine.py)",
+)
+
+
+def run_emulated(size: int, fn: Callable[..., Result], *args: Any, **kwargs: Any) -> list[Result]:
+    """``harness.run_ranks`` with Transformer Engine emulated in every rank."""
+    return run_ranks(size, _emulated, fn, *args, **kwargs)
+
+
+def _emulated(fn: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    install()
+    return fn(*args, **kwargs)
+
+
+def install() -> None:
+    """Puts plain torch in the place of kernels, in this process; Megatron is imported already."""
+    import transformer_engine.pytorch as te
+    import transformer_engine_torch as tex
+    from megatron.core.transformer.moe import moe_utils
+
+    forwards = {
+        te.Linear: _linear,
+        te.LayerNormLinear: _layer_norm_linear,
+        te.GroupedLinear: _grouped_linear,
+        te.RMSNorm: _norm,
+        te.LayerNorm: _norm,
+        te.DotProductAttention: _attention,
+    }
+    for cls, forward in forwards.items():
+        cls.forward = forward
+    _build_without_gpu()
+    moe_utils.te_general_gemm = None
+    kernels = {"multi_tensor_l2norm": _l2norm, "multi_tensor_scale": _scale, "multi_tensor_adam": _adam}
+    replaced = {getattr(tex, name): kernel for name, kernel in kernels.items()}
+    _exchange({**replaced, te.utils.get_device_compute_capability: lambda: (9, 0)})  # an H100
+    _choose_as_on_a_gpu()
+
+
+def _build_without_gpu() -> None:
+    """Constructors of modules ask whether CUDA is there, and for nothing of it."""
+    from transformer_engine.pytorch.module import base
+
+    made = base.TransformerEngineBaseModule.__init__
+
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        with mock.patch("torch.cuda.is_available", return_value=True):
+            made(self, *args, **kwargs)
+
+    base.TransformerEngineBaseModule.__init__ = make
+
+
+def _exchange(replaced: dict[Any, Any]) -> None:
+    """Puts functions in the place of others wherever a module has imported them."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] in ("megatron", "transformer_engine", "transformer_engine_torch"):
+            for key, value in list(vars(module).items()):
+                for old, new in replaced.items():
+                    if value is old:
+                        setattr(module, key, new)
+
+
+def _choose_as_on_a_gpu() -> None:
+    """Layers are Transformer Engine's unless ``transformer_impl`` says local."""
+    from mca_models.megatron import virtual_models
+    from mca_models.megatron.factory import transformer_config
+
+    modules: list[Any] = [virtual_models, transformer_config]
+    for module in modules:
+        module.implementation_of = lambda args: args.transformer_impl or "transformer_engine"
+
+
+def _entered(self: Any, x: Tensor) -> Tensor:
+    """What enters a linear that is cut by columns: all tokens, each rank's gradient summed."""
+    from megatron.core.tensor_parallel import mappings
+
+    if self.parallel_mode != "column" or self.tp_size == 1:
+        return x
+    if self.sequence_parallel:
+        return mappings.gather_from_sequence_parallel_region(x, group=self.tp_group)  # type: ignore[no-any-return]
+    return mappings.copy_to_tensor_model_parallel_region(x, group=self.tp_group)  # type: ignore[no-any-return]
+
+
+def _left(self: Any, y: Tensor) -> Tensor:
+    """What leaves a linear that is cut by rows: the sum over ranks."""
+    from megatron.core.tensor_parallel import mappings
+
+    if self.parallel_mode != "row" or self.tp_size == 1:
+        return y
+    if self.sequence_parallel:
+        return mappings.reduce_scatter_to_sequence_parallel_region(y, group=self.tp_group)  # type: ignore[no-any-return]
+    return mappings.reduce_from_tensor_model_parallel_region(y, group=self.tp_group)  # type: ignore[no-any-return]
+
+
+def _with_bias(self: Any, y: Tensor) -> Any:
+    bias = self.bias.to(y.dtype) if self.use_bias else None
+    if bias is not None and self.apply_bias:
+        y = y + bias
+    return (y, bias) if self.return_bias else y
+
+
+def _linear(self: Any, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+    return _with_bias(self, _left(self, functional.linear(_entered(self, inp), self.weight.to(inp.dtype))))
+
+
+def _layer_norm_linear(self: Any, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+    normal = _normal(self, inp, self.layer_norm_weight, getattr(self, "layer_norm_bias", None))
+    y = _with_bias(self, functional.linear(_entered(self, normal), self.weight.to(inp.dtype)))
+    if not self.return_layernorm_output:
+        return y
+    return (*y, normal) if isinstance(y, tuple) else (y, normal)
+
+
+def _norm(self: Any, inp: Tensor) -> Tensor:
+    return _normal(self, inp, self.weight, getattr(self, "bias", None))
+
+
+def _normal(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    scale = weight.float() + (1 if self.zero_centered_gamma else 0)
+    if bias is None:
+        return functional.rms_norm(x.float(), scale.shape, scale, self.eps).to(x.dtype)
+    return functional.layer_norm(x.float(), scale.shape, scale, bias.float(), self.eps).to(x.dtype)
+
+
+def _grouped_linear(self: Any, inp: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
+    rows = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
+    assert len(rows) == self.num_gemms
+    biases = [getattr(self, f"bias{i}").to(inp.dtype) if self.use_bias else None for i in range(len(rows))]
+    parts = [
+        functional.linear(x, getattr(self, f"weight{i}").to(x.dtype), biases[i] if self.apply_bias else None)
+        for i, x in enumerate(inp.reshape(-1, inp.shape[-1]).split(rows))
+    ]
+    y = torch.cat(parts)
+    y = y.view(*inp.shape[:-1], y.shape[-1])
+    return (y, biases) if self.return_bias else y
+
+
+def _attention(
+    self: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    attn_mask_type: str,
+    qkv_format: str | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    **unused: Any,
+) -> Tensor:
+    """Causal attention, over every packed sequence for itself; ``[s, b, heads * dim]``, or ``[t, heads * dim]``."""
+    assert attention_mask is None and "causal" in attn_mask_type
+    assert self.cp_group is None or torch.distributed.get_world_size(self.cp_group) == 1
+    packed = (qkv_format or self.qkv_format) == "thd"
+    if not packed:
+        assert query.dim() == 4
+        return _spans(self, query, key, value, [query.shape[0]]).flatten(2)
+    assert cu_seqlens_q is not None and cu_seqlens_q.dtype == torch.int32 and isinstance(max_seqlen_q, int)
+    lengths = cu_seqlens_q.diff().tolist()
+    assert sum(lengths) == query.shape[0] and max(lengths) <= max_seqlen_q
+    return _spans(self, *(x.unsqueeze(1) for x in (query, key, value)), lengths).squeeze(1).flatten(1)  # type: ignore[misc]
+
+
+def _spans(self: Any, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+    """Attention within each of the sequences that lie one after the other; ``[s, b, heads, dim]``."""
+    spans = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+    return torch.cat([_attended(self, *span) for span in spans])
+
+
+def _attended(self: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    q, k, v = (x.permute(1, 2, 0, 3).float() for x in (query, key, value))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    place = torch.arange(q.shape[2])
+    past = place[:, None] - place[None, :]
+    seen = past >= 0
+    if self.window_size is not None and self.window_size[0] >= 0:
+        seen &= past <= self.window_size[0]
+    scores = (q @ k.mT * self.softmax_scale).masked_fill(~seen, float("-inf"))
+    if self.softmax_type == "learnable":
+        sink = self.softmax_offset.float().reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    else:
+        assert self.softmax_type == "vanilla"
+        weights = scores.softmax(-1)
+    return (weights @ v).to(value.dtype).permute(2, 0, 1, 3)
+
+
+def _l2norm(chunk: int, noop: Tensor, lists: list[list[Tensor]], per_tensor: bool = False, *_: Any) -> Any:
+    norms = torch.stack([x.float().norm() for x in lists[0]])
+    return norms.norm().reshape(1), norms if per_tensor else norms.new_empty(0)
+
+
+def _scale(chunk: int, noop: Tensor, lists: list[list[Tensor]], factor: Any, *_: Any) -> None:
+    for source, target in zip(*lists, strict=True):
+        target.copy_(source.float() * float(factor))
+
+
+@torch.no_grad()
+def _adam(
+    chunk: int,
+    noop: Tensor,
+    lists: list[list[Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    decoupled: int,
+    bias_correction: int,
+    weight_decay: float,
+    *_: Any,
+) -> None:
+    corrections = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
+    tensors: Iterable[tuple[Tensor, ...]] = zip(*lists, strict=True)
+    for grad, param, average, square, *master in tensors:
+        weight = master[0] if master else param
+        g = grad.float() if decoupled else grad.float() + weight_decay * weight
+        average.lerp_(g, 1 - beta1)
+        square.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        change = (average / corrections[0]) / ((square / corrections[1]).sqrt() + eps)
+        if decoupled:
+            change = change + weight_decay * weight.float()
+        weight.copy_(weight.float() - lr * change)
+        if master:
+            param.copy_(weight)
