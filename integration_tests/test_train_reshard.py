@@ -174,3 +174,22 @@ def test_gated_delta_nets_go_on(changes, tmp_path):
     (straight,) = run_ranks(1, run, model, tmp_path / "straight", FIRST + 2, **changes)
     before = tmp_path / "straight" / f"checkpoint-{FIRST}"
     assert run_ranks(1, run, model, tmp_path / "resumed", FIRST + 2, before, **changes) == [straight]
+
+
+def run_under_megatrons_names(*args: Any, **changes: Any) -> Any:
+    """`run` with the names that Megatron's local layers have for norms; checkpoints held them once."""
+    from unittest import mock
+
+    with mock.patch("mca_models.megatron.families.spec._spelled", return_value={}):
+        return run(*args, **changes)
+
+
+def test_the_states_of_norms_are_found_under_their_earlier_names(tmp_path):
+    from reference import make_reference
+    from test_train_moe import tokens
+
+    model = make_reference("deepseek_v3", tmp_path / "model").path
+    changes = {"data": lambda: tokens(96)}
+    straight = run_ranks(1, run_under_megatrons_names, model, tmp_path / "old", FIRST + 2, **changes)
+    before = tmp_path / "old" / f"checkpoint-{FIRST}"
+    assert run_ranks(1, run, model, tmp_path / "new", FIRST + 2, before, **changes) == straight
