@@ -11,6 +11,7 @@ import pytest
 from files import assert_same_tensors
 
 from mca_convert.cli import main
+from mca_convert.interrupts import Interrupts
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 STAGES = {
@@ -96,9 +97,22 @@ class Finder:
             os.kill(os.getpid(), 2)
 sys.meta_path.insert(0, Finder())
 from mca_convert.cli import main
+from mca_convert.interrupts import Interrupts
 sys.argv[1:] = ["inspect", "."]
 sys.exit(main())
 """
+
+
+def test_while_the_process_ends_signals_are_ignored() -> None:
+    """Python's end puts the default in the place of handlers, and leaves what is ignored."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        with Interrupts().listening(to_the_end=True):
+            pass
+        assert all(signal.getsignal(number) is signal.SIG_IGN for number in SIGNALS)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("module", ["argparse", "mca_config.errors", "mca_convert.inspection"])

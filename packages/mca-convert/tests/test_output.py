@@ -4,10 +4,12 @@ import io
 import json
 import os
 import resource
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from mca_convert import progress
 from mca_convert.cli import main
@@ -140,6 +142,24 @@ def test_json_names_its_kind_and_version(tiny, capsys) -> None:
         "lm_head.weight",
         "model.embed_tokens.weight",
     )
+
+
+def test_verify_tells_programs_every_difference(tiny, tmp_path: Path, capsys) -> None:
+    source, changed = tiny("llama"), tmp_path / "changed"
+    shutil.copytree(source, changed)
+    tensors = load_file(changed / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, changed / "model.safetensors", {"format": "pt"})
+    assert main(["verify", "--json", str(source), str(source)]) == 0
+    same = json.loads(capsys.readouterr().out)
+    assert (same["schema"], same["version"], same["what"]) == ("mca-convert/verify", 1, "model")
+    assert same["same"] and not same["problems"] and not same["differences"] and same["tensors"] > 30
+    assert main(["verify", "--json", str(source), str(changed)]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["same"] and list(found["differences"]) == ["model.norm.weight"]
+    difference = found["differences"]["model.norm.weight"]
+    assert (difference["elements"], difference["first"]["index"], difference["largest"]) == (1, [3], "inf")
+    assert difference["first"]["values"][1] == "nan"
 
 
 def test_what_cannot_be_written_is_foreseen(source: Path, tmp_path: Path, capsys, monkeypatch) -> None:

@@ -1,5 +1,7 @@
 """Files that are none, lead elsewhere, or hold what no model has: one line, at once, before any work."""
 
+import errno
+import io
 import json
 import os
 import shutil
@@ -10,8 +12,10 @@ import pytest
 from files import LAYOUT, damage_header, layout_flags, refused
 
 from mca_config.checks import check_layout
+from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_convert.cli import main
+from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.opening import open_checkpoint
 
 HF_FILES = (
@@ -92,6 +96,19 @@ def test_side_files_that_cannot_be_copied(
     else:
         assert main(["plan", "--checkpoint_path", str(source)]) == 1
         assert message in capsys.readouterr().out
+
+
+def test_a_side_file_that_cannot_be_closed_is_named(source: Path, tmp_path: Path, monkeypatch) -> None:
+    class Torn(io.FileIO):
+        def close(self) -> None:
+            if not self.closed:
+                super().close()
+                raise OSError(errno.EIO, "Input/output error")
+
+    plain = os.fdopen
+    monkeypatch.setattr(os, "fdopen", lambda fd, mode: Torn(fd) if mode == "rb" else plain(fd, mode))
+    with pytest.raises(McaError, match=r"generation_config\.json: cannot be read \(Input/output error\)"):
+        copy_side_files(source, tmp_path / "out")
 
 
 def test_all_of_a_tokenizer_goes_along_both_ways(source: Path, convert) -> None:

@@ -61,7 +61,7 @@ def cannot_write(file: object, error: OSError) -> McaError:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """A block that reads ``file``: errors of the system name it.
+    """A block that reads ``file``, or files in that directory: errors of the system name it, or which of them.
 
     Raises:
         McaError: It cannot be read.
@@ -69,7 +69,10 @@ def reading(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise McaError(f"{file}: cannot be read ({error.strerror or error})") from None
+        inner = isinstance(error.filename, str) and Path(error.filename).is_relative_to(file)
+        raise McaError(
+            f"{error.filename if inner else file}: cannot be read ({error.strerror or error})"
+        ) from None
 
 
 def open_regular(file: Path) -> int:

@@ -215,6 +215,7 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="largest absolute difference allowed; dtypes may then differ. Default: bit for bit",
     )
+    parser.add_argument("--json", action="store_true", help="the outcome as JSON, with every difference")
     _quiet_flag(parser)
     _engine_flags(parser)
 

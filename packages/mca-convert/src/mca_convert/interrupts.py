@@ -46,9 +46,8 @@ class Interrupts:
             yield
         finally:
             self.finish()
-            if not to_the_end:
-                for number in taken:
-                    signal.signal(number, before[number])
+            for number in taken:  # while it ends, Python puts the default back in the place of handlers
+                signal.signal(number, signal.SIG_IGN if to_the_end else before[number])
 
     @contextmanager
     def holding(self) -> Iterator[None]:

@@ -1,11 +1,15 @@
 """What a plan says of a published model, against arithmetic on its sizes."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mca_config import TrainingArguments
+from mca_config.errors import McaError
 from mca_models.templates import config_from_hf
+from mca_train.config.model import model_config
 from mca_train.plan.memory import make_plan
 
 GIB = 1024**3
@@ -64,3 +68,22 @@ def test_the_state_of_experts_is_divided_over_the_ranks_that_hold_the_same(layou
 def test_qwen3_30b_a3b_on_eight_ranks(tmp_path):
     found = optimizer_of(tmp_path, use_distributed_optimizer=True, expert_model_parallel_size=8)
     assert found / GIB == pytest.approx(42.7, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "make,said",
+    [
+        (os.mkfifo, "not a file but a directory, pipe or device"),
+        (lambda file: file.write_bytes(b'{"model_type": "ll\xe4ma"}'), "expected UTF-8"),
+        (lambda file: file.write_text("[" * 100_000), "nested too deeply"),
+        (lambda file: os.truncate(os.open(file, os.O_CREAT | os.O_WRONLY), 1 << 40), "it is damaged"),
+        (lambda file: file.symlink_to("/proc/self/environ"), "leads out of the directory"),
+        (lambda file: file.write_text('{"model_type": "llama"}'), "has no 'num_hidden_layers'"),
+    ],
+    ids=["pipe", "latin", "deep", "huge", "link", "short"],
+)
+def test_a_models_configuration_is_read_with_suspicion(make: Any, said: str, tmp_path: Path) -> None:
+    make(tmp_path / "config.json")
+    with pytest.raises(McaError, match=said) as caught:
+        model_config(str(tmp_path))
+    assert str(tmp_path) in str(caught.value)

@@ -4,14 +4,16 @@ What is compared is in `compare` and `compare_adapters`; here it is printed.
 """
 
 import argparse
+from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from mca_convert.commands.carry_out import limits_of
 from mca_convert.compare import Comparison, compare
 from mca_convert.compare_adapters import compare_adapters
 from mca_convert.interrupts import Interrupts
 from mca_convert.open_files import allow_open_files
-from mca_convert.output import say
+from mca_convert.output import say, say_json
 from mca_convert.progress import bar
 from mca_models.opening import kind_of, open_checkpoint
 
@@ -22,9 +24,7 @@ def verify(options: argparse.Namespace, interrupts: Interrupts) -> int:
     """Compares two checkpoints; prints what differs; 0 if they are the same model, else 1."""
     paths = Path(options.first), Path(options.second)
     if any(kind_of(path).is_adapter for path in paths):
-        result = compare_adapters(*paths, tolerance=options.tolerance)
-        say(report(result, options, "adapter"))
-        return 0 if result.same else 1
+        return _tell(compare_adapters(*paths, tolerance=options.tolerance), options, "adapter")
     first, second = (open_checkpoint(path) for path in paths)
     total = sum(info.nbytes for info in first.tensors())
     allow_open_files(len({info.file for source in (first, second) for info in source.tensors()}))
@@ -35,11 +35,39 @@ def verify(options: argparse.Namespace, interrupts: Interrupts) -> int:
             progress(nbytes)
 
         result = compare(first, second, limits_of(options), tolerance=options.tolerance, progress=advance)
-    say(report(result, options))
+    return _tell(result, options, "model")
+
+
+def _tell(result: Comparison, options: argparse.Namespace, what: str) -> int:
+    """Prints what was found; the exit code."""
+    if options.json:
+        say_json("verify", document(result, options, what))
+    else:
+        say(report(result, options, what))
     return 0 if result.same else 1
 
 
-def report(result: Comparison, options: argparse.Namespace, what: str = "model") -> str:
+def document(result: Comparison, options: argparse.Namespace, what: str) -> dict[str, Any]:
+    """What was found, for programs: all of it."""
+    differences = {}
+    for name, found in sorted(result.differences.items()):
+        _, index, *values = found.first or (0, (), 0.0, 0.0)
+        differences[name] = {
+            "elements": found.elements,
+            "first": {"index": index, "values": [_number(value) for value in values]},
+            "largest": _number(found.largest),
+        }
+    pair = {"what": what, "first": options.first, "second": options.second, "tolerance": options.tolerance}
+    counts = {"same": result.same, "tensors": result.tensors, "elements": result.elements}
+    return pair | counts | {"problems": result.problems, "differences": differences}
+
+
+def _number(value: float) -> float | str:
+    """JSON has no infinity and no NaN: they are words."""
+    return value if isfinite(value) else str(value)
+
+
+def report(result: Comparison, options: argparse.Namespace, what: str) -> str:
     """What was found, for people; ``what`` the two are."""
     pair = f"{options.first} and {options.second}"
     if result.same:

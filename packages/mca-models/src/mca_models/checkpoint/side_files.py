@@ -86,7 +86,7 @@ def _copy(file: Path, target: Path) -> int:
     """Copies a file with its permissions, as far as the umask leaves them; returns its size."""
     with _naming(file, "read"):
         source = os.fdopen(open_regular(file), "rb")
-    with source, _naming(target, "written"):
+    with _naming(file, "read"), source, _naming(target, "written"):  # closing fails too
         with _naming(file, "read"):
             mode = os.fstat(source.fileno()).st_mode & 0o777 | 0o600
         target.parent.mkdir(parents=True, exist_ok=True)

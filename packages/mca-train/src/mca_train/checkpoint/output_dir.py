@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mca_config.errors import McaError
+from mca_config.files import reading
 from mca_config.model_config import FILE_NAME
 from mca_train.checkpoint.model import HF_FOLDER
 
@@ -30,8 +31,14 @@ def require_own(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
         sources: Directories that the run reads its model from.
 
     Raises:
-        McaError: It is one of ``sources`` or inside one, or it holds a model or checkpoints that mca did not write.
+        McaError: It is one of ``sources`` or inside one, it holds a model or checkpoints that mca did not write, or
+            cannot be read.
     """
+    with reading(output_dir):
+        _require_own(output_dir, sources)
+
+
+def _require_own(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
     if output_dir.exists() and not output_dir.is_dir():
         raise McaError(f"output_dir: {output_dir} is a file; name a directory")
     if output_dir.is_symlink() and not output_dir.exists():

@@ -20,8 +20,7 @@ def model_config(path: str) -> McaModelConfig:
     Raises:
         McaError: The directory or its configuration is missing or not supported.
     """
-    import json
-
+    from mca_models.checkpoint.hf_directory import naming_config, read_config
     from mca_models.checkpoint.mca_directory import is_mca
     from mca_models.templates import config_from_hf
 
@@ -30,13 +29,9 @@ def model_config(path: str) -> McaModelConfig:
         raise McaError(f"model_name_or_path: directory {path} does not exist")
     if is_mca(folder):
         return McaModelConfig.load(folder)
-    file = folder / "config.json"
-    if not file.is_file():
-        raise McaError(f"model_name_or_path: {path} has no config.json and no mca_config.json")
-    try:
-        return config_from_hf(json.loads(file.read_text()))
-    except json.JSONDecodeError as error:
-        raise McaError(f"{file} is not valid JSON: {error}") from error
+    document = read_config(folder)
+    with naming_config(folder):
+        return config_from_hf(document)
 
 
 def num_local_ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:

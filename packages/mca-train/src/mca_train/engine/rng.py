@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
+from mca_config.files import reading
 from mca_config.types import JsonObject, Typed
 from mca_models.megatron.distributed import parallel
 from mca_train.types import VirtualModels
@@ -68,11 +69,12 @@ def load_rng(folder: Path, rank: int) -> bool:
     from safetensors import safe_open
 
     path = folder / f"rng_{rank}.safetensors"
-    if not path.is_file():
-        return False
-    tensors = load_file(path)
-    with safe_open(path, framework="pt") as file:
-        words: JsonObject = {key: json.loads(text) for key, text in (file.metadata() or {}).items()}
+    with reading(path):
+        if not path.is_file():
+            return False
+        tensors = load_file(path)
+        with safe_open(path, framework="pt") as file:
+            words: JsonObject = {key: json.loads(text) for key, text in (file.metadata() or {}).items()}
     if not {"torch", "numpy"} <= tensors.keys() or not {"python", "numpy"} <= words.keys():
         raise McaError(f"{path}: is not a file of random states; the checkpoint is damaged")
     version, state, gauss = words["python"]

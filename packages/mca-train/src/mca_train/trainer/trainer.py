@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from mca_config.errors import McaError
+from mca_config.files import reading
 from mca_config.training import TrainingArguments
 from mca_train import groups
 from mca_train.batching.collate import Collator, PadCollator, pad_token
@@ -179,8 +180,9 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         self.is_in_train = True
         try:
             with self._alone():
-                checkpoint = directory.find(resume_from_checkpoint, output_dir, self.ranks)
-                lineage.require_free(output_dir, checkpoint, overwrite=self.args.overwrite_output_dir)
+                with reading(output_dir):
+                    checkpoint = directory.find(resume_from_checkpoint, output_dir, self.ranks)
+                    lineage.require_free(output_dir, checkpoint, overwrite=self.args.overwrite_output_dir)
                 with self.watch.signal:
                     return self._train(checkpoint)
         finally:
@@ -189,8 +191,9 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
 
     def _train(self, checkpoint: Path | None) -> TrainOutput:
         loader, sampler = self._train_loader()
-        carried = self._start_state(checkpoint)
-        place = RunPosition() if checkpoint is None else directory.place_in(checkpoint)
+        with reading(checkpoint or Path(self.args.output_dir)):
+            carried = self._start_state(checkpoint)
+            place = RunPosition() if checkpoint is None else directory.place_in(checkpoint)
         self._place = continued(place, sampler)
         length = Length.of(self.args, sampler, self._place, self.state.global_step)
         training = self._prepare(length, checkpoint)
@@ -203,7 +206,8 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         self.started_at_step = start
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         if checkpoint is not None:
-            training.load_rng(checkpoint)
+            with reading(checkpoint):
+                training.load_rng(checkpoint)
         elif self.args.eval_on_start:
             self._evaluate(None, None, skip_scheduler=True)
         self._meter = LossMeter(self.ranks.context_parallel_rank)
@@ -222,13 +226,15 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         """Engine and schedule; restored from ``checkpoint`` if there is one."""
         self._set_length(length)
         if checkpoint is not None:
-            load_weights(self.model, checkpoint)
+            with reading(checkpoint):
+                load_weights(self.model, checkpoint)
         engine, rate = self._engine(), LearningRate(self.args, length.schedule_steps)
         self._training, self._pipeline = Training(engine, rate), engine
         self.optimizer, self.lr_scheduler = engine.optimizer, rate.scheduler
         training = self._training_state()
         if checkpoint is not None:
-            training.load(checkpoint)
+            with reading(checkpoint):
+                training.load(checkpoint)
             rate.move(length.schedule_done - self._place.schedule)
         self._place = replace(self._place, schedule=length.schedule_done)
         handler = self.callback_handler
