@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from net.case import Case
+from net.case import STEPS, Case
 from net.ours import Ours
 from net.truth import Truth
 
@@ -28,8 +28,7 @@ def differences(case: Case, truth: Truth, ours: list[Ours], folder: Path) -> lis
                 break
     gradients, after = read(folder / "gradients", truth), read(folder / "after", truth)
     found += _apart("gradient", gradients, truth.gradients, truth.gradients, GRADIENT * room)
-    moved = {name: value - truth.before[name] for name, value in truth.after.items()}
-    found += _apart("parameter", after, truth.after, moved, MOVED * room)
+    found += _apart("parameter", after, truth.after, _moved(truth), MOVED * room)
     return found
 
 
@@ -39,14 +38,22 @@ def largest(truth: Truth, ours: list[Ours], folder: Path) -> dict[str, float]:
     for key in ("loss", "grad_norm", "eval_loss"):
         pairs = zip(getattr(truth, key), ours[0].logged[key], strict=False)
         found[key] = max((abs(a - b) / abs(a) for a, b in pairs), default=0.0)
-    moved = {name: value - truth.before[name] for name, value in truth.after.items()}
     compared = {
         "gradients": (truth.gradients, truth.gradients),
-        "after": (truth.after, moved),
+        "after": (truth.after, _moved(truth)),
     }
     for part, (right, scale) in compared.items():
         found[part] = errors(read(folder / part, truth), right, scale)[0][1]
     return found
+
+
+def _moved(truth: Truth) -> dict[str, Tensor]:
+    """How far each parameter went, at least as far as makes the rounding of each step's sum a right difference."""
+    rounding = STEPS * torch.finfo(torch.float32).eps / MOVED
+    return {
+        name: (value - truth.before[name]).abs().clamp(min=rounding * float(value.abs().max()))
+        for name, value in truth.after.items()
+    }
 
 
 def read(folder: Path, truth: Truth) -> dict[str, Tensor]:

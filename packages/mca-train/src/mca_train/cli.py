@@ -20,7 +20,8 @@ Trains a Hugging Face or MCA checkpoint with Megatron, over tensor, pipeline, vi
 and data parallel ranks. Starts its own local ranks, unless torchrun did.
 
 {kinds}
-  plan       says what a run would need (ranks, layers, parameters, memory, bubble, batch); needs no GPU
+  plan       says what a run would need (ranks, layers, parameters, memory, bubble, batch); needs no GPU;
+             --dry_run runs one step of it by the real engine, without memory and ranks
 
 CONFIG.yaml holds `key: value` lines; every key is also a flag, with - or _, and the flag wins. Keys are those of
 Hugging Face's TrainingArguments, the parallel arguments of mca, and:

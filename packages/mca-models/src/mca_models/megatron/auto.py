@@ -78,9 +78,20 @@ class AutoModel:
         seed: int = 1234,
     ) -> VirtualModels:
         """A randomly initialised model, the same on every layout for the same ``seed``."""
-        models = _build(config, args or DistributingParallelArguments(), dtype, seed, None)
+        models = AutoModel.unfilled(config, args, dtype=dtype, seed=seed)
         fill.from_seed(seed, models.held(), models.config, models.place.at)
         return models
+
+    @staticmethod
+    def unfilled(
+        config: McaModelConfig,
+        args: DistributingParallelArguments | None = None,
+        *,
+        dtype: DtypeName | None = None,
+        seed: int = 1234,
+    ) -> VirtualModels:
+        """A model whose parameters have no values yet: for whoever fills them, or only looks at what they need."""
+        return _build(config, args or DistributingParallelArguments(), dtype, seed, None)
 
 
 def _build(

@@ -6,12 +6,16 @@ No weights are read.
 import math
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mca_config.arguments import MegatronArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
-from mca_train.config.arguments import LaunchArguments
+from mca_train.config.arguments import LaunchArguments, LoraArguments
+
+if TYPE_CHECKING:
+    from mca_models.lora.config import AdapterConfig
 
 
 def model_config(path: str) -> McaModelConfig:
@@ -59,3 +63,16 @@ def smallest_world(layout: ParallelLayout) -> int:
 def layout_of(arguments: MegatronArguments, config: McaModelConfig) -> ParallelLayout:
     """The layout that is asked for; what is left out comes from an MCA checkpoint."""
     return arguments.layout(config.layout)
+
+
+def adapter_config(lora: LoraArguments) -> "AdapterConfig | None":
+    """The adapter that is trained; its values are not read. None: the whole model is.
+
+    Raises:
+        McaError: The adapter's directory has no usable configuration.
+    """
+    from mca_models.lora.config import AdapterConfig
+
+    if lora.adapter_name_or_path is not None:
+        return AdapterConfig.load(Path(lora.adapter_name_or_path))
+    return AdapterConfig.from_dict(lora.config()) if lora.wanted else None

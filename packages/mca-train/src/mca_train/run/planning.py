@@ -5,19 +5,15 @@ Nothing is trained, and no weight and no row is read.
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mca_config.checks import positions_exceeded
-from mca_train.config.model import model_config, planned_ranks
-from mca_train.config.run_config import Settings, given_values
+from mca_train.config.model import adapter_config, model_config, planned_ranks
+from mca_train.config.run_config import given_values
 from mca_train.plan.memory import Plan, make_plan
 from mca_train.plan.report import render
 from mca_train.run.checks import Run, check, settings_of
 from mca_train.tasks.table import task_of
 from mca_train.tasks.task import Task
-
-if TYPE_CHECKING:
-    from mca_models.lora.config import AdapterConfig
 
 
 def print_plan(task: Task | None, config: Path, overrides: list[str]) -> int:
@@ -26,9 +22,10 @@ def print_plan(task: Task | None, config: Path, overrides: list[str]) -> int:
     Args:
         task: The kind of run; None: the one whose keys are given.
         config: The YAML file.
-        overrides: ``--key value`` words.
+        overrides: ``--key value`` words, and the plan's own: ``--dry_run`` runs a step without memory and ranks.
     """
-    values, where = given_values(config, overrides)
+    dry, words = _own_flag(overrides)
+    values, where = given_values(config, words)
     task = task or task_of(values)
     settings = settings_of(task, values, where)
     findings = check(task, settings, planned_ranks)
@@ -36,6 +33,8 @@ def print_plan(task: Task | None, config: Path, overrides: list[str]) -> int:
         sys.stdout.write("".join(["this run is impossible:\n", *(f"  - {p}\n" for p in findings.impossible)]))
         return 2
     sys.stdout.write(render(_plan(findings.run), settings, findings.run.model))
+    if dry:
+        sys.stdout.write(_dry_run(findings.run))
     if told := positions_exceeded(findings.run.model, settings.data.seq_length):
         sys.stdout.write(f"seq_length {settings.data.seq_length}: {told}\n")
     if findings.missing:
@@ -50,14 +49,20 @@ def _plan(run: Run) -> Plan:
         settings.training,
         settings.data.seq_length,
         run.world_size,
-        adapter=_adapter(settings),
+        adapter=adapter_config(settings.lora),
         reference=None if reference is None else model_config(reference),
     )
 
 
-def _adapter(settings: Settings) -> "AdapterConfig | None":
-    from mca_models.lora.config import AdapterConfig
+def _own_flag(words: list[str]) -> tuple[bool, list[str]]:
+    """Whether ``--dry_run`` is among ``words``, and the others."""
+    own = ("--dry_run", "--dry-run")
+    return any(word in own for word in words), [word for word in words if word not in own]
 
-    if settings.lora.adapter_name_or_path is not None:
-        return AdapterConfig.load(Path(settings.lora.adapter_name_or_path))
-    return AdapterConfig.from_dict(settings.lora.config()) if settings.lora.wanted else None
+
+def _dry_run(run: Run) -> str:
+    from mca_train.dry_run.report import render_dry_run
+    from mca_train.dry_run.stages import needs_of_stages
+
+    stages = needs_of_stages(run.task, run.settings, run.model, run.layout, run.world_size)
+    return "\n" + render_dry_run(stages, run.settings.training.gradient_accumulation_steps)

@@ -68,7 +68,6 @@ class Dpo(AnswerTask):
     data_arguments = PairArguments
     own_arguments = DpoArguments
     sides = ("chosen", "rejected")
-    sequences_per_sample = len(sides)
     wanted = "both answers"
 
     @property

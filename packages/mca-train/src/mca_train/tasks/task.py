@@ -34,14 +34,20 @@ class Task(ABC):
         summary: Its line in ``mca-train --help``.
         data_arguments: The keys of its model and files: `DataArguments`, or a subclass with more columns.
         own_arguments: A dataclass of the keys that this kind alone understands; None: there are none.
-        sequences_per_sample: Sequences that a sample holds, each of up to ``seq_length`` tokens.
+        sides: Names of the sequences of a sample, each of up to ``seq_length`` tokens, which its tensors begin with;
+            none: it is one sequence.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     data_arguments: ClassVar[type[DataArguments]] = DataArguments
     own_arguments: ClassVar[type | None] = None
-    sequences_per_sample: ClassVar[int] = 1
+    sides: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """Sequences that are compared with one another, or 1."""
+        return max(1, len(self.sides))
 
     @property
     def own_keys(self) -> frozenset[str]:
@@ -114,11 +120,9 @@ class AnswerTask(Task):
 
     Attributes:
         wanted: What a row without a target lacks, in a warning.
-        sides: Names of the sequences of a sample, which its tensors begin with; none: it is one sequence.
     """
 
     wanted: ClassVar[str] = "an answer"
-    sides: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def encoder(

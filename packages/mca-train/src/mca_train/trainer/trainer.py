@@ -228,7 +228,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         if checkpoint is not None:
             with reading(checkpoint):
                 load_weights(self.model, checkpoint)
-        engine, rate = self._engine(), LearningRate(self.args, length.schedule_steps)
+        engine, rate = self.new_engine(), LearningRate(self.args, length.schedule_steps)
         self._training, self._pipeline = Training(engine, rate), engine
         self.optimizer, self.lr_scheduler = engine.optimizer, rate.scheduler
         training = self._training_state()
@@ -241,8 +241,8 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         handler.model, handler.optimizer, handler.lr_scheduler = self._view, self.optimizer, self.lr_scheduler
         return training
 
-    def _engine(self) -> Engine:
-        """The engine of an earlier `train`, whose chunks are wrapped already, or a new one."""
+    def new_engine(self) -> Engine:
+        """What trains the model on this rank, or that of an earlier `train`, whose chunks are wrapped already."""
         if isinstance(self._pipeline, Engine):
             return self._pipeline
         return Engine(list(self.model.chunks), self.args, self._loss, wants_logits=self.wants_logits)

@@ -8,6 +8,6 @@
 ``merge_adapter`` and ``unmerge_adapter`` fold it into the weights and back.
 """
 
-from mca_models.megatron.peft.models import PeftModels, get_peft_model, load_adapter
+from mca_models.megatron.peft.models import PeftModels, attach_adapter, get_peft_model, load_adapter
 
-__all__ = ["PeftModels", "get_peft_model", "load_adapter"]
+__all__ = ["PeftModels", "attach_adapter", "get_peft_model", "load_adapter"]

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
@@ -181,7 +183,7 @@ def _order(
     rows = _packed_rows(Rule.of(param), sizes, cut.group.rank(), cut.group.size())
     known = {pair.target.part: part for pair, part in zip(pairs, parts, strict=True)}
     nothing = sum(part.rows for part in parts)
-    first_row, start, order = 0, 0, torch.full_like(rows, nothing)
+    first_row, start, order = 0, 0, np.full_like(rows, nothing)
     for number, size in enumerate(sizes):
         if part := known.get(number):
             first = first_row if part.whole_b else first_row + cut.group.rank() * part.rows
@@ -189,15 +191,15 @@ def _order(
             order[mine] = rows[mine] - first + start
             start += part.rows
         first_row += size
-    return None if torch.equal(order, torch.arange(nothing)) else order
+    return None if np.array_equal(order, np.arange(nothing)) else torch.from_numpy(order)
 
 
 @lru_cache(maxsize=64)
-def _packed_rows(rule: Rule, sizes: tuple[int, ...], rank: int, size: int) -> Tensor:
+def _packed_rows(rule: Rule, sizes: tuple[int, ...], rank: int, size: int) -> NDArray[np.int64]:
     """The rows of the HF tensors, counted over all of them, in the order in which ``rank`` holds them."""
-    numbers = torch.arange(sum(sizes)).unsqueeze(1)
-    whole = rule.to_whole(list(torch.split(numbers, list(sizes))))
-    packed: Tensor = rule.shard.take(whole, rank, size).flatten()
+    numbers = np.arange(sum(sizes)).reshape(-1, 1)
+    whole = rule.to_whole(np.split(numbers, np.cumsum(sizes)[:-1]))
+    packed: NDArray[np.int64] = rule.shard.take(whole, rank, size).flatten()
     return packed
 
 

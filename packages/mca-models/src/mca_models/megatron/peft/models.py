@@ -261,9 +261,14 @@ def get_peft_model(models: VirtualModels, config: PeftConfig, *, seed: int = 123
     """
     adapter = adapter_config(config, models)
     require_start(adapter)
-    peft = _peft_models(models, adapter, rules_for_training(models.config, adapter))
+    peft = attach_adapter(models, adapter)
     peft.fill(first_values(adapter, seed), saved=False)
     return peft
+
+
+def attach_adapter(models: VirtualModels, config: AdapterConfig) -> PeftModels:
+    """``models`` with an adapter that has no values yet."""
+    return _peft_models(models, config, rules_for_training(models.config, config))
 
 
 def load_adapter(models: VirtualModels, path: str | Path) -> PeftModels:

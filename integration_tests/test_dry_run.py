@@ -1,0 +1,190 @@
+"""A step without memory and without ranks needs what the same step needs on real ones, on every stage.
+
+The tracker is the same in both; so bytes, floating-point operations and messages are equal but for what an allocation
+of the library's own makes of real values. ``MCA_DRY_RUNS=1`` runs every case, the default a sample.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import run_ranks
+from mca_train.dry_run.step import StepNeeds
+
+pytestmark = pytest.mark.ranks
+
+WITHIN = 0.02  # what the issue of this command promised; all cases are equal to 1e-3 in fact
+DENSE = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+MODELS = {"dense": DENSE, "experts": EXPERTS}
+TP, PP, VPP, CP = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+)
+SPLIT = {"use_distributed_optimizer": True}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+LORA = {"lora_rank": 4, "lora_target_modules": ["q_proj", "down_proj"]}
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "one rank": ("sft", 1, {}),
+    "bf16": ("sft", 1, {"bf16": True}),
+    "lora": ("sft", 1, LORA),
+    "dpo": ("dpo", 1, {}),
+    "dpo of an adapter": ("dpo", 1, LORA),
+    "full recompute": ("sft", 1, FULL),
+    "selective recompute": ("sft", 1, {"recompute_granularity": "selective"}),
+    "chunked loss": ("sft", 1, {"loss_chunk_size": 64}),
+    "offloaded": ("sft", 1, {"optimizer_cpu_offload": True, "bf16": True} | SPLIT),
+    "tp sp": ("sft", 2, {TP: 2, "sequence_parallel": True, "bf16": True}),
+    "pp": ("pretrain", 2, {PP: 2}),
+    "vpp": ("pretrain", 2, {PP: 2, VPP: 2}),
+    "cp packed": ("sft", 2, {CP: 2, "sequence_packing": True}),
+    "dp split": ("sft", 2, {"bf16": True} | SPLIT),
+    "tp pp dpo": ("dpo", 4, {TP: 2, PP: 2} | SPLIT),
+    "experts": ("sft", 1, {}),
+    "experts ep": ("sft", 2, {"expert_model_parallel_size": 2, "bf16": True} | SPLIT),
+    "experts pp recompute": ("sft", 2, {PP: 2} | FULL),
+}
+SAMPLE = (
+    "bf16",
+    "dpo of an adapter",
+    "full recompute",
+    "tp sp",
+    "vpp",
+    "cp packed",
+    "dp split",
+    "experts ep",
+)
+CHOSEN = tuple(CASES) if os.environ.get("MCA_DRY_RUNS") else SAMPLE
+
+
+def prepared(folder: Path, kind: str, changes: dict[str, Any], world_size: int) -> Any:
+    """The checked run."""
+    from mca_train.run.checks import check, settings_of
+    from mca_train.tasks.table import TASKS
+
+    values = {
+        "model_name_or_path": str(folder),
+        "output_dir": str(folder / "out"),
+        "seq_length": 128,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 2,
+        **changes,
+    }
+    findings = check(TASKS[kind], settings_of(TASKS[kind], values, "test"), lambda *_: world_size)
+    assert not findings.impossible
+    return findings.run
+
+
+def model_of(name: str) -> str:
+    return "experts" if name.startswith("experts") else "dense"
+
+
+def without_memory(folder: Path, kind: str, changes: dict[str, Any], rank: int, world_size: int) -> StepNeeds:
+    """Runs in a process of its own, which is no rank."""
+    from mca_train.dry_run.step import step_needs
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    run = prepared(folder, kind, changes, world_size)
+    return step_needs(run.task, run.settings, run.model, rank, world_size, 4)
+
+
+def with_memory(folder: Path, names: list[str]) -> dict[str, StepNeeds]:
+    """Runs on every rank."""
+    import torch.distributed as dist
+
+    from mca_models import AutoModel
+    from mca_train.batching.loaders import steps_of
+    from mca_train.dry_run.modules import ModuleNames
+    from mca_train.dry_run.routing import route_evenly
+    from mca_train.dry_run.step import Modes, build, measure
+    from mca_train.dry_run.tracker import Tracker
+
+    found = {}
+    for name in names:
+        kind, _, changes = CASES[name]
+        run = prepared(folder / model_of(name), kind, changes, dist.get_world_size())
+        modes = Modes(Tracker(ModuleNames()))
+        trainer, engine = build(run.task, run.settings, run.model, modes, AutoModel.from_config)
+        route_evenly(engine.models)
+        found[name] = measure(trainer, engine, modes, next(steps_of(trainer.get_train_dataloader())))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("dry")
+    for name, config in MODELS.items():
+        (path / name).mkdir()
+        (path / name / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("size", sorted({CASES[name][1] for name in CHOSEN}))
+def test_a_step_needs_what_it_needs_with_memory_and_ranks(size: int, folder: Path) -> None:
+    names = [name for name in CHOSEN if CASES[name][1] == size]
+    real = run_ranks(size, with_memory, folder, names, timeout=300)
+    for name in names:
+        kind, _, changes = CASES[name]
+        for rank in {0, size - 1}:
+            (planned,) = run_ranks(
+                1, without_memory, folder / model_of(name), kind, changes, rank, size, process_group=False
+            )
+            compare(f"{name}, rank {rank}", planned, real[rank][name])
+
+
+def compare(name: str, planned: StepNeeds, real: StepNeeds) -> None:
+    for part in ("weights", "gradients", "optimizer", "reference", "flops", "micro_batches"):
+        assert getattr(planned, part) == getattr(real, part), (name, part)
+    for part in ("peak", "activations", "temporaries"):
+        mine, its = getattr(planned, part), getattr(real, part)
+        assert mine == pytest.approx(its, abs=WITHIN * real.peak), (name, part)
+    assert planned.module == real.module, name
+    assert {(m.operation, m.ranks): (m.count, m.bytes) for m in planned.messages} == {
+        (m.operation, m.ranks): (m.count, m.bytes) for m in real.messages
+    }, name

@@ -1,0 +1,59 @@
+"""What a dry run found, as text."""
+
+from collections.abc import Sequence
+
+from mca_train.dry_run.step import StepNeeds
+from mca_train.dry_run.tracker import Message
+from mca_train.plan.memory import GIB
+
+_COLUMNS = ("weights", "gradients", "optimizer", "reference", "activations", "temporaries", "peak")
+_SHOWN = 12
+
+
+def render_dry_run(stages: Sequence[StepNeeds], accumulated: int) -> str:
+    """The needs of each stage, and what the one with the most sends.
+
+    Args:
+        stages: One rank of each.
+        accumulated: Micro-batches of a step of the run.
+    """
+    ran = [stage.micro_batches for stage in stages]
+    count = f"{min(ran)} to {max(ran)}" if len(set(ran)) > 1 else str(ran[0])
+    more = "" if set(ran) == {accumulated} else f" of {accumulated}, as more need no more memory"
+    fullest = max(stages, key=lambda stage: stage.peak)
+    columns = [name for name in _COLUMNS if name != "reference" or any(s.reference for s in stages)]
+    lines = [
+        f"dry run      one step by the run's own engine on tensors without memory; micro-batches: {count}{more}",
+        "",
+        f"{'stage':>5}{'rank':>7}" + "".join(f"{name:>13}" for name in columns) + "   at the peak",
+    ]
+    for stage in stages:
+        cells = "".join(f"{getattr(stage, name) / GIB:>13.3f}" for name in columns)
+        lines.append(f"{stage.stage:>5}{stage.rank:>7}{cells}   {_where(stage)}")
+    lines += [
+        "",
+        "GiB at the peak of a rank of each stage; kernels, allocators and communication buffers come on top",
+        f"computed     {_flops(stages, accumulated) / 1e12:,.3g} TFLOP a step by these ranks",
+        f"messages     of rank {fullest.rank}, stage {fullest.stage}, in its step:",
+    ]
+    messages = sorted(fullest.messages, key=lambda message: -message.bytes)
+    lines += [f"  {_told(message)}" for message in messages[:_SHOWN] if message.bytes]
+    return "\n".join(lines) + "\n"
+
+
+def _flops(stages: Sequence[StepNeeds], accumulated: int) -> float:
+    return sum(stage.flops / stage.micro_batches * accumulated for stage in stages)
+
+
+def _where(stage: StepNeeds) -> str:
+    module = stage.module or "loss and schedule"
+    return f"{'backward of ' if stage.backward else ''}{module} ({stage.operation})"
+
+
+def _told(message: Message) -> str:
+    ranks = message.ranks
+    shown = ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
+    return (
+        f"{message.operation:<34}{message.count:>8} times{message.bytes / GIB:>12.3f} GiB   over {len(ranks)} ranks "
+        f"({shown})"
+    )

@@ -1,0 +1,112 @@
+"""The dry run of every pipeline stage: one rank of each, in processes of their own."""
+
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING
+
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout, RankGrid
+from mca_train.dry_run.step import StepNeeds, step_needs
+
+if TYPE_CHECKING:
+    from mca_config.model_config import McaModelConfig
+    from mca_train.config.run_config import Settings
+    from mca_train.tasks.task import Task
+
+
+def needs_of_stages(
+    task: "Task", settings: "Settings", model: "McaModelConfig", layout: ParallelLayout, world_size: int
+) -> list[StepNeeds]:
+    """What the first rank of each pipeline stage needs for a step.
+
+    Args:
+        task: The kind of run.
+        settings: The run.
+        model: The architecture.
+        layout: How the ranks stand.
+        world_size: Their number.
+    """
+    from mca_models.megatron import platform
+
+    platform.prepare()  # what the processes below would each import
+    accumulated = settings.training.gradient_accumulation_steps
+    grid = RankGrid(layout, world_size)
+    return _in_processes(
+        [
+            partial(
+                step_needs,
+                task,
+                settings,
+                model,
+                rank,
+                world_size,
+                micro_batches_to_run(accumulated, layout, stage),
+            )
+            for stage, rank in enumerate(_first_ranks(grid))
+        ]
+    )
+
+
+def micro_batches_to_run(accumulated: int, layout: ParallelLayout, stage: int) -> int:
+    """As many as a stage has at once, and one more; those after them need no more memory.
+
+    With virtual stages the schedule hands out micro-batches in groups of the pipeline's size: two of them.
+    """
+    return min(accumulated, 2 * layout.pp if layout.vpp > 1 else layout.pp - stage + 1)
+
+
+def _in_processes(work: Sequence[Callable[[], StepNeeds]]) -> list[StepNeeds]:
+    """The results of ``work``, each done in a fork of this thread, as many at once as there are cores."""
+    waiting, running, found = deque(enumerate(work)), dict[Connection, int](), dict[int, StepNeeds]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < len(os.sched_getaffinity(0)):
+                number, task = waiting.popleft()
+                running[_started(task)] = number
+            for connection in wait(list(running)):
+                assert isinstance(connection, Connection)
+                found[running.pop(connection)] = _received(connection)
+    finally:
+        for process in multiprocessing.active_children():
+            process.kill()
+    return [found[number] for number in range(len(work))]
+
+
+def _started(task: Callable[[], StepNeeds]) -> Connection:
+    context = multiprocessing.get_context("fork")
+    mine, its = context.Pipe(duplex=False)
+    context.Process(target=_answer, args=(task, its), daemon=True).start()
+    its.close()
+    return mine
+
+
+def _answer(task: Callable[[], StepNeeds], connection: Connection) -> None:
+    try:
+        result: StepNeeds | BaseException = task()
+    except Exception as error:  # told by the parent, once
+        result = error
+    connection.send(result)
+
+
+def _received(connection: Connection) -> StepNeeds:
+    try:
+        result = connection.recv()
+    except EOFError:
+        raise McaError("a process of the dry run was killed, for example for its memory") from None
+    if isinstance(result, BaseException):
+        raise result
+    assert isinstance(result, StepNeeds)
+    return result
+
+
+def _first_ranks(grid: RankGrid) -> list[int]:
+    found: dict[int, int] = {}
+    for rank in range(grid.world_size):
+        found.setdefault(grid.coordinates(rank).pp, rank)
+        if len(found) == grid.layout.pp:
+            break
+    return [found[pp] for pp in range(grid.layout.pp)]

@@ -1,0 +1,273 @@
+"""One rank's step of a run, with the run's own engine and trainer, on tensors without memory.
+
+It reads no weights and no data, and starts no ranks. What the layers, the schedule, data parallelism and the optimizer
+allocate, compute and send is what they do in the run on this kind of device, with samples that are as long as they
+may be.
+"""
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mca_train.batching.loaders import steps_of
+from mca_train.batching.micro_batch import MicroBatch, StepBatch
+from mca_train.config.model import adapter_config, model_config
+from mca_train.dry_run.answers import Answers
+from mca_train.dry_run.modules import ModuleNames
+from mca_train.dry_run.routing import known_as_arrays, route_evenly
+from mca_train.dry_run.samples import LongestSamples
+from mca_train.dry_run.tracker import GRADIENTS, KEPT, OPTIMIZER, REFERENCE, STEP, WEIGHTS, Message, Tracker
+from mca_train.dry_run.world import fake_world, without_moving
+
+if TYPE_CHECKING:
+    from mca_config.model_config import McaModelConfig
+    from mca_config.training import TrainingArguments
+    from mca_models import VirtualModels
+    from mca_train.config.run_config import Settings
+    from mca_train.engine.engine import Engine
+    from mca_train.tasks.task import Task
+    from mca_train.trainer.parts import TrainerOptions
+    from mca_train.trainer.trainer import McaTrainer
+
+_POINTS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepNeeds:
+    """What one rank needs for a step, in bytes unless said otherwise."""
+
+    rank: int
+    stage: int
+    micro_batches: int
+    """How many were run."""
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    activations: int
+    """At the peak: what was kept from one pass for another."""
+    temporaries: int
+    """At the peak: what the running pass made for itself."""
+    peak: int
+    operation: str
+    module: str
+    backward: bool
+    """Whether the peak is in a backward pass."""
+    curve: tuple[int, ...]
+    """Over the step, at most a thousand points."""
+    flops: int
+    messages: tuple[Message, ...]
+    synchronisations: int
+    """How often the host read a value."""
+
+
+def step_needs(
+    task: "Task",
+    settings: "Settings",
+    model: "McaModelConfig",
+    rank: int,
+    world_size: int,
+    micro_batches: int,
+) -> StepNeeds:
+    """What ``rank`` of a run needs for a step of ``micro_batches``.
+
+    To be called in a process of its own, as Megatron's groups are the process's.
+    """
+    from mca_models import AutoModel
+    from mca_models.megatron import platform
+
+    platform.prepare()
+    with ExitStack() as stack:
+        settings = _short(settings, stack.enter_context(tempfile.TemporaryDirectory()), micro_batches)
+        for context in (fake_world(rank, world_size), without_moving(), _norms()):
+            stack.enter_context(context)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        answers = Answers(fake)
+        modes = Modes(Tracker(ModuleNames()), fake, answers)
+        stack.enter_context(known_as_arrays(answers))
+        trainer, engine = build(task, settings, model, modes, AutoModel.unfilled)
+        route_evenly(engine.models, answers)
+        return measure(trainer, engine, modes, next(steps_of(trainer.get_train_dataloader())))
+
+
+def _short(settings: "Settings", folder: str, micro_batches: int) -> "Settings":
+    """The same run with another number of micro-batches, elsewhere."""
+    args = copy.copy(settings.training)
+    args.output_dir, args.gradient_accumulation_steps = folder, micro_batches
+    return replace(settings, training=args)
+
+
+@dataclass(frozen=True)
+class Modes:
+    """What operations go through: the tracker, and below it what stands for memory, if there is none."""
+
+    tracker: Tracker
+    fake: FakeTensorMode | None = None
+    answers: Answers | None = None
+
+    @contextmanager
+    def entered(self, phase: str) -> Iterator[None]:
+        """A block of operations, in a phase of the tracker."""
+        with ExitStack() as stack:
+            for mode in (self.fake, self.answers):
+                if mode is not None:
+                    stack.enter_context(mode)
+            stack.enter_context(self.tracker)
+            stack.enter_context(self.tracker.phase(phase))
+            yield
+
+
+def build(
+    task: "Task",
+    settings: "Settings",
+    config: "McaModelConfig",
+    modes: Modes,
+    make: "Callable[[McaModelConfig, TrainingArguments], VirtualModels]",
+) -> "tuple[McaTrainer, Engine]":
+    """The trainer and the engine of a run on this rank, as they are before the second step; collective.
+
+    Args:
+        task: The kind of run.
+        settings: The run.
+        config: The architecture.
+        modes: What operations go through.
+        make: Makes the model.
+    """
+    args, length = settings.training, settings.data.seq_length
+    reference = None
+    if (path := task.reference(settings)) is not None:
+        with modes.entered(REFERENCE):
+            reference = make(model_config(path), args)
+            reference.requires_grad_(False)
+    with modes.entered(WEIGHTS):
+        model = _with_adapter(make(config, args), settings)
+    samples = args.gradient_accumulation_steps * args.per_device_train_batch_size
+    samples *= model.place.grid.data_parallel_size
+    options: TrainerOptions = {
+        "model": model,
+        "args": args,
+        "train_dataset": LongestSamples(samples, length, task.sides),
+        "pack_length": length * task.sequences_per_sample,
+    }
+    with modes.entered(STEP):
+        trainer = task.trainer(settings, reference, options)
+    with modes.entered(OPTIMIZER), _wrapping_in(modes.tracker):
+        engine = trainer.new_engine()
+        engine.optimizer_step()  # which makes its state
+    for parameter in model.parameters():
+        modes.tracker.assign(parameter, WEIGHTS)
+    modes.tracker.names.name(engine.models)
+    return trainer, engine
+
+
+def _with_adapter(model: "VirtualModels", settings: "Settings") -> "VirtualModels":
+    """The same, with an adapter whose values nobody needs."""
+    from mca_models.megatron.peft import attach_adapter
+
+    adapter = adapter_config(settings.lora)
+    return model if adapter is None else attach_adapter(model, adapter)
+
+
+@contextmanager
+def _wrapping_in(tracker: Tracker) -> Iterator[None]:
+    """A block in which what data parallelism allocates is counted as gradients."""
+    from mca_train.engine.engine import Engine
+
+    wrap = Engine._wrap
+
+    def counted(engine: Engine, chunks: Sequence[Any]) -> list[Any]:
+        with tracker.phase(GRADIENTS):
+            return wrap(engine, chunks)
+
+    with patch.object(Engine, "_wrap", counted):
+        yield
+
+
+def measure(trainer: "McaTrainer", engine: "Engine", modes: Modes, batch: StepBatch) -> StepNeeds:
+    """Runs one step and says what it needed; collective."""
+    tracker = modes.tracker
+    with modes.entered(STEP), _passes(tracker), tracker.names.following():
+        tracker.restart()
+        given = batch if modes.answers is None else _without_memory(batch, modes.answers)
+        trainer.before_forward(given)
+        engine.forward_backward(given)
+        tracker.next_pass()
+        engine.optimizer_step()
+    tally, place = tracker.tally, trainer.model.place
+    sizes = tally.peak.sizes()
+    return StepNeeds(
+        rank=place.rank,
+        stage=place.at.pp,
+        micro_batches=len(batch.micro_batches),
+        weights=sizes[WEIGHTS],
+        gradients=sizes[GRADIENTS],
+        optimizer=sizes[OPTIMIZER],
+        reference=sizes[REFERENCE],
+        activations=sizes[KEPT],
+        temporaries=sizes[STEP],
+        peak=tally.peak.bytes,
+        operation=tally.peak.operation,
+        module=tally.peak.module,
+        backward=tally.peak.backward,
+        curve=_thinned(tally.curve),
+        flops=tally.flops,
+        messages=tuple(tally.messages.values()),
+        synchronisations=sum(tally.synchronisations.values()),
+    )
+
+
+def _without_memory(batch: StepBatch, answers: Answers) -> StepBatch:
+    def converted(micro_batch: MicroBatch) -> MicroBatch:
+        values = {f.name: getattr(micro_batch, f.name) for f in fields(micro_batch)}
+        tensors: dict[str, Any] = {
+            k: answers.fake_of(v, known=k == "cu_seqlens")
+            for k, v in values.items()
+            if isinstance(v, torch.Tensor)
+        }
+        return replace(micro_batch, **tensors)
+
+    return replace(batch, micro_batches=tuple(map(converted, batch.micro_batches)))
+
+
+@contextmanager
+def _passes(tracker: Tracker) -> Iterator[None]:
+    """A block in which the tracker is told of each forward and backward pass of Megatron's schedules."""
+    from megatron.core.pipeline_parallel import schedules
+
+    def telling(function: Callable[..., Any]) -> Callable[..., Any]:
+        def told(*args: Any, **kwargs: Any) -> Any:
+            tracker.next_pass()
+            return function(*args, **kwargs)
+
+        return told
+
+    with ExitStack() as stack:
+        for name in ("forward_step", "backward_step"):
+            stack.enter_context(patch.object(schedules, name, telling(getattr(schedules, name))))
+        yield
+
+
+@contextmanager
+def _norms() -> Iterator[None]:
+    """A block in which Megatron's norm of gradients does not look at its values on the way."""
+    from megatron.core.optimizer import clip_grads
+
+    with patch.object(clip_grads, "l2_norm_impl", _norm):
+        yield
+
+
+def _norm(_: int, __: object, lists: list[list[torch.Tensor]], *___: object) -> tuple[torch.Tensor, None]:
+    return torch.stack([torch.norm(tensor) for tensor in lists[0]]).norm().float().reshape(1), None
+
+
+def _thinned(curve: Sequence[int]) -> tuple[int, ...]:
+    """At most a thousand points, of each stretch the highest."""
+    width = -(-len(curve) // _POINTS) or 1
+    return tuple(max(curve[start : start + width]) for start in range(0, len(curve), width))

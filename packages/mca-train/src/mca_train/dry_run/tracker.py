@@ -1,0 +1,186 @@
+"""Counts what a step allocates, computes and sends, operation by operation, on real tensors or on fake ones.
+
+A storage is counted from the operation that returns it until nothing refers to it, views once. What allocators add
+(rounding, fragments) and what kernels take inside is not seen.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from mca_train.dry_run.modules import ModuleNames
+
+WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE, STEP = "weights", "gradients", "optimizer", "reference", "step"
+"""Phases in which something is allocated."""
+KEPT = "kept"
+"""Of a step: what one pass leaves for another."""
+
+
+@dataclass
+class Allocation:
+    """One storage."""
+
+    bytes: int
+    phase: str
+    made_in: int
+    """The pass (forward or backward of a micro-batch) in which it was made."""
+    ended_in: int | None = None
+    """That in which it was freed; None: it is still there."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment with the most bytes."""
+
+    bytes: int = 0
+    operation: str = ""
+    module: str = ""
+    backward: bool = False
+    held: tuple[Allocation, ...] = ()
+
+    def sizes(self) -> Counter[str]:
+        """Bytes by phase; of a step what another pass than its own ended is `KEPT`."""
+        sizes = Counter[str]()
+        for found in self.held:
+            kept = found.phase == STEP and found.ended_in != found.made_in
+            sizes[KEPT if kept else found.phase] += found.bytes
+        return sizes
+
+
+@dataclass
+class Message:
+    """Collectives, or messages between pipeline stages, of one kind in one group."""
+
+    operation: str
+    ranks: tuple[int, ...]
+    count: int = 0
+    bytes: int = 0
+    """Of this rank's largest buffer in each."""
+
+
+@dataclass
+class Tally:
+    """What was counted."""
+
+    live: int = 0
+    peak: Peak = field(default_factory=Peak)
+    flops: int = 0
+    curve: list[int] = field(default_factory=list)
+    """Bytes after each operation that changed them."""
+    messages: dict[tuple[str, tuple[int, ...]], Message] = field(default_factory=dict)
+    synchronisations: Counter[str] = field(default_factory=Counter)
+    """Reads of a value by the host, by module: a GPU would be waited for."""
+
+
+class Tracker(TorchDispatchMode):
+    """Counts in a block; `phase` says what for, `in_pass` tells forward and backward passes apart."""
+
+    def __init__(self, names: ModuleNames) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tally = Tally()
+        self.names = names
+        self._phase = WEIGHTS
+        self._pass = 0
+        self._known: dict[int, tuple[Allocation, weakref.ref[Any]]] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A block whose allocations are of ``name``."""
+        before, self._phase = self._phase, name
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def next_pass(self) -> None:
+        """From here on another pass runs."""
+        self._pass += 1
+
+    def restart(self) -> None:
+        """Forgets all but what is there now."""
+        self.tally = Tally(live=self.tally.live)
+        self._note("", False)
+
+    def assign(self, tensor: torch.Tensor, phase: str) -> None:
+        """Counts the storage of ``tensor`` as of ``phase``, whenever it was made."""
+        self.add(tensor)
+        if (known := self._known.get(tensor.untyped_storage()._cdata)) is not None:
+            known[0].phase = phase
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs ``func`` and counts what it did."""
+        options = dict(kwargs or {})
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.tally.synchronisations[self.names.here()[0]] += 1
+        out = func(*args, **options)
+        if (flops := flop_registry.get(func._overloadpacket)) is not None:
+            self.tally.flops += flops(*args, **options, out_val=out)
+        if func.namespace == "c10d":
+            self._send(func, args)
+        self._count(func, out)
+        return out
+
+    def _count(self, func: Any, out: Any) -> None:
+        grown = False
+        for tensor in (out,) if isinstance(out, torch.Tensor) else _pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                grown |= self.add(tensor)
+        if grown:
+            self._note(str(func._overloadpacket), torch._C._current_autograd_node() is not None)
+
+    def add(self, tensor: torch.Tensor) -> bool:
+        """Counts the storage of ``tensor``, if it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or not storage.nbytes():
+            return False
+        found = Allocation(storage.nbytes(), self._phase, self._pass)
+        self._known[key] = found, weakref.ref(storage, lambda _: self._drop(key))
+        self.tally.live += found.bytes
+        return True
+
+    def _drop(self, key: int) -> None:
+        found, _ = self._known.pop(key)
+        found.ended_in = self._pass
+        self.tally.live -= found.bytes
+        self.tally.curve.append(self.tally.live)
+
+    def _note(self, operation: str, backward: bool) -> None:
+        tally = self.tally
+        tally.curve.append(tally.live)
+        if tally.live > tally.peak.bytes:
+            held = tuple(found for found, _ in self._known.values())
+            tally.peak = Peak(tally.live, operation, self.names.here()[0], backward, held)
+
+    def _send(self, func: Any, args: Sequence[Any]) -> None:
+        sizes = [t.numel() * t.element_size() for t in _pytree.tree_leaves(args) if _is_tensor(t)]
+        group = next((found for arg in args if (found := _group(arg)) is not None), None)
+        ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else ()
+        name = str(func._overloadpacket).removeprefix("c10d.").rstrip("_")
+        message = self.tally.messages.setdefault((name, ranks), Message(name, ranks))
+        message.count += 1
+        message.bytes += max(sizes, default=0)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _group(value: object) -> dist.ProcessGroup | None:
+    if isinstance(value, torch.ScriptObject):
+        try:
+            return dist.ProcessGroup.unbox(value)
+        except (RuntimeError, TypeError):
+            return None
+    return value if isinstance(value, dist.ProcessGroup) else None

@@ -1,0 +1,59 @@
+"""Process groups of a world in which only one rank exists: its collectives are answered at once.
+
+torch has such groups for its own tests. What Megatron asks of groups beside that (groups over gloo, objects gathered)
+is answered here; nothing is sent.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """A block in which this process is ``rank`` of ``world_size``; no process group may stand before."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    new_group = dist.new_group
+
+    def fake_group(*args: Any, **options: Any) -> Any:
+        return new_group(*args, **options | {"backend": "fake"})
+
+    with ExitStack() as stack:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        stack.callback(_end)
+        stack.enter_context(patch.object(dist, "new_group", fake_group))
+        stack.enter_context(patch.object(dist, "all_gather_object", _same_of_all))
+        stack.enter_context(patch.object(dist, "broadcast_object_list", _already_there))
+        yield
+
+
+def _end() -> None:
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _same_of_all(found: list[Any], value: object, group: object = None) -> None:
+    found[:] = [value] * len(found)
+
+
+def _already_there(*_: object, **__: object) -> None:
+    """What a rank has is what the source has."""
+
+
+@contextmanager
+def without_moving() -> Iterator[None]:
+    """A block in which modules stay where they are made: tensors without memory cannot be exchanged in place."""
+
+    def stay(module: torch.nn.Module, *_: object, **__: object) -> torch.nn.Module:
+        return module
+
+    with patch.object(torch.nn.Module, "to", stay):
+        yield
