@@ -109,6 +109,7 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (DENSE, UNEVEN, UNIFORM, "cannot recompute the 3 layers of a pipeline stage 2 at a time"),
     (DENSE, TP2, {"gradient_accumulation_fusion": True}, "gradient_accumulation_fusion needs CUDA"),
     (DENSE, TP2, {"fp8": "hybrid"}, "fp8 needs CUDA"),
+    (DENSE, TP2, ENGINE | {"tp_comm_overlap": True}, "tp_comm_overlap needs buffers"),
     (MOE, ParallelLayout(), {"moe_token_dispatcher_type": "flex"}, "use alltoall or allgather"),
     (DENSE, CP2, {"cp_comm_type": "p2p"}, "all_gather"),
     (WINDOWED, CP2, ENGINE, "no sliding window"),

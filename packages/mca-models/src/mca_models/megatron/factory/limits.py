@@ -132,6 +132,8 @@ def _machine(settings: Values, device: str, implementation: str) -> Iterator[str
         if settings.get("moe_token_dispatcher_type") == "flex":
             yield "moe_token_dispatcher_type flex needs CUDA; use alltoall or allgather"
         settings = {name: value for name, value in settings.items() if name not in _OF_CUDA}
+    elif settings.get("tp_comm_overlap"):
+        yield "tp_comm_overlap needs buffers that are not set up here (Transformer Engine's initialize_ub); remove it"
     if implementation == "local":
         yield from needing_engine(settings)
 

@@ -208,28 +208,34 @@ class _Exchange:
         """All pieces in rank order, on the ``writers``; None on other ranks."""
         me, name = self.models.place.rank, self.param.mca_name()
         owners = [_owner(self.models, self.param, rank) for rank in range(self._size())]
-        pending: list[torch.distributed.Work | None] = []
+        messages: list[torch.distributed.P2POp] = []
         if me in owners:
             own = live[name].detach().contiguous()
-            pending = [torch.distributed.isend(own, writer) for writer in sorted(writers - {me})]
+            messages += [
+                torch.distributed.P2POp(torch.distributed.isend, own, writer)
+                for writer in sorted(writers - {me})
+            ]
         pieces = None
         if me in writers:
-            pieces = [live[name].detach() if owner == me else self._receive(owner) for owner in owners]
-        for work in pending:
-            if work is not None:
-                work.wait()
+            pieces = [live[name].detach() if owner == me else self._empty() for owner in owners]
+            messages += [
+                torch.distributed.P2POp(torch.distributed.irecv, piece, owner)
+                for piece, owner in zip(pieces, owners, strict=True)
+                if owner != me
+            ]
+        # together: where two writers have a piece for each other, NCCL would wait in each one's first for ever
+        for work in torch.distributed.batch_isend_irecv(messages) if messages else ():
+            work.wait()
         return pieces
 
-    def _receive(self, owner: int) -> Tensor:
+    def _empty(self) -> Tensor:
         code, whole = self.facts[self.param.mca_name()]
         shape = list(whole)
         if self.param.vocab:
             shape[0] = self.models.config.padded_vocab_size
         if self.param.shard.axis is not None:
             shape[self.param.shard.axis] //= self._size()
-        piece = torch.empty(shape, dtype=DTYPE_OF[code], device=platform.current_device())
-        torch.distributed.recv(piece, owner)
-        return piece
+        return torch.empty(shape, dtype=DTYPE_OF[code], device=platform.current_device())
 
     def _size(self) -> int:
         return cut_size(self.param, self.models.place.layout)
