@@ -100,6 +100,19 @@ def test_what_only_looks_like_a_leftover_stays(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*/mine"))) == 4
 
 
+def test_a_folder_whose_writer_died_at_its_marker_goes(tmp_path: Path) -> None:
+    folder = left_by(tmp_path / "x")
+    for entry in (entry for entry in folder.iterdir() if entry.name != partial_folder.MARKER):
+        shutil.rmtree(entry)
+    (folder / partial_folder.MARKER).rename(folder / f"{partial_folder.MARKER}.new")
+    other = tmp_path / "x.partial-01234567"
+    other.mkdir()
+    (other / f"{partial_folder.MARKER}.new").touch()
+    (other / "mine").touch()
+    partial_folder.remove_leftovers(tmp_path / "x")
+    assert list(tmp_path.iterdir()) == [other]
+
+
 def left_by(target: Path, other: bool = False) -> Path:
     """A folder that a process left which was killed; ``other``: on another machine."""
     held = PartialDirectory(target, overwrite=True)

@@ -20,6 +20,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 MARKER = ".mca-partial"
+_BEGUN = f"{MARKER}.new"
+"""The marker while it is written: a writer that is killed then leaves nothing else."""
 CONTENT, DISPLACED = "new", "old"
 _IDLE_SECONDS = 24 * 3600  # of a folder begun on another machine, whose locks may not be seen here
 
@@ -50,13 +52,13 @@ class PartialFolder:
     def mark(self, moved: Mapping[str, int]) -> None:
         """Writes the marker; ``moved`` are the inode numbers of entries that are about to leave, by name."""
         text = json.dumps({"machine": _machine(), "moved": dict(moved)}).encode()
-        fd = os.open(f"{MARKER}.new", os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.fd)
+        fd = os.open(_BEGUN, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.fd)
         try:
             os.write(fd, text)
             os.fsync(fd)
         finally:
             close(fd)
-        os.rename(f"{MARKER}.new", MARKER, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        os.rename(_BEGUN, MARKER, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
 
     def stands(self) -> bool:
@@ -84,8 +86,11 @@ def leftovers(place: Path, name: str) -> Iterator[Path]:
         return
     for path in entries:
         with suppress(OSError):
-            is_own = path.is_dir() and not path.is_symlink() and (path / MARKER).is_file()
-            if is_own and not (path / MARKER).is_symlink():
+            if path.is_symlink() or not path.is_dir():
+                continue
+            names = [entry.name for entry in path.iterdir()]
+            marker = path / (_BEGUN if names == [_BEGUN] else MARKER)
+            if marker.is_file() and not marker.is_symlink():
                 yield path
 
 
@@ -164,7 +169,8 @@ def remove_entry(path: Path) -> None:
 def _read_marker(folder: Path) -> tuple[bool, dict[str, int]]:
     """Whether this machine wrote it, and what was being moved."""
     try:
-        document = json.loads((folder / MARKER).read_text())
+        marker = folder / MARKER
+        document = json.loads((marker if marker.exists() else folder / _BEGUN).read_text())
         here = any(theirs == mine != "" for theirs, mine in zip(document["machine"], _machine(), strict=True))
         return here, {str(name): int(inode) for name, inode in document["moved"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
