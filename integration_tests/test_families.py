@@ -13,7 +13,6 @@ import reference
 from harness import run_ranks
 from layouts import arguments, selected, spread, world_size
 from mca_convert.cli import main as convert
-from mca_models.templates import FAMILIES
 from mca_models.templates.qwen3_5_vision import TEXT_PART
 from reference import make_reference
 from test_factory_checkpoints import round_trip, tensors_of
@@ -183,14 +182,6 @@ def test_the_text_part_of_a_larger_checkpoint_computes_the_same(kind: str, tmp_p
     input_ids = torch.arange(24)[None]
     with torch.no_grad():
         assert torch.equal(model.eval()(input_ids).logits, whole(input_ids).logits)
-
-
-def test_the_documented_families_are_those_there_are() -> None:
-    text = (Path(__file__).parent.parent / "docs/families.md").read_text()
-    supported = text.partition("## Supported")[2].partition("## Refused")[0]
-    rows = [line.split("|")[1] for line in supported.splitlines()[3:] if line.startswith("| `")]
-    named = {name for row in rows for name in re.findall("`(\\w+)`", row)}
-    assert named == FAMILIES.keys() | TEXT_PART.keys()
 
 
 def test_references_are_not_trivial(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def test_pickles_are_refused_with_the_command_that_converts_them(
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"model_type": "no_such_model"}, "model_type 'no_such_model' is not supported; supported: "),
+    ({"model_type": "mamba"}, "model_type 'mamba' is not supported: state-space or recurrent layers"),
     ({"hidden_act": "relu"}, "'hidden_act' is 'relu'"),
     ({"num_hidden_layers": 5}, "9 missing tensors (model.layers.4."),
     ({"num_hidden_layers": 3}, "9 unexpected tensors (model.layers.3."),

@@ -1,6 +1,6 @@
 """Weight templates: one short file for each model family, and the table of them."""
 
-from mca_config.errors import HfConfigError, McaError
+from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import (
@@ -32,6 +32,7 @@ from mca_models.templates import (
     seed_oss,
     smollm3,
 )
+from mca_models.templates.catalog import unsupported
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.family import Family
 from mca_models.templates.qwen3_5_vision import text_config
@@ -76,9 +77,7 @@ def family_of(model_type: str) -> Family:
         McaError: It is not supported.
     """
     if model_type not in FAMILIES:
-        raise McaError(
-            f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
-        )
+        raise unsupported(model_type)
     return FAMILIES[model_type]
 
 

@@ -1,0 +1,179 @@
+"""Every kind of causal language model that transformers has: supported, or why it is not.
+
+What is supported is built in the files beside this one. `docs/families.md` is made from this table.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from mca_config.errors import McaError
+
+SUPPORTED: Mapping[str, tuple[str, str]] = {
+    "llama": ("all rope scalings: linear, dynamic, llama3, yarn", "Megatron's"),
+    "mistral": ("sliding window", "Megatron's, our core attention"),
+    "cwm": ("windows in three of four layers", "Megatron's, our core attention"),
+    "qwen2": ("biases on q, k, v", "Megatron's"),
+    "seed_oss": ("biases on q, k, v", "Megatron's"),
+    "qwen3": ("norms on the heads of q and k", "Megatron's"),
+    "phi3": (
+        "3, 3.5, 4: one tensor for q, k, v and one for gate and up; partial rope, longrope",
+        "Megatron's, our rope",
+    ),
+    "granite": ("factors on embeddings, scores, residuals, logits", "Megatron's with hooks"),
+    "smollm3": ("layers without rope", "Megatron's"),
+    "olmo2": ("norms after each block, norms over all heads of q and of k", "our norms"),
+    "olmo3": (
+        "the same; three of four layers have a window, and a rope without scaling",
+        "our norms and ropes",
+    ),
+    "exaone4": ("norms after each block; layers with a window rotate, others do not", "our norms"),
+    "gemma2": (
+        "capped scores and logits, alternating windows, norms before and after, zero-centred",
+        "our core attention and norms",
+    ),
+    "gemma3_text": (
+        "norms before and after, zero-centred; a rope for full layers and one for windows",
+        "our norms and ropes",
+    ),
+    "mixtral": ("experts in every layer", "Megatron's"),
+    "qwen2_moe": ("dense and sparse layers, a gated shared expert", "Megatron's"),
+    "qwen3_moe": ("dense and sparse layers", "Megatron's"),
+    "olmoe": ("experts; norms over all heads of q and of k", "our norms"),
+    "minimax_m2": (
+        "sigmoid routing with a bias; norms over all heads of q and of k, partial rope",
+        "our norms",
+    ),
+    "glm4_moe": (
+        "dense first layers, sigmoid routing with a bias, partial rope, multi-token prediction",
+        "Megatron's",
+    ),
+    "deepseek_v3": (
+        "V3, R1: latent attention, grouped sigmoid routing, multi-token prediction",
+        "Megatron's",
+    ),
+    "glm4_moe_lite": ("GLM 4.7 Flash: the same, dense layers anywhere", "Megatron's"),
+    "deepseek_v2": (
+        "V2, Lite: latent attention; groups chosen by their best expert",
+        "Megatron's, our router",
+    ),
+    "gpt_oss": (
+        "attention sinks, alternating windows, biased experts with clamped activations",
+        "our core attention",
+    ),
+    "qwen3_next": (
+        "gated delta nets, gated attention, zero-centred norms, experts, prediction layers",
+        "our delta net",
+    ),
+    "qwen3_5_text": ("the same, dense, with other input projections", "our delta net"),
+    "qwen3_5_moe_text": ("the same with experts", "our delta net"),
+    "qwen3_5": ("the text part; the vision model's tensors are left behind, with a warning", "our delta net"),
+    "qwen3_5_moe": (
+        "the text part; the vision model's tensors are left behind, with a warning",
+        "our delta net",
+    ),
+}
+"""What sets a family apart, and whose layers compute it."""
+
+NO_TEMPLATE = "a decoder like others here, for which nobody has written a template yet"
+INDEXER = "sparse attention: an indexer chooses the keys of each query"
+
+_REASONS: Mapping[str, Sequence[str]] = {
+    NO_TEMPLATE: (
+        *("afmoe", "apertus", "arcee", "axk1", "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe"),
+        *(
+            "aria_text",
+            "flex_olmo",
+            "flint",
+            "gemma",
+            "glm",
+            "glm4",
+            "granite_swa",
+            "granitemoe",
+            "granitemoe_swa",
+        ),
+        *("granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax"),
+        *("internlm3", "iquestcoder", "jais2", "mellum", "minicpm3"),
+        *("ministral", "ministral3", "nemotron", "olmo", "persimmon", "phimoe", "solar_open"),
+        *("stablelm", "starcoder2", "vaultgemma", "youtu"),
+    ),
+    "an encoder that can be asked to look back only; trained with a head and positions of its own kind": (
+        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
+        *("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm"),
+        *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+    ),
+    "the decoder of a model with an encoder, which it attends to": (
+        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus"),
+        *("plbart", "prophetnet", "trocr", "whisper"),
+    ),
+    "positions are vectors added to the embedding; only rotary positions are built here": (
+        *("biogpt", "ctrl", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "xglm"),
+    ),
+    "scores are shifted by the distance of tokens (ALiBi or learned); only rotary positions are built here": (
+        *("bloom", "cpmant", "falcon", "mpt"),
+    ),
+    "attention and MLP side by side on the same input; Megatron's layer is one after the other": (
+        *("codegen", "cohere", "cohere2", "cohere2_moe", "gpt_neox", "gpt_neox_japanese", "gptj", "phi"),
+    ),
+    "state-space or recurrent layers, alone or between attention layers": (
+        *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h"),
+        *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
+    ),
+    "linear attention of another kind than the gated delta nets built here": (
+        *("bailing_hybrid", "kimi_linear", "minimax", "olmo_hybrid"),
+    ),
+    "short convolutions in the place of attention, or before it": (
+        *("inkling2_text", "inkling_text", "lfm2", "lfm2_moe", "lfm3", "zaya"),
+    ),
+    INDEXER: ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "minimax_m3_vl_text"),
+    INDEXER + ", and several residual streams": ("hy_v4",),
+    INDEXER + ", n-gram embeddings and gated residuals": ("qwen4_exp_text",),
+    "compressed keys chosen by an indexer, experts chosen by hashes, several residual streams": (
+        "deepseek_v4",
+    ),
+    "only the text part could be trained, and it is not taken out of the larger checkpoint": (
+        *(
+            "cohere_compass_text",
+            "dots3_note",
+            "emu3",
+            "fuyu",
+            "gemma3",
+            "gemma3n",
+            "gemma4",
+            "gemma4_unified",
+        ),
+        *("git", "got_ocr2", "llama4", "mllama", "moshi", "moss_transcribe_diarize", "musicgen"),
+        *("musicgen_melody", "phi4_multimodal", "qwen4_exp"),
+    ),
+    "full layers have wider heads than those with a window": ("gemma4_text", "gemma4_unified_text"),
+    "it reads the keys and values of the larger model that it drafts for": (
+        *("gemma4_assistant", "gemma4_unified_assistant"),
+    ),
+    "several residual streams, and inputs of each layer's own": ("gemma3n_text",),
+    "attention within chunks, queries and keys normalised after the rope": ("llama4_text",),
+    "each layer holds two attentions and two MLPs, with experts beside them": ("longcat_flash",),
+    "windows and full layers have different numbers of heads, and values are narrower than keys": (
+        "mimo_v2_flash",
+    ),
+    "layers have different numbers of attention heads": ("laguna",),
+    "experts inside attention": ("jetmoe",),
+    "differences of two attentions": ("diffllama",),
+    "attention with a learned mask": ("doge",),
+    "weights of three values, with norms inside attention and MLP": ("bitnet",),
+    "bytes grouped into patches, with several transformers for them": ("blt",),
+    "queries, keys and values are clipped": ("dbrx",),
+    "layers that run several times over": ("hrm_text",),
+    "residuals are weighed anew in each layer": ("beam",),
+    "experts are chosen by logits with a bias and weighed by their sigmoid": ("kolibri1",),
+    "embeddings are normalised, and norms have no weights": ("nanochat",),
+    "a projection and a norm between the last layer and the head": ("modernbert-decoder",),
+    "not a decoder that predicts the next token from all before it": ("reformer", "xlnet"),
+}
+
+REFUSED: Mapping[str, str] = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds}
+"""By ``model_type``, why it is not supported."""
+
+
+def unsupported(model_type: str) -> McaError:
+    """The error for a model of a family that is not supported."""
+    if model_type in REFUSED:
+        return McaError(f"model_type {model_type!r} is not supported: {REFUSED[model_type]}")
+    return McaError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(SUPPORTED))}")

@@ -1,0 +1,37 @@
+"""Every causal language model of transformers is supported or refused by name, and the documentation says so."""
+
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from mca_config.errors import McaError
+from mca_models.templates import FAMILIES, config_from_hf, page
+from mca_models.templates.catalog import REFUSED, SUPPORTED
+from mca_models.templates.qwen3_5_vision import TEXT_PART
+
+DOCUMENT = Path(__file__).parents[4] / "docs" / "families.md"
+
+
+def test_every_causal_language_model_of_transformers_has_a_line() -> None:
+    lacking = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - SUPPORTED.keys() - REFUSED.keys()
+    assert not lacking, "new in the installed transformers; say in catalog.py why each is not supported"
+
+
+def test_what_is_supported_has_a_template_and_nothing_else_has() -> None:
+    assert SUPPORTED.keys() == FAMILIES.keys() | TEXT_PART.keys()
+    assert not SUPPORTED.keys() & REFUSED.keys()
+
+
+def test_the_documented_families_are_those_of_the_catalog() -> None:
+    text = DOCUMENT.read_text()
+    assert page.updated(text) == text, "run: python -m mca_models.templates.page docs/families.md"
+    assert page.supported_table() in text and page.refused_table() in text
+    assert page.updated(text.replace("| `llama` |", "| `lama` |")) == text
+
+
+@pytest.mark.parametrize("kind", ["mamba", "bert", "deepseek_v32"])
+def test_errors_say_why(kind: str) -> None:
+    with pytest.raises(McaError, match="is not supported: ") as error:
+        config_from_hf({"model_type": kind})
+    assert str(error.value).endswith(REFUSED[kind])
