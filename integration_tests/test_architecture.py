@@ -91,6 +91,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("checkpoint",),
         ("trainer",),
         ("tasks",),
+        ("reference",),
         ("dry_run",),
         ("run",),
         ("cli",),

@@ -56,7 +56,7 @@ class ParallelLayout:
         if self.vpp > 1 and self.pp == 1:
             raise McaError(
                 f"virtual_pipeline_model_parallel_size {self.vpp} needs pipeline_model_parallel_size of at "
-                "least 2; leave the virtual size out or raise the pipeline size"
+                "least 2; set the virtual size to 1 or raise the pipeline size"
             )
 
     def _require_one_way_of_splitting(self) -> None:

@@ -15,6 +15,9 @@ from mca_train.tasks.table import TASKS
 _HELP = """\
 usage: {usage}
        mca-train plan [KIND] CONFIG.yaml [--key value ...]
+       mca-train init KIND MODEL [FILE]
+       mca-train schema [KIND]
+       mca-train completion bash|zsh|fish
 
 Trains a Hugging Face or MCA checkpoint with Megatron, over tensor, pipeline, virtual pipeline, context, expert
 and data parallel ranks. Starts its own local ranks, unless torchrun did.
@@ -22,6 +25,9 @@ and data parallel ranks. Starts its own local ranks, unless torchrun did.
 {kinds}
   plan       says what a run would need (ranks, layers, parameters, memory, bubble, batch); needs no GPU;
              --dry_run runs one step of it by the real engine, without memory and ranks
+  init       writes a commented configuration of a kind for a model, to the screen or to a new FILE
+  schema     prints the JSON schema of a configuration, by which editors complete and check it
+  completion prints a script that completes words: eval "$(mca-train completion bash)"
 
 CONFIG.yaml holds `key: value` lines; every key is also a flag, with - or _, and the flag wins. Keys are those of
 Hugging Face's TrainingArguments, the parallel arguments of mca, and:
@@ -32,7 +38,7 @@ Hugging Face's TrainingArguments, the parallel arguments of mca, and:
   lora_rank            train a LoRA adapter instead    lora_target_modules      all-linear, or names
   sequence_packing     several samples in a row        dpo_loss, dpo_beta       of dpo
 
-All keys: docs/training.md, docs/configuration.md.
+All keys, with their meaning: {helps}.
 
 examples:
   mca-train pretrain run.yaml
@@ -57,14 +63,25 @@ run.yaml:
 
 
 def _commands() -> tuple[str, ...]:
-    return (*TASKS, "plan")
+    return (*TASKS, "plan", "init", "schema", "completion")
 
 
 def _help() -> str:
-    width = max(map(len, _commands()))
+    width = max(map(len, TASKS))
     usage = "\n       ".join(f"mca-train {name:<{width}} CONFIG.yaml [--key value ...]" for name in TASKS)
     kinds = "\n".join(f"  {task.name:<10} {task.summary}" for task in TASKS.values())
-    return _HELP.replace("{usage}", usage).replace("{kinds}", kinds)
+    helps = ", ".join(f"mca-train {name} --help" for name in TASKS)
+    return _HELP.replace("{usage}", usage).replace("{kinds}", kinds).replace("{helps}", helps)
+
+
+def _help_on(words: list[str]) -> str:
+    """The help that is asked for: of a kind of run all its keys, else the general one."""
+    task = TASKS.get(next(iter(words), ""))
+    if task is None:
+        return _help()
+    from mca_train.reference.flags import help_of
+
+    return help_of(task)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help") or {"-h", "--help"} & set(words[1:]):
-        sys.stdout.write(_help())
+        sys.stdout.write(_help_on(words))
         return 0 if words else 2
     if words[0] in ("-V", "--version"):
         sys.stdout.write(f"mca-train {version('mca-train')}\n")
@@ -103,6 +120,8 @@ def _run(words: list[str]) -> int:
     if command not in (known := _commands()):
         raise UsageError(f"unknown command '{command}'{nearest(command, known, 'see mca-train --help')}")
     words, kind = words[1:], TASKS.get(command)
+    if command in ("init", "schema", "completion"):
+        return _about_keys(command, words)
     if command == "plan" and words[:1] and words[0] in TASKS:
         words, kind = words[1:], TASKS[words[0]]
     if not words or words[0].startswith("-"):
@@ -120,6 +139,16 @@ def _run(words: list[str]) -> int:
 
     again = [sys.executable, "-m", "mca_train", command, *words]
     return run(kind, config, overrides, again)
+
+
+def _about_keys(command: str, words: list[str]) -> int:
+    from mca_train.reference import commands
+
+    if command == "init":
+        return commands.write_starter(words)
+    if command == "schema":
+        return commands.print_schema(words)
+    return commands.print_completion(words, _commands())
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def test_values_take_the_types_of_their_fields():
     ("values", "message"),
     [
         ({"name": "n", "rte": 1}, "c.yaml: unknown key 'rte'; did you mean 'rate'?"),
-        ({"name": "n", "zzzz": 1}, "c.yaml: unknown key 'zzzz'; see docs/training.md"),
+        ({"name": "n", "zzzz": 1}, "c.yaml: unknown key 'zzzz'; mca-train sft --help lists the keys"),
         ({}, "c.yaml: missing name"),
         ({"name": "n", "rate": "fast"}, "rate is 'fast'; expected a number"),
         ({"name": "n", "steps": 1.5}, "steps is 1.5; expected a whole number"),

@@ -90,7 +90,7 @@ def _init_fields(cls: type) -> dict[str, tuple[TypeHint, bool]]:
     }
 
 
-def nearest(word: str, known: Iterable[str], otherwise: str = "see docs/training.md for the keys") -> str:
+def nearest(word: str, known: Iterable[str], otherwise: str = "mca-train sft --help lists the keys") -> str:
     """The end of an error about an unknown ``word``: the known one that looks most like it."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else f"; {otherwise}"
@@ -102,7 +102,7 @@ def cast(name: str, value: object, hint: TypeHint) -> Typed:
     Raises:
         UsageError: None takes it.
     """
-    for alternative in _alternatives(hint):
+    for alternative in alternatives(hint):
         try:
             return _as(alternative, value)
         except (TypeError, ValueError, KeyError):
@@ -110,20 +110,20 @@ def cast(name: str, value: object, hint: TypeHint) -> Typed:
     raise UsageError(f"{name} is {value!r}; expected {_describe(hint)}")
 
 
-def _alternatives(hint: TypeHint) -> tuple[TypeHint, ...]:
+def alternatives(hint: TypeHint) -> tuple[TypeHint, ...]:
     """The members of a union, those that take a value as it is before those that convert it.
 
     Text beside an enumeration is its members' names, not any text.
     """
-    members = typing.get_args(hint) if _origin(hint) in (Union, types.UnionType) else (hint,)
-    if any(map(_is_enum, members)):
+    members = typing.get_args(hint) if origin_of(hint) in (Union, types.UnionType) else (hint,)
+    if any(map(is_enum, members)):
         members = tuple(member for member in members if member is not str)
     order: dict[TypeHint, int] = {type(None): 0, bool: 1, dict: 2, list: 3, int: 4, float: 5}
-    return tuple(sorted(members, key=lambda m: order.get(_origin(m) or m, 6)))
+    return tuple(sorted(members, key=lambda m: order.get(origin_of(m) or m, 6)))
 
 
 def _as(kind: TypeHint, value: Typed) -> Typed:
-    origin = _origin(kind)
+    origin = origin_of(kind)
     if kind is Any:
         return value
     if kind in (None, type(None)):
@@ -139,17 +139,18 @@ def _as(kind: TypeHint, value: Typed) -> Typed:
         return [cast("item", word, item) for word in words]
     if (origin or kind) is dict:
         return _require(isinstance(value, dict), value)
-    if _is_enum(kind):
+    if is_enum(kind):
         return kind("no" if value is False else value)  # to YAML 1.1 a bare no is false
     return value
 
 
-def _origin(hint: TypeHint) -> TypeHint:
+def origin_of(hint: TypeHint) -> TypeHint:
     """The class or form that ``hint`` has members of: ``list`` of ``list[int]``; None: it has none."""
     return typing.get_origin(hint)
 
 
-def _is_enum(kind: TypeHint) -> bool:
+def is_enum(kind: TypeHint) -> bool:
+    """Whether ``kind`` is a class of named values."""
     return isinstance(kind, type) and issubclass(kind, Enum)
 
 
@@ -190,13 +191,13 @@ def _describe(hint: TypeHint) -> str:
         list: "a list",
     }
     words = []
-    for member in _alternatives(hint):
+    for member in alternatives(hint):
         if member in (None, type(None)):
             words.append("null")
-        elif _origin(member) is Literal:
+        elif origin_of(member) is Literal:
             words.extend(repr(choice) for choice in typing.get_args(member))
-        elif _is_enum(member):
+        elif is_enum(member):
             words.extend(str(choice.value) for choice in member)
         else:
-            words.append(names.get(_origin(member) or member, str(member)))
+            words.append(names.get(origin_of(member) or member, str(member)))
     return " or ".join(dict.fromkeys(words))

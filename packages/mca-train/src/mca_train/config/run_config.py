@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments
 from mca_train.config.fields import build
+from mca_train.config.renamed import RENAMED
 from mca_train.config.source import parse_overrides, read_yaml
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def parse(
         where: What to call them in an error.
         data: The class of model and files.
         own: The class of what the kind of run alone understands.
-        elsewhere: What to say of the keys of other kinds.
+        elsewhere: What to say of the keys of other kinds; those of other programs are known.
 
     Raises:
         UsageError: Keys or values are wrong.
@@ -76,7 +77,7 @@ def parse(
         _for_this_machine(values),
         where=where,
         only=["output_dir"],
-        elsewhere=elsewhere,
+        elsewhere={**RENAMED, **elsewhere},
     )
     return Settings(
         training=training,

@@ -1,0 +1,71 @@
+"""`RENAMED` says of other programs' keys what they are called here, or what stands in their place.
+
+They are those of LLaMA-Factory, TRL, `transformers` and Megatron-LM that have another name here. Nothing is translated:
+a run is what its file says.
+"""
+
+from collections.abc import Mapping
+
+_SET = {
+    "seq_length": "cutoff_len max_seq_length max_seq_len max_length block_size seq_len encoder_seq_length",
+    "train_file": "dataset dataset_name dataset_path train_data_path data_path train_files",
+    "eval_file": "eval_dataset validation_file valid_data_path",
+    "text_column": "dataset_text_field",
+    "sequence_packing": "packing neat_packing",
+    "max_train_samples": "max_samples",
+    "preprocessing_num_workers": "dataset_num_proc",
+    "lora_rank": "lora_r",
+    "lora_target_modules": "lora_target",
+    "adapter_name_or_path": "adapter_path",
+    "dpo_beta": "pref_beta beta",
+    "dpo_loss": "pref_loss loss_type",
+    "reference_model_name_or_path": "ref_model ref_model_name_or_path",
+    "model_name_or_path": "model model_path model_name pretrained_model_name_or_path",
+    "tokenizer_name_or_path": "tokenizer tokenizer_name tokenizer_path tokenizer_model",
+    "attention_backend": "attn_implementation flash_attn use_flash_attn use_flash_attention_2",
+    "per_device_train_batch_size": "micro_batch_size",
+    "max_steps": "train_iters total_steps",
+    "learning_rate": "lr",
+    "max_grad_norm": "clip_grad",
+    "lr_scheduler_type": "lr_decay_style",
+    "warmup_steps": "lr_warmup_iters num_warmup_steps",
+    "output_dir": "save save_path",
+    "save_steps": "save_interval",
+    "eval_steps": "eval_interval",
+    "logging_steps": "log_interval",
+    "resume_from_checkpoint": "load resume",
+    "tensor_model_parallel_size": "tp tp_size",
+    "pipeline_model_parallel_size": "pp pp_size",
+    "virtual_pipeline_model_parallel_size": "vpp vpp_size",
+    "context_parallel_size": "cp cp_size",
+    "expert_model_parallel_size": "ep ep_size",
+    "local_ranks": "nproc_per_node num_processes",
+}
+_DTYPE = "weights are trained in fp32 unless bf16 or fp16 is true; set one of the two instead"
+_QUANTISED = (
+    "weights are not trained quantised; for less memory use lora_rank, more ranks, or optimizer_cpu_offload"
+)
+_ANOTHER_WAY = {
+    "stage": "the kind of run is the word after mca-train: pretrain, sft or dpo; remove the key",
+    "finetuning_type": "a whole model is trained unless lora_rank is set; set that or remove the key",
+    "use_peft": "a whole model is trained unless lora_rank is set; set that or remove the key",
+    "template": "conversations are rendered by the tokenizer's own chat template; remove the key",
+    "trust_remote_code": "no code of a checkpoint is executed; remove the key",
+    "val_size": "name a file for evaluation: eval_file",
+    "dataset_dir": "train_file holds whole paths; remove the key",
+    **dict.fromkeys(("torch_dtype", "dtype", "model_dtype"), _DTYPE),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_bit"), _QUANTISED),
+    "warmup_ratio": "set warmup_steps: below 1 it is a share of the run",
+    "global_batch_size": "a step takes per_device_train_batch_size x gradient_accumulation_steps x data-parallel size "
+    "samples; set gradient_accumulation_steps instead",
+}
+
+RENAMED: Mapping[str, str] = {
+    **{
+        other: f"is called {name} here; set that instead"
+        for name, words in _SET.items()
+        for other in words.split()
+    },
+    **_ANOTHER_WAY,
+}
+"""What to say of each key."""

@@ -1,0 +1,63 @@
+"""`help_of` makes the text of ``mca-train KIND --help``: every key of that kind with its value, default and meaning."""
+
+import textwrap
+import typing
+from collections.abc import Iterator
+from itertools import groupby
+
+from mca_config.types import Typed
+from mca_train.config.fields import TypeHint, alternatives, is_enum, origin_of
+from mca_train.reference.keys import REQUIRED, Key, keys_of
+from mca_train.tasks.task import Task
+
+_WIDTH = 100
+_LONGEST = 400  # characters of a key's text; Hugging Face's are pages
+
+
+def help_of(task: Task) -> str:
+    """The help of one kind of run."""
+    lines = [
+        f"usage: mca-train {task.name} CONFIG.yaml [--key value ...]",
+        "",
+        f"Trains {task.summary}.",
+        "",
+        "Every key below can stand in CONFIG.yaml as `key: value` or follow as a flag, which wins; - and _ are",
+        "the same in flags, and `--key null` takes back what the file says. Needed: "
+        + ", ".join(REQUIRED)
+        + ".",
+        f"`mca-train init {task.name} MODEL` writes a file to begin with.",
+    ]
+    for group, keys in groupby(keys_of(task), key=lambda key: key.group):
+        lines += ["", f"{group}:"]
+        for key in keys:
+            lines += _of_key(key)
+    return "\n".join(lines) + "\n"
+
+
+def _of_key(key: Key) -> Iterator[str]:
+    default = "" if key.default in (None, "", [], {}) else f" (default: {_shown(key.default)})"
+    yield f"  --{key.name} {value_of(key.hint)}"
+    text = textwrap.shorten(key.help, _LONGEST, placeholder=" ...") + default
+    yield from textwrap.wrap(text, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
+
+
+def _shown(value: Typed) -> str:
+    plain = getattr(value, "value", value)
+    return str(plain).lower() if isinstance(plain, bool) else str(plain)
+
+
+def value_of(hint: TypeHint) -> str:
+    """What stands for a value of this type: ``N``, ``{sum,mean}``, ``TEXT ...``."""
+    members = [member for member in alternatives(hint) if member is not type(None)]
+    return _value(members[0]) if members else "VALUE"
+
+
+def _value(member: TypeHint) -> str:
+    if is_enum(member):
+        return "{" + ",".join(str(choice.value) for choice in member) + "}"
+    if origin_of(member) is typing.Literal:
+        return "{" + ",".join(map(str, typing.get_args(member))) + "}"
+    if (origin_of(member) or member) is list:
+        return "TEXT ..."
+    words = {bool: "[true|false]", int: "N", float: "X", dict: "JSON"}
+    return words.get(origin_of(member) or member, "TEXT")

@@ -1,0 +1,74 @@
+"""`keys_of` lists every key that a kind of run understands, from the dataclasses that the run itself is parsed with."""
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mca_config.types import Typed
+from mca_train.config.arguments import LaunchArguments, LoraArguments
+from mca_train.config.fields import TypeHint
+from mca_train.tasks.task import Task
+
+REQUIRED = ("model_name_or_path", "train_file", "output_dir")
+"""Keys that every run needs, in the order in which people think of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key of a configuration.
+
+    Args:
+        name: As it is written in the file; the flag is ``--name``.
+        hint: The type of its value.
+        default: What holds without it.
+        help: What it does, in one paragraph.
+        group: The heading that it stands under.
+    """
+
+    name: str
+    hint: TypeHint
+    default: Typed
+    help: str
+    group: str
+
+
+def keys_of(task: Task) -> tuple[Key, ...]:
+    """All keys of ``task``, group by group; those that are always refused are left out."""
+    from mca_config._hf_arguments import REFUSED
+    from mca_config.arguments import MegatronArguments
+    from mca_config.training import TrainingArguments
+
+    groups = [
+        ("model and data", task.data_arguments),
+        *([(f"{task.name} alone", task.own_arguments)] if task.own_arguments else []),
+        ("ranks of this machine", LaunchArguments),
+        ("LoRA", LoraArguments),
+        ("Megatron: parallelism, experts, optimizer, checkpoints", MegatronArguments),
+        ("Hugging Face's TrainingArguments", TrainingArguments),
+    ]
+    found: dict[str, Key] = {}
+    for group, cls in groups:
+        for key in _declared(cls, group):
+            if key.name not in REFUSED:
+                found.setdefault(key.name, key)
+    return tuple(found.values())
+
+
+def _declared(cls: type, group: str) -> Iterator[Key]:
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if field.init:
+            yield Key(
+                name=field.name,
+                hint=hints[field.name],
+                default=_default(field),
+                help=" ".join(str(field.metadata.get("help", "")).split()),
+                group=group,
+            )
+
+
+def _default(field: "dataclasses.Field[Typed]") -> Typed:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default

@@ -1,0 +1,71 @@
+"""`schema` describes a configuration file as JSON schema, by which editors complete keys and mark mistakes."""
+
+import json
+import typing
+from collections.abc import Iterable
+
+from mca_config.types import JsonObject, Typed
+from mca_train.config.fields import TypeHint, alternatives, is_enum, origin_of
+from mca_train.reference.keys import REQUIRED, Key, keys_of
+from mca_train.tasks.task import Task
+
+_NAMES: dict[TypeHint, str] = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    dict: "object",
+}
+
+
+def schema(tasks: Iterable[Task]) -> JsonObject:
+    """The schema of a file for any of ``tasks``."""
+    tasks = tuple(tasks)
+    keys: dict[str, Key] = {}
+    for task in tasks:
+        keys |= {key.name: key for key in keys_of(task)}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"configuration of mca-train {' or '.join(task.name for task in tasks)}",
+        "type": "object",
+        "additionalProperties": False,
+        "required": list(REQUIRED),
+        "properties": {name: _property(key) for name, key in keys.items()},
+    }
+
+
+def _property(key: Key) -> JsonObject:
+    kinds = [kind for member in alternatives(key.hint) for kind in _kinds(member)]
+    kinds = [kind for place, kind in enumerate(kinds) if kind not in kinds[:place]]
+    found = dict(kinds[0]) if len(kinds) == 1 else {"anyOf": kinds}
+    if key.help:
+        found["description"] = key.help
+    if key.default not in (None, "", [], {}):
+        default = getattr(key.default, "value", key.default)
+        found["default"] = default if _is_json(default) else str(default)
+    return found
+
+
+def _kinds(member: TypeHint) -> list[JsonObject]:
+    """The forms that a value of this type may have in a file."""
+    if is_enum(member):
+        values: list[Typed] = [choice.value for choice in member]
+        return [{"enum": [*values, False] if "no" in values else values}]  # to YAML 1.1 a bare no is false
+    if origin_of(member) is typing.Literal:
+        return [{"enum": list(typing.get_args(member))}]
+    kind = origin_of(member) or member
+    if kind in (list, tuple):
+        items = [form for one in alternatives((typing.get_args(member) or (str,))[0]) for form in _kinds(one)]
+        return [*items, {"type": "array", "items": items[0] if len(items) == 1 else {"anyOf": items}}]
+    if kind is float:
+        return [{"type": "number"}, {"type": "string", "pattern": r"^[+-]?\d+(\.\d*)?[eE][+-]?\d+$"}]
+    return [{"type": _NAMES[kind]}] if kind in _NAMES else [{}]
+
+
+def _is_json(value: Typed) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True

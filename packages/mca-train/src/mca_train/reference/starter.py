@@ -1,0 +1,84 @@
+"""`starter` writes a configuration to begin with: the keys that most runs set, each with what it does."""
+
+from mca_train.tasks.task import Task
+
+_HEAD = """\
+# mca-train {kind} run.yaml
+# All keys: mca-train {kind} --help. Every key is also a flag, and the flag wins: --learning_rate 1e-4
+
+# What is trained, on what, and where the result goes.
+model_name_or_path: {model}
+train_file: data/train.jsonl            # {rows}
+# eval_file: data/eval.jsonl            # evaluated at the end, and as eval_strategy says
+output_dir: runs/{kind}
+seq_length: {length}                        # {length_text}
+"""
+_BODY = """\
+
+# The run: a step takes micro-batch x accumulation x data-parallel-size samples.
+num_train_epochs: 1                     # or max_steps: 1000
+per_device_train_batch_size: 1          # the micro-batch
+gradient_accumulation_steps: 8          # micro-batches in a step
+learning_rate: {rate}
+lr_scheduler_type: cosine
+warmup_steps: 0.03                      # a share of the run if it is below 1
+bf16: {bf16}                              # {bf16_text}
+{own}
+# The layout: tensor x pipeline x context x data-parallel ranks. `mca-train plan run.yaml` shows what each rank holds.
+tensor_model_parallel_size: 1
+pipeline_model_parallel_size: 1
+# context_parallel_size: 1              # cuts long sequences
+# expert_model_parallel_size: 1         # spreads experts
+# sequence_parallel: true               # with tensor ranks: saves memory
+# use_distributed_optimizer: true       # spreads the optimizer over data-parallel ranks
+# recompute_granularity: selective      # or full, with recompute_method: uniform and recompute_num_layers: 1
+{lora}
+# What is logged and kept.
+logging_steps: 10
+save_steps: 500
+save_total_limit: 2
+# save_hf_model: true                   # writes output_dir/hf, which transformers loads
+# report_to: tensorboard                # or wandb, mlflow; none without it
+"""
+_PACKING = "sequence_packing: true                  # several samples in one row instead of padding\n"
+_PAIRS = """\
+dpo_beta: 0.1                           # how strongly answers are held to the reference
+# dpo_loss: sigmoid                     # or hinge, ipo, orpo
+"""
+_LORA = """
+# A LoRA adapter instead of the whole model: take the marks away.
+# lora_rank: 16
+# lora_alpha: 32
+# lora_target_modules: all-linear
+"""
+_ROWS = {
+    "pretrain": "rows with `text`",
+    "sft": "rows with `messages`, or `prompt` and `completion`",
+    "dpo": "rows with `prompt`, `chosen` and `rejected`",
+}
+_RATES = {"pretrain": "3.0e-4", "sft": "1.0e-5", "dpo": "5.0e-7"}
+
+
+def starter(task: Task, model: str, *, gpu: bool) -> str:
+    """The text of a YAML file for ``task`` on ``model``.
+
+    Args:
+        task: The kind of run.
+        model: The model's directory or Hub id.
+        gpu: Whether this machine has one; half precision is on where it does.
+    """
+    blocks = task.name == "pretrain"
+    own = {"sft": _PACKING, "dpo": _PAIRS}.get(task.name, "")
+    values = {
+        "kind": task.name,
+        "model": model,
+        "rows": _ROWS.get(task.name, "the rows"),
+        "length": "2048",
+        "length_text": "tokens of a block" if blocks else "longest sequence; longer ones are cut",
+        "rate": _RATES.get(task.name, "1.0e-5"),
+        "bf16": "true" if gpu else "false",
+        "bf16_text": "half precision" if gpu else "true on a GPU",
+        "own": own,
+        "lora": "" if blocks else _LORA,
+    }
+    return (_HEAD + _BODY).format(**values)

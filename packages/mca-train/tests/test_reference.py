@@ -1,0 +1,127 @@
+"""What tells of the keys: help, schema, the file to begin with, completion. All are held against the real parser."""
+
+import json
+import re
+import subprocess
+
+import pytest
+import yaml
+
+from mca_train.cli import main
+from mca_train.config.renamed import RENAMED
+from mca_train.reference.keys import REQUIRED, keys_of
+from mca_train.reference.schema import schema
+from mca_train.reference.starter import starter
+from mca_train.tasks.table import TASKS
+
+KINDS = sorted(TASKS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_help_of_a_kind_has_every_key_that_it_takes(kind, capsys):
+    assert main([kind, "--help"]) == 0
+    text = capsys.readouterr().out
+    flags = {word.removeprefix("--") for line in text.splitlines() for word in line.split()[:1]}
+    names = {key.name for key in keys_of(TASKS[kind])}
+    assert names <= flags
+    assert ("dpo_beta" in names) == (kind == "dpo")
+    assert {*REQUIRED, "tensor_model_parallel_size", "learning_rate", "lora_rank"} <= names
+    assert "deepspeed" not in names  # refused, so not offered
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_file_to_begin_with_is_a_run_with_and_without_its_marks(kind, gpu, tmp_path):
+    from mca_train.run.checks import settings_of
+
+    text = starter(TASKS[kind], "org/model", gpu=gpu)
+    values = yaml.safe_load(text)
+    if gpu:
+        assert values.pop("bf16") is True  # refused by Hugging Face where there is none
+    settings = settings_of(TASKS[kind], values | {"output_dir": str(tmp_path)}, "run.yaml")
+    assert settings.data.model_name_or_path == "org/model"
+    keys = set(re.findall(r"^# ([a-z_]+): ", text, re.MULTILINE))
+    assert len(keys) > 5
+    assert keys <= {key.name for key in keys_of(TASKS[kind])}
+
+
+def test_init_writes_a_new_file_only(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    assert main(["init", "sft", "m", str(file)]) == 0
+    assert yaml.safe_load(file.read_text())["model_name_or_path"] == "m"
+    assert main(["init", "sft", "m", str(file)]) == 2
+    assert main(["init", "sftt", "m"]) == 2
+    assert main(["init", "sft"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert [line.partition(";")[0] for line in errors[:1]] == [f"error: {file} exists"]
+    assert "did you mean 'sft'?" in errors[1]
+    assert "mca-train init sft models/qwen3" in errors[2]
+
+
+def test_the_schema_knows_the_keys_and_their_types(capsys):
+    assert main(["schema", "dpo"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    properties = found["properties"]
+    assert properties["seq_length"]["type"] == "integer"
+    assert {"type": "null"} in properties["max_train_samples"]["anyOf"]
+    assert "hinge" in properties["dpo_loss"]["enum"]
+    assert "cosine" in json.dumps(properties["lr_scheduler_type"])
+    assert found["additionalProperties"] is False
+    every = schema(TASKS.values())["properties"]
+    assert set(properties) <= set(every)
+    for text in (value["description"] for value in every.values() if "description" in value):
+        assert "\n" not in text
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_a_script(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "learning_rate" in script
+    assert "schema" in script
+
+
+def test_bash_completes_commands_and_flags(capsys, tmp_path):
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "completion"
+    script.write_text(capsys.readouterr().out)
+    ask = f"source {script}; COMP_WORDS=(mca-train {{}}); COMP_CWORD={{}}; _mca_train; echo ${{{{COMPREPLY[@]}}}}"
+
+    def completed(words, place):
+        command = ["bash", "-c", ask.format(words, place)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+    assert completed("pre", 1) == ["pretrain"]
+    assert completed("dpo run.yaml --dpo_b", 3) == ["--dpo_beta"]
+    assert completed("sft run.yaml --dpo_b", 3) == []
+
+
+def test_completion_for_another_shell_is_refused(capsys):
+    assert main(["completion", "tcsh"]) == 2
+    assert "knows bash, zsh, fish, not 'tcsh'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("cutoff_len", "is called seq_length here"),
+        ("attn_implementation", "is called attention_backend here"),
+        ("load_in_4bit", "not trained quantised"),
+        ("torch_dtype", "bf16 or fp16"),
+        ("max_seq_length", "is called seq_length here"),
+        ("stage", "the word after mca-train"),
+        ("global_batch_size", "set gradient_accumulation_steps instead"),
+    ],
+)
+def test_a_key_of_another_program_is_told_its_name_here(key, told, run, capsys):
+    assert main(["sft", run(**{key: 1})]) == 2
+    assert f"{key}: " in (error := capsys.readouterr().err)
+    assert told in error
+
+
+def test_other_programs_keys_are_no_keys_here_and_point_to_keys():
+    names = {key.name for task in TASKS.values() for key in keys_of(task)}
+    assert not names & set(RENAMED)
+    for told in RENAMED.values():
+        if told.startswith("is called "):
+            assert told.split()[2] in names, told
