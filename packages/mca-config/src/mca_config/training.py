@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass, fields
 from typing import Literal
 
+import torch
 import transformers
 from transformers.training_args import OptimizerNames
 
@@ -31,7 +32,7 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # t
 
     ``bf16`` turns ``accumulate_allreduce_grads_in_fp32`` on unless that is set to false;
     ``gradient_checkpointing`` (``activation_checkpointing``) stands for full recomputation of every layer;
-    ``optim`` chooses ``optimizer`` if that is left out.
+    ``optim`` chooses ``optimizer`` if that is left out. Without a GPU ``use_cpu`` is on.
 
     Everything is checked before Hugging Face's own set-up, which may touch devices and process groups.
     """
@@ -39,6 +40,8 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # t
     def __post_init__(self) -> None:
         if self.bf16 and self.accumulate_allreduce_grads_in_fp32 is None:
             self.accumulate_allreduce_grads_in_fp32 = True
+        if not torch.cuda.is_available():
+            self.use_cpu = True  # else Hugging Face takes every rank for the only one, and says so on each
         self._take_over_checkpointing()
         if self.optimizer is None:
             self.optimizer = _optimizer_of(self.optim)

@@ -25,7 +25,12 @@ def test_the_summary_says_what_was_done_how_fast_and_where_it_is():
     args = SimpleNamespace(output_dir="runs/first", save_hf_model=True, load_best_model_at_end=False)
     result = SimpleNamespace(global_step=25, metrics={"train_runtime": 31.0}, training_loss=1.5)
     text = summary(SimpleNamespace(args=args, state=state, started_at_step=10), result)
-    words = ("25 in 31.0 s, 2 s each", "1,234,567, 60 per second", "1 model TFLOP/s, MFU 10.0%", "1.500000")
+    words = (
+        "15 (11 to 25) in 31.0 s, 2 s each",
+        "1,234,567, 60 per second",
+        "1 model TFLOP/s, MFU 10.0%",
+        "1.500000",
+    )
     for word in (*words, "runs/first/hf", "train_log.jsonl"):
         assert word in text
 
@@ -41,4 +46,5 @@ def test_the_evaluation_is_of_the_model_that_is_written():
     result = SimpleNamespace(global_step=25, metrics={"train_runtime": 31.0}, training_loss=1.5)
     text = summary(SimpleNamespace(args=args, state=state, started_at_step=0), result)
     assert "1.500000 (the best, of step 20)" in text
+    assert "25 in 31.0 s, " in text
     assert "8.0" not in text

@@ -18,7 +18,7 @@ from mca_convert.open_files import allow_open_files
 from mca_convert.output import printable
 from mca_convert.pool import Limits, default_workers
 from mca_convert.progress import bar
-from mca_convert.tables import size_of
+from mca_convert.tables import counted, size_of
 from mca_models.checkpoint.mca_directory import McaLayout
 
 
@@ -93,6 +93,7 @@ def _summary(conversion: Conversion, destination: Path, seconds: float) -> str:
     tensors = len({fill.tensor for fill in conversion.fills})
     speed = size_of(round(conversion.nbytes / max(seconds, 1e-3)))
     return printable(
-        f"{destination}: {config.model_type}, {what}, {tensors} tensors, {len(conversion.target.files)} files, "
+        f"{destination}: {config.model_type}, {what}, {counted(tensors, 'tensor')}, "
+        f"{counted(len(conversion.target.files), 'file')}, "
         f"{size_of(conversion.nbytes)} in {seconds:.1f} s ({speed}/s)\n"
     )

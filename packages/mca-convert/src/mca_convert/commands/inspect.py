@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mca_convert.inspection import Inspection, inspect_directory
 from mca_convert.output import say, say_json
-from mca_convert.tables import size_of
+from mca_convert.tables import counted, size_of
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -30,7 +30,7 @@ def report(found: Inspection) -> str:
         count = len(found.files)
         lines.append(("files", f"{count} with weights, {size_of(nbytes)}"))
     for dtype, (tensors, nbytes) in sorted(found.dtypes.items(), key=lambda item: -item[1][1]):
-        lines.append((dtype, f"{tensors} tensors, {size_of(nbytes)}"))
+        lines.append((dtype, f"{counted(tensors, 'tensor')}, {size_of(nbytes)}"))
     for name, dtype, shape, nbytes in found.biggest:
         lines.append(("biggest", f"{name} {dtype} {shape}, {size_of(nbytes)}"))
     if found.problem:

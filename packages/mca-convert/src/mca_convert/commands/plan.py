@@ -11,7 +11,7 @@ from mca_convert.commands.carry_out import layout_flags_for_hf, limits_of, read_
 from mca_convert.forecast.model import forecast
 from mca_convert.forecast.outcome import Forecast, Request
 from mca_convert.output import say, say_json
-from mca_convert.tables import size_of, table
+from mca_convert.tables import counted, size_of, table
 
 
 def plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -52,17 +52,17 @@ def report(result: Forecast) -> Iterator[str]:
     yield f"source     {result.source}: {result.kind or 'unknown'} {result.model_type}".rstrip()
     if result.model_type:
         yield (
-            f"reads      {result.tensors} tensors, {result.parameters / 1e9:.3f} billion parameters, "
+            f"reads      {counted(result.tensors, 'tensor')}, {counted(result.parameters, 'parameter')}, "
             f"{size_of(result.read_bytes)}"
         )
     mca = f"MCA, {result.layout}" if result.layout else "MCA"
     what = mca if result.target == "mca" else "Hugging Face"
     yield f"target     {what}"
     if result.files:
-        yield f"writes     {len(result.files)} files, {size_of(result.written_bytes)} of weights"
+        yield f"writes     {counted(len(result.files), 'file')}, {size_of(result.written_bytes)} of weights"
         yield (
-            f"memory     about {size_of(result.peak_bytes)} at its peak, with {result.workers} "
-            f"{'thread' if result.workers == 1 else 'threads'}"
+            f"memory     about {size_of(result.peak_bytes)} at its peak, with "
+            f"{counted(result.workers, 'thread')}"
         )
     if result.stages:
         yield ""

@@ -49,6 +49,11 @@ class LossMeter:
             seconds=seconds,
         )
 
+    @property
+    def samples_before(self) -> int:
+        """Samples of steps that a checkpoint brought along."""
+        return int(self._steps.before[:, 3].sum())
+
     def state(self) -> JsonObject:
         """What was collected since the last log, for a checkpoint. Every rank calls this at the same step."""
         return {"steps": self._steps.of_all_ranks(groups.sum_over_data).tolist(), "seconds": self._seconds()}

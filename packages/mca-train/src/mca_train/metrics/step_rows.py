@@ -21,7 +21,7 @@ class StepRows:
 
     def __init__(self, width: int) -> None:
         self._mine: list[Tensor] = []
-        self._before = torch.zeros(0, width, dtype=torch.float64)
+        self.before = torch.zeros(0, width, dtype=torch.float64)
 
     def add(self, row: Tensor) -> None:
         """One step's numbers on this rank."""
@@ -30,16 +30,16 @@ class StepRows:
     def of_all_ranks(self, reduce: Reduce) -> Tensor:
         """``[steps, width]``; every rank calls this at the same step."""
         if not self._mine:
-            return self._before
-        return torch.cat([self._before, reduce(torch.stack(self._mine)).cpu()])
+            return self.before
+        return torch.cat([self.before, reduce(torch.stack(self._mine)).cpu()])
 
     def flush(self, reduce: Reduce) -> Tensor:
         """The same, and begins anew."""
         rows = self.of_all_ranks(reduce)
-        self._mine, self._before = [], rows[:0]
+        self._mine, self.before = [], rows[:0]
         return rows
 
     def restore(self, rows: Sequence[Sequence[float]]) -> None:
         """Goes on from the ``rows`` of all ranks."""
         self._mine = []
-        self._before = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), self._before.shape[1])
+        self.before = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), self.before.shape[1])

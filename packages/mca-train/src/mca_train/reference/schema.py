@@ -38,7 +38,7 @@ def schema(tasks: Iterable[Task]) -> JsonObject:
 def _property(key: Key) -> JsonObject:
     kinds = [kind for member in alternatives(key.hint) for kind in _kinds(member)]
     kinds = [kind for place, kind in enumerate(kinds) if kind not in kinds[:place]]
-    found = dict(kinds[0]) if len(kinds) == 1 else {"anyOf": kinds}
+    found: JsonObject = dict(kinds[0]) if len(kinds) == 1 else {"anyOf": kinds}
     if key.help:
         found["description"] = key.help
     if key.default not in (None, "", [], {}):

@@ -24,9 +24,9 @@ def summary(trainer: "McaTrainer", result: "TrainOutput") -> str:
         lines = {"steps": f"none; {ending}", "model": str(output)}
         return "\n".join(f"{name:<5}  {value}" for name, value in lines.items())
     lines = {
-        "steps": f"{result.global_step} in {result.metrics['train_runtime']:.1f} s"
+        "steps": f"{_steps(trainer.started_at_step, result.global_step)} in {result.metrics['train_runtime']:.1f} s"
         + (f", {speed['step_time']:.3g} s each" if speed else ""),
-        "tokens": f"{trainer.state.num_input_tokens_seen:,}"
+        "tokens in all" if trainer.started_at_step else "tokens": f"{trainer.state.num_input_tokens_seen:,}"
         + (f", {speed['tokens_per_second']:,.0f} per second" if speed else ""),
         **({"speed": _flops(speed)} if "model_tflops" in speed else {}),
         "training loss": f"{result.training_loss:.4f} (mean of the run)",
@@ -37,6 +37,11 @@ def summary(trainer: "McaTrainer", result: "TrainOutput") -> str:
     }
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+
+def _steps(before: int, last: int) -> str:
+    """How many this run made, and which, if others were made before."""
+    return f"{last - before} ({before + 1} to {last})" if before else str(last)
 
 
 def best_step(trainer: "McaTrainer") -> int | None:

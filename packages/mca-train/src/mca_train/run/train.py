@@ -141,6 +141,7 @@ def _train(inputs: Inputs) -> None:
         return
     if inputs.evaluation is not None and not _evaluated(trainer):
         trainer.evaluate()
+    logger.info("writing the model to %s", args.output_dir)
     trainer.save_model()
     if trainer.is_world_process_zero():
         trainer.state.save_to_json(str(Path(args.output_dir) / STATE_FILE))

@@ -13,7 +13,7 @@ from transformers.trainer_utils import speed_metrics
 from mca_train.batching.loaders import steps_of
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.data.token_dataset import Samples
-from mca_train.metrics.meter import LossMeter
+from mca_train.metrics.meter import LossMeter, LossReport
 from mca_train.metrics.signals import Signals
 from mca_train.trainer.loading import WithStepLoaders
 
@@ -35,12 +35,13 @@ class WithEvaluation(WithStepLoaders):
                 found |= self.evaluate(part, metric_key_prefix=f"{metric_key_prefix}_{name}")
             return found
         started = time.time()
-        loader, sampler = self._loaders.evaluation(self._eval_dataset(dataset))
+        loader, _ = self._loaders.evaluation(self._eval_dataset(dataset))
         with self._other_signals() as signals:
-            metrics = {f"{metric_key_prefix}_loss": self._evaluate_loss(loader)}
+            report = self._evaluate_loss(loader)
+            metrics = {f"{metric_key_prefix}_loss": report.loss_sum / max(report.num_targets, 1)}
             metrics |= {f"{metric_key_prefix}_{name}": mean for name, mean in signals.flush().items()}
         metrics |= speed_metrics(
-            metric_key_prefix, started, num_samples=sampler.num_samples, num_steps=len(loader)
+            metric_key_prefix, started, num_samples=report.num_samples, num_steps=len(loader)
         )
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -55,7 +56,7 @@ class WithEvaluation(WithStepLoaders):
         finally:
             self.signals = of_training
 
-    def _evaluate_loss(self, loader: DataLoader[StepBatch]) -> float:
+    def _evaluate_loss(self, loader: DataLoader[StepBatch]) -> LossReport:
         pipeline = self._pipeline
         self.callback_handler.eval_dataloader = loader
         meter = LossMeter(self.ranks.context_parallel_rank)
@@ -64,5 +65,4 @@ class WithEvaluation(WithStepLoaders):
                 self.before_forward(batch)
                 meter.add(pipeline.evaluate(batch), batch)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        report = meter.flush()
-        return report.loss_sum / max(report.num_targets, 1)
+        return meter.flush()

@@ -53,7 +53,7 @@ class WithStepLoaders(TrainerParts):
 def log_plan(args: TrainingArguments, ranks: Ranks, length: Length, samples: int, done: int) -> None:
     """Says what the run is about to do: ``samples`` a step, after ``done`` steps."""
     logger.info(
-        "training %d steps (%d a epoch) of %d samples = %d micro x %d accumulated x %d data parallel; %s",
+        "training %d steps (%d an epoch) of %d samples = %d micro x %d accumulated x %d data parallel; %s",
         length.max_steps,
         length.steps_per_epoch,
         samples,

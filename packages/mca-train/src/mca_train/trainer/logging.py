@@ -5,8 +5,11 @@ The callbacks decide when that is due. How a checkpoint is written is in `saving
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Protocol
+
+from transformers import PrinterCallback, ProgressCallback
 
 from mca_config.errors import McaError
 from mca_config.types import Typed
@@ -14,6 +17,7 @@ from mca_train.checkpoint.carried import Carried, Due
 from mca_train.engine.engine import StepResult
 from mca_train.losses.token_loss import StepLoss
 from mca_train.metrics.meter import LossReport
+from mca_train.metrics.step_lines import StepLines
 from mca_train.trainer.hf_shims import has_given_up
 from mca_train.trainer.parts import TrainerParts
 
@@ -67,11 +71,18 @@ class WithLogs(TrainerParts):
             logs |= self.watch.logs(report, self.engine.optimizer, self.state.global_step)
         self.log(logs)
 
+    def _print_lines(self) -> None:
+        """Has lines for people printed instead of the dictionaries of Hugging Face's callbacks."""
+        removed = [self.pop_callback(kind) for kind in (ProgressCallback, PrinterCallback)]
+        if any(removed):
+            self.add_callback(StepLines(bar=not self.args.disable_tqdm and sys.stderr.isatty()))
+
     def _add_up(self, report: LossReport) -> None:
         self._totals.loss += sum(report.losses)
         self._totals.steps += len(report.losses)
         self._totals.logged = self.state.global_step
         self.state.num_input_tokens_seen += report.num_tokens
+        self._samples += report.num_samples
 
     def _end_epoch(self) -> None:
         self._due = Due()
@@ -104,10 +115,12 @@ class WithLogs(TrainerParts):
 
     def _take_up(self, carried: Carried) -> None:
         """Goes on with the numbers of a checkpoint, or from none."""
+        self._samples = 0
         self._totals = carried.totals
         for name, meter in self._meters().items():
             if name in carried.meters:
                 meter.restore(carried.meters[name])
+        self._samples -= self._meter.samples_before
 
     def _meters(self) -> dict[str, Meter]:
         """What is summed up between two logs, by its name in a checkpoint."""

@@ -95,6 +95,8 @@ class TrainerParts(Trainer):  # type: ignore[misc]
     _model_losses: ModelLosses
     _totals: Totals
     _due: Due
+    _samples: int
+    """That this process has trained on; packs count as what is in them."""
 
     @property
     def engine(self) -> Engine:

@@ -117,6 +117,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             processing_class=processing_class,
             callbacks=[JsonlLog(), *(callbacks or [])],
         )
+        self._print_lines()
         tell_without_effect(args, model.config, model.megatron)
         seed_dropout(model, args.seed)
         self.model = self.model_wrapped = model
@@ -220,7 +221,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             if self.control.should_training_stop or self.state.global_step >= length.max_steps:
                 break
             self._run_epoch(epoch, loader, sampler)
-        return self._finish(start, started, sampler)
+        return self._finish(start, started)
 
     def _prepare(self, length: Length, checkpoint: Path | None) -> TrainingState:
         """Engine and schedule; restored from ``checkpoint`` if there is one."""
@@ -311,7 +312,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
     def _loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return require_sums(self.compute_loss(output, batch), type(self).__name__)
 
-    def _finish(self, first: int, started: float, sampler: StepSampler | StepStream) -> TrainOutput:
+    def _finish(self, first: int, started: float) -> TrainOutput:
         """The run's own metrics, the best model if asked for, and the last callback."""
         with self._pipeline.at_rest():
             pass  # the last step's parameters have arrived
@@ -321,7 +322,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         if steps and not self.watch.stopped:
             self.watch.require_updates(self._totals.updates, self.state.global_step)
             require_finite_weights(self.state.global_step, self.model.held())
-        samples = steps * sampler.shape.global_size
+        samples = self._samples
         metrics = speed_metrics("train", started, num_samples=samples, num_steps=steps)
         if self._totals.steps:
             metrics["train_loss"] = self._totals.mean_loss

@@ -1,0 +1,156 @@
+"""`StepLines` prints what a person follows of a run: one line for each log, evaluation and checkpoint.
+
+The numbers with all their keys are in ``train_log.jsonl`` (`log_file`). A progress bar is drawn on a terminal only.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from transformers import ProgressCallback
+
+from mca_config.types import JsonObject
+from mca_train.types import TrainerControl, TrainerState, TrainingArguments
+
+_SHOWN = {
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "tokens_per_second",
+    "step_time",
+    "peak_memory_gib",
+    "epoch",
+    "mfu",
+}
+"""What has a place of its own in a step's line."""
+_IN_THE_FILE_ONLY = {"samples_per_second", "pipeline_bubble", "model_tflops", "total_flos", "step"}
+_TIMES = ("_runtime", "_samples_per_second", "_steps_per_second")
+
+
+class StepLines(ProgressCallback):  # type: ignore[misc]
+    """Stands where Hugging Face's progress bar and printer stand, and is removed as they are.
+
+    Args:
+        bar: Whether a progress bar is drawn as well.
+    """
+
+    def __init__(self, *, bar: bool) -> None:
+        super().__init__()
+        self._draws = bar
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: object
+    ) -> None:
+        """Begins the bar at the step that the run goes on from."""
+        if self._draws:
+            super().on_train_begin(args, state, control, **others)
+            super().on_step_end(args, state, control, **others)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: object
+    ) -> None:
+        """Moves the bar."""
+        if self._draws:
+            super().on_step_end(args, state, control, **others)
+
+    def on_prediction_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        eval_dataloader: object = None,
+        **others: object,
+    ) -> None:
+        """Moves the evaluation's bar."""
+        if self._draws:
+            super().on_prediction_step(args, state, control, eval_dataloader=eval_dataloader, **others)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: object
+    ) -> None:
+        """Takes the bar away."""
+        if self._draws:
+            super().on_train_end(args, state, control, **others)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: JsonObject | None = None,
+        **_: object,
+    ) -> None:
+        """Prints the line of a log, if it has one."""
+        if (
+            state.is_world_process_zero
+            and logs
+            and (line := line_of(logs, state.global_step, state.max_steps))
+        ):
+            self._say(line)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Says that a checkpoint is complete."""
+        if state.is_world_process_zero:
+            self._say(f"saved {Path(args.output_dir) / f'checkpoint-{state.global_step}'}")
+
+    def _say(self, line: str) -> None:
+        if self.training_bar is not None:
+            self.training_bar.write(line)
+        else:
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+
+
+def line_of(logs: Mapping[str, object], step: int, steps: int) -> str | None:
+    """The line of a log; None: the log ends the run, of which the summary tells."""
+    if "train_runtime" in logs:
+        return None
+    parts = list(_of_step(logs, steps - step) if "loss" in logs else _of_evaluation(logs))
+    place = [f"step {step:>{len(str(steps))}}/{steps}"] if steps else []  # none where nothing is trained
+    return "  ".join([*place, *parts]) if parts else None
+
+
+def _of_step(logs: Mapping[str, object], left: int) -> Iterator[str]:
+    values = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+    yield f"loss {values['loss']:.4f}"
+    if "learning_rate" in values:
+        yield f"lr {values['learning_rate']:.2e}"
+    if "grad_norm" in values:
+        yield f"norm {values['grad_norm']:.3g}"
+    for name, value in values.items():
+        if name not in _SHOWN | _IN_THE_FILE_ONLY:
+            yield f"{name} {value:.4g}"
+    if "tokens_per_second" in values:
+        yield f"{values['tokens_per_second']:,.0f} tokens/s"
+    if "mfu" in values:
+        yield f"MFU {values['mfu']:.1%}"
+    if "peak_memory_gib" in values:
+        yield f"{values['peak_memory_gib']:.1f} GiB"
+    if "step_time" in values and left > 0:
+        yield f"{duration(values['step_time'] * left)} left"
+
+
+def _of_evaluation(logs: Mapping[str, object]) -> Iterator[str]:
+    """Losses and what is computed beside them; how long it took."""
+    seconds = 0.0
+    for name, value in logs.items():
+        if not isinstance(value, int | float) or name in _SHOWN | _IN_THE_FILE_ONLY:
+            continue
+        if name.endswith("_runtime"):
+            seconds += value
+        elif not name.endswith(_TIMES):
+            yield f"{name} {value:.4f}"
+    if seconds:
+        yield f"in {duration(seconds)}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: ``12 s``, ``3 min 20 s``, ``5 h 03 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"

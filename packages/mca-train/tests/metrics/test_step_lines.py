@@ -1,0 +1,58 @@
+"""The lines that a person follows a run by."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from mca_train.metrics.step_lines import StepLines, duration, line_of
+
+STEP = {
+    "loss": 2.34567,
+    "grad_norm": 1.2345,
+    "rewards/margins": 0.5,
+    "learning_rate": 1e-4,
+    "tokens_per_second": 12345.6,
+    "samples_per_second": 3.0,
+    "step_time": 2.0,
+    "peak_memory_gib": 1.234,
+    "pipeline_bubble": 0.2,
+    "model_tflops": 0.1,
+    "epoch": 0.1,
+}
+
+
+def test_a_step_is_one_line_without_what_never_changes():
+    assert line_of(STEP, 10, 200) == (
+        "step  10/200  loss 2.3457  lr 1.00e-04  norm 1.23  rewards/margins 0.5  12,346 tokens/s  1.2 GiB  "
+        "6 min 20 s left"
+    )
+    assert "left" not in (line_of(STEP, 200, 200) or "")
+
+
+def test_an_evaluation_is_one_line_and_the_end_is_the_summary():
+    logs = {"eval_loss": 1.5, "eval_runtime": 2.5, "eval_samples_per_second": 4.0, "epoch": 1.0}
+    assert line_of(logs, 5, 10) == "step  5/10  eval_loss 1.5000  in 2.5 s"
+    assert line_of(logs, 0, 0) == "eval_loss 1.5000  in 2.5 s"
+    assert line_of({"train_runtime": 3.0, "train_loss": 1.0}, 10, 10) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(0.25, "0.2 s"), (42.4, "42 s"), (59.7, "1 min 00 s"), (200, "3 min 20 s"), (18180, "5 h 03 min")],
+)
+def test_durations_are_as_people_say_them(seconds, told):
+    assert duration(seconds) == told
+
+
+def test_other_ranks_print_nothing_and_the_first_says_what_it_saves(capsys):
+    lines, args = StepLines(bar=False), SimpleNamespace(output_dir="runs")
+    for first in (False, True):
+        state = SimpleNamespace(is_world_process_zero=first, global_step=4, max_steps=8)
+        lines.on_log(args, state, None, logs=dict(STEP))
+        lines.on_save(args, state, None)
+    out, err = capsys.readouterr()
+    assert [line.split()[:2] for line in out.splitlines()] == [
+        ["step", "4/8"],
+        ["saved", "runs/checkpoint-4"],
+    ]
+    assert not err
