@@ -3,11 +3,13 @@
 import errno
 import os
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed
@@ -43,6 +45,7 @@ def _failing(owner: Any, name: str, error: Exception, rank: int) -> Iterator[Non
 def _small_files(nbytes: int, rank: int) -> Iterator[None]:
     """The kernel itself refuses to let a file of one rank, or of processes that it forks, grow."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    sys.dont_write_bytecode = True  # Python takes a cut module of its cache for a whole one
     if torch.distributed.get_rank() == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
     try:
@@ -122,14 +125,24 @@ def test_all_ranks_fail_together(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["saved"]
 
 
+def _slow(write: Callable[..., None], *args: Any, **options: Any) -> None:
+    """Writes late: who kills it soon kills it before it has written."""
+    time.sleep(5)
+    write(*args, **options)
+
+
 def killed_writer(path: Path, target: Path) -> str:
     """The background process of one rank dies. Runs on every rank."""
     import signal
 
     from mca_models.megatron import AutoModel
+    from mca_models.megatron.distributed import writer
 
     model = AutoModel.from_pretrained(path, arguments("tp2"))
-    pending: Any = model.save_pretrained(target, ckpt_format="torch_dist", async_save=True)
+    with mock.patch.object(
+        writer, "_written", _slow if torch.distributed.get_rank() == 1 else writer._written
+    ):
+        pending: Any = model.save_pretrained(target, ckpt_format="torch_dist", async_save=True)
     if torch.distributed.get_rank() == 1:
         os.kill(pending._writing._process.pid, signal.SIGKILL)
     message = _error(pending.finish)

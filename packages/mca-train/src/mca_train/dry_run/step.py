@@ -256,11 +256,24 @@ def _passes(tracker: Tracker) -> Iterator[None]:
 
 @contextmanager
 def _norms() -> Iterator[None]:
-    """A block in which Megatron's norm of gradients does not look at its values on the way."""
-    from megatron.core.optimizer import clip_grads
+    """A block in which Megatron's norm of gradients does not look at values on the way.
 
-    with patch.object(clip_grads, "l2_norm_impl", _norm):
+    From 0.19 on it also asks all ranks whether some of their parameters have a norm apart.
+    """
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(clip_grads, "l2_norm_impl", _norm))
+        if hasattr(MegatronOptimizer, "has_grad_norm_group"):
+            stack.enter_context(patch.object(MegatronOptimizer, "has_grad_norm_group", _has_norm_apart))
         yield
+
+
+def _has_norm_apart(optimizer: Any, group: str) -> bool:
+    return any(
+        getattr(parameter, "grad_norm_group", None) == group for parameter in optimizer.get_parameters()
+    )
 
 
 def _norm(_: int, __: object, lists: list[list[torch.Tensor]], *___: object) -> tuple[torch.Tensor, None]:
