@@ -101,24 +101,26 @@ def _choose_as_on_a_gpu() -> None:
 
 def _entered(self: Any, x: Tensor) -> Tensor:
     """What enters a linear that is cut by columns: all tokens, each rank's gradient summed."""
-    from megatron.core.tensor_parallel import mappings
+    from megatron.core.tensor_parallel import mappings as of
 
-    if self.parallel_mode != "column" or self.tp_size == 1:
-        return x
-    if self.sequence_parallel:
-        return mappings.gather_from_sequence_parallel_region(x, group=self.tp_group)  # type: ignore[no-any-return]
-    return mappings.copy_to_tensor_model_parallel_region(x, group=self.tp_group)  # type: ignore[no-any-return]
+    ways = of.gather_from_sequence_parallel_region, of.copy_to_tensor_model_parallel_region
+    return _exchanged(self, x, "column", *ways)
 
 
 def _left(self: Any, y: Tensor) -> Tensor:
     """What leaves a linear that is cut by rows: the sum over ranks."""
-    from megatron.core.tensor_parallel import mappings
+    from megatron.core.tensor_parallel import mappings as of
 
-    if self.parallel_mode != "row" or self.tp_size == 1:
-        return y
-    if self.sequence_parallel:
-        return mappings.reduce_scatter_to_sequence_parallel_region(y, group=self.tp_group)  # type: ignore[no-any-return]
-    return mappings.reduce_from_tensor_model_parallel_region(y, group=self.tp_group)  # type: ignore[no-any-return]
+    ways = of.reduce_scatter_to_sequence_parallel_region, of.reduce_from_tensor_model_parallel_region
+    return _exchanged(self, y, "row", *ways)
+
+
+def _exchanged(
+    self: Any, x: Tensor, mode: str, along_sequence: Callable[..., Tensor], whole: Callable[..., Tensor]
+) -> Tensor:
+    if self.parallel_mode != mode or self.tp_size == 1:
+        return x
+    return (along_sequence if self.sequence_parallel else whole)(x, group=self.tp_group)
 
 
 def _with_bias(self: Any, y: Tensor) -> Any:
@@ -187,7 +189,8 @@ def _attention(
     assert cu_seqlens_q is not None and cu_seqlens_q.dtype == torch.int32 and isinstance(max_seqlen_q, int)
     lengths = cu_seqlens_q.diff().tolist()
     assert sum(lengths) == query.shape[0] and max(lengths) <= max_seqlen_q
-    return _spans(self, *(x.unsqueeze(1) for x in (query, key, value)), lengths).squeeze(1).flatten(1)  # type: ignore[misc]
+    one_row = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+    return _spans(self, *one_row, lengths).squeeze(1).flatten(1)
 
 
 def _spans(self: Any, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
