@@ -55,7 +55,7 @@ ARROWS = (
 # From the ground up. A module imports from rungs below its own, and from its own room.
 LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "mca_models": (
-        ("weights",),
+        ("weights", "hub"),
         ("templates",),
         ("storage",),
         ("quantised",),

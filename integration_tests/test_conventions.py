@@ -1,6 +1,7 @@
 """Lengths, prints, exports and metadata of the four packages. Each check is shown to fail on planted source."""
 
 import ast
+import re
 import subprocess
 import sysconfig
 import tomllib
@@ -94,6 +95,16 @@ def test_package_is_typed_and_releasable_alone(package):
     internal = [r for r in [*project["dependencies"], *chain.from_iterable(extras)] if r.startswith("mca-")]
     unbounded = [r for r in internal if not r.startswith(project["name"]) and not (">=" in r and "<" in r)]
     assert not unbounded, f"{home.name}: give these a version range: {unbounded}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_index_can_show_the_package(package):
+    """Its page has no links into this repository, and says who wrote it and for whom."""
+    home = ROOT / "packages" / package.replace("_", "-")
+    links = re.findall(r"\]\(([^)]+)\)", (home / "README.md").read_text())
+    assert not [link for link in links if "://" not in link and not link.startswith("#")]
+    project = tomllib.loads((home / "pyproject.toml").read_text())["project"]
+    assert {"authors", "classifiers", "keywords", "description", "license", "readme"} <= set(project)
 
 
 def test_a_long_file_and_a_long_function_are_caught():

@@ -89,15 +89,18 @@ def test_flags_of_mca_convert_exist():
     assert said and said <= known
 
 
-@pytest.mark.parametrize("page", ["docs/training.md", "packages/mca-train/README.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/training.md", "packages/mca-train/README.md"])
 def test_configuration_files_are_accepted(page, tmp_path, monkeypatch):
     from mca_train.config.run_config import given_values
     from mca_train.run.checks import settings_of
-    from mca_train.tasks.table import task_of
+    from mca_train.tasks.table import TASKS
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    (text,) = blocks(ROOT / page, "yaml")
-    (tmp_path / "run.yaml").write_text(text)
-    values, where = given_values(tmp_path / "run.yaml", ["--output_dir", str(tmp_path / "runs")])
-    settings = settings_of(task_of(values), values, where)
-    assert settings.data.train_file
+    files = [text for text in blocks(ROOT / page, "yaml") if re.match(r"# (\w+)\.yaml\n", text)]
+    assert files
+    for text in files:
+        (tmp_path / "run.yaml").write_text(text)
+        kind = text[2:].partition(".")[0]
+        values, where = given_values(tmp_path / "run.yaml", ["--output_dir", str(tmp_path / "runs")])
+        settings = settings_of(TASKS[kind], values, where)
+        assert settings.data.train_file

@@ -33,7 +33,10 @@ def test_a_file_is_no_directory(source: Path, tmp_path: Path, capsys) -> None:
     assert f"is a file; name the checkpoint's directory, {source}" in error
 
 
-def test_a_name_of_the_hub_is_told_how_to_download(tmp_path: Path, capsys) -> None:
+def test_a_name_of_the_hub_is_told_how_to_download_without_its_client(
+    tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if it were not installed
     error = refused(Path("no-such-owner/model"), tmp_path, capsys)
     assert "hf download no-such-owner/model --local-dir" in error
 

@@ -31,7 +31,7 @@ REFUSED: Mapping[str, str] = {
     "batch_eval_metrics": "evaluation computes the loss only",
     "do_predict": "there is no prediction",
     "label_names": "the targets are labels",
-    "push_to_hub": "nothing is uploaded; save_hf_model writes a directory that can be",
+    "push_to_hub": "nothing is uploaded while training; mca-convert --push_to_hub uploads the result",
     "enable_jit_checkpoint": "SIGTERM always saves a checkpoint",
     "save_on_each_node": "all ranks write one checkpoint, into a directory that they share",
     "debug": "a loss or gradient that is not finite ends the run and is named",

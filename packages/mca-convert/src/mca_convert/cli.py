@@ -51,6 +51,7 @@ def _attempt(argv: Sequence[str], interrupts: Interrupts) -> int:
 
     from mca_config.errors import McaError
     from mca_convert import __version__
+    from mca_convert.commands.sources import local_sources
     from mca_convert.flags import build_parser, command_of
     from mca_convert.mapped import cut_files_told
     from mca_convert.output import printable
@@ -60,10 +61,12 @@ def _attempt(argv: Sequence[str], interrupts: Interrupts) -> int:
     options = parser.parse_args(rest)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the workers are threads enough
     level = logging.WARNING if getattr(options, "quiet", False) else logging.INFO
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    for name in ("mca_config", "mca_models", "mca_convert"):  # not what libraries say of their requests
+        logging.getLogger(name).setLevel(level)
     try:
-        with no_collection(), cut_files_told(interrupts.note):
-            code = _run(command, parser, options, interrupts)
+        with no_collection(), cut_files_told(interrupts.note), local_sources(command, options) as called:
+            code = _run(command, parser, options, interrupts, called)
             if interrupts.fault is None:
                 return code
             raise interrupts.fault
@@ -93,7 +96,11 @@ def _where(error: OSError) -> str:
 
 
 def _run(
-    command: str, parser: "argparse.ArgumentParser", options: "argparse.Namespace", interrupts: Interrupts
+    command: str,
+    parser: "argparse.ArgumentParser",
+    options: "argparse.Namespace",
+    interrupts: Interrupts,
+    called: "dict[str, str]",
 ) -> int:
     if command == "convert":
         from mca_convert.commands.convert import convert
@@ -106,11 +113,11 @@ def _run(
     if command == "plan":
         from mca_convert.commands.plan import plan
 
-        return plan(parser, options)
+        return plan(parser, options, called)
     if command == "inspect":
         from mca_convert.commands.inspect import inspect
 
-        return inspect(options)
+        return inspect(options, called)
     raise AssertionError(command)
 
 

@@ -102,6 +102,12 @@ def _flag(parser: argparse._ActionsContainer, name: str, **how: Typed) -> None:
 
 def _convert_flags(parser: argparse.ArgumentParser) -> None:
     _conversion_flags(parser, planning=False)
+    _flag(
+        parser,
+        "push_to_hub",
+        metavar="ORG/NAME",
+        help="upload the result as this model of the Hugging Face Hub, which is made if it is not there",
+    )
     _quiet_flag(parser)
 
 
@@ -115,7 +121,7 @@ def _quiet_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="a directory of any kind")
+    parser.add_argument("path", metavar="PATH", help="a directory of any kind, or a model of the Hub")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     _flag(
         parser,
@@ -128,7 +134,10 @@ def _inspect_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _conversion_flags(parser: argparse.ArgumentParser, *, planning: bool) -> None:
-    source = "the checkpoint to read; with --adapter_path: the adapter's base model"
+    source = (
+        "the checkpoint to read, a directory or a model of the Hub (org/name, org/name@revision); with --adapter_path: "
+        "the adapter's base model"
+    )
     _flag(parser, "checkpoint_path", metavar="DIR", help=source)
     where = (
         "where it would go; checks that it is free and has room"

@@ -6,6 +6,7 @@ What is said is decided in `commands`.
 import json
 import os
 import sys
+from collections.abc import Mapping
 
 from mca_config.errors import McaError
 from mca_config.types import Values
@@ -56,6 +57,18 @@ def _forget(fd: int) -> None:
     os.close(nothing)
 
 
+def as_json(kind: str, document: Values) -> str:
+    """``document`` as JSON that names its ``kind`` and the version of its keys."""
+    return json.dumps({"schema": f"mca-convert/{kind}", "version": JSON_VERSION, **document}, indent=1)
+
+
+def by_name(text: str, called: Mapping[str, str]) -> str:
+    """``text`` with the directories that stand for models of the Hub called as the user called them."""
+    for folder, name in called.items():
+        text = text.replace(folder, name)
+    return text
+
+
 def say_json(kind: str, document: Values) -> None:
-    """Prints ``document`` as JSON that names its ``kind`` and the version of its keys."""
-    say(json.dumps({"schema": f"mca-convert/{kind}", "version": JSON_VERSION, **document}, indent=1))
+    """Prints ``document`` as JSON."""
+    say(as_json(kind, document))

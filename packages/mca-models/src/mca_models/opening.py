@@ -68,9 +68,6 @@ def kind_of(path: Path) -> CheckpointKind:
 def _why_no_directory(path: Path) -> str:
     if path.exists():
         return f"is a file; name the checkpoint's directory, {path.parent}"
-    parts = path.parts
-    if len(parts) == 2 and not path.is_absolute() and not Path(parts[0]).exists():
-        return f"no such directory; if it is a model of the Hub: hf download {path} --local-dir <directory>"
     return "no such directory; expected a checkpoint directory (Hugging Face, MCA, Megatron)"
 
 

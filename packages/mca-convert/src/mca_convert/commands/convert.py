@@ -4,6 +4,7 @@ It turns flags into a conversion and prints what came of it.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from mca_convert.commands.carry_out import carry_out, layout_arguments, layout_flags_for_hf, layout_of
@@ -13,7 +14,18 @@ from mca_models.opening import kind_of, open_checkpoint
 
 
 def convert(parser: argparse.ArgumentParser, options: argparse.Namespace, interrupts: Interrupts) -> int:
-    """Plans, converts and reports; returns the exit code."""
+    """Plans, converts, reports, and uploads if asked to; returns the exit code."""
+    code = _convert(parser, options, interrupts)
+    if code == 0 and options.push_to_hub:
+        from mca_models.hub import upload
+
+        address = upload(Path(options.output_path), options.push_to_hub)
+        if not options.quiet:
+            sys.stderr.write(f"uploaded to {address}\n")
+    return code
+
+
+def _convert(parser: argparse.ArgumentParser, options: argparse.Namespace, interrupts: Interrupts) -> int:
     if options.adapter_path:
         from mca_convert.commands.adapter import convert_adapter
 

@@ -4,20 +4,26 @@ What is found out is in `mca_convert.inspection`; here it is printed.
 """
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 from mca_convert.inspection import Inspection, inspect_directory
-from mca_convert.output import say, say_json
+from mca_convert.output import as_json, by_name, say
 from mca_convert.tables import counted, size_of
 
 
-def inspect(options: argparse.Namespace) -> int:
-    """Prints what is there; 0 if it is complete, else 1."""
+def inspect(options: argparse.Namespace, called: Mapping[str, str]) -> int:
+    """Prints what is there; 0 if it is complete, else 1.
+
+    Args:
+        options: Of the command line.
+        called: What the user called directories that stand for models of the Hub.
+    """
     found = inspect_directory(Path(options.path), options.top)
     if options.json:
-        say_json("inspect", found.as_dict())
+        say(by_name(as_json("inspect", found.as_dict()), called))
     else:
-        say(report(found))
+        say(by_name(report(found), called))
     return 1 if found.problem else 0
 
 

@@ -4,18 +4,24 @@ What would happen is found out in `forecast`; here it is printed.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mca_convert.commands.carry_out import layout_flags_for_hf, limits_of, read_layout
 from mca_convert.forecast.model import forecast
 from mca_convert.forecast.outcome import Forecast, Request
-from mca_convert.output import say, say_json
+from mca_convert.output import as_json, by_name, say
 from mca_convert.tables import counted, size_of, table
 
 
-def plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Prints the plan; 0 if the conversion would go through, 1 if it would be refused."""
+def plan(parser: argparse.ArgumentParser, options: argparse.Namespace, called: Mapping[str, str]) -> int:
+    """Prints the plan; 0 if the conversion would go through, 1 if it would be refused.
+
+    Args:
+        parser: Of the command.
+        options: What it found.
+        called: What the user called directories that stand for models of the Hub.
+    """
     if options.merge and not options.adapter_path:
         parser.error("--merge needs --adapter_path")
     if not options.checkpoint_path and (options.merge or not options.adapter_path):
@@ -37,9 +43,9 @@ def plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if result.target == "hf" and (fault := layout_flags_for_hf(options, megatron=True)):
         result.refusals.append(fault)
     if options.json:
-        say_json("plan", result.as_dict())
+        say(by_name(as_json("plan", result.as_dict()), called))
     else:
-        say("\n".join(report(result)))
+        say(by_name("\n".join(report(result)), called))
     return 1 if result.refusals else 0
 
 

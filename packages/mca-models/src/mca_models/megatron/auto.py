@@ -11,11 +11,13 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.checks import require_layout
 from mca_config.errors import McaError, checking_usage
 from mca_config.model_config import McaModelConfig
+from mca_models.hub import directory_of
+from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.factory import fill
 from mca_models.megatron.factory.transformer_config import DTYPES
 from mca_models.megatron.factory.vocabulary import growth_of, require_growth
-from mca_models.megatron.names import DtypeName
+from mca_models.megatron.names import DtypeName, Implementation
 from mca_models.megatron.virtual_models import VirtualModels
 from mca_models.opening import open_checkpoint
 from mca_models.storage.source import ModelSource
@@ -41,7 +43,7 @@ class AutoModel:
         """The model of a Hugging Face, MCA or Megatron (torch_dist) directory, on any layout.
 
         Args:
-            path: The checkpoint directory.
+            path: The checkpoint directory, or an id of the Hub (``org/name``, ``org/name@revision``).
             args: Layout and computation; sizes left out are those of an MCA checkpoint, else 1.
             dtype: ``float32``, ``bfloat16`` or ``float16``; None: what ``args`` train in, else the checkpoint's.
             seed: Of Megatron's random states (dropout) and of new vocabulary rows.
@@ -52,13 +54,14 @@ class AutoModel:
             McaError: The checkpoint is incomplete or, as a UsageError, the layout does not fit it.
         """
         args = args or DistributingParallelArguments()
-        source: ModelSource = open_checkpoint(Path(path))
+        folder = directory_of(path)
+        source: ModelSource = open_checkpoint(folder)
         config, growth = source.config, None
         if vocab_size is not None and vocab_size != config.vocab_size:
             require_growth(config.vocab_size, vocab_size)
             config = replace(config, vocab_size=vocab_size)
         with checking_usage():
-            models = _build(config, args, dtype, seed, Path(path))
+            models = _build(config, args, dtype, seed, folder)
         if config is not source.config:
             growth = growth_of(source, config.vocab_size, seed)
         once = bool(vars(args).get("load_broadcast"))  # training arguments only
@@ -66,7 +69,15 @@ class AutoModel:
         models.bytes_read = fill.from_source(
             source, models.held(), place.layout, place.at, growth=growth, broadcast=once
         )
-        _log.info("loaded %s %s from %s as %s", config.model_type, models.config.dtype, path, place.layout)
+        layers = models.implementation.replace("_", " ")
+        _log.info(
+            "loaded %s %s from %s as %s, %s layers",
+            config.model_type,
+            models.config.dtype,
+            path,
+            place.layout,
+            layers,
+        )
         return models
 
     @staticmethod
@@ -106,7 +117,20 @@ def _build(
     layout = args.layout(config.layout)
     require_layout(config, layout)
     place = parallel.start(layout, seed, embedding_ranks=_embedding_ranks(replace(config, layout=layout)))
-    return VirtualModels(config, args, place, dtype=trained_dtype(config, args, dtype), source=source)
+    models = VirtualModels(config, args, place, dtype=trained_dtype(config, args, dtype), source=source)
+    if told := slower_layers(models.implementation, args.transformer_impl, platform.device_type()):
+        _log.warning("%s", told)
+    return models
+
+
+def slower_layers(built: Implementation, asked: str | None, device: str) -> str | None:
+    """What to say where a GPU runs Megatron's local layers and nobody asked for them."""
+    if device != "cuda" or built != "local" or asked == "local":
+        return None
+    return (
+        "Transformer Engine is not installed, so Megatron's local layers run: slower, with more memory, without fp8; "
+        "install mca-models[te], or set transformer_impl to local if that is what you want"
+    )
 
 
 def _embedding_ranks(config: McaModelConfig) -> tuple[int, ...]:

@@ -14,9 +14,14 @@ from mca_config.types import JsonObject
 class DataArguments:
     """The model, its tokenizer and the files to train on."""
 
-    model_name_or_path: str = field(metadata={"help": "Directory of the model: Hugging Face or MCA."})
+    model_name_or_path: str = field(
+        metadata={
+            "help": "The model: a Hugging Face or MCA directory, or a model of the Hub (org/name, org/name@revision)."
+        }
+    )
     tokenizer_name_or_path: str | None = field(
-        default=None, metadata={"help": "Directory of the tokenizer; None: the model's."}
+        default=None,
+        metadata={"help": "Directory of the tokenizer, or a model of the Hub; None: the model's."},
     )
     train_file: list[str] = field(
         default_factory=list,
@@ -117,7 +122,9 @@ class LoraArguments:
     use_rslora: bool = field(default=False, metadata={"help": "Scale by lora_alpha / sqrt(lora_rank)."})
     adapter_name_or_path: str | None = field(
         default=None,
-        metadata={"help": "PEFT or MCA adapter directory to go on training, instead of a new one."},
+        metadata={
+            "help": "PEFT or MCA adapter, a directory or of the Hub, to go on training instead of a new one."
+        },
     )
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from mca_train.config.run_config import given_values
 from mca_train.plan.memory import Plan, make_plan
 from mca_train.plan.report import render
 from mca_train.run.checks import Run, check, settings_of
+from mca_train.run.hub_paths import with_directories
 from mca_train.tasks.table import task_of
 from mca_train.tasks.task import Task
 
@@ -27,7 +28,7 @@ def print_plan(task: Task | None, config: Path, overrides: list[str]) -> int:
     dry, words = _own_flag(overrides)
     values, where = given_values(config, words)
     task = task or task_of(values)
-    settings = settings_of(task, values, where)
+    settings = settings_of(task, with_directories(values, config_only=True), where)
     findings = check(task, settings, planned_ranks)
     if findings.impossible or findings.run is None:
         sys.stdout.write("".join(["this run is impossible:\n", *(f"  - {p}\n" for p in findings.impossible)]))

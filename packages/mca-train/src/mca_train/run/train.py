@@ -22,6 +22,7 @@ from mca_train.launch.rendezvous import join
 from mca_train.launch.scratch import scratch_folder
 from mca_train.launch.stopping import raising_stopped
 from mca_train.run.checks import check, settings_of
+from mca_train.run.hub_paths import named_on_the_hub, with_directories
 from mca_train.run.inputs import Inputs, prepare_inputs
 from mca_train.run.logs import quiet_libraries, set_log_levels
 from mca_train.run.summary import best_step, summary
@@ -57,6 +58,9 @@ def run(task: Task, config: Path, overrides: list[str], command: list[str]) -> i
 
 
 def _launch(task: Task, values: Values, where: str, command: list[str]) -> int:
+    if named_on_the_hub(values):  # what is wrong is found before weights are fetched
+        check(task, settings_of(task, with_directories(values, config_only=True), where)).require()
+        values = with_directories(values)
     settings = settings_of(task, values, where)
     set_log_levels(settings.training)
     run = check(task, settings).require()
@@ -95,6 +99,7 @@ def settings_on_rank(task: Task, values: Values, where: str) -> Settings:
 
 def _launched_rank(task: Task, values: Values, where: str) -> None:
     """In a process that a launcher started."""
+    values = with_directories(values)  # ranks of a machine wait for the one that downloads
     settings = settings_on_rank(task, values, where)
     run = check(task, settings, given_ranks).require()
     lock = OutputLock(Path(settings.training.output_dir))

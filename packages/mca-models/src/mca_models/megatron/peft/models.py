@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mca_config.errors import McaError
+from mca_models.hub import directory_of
 from mca_models.lora import (
     Adapter,
     AdapterConfig,
@@ -272,8 +273,8 @@ def attach_adapter(models: VirtualModels, config: AdapterConfig) -> PeftModels:
 
 
 def load_adapter(models: VirtualModels, path: str | Path) -> PeftModels:
-    """``models`` with the adapter of a PEFT or MCA adapter directory, whatever layout that has."""
-    found = relaid(open_adapter(Path(path), models.config), models.config.layout)
+    """``models`` with the adapter of a PEFT or MCA directory or of the Hub, whatever layout that has."""
+    found = relaid(open_adapter(directory_of(path), models.config), models.config.layout)
     peft = _peft_models(models, found.config, found.rules)
     peft.fill(lambda param, shape: found.read(param), saved=True)
     return peft

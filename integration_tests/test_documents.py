@@ -1,0 +1,195 @@
+"""Every command and every snippet that the documents show is run, in order, page by page, on tiny models and data.
+
+``Qwen3-8B`` is a random model of four layers and ``data/`` has a few rows. Only sizes are changed (`_SMALL`).
+By default two pages are run; ``MCA_EVERY_DOCUMENT=1`` runs all.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import forked_cli
+from harness import run_ranks
+from train_cases import tiny_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [
+    path
+    for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md", "examples/*/README.md")
+    for path in sorted(ROOT.glob(pattern))
+]
+SAMPLE = ("README.md", "docs/converter.md")
+NOT_RUN = ("pip ", "uv ", "sbatch ", "python tools/", "PYTHONPATH=", "git ", "#", "eval ", "mkdocs ")
+"""Beginnings of commands that install, lock, or need another machine."""
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_SMALL = {
+    "max_steps": 4,
+    "seq_length": 128,
+    "save_steps": 2,
+    "eval_steps": 2,
+    "logging_steps": 1,
+    "num_train_epochs": 1,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 2,
+}
+_SMALL_FLAGS = _SMALL | {"max_steps": 6, "nproc-per-node": 4}  # over those of the file: a run that goes on
+
+
+def _blocks(page: Path) -> Iterator[tuple[str, str]]:
+    yield from _BLOCK.findall(page.read_text())
+
+
+def _commands(text: str) -> Iterator[str]:
+    for line in text.replace("\\\n", " ").splitlines():
+        if line.startswith("$ "):
+            yield line.removeprefix("$ ").strip()
+
+
+def _is_run(command: str) -> bool:
+    return not command.startswith(NOT_RUN)
+
+
+def _small(text: str) -> str:
+    for key, value in _SMALL.items():
+        text = re.sub(rf"^{key}: \S+", f"{key}: {value}", text, flags=re.MULTILINE)
+    return text
+
+
+def _small_words(command: str) -> list[str]:
+    words = shlex.split(command, comments=True)
+    for place, word in enumerate(words[:-1]):
+        if word.startswith("--") and word[2:] in _SMALL_FLAGS:
+            words[place + 1] = str(_SMALL_FLAGS[word[2:]])
+    return words
+
+
+def _rows(path: Path, rows: list[dict[str, object]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """What a reader has before the first command: a model and data of each kind."""
+    from tokenizers_for_tests import byte_tokenizer
+
+    folder = tmp_path_factory.mktemp("documents")
+    tiny_checkpoint(folder / "Qwen3-8B", vocab_size=264)
+    byte_tokenizer().save_pretrained(folder / "Qwen3-8B")
+    texts = [f"row {number} of some text that is long enough to be trained on" for number in range(24)]
+    turns = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": text[:9]}] for text in texts
+    ]
+    _rows(folder / "data" / "text.jsonl", [{"text": text} for text in texts])
+    _rows(folder / "data" / "eval.jsonl", [{"text": text} for text in texts[:4]])
+    _rows(folder / "data" / "chat.jsonl", [{"messages": some} for some in turns])
+    _rows(folder / "data" / "alpaca.jsonl", [{"instruction": "say", "input": "", "output": t} for t in texts])
+    pairs = [{"prompt": text, "chosen": text[:9], "rejected": text[9:20]} for text in texts]
+    _rows(folder / "data" / "pairs.jsonl", pairs)
+    run = {
+        "model_name_or_path": "Qwen3-8B",
+        "train_file": "data/text.jsonl",
+        "output_dir": "runs/run",
+        "save_strategy": "'no'",
+    }
+    (folder / "run.yaml").write_text(
+        "".join(f"{key}: {value}\n" for key, value in (run | {"max_steps": 2}).items())
+    )
+    return folder
+
+
+def _adapter(folder: Path) -> None:
+    """``lora-mca``, a trained adapter."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "Qwen3-8B")
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder / "peft")
+    paths = ["--adapter_path", "peft", "--checkpoint_path", "Qwen3-8B", "--output_path", "lora-mca"]
+    assert _program(["mca-convert", *paths], folder).returncode == 0
+
+
+def _program(words: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if words[0] == "torchrun":
+        words = [sys.executable, "-m", "torch.distributed.run", "--master-port", "29777", *words[1:]]
+    elif words[0] == "python":
+        words = [sys.executable, *words[1:]]
+    else:
+        words = [str(Path(sys.executable).parent / words[0]), *words[1:]]
+    return subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment, cwd=folder)
+
+
+def _run(command: str, folder: Path) -> None:
+    words = _small_words(command)
+    if words[0] == "mca-train":
+        done = forked_cli.launched([sys.executable, "-m", "mca_train", *words[1:]])
+    else:
+        done = _program(words, folder)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def _execute(text: str, page: str) -> None:
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(variable, None)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    exec(compile(text, page, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_what_a_page_shows_runs(page, place, tmp_path, monkeypatch):
+    name = str(page.relative_to(ROOT))
+    blocks = list(_blocks(page))
+    snippets = [text for language, text in blocks if language == "python"]
+    commands = [
+        c for language, text in blocks if language == "console" for c in _commands(text) if _is_run(c)
+    ]
+    if not snippets and not commands:
+        pytest.skip("shows nothing that is run")
+    if name not in SAMPLE and not os.environ.get("MCA_EVERY_DOCUMENT"):
+        pytest.skip("MCA_EVERY_DOCUMENT=1 runs all pages")
+    shutil.copytree(place, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    if "lora-mca" in " ".join(commands):
+        _adapter(tmp_path)
+    if '"qwen3-mca")  # a directory' in " ".join(snippets):
+        _run("mca-convert --checkpoint_path Qwen3-8B --output_path qwen3-mca", tmp_path)
+    for language, text in blocks:
+        if language == "yaml" and (named := re.match(r"# (\S+\.yaml)\n", text)):
+            (tmp_path / named[1]).write_text(_small(text))
+        for command in _commands(text) if language == "console" else ():
+            if _is_run(command):
+                _run(command, tmp_path)
+    if snippets:
+        run_ranks(1, _execute, "\n".join(snippets), name, process_group=False, timeout=240)
+
+
+def test_a_command_that_fails_and_a_snippet_that_does_not_run_are_caught(place, monkeypatch):
+    monkeypatch.chdir(place)
+    with pytest.raises(AssertionError, match="no-such-directory"):
+        _run("mca-convert inspect no-such-directory", place)
+    with pytest.raises(Exception, match="dataset"):
+        run_ranks(1, _execute, "print(dataset)", "page", process_group=False, timeout=60)
+
+
+def test_sizes_alone_are_changed():
+    assert (
+        _small("# a.yaml\nmax_steps: 500  # x\noutput_dir: o\n")
+        == "# a.yaml\nmax_steps: 4  # x\noutput_dir: o\n"
+    )
+    assert _small_words("mca-train sft a.yaml --max_steps 220 --lora_rank 16 # x")[3:] == [
+        "--max_steps",
+        "6",
+        "--lora_rank",
+        "16",
+    ]

@@ -1,0 +1,171 @@
+"""Models of the Hub: ids in place of directories, against a server of the Hub's endpoints on loopback."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import run_ranks
+from hub_server import TOKEN, Hub, serving
+from train_cases import tiny_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two revisions of a model, with files that nobody needs beside it."""
+    from tokenizers_for_tests import byte_tokenizer
+
+    found = {}
+    for revision, layers in (("main", 2), ("v1", 3)):
+        folder = tmp_path_factory.mktemp(revision)
+        tiny_checkpoint(folder, vocab_size=264, num_hidden_layers=layers)
+        byte_tokenizer().save_pretrained(folder)
+        (folder / "pytorch_model.bin").write_bytes(b"never fetched")
+        (folder / "original").mkdir()
+        (folder / "original" / "consolidated.00.pth").write_bytes(b"never fetched")
+        found[revision] = folder
+    return found
+
+
+@pytest.fixture
+def hub(folders):
+    with serving(Hub(folders)) as served:
+        yield served
+
+
+def _environment(hub: Hub, cache: Path, **others: str) -> dict[str, str]:
+    return os.environ | {
+        "HF_ENDPOINT": hub.address,
+        "HF_HOME": str(cache),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        **others,
+    }
+
+
+def _convert(hub: Hub, cache: Path, *words: str, **others: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "mca_convert", *words]
+    environment = {key: value for key, value in _environment(hub, cache, **others).items() if value}
+    environment.pop("HF_HUB_OFFLINE", None) if "HF_HUB_OFFLINE" not in others else None
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=cache)
+
+
+def test_a_plan_reads_headers_alone(hub, tmp_path):
+    done = _convert(
+        hub, tmp_path, "plan", "--checkpoint_path", "org/model@v1", "--tensor_model_parallel_size", "2"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "org/model@v1: Hugging Face checkpoint qwen3" in done.stdout
+    assert "nothing stands in the way" in done.stdout
+    (span,) = hub.downloads("model.safetensors")
+    assert span == f"bytes=0-{(1 << 17) - 1}"
+    assert not hub.downloads(".bin") and not hub.downloads(".pth")
+    shown = _convert(hub, tmp_path, "inspect", "org/model", "--json")
+    assert json.loads(shown.stdout)["sizes"]["num_layers"] == 2
+    assert "/mca-hub-" not in shown.stdout
+
+
+def test_a_conversion_fetches_what_it_needs_and_then_works_offline(hub, folders, tmp_path):
+    done = _convert(hub, tmp_path, "--checkpoint_path", "org/model", "--output_path", "mca")
+    assert done.returncode == 0, done.stderr
+    fetched = {
+        path.rpartition("/")[2] for method, path, _ in hub.asked if method == "GET" and "/resolve/" in path
+    }
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= fetched
+    assert not {name for name in fetched if name.endswith((".bin", ".pth"))}
+    same = _convert(hub, tmp_path, "verify", str(folders["main"]), "mca")
+    assert same.returncode == 0, same.stdout
+    hub.asked.clear()
+    words = ["--checkpoint_path", "org/model", "--output_path", "again"]
+    offline = _convert(hub, tmp_path, *words, HF_HUB_OFFLINE="1")
+    assert offline.returncode == 0, offline.stderr
+    assert not hub.asked
+
+
+@pytest.mark.parametrize(
+    ("name", "private", "told"),
+    [
+        ("org/modle", False, "the Hub has no such model"),
+        ("org/model@v9", False, "the model has no such revision"),
+        ("org/model", True, "or it is private"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(name, private, told, hub, tmp_path):
+    hub.private = private
+    done = _convert(hub, tmp_path, "--checkpoint_path", name, "--output_path", "mca")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert f"error: {name}: no directory of that name is here, and of the Hub: " in done.stderr
+    assert told in done.stderr
+
+
+def test_a_private_model_is_read_with_the_token_and_an_export_is_uploaded(hub, folders, tmp_path):
+    hub.private = True
+    words = [
+        "--checkpoint_path",
+        str(folders["main"]),
+        "--to",
+        "hf",
+        "--output_path",
+        "out",
+        "--push_to_hub",
+        "org/model",
+    ]
+    done = _convert(hub, tmp_path, *words, HF_TOKEN=TOKEN)
+    assert done.returncode == 0, done.stderr
+    assert hub.created == ["model"]
+    assert hub.uploaded["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert "config.json" in hub.uploaded
+    assert _convert(hub, tmp_path, "plan", "--checkpoint_path", "org/model", HF_TOKEN=TOKEN).returncode == 0
+
+
+def _settings(cache: str, address: str) -> dict[str, object]:
+    """Constants that the client's library took from the environment when it was imported."""
+    template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    of_server = {"ENDPOINT": address, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False}
+    return of_server | {"HF_HUB_CACHE": cache, "HF_HUB_DISABLE_XET": True}
+
+
+def _loaded(cache: str, address: str) -> float:
+    from huggingface_hub import constants
+
+    vars(constants).update(_settings(cache, address))
+    from mca_models.megatron import AutoModel
+
+    models = AutoModel.from_pretrained("org/model@v1")
+    return float(sum(parameter.sum() for chunk in models.chunks for parameter in chunk.parameters()))
+
+
+def test_ranks_of_a_machine_download_once(hub, folders, tmp_path):
+    first, second = run_ranks(2, _loaded, str(tmp_path), hub.address)
+    assert first == second
+    assert hub.downloads("model.safetensors") == [""]
+
+
+def test_training_starts_from_an_id(hub, tmp_path, monkeypatch, capsys):
+    from huggingface_hub import constants
+
+    from mca_train.cli import main
+
+    for name, value in _settings(str(tmp_path / "cache"), hub.address).items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"text": "hello there"}\n')
+    run = {"model_name_or_path": "org/model", "train_file": "a.jsonl", "output_dir": "out", "seq_length": 32}
+    Path("run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in run.items()))
+    assert main(["plan", "pretrain", "run.yaml"]) == 0
+    assert "qwen3" in capsys.readouterr().out
+    assert not hub.downloads(".safetensors") and not hub.downloads("tokenizer.json")
+    assert main(["pretrain", "run.yaml", "--tensor_model_parallel_size", "3"]) == 2
+    assert not hub.downloads(".safetensors")  # what is wrong is found before weights are fetched
+    Path("run.yaml").write_text(Path("run.yaml").read_text().replace("org/model", "org/none"))
+    assert main(["plan", "run.yaml"]) == 2
+    assert (
+        "model_name_or_path: org/none: no directory of that name is here, and of the Hub"
+        in capsys.readouterr().err
+    )

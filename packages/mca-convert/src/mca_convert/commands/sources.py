@@ -1,0 +1,34 @@
+"""Paths of the command line that name models of the Hub become directories here, before any command looks at them.
+
+Plans and inspections read the headers of weights alone; a conversion downloads what it needs.
+"""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from mca_models.hub import directory_of, headers_of, is_id
+
+_PATHS = ("checkpoint_path", "adapter_path", "path", "first", "second")
+
+
+@contextmanager
+def local_sources(command: str, options: argparse.Namespace) -> Iterator[dict[str, str]]:
+    """A block in which ``options`` name directories of this machine.
+
+    Yields:
+        What those that are gone after the block were called by the user.
+    """
+    called: dict[str, str] = {}
+    with ExitStack() as stack:
+        for name in _PATHS:
+            given = getattr(options, name, None)
+            if not given or not is_id(given):
+                continue
+            if command in ("plan", "inspect"):
+                folder = stack.enter_context(headers_of(given))
+                called[str(folder)] = given
+            else:
+                folder = directory_of(given)
+            setattr(options, name, str(folder))
+        yield called

@@ -1,0 +1,215 @@
+"""An id of the Hugging Face Hub, ``org/name`` or ``org/name@revision``, becomes a directory here and nowhere else.
+
+Downloads go through ``huggingface_hub`` (the extra ``hub``), into its cache, with its token, endpoint and offline mode;
+what was begun goes on, and processes that want the same file wait for one another. Of a repository only what is needed
+is fetched. A directory of that name on this machine comes first.
+"""
+
+import re
+import struct
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mca_config.errors import McaError
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+Needed = Literal["all", "config", "tokenizer"]
+"""What of a repository: everything of the model; what says which model it is; all but weights."""
+
+_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
+_CONFIGS = (
+    *("config.json", "generation_config.json", "mca_config.json", "adapter_config.json"),
+    "latest_checkpointed_iteration.txt",
+)
+_WEIGHTS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".tflite"),
+    *(".index.json", ".ot", ".zip", ".tar", ".mlmodel"),
+)
+_BEGINNING = 1 << 17  # bytes of a file that are asked for first; most headers are shorter
+
+
+def is_id(name: str | Path) -> bool:
+    """Whether ``name`` can only mean a model of the Hub: it looks like an id, and nothing of that name is here."""
+    text = str(name)
+    if isinstance(name, Path) and name.is_absolute():
+        return False
+    owner = text.partition("/")[0]
+    return _ID.fullmatch(text) is not None and not Path(text).exists() and not Path(owner).exists()
+
+
+def directory_of(name: str | Path, needed: Needed = "all") -> Path:
+    """The directory of ``name``: itself, or of a Hub id the snapshot in the cache, downloaded if it is not there.
+
+    Args:
+        name: A path, or an id with or without ``@revision``.
+        needed: What is fetched of a repository.
+
+    Raises:
+        McaError: The Hub has no such model, refuses it, or cannot be reached.
+    """
+    if not is_id(name):
+        return Path(name)
+    repository, revision = _parts(name)
+    with _naming(str(name)):
+        from huggingface_hub import HfApi, constants
+
+        api, patterns = HfApi(), ["*config.json"]
+        if not constants.HF_HUB_OFFLINE:
+            patterns = chosen(_files(api, repository, revision), needed)
+        return Path(api.snapshot_download(repository, revision=revision, allow_patterns=patterns))
+
+
+@contextmanager
+def headers_of(name: str | Path) -> Iterator[Path]:
+    """A directory to plan with: of a Hub id the small files, and of each safetensors file the header alone.
+
+    The files have their true lengths, but no weights: they are sparse. The directory is gone after the block.
+    """
+    if not is_id(name):
+        yield Path(name)
+        return
+    repository, revision = _parts(name)
+    with tempfile.TemporaryDirectory(prefix="mca-hub-") as root:
+        with _naming(str(name)):
+            folder = _headers(repository, revision, Path(root) / repository)
+        yield folder
+
+
+def _headers(repository: str, revision: str | None, folder: Path) -> Path:
+    from huggingface_hub import HfApi, constants, hf_hub_url
+
+    api = HfApi()
+    if constants.HF_HUB_OFFLINE:
+        return directory_of(_named(repository, revision))
+    for file in chosen(_files(api, repository, revision), "all"):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        if file.endswith(".safetensors"):
+            address = hf_hub_url(repository, file, revision=revision, endpoint=api.endpoint)
+            _write_header(address, folder / file)
+        elif not file.endswith((".bin", ".pt", ".distcp")):
+            cached = api.hf_hub_download(repository, file, revision=revision)
+            (folder / file).write_bytes(Path(cached).read_bytes())
+    return folder
+
+
+def _named(repository: str, revision: str | None) -> str:
+    return repository if revision is None else f"{repository}@{revision}"
+
+
+def upload(folder: Path, name: str) -> str:
+    """Uploads ``folder`` as the model ``name``, which is made if it is not there; its address.
+
+    Raises:
+        McaError: The Hub refuses it or cannot be reached.
+    """
+    if _ID.fullmatch(name) is None:
+        raise McaError(f"--push_to_hub {name}: expected an id like org/name or org/name@branch")
+    repository, revision = _parts(name)
+    with _naming(name):
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        api.create_repo(repository, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository, folder_path=folder, revision=revision, commit_message="Upload by mca"
+        )
+        return f"{api.endpoint}/{repository}"
+
+
+def chosen(files: Iterable[str], needed: Needed) -> list[str]:
+    """Which of a repository's files are fetched.
+
+    Weights are taken in one format: safetensors, or where there are none ``pytorch_model*.bin``. An MCA checkpoint is
+    taken whole. Other folders, and copies in other formats, stay behind.
+    """
+    names = sorted(files)
+    if needed == "config":
+        return [name for name in names if name in _CONFIGS]
+    if "mca_config.json" in names and needed == "all":
+        return names
+    top = [name for name in names if "/" not in name or name.startswith("additional_chat_templates/")]
+    small = [name for name in top if not name.endswith(_WEIGHTS) and not name.startswith(".")]
+    return small if needed == "tokenizer" else small + _one_format(top)
+
+
+def _one_format(top: list[str]) -> list[str]:
+    for beginning, end in (
+        ("model", ".safetensors"),
+        ("adapter_model", ".safetensors"),
+        ("pytorch_model", ".bin"),
+    ):
+        weights = [
+            name for name in top if name.startswith(beginning) and name.endswith((end, f"{end}.index.json"))
+        ]
+        if any(name.endswith(end) for name in weights):
+            return weights
+    return [name for name in top if name.endswith((".safetensors", ".safetensors.index.json"))]
+
+
+def _parts(name: str | Path) -> tuple[str, str | None]:
+    repository, _, revision = str(name).partition("@")
+    return repository, revision or None
+
+
+def _files(api: "HfApi", repository: str, revision: str | None) -> list[str]:
+    return [each.rfilename for each in api.model_info(repository, revision=revision).siblings or []]
+
+
+def _write_header(address: str, file: Path) -> None:
+    """A sparse file with the length and the header of that at ``address``, read by ranges."""
+    beginning, size = _range(address, 0, _BEGINNING)
+    (length,) = struct.unpack("<Q", beginning[:8]) if len(beginning) >= 8 else (0,)
+    if len(beginning) < 8 + length <= size:
+        beginning += _range(address, len(beginning), 8 + length)[0]
+    with file.open("wb") as stream:
+        stream.write(beginning[: 8 + length])
+        stream.truncate(size)
+
+
+def _range(address: str, start: int, stop: int) -> tuple[bytes, int]:
+    """Bytes ``start:stop`` of what is at ``address``, and how many there are in all."""
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}"}
+    response = get_session().get(address, headers=headers)
+    hf_raise_for_status(response)
+    whole = response.headers.get("content-range", "").rpartition("/")[2]
+    content: bytes = response.content
+    if response.status_code != 206 or not whole.isdigit():
+        return content[start:stop], len(content)
+    return content, int(whole)
+
+
+_WHY = {
+    "RepositoryNotFoundError": "the Hub has no such model, or it is private: check the name, log in with hf auth login",
+    "RevisionNotFoundError": "the model has no such revision",
+    "GatedRepoError": "access must be granted on its page of the Hub, and you must be logged in (hf auth login)",
+    "LocalEntryNotFoundError": "it is not in the cache, and the Hub is not reached (HF_HUB_OFFLINE, network)",
+    "IncompleteSnapshotError": "its files in the cache are incomplete, and the Hub is not reached",
+    "OfflineModeIsEnabled": "it is not in the cache, and HF_HUB_OFFLINE is set",
+}
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """What goes wrong between here and the Hub is one line about ``name``."""
+    try:
+        yield
+    except McaError:
+        raise
+    except ImportError:
+        raise McaError(
+            f"{name}: no such directory; to read models of the Hub install its client (pip install "
+            f"'mca-convert[hub]'), or fetch it: hf download {name} --local-dir <directory>"
+        ) from None
+    except Exception as error:  # whichever client the library uses has errors of its own
+        known = [_WHY[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in _WHY]
+        reason = known[0] if known else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise McaError(f"{name}: no directory of that name is here, and of the Hub: {reason}") from error
