@@ -1,5 +1,8 @@
 """Keeps the multi-process tests of a module in one xdist worker: they share its process groups and models.
 
+The workers take the groups in the order of collection, so the longest modules come first (`_LONGEST`), and no worker
+is left alone with one at the end. ``pytest -m fork`` chooses what depends on Megatron's version.
+
 Everything is computed on the CPU, also where there is a GPU: a process that has asked CUDA anything cannot fork ranks
 that use it. ``MCA_DEVICE=cuda pytest -m gpu`` runs the tests of a GPU, and those alone.
 """
@@ -23,13 +26,59 @@ _OTHER = {
     "gpu": (not _ON_GPU, "needs a CUDA device: MCA_DEVICE=cuda pytest -m gpu"),
 }
 
+_LONGEST = (
+    "test_option_net",
+    "test_train_cli",
+    "test_gradient_parity",
+    "test_train_faults",
+    "test_families",
+    "test_lora",
+    "test_train_layouts",
+    "test_train_reshard",
+    "test_lora_gradients",
+    "test_train_resume",
+    "test_lora_models",
+)
+"""Modules that fork ranks, the most expensive first; all others take a few seconds each."""
+_ASK_LITTLE_OF_MEGATRON = (
+    "test_harness",
+    "test_factory_memory",
+    "test_file_faults",
+    "test_lora",
+    "test_train_cli",
+    "test_train_distrust",
+    "test_train_dpo",
+    "test_train_faults",
+    "test_train_hf",
+    "test_train_kinds",
+    "test_train_life",
+    "test_train_lineage",
+    "test_train_place",
+    "test_train_streams",
+    "test_train_trl",
+    "test_train_vocabulary",
+    "test_train_watch",
+    "test_workers",
+)
+"""Modules that fork ranks and that the second fork need not run: no code of theirs depends on Megatron's version."""
+
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives the tests marked `ranks` of a module one group; skips what the chosen device is not for."""
+    items.sort(key=_turn)  # a stable sort
     for item in items:
         if item.get_closest_marker("ranks"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+            if item.path.stem not in _ASK_LITTLE_OF_MEGATRON:
+                item.add_marker(pytest.mark.fork)
         for mark, (skipped, reason) in _OTHER.items():
             if skipped and item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _turn(item: pytest.Item) -> int:
+    """The longest modules first, then the others that fork ranks, then what takes milliseconds."""
+    if not item.get_closest_marker("ranks"):
+        return len(_LONGEST) + 1
+    return _LONGEST.index(item.path.stem) if item.path.stem in _LONGEST else len(_LONGEST)

@@ -8,17 +8,21 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from harness import run_ranks
 
 
-def launched(command: list[str], stdout: str | None = None) -> "subprocess.CompletedProcess[str]":
+def launched(
+    command: list[str], stdout: str | None = None, before: Callable[[], None] = lambda: None
+) -> "subprocess.CompletedProcess[str]":
     """Runs ``python -m mca_train WORDS``, given as these words; what it printed and its exit code.
 
     Args:
         command: The words.
         stdout: A file to print to or "|", a pipe that nobody reads; then what was printed is not known.
+        before: Done in the fork before it starts.
     """
     import mca_train.run.train
     import mca_train.trainer.trainer
@@ -27,12 +31,14 @@ def launched(command: list[str], stdout: str | None = None) -> "subprocess.Compl
     assert mca_train.run.train
     assert command[:3] == [sys.executable, "-m", "mca_train"]
     with tempfile.TemporaryDirectory() as name:
-        (code,) = run_ranks(1, _main, command[3:], Path(name), stdout, process_group=False, timeout=240)
+        (code,) = run_ranks(
+            1, _main, command[3:], Path(name), stdout, before, process_group=False, timeout=240
+        )
         printed = ["" if stdout else (Path(name) / "stdout").read_text(), (Path(name) / "stderr").read_text()]
     return subprocess.CompletedProcess(command, code, *printed)
 
 
-def _main(words: list[str], folder: Path, stdout: str | None) -> int:
+def _main(words: list[str], folder: Path, stdout: str | None, before: Callable[[], None]) -> int:
     from mca_train.cli import main
 
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -43,6 +49,7 @@ def _main(words: list[str], folder: Path, stdout: str | None) -> int:
     logging.root.handlers.clear()  # pytest's
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    before()
     try:
         return main(words)
     finally:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -12,17 +12,23 @@ from mca_config.layout import SIZE_FIELDS
 
 Pair = tuple[str, str]
 EVERY = bool(os.environ.get("MCA_EVERY_LAYOUT"))
-"""Test every case on every layout; by default a choice, in which each of both is several times."""
+"""Test every case on every layout; by default a choice, in which each of both is at least once."""
 
 
-def spread(cases: Sequence[str], layouts: Sequence[str], share: int = 3) -> list[Pair]:
-    """Each case on every ``share``-th layout, so that each layout has every ``share``-th case; or the whole product."""
-    return [
-        (case, layout)
-        for row, case in enumerate(cases)
-        for column, layout in enumerate(layouts)
-        if EVERY or (row + column) % share == 0
-    ]
+def spread(cases: Sequence[str], layouts: Sequence[str]) -> list[Pair]:
+    """Each case on a layout and each layout with a case, in as few pairs as there are of the longer; or the product."""
+    if EVERY:
+        return [(case, layout) for case in cases for layout in layouts]
+    longer = range(max(len(cases), len(layouts)))
+    return [(cases[number % len(cases)], layouts[number % len(layouts)]) for number in longer]
+
+
+def sample(cases: Iterable[str], *names: str) -> list[str]:
+    """Those of ``cases`` that are in ``names``, which are tested by default; or all."""
+    every = list(cases)
+    if unknown := set(names) - set(every):
+        raise ValueError(f"no case {', '.join(sorted(unknown))}")
+    return every if EVERY else [case for case in every if case in names]
 
 
 def arguments(name: str, **settings: Any) -> DistributingParallelArguments:

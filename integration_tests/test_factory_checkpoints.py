@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness import RanksFailed, run_ranks
-from layouts import arguments, world_size
+from layouts import EVERY, arguments, spread, world_size
 from mca_convert.cli import main as convert
 from mca_models.checkpoint.mca_directory import McaSource
 from mca_models.storage.safetensors import read_header
@@ -25,8 +25,13 @@ GRID = [
     for case in CASES
     for dtype in DTYPES
     for layout in LAYOUTS
-    if dtype == "bfloat16" or layout in ("tp1", "tp2pp2vpp2")
+    if EVERY and (dtype == "bfloat16" or layout in ("tp1", "tp2pp2vpp2"))
 ]
+PAIRS = [*spread(CASES, LAYOUTS), ("llama", "tp2"), ("llama", "tp2pp2")]
+LOADED = [("qwen3-tied", "float32", layout) for layout in ("tp1", "tp2pp2vpp2")]
+HALVES = [(case, "float16", layout) for case, layout in zip(CASES, reversed(LAYOUTS), strict=True)]
+GRID = list(dict.fromkeys([*GRID, *((case, "bfloat16", layout) for case, layout in PAIRS), *LOADED, *HALVES]))
+PAIRS = [(case, layout) for case, dtype, layout in GRID if dtype == "bfloat16"]
 
 
 def tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -67,8 +72,7 @@ def test_hf_export_is_bit_exact(case: str, dtype: str, layout: str, saved: Path)
     assert written == original
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case,layout", PAIRS)
 def test_mca_checkpoint_is_complete(case: str, layout: str, saved: Path) -> None:
     path = saved / f"{case}-bfloat16-{layout}-mca"
     source = McaSource(path)
@@ -78,8 +82,7 @@ def test_mca_checkpoint_is_complete(case: str, layout: str, saved: Path) -> None
     assert stored == pytest.approx(original, rel=0.02), "every piece is stored once"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case,layout", PAIRS)
 def test_the_converter_writes_the_same_files(case: str, layout: str, saved: Path, tmp_path: Path) -> None:
     sizes = arguments(layout).layout()
     flags = [

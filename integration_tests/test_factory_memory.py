@@ -23,7 +23,7 @@ pytestmark = pytest.mark.ranks
 LAYERS = int(os.environ.get("MCA_TEST_LAYERS", "6"))
 HIDDEN, FFN, ROWS = 768, 2560, 12000
 SLACK = 12 * MIB  # what imports and Python leave behind
-KINDS = (("hf", "tp2"), ("hf", "pp2"), ("mca", "tp2"), ("mca", "pp2"), ("torch_dist", "pp2"))
+KINDS = (("hf", "tp2"), ("mca", "pp2"), ("torch_dist", "pp2"))
 
 
 def make_model(folder: Path) -> Path:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import train_cases
 from harness import run_ranks
-from layouts import EVERY, arguments, world_size
+from layouts import EVERY, arguments, sample, world_size
 from lora_training import tokens, train_megatron
 from mca_config.errors import McaError
 from reference import make_reference
@@ -47,7 +47,7 @@ def load(base: Path, layout: str, adapter: Path) -> torch.Tensor:
     return load_adapter(AutoModel.from_pretrained(base, arguments(layout)), adapter).logits(tokens())
 
 
-@pytest.mark.parametrize("start", [True, False, "gaussian"])
+@pytest.mark.parametrize("start", [True, False, "gaussian"] if EVERY else [True, False])
 def test_a_new_adapter_is_the_same_on_every_layout(start: bool | str, tmp_path: Path) -> None:
     base = make_reference("llama-one-group", tmp_path).path
     settings = lora(target_modules=ATTENTION + MLP, init_lora_weights=start)
@@ -70,7 +70,7 @@ def plain(base: Path) -> torch.Tensor:
     return AutoModel.from_pretrained(base).logits(tokens())
 
 
-@pytest.mark.parametrize("one", ["tp2ep2etp2sp", "pp2ep2"])
+@pytest.mark.parametrize("one", sample(["tp2ep2etp2sp", "pp2ep2"], "tp2ep2etp2sp"))
 def test_experts_of_their_own_train_alike_and_load_on_other_layouts(one: str, tmp_path: Path) -> None:
     """Every expert's projections as modules of their own, which transformers 5 no longer has."""
     base = make_reference("qwen3_moe", tmp_path).path
@@ -138,11 +138,11 @@ def test_the_trainer_trains_adapters_alike_on_every_layout(tmp_path: Path) -> No
         (4, {**tp, "sequence_parallel": True, "use_distributed_optimizer": True, "gradient_accumulation_steps": 2}),
         (2, {"pipeline_model_parallel_size": 2, "recompute_granularity": "full", "recompute_method": "uniform",
              "recompute_num_layers": 1}),
-        (4, {**tp, "sequence_parallel": True, "context_parallel_size": 2}),
         (4, {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True, "overlap_grad_reduce": True,
              "overlap_param_gather": True, "gradient_accumulation_steps": 2}),
     ]  # fmt: skip
     if EVERY:
+        layouts.append((4, {**tp, "sequence_parallel": True, "context_parallel_size": 2}))
         layouts.append((4, {**tp, "pipeline_model_parallel_size": 2}))
         layouts.append((2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}))
     logged = [
@@ -196,7 +196,7 @@ def _sharded(models: Any) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
-@pytest.mark.parametrize("layout", ["tp1", "tp2ep2etp1sp", "pp2ep2"])
+@pytest.mark.parametrize("layout", sample(["tp1", "tp2ep2etp1sp", "pp2ep2"], "tp2ep2etp1sp"))
 def test_distributed_checkpoints_hold_factors_under_canonical_names(layout: str, tmp_path: Path) -> None:
     base = make_reference("qwen3_moe", tmp_path).path
     names = run_ranks(world_size(layout), optimizer_round_trip, base, layout, tmp_path / "dist")[0]
@@ -223,7 +223,7 @@ def with_dropout(base: Path, layout: str) -> tuple[torch.Tensor, list[dict[str, 
     return logits, everyone
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2sp"])
+@pytest.mark.parametrize("layout", sample(["tp2", "tp2sp"], "tp2sp"))
 def test_dropout_keeps_replicas_equal_and_is_off_in_evaluation(layout: str, tmp_path: Path) -> None:
     base = make_reference("qwen2", tmp_path).path
     alone, _ = run_ranks(1, with_dropout, base, "tp1")[0]
@@ -323,7 +323,7 @@ def test_models_with_prediction_layers_train_adapters_on_the_decoder(tmp_path: P
     alone = run_ranks(1, with_prediction_layers, hf, "tp1")[0]
     assert alone["layers"] == 1
     assert not [name for name in alone["names"] if name.startswith("mtp.")]
-    for layout in ("tp1", "tp2ep2etp1sp"):
-        for found in run_ranks(world_size(layout), with_prediction_layers, hf, layout):
-            assert found["off"]
-            assert float((found["after"] - alone["after"]).abs().max()) < 1e-3
+    assert alone["off"]
+    for found in run_ranks(4, with_prediction_layers, hf, "tp2ep2etp1sp"):
+        assert found["off"]
+        assert float((found["after"] - alone["after"]).abs().max()) < 1e-3

@@ -20,11 +20,11 @@ from test_packing import compare as compare_packed
 pytestmark = [pytest.mark.ranks, needs_te]
 
 LOCAL = {"transformer_impl": "local"}
-DENSE_LAYOUTS = ("tp2sp", "tp2", "pp2vpp2", "tp2pp2sp")
-MOE_LAYOUTS = ("tp2ep2etp1sp", "ep2", "tp2ep2etp1", "tp2sp", "pp2vpp2ep2")
+DENSE_LAYOUTS = ("tp2sp", "tp2pp2sp", "pp2vpp2", "tp2")
+MOE_LAYOUTS = ("tp2ep2etp1sp", "pp2vpp2ep2", "tp2sp", "tp2ep2etp1", "ep2")
 DENSE = [case for case in FAMILY_CASES if not is_sparse(case)]
 MOE = [case for case in FAMILY_CASES if is_sparse(case)]
-GRID = spread(DENSE, DENSE_LAYOUTS, len(DENSE_LAYOUTS)) + spread(MOE, MOE_LAYOUTS, len(MOE_LAYOUTS))
+GRID = spread(DENSE, DENSE_LAYOUTS) + spread(MOE, MOE_LAYOUTS)
 
 
 def anatomy(model: Any) -> dict[str, dict[str, Any]]:

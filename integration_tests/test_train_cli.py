@@ -58,10 +58,6 @@ def config(folder: Path, name: str, **changes: Any) -> list[str]:
     return [sys.executable, "-m", "mca_train", "sft" if "sft" in name else "pretrain", str(path)]
 
 
-def launched(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT)
-
-
 def logs(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "train_log.jsonl").read_text().splitlines()]
 
@@ -73,7 +69,7 @@ def test_pretrain_on_four_ranks_and_back_to_hugging_face(folder):
         "pipeline_model_parallel_size",
         "virtual-pipeline-model-parallel-size",
     ]
-    done = launched(command + [word for key in layout for word in (f"--{key}", "2")])
+    done = forked_cli.launched(command + [word for key in layout for word in (f"--{key}", "2")])
     assert done.returncode == 0, done.stderr
     assert "evaluation loss" in done.stdout
     found = logs(folder / "pretrain")
@@ -155,17 +151,17 @@ def test_a_damaged_model_is_one_line(folder):
     assert "Traceback" not in done.stderr
 
 
+def interrupted_after(log: Path) -> None:
+    """Sends SIGINT to this process once something is logged."""
+    me = os.getpid()
+    wait = f"while kill -0 {me} && [ ! -s {log} ]; do sleep 0.2; done; kill -INT {me}"
+    subprocess.Popen(["sh", "-c", wait], stderr=subprocess.DEVNULL)
+
+
 def test_interrupting_ends_every_rank(folder):
     command = config(folder, "long", local_ranks=2, max_steps=100000)
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
     log = folder / "long" / "train_log.jsonl"
-    deadline = time.monotonic() + 120
-    while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) == 130
+    assert forked_cli.launched(command, before=lambda: interrupted_after(log)).returncode == 130
 
 
 def waited_for(log: Path, process: "subprocess.Popen[str]") -> None:
@@ -222,24 +218,23 @@ def test_sigterm_to_the_launcher_saves_and_resumes(folder):
     assert steps == list(range(1, step + 3))
 
 
-def test_a_failing_rank_ends_all_with_its_traceback_once(folder, tmp_path):
-    hook = tmp_path / "sitecustomize.py"
-    hook.write_text(
-        "import os, threading\n"
-        "def fail(*_):\n"
-        "    from mca_train.engine.engine import Engine\n"
-        "    step = Engine.optimizer_step\n"
-        "    def broken(self):\n"
-        "        if os.environ['RANK'] == '1':\n"
-        "            raise RuntimeError('broken here')\n"
-        "        return step(self)\n"
-        "    Engine.optimizer_step = broken\n"
-        "os.register_at_fork(after_in_child=lambda: fail() if 'mca_train.trainer.trainer' in "
-        "__import__('sys').modules else None)\n"
-    )
+def break_second_rank() -> None:
+    """Has rank 1 raise at its first step."""
+    from mca_train.engine.engine import Engine
+
+    step = Engine.optimizer_step
+
+    def broken(self: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("broken here")
+        return step(self)
+
+    Engine.optimizer_step = broken
+
+
+def test_a_failing_rank_ends_all_with_its_traceback_once(folder):
     command = config(folder, "failing", local_ranks=2, max_steps=100000)
-    environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ENVIRONMENT.get('PYTHONPATH', '')}"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    done = forked_cli.launched(command, before=break_second_rank)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert "rank 1 failed:" in done.stderr

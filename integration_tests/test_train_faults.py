@@ -7,19 +7,21 @@ import shutil
 import signal
 import threading
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness import RanksFailed, run_ranks
+from layouts import sample
 from test_train_layouts import ZERO
 from test_train_resume import ASYNC
 from train_cases import history, make_trainer, quietly, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 6
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +110,7 @@ def killed(checkpoint: Path, output_dir: Path, seed: int, whole: list[Any], **ch
 SEEDS = range(
     int(os.environ.get("MCA_TEST_KILLS", "0"))
 )  # even ones kill at the touch of a file, odd ones at a time
-EPOCHS = {"count": 7}  # of 3.5 steps: kills in the middle of one
+EPOCHS = {"count": 5}  # of 2.5 steps: kills in the middle of one
 TWO = EPOCHS | ZERO | {"gradient_accumulation_steps": 1}
 SAVED = {"one rank": (1, EPOCHS), "two ranks": (2, TWO), "two ranks in background": (2, TWO | ASYNC)}
 KILLED = SAVED | {
@@ -117,17 +119,26 @@ KILLED = SAVED | {
 }
 
 
-@pytest.mark.parametrize("name", KILLED)
-def test_killed_runs_go_on_from_their_last_complete_checkpoint(name, checkpoint, tmp_path):
-    """Twenty times with MCA_TEST_KILLS=20. Every kill also leaves whatever it interrupted beside."""
+@pytest.fixture(scope="module")
+def whole(checkpoint, tmp_path_factory):
+    """By name in `KILLED`: a run that nothing interrupts, which every rank tells of."""
+    return cache(
+        lambda name: run_ranks(
+            KILLED[name][0], uninterrupted, checkpoint, tmp_path_factory.mktemp("whole"), **KILLED[name][1]
+        )
+    )
+
+
+@pytest.mark.parametrize("name", KILLED if SEEDS else ("two ranks", "two ranks in background"))
+def test_killed_runs_go_on_from_their_last_complete_checkpoint(name, whole, checkpoint, tmp_path):
+    """Twenty times with MCA_TEST_KILLS=20, also one rank. Every kill also leaves whatever it interrupted beside."""
     from mca_train.checkpoint.directory import checkpoints
 
     size, changes = KILLED[name]
-    whole = run_ranks(size, uninterrupted, checkpoint, tmp_path / "whole", **changes)
-    for seed in SEEDS or {"two ranks": [0], "two ranks in background": [1]}.get(name, [0, 1]):
+    for seed in SEEDS or {"two ranks": [0], "two ranks in background": [1]}[name]:
         folder = tmp_path / str(seed)
         with pytest.raises(RanksFailed, match="died without a word"):
-            run_ranks(size, killed, checkpoint, folder, seed, whole, timeout=60, **changes)
+            run_ranks(size, killed, checkpoint, folder, seed, whole(name), timeout=60, **changes)
         found = [int(path.name.split("-")[1]) for path in checkpoints(folder)]
         for path in checkpoints(folder) if changes.get("save_hf_model") else ():
             assert parameters(path / "hf") == parameters(checkpoint)
@@ -136,7 +147,7 @@ def test_killed_runs_go_on_from_their_last_complete_checkpoint(name, checkpoint,
             "a checkpoint is complete before the next begins"
         )
         for resumed in run_ranks(size, go_on, checkpoint, folder, **changes):
-            assert resumed["curve"] == whole[0]["curve"]
+            assert resumed["curve"] == whole(name)[0]["curve"]
             assert not resumed["told"]
         assert not list(folder.glob("*.partial-*"))
 
@@ -265,12 +276,11 @@ def test_nothing_starts_anew_where_every_checkpoint_is_damaged(checkpoint, finis
     assert "bytes, the manifest says" in message
 
 
-@pytest.mark.parametrize("name", ["one rank", "two ranks in background"])
-def test_a_full_disk_leaves_the_checkpoints_before(name, checkpoint, small_disk, tmp_path):
+@pytest.mark.parametrize("name", sample(SAVED, "two ranks"))
+def test_a_full_disk_leaves_the_checkpoints_before(name, whole, checkpoint, small_disk):
     from mca_train.checkpoint.directory import checkpoints
 
     size, changes = SAVED[name]
-    whole = run_ranks(size, uninterrupted, checkpoint, tmp_path / "whole", **changes)
     with pytest.raises(RanksFailed) as failed:
         run_ranks(size, go_on, checkpoint, small_disk, **changes)
     told = "cannot be written, the disk is full; make room and resume"
@@ -282,4 +292,4 @@ def test_a_full_disk_leaves_the_checkpoints_before(name, checkpoint, small_disk,
     for step in steps[:-1]:
         shutil.rmtree(small_disk / f"checkpoint-{step}")
     for resumed in run_ranks(size, go_on, checkpoint, small_disk, save_total_limit=1, **changes):
-        assert resumed["curve"] == whole[0]["curve"]
+        assert resumed["curve"] == whole(name)[0]["curve"]

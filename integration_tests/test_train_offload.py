@@ -23,8 +23,8 @@ HALF = OFF | {"optimizer_offload_fraction": 0.5}
 EACH = HALF | {"overlap_cpu_optimizer_d2h_h2d": True}
 PRECISE = {"use_precision_aware_optimizer": True}
 BF16 = {"bf16": True}
-STEPS = 20
 EVERY = bool(os.environ.get("MCA_EVERY_OFFLOAD"))
+STEPS = 20 if EVERY else 6
 
 
 def sample(cases: dict[str, Any], *names: str) -> list[str]:

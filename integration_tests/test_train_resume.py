@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from harness import RanksFailed, prepare_parent, run_ranks
+from layouts import sample
 from test_train_layouts import OVERLAP, PP, TP, VPP, ZERO
 from train_cases import history, make_trainer, quietly, stop_and_resume, tiny_checkpoint
 
@@ -28,6 +29,15 @@ LAYOUTS = {
     "dp2-distributed-optimizer-in-background": (2, ZERO | ASYNC),
     "tp2-pp2-dropout": (4, TP | PP | {"attention_dropout": 0.1, "hidden_dropout": 0.1}),
 }
+SOME = (
+    "one-rank-bf16",
+    "dp2-pp2-vpp2-overlap",
+    "tp2-rates-of-their-own",
+    "the-same-rate-as-one-of-its-own",
+    "torch-dist",
+    "dp2-distributed-optimizer-in-background",
+    "tp2-pp2-dropout",
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +45,7 @@ def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", sample(LAYOUTS, *SOME))
 def test_resuming_changes_no_bit(name, checkpoint, tmp_path):
     size, changes = LAYOUTS[name]
     for found in run_ranks(size, stop_and_resume, checkpoint, tmp_path, **(changes | SMALL)):
