@@ -24,10 +24,13 @@ SAMPLE = 8  # of each conversion
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The preloaded library, compiled."""
+    return compiled(tmp_path_factory.mktemp("library") / "faults.so")
+
+
+def compiled(target: Path) -> Path:
+    """The preloaded library."""
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc, which is not here")
-    target = tmp_path_factory.mktemp("library") / "faults.so"
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", target, HERE / "faults.c", "-ldl"], check=True
     )

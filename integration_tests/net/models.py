@@ -46,6 +46,8 @@ def sizes(rng: random.Random, base: str) -> dict[str, Any]:
         found["head_dim"] = 8 if square else rng.choice((16, 8, 12, 24))
         if square:
             found["hidden_size"] = 8 * heads
+    elif kind == "deepseek_v2":  # transformers asks it of this one, whose heads have sizes of their own
+        found["hidden_size"] = 8 * heads
     if "linear_num_key_heads" in given:
         kinds = ("linear_attention", "linear_attention", "full_attention")
         found["layer_types"] = [*(rng.choice(kinds) for _ in range(layers - 1)), "full_attention"]

@@ -73,6 +73,11 @@ def test_what_fits(more: dict[str, Any], sizes: ParallelLayout, world: int | Non
             layout(tp=2),
             ["num_query_groups 3 is neither a multiple nor a divisor", "tensor_model_parallel_size 2"],
         ),
+        (
+            {"num_attention_heads": 3, "num_query_groups": 1, "kv_channels": 8, "ffn_hidden_size": 96},
+            layout(tp=3),
+            ["keys and values of 1 x 8 rows", "at most 1, or a size that divides 16"],
+        ),
         ({"ffn_hidden_size": 127}, layout(tp=2), ["ffn_hidden_size 127", "tensor_model_parallel_size 2"]),
         ({}, layout(ep=2), ["no experts", "expert_model_parallel_size to 1"]),
         (EXPERTS, layout(ep=3), ["num_moe_experts 8", "expert_model_parallel_size 3", "for example to 2"]),

@@ -106,6 +106,12 @@ def _heads(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
             f"num_query_groups {groups} is neither a multiple nor a divisor of tensor_model_parallel_size {layout.tp}; "
             "change tensor_model_parallel_size"
         )
+    elif groups < layout.tp and 2 * groups * model.kv_channels % layout.tp:
+        problems.append(
+            f"keys and values of {groups} x {model.kv_channels} rows each cannot be divided by "
+            f"tensor_model_parallel_size {layout.tp}; use at most {groups}, or a size that divides "
+            f"{2 * groups * model.kv_channels}"
+        )
     linear = {
         "linear_num_key_heads": model.linear_num_key_heads,
         "linear_num_value_heads": model.linear_num_value_heads,

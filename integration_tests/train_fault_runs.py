@@ -1,0 +1,137 @@
+"""Trains, resumes and exports on two ranks again and again, with one call to the C library failing in each run.
+
+    LD_PRELOAD=faults.so MCA_FAULT_ROOTS=FOLDER python train_fault_runs.py
+
+A run is ``{"what": ..., "model": ..., "folder": ..., "from": ..., "rank": r, "number": n, "error": errno}``: the n-th
+call of rank r fails. A line of standard input is a list of them; they share their processes until one ends on one
+rank alone, as a launcher then ends the others. Prints a line of JSON for each: what came of it on each rank, and what
+stands in ``folder``, which is removed unless the run says ``"keep": true``.
+"""
+
+import ctypes
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import RanksFailed, prepare_parent, run_ranks
+from train_cases import arguments, history, make_trainer, quietly
+
+RANKS = 2
+_GRACE = 5.0  # seconds that a rank which fails waits for the other
+_TIMING = ("trainer_state.json", "training_args.json", "train_log.jsonl", "carried.json", ".metadata")
+"""Never as long as before: they hold times, paths and random names."""
+SMALL = {"gradient_accumulation_steps": 1, "count": 4}
+
+
+def saved(case: dict[str, Any]) -> Any:
+    """A trainer whose first step writes a checkpoint, with an export in it."""
+    settings = SMALL | {"max_steps": 1, "save_steps": 1, "save_strategy": "steps", "save_hf_model": True}
+    trainer = make_trainer(Path(case["model"]), Path(case["folder"]), **settings)
+    return lambda: trainer.train() and history(trainer, "loss")
+
+
+def resumed(case: dict[str, Any]) -> Any:
+    """One that goes on from a checkpoint."""
+    trainer = make_trainer(Path(case["model"]), Path(case["folder"]), max_steps=2, **SMALL)
+    return lambda: trainer.train(resume_from_checkpoint="auto") and history(trainer, "loss")
+
+
+def exported(case: dict[str, Any]) -> Any:
+    """The model, as Hugging Face's checkpoint."""
+    from mca_models import AutoModel
+
+    folder = Path(case["folder"])
+    model = AutoModel.from_pretrained(Path(case["model"]), arguments(folder))
+    return lambda: model.save_pretrained_as_hf(folder / "out")
+
+
+KINDS = {"save": saved, "resume": resumed, "export": exported}
+
+
+def outcome(case: dict[str, Any], rank: int) -> dict[str, Any]:
+    """What came of a run on this rank."""
+    from mca_config.errors import McaError
+
+    library = ctypes.CDLL(None)
+    library.faults_call.restype = ctypes.c_char_p
+    library.faults_count.restype = ctypes.c_long
+    library.faults_arm.argtypes = (ctypes.c_long, ctypes.c_int)
+    run = KINDS[case["what"]](case)
+    library.faults_arm(case["number"] if rank == case["rank"] else 0, case["error"])
+    found: dict[str, Any] = {"error": None, "said": "", "losses": None}
+    try:
+        found["losses"] = quietly(run)
+    except BaseException as error:
+        import traceback
+
+        ours = isinstance(error, McaError)
+        found["error"] = "McaError" if ours else type(error).__name__
+        found["said"] = str(error) if ours else traceback.format_exc()
+    library.faults_disarm()
+    return found | {"calls": library.faults_count(), "call": library.faults_call().decode()}
+
+
+def go_through(cases: list[dict[str, Any]], results: Path) -> None:
+    """On every rank: all of ``cases`` until one is not over on both."""
+    import torch
+
+    rank = torch.distributed.get_rank()
+    for index, case in enumerate(cases):
+        found = outcome(case, rank)
+        (results / f"{index}.{rank}.new").write_text(json.dumps(found))
+        (results / f"{index}.{rank}.new").rename(results / f"{index}.{rank}")
+        other, last = results / f"{index}.{1 - rank}", time.monotonic() + _GRACE
+        while found["error"] and not other.exists() and time.monotonic() < last:
+            time.sleep(0.02)
+        if found["error"] and not (other.exists() and json.loads(other.read_text())["said"] == found["said"]):
+            raise RuntimeError("the ranks do not agree")
+
+
+def tree(folder: Path) -> dict[str, int]:
+    """The size of every file, -1 of directories and of what is never the same."""
+    return {
+        str(path.relative_to(folder)): -1 if path.is_dir() or path.name in _TIMING else path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def run_all(cases: list[dict[str, Any]], scratch: Path) -> None:
+    """All of ``cases``, in as few groups of ranks as there are runs that end on one alone."""
+    while cases:
+        for case in cases:
+            if case["from"] is not None:
+                shutil.copytree(case["from"], case["folder"])
+        results = Path(tempfile.mkdtemp(dir=scratch))
+        try:
+            run_ranks(RANKS, go_through, cases, results, timeout=60 + 10 * len(cases))
+        except RanksFailed as error:
+            sys.stderr.write(f"{error}\n")
+        done = 0
+        while done < len(cases) and (by_rank := sorted(results.glob(f"{done}.[01]"))):
+            ranks = {file.suffix[1:]: json.loads(file.read_text()) for file in by_rank}
+            print_line({"ranks": ranks, "tree": tree(Path(cases[done]["folder"]))})
+            done += 1
+        if not done:
+            raise SystemExit("no rank has come to an end")
+        for case in cases:
+            if not case.get("keep"):
+                shutil.rmtree(case["folder"], ignore_errors=True)
+        cases = cases[done:]
+
+
+def print_line(found: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    prepare_parent()
+    from mca_train import McaTrainer  # noqa: F401 (imported once, for all runs)
+
+    with tempfile.TemporaryDirectory() as folder:
+        for line in sys.stdin:
+            run_all(json.loads(line), Path(folder))
