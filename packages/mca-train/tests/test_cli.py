@@ -1,3 +1,4 @@
+import json
 import logging
 import subprocess
 import sys
@@ -220,6 +221,20 @@ def test_plan_needs_no_weights(run, capsys):
     assert "data parallel 2" in text
     assert "bubble       20.0%" in text
     assert "2-3 head" in text
+
+
+def test_plan_is_no_rank_and_fits_a_device(run, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    path = run(tensor_model_parallel_size=2)
+    assert main(["plan", "sft", path, "--gpus", "16", "--device", "gib:4.01"]) == 0
+    assert "data parallel 8" in capsys.readouterr().out
+    assert main(["plan", "sft", path, "--gpus", "16", "--device", "h200", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schema"], found["version"], found["world_size"]) == ("mca-train/plan", 1, 16)
+    assert [stage["fits"] for stage in found["stages"]] == [True]
+    assert main(["plan", "sft", path, "--gpus", "7", "--json"]) == 2
+    assert "7 processes cannot be divided" in json.loads(capsys.readouterr().out)["problems"][0]
 
 
 def test_plan_of_an_adapter_and_of_a_reference(run, capsys):

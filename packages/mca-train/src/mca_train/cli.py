@@ -24,7 +24,8 @@ and data parallel ranks. Starts its own local ranks, unless torchrun did.
 
 {kinds}
   plan       says what a run would need (ranks, layers, parameters, memory, bubble, batch); needs no GPU;
-             --dry_run runs one step of it by the real engine, without memory and ranks
+             --gpus N plans for N ranks, --device h100-80|h200|b200|gib:N marks what does not fit there,
+             --dry_run runs one step by the real engine, without memory and ranks; --json prints one object
   init       writes a commented configuration of a kind for a model, to the screen or to a new FILE
   schema     prints the JSON schema of a configuration, by which editors complete and check it
   completion prints a script that completes words: eval "$(mca-train completion bash)"
@@ -127,14 +128,14 @@ def _run(words: list[str]) -> int:
     if not words or words[0].startswith("-"):
         raise UsageError(f"mca-train {command} needs a configuration file: mca-train {command} CONFIG.yaml")
     config, overrides = Path(words[0]), words[1:]
+    from mca_train.launch.environment import one_thread_until_forked, started_by_launcher
+
+    if command == "plan" or not started_by_launcher():
+        one_thread_until_forked()  # before torch is imported below
     if command == "plan" or kind is None:
         from mca_train.run.planning import print_plan
 
         return print_plan(kind, config, overrides)
-    from mca_train.launch.environment import one_thread_until_forked, started_by_launcher
-
-    if not started_by_launcher():
-        one_thread_until_forked()  # before the next line imports torch
     from mca_train.run.train import run
 
     again = [sys.executable, "-m", "mca_train", command, *words]

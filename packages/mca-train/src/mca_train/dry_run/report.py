@@ -1,13 +1,16 @@
 """What a dry run found, as text."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
+from mca_config.types import JsonObject
 from mca_train.dry_run.step import StepNeeds
 from mca_train.dry_run.tracker import Message
 from mca_train.plan.memory import GIB
 
 _COLUMNS = ("weights", "gradients", "optimizer", "reference", "activations", "temporaries", "peak")
 _SHOWN = 12
+SCHEMA, VERSION = "mca-train/dry-run", 1
 
 
 def render_dry_run(stages: Sequence[StepNeeds], accumulated: int) -> str:
@@ -57,3 +60,8 @@ def _told(message: Message) -> str:
         f"{message.operation:<34}{message.count:>8} times{message.bytes / GIB:>12.3f} GiB   over {len(ranks)} ranks "
         f"({shown})"
     )
+
+
+def document_of_dry_run(stages: Sequence[StepNeeds]) -> JsonObject:
+    """The same as a JSON object: ``mca-train/dry-run``, version 1; sizes in bytes."""
+    return {"schema": SCHEMA, "version": VERSION, "stages": [asdict(stage) for stage in stages]}

@@ -66,7 +66,7 @@ class ModelFlops:
             config: The model.
             adapter: What is trained instead of the whole model.
         """
-        from mca_train.plan.memory import adapter_shapes, params_of, shape_of
+        from mca_train.plan.counts import adapter_shapes, params_of, shape_of
 
         trained = None if adapter is None else {param.mca_name() for param in adapter.saved}
         per_token, depth = 0.0, config.mtp_num_layers or 0

@@ -1,38 +1,34 @@
 """`make_plan` computes what a run needs on each rank, by arithmetic alone.
 
 It reads no weight and prints nothing: `plan.report` makes the text. Whether the run is possible at all is decided
-before, in `run.checks`.
+before, in `run.checks`. The search over layouts asks the same functions.
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TYPE_CHECKING
 
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_train.config.model import layout_of
+from mca_train.plan.chunks import Bytes, Implementation, Model, of_chunk
+from mca_train.plan.counts import Count, ModelCounts, shares
+from mca_train.plan.schedule import Order
+from mca_train.plan.sizes import HALF, SINGLE, Sizes
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
     from mca_models.lora.config import AdapterConfig
-    from mca_models.lora.rules import Factors
-    from mca_models.weights import Param
-
-Shape = tuple[int, ...]
 
 GIB = 1024**3
-_HALF, _SINGLE = 2, 4
-"""Bytes of a number in bf16 or fp16, and in fp32."""
 _ADAM_MOMENTS, _SGD_MOMENTS = 2, 1
 """Numbers in fp32 that Megatron's optimizers keep of a parameter; muon, which keeps fewer, is taken for Adam."""
-PARTS = ("weights", "gradients", "optimizer", "activations")
+PARTS = ("weights", "gradients", "optimizer", "activations", "temporaries")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageNeeds:
-    """What each rank of one pipeline stage holds, in bytes unless said otherwise."""
+    """What each rank of one pipeline stage holds at its fullest moment, in bytes unless said otherwise."""
 
     layers: str
     parameters: int
@@ -41,15 +37,29 @@ class StageNeeds:
     gradients: int
     optimizer: int
     activations: int
+    """What passes that have run keep for passes to come."""
+    temporaries: int
+    """What the pass that runs takes for itself."""
     reference: int = 0
     """Weights of the frozen model that preferences are compared with."""
     host: int = 0
     """In host memory: what of the optimizer is offloaded, with its copies of weights and gradients. Not in `total`."""
+    in_flight: int = 0
+    """Passes at most whose activations are kept: micro-batches, times chunks that each has run through."""
+    worst_routing: int = 0
+    """More if all tokens that could be sent to this rank's experts were."""
 
     @property
     def total(self) -> int:
-        """All of it; without what Megatron, kernels and communication buffers take."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.reference
+        """All of it; without what kernels, allocators and communication buffers take."""
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer
+            + self.reference
+            + self.activations
+            + self.temporaries
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +69,8 @@ class Plan:
     layout: ParallelLayout
     world_size: int
     data_parallel_size: int
+    implementation: Implementation
+    """Whose layers were counted."""
     stages: tuple[StageNeeds, ...]
     total_parameters: int
     trained_parameters: int | None
@@ -68,148 +80,112 @@ class Plan:
     bubble: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is planned, whatever the layout: the model and what is trained of it, counted once.
+
+    Args:
+        config: The architecture.
+        seq_length: Tokens of a sequence.
+        model: Its parameters.
+        sequences: In a sample.
+        adapter: Parameters of what is trained instead of the whole model.
+        reference: Of a frozen model that stands beside it.
+        implementation: Whose layers.
+        on_gpu: Whether it runs there.
+    """
+
+    config: McaModelConfig
+    seq_length: int
+    model: ModelCounts
+    sequences: int = 1
+    adapter: ModelCounts | None = None
+    reference: ModelCounts | None = None
+    implementation: Implementation = "local"
+    on_gpu: bool = False
+
+
 def make_plan(
     config: McaModelConfig,
     training: "TrainingArguments",
     seq_length: int,
     world_size: int,
     *,
+    sequences: int = 1,
     adapter: "AdapterConfig | None" = None,
     reference: McaModelConfig | None = None,
+    implementation: Implementation = "local",
+    on_gpu: bool = False,
 ) -> Plan:
     """The plan of training ``config`` as ``training`` says.
 
     Args:
         config: The architecture; its weights are not read.
         training: Training arguments.
-        seq_length: Tokens of a sample.
+        seq_length: Tokens of a sequence.
         world_size: Ranks.
+        sequences: In a sample: 2 of preferences.
         adapter: What is trained instead of the whole model.
         reference: A second model that stands beside it.
+        implementation: Whose layers.
+        on_gpu: Whether it runs there.
     """
     layout = layout_of(training, config)
     config = replace(config, layout=layout)
-    grid = RankGrid(layout, world_size)
-    data_parallel = grid.data_parallel_size
-    accumulation = training.gradient_accumulation_steps
-    batch = training.per_device_train_batch_size * accumulation * data_parallel
-    held = _model_by_stage(config)
-    trained = _adapter_by_stage(config, adapter) if adapter else held
-    beside = _model_by_stage(replace(reference, layout=layout)) if reference else [_Count()] * layout.pp
-    copies = _shares(training, grid)
-    stages = (
-        _needs(
-            config,
-            training,
-            pp,
-            _Counts(
-                held[pp].total + (trained[pp].total if adapter else 0),
-                trained[pp].total,
-                trained[pp].dense // copies.dense + trained[pp].experts // copies.experts,
-                beside[pp].total,
-            ),
-            seq_length,
-        )
-        for pp in range(layout.pp)
+    subject = Subject(
+        config=config,
+        seq_length=seq_length,
+        sequences=sequences,
+        model=ModelCounts.of(config),
+        adapter=ModelCounts.of_adapter(config, adapter) if adapter else None,
+        reference=ModelCounts.of(replace(reference, layout=layout)) if reference else None,
+        implementation=implementation,
+        on_gpu=on_gpu,
     )
+    return plan_of(subject, training, layout, world_size)
+
+
+def plan_of(subject: Subject, training: "TrainingArguments", layout: ParallelLayout, world_size: int) -> Plan:
+    """The plan of ``subject`` on a layout."""
+    config = replace(subject.config, layout=layout)
+    grid = RankGrid(layout, world_size)
+    accumulation = training.gradient_accumulation_steps
+    batch = training.per_device_train_batch_size * accumulation * grid.data_parallel_size
+    frozen = subject.adapter is not None
+    sizes = Sizes.of(config, training, subject.seq_length, sequences=subject.sequences, frozen=frozen)
+    model = Model(config, training, sizes, subject.implementation, subject.on_gpu)
     return Plan(
         layout=layout,
         world_size=world_size,
-        data_parallel_size=data_parallel,
-        stages=tuple(stages),
-        total_parameters=_total_parameters(config),
-        trained_parameters=_total_of_adapter(config, adapter) if adapter else None,
+        data_parallel_size=grid.data_parallel_size,
+        implementation=subject.implementation,
+        stages=tuple(_stages(subject, model, grid)),
+        total_parameters=subject.model.total,
+        trained_parameters=subject.adapter.total if subject.adapter else None,
         global_batch=batch,
-        tokens_per_step=batch * seq_length,
+        tokens_per_step=batch * subject.seq_length * subject.sequences,
         bubble=layout.bubble(accumulation),
     )
 
 
-def _shares(training: "TrainingArguments", grid: RankGrid) -> "_Count":
-    """Over how many ranks the optimizer state of a dense parameter, and of an expert's, is split."""
-    if not training.use_distributed_optimizer:
-        return _Count(1, 1)
-    return _Count(grid.data_parallel_size * grid.layout.cp, grid.expert_data_parallel_size)
-
-
-def params_of(config: McaModelConfig) -> "list[Param]":
-    """The rules of every parameter of a model."""
-    from mca_models.templates import family_of
-
-    return family_of(config.model_type).params(config)
-
-
-def shape_of(param: "Param", config: McaModelConfig) -> Shape:
-    """The shape of the whole parameter."""
-    from mca_models.templates.shapes import whole_shape
-
-    return whole_shape(param, config)
-
-
-def _total_parameters(config: McaModelConfig) -> int:
-    return sum(prod(shape_of(param, config)) for param in params_of(config) if param.alias_of is None)
-
-
-@dataclass(frozen=True)
-class _Count:
-    """Of experts' parameters, and of all others."""
-
-    dense: int = 0
-    experts: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.dense + self.experts
-
-
-def _model_by_stage(config: McaModelConfig) -> list[_Count]:
-    """Parameters of the model on the fullest rank of each pipeline stage, vocabulary padding included."""
-    return _by_stage(config, ((param, shape_of(param, config)) for param in params_of(config)))
-
-
-def _adapter_by_stage(config: McaModelConfig, adapter: "AdapterConfig") -> list[_Count]:
-    """The same of an adapter."""
-    return _by_stage(config, _adapter_shapes(config, adapter))
-
-
-def _total_of_adapter(config: McaModelConfig, adapter: "AdapterConfig") -> int:
-    return sum(prod(shape) for _, shape in _adapter_shapes(config, adapter))
-
-
-def _adapter_shapes(config: McaModelConfig, adapter: "AdapterConfig") -> "Iterator[tuple[Param, Shape]]":
-    from mca_models.lora.rules import rules_for_training
-
-    rules = rules_for_training(config, adapter)
-    yield from adapter_shapes(config, rules.factors)
-    for param in rules.saved:
-        yield param, shape_of(param, config)
-
-
-def adapter_shapes(config: McaModelConfig, factors: "Iterable[Factors]") -> "Iterator[tuple[Param, Shape]]":
-    """The tensors of an adapter's ``factors``, and their shapes."""
-    from mca_models.lora.adapter import expected_shapes
-
-    for pair in factors:
-        yield from zip((pair.a, pair.b), expected_shapes(config, pair), strict=True)
-
-
-def _by_stage(config: McaModelConfig, sized: "Iterable[tuple[Param, Shape]]") -> list[_Count]:
-    from mca_models.checkpoint.placement import stage_of
-
-    layout, plan = config.layout, config.pipeline_plan()
-    dense, experts = [0] * layout.pp, [0] * layout.pp
-    for param, shape in sized:
-        if param.vocab:
-            shape = (config.padded_vocab_size, *shape[1:])
-        size = prod(shape)
-        stage = stage_of(param, plan)
-        if param.alias_of is not None and plan.first.pp == stage:
-            continue  # a tied head on the embedding's own rank
-        if param.shard.axis is not None:
-            size //= layout.tp if param.expert is None else layout.etp
-        counts = dense if param.expert is None else experts
-        counts[stage] += size
-    return [_Count(*counts) for counts in zip(dense, (count // layout.ep for count in experts), strict=True)]
+def _stages(subject: Subject, model: Model, grid: RankGrid) -> list[StageNeeds]:
+    layout, training = grid.layout, model.training
+    none = [Count()] * layout.pp
+    held = subject.model.by_stage(layout)
+    adapter = subject.adapter.by_stage(layout) if subject.adapter else None
+    beside = subject.reference.by_stage(layout) if subject.reference else none
+    share = shares(training.use_distributed_optimizer, grid)
+    found = []
+    for pp in range(layout.pp):
+        trained = adapter[pp] if adapter else held[pp]
+        counts = _Counts(
+            held[pp].total + (adapter[pp].total if adapter else 0),
+            trained.total,
+            trained.dense // share.dense + trained.experts // share.experts,
+            beside[pp].total,
+        )
+        found.append(_needs(model, pp, counts, share))
+    return found
 
 
 @dataclass(frozen=True)
@@ -222,31 +198,38 @@ class _Counts:
     reference: int
 
 
-def _needs(
-    config: McaModelConfig, training: "TrainingArguments", pp: int, counts: _Counts, seq_length: int
-) -> StageNeeds:
+def _needs(model: Model, pp: int, counts: _Counts, share: Count) -> StageNeeds:
+    training = model.training
     half = training.bf16 or training.fp16
-    width = _HALF if half else _SINGLE
-    gradients = _HALF if half and training.accumulate_allreduce_grads_in_fp32 is False else _SINGLE
-    moments = _SINGLE * (_SGD_MOMENTS if training.optimizer == "sgd" else _ADAM_MOMENTS)
-    main = _SINGLE if half else 0  # the fp32 weights that the optimizer steps
+    width = HALF if half else SINGLE
+    gradients = HALF if half and training.accumulate_allreduce_grads_in_fp32 is False else SINGLE
+    moments = SINGLE * (_SGD_MOMENTS if training.optimizer == "sgd" else _ADAM_MOMENTS)
+    main = SINGLE if half else 0  # the fp32 weights that the optimizer steps
     moved = training.optimizer_offload_fraction if training.optimizer_cpu_offload else 0
     moved = 1.0 if moved is None else moved
     main_moved = moved if training.use_precision_aware_optimizer else 0
-    chunks = config.pipeline_plan().chunks[pp]
+    chunks = model.config.pipeline_plan().chunks[pp]
+    peak = _peak(model, chunks, pp)
+    if not model.on_gpu and counts.stepped:  # there the optimizer is one kernel
+        largest = model.config.padded_vocab_size * model.config.hidden_size // model.sizes.layout.tp
+        peak = max(peak, Peak(0.0, SINGLE * min(largest / share.dense, counts.stepped), 0), key=Peak.total)
+    worst = _peak(model, chunks, pp, worst=True).total() - peak.total() if model.sizes.experts else 0.0
     return StageNeeds(
-        layers=" | ".join(_layers(chunk) for chunk in chunks),
+        layers=" | ".join(layers_of(chunk) for chunk in chunks),
         parameters=counts.held,
         weights=counts.held * width,
         gradients=counts.trained * gradients,
         optimizer=int(counts.stepped * (moments * (1 - moved) + main * (1 - main_moved))),
-        host=int(counts.stepped * moved * (moments + 2 * _SINGLE)),  # with weights and gradients in fp32
+        host=int(counts.stepped * moved * (moments + 2 * SINGLE)),  # with weights and gradients in fp32
         reference=counts.reference * width,
-        activations=_activations(config, training, pp, seq_length, width),
+        activations=int(peak.kept),
+        temporaries=int(peak.running),
+        in_flight=peak.in_flight,
+        worst_routing=int(max(worst, 0.0)),
     )
 
 
-def _layers(chunk: PipelineChunk) -> str:
+def layers_of(chunk: PipelineChunk) -> str:
     """``embedding 0-3 head``."""
     words = ["embedding"] if chunk.has_embedding else []
     if chunk.layers:
@@ -256,36 +239,38 @@ def _layers(chunk: PipelineChunk) -> str:
     return " ".join(words) or "nothing"
 
 
-def _activations(
-    config: McaModelConfig, training: "TrainingArguments", pp: int, seq_length: int, width: int
-) -> int:
-    """What backward passes still need when most micro-batches are in flight: an estimate.
+@dataclass(frozen=True)
+class Peak:
+    """The fullest moment: bytes that are kept, bytes that the pass takes, and passes kept of at most."""
 
-    For each token and layer: the inputs of its two norms and of its four products, on this rank. With full
-    recomputation only the layer's input.
-    """
-    layout = config.layout
-    tokens = training.per_device_train_batch_size * seq_length // layout.cp
-    chunks = config.pipeline_plan().chunks[pp]
-    layers = sum(len(chunk.layers) for chunk in chunks)
-    in_flight = min(layout.pp - pp, training.gradient_accumulation_steps)
-    if layout.vpp > 1:  # interleaving keeps up to (pp - 1) / (pp * vpp) more
-        in_flight = in_flight * (1 + (layout.pp - 1) / (layout.pp * layout.vpp))
-    experts = (
-        training.sequence_parallel is None and config.num_moe_experts is not None
-    )  # then it is turned on
-    whole = layout.tp if training.sequence_parallel or experts else 1
-    hidden = config.hidden_size
-    if training.recompute_granularity == "full":
-        elements = hidden / whole
-    else:
-        queries = config.num_attention_heads * config.kv_channels
-        keys = 2 * config.num_query_groups * config.kv_channels
-        mlp = config.ffn_hidden_size
-        if config.num_moe_experts:
-            mlp = (config.moe_ffn_hidden_size or mlp) * config.moe_router_topk
-        elements = 4 * hidden / whole + (2 * queries + keys + 3 * mlp) / layout.tp
-    size = tokens * elements * layers * in_flight * width
-    if any(chunk.has_loss for chunk in chunks):
-        size += tokens * config.padded_vocab_size / layout.tp * (width + _SINGLE)  # logits, their softmax
-    return int(size)
+    kept: float
+    running: float
+    in_flight: int
+
+    def total(self) -> float:
+        """All bytes."""
+        return self.kept + self.running
+
+
+def _peak(model: Model, chunks: tuple[PipelineChunk, ...], pp: int, *, worst: bool = False) -> Peak:
+    """Of a pipeline rank that runs through its passes in the schedule's order."""
+    bytes_of = [of_chunk(model, chunk, worst=worst) for chunk in chunks]
+    layout, accumulated = model.sizes.layout, model.training.gradient_accumulation_steps
+    group = model.training.microbatch_group_size_per_vp_stage
+    order = Order(layout.pp, layout.vpp, min(accumulated, 4 * layout.pp), group)
+    return walk(bytes_of, order, pp)
+
+
+def walk(bytes_of: list[Bytes], order: Order, pp: int) -> Peak:
+    """The fullest moment of the passes of rank ``pp``, whose chunks need ``bytes_of``."""
+    best, kept, count, most = Peak(0.0, 0.0, 0), 0.0, 0, 0
+    for step in order.of_rank(pp):
+        chunk = bytes_of[step.chunk]
+        if step.forward:
+            kept, count = kept + chunk.kept, count + 1
+            most = max(most, count)
+        moment = Peak(kept, chunk.forward if step.forward else chunk.backward, most)
+        best = max(best, moment, key=Peak.total)
+        if not step.forward:
+            kept, count = kept - chunk.kept, count - 1
+    return replace(best, in_flight=most)

@@ -2,14 +2,16 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_train.config.run_config import Settings
-from mca_train.plan.memory import GIB, PARTS, Plan
+from mca_train.plan.fitting import Remedy
+from mca_train.plan.hardware import Device
+from mca_train.plan.memory import GIB, PARTS, Plan, StageNeeds
+
+_LAYERS = {"local": "Megatron's own", "transformer_engine": "Transformer Engine's"}
 
 
-def render(plan: Plan, settings: Settings, model: McaModelConfig) -> str:
-    """The plan as text."""
-    training, beside = settings.training, any(stage.reference for stage in plan.stages)
-    host = any(stage.host for stage in plan.stages)
-    columns = [*PARTS, *(["reference"] if beside else []), "total GiB", *(["on host"] if host else [])]
+def render(plan: Plan, settings: Settings, model: McaModelConfig, device: Device | None = None) -> str:
+    """The plan as text; with ``device`` what does not fit there is marked."""
+    training = settings.training
     lines = [
         f"model        {model.model_type}, {plan.total_parameters:,} parameters, {model.num_layers} layers"
         + ("" if plan.trained_parameters is None else f"; {plan.trained_parameters:,} trained (LoRA)"),
@@ -18,19 +20,51 @@ def render(plan: Plan, settings: Settings, model: McaModelConfig) -> str:
         f"{training.per_device_train_batch_size} x accumulated {training.gradient_accumulation_steps} x data "
         f"parallel {plan.data_parallel_size}",
         f"bubble       {plan.bubble:.1%} of a step",
+        f"layers       {_LAYERS[plan.implementation]}"
+        + (f", on {device.name}: {device.usable_gib:.1f} GiB usable" if device else ""),
         "",
-        _row("stage", "layers", "parameters", *columns),
+        *_table(plan, device),
+        "",
+        "GiB of a rank of the stage at its fullest moment; kernels, allocators and communication come on top",
     ]
-    for pp, stage in enumerate(plan.stages):
-        sizes = [stage.weights, stage.gradients, stage.optimizer, stage.activations]
-        sizes += [*([stage.reference] if beside else []), stage.total, *([stage.host] if host else [])]
+    if any(stage.worst_routing for stage in plan.stages):
+        worst = max(stage.worst_routing for stage in plan.stages) / GIB
         lines.append(
-            _row(str(pp), stage.layers, f"{stage.parameters:,}", *(f"{size / GIB:.3f}" for size in sizes))
+            f"experts      counted with equal shares of tokens; if all went to one rank: {worst:.3f} GiB more"
         )
-    lines.append("")
-    lines.append("GiB per rank of the stage; activations are an estimate; kernels and buffers come on top")
+    return "\n".join(lines) + "\n"
+
+
+def _table(plan: Plan, device: Device | None) -> list[str]:
+    extra = [name for name in ("reference", "host") if any(getattr(stage, name) for stage in plan.stages)]
+    titles = {"reference": "reference", "host": "on host"}
+    columns = [*PARTS, *(titles[name] for name in extra if name == "reference"), "total GiB"]
+    columns += [titles[name] for name in extra if name == "host"]
+    lines = [_row("stage", "layers", "parameters", *columns, "in flight")]
+    for pp, stage in enumerate(plan.stages):
+        sizes = [getattr(stage, name) for name in PARTS]
+        sizes += [stage.reference] * ("reference" in extra) + [stage.total] + [stage.host] * ("host" in extra)
+        cells = (f"{size / GIB:.3f}" for size in sizes)
+        line = _row(str(pp), stage.layers, f"{stage.parameters:,}", *cells, str(stage.in_flight))
+        lines.append(line + _mark(stage, device))
+    return lines
+
+
+def _mark(stage: StageNeeds, device: Device | None) -> str:
+    if device is None or stage.total <= device.usable_gib * GIB:
+        return ""
+    return f"  does not fit: {stage.total / GIB - device.usable_gib:.1f} GiB too much"
+
+
+def render_remedies(remedies: list[Remedy], device: Device) -> str:
+    """What would make a plan fit."""
+    if not remedies:
+        return f"no single change makes it fit on {device.name}; try --search --gpus N\n"
+    fits = remedies[0].fits
+    lines = ["any of these makes it fit:" if fits else "no single change makes it fit; these save most:"]
+    lines += [f"  {remedy}   ({remedy.needs / GIB:.1f} GiB on the fullest stage)" for remedy in remedies]
     return "\n".join(lines) + "\n"
 
 
 def _row(stage: str, layers: str, *cells: str) -> str:
-    return f"{stage:>5}  {layers:<28}" + "".join(f"{cell:>15}" for cell in cells)
+    return f"{stage:>5}  {layers:<28}" + "".join(f"{cell:>14}" for cell in cells)

@@ -3,18 +3,38 @@
 Nothing is trained, and no weight and no row is read.
 """
 
+import copy
+import json
+import os
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mca_config.checks import positions_exceeded
+from mca_config.layout import ParallelLayout
+from mca_config.types import JsonObject
+from mca_train.config.arguments import LaunchArguments
 from mca_train.config.model import adapter_config, model_config, planned_ranks
-from mca_train.config.run_config import given_values
-from mca_train.plan.memory import Plan, make_plan
-from mca_train.plan.report import render
-from mca_train.run.checks import Run, check, settings_of
+from mca_train.config.run_config import Settings, given_values
+from mca_train.plan.chunks import Implementation
+from mca_train.plan.counts import ModelCounts
+from mca_train.plan.document import document_of, impossible
+from mca_train.plan.fitting import Remedy, over, remedies
+from mca_train.plan.hardware import Hardware, hardware_of
+from mca_train.plan.memory import Plan, Subject, plan_of
+from mca_train.plan.options import PlanOptions, own_options
+from mca_train.plan.report import render, render_remedies
+from mca_train.run.checks import Findings, Run, check, settings_of
 from mca_train.run.hub_paths import with_directories
 from mca_train.tasks.table import task_of
 from mca_train.tasks.task import Task
+
+if TYPE_CHECKING:
+    from mca_train.dry_run.step import StepNeeds
+
+_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def print_plan(task: Task | None, config: Path, overrides: list[str]) -> int:
@@ -23,47 +43,132 @@ def print_plan(task: Task | None, config: Path, overrides: list[str]) -> int:
     Args:
         task: The kind of run; None: the one whose keys are given.
         config: The YAML file.
-        overrides: ``--key value`` words, and the plan's own: ``--dry_run`` runs a step without memory and ranks.
+        overrides: ``--key value`` words, and those of `PlanOptions`.
     """
-    dry, words = _own_flag(overrides)
+    for name in _OF_A_LAUNCHER:  # whoever has started this process: it is no rank
+        os.environ.pop(name, None)
+    options, words = own_options(overrides)
+    hardware = hardware_of(options.device, options.hardware) if options.device else None
     values, where = given_values(config, words)
     task = task or task_of(values)
     settings = settings_of(task, with_directories(values, config_only=True), where)
-    findings = check(task, settings, planned_ranks)
+    findings = check(task, _checkable(settings), _ranks_of(options))
     if findings.impossible or findings.run is None:
-        sys.stdout.write("".join(["this run is impossible:\n", *(f"  - {p}\n" for p in findings.impossible)]))
+        _say_impossible(findings, options)
         return 2
-    sys.stdout.write(render(_plan(findings.run), settings, findings.run.model))
-    if dry:
-        sys.stdout.write(_dry_run(findings.run))
-    if told := positions_exceeded(findings.run.model, settings.data.seq_length):
-        sys.stdout.write(f"seq_length {settings.data.seq_length}: {told}\n")
-    if findings.missing:
-        sys.stdout.write("".join(["missing to begin here:\n", *(f"  - {p}\n" for p in findings.missing)]))
+    planned = _Planned.of(findings.run, settings, hardware)
+    stages = _dry_run(findings.run) if options.dry_run else []
+    if options.json:
+        sys.stdout.write(json.dumps(planned.document(findings, stages), indent=2) + "\n")
+    else:
+        sys.stdout.write(planned.text(findings, stages))
     return 0
 
 
-def _plan(run: Run) -> Plan:
-    settings, reference = run.settings, run.task.reference(run.settings)
-    return make_plan(
-        run.model,
-        settings.training,
-        settings.data.seq_length,
-        run.world_size,
-        adapter=adapter_config(settings.lora),
-        reference=None if reference is None else model_config(reference),
+def _checkable(settings: Settings) -> Settings:
+    """The same for checks on this machine, which need not have Transformer Engine to plan for one that has."""
+    training = copy.copy(settings.training)
+    if training.transformer_impl == "transformer_engine":
+        training.transformer_impl = None
+    return replace(settings, training=training)
+
+
+def _ranks_of(options: PlanOptions) -> Callable[[LaunchArguments, ParallelLayout], int]:
+    def ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
+        return options.gpus or planned_ranks(launch, layout)
+
+    return ranks
+
+
+def _say_impossible(findings: Findings, options: PlanOptions) -> None:
+    if options.json:
+        sys.stdout.write(json.dumps(impossible(findings.impossible), indent=2) + "\n")
+        return
+    sys.stdout.write("".join(["this run is impossible:\n", *(f"  - {p}\n" for p in findings.impossible)]))
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A run, its plan, and what it is planned on."""
+
+    run: Run
+    plan: Plan
+    hardware: Hardware | None
+    remedies: list[Remedy]
+
+    @classmethod
+    def of(cls, run: Run, settings: Settings, hardware: Hardware | None) -> "_Planned":
+        """The plan of ``run``, whose ``settings`` may ask for layers that this machine lacks."""
+        subject = subject_of(run, _implementation(settings, hardware), on_gpu=hardware is not None)
+        training = run.settings.training
+        plan = plan_of(subject, training, run.layout, run.world_size)
+        found: list[Remedy] = []
+        if hardware is not None and over(plan, hardware.device):
+            found = remedies(subject, training, run.layout, run.world_size, hardware.device)
+        return cls(run, plan, hardware, found)
+
+    def text(self, findings: Findings, stages: "list[StepNeeds]") -> str:
+        """For people."""
+        device = self.hardware.device if self.hardware else None
+        settings = self.run.settings
+        told = render(self.plan, settings, self.run.model, device)
+        if device is not None and over(self.plan, device):
+            told += render_remedies(self.remedies, device)
+        if stages:
+            from mca_train.dry_run.report import render_dry_run
+
+            told += "\n" + render_dry_run(stages, settings.training.gradient_accumulation_steps)
+        if long := positions_exceeded(self.run.model, settings.data.seq_length):
+            told += f"seq_length {settings.data.seq_length}: {long}\n"
+        if findings.missing:
+            told += "".join(["missing to begin here:\n", *(f"  - {p}\n" for p in findings.missing)])
+        return told
+
+    def document(self, findings: Findings, stages: "list[StepNeeds]") -> JsonObject:
+        """For programs."""
+        device = self.hardware.device if self.hardware else None
+        found = document_of(self.plan, self.run.model, device, self.remedies)
+        found["missing"] = list(findings.missing)
+        if stages:
+            from mca_train.dry_run.report import document_of_dry_run
+
+            found["dry_run"] = document_of_dry_run(stages)
+        return found
+
+
+def _implementation(settings: Settings, hardware: Hardware | None) -> Implementation:
+    """Whose layers to count: those asked for, on a device Transformer Engine's, else what this machine would use."""
+    from mca_models.megatron.factory.transformer_config import implementation_of
+
+    asked = settings.training.transformer_impl
+    if asked is not None:
+        return asked
+    return "transformer_engine" if hardware is not None else implementation_of(settings.training)
+
+
+def subject_of(run: Run, implementation: Implementation, *, on_gpu: bool) -> Subject:
+    """What is planned of ``run`` on any layout."""
+    from mca_models.megatron import platform
+
+    settings, config = run.settings, replace(run.model, layout=run.layout)
+    adapter, path = adapter_config(settings.lora), run.task.reference(settings)
+    reference = None
+    if path is not None:
+        other = run.model if path == settings.data.model_name_or_path else model_config(path)
+        reference = ModelCounts.of(replace(other, layout=run.layout))
+    return Subject(
+        config=run.model,
+        seq_length=settings.data.seq_length,
+        sequences=run.task.sequences_per_sample,
+        model=ModelCounts.of(config),
+        adapter=None if adapter is None else ModelCounts.of_adapter(config, adapter),
+        reference=reference,
+        implementation=implementation,
+        on_gpu=on_gpu or platform.device_type() == "cuda",
     )
 
 
-def _own_flag(words: list[str]) -> tuple[bool, list[str]]:
-    """Whether ``--dry_run`` is among ``words``, and the others."""
-    own = ("--dry_run", "--dry-run")
-    return any(word in own for word in words), [word for word in words if word not in own]
-
-
-def _dry_run(run: Run) -> str:
-    from mca_train.dry_run.report import render_dry_run
+def _dry_run(run: Run) -> "list[StepNeeds]":
     from mca_train.dry_run.stages import needs_of_stages
 
-    stages = needs_of_stages(run.task, run.settings, run.model, run.layout, run.world_size)
-    return "\n" + render_dry_run(stages, run.settings.training.gradient_accumulation_steps)
+    return needs_of_stages(run.task, run.settings, run.model, run.layout, run.world_size)

@@ -1,0 +1,166 @@
+"""The runs on which the arithmetic plan is compared with the dry run: models, and what is changed of a plain run."""
+
+from typing import Any
+
+Values = dict[str, Any]
+_BASE: Values = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+_EXPERTS: Values = {"moe_intermediate_size": 512, "num_experts": 16, "num_experts_per_tok": 4}
+_LATENT: Values = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "moe_intermediate_size": 512,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 384,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "num_nextn_predict_layers": 0,
+    "routed_scaling_factor": 2.5,
+    "num_key_value_heads": 16,
+    "moe_layer_freq": 1,
+}
+MODELS: dict[str, Values] = {
+    "dense": _BASE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "mlp_bias": False},
+    "equal": _BASE
+    | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 16}
+    | {"use_sliding_window": False},
+    "tied": _BASE
+    | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
+    "experts": _BASE
+    | _EXPERTS
+    | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "mixtral": _BASE
+    | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "latent": _BASE | _LATENT,
+    "prediction": _BASE | _LATENT | {"num_nextn_predict_layers": 1},
+}
+TP, PP, VPP, CP, EP, ETP = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+FULL: Values = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+BLOCK = FULL | {"recompute_method": "block"}
+MODULES: Values = {"recompute_granularity": "selective"}
+SPLIT: Values = {"use_distributed_optimizer": True}
+SP: Values = {TP: 2, "sequence_parallel": True}
+LORA: Values = {"lora_rank": 8}
+FP32: Values = {"bf16": False}
+CASES: dict[str, tuple[str, str, int, Values]] = {
+    "plain": ("dense", "sft", 8, {}),
+    "whole optimizer": ("dense", "sft", 8, {"use_distributed_optimizer": False}),
+    "fp32": ("dense", "sft", 8, FP32),
+    "fp32 pp": ("dense", "pretrain", 8, FP32 | {PP: 2}),
+    "fp32 full": ("dense", "sft", 8, FP32 | FULL),
+    "two sequences": ("dense", "sft", 8, {"per_device_train_batch_size": 2}),
+    "short": ("dense", "sft", 8, {"seq_length": 512}),
+    "long": ("dense", "sft", 8, {"seq_length": 8192}),
+    "packed": ("dense", "sft", 8, {"sequence_packing": True}),
+    "chunked": ("dense", "sft", 8, {"loss_chunk_size": 256}),
+    "chunked whole": ("dense", "sft", 8, {"loss_chunk_size": 8192}),
+    "chunked tp": ("dense", "sft", 8, {"loss_chunk_size": 512} | SP),
+    "tp": ("dense", "sft", 8, {TP: 2}),
+    "tp 4": ("dense", "sft", 8, {TP: 4}),
+    "sp": ("dense", "sft", 8, SP),
+    "sp pp": ("dense", "pretrain", 8, SP | {PP: 2}),
+    "pp": ("dense", "pretrain", 8, {PP: 2}),
+    "pp 4": ("dense", "pretrain", 8, {PP: 4, "gradient_accumulation_steps": 8}),
+    "few micro-batches": ("dense", "pretrain", 8, {PP: 4, "gradient_accumulation_steps": 2}),
+    "vpp": ("dense", "pretrain", 8, {PP: 2, VPP: 2}),
+    "vpp sp": ("dense", "pretrain", 8, SP | {PP: 2, VPP: 2}),
+    "vpp full": ("dense", "pretrain", 8, FULL | {PP: 2, VPP: 2}),
+    "uneven": ("dense", "pretrain", 8, {PP: 2, "num_layers_in_first_pipeline_stage": 1}),
+    "cp": ("dense", "sft", 8, {CP: 2}),
+    "cp 4": ("dense", "sft", 8, {CP: 4}),
+    "cp pp": ("dense", "pretrain", 8, {CP: 2, PP: 2}),
+    "cp packed": ("dense", "sft", 8, {CP: 2, "sequence_packing": True}),
+    "full": ("dense", "sft", 8, FULL),
+    "full pp": ("dense", "pretrain", 8, FULL | {PP: 2}),
+    "full by two": ("dense", "pretrain", 8, FULL | {PP: 2, "recompute_num_layers": 2}),
+    "block": ("dense", "sft", 8, BLOCK | {"recompute_num_layers": 2}),
+    "block pp": ("dense", "pretrain", 8, BLOCK | {PP: 2}),
+    "selective": ("dense", "sft", 8, MODULES),
+    "selective pp": ("dense", "pretrain", 8, MODULES | {PP: 2}),
+    "mlp again": ("dense", "sft", 8, MODULES | {"recompute_modules": ["mlp"]}),
+    "both again": ("dense", "pretrain", 8, MODULES | {PP: 2, "recompute_modules": ["core_attn", "mlp"]}),
+    "lora": ("dense", "sft", 8, LORA),
+    "lora pp": ("dense", "sft", 8, LORA | {PP: 2}),
+    "lora full": ("dense", "sft", 8, LORA | FULL),
+    "lora sp": ("dense", "sft", 8, LORA | SP),
+    "dpo": ("dense", "dpo", 8, {}),
+    "dpo pp": ("dense", "dpo", 8, {PP: 2}),
+    "dpo lora": ("dense", "dpo", 8, LORA),
+    "orpo": ("dense", "dpo", 8, {"dpo_loss": "orpo"}),
+    "equal heads": ("equal", "sft", 8, {}),
+    "equal heads pp": ("equal", "pretrain", 8, {PP: 2}),
+    "equal heads selective": ("equal", "sft", 8, MODULES),
+    "tied": ("tied", "sft", 8, {}),
+    "tied pp": ("tied", "pretrain", 8, {PP: 2}),
+    "tied vpp": ("tied", "pretrain", 8, {PP: 2, VPP: 2}),
+    "experts": ("experts", "sft", 8, {}),
+    "experts ep": ("experts", "sft", 8, {EP: 4}),
+    "experts ep pp": ("experts", "pretrain", 8, {EP: 4, PP: 2}),
+    "experts vpp": ("experts", "pretrain", 8, {EP: 2, PP: 2, VPP: 2}),
+    "experts tp": ("experts", "pretrain", 8, {EP: 2, TP: 2}),
+    "experts etp 1": ("experts", "pretrain", 8, {EP: 4, TP: 2, ETP: 1}),
+    "experts full": ("experts", "sft", 8, {EP: 4} | FULL),
+    "experts again": ("experts", "pretrain", 8, {EP: 4, PP: 2, "recompute_modules": ["moe"]} | MODULES),
+    "experts lora": ("experts", "sft", 8, {EP: 4} | LORA),
+    "experts cp": ("experts", "sft", 8, {EP: 4, CP: 2}),
+    "mixtral ep": ("mixtral", "sft", 8, {EP: 2}),
+    "mixtral pp": ("mixtral", "pretrain", 8, {EP: 2, PP: 2}),
+    "latent": ("latent", "sft", 8, {EP: 4}),
+    "latent pp": ("latent", "pretrain", 8, {EP: 4, PP: 2}),
+    "latent tp": ("latent", "pretrain", 8, {EP: 2, TP: 2}),
+    "latent full": ("latent", "sft", 8, {EP: 4} | FULL),
+    "prediction": ("prediction", "sft", 8, {EP: 4}),
+    "prediction pp": ("prediction", "pretrain", 8, {EP: 4, PP: 2}),
+}
+SAMPLE = ("vpp sp", "chunked", "experts etp 1", "prediction")
+
+
+def values_of(name: str, folder: str) -> Values:
+    """The configuration of a case whose model's ``config.json`` is in ``folder``."""
+    return {
+        "model_name_or_path": folder,
+        "output_dir": f"{folder}/out",
+        "seq_length": 2048,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 2,
+        "bf16": True,
+        **SPLIT,
+        **CASES[name][3],
+    }

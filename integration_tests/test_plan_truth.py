@@ -1,0 +1,67 @@
+"""The arithmetic plan of Megatron's own layers agrees with the dry run, which runs the engine, on every stage.
+
+``MCA_DRY_RUNS=1`` runs every case of `plan_cases`, the default a sample.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import run_ranks
+from plan_cases import CASES, MODELS, SAMPLE, values_of
+
+pytestmark = pytest.mark.ranks
+
+WITHIN = 0.10
+CHOSEN = tuple(CASES) if os.environ.get("MCA_DRY_RUNS") else SAMPLE
+
+
+def prepared(name: str, folder: str) -> Any:
+    """The checked run of a case."""
+    from mca_train.run.checks import check, settings_of
+    from mca_train.tasks.table import TASKS
+
+    _, kind, world_size, _ = CASES[name]
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(variable, None)
+    settings = settings_of(TASKS[kind], values_of(name, folder), "test")
+    findings = check(TASKS[kind], settings, lambda *_: world_size)
+    assert not findings.impossible
+    return findings.run
+
+
+def plan_and_dry_run(name: str, folder: str, stage: int) -> tuple[int, list[int]]:
+    """Bytes that the dry run finds on a stage, and those that the plan says of all; runs in a process of its own."""
+    from mca_train.dry_run.stages import micro_batches_to_run
+    from mca_train.dry_run.step import step_needs
+    from mca_train.plan.memory import plan_of
+    from mca_train.run.planning import subject_of
+
+    run = prepared(name, folder)
+    args = run.settings.training
+    plan = plan_of(subject_of(run, "local", on_gpu=False), args, run.layout, run.world_size)
+    count = micro_batches_to_run(args.gradient_accumulation_steps, run.layout, stage)
+    rank = run.world_size // run.layout.pp * stage
+    found = step_needs(run.task, run.settings, run.model, rank, run.world_size, count)
+    return found.peak, [needs.total for needs in plan.stages]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("plan")
+    for name, config in MODELS.items():
+        (path / name).mkdir()
+        (path / name / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_plan_of_a_stage_is_what_the_engine_allocates(name: str, folder: Path) -> None:
+    model = str(folder / CASES[name][0])
+    stages = CASES[name][3].get("pipeline_model_parallel_size", 1)
+    for stage in range(stages) if os.environ.get("MCA_DRY_RUNS") else (stages - 1,):
+        ((real, planned),) = run_ranks(1, plan_and_dry_run, name, model, stage, process_group=False)
+        assert planned[stage] == pytest.approx(real, rel=WITHIN), (name, stage)

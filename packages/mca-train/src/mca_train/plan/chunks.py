@@ -1,0 +1,182 @@
+"""What one micro-batch leaves on a chunk, and what its passes need beside, for each kind of recomputation."""
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
+
+from mca_config.model_config import McaModelConfig
+from mca_config.pipeline import PipelineChunk
+from mca_train.plan import local_layers, te_layers
+from mca_train.plan.sizes import SINGLE, Line, Sizes
+
+if TYPE_CHECKING:
+    from mca_config.training import TrainingArguments
+
+Implementation = Literal["local", "transformer_engine"]
+_LAYERS: dict[Implementation, ModuleType] = {"local": local_layers, "transformer_engine": te_layers}
+_SELECTED = ("core_attn",)
+"""What Megatron recomputes selectively unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Of one micro-batch on one layer or chunk.
+
+    Args:
+        kept: From its forward pass to its backward pass.
+        forward: More at the worst moment of the forward pass; measured from the end of that pass.
+        backward: More at the worst moment of the backward pass; measured from its beginning.
+    """
+
+    kept: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the bytes of a chunk depend on.
+
+    Args:
+        config: The architecture on its layout.
+        training: Training arguments.
+        sizes: Of a micro-batch.
+        implementation: Whose layers.
+        on_gpu: Whether outputs are freed once they are sent.
+    """
+
+    config: McaModelConfig
+    training: "TrainingArguments"
+    sizes: Sizes
+    implementation: Implementation
+    on_gpu: bool
+
+    def lines(self, number: int, *, worst: bool = False) -> list[Line]:
+        """What decoder layer ``number`` keeps, nothing recomputed."""
+        found: list[Line] = _LAYERS[self.implementation].layer(self.config, self.sizes, number, worst=worst)
+        return found
+
+    def norm(self, channels: float, *, output: bool = True) -> float:
+        """What a norm of ``channels`` keeps."""
+        lines: list[Line] = _LAYERS[self.implementation].norm(self.sizes.split, channels, self.sizes)
+        return sum(line.bytes for line in lines if output or "output" not in line.what)
+
+    @property
+    def between(self) -> float:
+        """What goes from layer to layer."""
+        return self.sizes.split * self.config.hidden_size * self.sizes.width
+
+    def layer(self, number: int, *, worst: bool = False) -> Bytes:
+        """Of decoder layer ``number``, with selective recomputation if that is on."""
+        again = _recomputed(self.training)
+        lines = self.lines(number, worst=worst)
+        kept = sum(line.bytes for line in lines if line.module not in again)
+        dropped = sum(line.bytes for line in lines if line.module in again)
+        if "core_attn" in again and self.implementation == "local":
+            kept += self._inputs_of_attention(number)
+        forward, backward = _LAYERS[self.implementation].running(self.config, self.sizes, number)
+        return Bytes(kept, forward, backward + dropped)
+
+    def _inputs_of_attention(self, number: int) -> float:
+        """Keys as they were before they were copied for each head, and what values are a view of."""
+        config, sizes = self.config, self.sizes
+        copied = any(line.what.startswith("keys and values of") for line in self.lines(number))
+        if not copied:
+            return 0.0
+        query = config.num_attention_heads * config.kv_channels / sizes.layout.tp
+        key = max(config.num_query_groups / sizes.layout.tp, 1) * config.kv_channels
+        return sizes.tokens * (query + 3 * key) * sizes.width
+
+
+def _recomputed(training: "TrainingArguments") -> frozenset[str]:
+    if training.recompute_granularity != "selective":
+        return frozenset()
+    names = {*(training.recompute_modules or _SELECTED)}
+    return frozenset(names | ({"moe_act"} if "moe" in names else set()))
+
+
+def of_chunk(model: Model, chunk: PipelineChunk, *, worst: bool = False) -> Bytes:
+    """Of all that stands on ``chunk``."""
+    layers = [model.layer(number, worst=worst) for number in chunk.layers]
+    parts = _in_full(model, layers) if model.training.recompute_granularity == "full" else layers
+    parts = [*parts, *([_ends(model, chunk)] if chunk.has_loss or chunk.mtp_layers else [])]
+    kept = sum(part.kept for part in parts) + _passed(model, chunk)
+    if not parts:
+        return Bytes(kept)
+    forward = max(_after(parts, index) for index in range(len(parts)))
+    backward = max(part.backward - sum(p.kept for p in parts[i + 1 :]) for i, part in enumerate(parts))
+    if chunk.has_embedding and not model.sizes.frozen:
+        backward = max(backward, _rows(model) * model.config.hidden_size * model.sizes.width - kept)
+    return Bytes(kept, max(forward, 0.0), backward)
+
+
+def _after(parts: list[Bytes], index: int) -> float:
+    """What the forward pass of a part needs, less what later parts will keep."""
+    return parts[index].forward - sum(part.kept for part in parts[index + 1 :])
+
+
+def _passed(model: Model, chunk: PipelineChunk) -> float:
+    """Inputs and outputs of the chunk that the schedule holds, and nobody else does."""
+    outputs = not chunk.has_loss and not model.on_gpu
+    copied = model.implementation == "local" and model.training.recompute_granularity != "full"
+    inputs = not chunk.has_embedding and copied and model.sizes.width < SINGLE
+    return model.between * (outputs + inputs)
+
+
+def _in_full(model: Model, layers: list[Bytes]) -> list[Bytes]:
+    """Blocks of layers of which only the input is kept, and with method block the layers after so many."""
+    training, count = model.training, model.training.recompute_num_layers or 1
+    share = model.sizes.layout.tp if training.distribute_saved_activations else 1
+    if training.recompute_method == "block":
+        blocks, rest = [[layer] for layer in layers[:count]], layers[count:]
+    else:
+        blocks, rest = [layers[i : i + count] for i in range(0, len(layers), count)], []
+    return [_block(model.between / share, block) for block in blocks] + rest
+
+
+def _block(kept: float, block: list[Bytes]) -> Bytes:
+    again = sum(layer.kept for layer in block)
+    return Bytes(kept, max(layer.forward for layer in block), again + block[-1].backward)
+
+
+def _rows(model: Model) -> float:
+    """Rows of the vocabulary on this rank."""
+    return model.config.padded_vocab_size / model.sizes.layout.tp
+
+
+def _ends(model: Model, chunk: PipelineChunk) -> Bytes:
+    """The final norm, prediction layers, logits and loss."""
+    config, depth = model.config, len(chunk.mtp_layers)
+    logits = _chunked if model.training.loss_chunk_size else _whole_logits
+    loss = logits(model) if chunk.has_loss else Bytes()
+    hidden = config.hidden_size
+    kept = model.norm(hidden, output=not model.sizes.frozen) if chunk.has_loss else 0.0
+    if depth:
+        of_layer = model.layer(config.num_layers - 1)
+        kept += depth * (of_layer.kept + 3 * model.norm(hidden) + 4 * model.between)
+    kept += loss.kept * (depth + 1)
+    return Bytes(kept, loss.forward, loss.backward)
+
+
+def _whole_logits(model: Model) -> Bytes:
+    """Of logits in the model's precision, and their softmax in fp32, which the backward pass needs."""
+    sizes, training = model.sizes, model.training
+    logits, matrix = sizes.tokens * _rows(model), _rows(model) * model.config.hidden_size * sizes.width
+    matrix = 0.0 if sizes.frozen else matrix
+    inputs = sizes.tokens * model.config.hidden_size * sizes.width
+    if training.cross_entropy_loss_fusion and training.cross_entropy_fusion_impl == "te":
+        return Bytes(logits * sizes.width, 0.0, matrix + inputs)
+    if sizes.width == SINGLE:
+        return Bytes(logits * SINGLE, 0.0, matrix + inputs)
+    half = logits * sizes.width
+    return Bytes(logits * SINGLE, half, max(half, half - logits * SINGLE + matrix + inputs))
+
+
+def _chunked(model: Model) -> Bytes:
+    """A chunk of logits at a time; gradients of the output matrix come one for each chunk and are added."""
+    sizes = model.sizes
+    tokens = min(model.training.loss_chunk_size or 0, sizes.tokens)
+    matrix = 0.0 if sizes.frozen else _rows(model) * model.config.hidden_size * sizes.width
+    logits = tokens * _rows(model) * (sizes.width + (SINGLE if sizes.width < SINGLE else 0))
+    several = tokens < sizes.tokens
+    return Bytes(0.0, logits, max(matrix + logits, matrix * (3 if several else 1)))

@@ -1,0 +1,136 @@
+"""How many parameters each rank of a stage holds: the model's, an adapter's, and those whose state is here.
+
+They are counted once for a model (`ModelCounts`), by where in the model they stand; a layout then only adds up.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from mca_config.layout import ParallelLayout, RankGrid
+from mca_config.model_config import McaModelConfig
+from mca_config.pipeline import PipelinePlan
+
+if TYPE_CHECKING:
+    from mca_models.lora.config import AdapterConfig
+    from mca_models.lora.rules import Factors
+    from mca_models.weights import Param
+
+Shape = tuple[int, ...]
+Place = tuple[str, int]
+"""``("first" | "norm" | "last" | "layer" | "mtp", layer)``."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """Of experts' parameters, and of all others."""
+
+    dense: int = 0
+    experts: int = 0
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What decides over how many ranks a parameter is cut."""
+
+    cut: bool
+    expert: bool
+    row: int = 0
+    """Of a vocabulary matrix the elements of a row, as rows are padded; else 0."""
+    tied: bool = False
+    """A head that is a copy of the embedding: not there on a rank that embeds."""
+
+
+def params_of(config: McaModelConfig) -> "list[Param]":
+    """The rules of every parameter of a model."""
+    from mca_models.templates import family_of
+
+    return family_of(config.model_type).params(config)
+
+
+def shape_of(param: "Param", config: McaModelConfig) -> Shape:
+    """The shape of the whole parameter."""
+    from mca_models.templates.shapes import whole_shape
+
+    return whole_shape(param, config)
+
+
+def adapter_shapes(config: McaModelConfig, factors: "Iterable[Factors]") -> "Iterator[tuple[Param, Shape]]":
+    """The tensors of an adapter's ``factors``, and their shapes."""
+    from mca_models.lora.adapter import expected_shapes
+
+    for pair in factors:
+        yield from zip((pair.a, pair.b), expected_shapes(config, pair), strict=True)
+
+
+class ModelCounts:
+    """Parameters of a model, or of an adapter on it, by where they stand and how they are cut."""
+
+    def __init__(self, config: McaModelConfig, sized: "Iterable[tuple[Param, Shape]]") -> None:
+        self._config = config
+        self._elements = Counter[tuple[Place, Kind]]()
+        self.total = 0
+        """Parameters of the whole model; a tied head is not counted again."""
+        for param, shape in sized:
+            row = prod(shape[1:]) if param.vocab else 0
+            tied = param.alias_of is not None
+            kind = Kind(param.shard.axis is not None, param.expert is not None, row, tied)
+            self._elements[_place(param), kind] += prod(shape)
+            self.total += 0 if tied else prod(shape)
+
+    @classmethod
+    def of(cls, config: McaModelConfig) -> "ModelCounts":
+        """The model's own."""
+        return cls(config, ((param, shape_of(param, config)) for param in params_of(config)))
+
+    @classmethod
+    def of_adapter(cls, config: McaModelConfig, adapter: "AdapterConfig") -> "ModelCounts":
+        """Those of ``adapter``."""
+        from mca_models.lora.rules import rules_for_training
+
+        rules = rules_for_training(config, adapter)
+        saved = [(param, shape_of(param, config)) for param in rules.saved]
+        return cls(config, [*adapter_shapes(config, rules.factors), *saved])
+
+    def by_stage(self, layout: ParallelLayout) -> list[Count]:
+        """On the fullest rank of each pipeline stage, vocabulary padding included."""
+        config = replace(self._config, layout=layout)
+        plan = config.pipeline_plan()
+        dense, experts = [0] * layout.pp, [0] * layout.pp
+        for (place, kind), elements in self._elements.items():
+            size = config.padded_vocab_size * kind.row if kind.row else elements
+            if kind.cut:
+                size //= layout.etp if kind.expert else layout.tp
+            for stage in _stages(place, kind, plan):
+                (experts if kind.expert else dense)[stage] += size
+        return [Count(*both) for both in zip(dense, (size // layout.ep for size in experts), strict=True)]
+
+
+def shares(distributed_optimizer: bool | None, grid: RankGrid) -> Count:
+    """Over how many ranks the optimizer state of a dense parameter, and of an expert's, is split."""
+    if not distributed_optimizer:
+        return Count(1, 1)
+    return Count(grid.data_parallel_size * grid.layout.cp, grid.expert_data_parallel_size)
+
+
+def _place(param: "Param") -> Place:
+    return param.stage.name.lower(), param.layer or 0
+
+
+def _stages(place: Place, kind: Kind, plan: PipelinePlan) -> tuple[int, ...]:
+    """The pipeline ranks that hold it: of an embedding also that of the prediction layers, which embed too."""
+    name, layer = place
+    if name in ("layer", "mtp"):
+        return ((plan.chunk_of_mtp if name == "mtp" else plan.chunk_of_layer)(layer).pp,)
+    if name == "first" and kind.row:
+        return plan.embedding_ranks
+    if kind.tied and plan.last.pp in plan.embedding_ranks:
+        return ()
+    return ({"first": plan.first, "norm": plan.final_norm, "last": plan.last}[name].pp,)

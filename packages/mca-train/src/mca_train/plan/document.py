@@ -1,0 +1,55 @@
+"""A plan as one JSON object: ``mca-train/plan``, version 1. What its keys mean is in docs/planning.md."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from mca_config.layout import SIZE_FIELDS
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_train.plan.fitting import Remedy
+from mca_train.plan.hardware import Device
+from mca_train.plan.memory import GIB, Plan
+
+SCHEMA = "mca-train/plan"
+VERSION = 1
+
+
+def document_of(
+    plan: Plan, model: McaModelConfig, device: Device | None = None, remedies: Sequence[Remedy] = ()
+) -> JsonObject:
+    """The object of ``plan``; sizes in bytes."""
+    layout = plan.layout
+    stages = [asdict(stage) | {"total": stage.total} for stage in plan.stages]
+    if device is not None:
+        limit = int(device.usable_gib * GIB)
+        stages = [stage | {"fits": stage["total"] <= limit} for stage in stages]
+    return {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "possible": True,
+        "problems": [],
+        "missing": [],
+        "model": {
+            "model_type": model.model_type,
+            "layers": model.num_layers,
+            "parameters": plan.total_parameters,
+            "trained_parameters": plan.trained_parameters,
+        },
+        "world_size": plan.world_size,
+        "layout_sizes": {short: getattr(layout, short) for short in SIZE_FIELDS},
+        "data_parallel_size": plan.data_parallel_size,
+        "implementation": plan.implementation,
+        "global_batch": plan.global_batch,
+        "tokens_per_step": plan.tokens_per_step,
+        "bubble": plan.bubble,
+        "device": asdict(device) | {"usable_bytes": int(device.usable_gib * GIB)} if device else None,
+        "stages": stages,
+        "remedies": [
+            {"changes": remedy.changes, "bytes": remedy.needs, "fits": remedy.fits} for remedy in remedies
+        ],
+    }
+
+
+def impossible(problems: Sequence[str]) -> JsonObject:
+    """The object of a run that no machine could make."""
+    return {"schema": SCHEMA, "version": VERSION, "possible": False, "problems": list(problems)}

@@ -1,0 +1,146 @@
+"""What a decoder layer of Megatron's local implementation keeps for its backward pass, and needs while it runs.
+
+Each line was read off the dry run, which counts what the engine allocates; `integration_tests/test_plan_truth.py` holds
+the two together.
+"""
+
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_train.plan.sizes import SINGLE, Line, Sizes
+
+_NORM = "mca_models/megatron/layers/norm.py: Norm.forward"
+_SDPA = "mca_models/megatron/layers/sdpa.py: scaled_dot_product_attention"
+_ROPE = "megatron/core/models/common/embeddings/rope_utils.py: apply_rotary_pos_emb"
+_MLP = "megatron/core/transformer/mlp.py: MLP.forward (glu)"
+_MOVE = "megatron/core/transformer/moe/token_dispatcher.py: dispatch"
+_ROUTER = "megatron/core/transformer/moe/router.py: routing"
+_LATENT = "megatron/core/transformer/multi_latent_attention.py: get_query_key_value_tensors"
+
+
+def norm(
+    tokens: float, channels: float, sizes: Sizes, *, output: bool = True, module: str = ""
+) -> list[Line]:
+    """Of one norm: it computes in fp32, so a half-precision input is kept as a copy."""
+    trained = not sizes.frozen
+    lines = [Line("norm: input in fp32", tokens * channels * SINGLE, _NORM, module)]
+    if trained:
+        lines.append(Line("norm: normalised in fp32", tokens * channels * SINGLE, _NORM, module))
+    if output:
+        lines.append(Line("norm: output", tokens * channels * sizes.width, _NORM, module))
+    return lines
+
+
+def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = False) -> list[Line]:
+    """All lines of decoder layer ``number``."""
+    hidden = config.hidden_size
+    count = 4 if config.norm_placement == "sandwich" else 2
+    lines = [line for _ in range(count) for line in norm(sizes.split, hidden, sizes)]
+    lines += attention(config, sizes, number)
+    if config.is_moe_layer(number):
+        return lines + experts(config, sizes, worst=worst)
+    return lines + gated(config, config.ffn_hidden_size / sizes.layout.tp, sizes.tokens, sizes, "mlp")
+
+
+def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
+    """Of the attention of decoder layer ``number``."""
+    if isinstance(config, MlaMcaModelConfig):
+        return _latent(config, sizes)
+    if config.is_linear_layer(number):
+        return _linear(config, sizes)
+    tp, width, tokens = sizes.layout.tp, sizes.width, sizes.tokens
+    query = config.num_attention_heads * config.kv_channels / tp
+    key = max(config.num_query_groups / tp, 1) * config.kv_channels
+    lines = [Line("queries", tokens * query * width, _ROPE)]
+    if config.qk_layernorm:
+        lines += norm(tokens, query + key, sizes, output=False)
+    if key < query:  # a copy of each key and value for each head of its group
+        copies = _seen(sizes) * query * 2 * width
+        lines.append(Line("keys and values of every head", copies, _SDPA, "core_attn"))
+    else:
+        lines.append(Line("keys, and q, k, v as projected", tokens * (2 * key + query + key) * width, _SDPA))
+    if config.attention_output_gate:
+        lines.append(Line("output gate", tokens * query * 2 * width, _SDPA))
+    return lines + _scores(config, sizes, query)
+
+
+def _seen(sizes: Sizes) -> float:
+    """Keys that are copied: those of all slices before a slice, of its two on a context rank."""
+    cp = sizes.layout.cp
+    return sizes.tokens if cp == 1 else sizes.tokens * cp * (2 * cp + 1) / (2 * cp)
+
+
+def _scores(config: McaModelConfig, sizes: Sizes, output: float) -> list[Line]:
+    tokens, cp = sizes.tokens, sizes.layout.cp
+    heads = config.num_attention_heads / sizes.layout.tp
+    lines = [Line("attention's output", tokens * output * sizes.width * (1 if cp == 1 else 2), _SDPA)]
+    lines.append(Line("sums of attention", tokens * heads * SINGLE, _SDPA, "core_attn"))
+    if cp > 1:
+        mask = (sizes.length / 2) ** 2 * 2 * cp * sizes.width
+        lines.append(Line("mask of a slice", mask, _SDPA, "core_attn"))
+    return lines
+
+
+def _latent(config: MlaMcaModelConfig, sizes: Sizes) -> list[Line]:
+    tokens, width, tp = sizes.tokens, sizes.width, sizes.layout.tp
+    heads = config.num_attention_heads / tp
+    key = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
+    value = heads * config.v_head_dim
+    lines = [
+        Line("queries and keys", tokens * key * 2 * width, _LATENT),
+        Line("values, padded to the keys", tokens * key * width, _SDPA, "core_attn"),
+        Line("attention's output, padded", tokens * key * width, _SDPA, "core_attn"),
+        Line("attention's output", tokens * value * width, _SDPA),
+        Line("sums of attention", tokens * heads * SINGLE, _SDPA, "core_attn"),
+    ]
+    return lines + [
+        line
+        for rank in (config.q_lora_rank, config.kv_lora_rank)
+        if rank
+        for line in norm(sizes.split, rank, sizes)
+    ]
+
+
+def _linear(config: McaModelConfig, sizes: Sizes) -> list[Line]:
+    """A gated delta net, whose recurrence is chunked: its inputs in fp32, its projections and convolution."""
+    keys = (config.linear_num_key_heads or 0) * (config.linear_key_head_dim or 0)
+    values = (config.linear_num_value_heads or 0) * (config.linear_value_head_dim or 0)
+    channels = (2 * keys + 2 * values) / sizes.layout.tp
+    source = "mca_models/megatron/families/gated_delta_net.py: forward"
+    return [
+        Line("projections and their convolution", sizes.tokens * channels * 3 * sizes.width, source),
+        Line("queries, keys and values in fp32", sizes.tokens * channels * 2 * SINGLE, source),
+    ]
+
+
+def gated(config: McaModelConfig, inner: float, tokens: float, sizes: Sizes, module: str) -> list[Line]:
+    """Of an MLP with ``inner`` channels on this rank: its projection, both factors, and their product."""
+    if not config.gated_linear_unit:
+        return [Line("first projection and its activation", tokens * inner * 2 * sizes.width, _MLP, module)]
+    return [
+        Line("gate and up as projected", tokens * inner * 2 * sizes.width, _MLP, module),
+        Line("activated gate, up, and their product", tokens * inner * 3 * sizes.width, _MLP, module),
+    ]
+
+
+def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> list[Line]:
+    """Of a layer's experts, run one after the other."""
+    sent = sizes.dispatched(worst=worst)
+    inner = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / sizes.layout.etp
+    lines = [Line("router", sizes.split * (config.num_moe_experts or 0) * 10.0, _ROUTER)]
+    lines.append(Line("tokens sent to experts", sent * config.hidden_size * sizes.width, _MOVE, "moe"))
+    lines += gated(config, inner, sent, sizes, "moe")
+    lines.append(Line("product times probability", sent * inner * sizes.width, _MLP, "moe"))
+    if shared := config.moe_shared_expert_intermediate_size:
+        lines += gated(config, shared / sizes.layout.tp, sizes.tokens, sizes, "shared_experts")
+    return lines
+
+
+def running(config: McaModelConfig, sizes: Sizes, number: int) -> tuple[float, float]:
+    """Bytes that the worst moment of the layer's forward and of its backward takes above all that is kept."""
+    hidden, width = config.hidden_size, sizes.width
+    between = sizes.split * hidden * width
+    gathered = sizes.tokens * hidden * width if sizes.is_split else 0.0
+    if not config.is_moe_layer(number):
+        inner = sizes.tokens * config.ffn_hidden_size / sizes.layout.tp * width
+        return 2 * between + gathered, 2 * inner + between + gathered / 2
+    moved = sizes.dispatched() * hidden * width * (4 if sizes.layout.etp == 1 else 8)
+    return moved + 3 * between, moved * 3 / 4 + 2 * between

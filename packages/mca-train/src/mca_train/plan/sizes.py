@@ -1,0 +1,116 @@
+"""`Sizes` are the extents of what one rank computes for one micro-batch, and `Line` is a tensor that is kept of it."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mca_config.layout import ParallelLayout
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+
+if TYPE_CHECKING:
+    from mca_config.training import TrainingArguments
+
+HALF, SINGLE = 2, 4
+"""Bytes of a number in bf16 or fp16, and in fp32."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What the backward pass of a layer needs of its forward pass.
+
+    Args:
+        what: In words.
+        bytes: On this rank, of one micro-batch.
+        source: Whose code keeps it: file and function.
+        module: The name in ``recompute_modules`` that does away with it; empty: only full recomputation does.
+    """
+
+    what: str
+    bytes: float
+    source: str
+    module: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of one micro-batch on one rank; numbers of elements, not bytes."""
+
+    width: int
+    """Bytes of a number."""
+    sequences: int
+    length: int
+    """Tokens of a sequence on this context rank."""
+    tokens: int
+    """`sequences` x `length`."""
+    split: int
+    """Those of them that stand on this tensor rank between the layers: fewer with sequence parallelism."""
+    layout: ParallelLayout
+    frozen: bool
+    """Whether the base weights are, as under an adapter."""
+    topk: int
+    experts: int
+    capacity: float | None
+    """``moe_expert_capacity_factor``."""
+
+    @classmethod
+    def of(
+        cls,
+        config: McaModelConfig,
+        training: "TrainingArguments",
+        seq_length: int,
+        *,
+        sequences: int = 1,
+        frozen: bool = False,
+    ) -> "Sizes":
+        """Of a model that stands on its ``layout``.
+
+        Args:
+            config: The architecture.
+            training: Training arguments.
+            seq_length: Tokens of a sequence.
+            sequences: In a sample.
+            frozen: Whether only an adapter is trained.
+        """
+        layout = config.layout
+        length = seq_length // layout.cp
+        count = training.per_device_train_batch_size * sequences
+        tokens = count * length
+        return cls(
+            width=HALF if training.bf16 or training.fp16 else SINGLE,
+            sequences=count,
+            length=length,
+            tokens=tokens,
+            split=tokens // layout.tp if cuts_sequences(config, training) else tokens,
+            layout=layout,
+            frozen=frozen,
+            topk=config.moe_router_topk,
+            experts=config.num_moe_experts or 0,
+            capacity=training.moe_expert_capacity_factor,
+        )
+
+    @property
+    def is_split(self) -> bool:
+        """Whether sequences are cut over tensor ranks between the layers."""
+        return self.split < self.tokens
+
+    def dispatched(self, *, worst: bool = False) -> float:
+        """Tokens (once for each of their experts) that this rank's experts get of all ranks of their group.
+
+        Args:
+            worst: All that could be sent here, not an equal share.
+        """
+        layout = self.layout
+        here = float(self.split * self.topk)
+        if self.capacity is not None:  # each expert of each rank gets at most so many
+            here = min(here, here * self.capacity) if not worst else here * self.capacity
+            return here * layout.etp
+        if worst:
+            here = self.split * min(self.topk, max(self.experts // layout.ep, 1)) * layout.ep
+        return here * layout.etp
+
+
+def cuts_sequences(config: McaModelConfig, training: "TrainingArguments") -> bool:
+    """Whether sequence parallelism is on: as asked, else where experts or latent attention need it."""
+    layout = config.layout
+    if training.sequence_parallel is not None or layout.tp == 1:
+        return bool(training.sequence_parallel) and layout.tp > 1
+    return config.num_moe_experts is not None or isinstance(config, MlaMcaModelConfig)

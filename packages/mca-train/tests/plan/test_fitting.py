@@ -1,0 +1,103 @@
+"""What fits on a device, what would make the rest fit, and the table of devices."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mca_config import TrainingArguments
+from mca_config.errors import UsageError
+from mca_models.templates import config_from_hf
+from mca_train.plan.counts import ModelCounts
+from mca_train.plan.fitting import changed, fullest, over, remedies
+from mca_train.plan.hardware import hardware_of
+from mca_train.plan.memory import GIB, Plan, Subject, plan_of
+from mca_train.plan.options import own_options
+
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+
+def planned(tmp_path: Path, **changes: Any) -> tuple[Subject, TrainingArguments, Plan]:
+    settings = {"output_dir": str(tmp_path), "bf16": True, "use_cpu": True, "report_to": "none"}
+    args = TrainingArguments(**settings | {"use_distributed_optimizer": True} | changes)
+    config = config_from_hf(LLAMA_8B)
+    subject = Subject(
+        config=config,
+        seq_length=8192,
+        model=ModelCounts.of(config),
+        implementation="transformer_engine",
+        on_gpu=True,
+    )
+    return subject, args, plan_of(subject, args, args.layout(config.layout), 8)
+
+
+def test_what_transformer_engine_keeps_of_a_layer(tmp_path: Path) -> None:
+    _, _, plan = planned(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+    tokens, hidden, inner, key = 8192, 4096, 14336, 1024
+    norms = 2 * 2 * hidden  # inputs of both norms and what they give
+    attention = (hidden + 2 * key) + hidden  # queries, keys, values; their output
+    layer = tokens * (
+        2 * (norms + attention + 3 * inner) + 4 * 32
+    )  # gate and up, their product; sums in fp32
+    ends = tokens * (2 * 2 * hidden + 4 * 128256)  # the final norm, the softmax
+    assert plan.stages[0].activations == pytest.approx(32 * layer + ends, rel=1e-6)
+    assert plan.stages[0].temporaries == pytest.approx(tokens * 2 * 128256, rel=1e-6)
+
+
+def test_what_does_not_fit_is_found_with_what_makes_it_fit(tmp_path: Path) -> None:
+    device = hardware_of("h100-80").device
+    subject, args, plan = planned(tmp_path, per_device_train_batch_size=1)
+    assert over(plan, device) == [0]
+    found = remedies(subject, args, plan.layout, 8, device)
+    assert found and all(remedy.fits for remedy in found)
+    for remedy in found:
+        if "tensor_model_parallel_size" in remedy.changes or "pipeline_model_parallel_size" in remedy.changes:
+            continue
+        again = plan_of(subject, changed(args, remedy.changes), plan.layout, 8)
+        assert fullest(again) == remedy.needs <= device.usable_gib * GIB
+    assert not over(plan, hardware_of("b200").device)
+
+
+def test_a_users_table_adds_a_device(tmp_path: Path) -> None:
+    table = tmp_path / "mine.toml"
+    numbers = "memory_gib = 30\ntflops = 100\nmemory_gb_s = 900\nlink_gb_s = 30\nnetwork_gb_s = 10\n"
+    table.write_text(f"[devices.mine]\n{numbers}link_us = 9\nnetwork_us = 30\nnode = 4\n")
+    assert hardware_of("mine", table).device.node == 4
+    assert hardware_of("gib:40").device.memory_gib == 40
+    table.write_text("[devices.mine]\nmemory_gib = 30\n")
+    with pytest.raises(UsageError, match="wrong or missing keys: link_gb_s"):
+        hardware_of("mine", table)
+    with pytest.raises(UsageError, match="expected h100-80, h200, b200 or gib:N"):
+        hardware_of("h1000")
+    with pytest.raises(UsageError, match="a number of GiB above 4"):
+        hardware_of("gib:many")
+
+
+def test_the_plans_own_words_are_told_from_the_runs() -> None:
+    options, rest = own_options(["--gpus", "8", "--max_steps", "3", "--dry-run", "--device=h200"])
+    assert (options.gpus, options.dry_run, options.device, rest) == (8, True, "h200", ["--max_steps", "3"])
+    for words, said in [
+        (["--gpus", "many"], "--gpus takes a whole number"),
+        (["--gpus", "0"], "expected at least 1"),
+        (["--search"], "add --gpus N"),
+        (["--json", "file"], "--json takes no value"),
+    ]:
+        with pytest.raises(UsageError, match=said):
+            own_options(words)

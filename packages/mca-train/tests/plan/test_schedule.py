@@ -1,0 +1,28 @@
+"""The order of passes is that of Megatron's own schedules."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mca_train.plan.schedule import Order
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "count"), [(1, 1, 3), (4, 1, 8), (4, 1, 2), (2, 2, 4), (4, 3, 8), (4, 2, 4)]
+)
+def test_it_is_megatrons(pp: int, vpp: int, count: int) -> None:
+    from megatron.core.pipeline_parallel import schedules
+
+    table = schedules.get_schedule_table(count, vpp, pp if vpp > 1 else count)
+    for rank in range(pp):
+        passes = list(Order(pp, vpp, count).of_rank(rank))
+        assert [(p.micro_batch, p.chunk) for p in passes if p.forward] == table
+        assert [(p.micro_batch, vpp - 1 - p.chunk) for p in passes if not p.forward] == table
+        group: Any = SimpleNamespace(size=lambda: pp, rank=lambda rank=rank: rank)
+        of_rank: Any = SimpleNamespace(
+            pp_group=group, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None
+        )
+        _, _, ahead, _ = schedules.get_pp_rank_microbatches(count, vpp, pp, p2p_communicator=of_rank)
+        first = [p.forward for p in passes].index(False)
+        assert first == min(ahead + 1, count * vpp)
