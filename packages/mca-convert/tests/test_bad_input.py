@@ -80,11 +80,13 @@ def test_no_weights(source: Path, convert, tmp_path: Path, capsys) -> None:
     assert "but mca_config.json is missing" in refused(mca, tmp_path, capsys)
 
 
-def test_pickles_are_refused_with_the_command_that_converts_them(
-    source: Path, tmp_path: Path, capsys
-) -> None:
+def test_a_pickle_that_is_none_and_one_of_another_name_are_told(source: Path, tmp_path: Path, capsys) -> None:
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
-    assert "save_pretrained" in refused(source, tmp_path, capsys)
+    assert "pytorch_model.bin: not a file of torch.save" in refused(source, tmp_path, capsys)
+    (source / "pytorch_model.bin").rename(source / "weights.bin")
+    assert "holds weights.bin, but neither model.safetensors nor pytorch_model.bin" in refused(
+        source, tmp_path, capsys
+    )
 
 
 @pytest.mark.parametrize(("change", "message"), [

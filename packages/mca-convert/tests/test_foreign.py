@@ -114,3 +114,18 @@ def test_other_quantisations_are_refused_by_name(method: str, tiny, tmp_path: Pa
     error = capsys.readouterr().err
     assert f"source/config.json: quant_method '{method}' cannot be read" in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("legacy", "strided"), [(False, False), (True, True)])
+def test_pickled_weights_go_to_mca_and_are_the_same_model(
+    legacy: bool, strided: bool, source: Path, convert, tiny
+) -> None:
+    weights = load_file(source / "model.safetensors")
+    if strided:
+        weights = {name: x.t().contiguous().t() if x.dim() == 2 else x for name, x in weights.items()}
+    (source / "model.safetensors").unlink()
+    torch.save(weights, source / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
+    mca = convert(source, "mca", tp=2, pp=2)
+    assert main(["verify", str(mca), str(tiny("llama"))]) == 0
+    assert main(["inspect", str(source)]) == 0
+    assert main(["plan", "--checkpoint_path", str(source)]) == 0

@@ -158,7 +158,8 @@ def _biggest(shapes: list[tuple[str, str, list[int]]], found: Inspection, top: i
 
 def _adapter(path: Path, kind: CheckpointKind, found: Inspection, top: int) -> None:
     from mca_models.lora import AdapterConfig, open_adapter
-    from mca_models.lora.peft_directory import WEIGHTS
+    from mca_models.lora.peft_directory import PICKLE, WEIGHTS
+    from mca_models.torch_checkpoint.hf_bin import tensors_of
 
     settings = AdapterConfig.load(path).document
     for key in ("base_model_name_or_path", "r", "lora_alpha", "target_modules", "target_parameters"):
@@ -168,7 +169,9 @@ def _adapter(path: Path, kind: CheckpointKind, found: Inspection, top: int) -> N
         if settings.get(key):
             found.facts[key] = settings[key]
     if kind is CheckpointKind.PEFT:
-        infos = list(read_header(path / WEIGHTS).tensors.values())
+        pickled = (path / PICKLE).exists() and not (path / WEIGHTS).exists()
+        stored = tensors_of(path / PICKLE) if pickled else read_header(path / WEIGHTS).tensors
+        infos = [info for info in stored.values() if isinstance(info, TensorInfo)]
         _count(infos, path, found)
         found.facts["parameters"] = sum(prod(info.shape) for info in infos)
         _biggest([(info.name, info.dtype, list(info.shape)) for info in infos], found, top)

@@ -3,12 +3,13 @@
 How each kind is read is known to `checkpoint` and `torch_checkpoint`.
 """
 
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 
 from mca_config.errors import McaError
 from mca_config.files import present
-from mca_models.checkpoint.hf_directory import HfSource
+from mca_models.checkpoint.hf_directory import HfSource, Stored
 from mca_models.checkpoint.mca_directory import McaSource, is_mca, iteration_name, latest_iteration
 from mca_models.storage.manifest import FILE_NAME as MANIFEST
 from mca_models.storage.source import ModelSource
@@ -78,6 +79,15 @@ def _has_manifest(path: Path) -> bool:
         return False
 
 
+def _pickled(path: Path) -> Sequence[Stored] | None:
+    """The tensors of a Hugging Face directory that keeps them in files of torch.save; None: it does not."""
+    if not any(present(path, name) for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")):
+        return None
+    from mca_models.torch_checkpoint.hf_bin import pickled_tensors
+
+    return pickled_tensors(path)
+
+
 def open_checkpoint(path: Path, dtype: str | None = None) -> ModelSource:
     """The checkpoint in directory ``path``, whichever kind it is.
 
@@ -96,7 +106,7 @@ def open_checkpoint(path: Path, dtype: str | None = None) -> ModelSource:
     if kind is CheckpointKind.MCA:
         return McaSource(path)
     if kind is CheckpointKind.HF:
-        return HfSource(path, dtype)
+        return HfSource(path, dtype, _pickled(path))
     from mca_models.torch_checkpoint.roll import open_roll
     from mca_models.torch_checkpoint.torch_dist import open_torch_dist
 

@@ -82,7 +82,7 @@ def test_damaged_adapters_are_refused(fault: str, tmp_path: Path) -> None:
         "unexpected": "1 unexpected tensor",
         "rank": r"has shape \[4, 32\], expected \[3, 32\]",
         "truncated": "truncated",
-        "pickle": "is a pickle",
+        "pickle": "not a file of torch.save",
         "embedding": "adapters on embeddings",
     }
     if fault == "missing":

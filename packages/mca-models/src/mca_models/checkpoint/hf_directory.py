@@ -1,6 +1,6 @@
 """A Hugging Face checkpoint directory: ``config.json`` and one or more safetensors files.
 
-It is read here and never written (`hf_writer`). Pickled weights are refused.
+It is read here and never written (`hf_writer`). Pickled weights are found by `torch_checkpoint`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -67,15 +67,16 @@ class HfSource(HfParts):
     Args:
         path: The directory.
         dtype: Safetensors code that quantised weights are read as; None: the dtype of ``config.json``.
+        tensors: What is stored, if not in safetensors.
 
     Raises:
         McaError: Files or tensors are missing, unexpected, damaged or of another shape (all are named).
     """
 
-    def __init__(self, path: Path, dtype: str | None = None) -> None:
+    def __init__(self, path: Path, dtype: str | None = None, tensors: Sequence[Stored] | None = None) -> None:
         self.path = path
         hf_config = read_config(path)
-        self.stored = _all_tensors(path)
+        self.stored: Sequence[Stored] = _all_tensors(path) if tensors is None else tensors
         self._infos, hf_config = _plain(path, hf_config, self.stored, dtype)
         with naming_config(path):
             config = config_from_hf(hf_config)
@@ -124,7 +125,7 @@ class HfSource(HfParts):
                 )
 
 
-def _require_plausible(path: Path, config: McaModelConfig, tensors: Sequence[TensorInfo]) -> None:
+def _require_plausible(path: Path, config: McaModelConfig, tensors: Sequence[Stored]) -> None:
     """Raises if there are not even as many bytes as layers and experts, whose names would fill all memory."""
     experts, nbytes = config.num_moe_experts or 1, sum(info.nbytes for info in tensors)
     if config.num_layers * experts * config.hidden_size > 2 * nbytes:  # a weight takes at least half a byte
@@ -135,7 +136,7 @@ def _require_plausible(path: Path, config: McaModelConfig, tensors: Sequence[Ten
 
 
 def _plain(
-    path: Path, hf_config: JsonObject, tensors: Sequence[TensorInfo], dtype: str | None
+    path: Path, hf_config: JsonObject, tensors: Sequence[Stored], dtype: str | None
 ) -> tuple[dict[str, Stored], JsonObject]:
     """The tensors as they are without quantisation, and the configuration likewise."""
     found = {info.name: info for info in tensors}
@@ -144,8 +145,11 @@ def _plain(
     from mca_models.quantised.hf_tensors import dequantised, plain_config
 
     code = dtype or plain_dtype(hf_config)
+    plain = {name: info for name, info in found.items() if isinstance(info, TensorInfo)}
+    if len(plain) < len(found):
+        raise McaError(f"{path}: quantised weights with strides are not read; take the model's safetensors")
     with naming_config(path):
-        return dict(dequantised(found, hf_config, code)), plain_config(hf_config, DTYPE_NAMES[code])
+        return dict(dequantised(plain, hf_config, code)), plain_config(hf_config, DTYPE_NAMES[code])
 
 
 @contextmanager
@@ -196,9 +200,8 @@ def _all_tensors(path: Path) -> list[TensorInfo]:
         return _indexed_tensors(path)
     if binaries := sorted(file.name for file in path.glob("*.bin")):
         raise McaError(
-            f"{path}: holds {binaries[0]}, a pickle, which is not read; save it as safetensors first: "
-            f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{path}', "
-            "dtype='auto').save_pretrained('<new directory>')\""
+            f"{path}: holds {binaries[0]}, but neither {SINGLE} nor pytorch_model.bin nor an index of either; name the "
+            "weights so, or fetch the index too"
         )
     raise McaError(f"{path}: {_what_else(path)}")
 

@@ -27,6 +27,7 @@ from mca_models.storage.dtypes import code_of
 from mca_models.storage.safetensors import plan_file, read_header
 from mca_models.storage.source import require_same_names
 from mca_models.storage.writer import SafetensorsWriter
+from mca_models.torch_checkpoint.hf_bin import tensors_of
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
 
@@ -45,12 +46,9 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
         McaError: Its configuration cannot be represented, or its tensors are not those that it names.
     """
     config = AdapterConfig.load(path)
-    file = inside(path, WEIGHTS)
-    if not present(path, WEIGHTS) and present(path, PICKLE):
-        raise McaError(
-            f"{path / PICKLE} is a pickle, which is not read; save the adapter with safe_serialization"
-        )
-    infos = read_header(file).tensors
+    pickled = not present(path, WEIGHTS) and present(path, PICKLE)
+    file = inside(path, PICKLE if pickled else WEIGHTS)
+    infos: Values = tensors_of(file) if pickled else read_header(file).tensors
     refused = sorted(name for name in infos if ".lora_embedding_" in name)
     if refused:
         raise McaError(f"{file}: {refused[0]}: adapters on embeddings are not supported; use modules_to_save")

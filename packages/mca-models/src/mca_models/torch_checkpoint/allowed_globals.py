@@ -271,7 +271,9 @@ GLOBALS: Mapping[tuple[str, str], Pickled] = MappingProxyType(
 
 def persistent(identifier: Pickled) -> StorageRef:
     """The storage that a persistent id of ``torch.save`` names."""
-    kind, storage, key, _location, numel = identifier
-    if kind != "storage" or not isinstance(storage, StorageType) or not isinstance(key, str):
+    kind, storage, key, _location, numel, *view = (
+        identifier  # the old format tells of views, which nobody makes
+    )
+    if kind != "storage" or not isinstance(storage, StorageType) or not isinstance(key, str) or any(view):
         raise TypeError("a persistent id that is no storage")
     return StorageRef(storage.dtype, key, numel)

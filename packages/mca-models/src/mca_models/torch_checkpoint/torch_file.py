@@ -8,7 +8,7 @@ Since torch 1.6 such a file is a zip archive of uncompressed members under one f
     <folder>/version, .format_version, .storage_alignment, .data/serialization_id
 
 The pickle is read by ``pickle_reader``, which executes nothing. A tensor that is a small view of a large
-storage costs what the view holds, not what the file stores.
+storage costs what the view holds, not what the file stores. What older versions wrote is read by `legacy_file`.
 """
 
 import os
@@ -22,6 +22,7 @@ from mca_config.files import open_regular
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.strided import StridedTensor
 from mca_models.torch_checkpoint.allowed_globals import Dtype, Pickled, StorageRef, TensorRef
+from mca_models.torch_checkpoint.legacy_file import is_legacy, read_legacy
 from mca_models.torch_checkpoint.pickle_reader import read_pickle
 from mca_models.torch_checkpoint.zip_regions import Member, ZipFault, data_offset, read_directory, starts_zip
 
@@ -97,10 +98,12 @@ def open_torch_file(file: Path) -> TorchFile:
     """The archive in ``file``.
 
     Raises:
-        McaError: The file is missing, damaged, of torch's old format, or its pickle is refused.
+        McaError: The file is missing, damaged, or its pickle is refused.
     """
     try:
         with os.fdopen(open_regular(file), "rb") as stream:
+            if is_legacy(stream.read(4)):
+                return TorchFile(file, *read_legacy(stream, file))
             return read_archive(stream, file)
     except OSError as error:
         raise McaError(f"{file}: cannot be read ({error.strerror})") from None
@@ -140,11 +143,6 @@ def read_archive(stream: BinaryIO, file: Path, start: int = 0, length: int | Non
 def _require_zip(first: bytes, where: str) -> None:
     if starts_zip(first):
         return
-    if first[:1] == b"\x80":
-        raise McaError(
-            f"{where}: written in the format that torch.save had before version 1.6, which cannot be read "
-            "without executing it; load it with torch where you trust it and save it again"
-        )
     raise McaError(f"{where}: not a file of torch.save (it begins with {first!r})")
 
 
