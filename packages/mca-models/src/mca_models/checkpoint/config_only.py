@@ -19,16 +19,14 @@ from mca_models.checkpoint.hf_directory import (
     read_config,
 )
 from mca_models.checkpoint.placement import stored
+from mca_models.quantised.linears import is_linear
 from mca_models.storage.dtypes import CODES, DTYPE_NAMES, ITEM_SIZES
 from mca_models.storage.moves import HF
-from mca_models.storage.runs import Shape
 from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import Part, checked_parts, shapes_of_parts
 from mca_models.templates import config_from_hf, family_of
 from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
-
-_NEVER_QUANTISED = ("router.weight", "shared_experts.gate_weight", "eh_proj.weight")
 
 
 class ConfigOnlySource(HfParts):
@@ -68,7 +66,7 @@ class ConfigOnlySource(HfParts):
                 full = (*front, *shape)
                 nbytes = prod(full) * ITEM_SIZES[dtype]
                 info = TensorInfo(name, dtype, full, 0, nbytes, self.path / SINGLE)
-                self._infos[name] = self._as_stored(info) if _is_linear(param, whole) else info
+                self._infos[name] = self._as_stored(info) if is_linear(param, whole) else info
             infos.append(self._infos[name])
         return checked_parts(param, whole, HF, infos, experts)
 
@@ -82,11 +80,6 @@ class ConfigOnlySource(HfParts):
 
     def check_duplicates(self) -> None:
         """Nothing is stored twice."""
-
-
-def _is_linear(param: Param, whole: Shape) -> bool:
-    """Whether a method of quantisation takes ``param`` for the weight of a linear."""
-    return len(whole) == 2 and not param.vocab and not param.mca.endswith(_NEVER_QUANTISED)
 
 
 def _with_dtype(config: McaModelConfig, code: str) -> McaModelConfig:

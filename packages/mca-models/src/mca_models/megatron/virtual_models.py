@@ -21,6 +21,14 @@ from mca_models.megatron.factory.transformer_config import implementation_of, tr
 from mca_models.megatron.forward import model_logits
 from mca_models.megatron.layers.tp_marks import mark_parameters
 from mca_models.megatron.names import DtypeName, Held, Implementation, Spelling, chunk_params
+from mca_models.megatron.state.export import (
+    BUCKET_BYTES,
+    Destination,
+    Wanted,
+    WeightBucket,
+    each_tensor,
+    export_buckets,
+)
 from mca_models.megatron.state.save import save_hf, save_mca
 from mca_models.megatron.state.torch_dist import PendingSave, save_torch_dist
 from mca_models.megatron.types import MegatronConfig
@@ -154,6 +162,44 @@ class VirtualModels(torch.nn.Module):
             return pending
         pending.finish()
         return None
+
+    def export_weights(
+        self,
+        *,
+        to: Destination = "all",
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: DtypeName | None = None,
+        fp8: bool = False,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and tensors, as `save_pretrained_as_hf` writes them, one after the other; collective.
+
+        All ranks must take them to the end, also those that get none. The order is always the same, and the tensors
+        are the consumer's. They are views of a bucket, which lives as long as one of them. The next bucket is gathered
+        while one is used, so do not change the weights meanwhile. A rank that gets the tensors needs the room of two
+        buckets and the largest parameter.
+
+        Args:
+            to: Which ranks get the tensors: ``all``, the ``first``, or ``replicas``: the first of each data-parallel
+                replica.
+            bucket_bytes: Limit of a bucket; a tensor that is larger is one of its own.
+            dtype: Cast weights to ``float32``, ``bfloat16`` or ``float16``; None: as they are.
+            fp8: Weights of linears as e4m3 with a scale for each block of 128 x 128, ``..._scale_inv``.
+
+        Raises:
+            McaError: A rank failed, died, or stopped before the end; all say so.
+        """
+        return each_tensor(self.export_buckets(to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8))
+
+    def export_buckets(
+        self,
+        *,
+        to: Destination = "all",
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: DtypeName | None = None,
+        fp8: bool = False,
+    ) -> Iterator[WeightBucket]:
+        """`export_weights` in whole buckets, for transports that want one buffer; collective."""
+        return export_buckets(self, Wanted(to, bucket_bytes, dtype, fp8))
 
     def save_pretrained_as_hf(
         self, directory: str | Path, *, overwrite: bool = False, max_shard_bytes: int | None = None

@@ -77,6 +77,10 @@ class Attached:
     switch: Switch
     handles: tuple[RemovableHandle, ...]
 
+    def folded(self) -> Tensor:
+        """The base weight with the factors' product added: in fp32, then of its own dtype."""
+        return (self.base.float() + self.lora.product()).to(self.base.dtype)
+
 
 def attach(
     chunk: torch.nn.Module,

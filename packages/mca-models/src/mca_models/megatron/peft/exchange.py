@@ -1,4 +1,4 @@
-"""An adapter spread over ranks, put together on the first. Adapters are small: all of it fits there."""
+"""An adapter spread over ranks, put together on the first, or on all. Adapters are small: all of it fits there."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from mca_config.layout import Coordinates
 from mca_config.model_config import McaModelConfig
 from mca_models.lora import Adapter, AdapterConfig, AdapterRules
+from mca_models.megatron.distributed.collectives import all_gather
 from mca_models.megatron.distributed.parallel import Place
 from mca_models.megatron.factory.fill import cut_of
 from mca_models.megatron.tensors import to_numpy
@@ -24,15 +25,20 @@ def whole_adapter(
     model: McaModelConfig,
     config: AdapterConfig,
     rules: AdapterRules,
+    *,
+    everywhere: bool = False,
 ) -> Adapter | None:
-    """The adapter whose pieces all ranks hold, on rank 0; None elsewhere. Collective."""
+    """The adapter whose pieces all ranks hold, on rank 0 or ``everywhere``; None elsewhere. Collective."""
     mine: Pieces = {}
     for param, tensor in live:
         if _speaks(param, place.at):
             rank, _ = cut_of(param, place.layout, place.at)
             mine.setdefault(param.mca_name(), {})[rank] = to_numpy(tensor)
     everyone: list[Pieces] | None = [{}] * place.world_size if place.rank == 0 else None
-    torch.distributed.gather_object(mine, everyone, dst=0)
+    if everywhere:
+        everyone = all_gather(mine)
+    else:
+        torch.distributed.gather_object(mine, everyone, dst=0)
     if everyone is None:
         return None
     pieces: Pieces = {}

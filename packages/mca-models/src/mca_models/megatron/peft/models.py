@@ -26,11 +26,24 @@ from mca_models.lora.adapter import require_untied
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import told_by_first
 from mca_models.megatron.factory.fill import cut_of, whole_shape
+from mca_models.megatron.names import DtypeName
 from mca_models.megatron.peft.attach import Attached, LinearGroups, attach, detach
 from mca_models.megatron.peft.exchange import whole_adapter
+from mca_models.megatron.peft.export import merged_piece, peft_tensors
 from mca_models.megatron.peft.settings import adapter_config
 from mca_models.megatron.peft.sharded import share, unshare
 from mca_models.megatron.peft.start import first_values, require_start
+from mca_models.megatron.state.export import (
+    BUCKET_BYTES,
+    Destination,
+    Wanted,
+    WeightBucket,
+    each_tensor,
+    export_buckets,
+    packed_buckets,
+)
+from mca_models.megatron.state.save import save_hf
+from mca_models.megatron.state.stream import Piece
 from mca_models.megatron.tensors import to_torch
 from mca_models.megatron.types import PeftConfig
 from mca_models.megatron.virtual_models import CheckpointFormat, VirtualModels
@@ -155,7 +168,7 @@ class PeftModels(VirtualModels):
             raise McaError("the adapter is merged already; call unmerge_adapter first")
         self._originals = [item.base.detach().cpu().clone() for item in self._attached]
         for item in self._attached:
-            item.base.copy_(item.base.float() + item.lora.product())
+            item.base.copy_(item.folded())
             item.switch.merged = True
 
     @torch.no_grad()
@@ -236,13 +249,69 @@ class PeftModels(VirtualModels):
         self, directory: str | Path, *, overwrite: bool = False, max_shard_bytes: int | None = None
     ) -> None:
         """Writes the HF model with the adapter folded in; collective."""
-        with self._folded():
-            super().save_pretrained_as_hf(directory, overwrite=overwrite, max_shard_bytes=max_shard_bytes)
+        save_hf(
+            self,
+            Path(directory),
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            piece=self._merged_piece(),
+        )
 
     def save_merged(self, directory: str | Path, *, overwrite: bool = False) -> None:
         """Writes an MCA checkpoint of the model with the adapter folded in; collective."""
         with self._folded():
             super().save_pretrained(directory, overwrite=overwrite)
+
+    def export_weights(
+        self,
+        *,
+        to: Destination = "all",
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: DtypeName | None = None,
+        fp8: bool = False,
+        merged: bool = False,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's tensors under PEFT's names, as `save_pretrained_as_hf` writes them; collective.
+
+        Args:
+            to: See ``VirtualModels.export_weights``, as of the others.
+            bucket_bytes: Limit of a bucket.
+            dtype: What tensors are cast to.
+            fp8: Only for a merged model.
+            merged: The whole model instead, the adapter folded into what is sent; the weights stay as they are.
+        """
+        buckets = self.export_buckets(to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged)
+        return each_tensor(buckets)
+
+    def export_buckets(
+        self,
+        *,
+        to: Destination = "all",
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: DtypeName | None = None,
+        fp8: bool = False,
+        merged: bool = False,
+    ) -> Iterator[WeightBucket]:
+        """`export_weights` in whole buckets; collective."""
+        wanted = Wanted(to, bucket_bytes, dtype, fp8)
+        if merged:
+            return export_buckets(self, wanted, self._merged_piece())
+        if fp8:
+            raise McaError("an adapter is not quantised; remove fp8, or set merged")
+        return self._adapter_buckets(wanted)
+
+    def _merged_piece(self) -> Piece:
+        live = dict(self.canonical_parameters())
+        return live.get if self.merged else merged_piece(live, self._attached)
+
+    def _adapter_buckets(self, wanted: Wanted) -> Iterator[WeightBucket]:
+        """Adapters are small: each rank that gets it has all of it at once."""
+        targets = wanted.targets(self.place)
+        found = whole_adapter(
+            self._live(), self.place, self.config, self.adapter, self.rules, everywhere=targets != {0}
+        )
+        if found is not None and self.place.rank in targets:
+            yield from packed_buckets(peft_tensors(found, wanted.dtype), wanted.bucket_bytes)
 
     def _write(self, write: Callable[[Adapter], None]) -> None:
         found = whole_adapter(self._live(), self.place, self.config, self.adapter, self.rules)

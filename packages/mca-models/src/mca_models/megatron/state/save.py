@@ -8,36 +8,31 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed
 from torch import Tensor
 
 from mca_models.checkpoint.hf_writer import METADATA, HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout, iteration_name
-from mca_models.checkpoint.placement import cut_size, expert_rank, stage_of, stored
+from mca_models.checkpoint.placement import expert_rank, stage_of
 from mca_models.checkpoint.side_files import copy_side_files
-from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.distributed.collectives import all_gather, on_first, shared_directory, together
-from mca_models.megatron.factory.fill import whole_shape
+from mca_models.megatron.distributed.collectives import on_first, shared_directory, together
 from mca_models.megatron.live import LiveModel
-from mca_models.megatron.tensors import CODES, DTYPE_OF, to_numpy
+from mca_models.megatron.state.buckets import Facts, Unit, plan_buckets
+from mca_models.megatron.state.facts import facts_of, hf_layout, params_of, split
+from mca_models.megatron.state.stream import Filled, Holders, Piece, stream
+from mca_models.megatron.tensors import to_numpy
 from mca_models.storage.safetensors import FilePlan, plan_file
 from mca_models.storage.writer import SafetensorsWriter, Written, joined_record, make_file
-from mca_models.templates import family_of
 from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray
 
-Shape = tuple[int, ...]
-
-Facts = dict[str, tuple[str, Shape]]
-"""Safetensors code and whole shape by canonical name."""
+_BUCKET_BYTES = 8 << 20
+"""What is sent at once: the disk is slower, so little lies ready."""
 
 
 def save_mca(models: LiveModel, directory: Path, *, overwrite: bool = False) -> None:
     """See ``VirtualModels.save_pretrained``."""
-    dtypes, wholes = _split(_facts(models))
-    layout = McaLayout(_params(models), models.config, dtypes, wholes)
+    layout = McaLayout(params_of(models), models.config, *split(facts_of(models)))
     with shared_directory(directory, overwrite=overwrite) as folder:
         iteration = folder / iteration_name(1)
         shares = list(_shares(models, layout, iteration))
@@ -110,15 +105,19 @@ def _shares(models: LiveModel, layout: McaLayout, iteration: Path) -> Iterator[_
 
 
 def save_hf(
-    models: LiveModel, directory: Path, *, overwrite: bool = False, max_shard_bytes: int | None = None
+    models: LiveModel,
+    directory: Path,
+    *,
+    overwrite: bool = False,
+    max_shard_bytes: int | None = None,
+    piece: Piece | None = None,
 ) -> None:
-    """See ``VirtualModels.save_pretrained_as_hf``."""
-    facts = _facts(models)
-    dtypes, wholes = _split(facts)
-    options = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
-    layout = HfLayout(_params(models), models.config, dtypes, wholes, **options)
+    """See ``VirtualModels.save_pretrained_as_hf``; ``piece``: what this rank holds, if not the live tensors."""
+    facts = facts_of(models)
+    layout = hf_layout(models, facts, max_shard_bytes=max_shard_bytes)
+    holders = Holders(models.place, models.config, piece or dict(models.canonical_parameters()).get)
     with shared_directory(directory, overwrite=overwrite) as folder:
-        _stream(models, layout, facts, folder)
+        _stream(holders, layout, facts, folder)
         on_first(lambda: _finish_hf(models, layout, folder))
 
 
@@ -127,64 +126,52 @@ def _finish_hf(models: LiveModel, layout: HfLayout, folder: Path) -> None:
     copy_side_files_of(models, folder)
 
 
-def _stream(models: LiveModel, layout: HfLayout, facts: Facts, folder: Path) -> None:
+def _stream(holders: Holders, layout: HfLayout, facts: Facts, folder: Path) -> None:
     """Goes through the parameters together; each file is written by one rank, files spread over ranks."""
+    world_size = holders.place.world_size
     writer_of = {
-        tensor: index % models.place.world_size
-        for index, names in enumerate(layout.files.values())
-        for tensor in names
+        tensor: index % world_size for index, names in enumerate(layout.files.values()) for tensor in names
     }
+    units = [Unit([param], _writers(param, layout, writer_of)) for param in layout.params]
+    buckets = plan_buckets(units, facts, holders.config, _BUCKET_BYTES)
     with ExitStack() as files:
         writers: dict[str, SafetensorsWriter] = {}
-        together(lambda: writers.update(_opened(models, layout, folder, files)))
-        faults = _exchange_all(models, layout, facts, writer_of, writers)
+        together(lambda: writers.update(_opened(holders.place, layout, folder, files)))
+        faults: list[Exception] = []
+        for filled in stream(holders, buckets):
+            if not faults:
+                _write(filled, writers, layout, faults)
+            del filled
         together(lambda: _closed(files, faults))
 
 
-def _exchange_all(
-    models: LiveModel,
-    layout: HfLayout,
-    facts: Facts,
-    writer_of: Mapping[str, int],
-    writers: Mapping[str, SafetensorsWriter],
-) -> list[Exception]:
-    """Sends and writes every parameter. A rank that cannot write goes on sending; why it could not."""
-    live = dict(models.canonical_parameters())
-    faults: list[Exception] = []
-    for param in layout.params:
-        targets = [name for hf in param.hf_names() for name in layout.written_as(hf)]
-        exchange = _Exchange(models, param, facts)
-        pieces = exchange.collect(live, {writer_of[name] for name in targets})
-        if pieces is None or faults:
-            continue
-        try:
-            _write(param, exchange.to_hf(pieces), writers, layout)
-        except Exception as error:  # told to all ranks at the end
-            faults.append(error)
-    return faults
+def _writers(param: Param, layout: HfLayout, writer_of: Mapping[str, int]) -> frozenset[int]:
+    return frozenset(writer_of[name] for hf in param.hf_names() for name in layout.written_as(hf))
 
 
 def _write(
-    param: Param,
-    tensors: Sequence[Tensor],
-    writers: Mapping[str, SafetensorsWriter],
-    layout: HfLayout,
+    filled: Filled, writers: Mapping[str, SafetensorsWriter], layout: HfLayout, faults: list[Exception]
 ) -> None:
-    for hf, tensor in zip(param.hf_names(), tensors, strict=True):
-        data = _bytes(tensor)
-        start = (param.expert or 0) * len(data) if param.stacked else 0
-        for name in layout.written_as(hf):
-            if name in writers:
-                writers[name].write(name, data, start)
+    """Writes what has arrived. A rank that cannot goes on sending; why it could not is told to all at the end."""
+    try:
+        for slot in filled.bucket.slots:
+            for entry in slot.outputs:
+                data = _bytes(entry.of(filled.buffer))
+                start = (slot.param.expert or 0) * len(data) if slot.param.stacked else 0
+                for name in layout.written_as(entry.name):
+                    if name in writers:
+                        writers[name].write(name, data, start)
+    except Exception as error:
+        faults.append(error)
 
 
 def _opened(
-    models: LiveModel, layout: HfLayout, folder: Path, files: ExitStack
+    place: parallel.Place, layout: HfLayout, folder: Path, files: ExitStack
 ) -> Mapping[str, SafetensorsWriter]:
     """This rank's open files, by the tensors in them."""
     writers: dict[str, SafetensorsWriter] = {}
     for index, (name, tensors) in enumerate(layout.files.items()):
-        if index % models.place.world_size == models.place.rank:
+        if index % place.world_size == place.rank:
             plan = plan_file(folder / name, layout.specs(name), METADATA)
             writers |= dict.fromkeys(tensors, files.enter_context(SafetensorsWriter(plan)))
     return writers
@@ -196,88 +183,12 @@ def _closed(files: ExitStack, faults: Sequence[Exception]) -> None:
     files.close()
 
 
-@dataclass(frozen=True)
-class _Exchange:
-    """The pieces of one parameter on their way to the ranks that write it."""
-
-    models: LiveModel
-    param: Param
-    facts: Facts
-
-    def collect(self, live: Mapping[str, Tensor], writers: set[int]) -> Sequence[Tensor] | None:
-        """All pieces in rank order, on the ``writers``; None on other ranks."""
-        me, name = self.models.place.rank, self.param.mca_name()
-        owners = [_owner(self.models, self.param, rank) for rank in range(self._size())]
-        messages: list[torch.distributed.P2POp] = []
-        if me in owners:
-            own = live[name].detach().contiguous()
-            messages += [
-                torch.distributed.P2POp(torch.distributed.isend, own, writer)
-                for writer in sorted(writers - {me})
-            ]
-        pieces = None
-        if me in writers:
-            pieces = [live[name].detach() if owner == me else self._empty() for owner in owners]
-            messages += [
-                torch.distributed.P2POp(torch.distributed.irecv, piece, owner)
-                for piece, owner in zip(pieces, owners, strict=True)
-                if owner != me
-            ]
-        # together: where two writers have a piece for each other, NCCL would wait in each one's first for ever
-        for work in torch.distributed.batch_isend_irecv(messages) if messages else ():
-            work.wait()
-        return pieces
-
-    def _empty(self) -> Tensor:
-        code, whole = self.facts[self.param.mca_name()]
-        shape = list(whole)
-        if self.param.vocab:
-            shape[0] = self.models.config.padded_vocab_size
-        if self.param.shard.axis is not None:
-            shape[self.param.shard.axis] //= self._size()
-        return torch.empty(shape, dtype=DTYPE_OF[code], device=platform.current_device())
-
-    def _size(self) -> int:
-        return cut_size(self.param, self.models.place.layout)
-
-    def to_hf(self, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The HF tensors, without vocabulary padding."""
-        whole = self.param.shard.join(list(pieces))
-        if self.param.vocab:
-            whole = whole[: self.models.config.vocab_size]
-        tensors: Sequence[Tensor] = self.param.from_whole(whole)
-        return tensors
-
-
 def _owner(models: LiveModel, param: Param, rank: int) -> int:
     """The global rank that speaks for piece ``rank`` of ``param``: the first of its replicas."""
     pp = stage_of(param, models.config.pipeline_plan())
     if param.expert is None:
         return models.place.grid.rank(tp=rank, pp=pp)
     return models.place.grid.expert_rank(etp=rank, ep=expert_rank(param, models.config), pp=pp)
-
-
-def _params(models: LiveModel) -> list[Param]:
-    return stored(family_of(models.config.model_type).params(models.config))
-
-
-def _facts(models: LiveModel) -> Facts:
-    """What every rank holds, put together: all parameters of the model."""
-    mine = {
-        item.param.mca_name(): (CODES[tensor.dtype], whole_shape(item.param, tensor, models.config))
-        for item, tensor in models.held()
-        if not item.copy
-    }
-    facts: Facts = {}
-    for part in all_gather(mine):
-        facts |= part
-    return facts
-
-
-def _split(facts: Facts) -> tuple[dict[str, str], dict[str, Shape]]:
-    return {name: code for name, (code, _) in facts.items()}, {
-        name: shape for name, (_, shape) in facts.items()
-    }
 
 
 def _bytes(tensor: Tensor) -> NumpyArray:

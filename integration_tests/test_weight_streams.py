@@ -1,0 +1,342 @@
+"""A live model as a stream: what arrives is what is saved, on whom it should, in bounded memory, and nobody waits."""
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from harness import RanksFailed, run_ranks
+from layouts import EVERY, arguments, world_size
+from mca_config.errors import McaError
+from mca_models.megatron.tensors import CODES, to_numpy
+from mca_models.quantised import blocks
+from mca_models.storage.safetensors import read_header
+from memory import MIB, peak
+from reference import FAMILY_CASES, make_reference
+from test_factory_memory import make_model
+
+pytestmark = pytest.mark.ranks
+
+SMALL = 30_000
+"""Bytes of a bucket: several, and some tensors that are larger."""
+LAYOUTS = ("tp2pp2sp", "tp2pp2vpp2sp", "pp2dp2", "tp2cp2sp", "tp2ep2etp1dp2sp", "ep2pp2")
+SAMPLE = (
+    ("llama", "tp2pp2vpp2sp"),
+    ("qwen3-tied", "tp2cp2sp"),
+    ("qwen2", "pp2dp2"),
+    ("qwen3_moe", "tp2ep2etp1dp2sp"),
+    ("gpt_oss", "ep2pp2"),
+    ("deepseek_v3", "tp2pp2sp"),
+)
+GRID = [(case, layout) for case in FAMILY_CASES for layout in LAYOUTS] if EVERY else list(SAMPLE)
+
+Facts = dict[str, tuple[str, tuple[int, ...], str]]
+
+
+def _facts(name: str, tensor: torch.Tensor) -> tuple[str, tuple[str, tuple[int, ...], str]]:
+    array = to_numpy(tensor).reshape(-1).view(np.uint8)
+    return name, (CODES[tensor.dtype], tuple(tensor.shape), hashlib.sha256(array.data).hexdigest())
+
+
+def stored(path: Path) -> Facts:
+    """Code, shape and checksum of every tensor of a directory."""
+    found = {}
+    for file in path.glob("*.safetensors"):
+        for name, info in read_header(file).tensors.items():
+            digest = hashlib.sha256(info.array().reshape(-1).view(np.uint8).data).hexdigest()
+            found[name] = (info.dtype, info.shape, digest)
+    return found
+
+
+def stream_all(pairs: list[tuple[Path, str]], folder: Path) -> list[Any]:
+    """For each model its refusal, or what arrives on this rank for each destination. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+
+    found: list[Any] = []
+    for path, layout in pairs:
+        try:
+            models = AutoModel.from_pretrained(path, arguments(layout))
+        except McaError as error:
+            found.append(str(error))
+            continue
+        arrived = {
+            to: [_facts(*each) for each in models.export_weights(to=to, bucket_bytes=SMALL)]
+            for to in ("all", "first", "replicas")
+        }
+        target = folder / f"{path.name}-{layout}"
+        models.save_pretrained_as_hf(target, max_shard_bytes=50_000)
+        found.append((arrived, models.place.at))
+    return found
+
+
+def test_a_stream_is_the_written_checkpoint(tmp_path: Path) -> None:
+    groups: dict[int, list[tuple[Path, str]]] = {}
+    for case, layout in GRID:
+        path = make_reference(case, tmp_path / "hf", "bfloat16").path
+        groups.setdefault(world_size(layout), []).append((path, layout))
+    checked = 0
+    for size, pairs in groups.items():
+        by_rank = run_ranks(size, stream_all, pairs, tmp_path, timeout=3000 if EVERY else 120)
+        for (path, layout), *outcomes in zip(pairs, *by_rank, strict=True):
+            if isinstance(outcomes[0], str):
+                assert EVERY, outcomes[0]
+                continue
+            expected = stored(tmp_path / f"{path.name}-{layout}")
+            order = [name for name, _ in outcomes[0][0]["all"]]
+            assert sorted(order) == sorted(expected)
+            for rank, (arrived, at) in enumerate(outcomes):
+                for to, mine in arrived.items():
+                    where = (path.name, layout, rank, to)
+                    wanted = {"all": True, "first": rank == 0, "replicas": at.tp == at.cp == at.pp == 0}[to]
+                    assert [name for name, _ in mine] == (order if wanted else []), where
+                    assert [name for name, facts in mine if facts != expected[name]] == [], where
+            checked += 1
+    assert checked > len(GRID) // 2
+
+
+def forms(path: Path, layout: str) -> dict[str, Any]:
+    """What arrives cast, in flat buckets and as fp8, and the bytes that came from other ranks. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+
+    models = AutoModel.from_pretrained(path, arguments(layout))
+    with received() as nbytes:
+        plain = list(models.export_weights(bucket_bytes=SMALL))
+    assert {name: facts for name, facts in (_facts(*each) for each in plain)} == stored(path)
+    buckets = list(models.export_buckets(bucket_bytes=SMALL))
+    assert len(buckets) > 3
+    for bucket in buckets:
+        assert bucket.buffer.numel() <= max(
+            SMALL, *(prod(e.shape) * e.dtype.itemsize for e in bucket.entries)
+        )
+        assert [entry.offset for entry in bucket.entries] == sorted(entry.offset for entry in bucket.entries)
+    flat = [named for bucket in buckets for named in bucket.tensors()]
+    assert list(map(_names_and_bytes, flat)) == list(map(_names_and_bytes, plain))
+    for (name, wide), (other, narrow) in zip(
+        plain, models.export_weights(dtype="float16", bucket_bytes=SMALL), strict=True
+    ):
+        assert name == other
+        kept = name.endswith("e_score_correction_bias")
+        assert torch.equal(narrow, wide if kept else wide.to(torch.float16)), name
+    fp8 = dict(models.export_weights(fp8=True, bucket_bytes=SMALL))
+    _require_blocks(dict(plain), fp8)
+    return {
+        "bytes": nbytes[0],
+        "held": sum(t.nbytes for _, t in models.canonical_parameters()),
+        "fp8": len(fp8),
+    }
+
+
+def _names_and_bytes(named: tuple[str, torch.Tensor]) -> tuple[str, bytes]:
+    return named[0], to_numpy(named[1]).tobytes()
+
+
+def _require_blocks(plain: dict[str, torch.Tensor], fp8: dict[str, torch.Tensor]) -> None:
+    """The device's blocks are those of NumPy, for each linear and nothing else."""
+    scaled = {name for name in fp8 if name.endswith("_scale_inv")}
+    linears = {name.removesuffix("_scale_inv") for name in scaled}
+    assert fp8.keys() - scaled == plain.keys()
+    for name, tensor in plain.items():
+        if name not in linears:
+            assert torch.equal(fp8[name], tensor)
+            assert tensor.dim() == 1 or "embed" in name or "lm_head" in name or ".mlp.gate." in name, name
+            continue
+        values, scales = blocks.quantised(name, to_numpy(tensor))
+        assert np.array_equal(fp8[name].view(torch.uint8).numpy(), values.view(np.uint8)), name
+        assert np.array_equal(fp8[f"{name}_scale_inv"].numpy(), scales), name
+
+
+class received:
+    """Counts the bytes that this rank receives in the block."""
+
+    def __enter__(self) -> list[int]:
+        self._found, self._plain = [0], torch.distributed.batch_isend_irecv
+
+        def counting(messages: Any) -> Any:
+            self._found[0] += sum(m.tensor.nbytes for m in messages if m.op is torch.distributed.irecv)
+            return self._plain(messages)
+
+        torch.distributed.batch_isend_irecv = counting
+        return self._found
+
+    def __exit__(self, *_: object) -> None:
+        torch.distributed.batch_isend_irecv = self._plain
+
+
+def test_every_form_holds_the_same_weights(tmp_path: Path) -> None:
+    path = make_reference("deepseek_v3", tmp_path).path
+    whole = sum(info.nbytes for f in path.glob("*.safetensors") for info in read_header(f).tensors.values())
+    for found in run_ranks(4, forms, path, "tp2ep2etp1pp2sp"):
+        assert found["bytes"] + found["held"] == whole, "each byte comes once, and what a rank has not at all"
+        assert found["fp8"] > 100
+
+
+def misuse(path: Path) -> dict[str, str]:
+    """What each rank is told when one of four leaves a stream. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+
+    models = AutoModel.from_pretrained(path, arguments("tp2pp2"))
+    rank = torch.distributed.get_rank()
+    said: dict[str, str] = {}
+
+    def take(key: str, consume: Any, **options: Any) -> None:
+        started = time.monotonic()
+        try:
+            consume(models.export_weights(**{"bucket_bytes": SMALL, **options}))
+        except (McaError, RuntimeError) as error:
+            said[key] = str(error)
+        assert time.monotonic() - started < 20
+
+    take("breaks", lambda stream: next(stream) if rank == 2 else list(stream))
+    take("first breaks", lambda stream: next(stream) if rank == 0 else list(stream), to="first")
+    take("all break", next)
+    take("raises", _raising if rank == 1 else list)
+    with _failing_piece(rank == 3):
+        take("sender fails", list, to="first")
+    take("goes on afterwards", list)
+    for options in ({"to": "none"}, {"dtype": "int8"}, {"bucket_bytes": 0}):
+        take(f"{options}", list, **options)
+    return said
+
+
+def _raising(stream: Iterator[Any]) -> None:
+    for number, _ in enumerate(stream):
+        if number == 3:
+            raise RuntimeError("the consumer's own error")
+
+
+class _failing_piece:
+    """A rank that cannot send what it holds."""
+
+    def __init__(self, here: bool) -> None:
+        self._here = here
+
+    def __enter__(self) -> None:
+        from mca_models.megatron.state.stream import _Transfer
+
+        self._plain = _Transfer._own
+        if self._here:
+            _Transfer._own = self._fail  # type: ignore[method-assign, assignment]
+
+    def _fail(self, *_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    def __exit__(self, *_: object) -> None:
+        from mca_models.megatron.state.stream import _Transfer
+
+        _Transfer._own = self._plain  # type: ignore[method-assign]
+
+
+def test_one_that_leaves_is_told_to_all(tmp_path: Path) -> None:
+    found = run_ranks(4, misuse, make_reference("llama", tmp_path).path)
+    left = "rank {} failed or stopped taking weights before the last; all ranks must take them to the end"
+    for rank, said in enumerate(found):
+        for options in ({"to": "none"}, {"dtype": "int8"}, {"bucket_bytes": 0}):
+            assert said.pop(f"{options}")
+        expected = {
+            "breaks": None if rank == 2 else left.format(2),
+            "first breaks": None if rank == 0 else left.format(0),
+            "raises": "the consumer's own error" if rank == 1 else left.format(1),
+            "sender fails": "no memory" if rank == 3 else left.format(3),
+        }
+        assert said == {key: value for key, value in expected.items() if value}
+
+
+def dying(path: Path, folder: Path) -> None:
+    """One rank is killed while weights are streamed. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+
+    models = AutoModel.from_pretrained(path, arguments("tp2pp2"))
+    rank = torch.distributed.get_rank()
+    try:
+        for number, _ in enumerate(models.export_weights(bucket_bytes=SMALL)):
+            if rank == 3 and number == 2:
+                os._exit(9)
+    except McaError as error:
+        (folder / str(rank)).write_text(str(error))
+        os._exit(1)  # as a program that ends on an error: what waits for it is told too
+
+
+def test_a_rank_that_dies_is_told_to_all(tmp_path: Path) -> None:
+    path = make_reference("llama", tmp_path / "hf").path
+    with pytest.raises(RanksFailed):
+        run_ranks(4, dying, path, tmp_path, timeout=60)
+    said = {file.name: file.read_text() for file in tmp_path.iterdir() if file.is_file()}
+    assert said.keys() == {"0", "1", "2"}
+    for rank, text in said.items():
+        assert text.startswith(f"the stream of weights broke off on rank {rank}: another rank is gone (")
+
+
+def adapters(base: Path, layout: str, settings: dict[str, Any], folder: Path) -> None:
+    """An adapter arrives as it is saved, and a merged model as if it were merged. Runs on every rank."""
+    from safetensors.torch import load_file
+
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.peft import get_peft_model
+
+    config = {"r": 2, "lora_alpha": 6, **settings}
+    models = get_peft_model(AutoModel.from_pretrained(base, arguments(layout)), config)
+    generator = torch.Generator().manual_seed(1)
+    for _, tensor in sorted(models.adapter_parameters(), key=lambda pair: pair[0]):
+        tensor.data += torch.randn(
+            tensor.shape, generator=generator
+        )  # ranks with the same piece add the same
+    models.save_pretrained_as_hf(folder / "peft")
+    theirs = load_file(folder / "peft" / "adapter_model.safetensors")
+    rank = torch.distributed.get_rank()
+    for to in ("all", "first"):
+        arrived = list(models.export_weights(to=to, bucket_bytes=SMALL))
+        assert [name for name, _ in arrived] == (sorted(theirs) if to == "all" or rank == 0 else [])
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in arrived)
+    before = {name: tensor.clone() for name, tensor in models.canonical_parameters()}
+    models.save_merged_as_hf(folder / "merged")
+    arrived = list(models.export_weights(merged=True, bucket_bytes=SMALL))
+    for name, tensor in models.canonical_parameters():
+        assert torch.equal(tensor, before[name]), "the weights are not touched"
+    plain = list(models.export_weights(merged=True, to="first"))
+    merged = list(models.merge_and_unload().export_weights(bucket_bytes=SMALL))
+    assert list(map(_names_and_bytes, arrived)) == list(map(_names_and_bytes, merged))
+    saved = stored(folder / "merged")
+    assert all(saved[name] == facts for name, facts in (_facts(*each) for each in merged))
+    assert len(plain) == (len(merged) if rank == 0 else 0)
+
+
+@pytest.mark.parametrize(
+    "case,layout,settings",
+    [
+        ("llama", "tp2pp2sp", {"target_modules": ["up_proj", "k_proj"], "modules_to_save": ["lm_head"]}),
+        ("qwen3_moe", "ep2pp2", {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+    ],
+)
+def test_adapters_arrive_alone_or_merged(
+    case: str, layout: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    path = make_reference(case, tmp_path / "hf", "bfloat16").path
+    run_ranks(4, adapters, path, layout, settings, tmp_path)
+
+
+def stream_and_measure(path: Path) -> tuple[int, int]:
+    """Bytes beyond the model while it is streamed, and of the bucket. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+
+    models = AutoModel.from_pretrained(path, arguments("tp2"))
+    bucket = 16 * MIB
+    for _ in models.export_weights(bucket_bytes=MIB, to="first"):
+        pass
+    with peak() as most:
+        for _name, _tensor in models.export_weights(bucket_bytes=bucket):
+            pass
+    return most[0], bucket
+
+
+def test_memory_is_two_buckets_and_the_largest_parameter(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "hf")
+    largest = max(info.nbytes for f in path.glob("*.safetensors") for info in read_header(f).tensors.values())
+    for most, bucket in run_ranks(2, stream_and_measure, path):
+        assert bucket < most < 2 * bucket + largest + 4 * MIB

@@ -1,0 +1,43 @@
+"""What a model with an adapter sends to a consumer: the adapter as PEFT has it, or weights with it folded in.
+
+Who sends what to whom is said in `mca_models.megatron.state`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mca_models.lora import Adapter
+from mca_models.lora.peft_directory import PeftTensors
+from mca_models.megatron import platform
+from mca_models.megatron.factory.transformer_config import DTYPES
+from mca_models.megatron.names import DtypeName
+from mca_models.megatron.peft.attach import Attached
+from mca_models.megatron.state.stream import Piece
+from mca_models.megatron.tensors import to_torch
+
+
+def peft_tensors(adapter: Adapter, dtype: DtypeName | None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a PEFT file in its order, on the device, cast to ``dtype`` if there is one."""
+    tensors, device = PeftTensors(adapter), platform.current_device()
+    for name in sorted(tensors.sources):
+        yield name, to_torch(tensors.array(name)).to(device, None if dtype is None else DTYPES[dtype])
+
+
+def merged_piece(live: Mapping[str, Tensor], attached: Sequence[Attached]) -> Piece:
+    """This rank's pieces with the adapter folded in, each computed when it is asked for.
+
+    Args:
+        live: This rank's pieces by canonical name.
+        attached: The adapter on them.
+    """
+    adapters = {id(item.base): item for item in attached}
+
+    @torch.no_grad()
+    def piece(name: str) -> Tensor | None:
+        weight = live.get(name)
+        item = adapters.get(id(weight))
+        return weight if item is None else item.folded()
+
+    return piece

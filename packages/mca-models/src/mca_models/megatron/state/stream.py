@@ -1,0 +1,275 @@
+"""Parameters on their way from the ranks that hold them to those that want them as Hugging Face tensors.
+
+A bucket at a time: the messages of the next one are under way while the last one is used. Each rank gets the pieces
+of its own replica, straight to where they stay; what `buckets` planned is carried out here.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from mca_config.errors import McaError
+from mca_config.layout import RankGrid
+from mca_config.model_config import McaModelConfig
+from mca_config.pipeline import PipelinePlan
+from mca_models.checkpoint.placement import expert_rank, stage_of
+from mca_models.megatron import platform
+from mca_models.megatron.distributed.parallel import Place
+from mca_models.megatron.state.buckets import Bucket, Slot, view_of
+from mca_models.weights import Param
+
+Piece = Callable[[str], Tensor | None]
+"""This rank's piece of a parameter by its canonical name; None if it holds none."""
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Who holds what.
+
+    Args:
+        place: Where this rank stands.
+        config: Of the model, with its layout.
+        piece: What this rank holds.
+    """
+
+    place: Place
+    config: McaModelConfig
+    piece: Piece
+
+    @cached_property
+    def _plan(self) -> PipelinePlan:
+        return self.config.pipeline_plan()
+
+    @cached_property
+    def _grid(self) -> RankGrid:
+        return self.place.grid
+
+    def owner(self, param: Param, number: int) -> int:
+        """The rank from which this one gets piece ``number``: one of its own replica, and what is not cut has it."""
+        at, pp = self.place.at, stage_of(param, self._plan)
+        whole = param.shard.axis is None
+        if param.expert is None:
+            return self._grid.rank(tp=at.tp if whole else number, cp=at.cp, dp=at.dp, pp=pp)
+        ep = expert_rank(param, self.config)
+        return self._grid.expert_rank(etp=at.etp if whole else number, ep=ep, edp=at.edp, pp=pp)
+
+    def number(self, param: Param) -> int:
+        """Which piece this rank has, if it holds the parameter."""
+        at = self.place.at
+        return 0 if param.shard.axis is None else at.tp if param.expert is None else at.etp
+
+    def served(self, targets: frozenset[int]) -> Mapping[tuple[bool, bool], list[int]]:
+        """Those of ``targets`` that get their pieces from this rank, by whether of experts, and whether not cut."""
+        mine = self.place.at
+        found: dict[tuple[bool, bool], list[int]] = {(e, w): [] for e, w in product((False, True), repeat=2)}
+        for target in sorted(targets):
+            at = self._grid.coordinates(target)
+            same = ((at.dp, at.cp) == (mine.dp, mine.cp), at.edp == mine.edp)
+            alike = (at.tp == mine.tp, at.etp == mine.etp)
+            for experts, whole in found:
+                if same[experts] and (alike[experts] or not whole):
+                    found[experts, whole].append(target)
+        return found
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A bucket that has arrived.
+
+    Args:
+        bucket: What is in it.
+        buffer: Its bytes.
+    """
+
+    bucket: Bucket
+    buffer: Tensor
+
+
+def stream(holders: Holders, buckets: Sequence[Bucket]) -> Generator[Filled, None, None]:
+    """The buckets that this rank is a target of, filled; collective: all ranks take them to the end.
+
+    Raises:
+        McaError: A rank failed, or stopped in the middle: all others say which.
+    """
+    agreement = _Agreement(holders.place, len(buckets))
+    ahead: _Transfer | None = None
+    try:
+        ahead = _begun(holders, buckets[0], agreement) if buckets else None
+        for number in range(len(buckets)):
+            filled = ahead.finish() if ahead is not None else None
+            ahead = None
+            if number + 1 < len(buckets):
+                ahead = _begun(holders, buckets[number + 1], agreement)
+            if filled is not None:
+                yield filled
+            del filled
+    finally:
+        if ahead is not None:
+            with suppress(McaError):
+                ahead.wait()
+        agreement.leave()
+
+
+def _begun(holders: Holders, bucket: Bucket, agreement: "_Agreement") -> "_Transfer":
+    """The messages of ``bucket`` on their way, once every rank is ready for them."""
+    transfer = _Transfer(holders, bucket, agreement)
+    agreement.go_on()
+    transfer.post()
+    return transfer
+
+
+class _Agreement:
+    """Before each bucket all ranks say whether they go on, so that none waits for one that has left.
+
+    Args:
+        place: Where this rank stands.
+        count: The buckets.
+    """
+
+    def __init__(self, place: Place, count: int) -> None:
+        self._place, self._left = place, count
+        self.over = False
+
+    @contextmanager
+    def talking(self) -> Iterator[None]:
+        """A block in which torch talks to other ranks: where one of them has died, an error that says so."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.over = True
+            why = next(iter(str(error).splitlines()), "")
+            raise McaError(
+                f"the stream of weights broke off on rank {self._place.rank}: another rank is gone ({why:.120})"
+            ) from error
+
+    def go_on(self) -> None:
+        """This rank is ready for the next bucket.
+
+        Raises:
+            McaError: Another one has left.
+        """
+        self._left -= 1
+        if left := self._exchange(0):
+            self.over = True
+            raise McaError(
+                f"rank {left - 1} failed or stopped taking weights before the last; all ranks must take them to the end"
+            )
+
+    def leave(self) -> None:
+        """This rank will take no more. Does nothing after the last bucket, or when the others know."""
+        if self.over or self._left <= 0:
+            return
+        with suppress(McaError):  # whoever is gone has left too
+            self._exchange(self._place.rank + 1)
+        self.over = True
+
+    def _exchange(self, left: int) -> int:
+        box = torch.tensor([left], dtype=torch.int64, device=platform.current_device())
+        with self.talking():
+            torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX)
+            return int(box)
+
+
+class _Transfer:
+    """The pieces of one bucket: from this rank to others, and from others into its buffer."""
+
+    def __init__(self, holders: Holders, bucket: Bucket, agreement: _Agreement) -> None:
+        self._holders, self._bucket, self._agreement = holders, bucket, agreement
+        self._served = holders.served(bucket.targets)
+        self._messages: list[torch.distributed.P2POp] = []
+        self._works: list[torch.distributed.Work] = []
+        device = platform.current_device()
+        self._buffer = (
+            torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
+            if holders.place.rank in bucket.targets
+            else None
+        )
+        for slot in bucket.slots:
+            self._add(slot)
+
+    def _add(self, slot: Slot) -> None:
+        holders, me = self._holders, self._holders.place.rank
+        places = _places(slot, self._buffer) if self._buffer is not None else ()
+        number = holders.number(slot.param)
+        own = self._own(slot, number)
+        kind = (slot.param.expert is not None, slot.param.shard.axis is None)
+        served = [] if own is None else self._served[kind]
+        if own is not None and me in served:
+            own = places[number].copy_(own)
+        if own is not None and own.numel():
+            self._messages += [
+                torch.distributed.P2POp(torch.distributed.isend, own, target)
+                for target in served
+                if target != me
+            ]
+        for index, place in enumerate(places):
+            owner = holders.owner(slot.param, index)
+            if owner != me and place.numel():
+                self._messages.append(torch.distributed.P2POp(torch.distributed.irecv, place, owner))
+
+    def _own(self, slot: Slot, number: int) -> Tensor | None:
+        piece = self._holders.piece(slot.param.mca_name())
+        if piece is None:
+            return None
+        rows = slot.pieces[number][0] if slot.param.vocab else len(piece)
+        return piece.detach()[:rows].to(slot.dtype).contiguous()
+
+    def post(self) -> None:
+        """Sends and receives in the background."""
+        if self._messages:  # together: two ranks with a piece for each other would wait for ever in NCCL
+            with self._agreement.talking():
+                self._works = torch.distributed.batch_isend_irecv(self._messages)
+
+    def wait(self) -> None:
+        """Until all is sent and there."""
+        with self._agreement.talking():
+            for work in self._works:
+                work.wait()
+        self._works, self._messages = [], []
+
+    def finish(self) -> Filled | None:
+        """The bucket with its Hugging Face tensors; None where it was only sent from."""
+        self.wait()
+        if self._buffer is None:
+            return None
+        for slot in self._bucket.slots:
+            _arrange(slot, self._buffer)
+        return Filled(self._bucket, self._buffer)
+
+
+def _places(slot: Slot, buffer: Tensor) -> list[Tensor]:
+    """Where the pieces arrive."""
+    places: list[Tensor] = []
+    start = slot.start
+    for shape in slot.pieces:
+        places.append(view_of(buffer, start, slot.dtype, shape))
+        start += places[-1].nbytes
+    return places
+
+
+def _arrange(slot: Slot, buffer: Tensor) -> None:
+    """Puts the Hugging Face tensors of a parameter where its pieces are."""
+    pieces = _places(slot, buffer)
+    rows = slot.param.shard.axis == 0 and len(slot.param.shard.segments) == 1
+    if rows and len(pieces) > 1:  # they lie one after the other
+        shape = (sum(len(piece) for piece in pieces), *pieces[0].shape[1:])
+        pieces = [view_of(buffer, slot.start, slot.dtype, shape)]
+    tensors: Sequence[Tensor] = slot.param.to_hf(pieces)
+    targets = [entry.of(buffer) for entry in slot.outputs]
+    if all(map(_is_there, tensors, targets)):
+        return
+    memory = buffer.untyped_storage().data_ptr()
+    for tensor, target in zip(
+        [t.clone() if t.untyped_storage().data_ptr() == memory else t for t in tensors], targets, strict=True
+    ):
+        target.copy_(tensor)
+
+
+def _is_there(tensor: Tensor, target: Tensor) -> bool:
+    return tensor.data_ptr() == target.data_ptr() and tensor.is_contiguous()

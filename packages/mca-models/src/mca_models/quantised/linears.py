@@ -1,0 +1,14 @@
+"""Which parameters a method of quantisation takes for the weights of linears.
+
+How they are quantised is said elsewhere.
+"""
+
+from mca_models.storage.runs import Shape
+from mca_models.weights import Param
+
+_NEVER_QUANTISED = ("router.weight", "shared_experts.gate_weight", "eh_proj.weight")
+
+
+def is_linear(param: Param, whole: Shape) -> bool:
+    """Whether a method of quantisation takes ``param``, whose whole shape is ``whole``, for the weight of a linear."""
+    return len(whole) == 2 and not param.vocab and not param.mca.endswith(_NEVER_QUANTISED)
