@@ -27,19 +27,22 @@ _OTHER = {
 }
 
 _LONGEST = (
-    "test_option_net",
     "test_train_cli",
-    "test_gradient_parity",
     "test_train_faults",
     "test_families",
-    "test_lora",
     "test_train_layouts",
+    "test_train_life",
+    "test_gradient_parity",
     "test_train_reshard",
-    "test_lora_gradients",
     "test_train_resume",
+    "test_lora",
+    "test_option_net",
     "test_lora_models",
+    "test_lora_gradients",
+    "test_dry_run",
+    "test_factory_torch_dist",
 )
-"""Modules that fork ranks, the most expensive first; all others take a few seconds each."""
+"""Modules that fork ranks, those that last longest first; all others last less than twenty seconds each."""
 _ASK_LITTLE_OF_MEGATRON = (
     "test_harness",
     "test_factory_memory",

@@ -63,35 +63,35 @@ def _forward_backward(models: Any, wrapped: list[Any]) -> None:
     from mca_models.megatron.distributed import parallel
     from mca_models.megatron.layers.zigzag import take
 
-    batch = tokens()
+    batch, size = tokens(), 2
     group, length = parallel.context_group(), batch.shape[1]
     whole = [
         {
-            "ids": row[None],
-            "labels": row.roll(-1)[None],
-            "positions": torch.arange(length)[None],
-            "weights": (torch.arange(length) < length - 1)[None] / (length - 1),
+            "ids": rows,
+            "labels": rows.roll(-1, 1),
+            "positions": torch.arange(length).expand(size, -1),
+            "weights": (torch.arange(length) < length - 1).expand(size, -1) / (length - 1) / size,
         }
-        for row in batch
+        for rows in batch.split(size)
     ]
-    rows = [{name: take(x, 1, group.rank(), group.size()) for name, x in row.items()} for row in whole]
+    parts = [{name: take(x, 1, group.rank(), group.size()) for name, x in each.items()} for each in whole]
     get_forward_backward_func()(
         forward_step_func=_forward_step,
-        data_iterator=[iter(rows) for _ in wrapped],
+        data_iterator=[iter(parts) for _ in wrapped],
         model=wrapped,
-        num_microbatches=len(rows),
+        num_microbatches=len(parts),
         seq_length=batch.shape[1],
-        micro_batch_size=1,
+        micro_batch_size=size,
         forward_only=False,
     )
 
 
 def _forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-    row = next(iterator)
-    output = model(row["ids"], row["positions"], None, labels=row["labels"])
+    part = next(iterator)
+    output = model(part["ids"], part["positions"], None, labels=part["labels"])
 
     def loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mean = (losses * row["weights"]).sum()  # this context rank's part of it
+        mean = (losses * part["weights"]).sum()  # this context rank's part of it
         return mean, {"loss": mean.detach()}
 
     return output, loss

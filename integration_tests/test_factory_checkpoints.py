@@ -28,7 +28,11 @@ GRID = [
     if EVERY and (dtype == "bfloat16" or layout in ("tp1", "tp2pp2vpp2"))
 ]
 PAIRS = [*spread(CASES, LAYOUTS), ("llama", "tp2"), ("llama", "tp2pp2")]
-LOADED = [("qwen3-tied", "float32", layout) for layout in ("tp1", "tp2pp2vpp2")]
+LOADED = [
+    ("qwen3-tied", "float32", "tp1"),
+    ("qwen3-tied", "float32", "tp2pp2vpp2"),
+    ("llama", "float32", "tp1"),
+]
 HALVES = [(case, "float16", layout) for case, layout in zip(CASES, reversed(LAYOUTS), strict=True)]
 GRID = list(dict.fromkeys([*GRID, *((case, "bfloat16", layout) for case, layout in PAIRS), *LOADED, *HALVES]))
 PAIRS = [(case, layout) for case, dtype, layout in GRID if dtype == "bfloat16"]
