@@ -87,6 +87,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3_text": ("gemma3_text", {"sliding_window": 8, "query_pre_attn_scalar": 24}),
+    "glm4": ("glm4", {}),
     "olmo2": ("olmo2", {"head_dim": 8}),
     "olmo3": ("olmo3", {"head_dim": 8, "sliding_window": 8}),
     "phi3": ("phi3", {"head_dim": 8}),
@@ -114,7 +115,7 @@ def save(case: str, directory: Path, dtype: str = "float32", seed: int = 0, **ov
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for tensor in [*model.parameters(), *_saved_buffers(model)]:
+        for tensor in [*model.parameters(), *saved_buffers(model)]:
             if tensor.dim() < 2 or tensor.min() == tensor.max():
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     model.to(getattr(torch, dtype)).save_pretrained(directory)
@@ -127,6 +128,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     return parsed
 
 
-def _saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
+def saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Buffers that a checkpoint holds."""
     saved = model.state_dict()
     return [buffer for name, buffer in model.named_buffers() if name in saved]

@@ -130,6 +130,17 @@ class McaModelConfig:
     moe_router_load_balancing_type: str = "none"
     mtp_num_layers: int = 0
 
+    text_model_type: str | None = None
+    """HF ``model_type`` of the text part, where the model has a vision model beside it."""
+    vision: JsonObject | None = None
+    """What ``config.json`` says of the vision model, its place in the text and its tokens; None: there is none."""
+    mrope_section: tuple[int, ...] | None = None
+    """Rotated channel pairs that follow a token's time, its row and its column; None: all follow one position."""
+    mrope_interleaved: bool = False
+    """The three take turns, channel by channel, instead of lying one after the other."""
+    deepstack_layers: int = 0
+    """After so many first decoder layers, features of inner layers of the vision model are added to image tokens."""
+
     extra: JsonObject = field(default_factory=dict)
     """Family-specific facts that have no Megatron name, under HF's names."""
     hf_config: JsonObject = field(default_factory=dict)

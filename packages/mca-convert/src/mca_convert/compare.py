@@ -26,7 +26,7 @@ from mca_models.weights.arrays import NumpyArray
 if TYPE_CHECKING:
     pass
 
-_SAME_MODEL_MAY_DIFFER = {"layout", "hf_config", "extra", "dtype"}
+_SAME_MODEL_MAY_DIFFER = {"layout", "hf_config", "extra", "dtype", "vision"}
 _Pair = tuple[str, str, "_Side", "_Side", tuple[int, ...]]
 
 

@@ -18,6 +18,7 @@ from mca_models.opening import CheckpointKind, kind_of, open_checkpoint
 from mca_models.storage.safetensors import TensorInfo, read_header
 from mca_models.storage.source import ModelSource
 from mca_models.templates import family_of
+from mca_models.weights import Stage
 
 _SIZES = (
     ("num_layers", "layers"),
@@ -90,6 +91,10 @@ def _model(path: Path, kind: CheckpointKind, found: Inspection, top: int) -> Non
     if isinstance(source, HfSource):
         _quantisation(path, found)
     found.facts["parameters"] = sum(prod(source.whole_shape(param)) for param in source.params)
+    if source.config.vision is not None:
+        found.facts["vision parameters"] = sum(
+            prod(source.whole_shape(param)) for param in source.params if param.stage is Stage.VISION
+        )
     if isinstance(source, HfSource):
         shapes = [(info.name, info.dtype, list(info.shape)) for info in source.tensors()]
     else:
@@ -120,6 +125,24 @@ def _describe(config: McaModelConfig, found: Inspection) -> None:
     found.facts["sizes"] = ", ".join(f"{what} {value}" for what, value in sizes if value)
     found.sizes |= {name: value for name, _ in _SIZES if (value := getattr(config, name, None)) is not None}
     found.facts["tied head"] = "yes" if config.tie_word_embeddings else "no"
+    if config.vision is not None:
+        found.facts["text part"] = config.text_model_type
+        found.facts["vision part"] = _vision_sizes(config.vision["vision_config"])
+
+
+def _vision_sizes(vision: JsonObject) -> str:
+    """What a vision model's configuration says of its size, whatever its family calls it."""
+    named = (
+        "depth",
+        "num_hidden_layers",
+        "embed_dim",
+        "hidden_size",
+        "num_heads",
+        "num_attention_heads",
+        "patch_size",
+    )
+    sizes = ", ".join(f"{name} {vision[name]}" for name in named if name in vision)
+    return " ".join(filter(None, (vision.get("model_type"), sizes)))
 
 
 def _layout(source: ModelSource, found: Inspection) -> None:

@@ -82,7 +82,9 @@ class HfSource(HfParts):
             config = config_from_hf(hf_config)
         family = family_of(config.model_type)
         _require_plausible(path, config, self.stored)
-        self.config: McaModelConfig = family.as_found(config, self._infos.keys())
+        self.config: McaModelConfig = family.as_found(
+            config, self._infos.keys(), {name: info.shape for name, info in self._infos.items()}
+        )
         self.params: Sequence[Param] = stored(family.params(self.config))
         self._require_names()
         self._wholes = {param.mca_name(): whole_shape(param, self.config) for param in self.params}

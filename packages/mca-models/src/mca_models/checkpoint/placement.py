@@ -31,7 +31,7 @@ def expert_file(pp: int, ep: int, etp: int) -> str:
 
 def stage_of(param: Param, plan: PipelinePlan) -> int:
     """The pipeline rank that holds ``param``."""
-    if param.stage is Stage.FIRST:
+    if param.stage in (Stage.FIRST, Stage.VISION):
         return plan.first.pp
     if param.stage is Stage.NORM:
         return plan.final_norm.pp

@@ -201,8 +201,10 @@ def _with_prefix(param: Param, wrapped: str) -> Param:
 
 
 def _base_params(config: McaModelConfig) -> Iterator[Param]:
-    params = family_of(config.model_type).params(config)
-    return (param for param in params if not param.alias_of and param.stage is not Stage.MTP)
+    family = family_of(config.model_type)
+    params = family.params(family.as_modules(config))
+    left = (Stage.MTP, Stage.VISION)
+    return (param for param in params if not param.alias_of and param.stage not in left)
 
 
 def _checked(config: McaModelConfig, adapter: AdapterConfig, rules: AdapterRules) -> AdapterRules:
@@ -215,7 +217,9 @@ def _checked(config: McaModelConfig, adapter: AdapterConfig, rules: AdapterRules
             "target_modules and target_parameters both name the routed experts, once one by one and once stacked; "
             "leave one out"
         )
-    for name in ("model.embed_tokens", *(("lm_head",) if config.tie_word_embeddings else ())):
+    family = family_of(config.model_type)
+    embedding = family.hf_name(family.as_modules(config), "model.embed_tokens")
+    for name in (embedding, *(("lm_head",) if config.tie_word_embeddings else ())):
         if adapter.targets(name, linear=False):
             raise McaError(f"target_modules: {name} cannot carry an adapter here; use modules_to_save")
     if config.tie_word_embeddings and adapter.saves("lm_head.weight"):

@@ -18,7 +18,7 @@ _LINEARS = frozenset(
 """Megatron modules that are linears in HF models too."""
 
 _STACKED = "model.layers.{layer}.mlp.experts."
-"""Where transformers 5 keeps the stacked experts of every family."""
+"""Where transformers 5 keeps the stacked experts of every text model."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def linear_targets(config: McaModelConfig) -> list[Target]:
     """All modules of the HF model that can be named in ``target_modules``, in checkpoint order.
 
     Routed experts appear as modules of their own, as files and transformers 4 name them.
-    Multi-token-prediction layers are not part of HF models.
+    Multi-token-prediction layers are not part of HF models; vision models carry no adapters here.
     """
     params = family_of(config.model_type).params(_with_experts(config, fused=False))
     return [target for param in params for target in _targets_of(param)]
@@ -74,15 +74,18 @@ def linear_targets(config: McaModelConfig) -> list[Target]:
 
 def stacked_targets(config: McaModelConfig) -> list[Target]:
     """The stacked expert parameters that can be named in ``target_parameters``, expert by expert."""
-    params = family_of(config.model_type).params(_with_experts(config, fused=True))
+    family = family_of(config.model_type)
+    config = _with_experts(config, fused=True)
+    place = family.hf_name(config, _STACKED)
     return [
-        _stacked(param)
-        for param in params
+        _stacked(param, place)
+        for param in family.params(config)
         if param.stacked and param.stage is not Stage.MTP and param.mca.endswith(".weight{expert}")
     ]
 
 
 def _with_experts(config: McaModelConfig, *, fused: bool) -> McaModelConfig:
+    config = family_of(config.model_type).as_modules(config)
     if bool(config.extra.get("fused_experts")) == fused:
         return config
     return replace(config, extra={**config.extra, "fused_experts": fused})
@@ -93,13 +96,13 @@ def _targets_of(param: Param) -> Iterator[Target]:
     kind = owner.rpartition(".")[2]
     head, router, gate = kind == "output_layer", kind == "router", leaf == "gate_weight"
     weight = leaf in ("weight", "weight{expert}") and (kind in _LINEARS or head or router)
-    if param.stage is Stage.MTP or param.alias_of or param.stacked or not (weight or gate):
+    if param.stage in (Stage.MTP, Stage.VISION) or param.alias_of or param.stacked or not (weight or gate):
         return
     for part, name in enumerate(param.hf_names()):
         linear = not (head or router or param.expert is not None)
         yield Target(name.removesuffix(".weight"), param, part, linear)
 
 
-def _stacked(param: Param) -> Target:
+def _stacked(param: Param, place: str) -> Target:
     label = param.hf[0].rpartition(".")[2]
-    return Target(f"{_STACKED}{label}".format(layer=param.layer), param, 0, linear=False, stacked=True)
+    return Target(f"{place}{label}".format(layer=param.layer), param, 0, linear=False, stacked=True)

@@ -14,6 +14,9 @@ MegatronConfig = Any
 GptModel = Any
 """``megatron.core.models.gpt.GPTModel``: one pipeline chunk, and the modules in it that are reached by name."""
 
+HfModel = Any
+"""A ``transformers.PreTrainedModel``: which modules and methods it has depends on its family."""
+
 MegatronModule = Any
 """A layer, or another module, that Megatron made of a spec: what it holds depends on that spec."""
 

@@ -13,6 +13,7 @@ from mca_models.quantised.fp8 import FP8, SCALE_SUFFIX, Fp8Tensor, fp8_tensor
 from mca_models.quantised.mxfp4 import BLOCKS, GROUP, SCALES, Mxfp4Tensor, mxfp4_tensor
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.safetensors import TensorInfo
+from mca_models.templates.config_table import with_dtype
 
 HfTensor = TensorInfo | Fp8Tensor | Mxfp4Tensor
 _KEY = "quantization_config"
@@ -95,10 +96,7 @@ def _stored_as(info: TensorInfo, suffix: str, dtype: str, shape: tuple[int, ...]
 
 def plain_config(hf_config: Values, dtype: str) -> JsonObject:
     """``config.json`` of the dequantised model; ``dtype`` is a name such as ``bfloat16``."""
-    plain = {key: value for key, value in hf_config.items() if key != _KEY}
-    for key in [key for key in ("dtype", "torch_dtype") if key in plain] or ["dtype"]:
-        plain[key] = dtype
-    return plain
+    return with_dtype({key: value for key, value in hf_config.items() if key != _KEY}, dtype)
 
 
 def _block_size(quantisation: Values) -> tuple[int, int] | None:

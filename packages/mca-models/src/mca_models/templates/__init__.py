@@ -9,33 +9,42 @@ from mca_models.templates import (
     deepseek_v3,
     exaone4,
     gemma2,
+    gemma3,
     gemma3_text,
+    glm4,
     glm4_moe,
     glm4_moe_lite,
+    glm4v,
     gpt_oss,
     granite,
+    internvl,
     llama,
     minimax_m2,
     mistral,
+    mistral3,
     mixtral,
     olmo2,
     olmo3,
     olmoe,
     phi3,
     qwen2,
+    qwen2_5_vl,
     qwen2_moe,
+    qwen2_vl,
     qwen3,
+    qwen3_5,
     qwen3_5_moe_text,
     qwen3_5_text,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl,
+    qwen3_vl_moe,
     seed_oss,
     smollm3,
 )
 from mca_models.templates.catalog import unsupported
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.family import Family
-from mca_models.templates.qwen3_5_vision import text_config
 
 __all__ = ["FAMILIES", "Family", "config_from_hf", "config_to_hf", "family_of"]
 
@@ -45,26 +54,38 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
     "exaone4": exaone4.FAMILY,
     "gemma2": gemma2.FAMILY,
+    "gemma3": gemma3.FAMILY,
     "gemma3_text": gemma3_text.FAMILY,
+    "glm4": glm4.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
     "glm4_moe_lite": glm4_moe_lite.FAMILY,
+    "glm4v": glm4v.FAMILY,
+    "glm4v_moe": glm4v.MOE_FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
     "granite": granite.FAMILY,
+    "internvl": internvl.FAMILY,
     "llama": llama.FAMILY,
     "minimax_m2": minimax_m2.FAMILY,
     "mistral": mistral.FAMILY,
+    "mistral3": mistral3.FAMILY,
     "mixtral": mixtral.FAMILY,
     "olmo2": olmo2.FAMILY,
     "olmo3": olmo3.FAMILY,
     "olmoe": olmoe.FAMILY,
     "phi3": phi3.FAMILY,
     "qwen2": qwen2.FAMILY,
+    "qwen2_5_vl": qwen2_5_vl.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
+    "qwen2_vl": qwen2_vl.FAMILY,
     "qwen3": qwen3.FAMILY,
+    "qwen3_5": qwen3_5.FAMILY,
+    "qwen3_5_moe": qwen3_5.MOE_FAMILY,
     "qwen3_5_moe_text": qwen3_5_moe_text.FAMILY,
     "qwen3_5_text": qwen3_5_text.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
     "qwen3_next": qwen3_next.FAMILY,
+    "qwen3_vl": qwen3_vl.FAMILY,
+    "qwen3_vl_moe": qwen3_vl_moe.FAMILY,
     "seed_oss": seed_oss.FAMILY,
     "smollm3": smollm3.FAMILY,
 }
@@ -82,15 +103,14 @@ def family_of(model_type: str) -> Family:
 
 
 def config_from_hf(hf: JsonObject) -> McaModelConfig:
-    """The (text) model that a parsed ``config.json`` describes.
+    """The model that a parsed ``config.json`` describes.
 
     Raises:
         McaError: Its family or one of its values cannot be represented.
     """
     if not isinstance(hf.get("model_type"), str):
         raise HfConfigError("config.json has no 'model_type'; it names the model family")
-    text = text_config(hf)
-    return family_of(text["model_type"]).config.to_mca(text)
+    return family_of(hf["model_type"]).config.to_mca(hf)
 
 
 def config_to_hf(config: McaModelConfig) -> HfConfig:

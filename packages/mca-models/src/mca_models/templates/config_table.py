@@ -6,7 +6,7 @@ The tables of the families themselves are in their own files.
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from mca_config.bounds import require_bounded
 from mca_config.errors import HfConfigError, McaError
@@ -81,6 +81,45 @@ class Fixed:
             )
 
 
+class Nesting(Protocol):
+    """How a ``config.json`` says more than what the text model is."""
+
+    def text(self, hf: HfConfig) -> HfConfig:
+        """What it says of the text model, as a file of its own would."""
+
+    def beside(self, hf: HfConfig) -> Values:
+        """Fields of ``McaModelConfig`` that tell the rest."""
+
+    def changed(self, hf: HfConfig, changes: Values) -> HfConfig:
+        """``hf`` with what it says of the text model changed."""
+
+    def whole(self, text: HfConfig, config: McaModelConfig) -> HfConfig:
+        """The file for ``config``, whose text model ``text`` describes."""
+
+
+class Plain:
+    """A ``config.json`` that describes a text model and nothing else."""
+
+    def text(self, hf: HfConfig) -> HfConfig:
+        """See ``Nesting``."""
+        return hf
+
+    def beside(self, hf: HfConfig) -> Values:
+        """See ``Nesting``."""
+        return {}
+
+    def changed(self, hf: HfConfig, changes: Values) -> HfConfig:
+        """See ``Nesting``."""
+        return {**hf, **changes}
+
+    def whole(self, text: HfConfig, config: McaModelConfig) -> HfConfig:
+        """See ``Nesting``."""
+        return text
+
+
+PLAIN = Plain()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConfigTable:
     """How one family's ``config.json`` and ``McaModelConfig`` say the same.
@@ -94,6 +133,7 @@ class ConfigTable:
         restore: The HF keys for what ``derive`` computed; used only when there is no source ``config.json``.
         partial_rotary: Whether HF's models rotate ``partial_rotary_factor`` of a head; others rotate all of it.
         config_class: ``McaModelConfig`` or its MLA subclass.
+        nesting: Where ``config.json`` has what this table reads.
     """
 
     fields: tuple[Field, ...]
@@ -104,14 +144,16 @@ class ConfigTable:
     restore: Callable[[FamilyConfig], HfConfig] = lambda config: {}
     partial_rotary: bool = False
     config_class: type[McaModelConfig] = McaModelConfig
+    nesting: Nesting = PLAIN
 
     def to_mca(self, hf: HfConfig) -> McaModelConfig:
         """The model that ``hf`` describes."""
-        full = _Watched({**self.defaults, **hf})
+        text = self.nesting.text(hf)
+        full = _Watched({**self.defaults, **text})
         try:
-            values = self._values(full)
+            values = self._values(full) | dict(self.nesting.beside(hf))
             config = self.config_class(
-                model_type=hf["model_type"], dtype=read_dtype(hf), hf_config=hf, **values
+                model_type=hf["model_type"], dtype=read_dtype(text), hf_config=hf, **values
             )
             require_rope(config.rope_scaling)
             return config
@@ -148,14 +190,13 @@ class ConfigTable:
                 f"{config.model_type!r}; restore mca_config.json"
             )
         before = self.to_mca(hf)
-        for field in self.fields:
-            value = getattr(config, field.mca)
-            if value != getattr(before, field.mca):
-                hf[field.hf] = _plain(value)
-        if config.dtype != before.dtype:
-            for key in [key for key in ("dtype", "torch_dtype") if key in hf] or ["dtype"]:
-                hf[key] = config.dtype
-        return hf
+        changes = {
+            field.hf: _plain(value)
+            for field in self.fields
+            if (value := getattr(config, field.mca)) != getattr(before, field.mca)
+        }
+        hf = self.nesting.changed(hf, changes) if changes else hf
+        return hf if config.dtype == before.dtype else with_dtype(hf, config.dtype)
 
     def _from_scratch(self, config: McaModelConfig, architecture: str) -> HfConfig:
         hf: HfConfig = {
@@ -168,6 +209,7 @@ class ConfigTable:
         if config.rotary_percent != 1.0:
             rope["partial_rotary_factor"] = config.rotary_percent
         hf |= {"rope_parameters": rope, "hidden_act": config.hidden_act} | self.restore(config)
+        hf = self.nesting.whole(hf, config)
         back, beside = self.to_mca(hf), ("hf_config", "extra", "layout")
         names = [each.name for each in dataclasses.fields(config) if each.name not in beside]
         for name in names:
@@ -188,6 +230,20 @@ def _whole_head(values: Values) -> float:
             "1.0 (transformers fails with it in this family)"
         )
     return 1.0
+
+
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def with_dtype(hf: Values, dtype: str) -> HfConfig:
+    """``hf`` as it describes the model in ``dtype``, the parts of it too that have a key of their own."""
+    parts = {
+        part: {**value, **{key: dtype for key in _DTYPE_KEYS if key in value}}
+        for part, value in hf.items()
+        if isinstance(value, dict) and part.endswith("_config") and part != "quantization_config"
+    }
+    own = [key for key in _DTYPE_KEYS if key in hf] or ["dtype"]
+    return {**hf, **parts, **dict.fromkeys(own, dtype)}
 
 
 def read_dtype(hf: Values) -> Literal["float32", "bfloat16", "float16"]:

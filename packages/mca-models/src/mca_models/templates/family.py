@@ -5,13 +5,15 @@ The families themselves are the files beside this one, listed in the package.
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, Values
 from mca_models.templates.config_table import ConfigTable
 from mca_models.templates.names import FUSED, HF_HEAD, MoeNames
 from mca_models.templates.shapes import Shape, hf_shapes
+from mca_models.templates.table_of_texts import TableOfTexts
+from mca_models.templates.vision import MORE, SPELLING, VisionPart
 from mca_models.weights import Param
 
 logger = logging.getLogger(__name__)
@@ -55,20 +57,26 @@ class Family:
         params: Every parameter of a model, in checkpoint order.
         ignored_hf: HF tensors that old checkpoints carry and that hold no weight (computed buffers).
         moe: Names inside an expert layer, if the family has any and files may hold them one by one.
-        found: Further facts for ``extra`` that only tensor names tell.
+        found: Further facts for ``extra`` that only the names and shapes of tensors tell.
         prediction_layers: How many prediction layers a checkpoint with these tensor names holds.
         copies: HF tensors that may repeat another one, beside a tied head.
+        texts: The families that its text part may be of, by HF's ``model_type`` of that part.
+        vision: What lies beside the text part.
     """
 
     model_type: str
     architecture: str
-    config: ConfigTable
+    config: ConfigTable | TableOfTexts
     params: Callable[[FamilyConfig], list[Param]]
     ignored_hf: Callable[[FamilyConfig], frozenset[str]] = _none
     moe: MoeNames | None = None
-    found: Callable[[McaModelConfig, Collection[str]], Values] = lambda config, names: {}
+    found: Callable[[McaModelConfig, Collection[str], Mapping[str, Shape]], Values] = (
+        lambda config, names, shapes: {}
+    )
     prediction_layers: Callable[[McaModelConfig, Collection[str]], int] = counted_layers
     copies: Callable[[FamilyConfig], Mapping[str, str]] = lambda config: {}
+    texts: Mapping[str, "Family"] = field(default_factory=dict)
+    vision: VisionPart | None = None
 
     def hf_shapes(self, config: McaModelConfig) -> dict[str, Shape]:
         """Every HF tensor of a model and its shape, known without a checkpoint."""
@@ -79,22 +87,70 @@ class Family:
 
         A tied model's file may hold the output layer again, a prediction layer the embedding.
         """
+        if self.vision is not None:
+            known = self.text(config).duplicate_hf(config)
+            return {self.hf_name(config, name): self.hf_name(config, its) for name, its in known.items()}
         params = self.params(config) if config.tie_word_embeddings else ()
         alias = next((param for param in params if param.alias_of), None)
         head = {HF_HEAD: alias.hf_names()[0]} if alias else {}
         return {**head, **self.copies(config)}
 
-    def as_found(self, config: McaModelConfig, names: Collection[str]) -> McaModelConfig:
+    def hf_name(self, config: McaModelConfig, name: str) -> str:
+        """What the checkpoint of ``config`` calls the text model's ``name``."""
+        return self.vision.spelling(config).of_text(name) if self.vision else name
+
+    def as_modules(self, config: McaModelConfig) -> McaModelConfig:
+        """``config`` with the names of transformers' modules, whatever the files say."""
+        if self.vision is None:
+            return config
+        return replace(config, extra={**config.extra, SPELLING: len(self.vision.spellings) - 1})
+
+    def as_found(
+        self, config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape] | None = None
+    ) -> McaModelConfig:
         """``config`` with what only the tensor ``names`` of a HF checkpoint can tell.
 
         Whether experts lie stacked (``extra["fused_experts"]``), which tensors are there twice
         (``extra["hf_duplicates"]``), and whether the prediction layers that ``config.json`` counts are
-        there at all: ``transformers`` saves models without them.
+        there at all: ``transformers`` saves models without them. With a vision model: how the files name things.
+
+        Args:
+            config: What ``config.json`` says.
+            names: Of all tensors.
+            shapes: Of those whose shape is known.
         """
+        shapes = shapes or {}
+        if self.vision is not None:
+            return self._found_beside(self.vision, config, names, shapes)
         config = replace(config, mtp_num_layers=self.prediction_layers(config, names))
-        extra = {**config.extra, **self.found(config, names)}
+        extra = {**config.extra, **self.found(config, names, shapes)}
         if self.moe:
             extra |= _stacked_experts(names)
         if doubled := sorted(name for name in self.duplicate_hf(config) if name in names):
             extra["hf_duplicates"] = doubled
         return replace(config, extra=extra)
+
+    def _found_beside(
+        self, vision: VisionPart, config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]
+    ) -> McaModelConfig:
+        """``as_found`` of the text part, under the names that it has alone, and of the vision model."""
+        which = vision.found(config, names)
+        spelling = vision.spellings[which]
+        alone = {spelling.text_name(name): name for name in names}
+        sizes = {name: shapes[its] for name, its in alone.items() if its in shapes}
+        config = self.text(config).as_found(config, alone.keys(), sizes)
+        extra = {**config.extra, SPELLING: which}
+        if "hf_duplicates" in extra:
+            extra["hf_duplicates"] = [spelling.of_text(name) for name in extra["hf_duplicates"]]
+        if more := vision.more(config, spelling, names, shapes):
+            logger.warning(
+                "%d tensors of the vision model are not known (%s); they are carried as they are",
+                len(more),
+                next(iter(more)),
+            )
+            extra[MORE] = more
+        return replace(config, extra=extra)
+
+    def text(self, config: McaModelConfig) -> "Family":
+        """The family of the text part: itself without a vision model."""
+        return self.texts[config.text_model_type] if config.text_model_type else self

@@ -44,7 +44,7 @@ def stands_on(param: Param, config: McaModelConfig, chunk: PipelineChunk) -> boo
         return param.layer in chunk.layers
     if param.stage is Stage.MTP:
         return param.layer in chunk.mtp_layers
-    if param.stage is Stage.FIRST:
+    if param.stage in (Stage.FIRST, Stage.VISION):
         return chunk.has_embedding
     if param.stage is Stage.NORM and config.mtp_num_layers:
         return config.num_layers - 1 in chunk.layers  # before the prediction layers

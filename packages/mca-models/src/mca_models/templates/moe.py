@@ -13,7 +13,7 @@ from mca_models.templates.common import MLP, attention, dense_mlp, down, embeddi
 from mca_models.templates.config_table import Field, Fixed, HfConfig
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.names import FUSED, HF, MoeNames, in_memory
-from mca_models.weights import GATED, ROW, Concat, Param, each
+from mca_models.weights import GATED, ROW, SEPARATE, Concat, Layout, Param, Transposed, each
 
 SIGMOID_ROUTER: Values = {
     "moe_router_score_function": "sigmoid",
@@ -21,6 +21,9 @@ SIGMOID_ROUTER: Values = {
     "moe_router_pre_softmax": True,
 }
 """Scores by sigmoid, experts chosen with a bias, weights normalised over the chosen ones."""
+
+TRANSPOSED = "transposed_experts"
+"""The fact in ``extra`` that stacked experts lie as ``[experts, in, out]``."""
 
 NO_JITTER = Fixed(
     "router_jitter_noise",
@@ -74,9 +77,10 @@ def experts(config: McaModelConfig, names: MoeNames) -> list[Param]:
     """One expert's two matrices, from its own HF tensors or from the stacked ones."""
     fc1, fc2 = f"{MLP}experts.linear_fc1.weight{{expert}}", f"{MLP}experts.linear_fc2.weight{{expert}}"
     if config.extra.get("fused_experts"):
+        turned: Layout = Transposed() if config.extra.get(TRANSPOSED) else SEPARATE
         return [
-            Param(mca=fc1, hf=(f"{HF}{FUSED}gate_up_proj",), shard=GATED, stacked=True),
-            Param(mca=fc2, hf=(f"{HF}{FUSED}down_proj",), shard=ROW, stacked=True),
+            Param(mca=fc1, hf=(f"{HF}{FUSED}gate_up_proj",), hf_layout=turned, shard=GATED, stacked=True),
+            Param(mca=fc2, hf=(f"{HF}{FUSED}down_proj",), hf_layout=turned, shard=ROW, stacked=True),
         ]
     own = f"{HF}{names.experts}{{expert}}."
     return [

@@ -1,6 +1,10 @@
 """Qwen 3.5, the text model: HF ``Qwen3_5ForCausalLM``: gated delta nets and gated attention."""
 
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
 from mca_config.model_config import McaModelConfig
+from mca_config.types import Values
 from mca_models.templates import gated_delta_net as delta
 from mca_models.templates.common import attention, dense_mlp, embedding, head
 from mca_models.templates.config_table import (
@@ -13,7 +17,8 @@ from mca_models.templates.config_table import (
 from mca_models.templates.family import Family
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.names import HF
-from mca_models.templates.qwen3_5_vision import found, left_behind, prefixed
+from mca_models.templates.shapes import Shape
+from mca_models.templates.vision import Spelling
 from mca_models.weights import Concat, Param, each
 
 OWN_EMBEDDING = Fixed(
@@ -29,6 +34,23 @@ CONFIG = ConfigTable(
     restore=delta.restore_layers,
     partial_rotary=True,
 )
+
+
+PREFIX = "model.language_model."
+"""What names begin with where transformers saved the text part of a larger model."""
+
+
+def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
+    """Whether the names have the prefix that they have beside a vision model."""
+    return {"hf_prefix": PREFIX} if any(name.startswith(PREFIX) for name in names) else {}
+
+
+def prefixed(config: McaModelConfig, params: list[Param]) -> list[Param]:
+    """``params`` under the names that the checkpoint has."""
+    if not config.extra.get("hf_prefix"):
+        return params
+    spelled = Spelling(PREFIX, "lm_head.", {}).of_text
+    return [replace(param, hf=tuple(map(spelled, param.hf))) for param in params]
 
 
 def in_proj(config: McaModelConfig) -> Param:
@@ -52,7 +74,6 @@ FAMILY = Family(
     architecture="Qwen3_5ForCausalLM",
     config=CONFIG,
     params=params,
-    ignored_hf=left_behind,
     found=found,
     prediction_layers=delta.prediction_found,
 )

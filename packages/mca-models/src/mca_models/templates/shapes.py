@@ -17,6 +17,8 @@ Shape = tuple[int, ...]
 
 def whole_shape(param: Param, config: McaModelConfig) -> Shape:
     """Shape of the unsharded Megatron parameter, without vocabulary padding."""
+    if param.shape is not None:
+        return param.shape
     inside = param.mca.rpartition("{layer}.")[2].removeprefix("transformer_layer.")
     try:
         return _TABLES[type(config)][inside](config)

@@ -72,6 +72,7 @@ class Stage(Enum):
     NORM = "norm"  # the chunk with the final norm: that of the loss, or before prediction layers
     LAST = "last"  # the chunk with the loss
     MTP = "mtp"  # the chunk that holds multi-token-prediction layer ``Param.layer``
+    VISION = "vision"  # the chunk with the embedding, and never a copy of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,7 @@ class Param:
         layer: Decoder (or MTP) layer, from 0.
         hf_layer: The HF model's number of that layer; ``layer`` if None.
         expert: Global expert index; None for dense parameters.
+        shape: Of the whole, where no table says it (vision models).
     """
 
     mca: str
@@ -111,6 +113,7 @@ class Param:
     layer: int | None = None
     hf_layer: int | None = None
     expert: int | None = None
+    shape: tuple[int, ...] | None = None
 
     def hf_names(self) -> tuple[str, ...]:
         """The HF tensors that this parameter is made of."""

@@ -19,7 +19,7 @@ from mca_models.megatron.names import Held
 from mca_models.megatron.tensors import seeded_generator, to_torch
 from mca_models.storage.source import ModelSource, different_names, gather_piece, read_piece
 from mca_models.templates import family_of
-from mca_models.weights import Param
+from mca_models.weights import Param, Stage
 
 _NORMS = ("layernorm.weight", "layer_norm_weight", "norm.weight")
 
@@ -127,6 +127,8 @@ def from_seed(
 def _drawn(seed: int, param: Param, shape: tuple[int, ...], config: McaModelConfig) -> Tensor:
     name = param.alias_of or param.mca_name()
     if name.endswith(_ONES):
+        return torch.ones(shape)
+    if param.stage is Stage.VISION and len(shape) < 2 and not name.endswith(_ZERO):
         return torch.ones(shape)
     if name.endswith(_NORMS):
         return torch.full(shape, 0.0 if config.layernorm_zero_centered_gamma else 1.0)

@@ -14,6 +14,7 @@ from mca_models.megatron.families.norms import add_post_norms
 from mca_models.megatron.families.scales import add_scales
 from mca_models.megatron.families.settings import after_building
 from mca_models.megatron.families.two_ropes import TwoRopes
+from mca_models.megatron.families.vision_model import add_vision_model
 from mca_models.megatron.layers.rope import rotary_module
 from mca_models.megatron.types import GptModel
 
@@ -29,6 +30,7 @@ def finish(model: GptModel, config: McaModelConfig) -> None:
         set_yarn_ramp(model, config.rope_scaling)
     add_scales(model, config)
     train_embedding_like_hf(model, config)
+    add_vision_model(model, config)
     after_building(config, model.config)
 
 

@@ -4,13 +4,16 @@ What the contents mean is said in `mca_models.lora.config`.
 """
 
 import enum
+import re
 from collections.abc import Mapping
 
 from mca_config.errors import McaError
-from mca_config.types import Typed
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject, Typed
 from mca_models.lora import AdapterConfig
 from mca_models.megatron.types import PeftConfig
 from mca_models.megatron.virtual_models import VirtualModels
+from mca_models.templates import family_of
 
 
 def adapter_config(config: PeftConfig, models: VirtualModels) -> AdapterConfig:
@@ -29,8 +32,22 @@ def adapter_config(config: PeftConfig, models: VirtualModels) -> AdapterConfig:
         document["target_modules"] = _usual_targets(models.config.model_type)
     if not document.get("base_model_name_or_path") and models.source is not None:
         document["base_model_name_or_path"] = str(models.source)
+    without_vision(document, models.config)
     document["inference_mode"] = True  # what is saved is to be used; PEFT writes the same
     return AdapterConfig.from_dict(document, "LoraConfig")
+
+
+def without_vision(document: JsonObject, config: McaModelConfig) -> None:
+    """Excludes the vision model, whose modules share names with the text's: PEFT would adapt them too."""
+    family = family_of(config.model_type)
+    if family.vision is None:
+        return
+    parts = [
+        re.escape(name) + ".*" for name in family.vision.spelling(family.as_modules(config)).vision.values()
+    ]
+    given = document.get("exclude_modules") or []
+    own = [given] if isinstance(given, str) else [rf"(.*\.)?{re.escape(name)}" for name in given]
+    document["exclude_modules"] = "|".join([*own, *parts])
 
 
 def _plain(value: Typed) -> Typed:

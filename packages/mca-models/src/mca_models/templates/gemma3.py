@@ -1,0 +1,100 @@
+"""Gemma 3: HF ``Gemma3ForConditionalGeneration``: a SigLIP tower beside the text model."""
+
+from dataclasses import replace
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import gemma3_text
+from mca_models.templates.family import Family
+from mca_models.templates.vision import (
+    Shapes,
+    Spelling,
+    TextInside,
+    VisionPart,
+    as_modules,
+    beside_text,
+    linear,
+    norm,
+    numbered,
+)
+from mca_models.templates.with_vision import with_vision
+
+TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
+_INNER = f"{TOWER}vision_model."
+SPELLINGS = (
+    Spelling("language_model.model.", "language_model.lm_head.", {TOWER: _INNER, PROJECTOR: PROJECTOR}),
+    beside_text(TOWER, PROJECTOR),
+    Spelling(
+        "model.language_model.", "lm_head.", {TOWER: f"model.{_INNER}", PROJECTOR: f"model.{PROJECTOR}"}
+    ),
+    as_modules(TOWER, PROJECTOR),
+)
+
+
+def head(width: int, inner: int) -> Shapes:
+    """What pools a picture into one vector; published files have none."""
+    return {
+        "head.probe": (1, 1, width),
+        "head.attention.in_proj_weight": (3 * width, width),
+        "head.attention.in_proj_bias": (3 * width,),
+        **linear("head.attention.out_proj", width, width),
+        **norm("head.layernorm", width),
+        **linear("head.mlp.fc1", inner, width),
+        **linear("head.mlp.fc2", width, inner),
+    }
+
+
+def tensors(config: McaModelConfig) -> Shapes:
+    """Every tensor of tower and projector."""
+    vision = (config.vision or {})["vision_config"]
+    width, inner = vision.get("hidden_size", 768), vision.get("intermediate_size", 3072)
+    size = vision.get("patch_size", 16)
+    layer = {
+        **norm("layer_norm1", width),
+        **norm("layer_norm2", width),
+        **{
+            name: shape
+            for x in ("q", "k", "v", "out")
+            for name, shape in linear(f"self_attn.{x}_proj", width, width).items()
+        },
+        **linear("mlp.fc1", inner, width),
+        **linear("mlp.fc2", width, inner),
+    }
+    tower = {
+        **linear("embeddings.patch_embedding", width, size),
+        "embeddings.patch_embedding.weight": (width, vision.get("num_channels", 3), size, size),
+        "embeddings.position_embedding.weight": ((vision.get("image_size", 224) // size) ** 2, width),
+        **numbered("encoder.layers", vision.get("num_hidden_layers", 12), layer),
+        **norm("post_layernorm", width),
+        **(head(width, inner) if vision.get("vision_use_head", True) else {}),
+    }
+    return {
+        **{TOWER + name: shape for name, shape in tower.items()},
+        f"{PROJECTOR}mm_input_projection_weight": (width, config.hidden_size),
+        f"{PROJECTOR}mm_soft_emb_norm.weight": (width,),
+    }
+
+
+_DEFAULTS = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+}
+"""What published files leave out."""
+
+
+def text_family() -> Family:
+    """Gemma 3 as the text part."""
+    defaults = {**gemma3_text.CONFIG.defaults, **_DEFAULTS}
+    return replace(gemma3_text.FAMILY, config=replace(gemma3_text.CONFIG, defaults=defaults))
+
+
+FAMILY = with_vision(
+    "gemma3",
+    "Gemma3ForConditionalGeneration",
+    {"gemma3_text": text_family()},
+    VisionPart(tensors=tensors, spellings=SPELLINGS),
+    TextInside(text_model_type="", tied=True),
+)

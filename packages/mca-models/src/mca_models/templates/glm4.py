@@ -1,0 +1,49 @@
+"""GLM 4, dense: HF ``Glm4ForCausalLM``: norms before and after each block, one tensor for gate and up.
+
+Half of each head is rotated, in pairs of neighbours.
+"""
+
+from dataclasses import replace
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates.common import MLP, attention, dense_mlp, down, embedding, head, inner
+from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
+from mca_models.templates.family import Family
+from mca_models.templates.names import HF_MLP
+from mca_models.weights import GATED, Param, each
+
+_NORMS = {
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+}
+"""What other families with norms around each block call otherwise."""
+
+CONFIG = ConfigTable(
+    fields=(*dense_fields(eps=1.5625e-07), Field("add_qkv_bias", "attention_bias", True)),
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+        "pad_token_id": 151329,
+    },
+    constants={"norm_placement": "sandwich", "rotary_interleaved": True},
+    fixed=(SILU,),
+    partial_rotary=True,
+)
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    gate_up = inner("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", shard=GATED)
+    rules = [*attention(config), *dense_mlp(config, [gate_up, down(MLP, HF_MLP)])]
+    renamed = [replace(rule, hf=tuple(map(_own_name, rule.hf))) for rule in rules]
+    return [embedding(), *each(renamed, layers=range(config.num_layers)), *head(config)]
+
+
+def _own_name(name: str) -> str:
+    before, _, norm = name.removesuffix(".weight").rpartition(".")
+    return f"{before}.{_NORMS[norm]}.weight" if norm in _NORMS else name
+
+
+FAMILY = Family(model_type="glm4", architecture="Glm4ForCausalLM", config=CONFIG, params=params)

@@ -1,0 +1,98 @@
+"""GLM 4.1V and 4.5V: HF ``Glm4vForConditionalGeneration`` and ``Glm4vMoeForConditionalGeneration``."""
+
+from dataclasses import replace
+from functools import partial
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates import glm4, glm4_moe
+from mca_models.templates.config_table import HfConfig, head_dim
+from mca_models.templates.family import Family
+from mca_models.templates.qwen2_vl import VISUAL, patches
+from mca_models.templates.vision import Shapes, TextInside, VisionPart, as_modules, linear, norm, numbered
+from mca_models.templates.with_vision import with_vision
+
+_norm, _linear = partial(norm, bias=False), partial(linear, bias=False)
+
+
+def gated(name: str, inner: int, width: int) -> Shapes:
+    """The three matrices of a gated MLP."""
+    return {
+        **_linear(f"{name}gate_proj", inner, width),
+        **_linear(f"{name}up_proj", inner, width),
+        **_linear(f"{name}down_proj", width, inner),
+    }
+
+
+def tensors(config: McaModelConfig) -> Shapes:
+    """Every tensor of the vision model."""
+    vision = (config.vision or {})["vision_config"]
+    width, out = vision.get("hidden_size", 1536), vision.get("out_hidden_size", 4096)
+    size, merge = vision.get("patch_size", 14), vision.get("spatial_merge_size", 2)
+    bias = vision.get("attention_bias", False)
+    block = {
+        **_norm("norm1", width),
+        **_norm("norm2", width),
+        **linear("attn.qkv", 3 * width, width, bias=bias),
+        **_linear("attn.proj", width, width),
+        **gated("mlp.", out, width),
+    }
+    return {
+        f"{VISUAL}embeddings.position_embedding.weight": (
+            (vision.get("image_size", 336) // size) ** 2,
+            width,
+        ),
+        f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
+        f"{VISUAL}patch_embed.proj.bias": (width,),
+        **numbered(f"{VISUAL}blocks", vision.get("depth", 24), block),
+        **_linear(f"{VISUAL}merger.proj", out, out),
+        **norm(f"{VISUAL}merger.post_projection_norm", out),
+        **gated(f"{VISUAL}merger.", vision.get("intermediate_size", 13696), out),
+        **_norm(f"{VISUAL}post_conv_layernorm", width),
+        f"{VISUAL}downsample.weight": (out, width, merge, merge),
+        f"{VISUAL}downsample.bias": (out,),
+        **_norm(f"{VISUAL}post_layernorm", width),
+    }
+
+
+def _derive(hf: HfConfig) -> JsonObject:
+    return {"kv_channels": head_dim(hf)}
+
+
+def dense_text() -> Family:
+    """GLM 4 as the text part: always with biases on q, k and v, and with heads that follow from the width."""
+    named = ("head_dim", "attention_bias")
+    config = replace(
+        glm4.CONFIG,
+        fields=tuple(field for field in glm4.CONFIG.fields if field.hf not in named),
+        defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+        constants={**glm4.CONFIG.constants, "add_qkv_bias": True},
+        derive=_derive,
+    )
+    return replace(glm4.FAMILY, model_type="glm4v_text", config=config)
+
+
+def moe_text() -> Family:
+    """GLM 4.5 as the text part: without norms of q and k, and without prediction layers."""
+    left = ("use_qk_norm", "num_nextn_predict_layers")
+    config = replace(
+        glm4_moe.CONFIG,
+        fields=tuple(field for field in glm4_moe.CONFIG.fields if field.hf not in left),
+        defaults={**glm4_moe.CONFIG.defaults, "attention_bias": True, "num_nextn_predict_layers": 0},
+        constants={**glm4_moe.CONFIG.constants, "qk_layernorm": False},
+    )
+    return replace(glm4_moe.FAMILY, model_type="glm4v_moe_text", config=config)
+
+
+def _family(model_type: str, architecture: str, text: Family) -> Family:
+    return with_vision(
+        model_type,
+        architecture,
+        {text.model_type: text},
+        VisionPart(tensors=tensors, spellings=(as_modules(VISUAL),)),
+        TextInside(text_model_type="", text_ties=True, rope=((8, 12, 12), False)),
+    )
+
+
+FAMILY = _family("glm4v", "Glm4vForConditionalGeneration", dense_text())
+MOE_FAMILY = _family("glm4v_moe", "Glm4vMoeForConditionalGeneration", moe_text())

@@ -1,0 +1,77 @@
+"""InternVL 3 in HF's own format: HF ``InternVLForConditionalGeneration``, over text models of several families."""
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import gpt_oss, llama, qwen2, qwen3, qwen3_moe
+from mca_models.templates.gemma3 import PROJECTOR, TOWER
+from mca_models.templates.vision import (
+    Shapes,
+    TextInside,
+    VisionPart,
+    as_modules,
+    beside_text,
+    linear,
+    norm,
+    numbered,
+)
+from mca_models.templates.with_vision import with_vision
+
+TEXTS = (qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, llama.FAMILY, gpt_oss.FAMILY)
+
+
+def tensors(config: McaModelConfig) -> Shapes:
+    """Every tensor of tower and projector."""
+    about = config.vision or {}
+    vision = about["vision_config"]
+    width, inner = vision.get("hidden_size", 1024), vision.get("intermediate_size", 4096)
+    patch, image = _pair(vision.get("patch_size", 14)), _pair(vision.get("image_size", 448))
+    biased, layer_norm = (
+        vision.get("attention_bias", False),
+        vision.get("norm_type", "layer_norm") == "layer_norm",
+    )
+    layer: Shapes = {"lambda_1": (width,), "lambda_2": (width,)}
+    for x in "qkv":
+        layer |= linear(f"attention.{x}_proj", width, width, bias=biased)
+    if vision.get("use_qk_norm", False):
+        layer |= norm("attention.q_norm", width, bias=False) | norm("attention.k_norm", width, bias=False)
+    layer |= {
+        **linear("attention.projection_layer", width, width),
+        **linear("mlp.fc1", inner, width),
+        **linear("mlp.fc2", width, inner),
+        **norm("layernorm_before", width, bias=layer_norm),
+        **norm("layernorm_after", width, bias=layer_norm),
+    }
+    tower: Shapes = {"embeddings.cls_token": (1, 1, width)}
+    if vision.get("use_mask_token", False):
+        tower["embeddings.mask_token"] = (1, 1, width)
+    if vision.get("use_absolute_position_embeddings", True):
+        count = (image[0] // patch[0]) * (image[1] // patch[1]) + 1
+        tower["embeddings.position_embeddings"] = (1, count, width)
+    tower |= {
+        "embeddings.patch_embeddings.projection.weight": (width, vision.get("num_channels", 3), *patch),
+        "embeddings.patch_embeddings.projection.bias": (width,),
+        **numbered("encoder.layer", vision.get("num_hidden_layers", 24), layer),
+    }
+    if not vision.get("use_mean_pooling", True):
+        tower |= norm("layernorm", width)
+    merged = width * int(1 / about.get("downsample_ratio", 0.5)) ** 2
+    projector = {
+        **norm("layer_norm", merged),
+        **linear("linear_1", config.hidden_size, merged),
+        **linear("linear_2", config.hidden_size, config.hidden_size),
+    }
+    return {TOWER + name: shape for name, shape in tower.items()} | {
+        PROJECTOR + name: shape for name, shape in projector.items()
+    }
+
+
+def _pair(size: int | list[int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+FAMILY = with_vision(
+    "internvl",
+    "InternVLForConditionalGeneration",
+    {text.model_type: text for text in TEXTS},
+    VisionPart(tensors=tensors, spellings=(beside_text(TOWER, PROJECTOR), as_modules(TOWER, PROJECTOR))),
+    TextInside(text_model_type="", tied=True),
+)

@@ -1,0 +1,60 @@
+"""Mistral Small 3.1 and later: HF ``Mistral3ForConditionalGeneration``: a Pixtral tower beside Mistral."""
+
+from functools import partial
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import mistral
+from mca_models.templates.gemma3 import PROJECTOR, TOWER
+from mca_models.templates.vision import (
+    Shapes,
+    TextInside,
+    VisionPart,
+    as_modules,
+    beside_text,
+    linear,
+    norm,
+    numbered,
+)
+from mca_models.templates.with_vision import with_vision
+
+_norm, _linear = partial(norm, bias=False), partial(linear, bias=False)
+
+
+def tensors(config: McaModelConfig) -> Shapes:
+    """Every tensor of tower and projector."""
+    about = config.vision or {}
+    vision = about["vision_config"]
+    width, inner = vision.get("hidden_size", 1024), vision.get("intermediate_size", 4096)
+    size, merge = vision.get("patch_size", 16), about.get("spatial_merge_size", 2)
+    layer = {
+        **_norm("attention_norm", width),
+        **_norm("ffn_norm", width),
+        **_linear("attention.q_proj", width, width),
+        **_linear("attention.k_proj", width, width),
+        **_linear("attention.v_proj", width, width),
+        **_linear("attention.o_proj", width, width),
+        **_linear("feed_forward.gate_proj", inner, width),
+        **_linear("feed_forward.up_proj", inner, width),
+        **_linear("feed_forward.down_proj", width, inner),
+    }
+    layers = about.get("vision_feature_layer", -1)
+    biased = about.get("multimodal_projector_bias", False)
+    taken = width * (1 if isinstance(layers, int) else len(layers))
+    return {
+        f"{TOWER}patch_conv.weight": (width, vision.get("num_channels", 3), size, size),
+        **_norm(f"{TOWER}ln_pre", width),
+        **numbered(f"{TOWER}transformer.layers", vision.get("num_hidden_layers", 24), layer),
+        **_norm(f"{PROJECTOR}norm", width),
+        **_linear(f"{PROJECTOR}patch_merger.merging_layer", width, width * merge**2),
+        **linear(f"{PROJECTOR}linear_1", config.hidden_size, taken, bias=biased),
+        **linear(f"{PROJECTOR}linear_2", config.hidden_size, config.hidden_size, bias=biased),
+    }
+
+
+FAMILY = with_vision(
+    "mistral3",
+    "Mistral3ForConditionalGeneration",
+    {"mistral": mistral.FAMILY},
+    VisionPart(tensors=tensors, spellings=(beside_text(TOWER, PROJECTOR), as_modules(TOWER, PROJECTOR))),
+    TextInside(text_model_type="", tied=True),
+)

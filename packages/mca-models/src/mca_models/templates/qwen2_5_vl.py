@@ -1,0 +1,36 @@
+"""Qwen 2.5 VL: HF ``Qwen2_5_VLForConditionalGeneration``: Qwen 2 VL with windows in the vision model."""
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates.qwen2_vl import INSIDE, SPELLINGS, VISUAL, merger, patches, text_family
+from mca_models.templates.vision import Shapes, VisionPart, linear, norm, numbered
+from mca_models.templates.with_vision import with_vision
+
+
+def tensors(config: McaModelConfig) -> Shapes:
+    """Every tensor of the vision model."""
+    vision = (config.vision or {})["vision_config"]
+    width, inner = vision.get("hidden_size", 3584), vision.get("intermediate_size", 3420)
+    block = {
+        **norm("norm1", width, bias=False),
+        **norm("norm2", width, bias=False),
+        **linear("attn.qkv", 3 * width, width),
+        **linear("attn.proj", width, width),
+        **linear("mlp.gate_proj", inner, width),
+        **linear("mlp.up_proj", inner, width),
+        **linear("mlp.down_proj", width, inner),
+    }
+    merged = width * vision.get("spatial_merge_size", 2) ** 2
+    return {
+        f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
+        **numbered(f"{VISUAL}blocks", vision.get("depth", 32), block),
+        **merger(f"{VISUAL}merger", width, merged, vision.get("out_hidden_size", 3584), bias=False),
+    }
+
+
+FAMILY = with_vision(
+    "qwen2_5_vl",
+    "Qwen2_5_VLForConditionalGeneration",
+    {"qwen2_5_vl_text": text_family("qwen2_5_vl_text")},
+    VisionPart(tensors=tensors, spellings=SPELLINGS),
+    INSIDE,
+)

@@ -1,0 +1,82 @@
+"""Qwen 2 VL: HF ``Qwen2VLForConditionalGeneration``: Qwen 2 with sectioned rotary positions."""
+
+from dataclasses import replace
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject, Values
+from mca_models.templates import qwen2
+from mca_models.templates.config_table import HfConfig, head_dim
+from mca_models.templates.family import Family
+from mca_models.templates.vision import (
+    Shapes,
+    Spelling,
+    TextInside,
+    VisionPart,
+    as_modules,
+    linear,
+    norm,
+    numbered,
+)
+from mca_models.templates.with_vision import with_vision
+
+VISUAL = "visual."
+SPELLINGS = (Spelling("model.", "lm_head.", {VISUAL: VISUAL}), as_modules(VISUAL))
+INSIDE = TextInside(text_model_type="", text_ties=True, rope=((16, 24, 24), False))
+_DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_window_layers": 80}
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """The window, and the dimension of a head, which no file chooses."""
+    return {**qwen2.window(hf), "kv_channels": head_dim(hf)}
+
+
+def text_family(kind: str) -> Family:
+    """Qwen 2 as the text part."""
+    fields = tuple(field for field in qwen2.CONFIG.fields if field.hf != "head_dim")
+    config = replace(qwen2.CONFIG, fields=fields, defaults=_DEFAULTS, derive=derive)
+    return replace(qwen2.FAMILY, model_type=kind, config=config)
+
+
+def merger(name: str, width: int, merged: int, out: int, *, bias: bool) -> Shapes:
+    """What makes one token of several patches."""
+    return {
+        **norm(f"{name}.ln_q", width, bias=bias),
+        **linear(f"{name}.mlp.0", merged, merged),
+        **linear(f"{name}.mlp.2", out, merged),
+    }
+
+
+def patches(vision: Values, width: int) -> tuple[int, int, int, int, int]:
+    """The shape of the convolution that makes patches."""
+    size = vision.get("patch_size", 14)
+    return width, vision.get("in_channels", 3), vision.get("temporal_patch_size", 2), size, size
+
+
+def tensors(config: McaModelConfig) -> Shapes:
+    """Every tensor of the vision model."""
+    vision = (config.vision or {})["vision_config"]
+    width = vision.get("embed_dim", 1280)
+    inner = int(width * vision.get("mlp_ratio", 4))
+    block = {
+        **norm("norm1", width),
+        **norm("norm2", width),
+        **linear("attn.qkv", 3 * width, width),
+        **linear("attn.proj", width, width),
+        **linear("mlp.fc1", inner, width),
+        **linear("mlp.fc2", width, inner),
+    }
+    merged = width * vision.get("spatial_merge_size", 2) ** 2
+    return {
+        f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
+        **numbered(f"{VISUAL}blocks", vision.get("depth", 32), block),
+        **merger(f"{VISUAL}merger", width, merged, vision.get("hidden_size", 3584), bias=True),
+    }
+
+
+FAMILY = with_vision(
+    "qwen2_vl",
+    "Qwen2VLForConditionalGeneration",
+    {"qwen2_vl_text": text_family("qwen2_vl_text")},
+    VisionPart(tensors=tensors, spellings=SPELLINGS),
+    INSIDE,
+)

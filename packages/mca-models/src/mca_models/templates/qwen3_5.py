@@ -1,0 +1,27 @@
+"""Qwen 3.5 and 3.5 with experts: HF ``Qwen3_5ForConditionalGeneration`` and ``Qwen3_5MoeForConditionalGeneration``."""
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import qwen3_5_moe_text, qwen3_5_text
+from mca_models.templates.family import Family
+from mca_models.templates.qwen3_vl import SPELLINGS, tower
+from mca_models.templates.vision import Shapes, TextInside, VisionPart
+from mca_models.templates.with_vision import with_vision
+
+
+def tensors(config: McaModelConfig) -> Shapes:
+    """Every tensor of the vision model: that of Qwen 3 VL without deepstack."""
+    return tower(config, 0)
+
+
+def _family(model_type: str, architecture: str, text: Family) -> Family:
+    return with_vision(
+        model_type,
+        architecture,
+        {text.model_type: text},
+        VisionPart(tensors=tensors, spellings=SPELLINGS),
+        TextInside(text_model_type="", rope=((11, 11, 10), True)),
+    )
+
+
+FAMILY = _family("qwen3_5", "Qwen3_5ForConditionalGeneration", qwen3_5_text.FAMILY)
+MOE_FAMILY = _family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", qwen3_5_moe_text.FAMILY)

@@ -1,0 +1,87 @@
+"""Qwen 3 VL: HF ``Qwen3VLForConditionalGeneration``: Qwen 3 with interleaved rotary positions and deepstack."""
+
+from dataclasses import replace
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates import qwen3
+from mca_models.templates.config_table import ConfigTable
+from mca_models.templates.family import Family
+from mca_models.templates.qwen2_vl import VISUAL, patches
+from mca_models.templates.vision import Shapes, TextInside, VisionPart, as_modules, linear, norm, numbered
+from mca_models.templates.with_vision import with_vision
+
+SPELLINGS = (as_modules(VISUAL),)
+DEEPSTACK = "deepstack_visual_indexes"
+
+
+def deepstack(vision: JsonObject) -> int:
+    """How many inner layers of the vision model give features."""
+    return len(vision.get(DEEPSTACK, (8, 16, 24)))
+
+
+INSIDE = TextInside(text_model_type="", rope=((24, 20, 20), True), deepstack=deepstack)
+
+
+def without_window(config: ConfigTable) -> ConfigTable:
+    """A table of a text part whose layers all see everything, whatever the file says of windows."""
+    found = config.derive
+    return replace(config, derive=lambda hf: {**found(hf), "window_size": None, "layer_types": None})
+
+
+def text_family() -> Family:
+    """Qwen 3 as the text part."""
+    config = replace(
+        without_window(qwen3.CONFIG), defaults={"head_dim": 128, "rope_theta": 5e5, "num_key_value_heads": 32}
+    )
+    return replace(qwen3.FAMILY, model_type="qwen3_vl_text", config=config)
+
+
+def merger(name: str, width: int, merged: int, out: int) -> Shapes:
+    """What makes one token of several patches; the norm comes before or after."""
+    return {
+        **norm(f"{name}.norm", width),
+        **linear(f"{name}.linear_fc1", merged, merged),
+        **linear(f"{name}.linear_fc2", out, merged),
+    }
+
+
+def tower(config: McaModelConfig, stacked: int) -> Shapes:
+    """Every tensor of the vision model, with so many inner layers that give features."""
+    vision = {"patch_size": 16, **(config.vision or {})["vision_config"]}
+    width, inner = vision.get("hidden_size", 1152), vision.get("intermediate_size", 4304)
+    out, merged = vision.get("out_hidden_size", 3584), width * vision.get("spatial_merge_size", 2) ** 2
+    block = {
+        **norm("norm1", width),
+        **norm("norm2", width),
+        **linear("attn.qkv", 3 * width, width),
+        **linear("attn.proj", width, width),
+        **linear("mlp.linear_fc1", inner, width),
+        **linear("mlp.linear_fc2", width, inner),
+    }
+    return {
+        f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
+        f"{VISUAL}patch_embed.proj.bias": (width,),
+        f"{VISUAL}pos_embed.weight": (vision.get("num_position_embeddings", 2304), width),
+        **numbered(f"{VISUAL}blocks", vision.get("depth", 27), block),
+        **merger(f"{VISUAL}merger", width, merged, out),
+        **numbered(f"{VISUAL}deepstack_merger_list", stacked, _unnamed(merger("", merged, merged, out))),
+    }
+
+
+def _unnamed(shapes: Shapes) -> Shapes:
+    return {name.removeprefix("."): shape for name, shape in shapes.items()}
+
+
+def tensors(config: McaModelConfig) -> Shapes:
+    """Every tensor of the vision model."""
+    return tower(config, config.deepstack_layers)
+
+
+FAMILY = with_vision(
+    "qwen3_vl",
+    "Qwen3VLForConditionalGeneration",
+    {"qwen3_vl_text": text_family()},
+    VisionPart(tensors=tensors, spellings=SPELLINGS),
+    INSIDE,
+)

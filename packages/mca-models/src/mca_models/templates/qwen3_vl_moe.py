@@ -1,0 +1,56 @@
+"""Qwen 3 VL with experts: HF ``Qwen3VLMoeForConditionalGeneration``.
+
+Published files have a layer's experts in one tensor as ``[experts, in, out]``, transformers 5 saves them as
+``[experts, out, in]`` under the same names: only the shape tells.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import Values
+from mca_models.templates import qwen3_moe
+from mca_models.templates.config_table import HfConfig, dense_fields
+from mca_models.templates.family import Family
+from mca_models.templates.moe import TRANSPOSED, expert_fields
+from mca_models.templates.names import FUSED
+from mca_models.templates.qwen3_vl import INSIDE, SPELLINGS, tensors, without_window
+from mca_models.templates.shapes import Shape
+from mca_models.templates.vision import VisionPart
+from mca_models.templates.with_vision import with_vision
+
+
+def derive(hf: HfConfig) -> dict[str, object]:
+    """As Qwen 3's, with weights that are always normalised; experts lie as in published files."""
+    extra = {"fused_experts": True, TRANSPOSED: True}
+    return {**qwen3_moe.sparse_layers({**hf, "norm_topk_prob": True}), "extra": extra}
+
+
+def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
+    """Whether experts lie in one tensor, and which way."""
+    stacked = [name for name in names if FUSED in name and name.endswith("down_proj")]
+    shape = next((shapes[name] for name in stacked if name in shapes), ())
+    turned = not shape or shape[1] == config.moe_ffn_hidden_size != config.hidden_size
+    return {"fused_experts": bool(stacked), TRANSPOSED: turned}
+
+
+def text_family() -> Family:
+    """Qwen 3 with experts as the text part."""
+    table = replace(
+        qwen3_moe.CONFIG,
+        fields=(*dense_fields(), *expert_fields(count="num_experts", default=60)),
+        defaults={"rope_theta": 5e5, "num_key_value_heads": 16, "num_experts_per_tok": 4},
+        derive=derive,
+    )
+    return replace(
+        qwen3_moe.FAMILY, model_type="qwen3_vl_moe_text", config=without_window(table), found=found
+    )
+
+
+FAMILY = with_vision(
+    "qwen3_vl_moe",
+    "Qwen3VLMoeForConditionalGeneration",
+    {"qwen3_vl_moe_text": text_family()},
+    VisionPart(tensors=tensors, spellings=SPELLINGS),
+    INSIDE,
+)

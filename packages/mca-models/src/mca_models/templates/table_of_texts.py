@@ -1,0 +1,57 @@
+"""The configuration of families whose text part may be of several families.
+
+How one such file is nested is known to `vision`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from mca_config.errors import HfConfigError
+from mca_config.model_config import McaModelConfig
+from mca_models.templates.config_table import ConfigTable, Field, HfConfig
+
+
+@dataclass(frozen=True)
+class TableOfTexts:
+    """A ``ConfigTable`` whose text part may be of several families.
+
+    Args:
+        tables: By HF's ``model_type`` of that part.
+    """
+
+    tables: Mapping[str, ConfigTable]
+
+    @cached_property
+    def _first(self) -> ConfigTable:
+        return next(iter(self.tables.values()))
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Those of the first text family."""
+        return self._first.fields
+
+    @property
+    def config_class(self) -> type[McaModelConfig]:
+        """All text families have the same."""
+        return self._first.config_class
+
+    def to_mca(self, hf: HfConfig) -> McaModelConfig:
+        """See ``ConfigTable``."""
+        return self._of(hf).to_mca(hf)
+
+    def to_hf(self, config: McaModelConfig, architecture: str) -> HfConfig:
+        """See ``ConfigTable``."""
+        return self.tables[config.text_model_type or ""].to_hf(config, architecture)
+
+    def _of(self, hf: HfConfig) -> ConfigTable:
+        if len(self.tables) == 1:
+            return self._first
+        text = hf.get("text_config")
+        kind = str(text.get("model_type") if isinstance(text, dict) else None)
+        if kind not in self.tables:
+            raise HfConfigError(
+                f"config.json: text_config is of model_type {kind!r:.80}; supported in a {hf['model_type']} model: "
+                f"{', '.join(self.tables)}"
+            )
+        return self.tables[kind]

@@ -1,0 +1,57 @@
+"""Families with a vision model, made of the families of their text part.
+
+The vision models themselves are in the families' own files.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates.config_table import ConfigTable
+from mca_models.templates.family import Family
+from mca_models.templates.table_of_texts import TableOfTexts
+from mca_models.templates.vision import TextInside, VisionPart
+from mca_models.weights import Param
+
+
+def with_vision(
+    model_type: str, architecture: str, texts: Mapping[str, Family], vision: VisionPart, inside: TextInside
+) -> Family:
+    """A family of text and vision.
+
+    Args:
+        model_type: HF's name of the family.
+        architecture: The HF class.
+        texts: The families of its text part, by HF's ``model_type`` of that part.
+        vision: Its vision model.
+        inside: How its ``config.json`` holds that of the text part; the ``model_type`` is filled in.
+    """
+    tables = {
+        kind: replace(_table_of(text), nesting=replace(inside, text_model_type=kind))
+        for kind, text in texts.items()
+    }
+
+    def params(config: McaModelConfig) -> list[Param]:
+        text = texts[config.text_model_type or ""].params(config)
+        name = vision.spelling(config).of_text
+        spelled = [replace(param, hf=tuple(map(name, param.hf))) for param in text]
+        return [*vision.params(config), *spelled]
+
+    def ignored(config: McaModelConfig) -> frozenset[str]:
+        known = texts[config.text_model_type or ""].ignored_hf(config)
+        return frozenset(map(vision.spelling(config).of_text, known))
+
+    return Family(
+        model_type=model_type,
+        architecture=architecture,
+        config=TableOfTexts(tables),
+        params=params,
+        ignored_hf=ignored,
+        texts=texts,
+        vision=vision,
+    )
+
+
+def _table_of(text: Family) -> ConfigTable:
+    assert isinstance(text.config, ConfigTable), "a text part has no text part of its own"
+    return text.config

@@ -1,0 +1,249 @@
+"""Families with a vision model: every tensor and every key of ``config.json``, as transformers saves them."""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_hf
+import tiny_vision
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import FAMILIES, config_from_hf, config_to_hf, family_of
+from mca_models.templates.shapes import whole_shape
+from mca_models.weights import Stage
+
+CONFIGS = Path(__file__).parents[1] / "data/vision_configs"
+# billions of parameters
+PUBLISHED = {
+    "qwen2.5-vl-72b": 73.4,
+    "qwen3-vl-235b-a22b": 235.7,
+    "qwen3.5-397b-a17b": 396.8,
+    "glm-4.5v": 107.7,
+    "internvl3-78b": 78.4,
+    "gemma-3-27b": 27.4,
+    "mistral-small-3.2-24b": 24.0,
+}
+
+
+class Checkpoint:
+    """What transformers saved of one case, read once."""
+
+    def __init__(self, case: str, directory: Path) -> None:
+        self.case = case
+        self.path = tiny_vision.save(case, directory)
+        self.hf = tiny_hf.read_config(self.path)
+        self.tensors = load_file(self.path / "model.safetensors")
+        self.shapes = {name: tuple(x.shape) for name, x in self.tensors.items()}
+        self.family = family_of(self.hf["model_type"])
+        self.config = self.family.as_found(config_from_hf(self.hf), self.tensors.keys(), self.shapes)
+
+
+@pytest.fixture(scope="module", params=list(tiny_vision.CASES))
+def checkpoint(request: Any, tmp_path_factory: Any) -> Checkpoint:
+    return Checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_every_family_has_a_case() -> None:
+    kinds = {kind for kind, family in FAMILIES.items() if family.vision}
+    assert {model_type for model_type, *_ in tiny_vision.CASES.values()} == kinds
+
+
+def test_every_tensor_is_known_by_name_and_shape(checkpoint: Checkpoint) -> None:
+    assert checkpoint.family.hf_shapes(checkpoint.config) == checkpoint.shapes
+    names = [param.mca_name() for param in checkpoint.family.params(checkpoint.config)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_round_trip_is_bit_exact(checkpoint: Checkpoint, size: int) -> None:
+    for param in checkpoint.family.params(checkpoint.config):
+        source = [checkpoint.tensors[name] for name in param.hf_names()]
+        pieces = [param.to_mca(source, rank, size) for rank in range(size)]
+        assert tuple(param.to_whole(source).shape) == whole_shape(param, checkpoint.config)
+        for before, after in zip(source, param.to_hf(pieces), strict=True):
+            assert torch.equal(before[param.expert] if param.stacked else before, after), param.mca_name()
+
+
+def test_config_survives_both_ways(checkpoint: Checkpoint) -> None:
+    config = checkpoint.config
+    assert config_to_hf(config) == checkpoint.hf
+    assert McaModelConfig.from_json(config.to_json()) == config
+    cast = config_to_hf(replace(config, dtype="bfloat16", vocab_size=80))
+    parts = [cast, *(part for part in cast.values() if isinstance(part, dict))]
+    assert {part["dtype"] for part in parts if "dtype" in part} == {"bfloat16"}
+    assert cast["text_config"]["vocab_size"] == 80
+    assert config_from_hf(cast).dtype == "bfloat16"
+
+
+def test_a_config_json_made_from_scratch_means_the_same(checkpoint: Checkpoint) -> None:
+    config = config_from_hf(checkpoint.hf)
+    again = config_from_hf(config_to_hf(replace(config, hf_config={})))
+    beside = {"hf_config": {}, "vision": {}}
+    assert replace(again, **beside) == replace(config, **beside)
+
+
+def test_both_spellings_are_read_and_written(checkpoint: Checkpoint) -> None:
+    family, config = checkpoint.family, config_from_hf(checkpoint.hf)
+    assert family.vision is not None
+    for which in range(len(family.vision.spellings)):
+        spelled = replace(checkpoint.config, extra={**checkpoint.config.extra, "hf_spelling": which})
+        shapes = family.hf_shapes(spelled)
+        assert family.hf_shapes(family.as_found(config, shapes.keys(), shapes)) == shapes
+    modules = {name for name, _ in tiny_vision.model_of(checkpoint.case).named_parameters()}
+    named = {name for name in family.hf_shapes(family.as_modules(checkpoint.config)) if "experts" not in name}
+    assert named >= {name for name in modules if "experts" not in name}
+
+
+@pytest.mark.parametrize("kind", sorted(kind for kind, family in FAMILIES.items() if family.vision))
+@pytest.mark.parametrize("inner", [None, False, True])
+@pytest.mark.parametrize("outer", [None, False, True])
+def test_whether_the_head_is_tied_is_as_transformers_has_it(
+    kind: str, inner: bool | None, outer: bool | None
+) -> None:
+    case = next(case for case, (model_type, *_) in tiny_vision.CASES.items() if model_type == kind)
+    hf = tiny_vision.described(case, **said(inner))
+    hf = {key: value for key, value in hf.items() if key != "tie_word_embeddings"} | said(outer)
+    config = transformers.AutoConfig.for_model(**json.loads(json.dumps(hf)))
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    model.tie_weights()
+    tied = model.lm_head.weight is model.get_input_embeddings().weight
+    assert config_from_hf(hf).tie_word_embeddings is tied
+    assert config_from_hf(config.to_dict()).tie_word_embeddings is tied
+
+
+def said(tied: bool | None) -> dict[str, bool]:
+    return {} if tied is None else {"tie_word_embeddings": tied}
+
+
+def test_published_experts_lie_the_other_way(tmp_path: Path) -> None:
+    saved = Checkpoint("qwen3_vl_moe", tmp_path)
+    turned = {
+        name: x.transpose(1, 2).contiguous() if ".experts." in name else x
+        for name, x in saved.tensors.items()
+    }
+    shapes = {name: tuple(x.shape) for name, x in turned.items()}
+    found = saved.family.as_found(config_from_hf(saved.hf), turned.keys(), shapes)
+    assert saved.family.hf_shapes(found) == shapes
+    same = zip(saved.family.params(found), saved.family.params(saved.config), strict=True)
+    for published, own in same:
+        first = published.to_whole([turned[name] for name in published.hf_names()])
+        second = own.to_whole([saved.tensors[name] for name in own.hf_names()])
+        assert torch.equal(first, second), own.mca_name()
+
+
+def test_tensors_that_no_table_names_are_carried(tmp_path: Path, caplog: Any) -> None:
+    saved = Checkpoint("gemma3", tmp_path)
+    shapes = {**saved.shapes, "vision_tower.head.probe": (1, 1, 16)}
+    with caplog.at_level(logging.WARNING):
+        found = saved.family.as_found(config_from_hf(saved.hf), shapes.keys(), shapes)
+    assert "1 tensors of the vision model are not known (vision_tower.head.probe)" in caplog.text
+    again = McaModelConfig.from_json(found.to_json())
+    assert saved.family.hf_shapes(again) == shapes
+
+
+@pytest.mark.parametrize("case", ["qwen2_vl", "qwen2_5_vl"])
+def test_flat_configurations_mean_the_same(case: str) -> None:
+    """As published: the text part's keys beside the vision model's, and a type of rope of its own."""
+    hf = tiny_vision.described(case)
+    text = hf.pop("text_config")
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": text.pop("rope_parameters")["mrope_section"]}
+    flat = {**text, **hf, "rope_theta": 1e4, "torch_dtype": "bfloat16"}
+    read, nested = config_from_hf(flat), config_from_hf(tiny_vision.described(case))
+    beside = {"hf_config": {}, "dtype": "float32"}
+    assert replace(read, **beside) == replace(nested, **beside)
+    assert config_to_hf(read) == flat
+    assert config_to_hf(replace(read, vocab_size=80)) == {**flat, "vocab_size": 80}
+    theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(flat)))
+    assert theirs.text_config.rope_parameters["mrope_section"] == list(read.mrope_section or ())
+
+
+@pytest.mark.parametrize("kind", sorted(kind for kind, family in FAMILIES.items() if family.vision))
+def test_absent_keys_mean_what_transformers_says(kind: str) -> None:
+    text = (
+        {"model_type": "qwen2"}
+        if kind == "internvl"
+        else {"model_type": "mistral"}
+        if kind == "mistral3"
+        else {}
+    )
+    full = transformers.AutoConfig.for_model(kind, text_config=dict(text), vision_config={}).to_dict()
+    sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
+    sizes += (
+        "max_position_embeddings",
+        "moe_intermediate_size",
+        "num_experts_per_tok",
+        "shared_expert_intermediate_size",
+    )
+    least = {key: full["text_config"][key] for key in sizes if key in full["text_config"]}
+    bare = {"model_type": kind, "text_config": {**text, **least}, "vision_config": {}}
+    written, guessed = config_from_hf(full), config_from_hf(bare)
+    same: dict[str, Any] = {"hf_config": {}, "dtype": "float32", "vision": None, "extra": {}}
+    assert replace(guessed, **same) == replace(written, **same)
+    family = family_of(kind)
+    assert vision_shapes(guessed) == vision_shapes(written), family
+
+
+def vision_shapes(config: McaModelConfig) -> dict[str, tuple[int, ...]]:
+    params = family_of(config.model_type).params(config)
+    return {param.mca: whole_shape(param, config) for param in params if param.stage is Stage.VISION}
+
+
+def published() -> Iterator[str]:
+    yield from sorted(path.stem for path in CONFIGS.glob("*.json"))
+
+
+def test_every_published_config_is_checked() -> None:
+    assert set(published()) == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_transformers_tensors(name: str) -> None:
+    hf = json.loads((CONFIGS / f"{name}.json").read_text())
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(
+            transformers.AutoConfig.for_model(**json.loads(json.dumps(hf)))
+        )
+    expected = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    config, family = config_from_hf(hf), family_of(hf["model_type"])
+    found = family.as_found(replace(config, mtp_num_layers=0), expected.keys(), expected)
+    shapes = family.hf_shapes(found)
+    if config.tie_word_embeddings:
+        expected.pop("lm_head.weight", None)
+    assert shapes == expected
+    assert sum(map(prod, shapes.values())) / 1e9 == pytest.approx(PUBLISHED[name], abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        ("qwen3_vl", {"vision_config": None}, "'vision_config' must be an object"),
+        (
+            "internvl",
+            {"text_config": {"model_type": "phi3"}},
+            "text_config is of model_type 'phi3'; supported",
+        ),
+        (
+            "qwen2_vl",
+            {"text_config": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}},
+            "'rope_type' is 'dynamic' beside mrope_section",
+        ),
+    ],
+)
+def test_what_cannot_be_represented_is_refused_by_name(
+    case: str, change: dict[str, Any], message: str
+) -> None:
+    hf = tiny_vision.described(case)
+    for key, value in change.items():
+        hf[key] = {**hf[key], **value} if isinstance(value, dict) else value
+    with pytest.raises(McaError, match=message):
+        config_from_hf(hf)

@@ -1,0 +1,142 @@
+"""Tiny random HF checkpoints of every family with a vision model, made and saved by transformers itself."""
+
+from pathlib import Path
+from typing import Any
+
+import tiny_hf
+import torch
+import transformers
+
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_SIGLIP: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 16,
+}
+_QWEN: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+_DEEP = {**_QWEN, "deepstack_visual_indexes": [0, 1]}
+_WIDE = {"hidden_size": 64, "head_dim": 16}
+_IMAGE = {"image_token_id": 65, "video_token_id": 66, "vision_start_token_id": 67, "vision_end_token_id": 68}
+_SECTIONS = {**_ROPE, "mrope_section": [3, 3, 2]}
+_TURNS = {**_SECTIONS, "mrope_interleaved": True}
+_HALF = {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+
+Case = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
+# name -> (model_type, what differs from SIZE in the text part, the vision part, what stands beside them)
+CASES: dict[str, Case] = {
+    "qwen2_vl": (
+        "qwen2_vl",
+        {**_WIDE, "rope_parameters": _SECTIONS},
+        {"depth": 2, "embed_dim": 16, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
+        _IMAGE,
+    ),
+    "qwen2_5_vl": (
+        "qwen2_5_vl",
+        {**_WIDE, "rope_parameters": _SECTIONS},
+        {
+            **{key: value for key, value in _QWEN.items() if key != "num_position_embeddings"},
+            "depth": 2,
+            "out_hidden_size": 64,
+            "fullatt_block_indexes": [1],
+            "window_size": 16,
+        },
+        _IMAGE,
+    ),
+    "qwen3_vl": ("qwen3_vl", {"rope_parameters": _TURNS}, _DEEP, _IMAGE),
+    "qwen3_vl-tied": (
+        "qwen3_vl",
+        {"rope_parameters": _TURNS},
+        _DEEP,
+        {**_IMAGE, "tie_word_embeddings": True},
+    ),
+    "qwen3_vl_moe": ("qwen3_vl_moe", {**tiny_hf.EXPERTS, "rope_parameters": _TURNS}, _DEEP, _IMAGE),
+    "qwen3_5": ("qwen3_5", {**tiny_hf.DELTA_NET, "rope_parameters": _HALF}, _QWEN, _IMAGE),
+    "qwen3_5_moe": (
+        "qwen3_5_moe",
+        {**tiny_hf.EXPERTS, **tiny_hf.DELTA_NET, **tiny_hf.SHARED, "rope_parameters": _HALF},
+        _QWEN,
+        _IMAGE,
+    ),
+    "glm4v": (
+        "glm4v",
+        {**_WIDE, "rope_parameters": _HALF},
+        {**_SIGLIP, "out_hidden_size": 64},
+        {"image_token_id": 65, "video_token_id": 66},
+    ),
+    "glm4v_moe": (
+        "glm4v_moe",
+        {**tiny_hf.GROUPED, "rope_parameters": _HALF},
+        {**_SIGLIP, "out_hidden_size": 32, "attention_bias": True},
+        {"image_token_id": 65, "video_token_id": 66},
+    ),
+    "gemma3": (
+        "gemma3",
+        {"sliding_window": 8, "query_pre_attn_scalar": 24},
+        {**_SIGLIP, "vision_use_head": False},
+        {"mm_tokens_per_image": 4, "image_token_index": 65},
+    ),
+    "internvl": (
+        "internvl",
+        {"model_type": "qwen2", "head_dim": 8},
+        {**_SIGLIP, "patch_size": [4, 4], "image_size": [16, 16]},
+        {"image_seq_length": 4, "image_token_id": 65, "tie_word_embeddings": False},
+    ),
+    "internvl-qwen3_moe": (
+        "internvl",
+        {"model_type": "qwen3_moe", **tiny_hf.EXPERTS},
+        {
+            **_SIGLIP,
+            "patch_size": [4, 4],
+            "image_size": [16, 16],
+            "use_qk_norm": True,
+            "norm_type": "rms_norm",
+        },
+        {"image_seq_length": 4, "image_token_id": 65},
+    ),
+    "mistral3": (
+        "mistral3",
+        {"model_type": "mistral", "sliding_window": None},
+        {**_SIGLIP, "model_type": "pixtral", "head_dim": 8},
+        {"image_token_index": 65, "tie_word_embeddings": False},
+    ),
+}
+
+
+def described(case: str, **different: Any) -> dict[str, Any]:
+    """What ``config.json`` of ``case`` would say, its text part with what is ``different``."""
+    model_type, text, vision, beside = CASES[case]
+    return {
+        "model_type": model_type,
+        "text_config": {**tiny_hf.SIZE, **text, **different},
+        "vision_config": dict(vision),
+        **beside,
+    }
+
+
+def model_of(case: str, **different: Any) -> Any:
+    """The model of ``case`` in transformers; no weight is a constant."""
+    config = transformers.AutoConfig.for_model(**described(case, **different))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *tiny_hf.saved_buffers(model)]:
+            if tensor.dim() < 2 or tensor.min() == tensor.max():
+                tensor.add_(torch.randn_like(tensor) * 0.1)
+    return model
+
+
+def save(case: str, directory: Path, dtype: str = "float32", **different: Any) -> Path:
+    """Writes the checkpoint of ``case`` to ``directory``."""
+    model_of(case, **different).to(getattr(torch, dtype)).save_pretrained(directory)
+    return directory
