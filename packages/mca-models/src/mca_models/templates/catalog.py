@@ -65,11 +65,21 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     ),
     "qwen3_5_text": ("the same, dense, with other input projections", "our delta net"),
     "qwen3_5_moe_text": ("the same with experts", "our delta net"),
-    "qwen3_5": ("the text part; the vision model's tensors are left behind, with a warning", "our delta net"),
-    "qwen3_5_moe": (
-        "the text part; the vision model's tensors are left behind, with a warning",
-        "our delta net",
+    "glm4": ("norms before and after each block, partial rope in pairs of neighbours", "our norms"),
+    "qwen2_vl": ("`qwen2` with a vision model", "as of the text part"),
+    "qwen2_5_vl": ("`qwen2` with a vision model", "as of the text part"),
+    "qwen3_vl": ("`qwen3` with a vision model", "as of the text part"),
+    "qwen3_vl_moe": ("`qwen3_moe` with a vision model; experts stacked either way", "as of the text part"),
+    "qwen3_5": ("`qwen3_5_text` with a vision model", "as of the text part"),
+    "qwen3_5_moe": ("`qwen3_5_moe_text` with a vision model", "as of the text part"),
+    "glm4v": ("GLM 4.1V: `glm4` with a vision model", "as of the text part"),
+    "glm4v_moe": ("GLM 4.5V: `glm4_moe` with a vision model", "as of the text part"),
+    "gemma3": ("`gemma3_text` with a vision model", "as of the text part"),
+    "internvl": (
+        "InternVL 3 in HF's format: `qwen2`, `qwen3`, `qwen3_moe`, `llama` or `gpt_oss` with a vision model",
+        "as of the text part",
     ),
+    "mistral3": ("`mistral` with a vision model", "as of the text part"),
 }
 """What sets a family apart, and whose layers compute it."""
 
@@ -85,7 +95,6 @@ _REASONS: Mapping[str, Sequence[str]] = {
             "flint",
             "gemma",
             "glm",
-            "glm4",
             "granite_swa",
             "granitemoe",
             "granitemoe_swa",
@@ -135,7 +144,6 @@ _REASONS: Mapping[str, Sequence[str]] = {
             "dots3_note",
             "emu3",
             "fuyu",
-            "gemma3",
             "gemma3n",
             "gemma4",
             "gemma4_unified",

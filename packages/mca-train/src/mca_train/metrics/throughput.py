@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_models.weights import Param
+from mca_models.weights import Param, Stage
 from mca_train import groups
 from mca_train.groups import Ranks
 from mca_train.metrics.meter import LossReport
@@ -72,7 +72,7 @@ class ModelFlops:
         per_token, depth = 0.0, config.mtp_num_layers or 0
         for param in params_of(config):
             shape, name = shape_of(param, config), param.mca_name()
-            if len(shape) < 2 or name.startswith("embedding."):
+            if len(shape) < 2 or name.startswith("embedding.") or param.stage is Stage.VISION:
                 continue
             times = 1 + depth * (name == "output_layer.weight")
             passes = 6 if trained is None or name in trained else 4

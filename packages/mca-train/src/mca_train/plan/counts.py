@@ -133,4 +133,4 @@ def _stages(place: Place, kind: Kind, plan: PipelinePlan) -> tuple[int, ...]:
         return plan.embedding_ranks
     if kind.tied and plan.last.pp in plan.embedding_ranks:
         return ()
-    return ({"first": plan.first, "norm": plan.final_norm, "last": plan.last}[name].pp,)
+    return ({"first": plan.first, "vision": plan.first, "norm": plan.final_norm, "last": plan.last}[name].pp,)

@@ -4,6 +4,7 @@ Its parameters have the names of transformers' modules below ``vision_model.``. 
 not known here.
 """
 
+import copy
 from collections.abc import Mapping
 
 import torch
@@ -30,7 +31,7 @@ def vision_model(config: McaModelConfig, dtype: torch.dtype) -> HfModel:
     import transformers
     from transformers.initialization import no_init_weights
 
-    described = transformers.AutoConfig.for_model(**without_text(config_to_hf(config)))
+    described = transformers.AutoConfig.for_model(**copy.deepcopy(without_text(config_to_hf(config))))
     with no_init_weights():
         model: HfModel = transformers.AutoModel.from_config(described, dtype=dtype)
     del model.language_model

@@ -1,0 +1,80 @@
+"""Models with a vision part, trained on text alone: the text computes as in transformers, the vision part stays."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_vision
+import torch
+
+import reference  # noqa: F401 (finds tiny_vision)
+from harness import run_ranks
+from layouts import EVERY, arguments, world_size
+from mca_convert.cli import main as convert
+from test_factory_checkpoints import tensors_of
+from test_gradient_parity import TOLERANCE
+
+pytestmark = pytest.mark.ranks
+
+CASES = tuple(tiny_vision.CASES)
+SPARSE = tuple(case for case in CASES if "moe" in case)
+LAYOUTS = ("tp2pp2vpp2", "pp2", "tp2sp", "cp2", "tp1")
+GRID = [
+    (case, layout)
+    for row, case in enumerate(CASES)
+    for column, layout in enumerate(("tp2ep2etp1", *LAYOUTS[1:]) if case in SPARSE else LAYOUTS)
+    if EVERY or (row + column) % 5 == 0
+]
+
+
+def carried(work: list[tuple[Path, torch.Tensor, torch.Tensor, str]], folder: Path) -> list[float]:
+    """The largest differences of logits; writes each model in both formats. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+
+    found = []
+    for path, input_ids, logits, layout in work:
+        model = AutoModel.from_pretrained(path, arguments(layout))
+        tower = [each for item, each in model.held() if item.param.mca.startswith("vision_model.")]
+        assert not any(tensor.requires_grad for tensor in tower)
+        found.append(float((model.logits(input_ids) - logits).abs().max()))
+        model.save_pretrained_as_hf(folder / f"{path.name}-{layout}-hf")
+        model.save_pretrained(folder / f"{path.name}-{layout}-mca")
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, str], float]]:
+    folder = tmp_path_factory.mktemp("carried")
+    input_ids = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(0))
+    work: dict[str, tuple[Path, torch.Tensor, torch.Tensor]] = {}
+    for case in CASES:
+        model = tiny_vision.model_of(case).eval()
+        model.save_pretrained(folder / case)
+        with torch.no_grad():
+            work[case] = folder / case, input_ids, model(input_ids=input_ids, use_cache=False).logits
+    differences = {}
+    for size in (1, 2, 4):
+        mine = [(case, layout) for case, layout in GRID if world_size(layout) == size]
+        each_rank = run_ranks(size, carried, [(*work[case], layout) for case, layout in mine], folder)
+        differences |= {
+            pair: max(found) for pair, found in zip(mine, zip(*each_rank, strict=True), strict=True)
+        }
+    return folder, differences
+
+
+@pytest.mark.parametrize("case,layout", GRID)
+def test_text_computes_the_same_and_everything_is_exported(
+    case: str, layout: str, found: Any, tmp_path: Path
+) -> None:
+    folder, differences = found
+    assert differences[case, layout] < TOLERANCE
+    assert tensors_of(folder / f"{case}-{layout}-hf") == tensors_of(folder / case)
+    written = json.loads((folder / f"{case}-{layout}-hf/config.json").read_text())
+    assert written == json.loads((folder / case / "config.json").read_text())
+    sizes = arguments(layout).layout()
+    flags = [f"--{name}={size}" for name, size in asdict(sizes).items() if type(size) is int]
+    converted = tmp_path / "converted"
+    assert convert([f"--checkpoint_path={folder / case}", f"--output_path={converted}", *flags]) == 0
+    assert tensors_of(converted) == tensors_of(folder / f"{case}-{layout}-mca")

@@ -1,0 +1,150 @@
+"""Families with a vision model: all of it goes both ways, with what a processor needs beside it."""
+
+import json
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_vision
+import torch
+from files import LAYOUT, assert_same_tensors, bits, hf_tensors
+from quantise import fp8_copy
+from safetensors.torch import load_file, save_file
+
+from mca_config.checks import check_layout
+from mca_config.layout import ParallelLayout
+from mca_config.model_config import McaModelConfig
+from mca_convert.cli import main
+from mca_models.templates import family_of
+
+CASES = sorted(tiny_vision.CASES)
+LAYOUTS = ({"tp": 2, "pp": 2, "vpp": 2}, {"pp": 4}, {"tp": 4}, {"tp": 2, "pp": 3, "first": 2})
+MOE = ({"ep": 2, "pp": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"tp": 2, "pp": 2, "vpp": 2, "ep": 4, "etp": 2})
+EVERY = bool(os.environ.get("MCA_EVERY_LAYOUT"))
+PROCESSOR = (
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *("chat_template.json", "chat_template.jinja"),
+)
+CONFIGS = Path(__file__).parents[2] / "mca-models/tests/data/vision_configs"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory):
+    made: dict[str, Path] = {}
+
+    def get(case: str) -> Path:
+        if case not in made:
+            made[case] = tiny_vision.save(case, tmp_path_factory.mktemp(case), "bfloat16")
+            for name in PROCESSOR:
+                (made[case] / name).write_text(json.dumps({"of": name}))
+        return made[case]
+
+    return get
+
+
+def sizes(layout: dict) -> ParallelLayout:
+    return ParallelLayout(**{LAYOUT[key]: size for key, size in layout.items()})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_everything_goes_both_ways_on_every_layout(case: str, saved, convert) -> None:
+    source = saved(case)
+    hf = json.loads((source / "config.json").read_text())
+    sparse = any("experts" in name for name in hf_tensors(source))
+    config = McaModelConfig.load(convert(source, "any"))
+    layouts = [each for each in LAYOUTS + (MOE if sparse else ()) if not check_layout(config, sizes(each))]
+    first = CASES.index(case)
+    chosen = layouts if EVERY else [layouts[first % len(layouts)], layouts[-1]]
+    before: Path | None = None
+    for number, layout in enumerate(chosen):
+        mca = convert(before or source, f"mca{number}", *(["--to=mca"] if before else []), **layout)
+        back = convert(mca, f"hf{number}")
+        assert_same_tensors(source, back)
+        assert json.loads((back / "config.json").read_text()) == hf
+        assert all((back / name).read_text() == (source / name).read_text() for name in PROCESSOR)
+        assert main(["verify", str(source), str(mca)]) == 0
+        before = mca if not {"first", "vpp"} & layout.keys() else None
+
+
+def test_a_checkpoint_of_any_spelling_is_the_same_model(saved, convert, tmp_path: Path) -> None:
+    source = saved("gemma3")
+    config = McaModelConfig.load(convert(source, "mca"))
+    family = family_of("gemma3")
+    tensors = load_file(source / "model.safetensors")
+    for which in range(len(family.vision.spellings)):
+        spelled = replace(config, extra={**config.extra, "hf_spelling": which})
+        names = zip(family.params(config), family.params(spelled), strict=True)
+        pairs = {own: its for a, b in names for own, its in zip(a.hf_names(), b.hf_names(), strict=True)}
+        other = tmp_path / f"spelled{which}"
+        shutil.copytree(source, other)
+        save_file(
+            {pairs[name]: x for name, x in tensors.items()}, other / "model.safetensors", {"format": "pt"}
+        )
+        back = convert(convert(other, f"mca{which}", tp=2), f"hf{which}")
+        assert_same_tensors(other, back)
+        assert main(["verify", str(source), str(back)]) == 0
+
+
+def test_what_is_missing_or_damaged_is_told(saved, tmp_path: Path, capsys) -> None:
+    source = saved("qwen2_5_vl")
+    tensors = load_file(source / "model.safetensors")
+    for name, change, message in (
+        ("visual.blocks.1.norm2.weight", None, "1 missing tensor (visual.blocks.1.norm2.weight)"),
+        ("visual.merger.mlp.0.bias", torch.zeros(3), "visual.merger.mlp.0.bias has shape [3], expected [64]"),
+    ):
+        broken = tmp_path / name
+        shutil.copytree(source, broken)
+        changed = {key: x for key, x in tensors.items() if key != name} | (
+            {} if change is None else {name: change}
+        )
+        save_file(changed, broken / "model.safetensors", {"format": "pt"})
+        assert main([f"--checkpoint_path={broken}", f"--output_path={tmp_path / 'out'}"]) == 1
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", ["qwen3_vl_moe", "mistral3"])
+def test_a_cast_reaches_both_parts(case: str, saved, convert) -> None:
+    back = convert(convert(saved(case), "mca", "--fp32", tp=2), "hf")
+    for name, tensor in hf_tensors(saved(case)).items():
+        assert torch.equal(tensor.float(), hf_tensors(back)[name]), name
+    config = json.loads((back / "config.json").read_text())
+    assert {part.get("dtype") for part in (config, config["text_config"], config["vision_config"])} <= {
+        "float32",
+        None,
+    }
+
+
+def test_fp8_is_read_beside_a_vision_model(saved, convert, tmp_path: Path) -> None:
+    plain = fp8_copy(saved("qwen3_vl"), tmp_path / "fp8")
+    back = hf_tensors(convert(convert(tmp_path / "fp8", "mca", "--fp32", tp=2, pp=2), "hf"))
+    assert back.keys() == plain.keys()
+    for name, tensor in plain.items():
+        assert torch.equal(bits(back[name]), bits(tensor.float())), name
+
+
+def test_inspect_tells_both_parts(saved, convert, capsys) -> None:
+    for path in (saved("qwen3_vl"), convert(saved("qwen3_vl"), "mca", tp=2)):
+        capsys.readouterr()
+        assert main(["inspect", str(path), "--json"]) == 0
+        facts = json.loads(capsys.readouterr().out)["facts"]
+        tower = sum(x.numel() for name, x in hf_tensors(saved("qwen3_vl")).items() if ".visual." in name)
+        assert facts["vision parameters"] == tower
+        assert facts["text part"] == "qwen3_vl_text"
+        assert "depth 3, hidden_size 16" in facts["vision part"]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
+def test_published_models_plan_from_config_json_alone(name: str, tmp_path: Path, capsys) -> None:
+    source = tmp_path / "hf"
+    source.mkdir()
+    shutil.copy(CONFIGS / f"{name}.json", source / "config.json")
+    began = time.process_time()
+    flags = ["--tensor_model_parallel_size=2", "--pipeline_model_parallel_size=2", "--json"]
+    assert main(["plan", "--checkpoint_path", str(source), *flags]) == 0
+    assert time.process_time() - began < 10
+    plan = json.loads(capsys.readouterr().out)
+    assert not plan["refusals"] and len(plan["stages"]) == 2
+    assert plan["parameters"] > 2e10
