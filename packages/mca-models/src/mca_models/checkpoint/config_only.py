@@ -26,7 +26,7 @@ from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import Part, checked_parts, shapes_of_parts
 from mca_models.templates import config_from_hf, family_of
 from mca_models.templates.shapes import whole_shape
-from mca_models.weights import Param, Stage
+from mca_models.weights import Param
 
 
 class ConfigOnlySource(HfParts):
@@ -82,15 +82,6 @@ class ConfigOnlySource(HfParts):
         """Nothing is stored twice."""
 
 
-<<<<<<< HEAD
-=======
-def _is_linear(param: Param, whole: Shape) -> bool:
-    """Whether a method of quantisation takes ``param`` for the weight of a linear."""
-    left_out = param.vocab or param.stage is Stage.VISION or param.mca.endswith(_NEVER_QUANTISED)
-    return len(whole) == 2 and not left_out
-
-
->>>>>>> 0f91c51 (mca-models: families with a vision model are carried whole; glm4)
 def _with_dtype(config: McaModelConfig, code: str) -> McaModelConfig:
     names: JsonObject = {"dtype": DTYPE_NAMES[code]}
     return replace(config, **names)

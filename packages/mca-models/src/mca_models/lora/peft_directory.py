@@ -27,11 +27,8 @@ from mca_models.storage.dtypes import code_of
 from mca_models.storage.safetensors import plan_file, read_header
 from mca_models.storage.source import require_same_names
 from mca_models.storage.writer import SafetensorsWriter
-<<<<<<< HEAD
-from mca_models.torch_checkpoint.hf_bin import tensors_of
-=======
 from mca_models.templates import family_of
->>>>>>> 0f91c51 (mca-models: families with a vision model are carried whole; glm4)
+from mca_models.torch_checkpoint.hf_bin import tensors_of
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
 

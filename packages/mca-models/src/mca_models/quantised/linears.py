@@ -4,11 +4,12 @@ How they are quantised is said elsewhere.
 """
 
 from mca_models.storage.runs import Shape
-from mca_models.weights import Param
+from mca_models.weights import Param, Stage
 
 _NEVER_QUANTISED = ("router.weight", "shared_experts.gate_weight", "eh_proj.weight")
 
 
 def is_linear(param: Param, whole: Shape) -> bool:
     """Whether a method of quantisation takes ``param``, whose whole shape is ``whole``, for the weight of a linear."""
-    return len(whole) == 2 and not param.vocab and not param.mca.endswith(_NEVER_QUANTISED)
+    left_out = param.vocab or param.stage is Stage.VISION or param.mca.endswith(_NEVER_QUANTISED)
+    return len(whole) == 2 and not left_out
