@@ -3,7 +3,7 @@
 It holds what the factory made and hands its methods on; it computes nothing itself.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -29,6 +29,7 @@ from mca_models.megatron.state.export import (
     each_tensor,
     export_buckets,
 )
+from mca_models.megatron.state.load import Weight, load_weights
 from mca_models.megatron.state.save import save_hf, save_mca
 from mca_models.megatron.state.torch_dist import PendingSave, save_torch_dist
 from mca_models.megatron.types import MegatronConfig
@@ -200,6 +201,21 @@ class VirtualModels(torch.nn.Module):
     ) -> Iterator[WeightBucket]:
         """`export_weights` in whole buckets, for transports that want one buffer; collective."""
         return export_buckets(self, Wanted(to, bucket_bytes, dtype, fp8))
+
+    def load_weights(self, weights: Iterable[Weight]) -> None:
+        """Sets all weights to Hugging Face tensors, as `export_weights` yields them, in any order; collective.
+
+        Every rank is given all tensors and keeps what it needs of each at once. A tensor may also come in pieces:
+        ``(name, rows, first row)``. Tied tensors may come once or under both names. After an error the model has some
+        of the new weights. A trainer's optimizer must be told: ``trainer.engine.optimizer.reload_model_params()``.
+
+        Args:
+            weights: Names and tensors, of any floating type and on any device.
+
+        Raises:
+            McaError: Names are missing or too many, a shape differs, or a rank failed; all ranks raise.
+        """
+        load_weights(self, weights)
 
     def save_pretrained_as_hf(
         self, directory: str | Path, *, overwrite: bool = False, max_shard_bytes: int | None = None

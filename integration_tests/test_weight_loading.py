@@ -1,0 +1,128 @@
+"""A live model takes Hugging Face tensors in any order and in pieces: all of them, or one error on every rank."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from harness import run_ranks
+from layouts import EVERY, arguments, world_size
+from mca_config.errors import McaError
+from reference import FAMILY_CASES, make_reference
+
+pytestmark = pytest.mark.ranks
+
+LAYOUTS = ("tp2pp2sp", "tp2pp2vpp2sp", "tp2ep2etp1dp2sp")
+SAMPLE = (
+    ("qwen3-tied", "tp2pp2vpp2sp"),
+    ("qwen3_moe", "tp2ep2etp1dp2sp"),
+    ("gpt_oss", "ep2pp2"),
+    ("deepseek_v3", "tp2pp2sp"),
+    ("qwen3_next", "tp2pp2sp"),
+)
+ROWS = "model.layers.0.mlp.up_proj.weight"
+GRID = [(case, layout) for case in FAMILY_CASES for layout in LAYOUTS] if EVERY else list(SAMPLE)
+
+
+def in_disorder(tensors: dict[str, torch.Tensor]) -> Iterator[Any]:
+    """Each tensor whole, or its rows in up to three pieces, all in a random order."""
+    draw = random.Random(5)
+    pieces: list[Any] = []
+    for name, tensor in tensors.items():
+        if draw.random() < 0.5:
+            pieces.append((name, tensor))
+            continue
+        step = -(-len(tensor) // 3)
+        pieces += [(name, tensor[row : row + step], row) for row in range(0, len(tensor), step)]
+    draw.shuffle(pieces)
+    for name, tensor, *start in pieces:
+        lent = tensor.clone()
+        yield (name, lent, *start)
+        lent.fill_(float("nan"))  # the sender's buffer is used again
+
+
+def load_all(pairs: list[tuple[Path, str]]) -> int:
+    """Loads each checkpoint's tensors over other weights, and compares the pieces. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+
+    checked = 0
+    for path, layout in pairs:
+        try:
+            models = AutoModel.from_pretrained(path, arguments(layout))
+        except McaError:
+            assert EVERY
+            continue
+        before = [tensor.clone() for _, tensor in models.held()]
+        with torch.no_grad():
+            for _, tensor in models.held():
+                tensor.fill_(7.0)
+        models.load_weights(in_disorder(load_file(path / "model.safetensors")))
+        for (item, tensor), wanted in zip(models.held(), before, strict=True):
+            assert torch.equal(tensor, wanted), (path.name, layout, item.live)
+        checked += 1
+    return checked
+
+
+def test_any_order_and_pieces_give_the_same_weights(tmp_path: Path) -> None:
+    groups: dict[int, list[tuple[Path, str]]] = {}
+    for case, layout in GRID:
+        path = make_reference(case, tmp_path).path
+        groups.setdefault(world_size(layout), []).append((path, layout))
+    for size, pairs in groups.items():
+        assert run_ranks(size, load_all, pairs, timeout=3000 if EVERY else 120)[0] > len(pairs) // 2
+
+
+def spoil(path: Path) -> dict[str, str]:
+    """What each way to give wrong weights is answered with. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+
+    models = AutoModel.from_pretrained(path, arguments("tp2"))
+    tensors = load_file(path / "model.safetensors")
+    embedding, norm, rank = (
+        tensors["model.embed_tokens.weight"],
+        "model.norm.weight",
+        torch.distributed.get_rank(),
+    )
+
+    def failing() -> Iterator[Any]:
+        yield from list(tensors.items())[: 3 if rank else None]
+        if rank:
+            raise ConnectionError("the sender is gone")
+
+    said = {}
+    for key, weights in {
+        "missing": {name: t for name, t in tensors.items() if name != norm}.items(),
+        "unexpected": [*tensors.items(), ("model.layers.9.mlp.up_proj.weight", embedding)],
+        "shape": {**tensors, norm: embedding}.items(),
+        "twice": [*tensors.items(), (norm, tensors[norm])],
+        "rows missing": [*((n, t) for n, t in tensors.items() if n != ROWS), (ROWS, tensors[ROWS][:4], 0)],
+        "rows beyond": [*((n, t) for n, t in tensors.items() if n != ROWS), (ROWS, tensors[ROWS], 1)],
+        "tied": [*tensors.items(), ("lm_head.weight", embedding)],
+        "tied otherwise": [("lm_head.weight", embedding + 1), *tensors.items()],
+        "a rank": failing(),
+    }.items():
+        try:
+            models.load_weights(weights)
+        except McaError as error:
+            said[key] = str(error)
+    return said
+
+
+def test_what_is_wrong_is_told_at_once_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(2, spoil, make_reference("qwen3-tied", tmp_path).path)
+    rank, weights = "rank {} could not load the weights: ", "the weights: "
+    assert first == second
+    assert {key: text.removeprefix(rank.format(0)).removeprefix(weights) for key, text in first.items()} == {
+        "missing": "1 missing tensor (model.norm.weight)",
+        "unexpected": "1 unexpected tensor (model.layers.9.mlp.up_proj.weight)",
+        "shape": "model.norm.weight has shape [70, 32], expected [32]",
+        "twice": "model.norm.weight came twice",
+        "rows missing": f"1 missing tensor ({ROWS})",
+        "rows beyond": f"{ROWS} has shape [48, 32] from row 1 on, expected [48, 32]",
+        "tied otherwise": "model.embed_tokens.weight differs from the tensor that it is tied to",
+        "a rank": rank.format(1) + "ConnectionError: the sender is gone",
+    }
