@@ -1,4 +1,4 @@
-"""Keeps the multi-process tests of a module in one xdist worker: they share its process groups and models.
+"""Keeps the tests of a module in one xdist worker: they share its process groups, models and fixtures.
 
 The workers take the groups in the order of collection, so the longest modules come first (`_LONGEST`), and no worker
 is left alone with one at the end. ``pytest -m fork`` chooses what depends on Megatron's version.
@@ -41,13 +41,18 @@ _LONGEST = (
     "test_lora_gradients",
     "test_dry_run",
     "test_factory_torch_dist",
+    "test_round_trip",
+    "test_adapters",
+    "test_platform",
 )
-"""Modules that fork ranks, those that last longest first; all others last less than twenty seconds each."""
+"""Modules, those that last longest first; all others last less than twenty seconds each."""
 _ASK_LITTLE_OF_MEGATRON = (
-    "test_harness",
+    "test_factory_loading",
     "test_factory_memory",
     "test_file_faults",
+    "test_harness",
     "test_lora",
+    "test_lora_gradients",
     "test_train_cli",
     "test_train_distrust",
     "test_train_dpo",
@@ -63,18 +68,17 @@ _ASK_LITTLE_OF_MEGATRON = (
     "test_train_watch",
     "test_workers",
 )
-"""Modules that fork ranks and that the second fork need not run: no code of theirs depends on Megatron's version."""
+"""Modules that fork ranks, and that the second fork leaves out: others run what they use of Megatron."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives the tests marked `ranks` of a module one group; skips what the chosen device is not for."""
+    """Gives the tests of a module one group; skips what the chosen device is not for."""
     items.sort(key=_turn)  # a stable sort
     for item in items:
-        if item.get_closest_marker("ranks"):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-            if item.path.stem not in _ASK_LITTLE_OF_MEGATRON:
-                item.add_marker(pytest.mark.fork)
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        if item.get_closest_marker("ranks") and item.path.stem not in _ASK_LITTLE_OF_MEGATRON:
+            item.add_marker(pytest.mark.fork)
         for mark, (skipped, reason) in _OTHER.items():
             if skipped and item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
@@ -82,6 +86,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _turn(item: pytest.Item) -> int:
     """The longest modules first, then the others that fork ranks, then what takes milliseconds."""
-    if not item.get_closest_marker("ranks"):
-        return len(_LONGEST) + 1
-    return _LONGEST.index(item.path.stem) if item.path.stem in _LONGEST else len(_LONGEST)
+    if item.path.stem in _LONGEST:
+        return _LONGEST.index(item.path.stem)
+    return len(_LONGEST) + (item.get_closest_marker("ranks") is None)

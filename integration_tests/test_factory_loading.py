@@ -34,7 +34,7 @@ def reading(paths: list[Path], layout: str) -> list[float]:
     return shares
 
 
-@pytest.mark.parametrize("case", ["qwen3-tied", "qwen3_moe"])
+@pytest.mark.parametrize("case", sample(["qwen3-tied", "qwen3_moe"], "qwen3_moe"))
 def test_a_rank_reads_what_it_holds(case: str, tmp_path: Path) -> None:
     reference = make_reference(case, tmp_path)
     run_ranks(4, load_and_save, reference.path, tmp_path)
@@ -108,7 +108,7 @@ def grow(reference: Reference, layout: str, folder: Path, size: int) -> torch.Te
     return logits
 
 
-@pytest.mark.parametrize("case", sample(["llama", "qwen3-tied", "qwen3_moe"], "qwen3-tied", "qwen3_moe"))
+@pytest.mark.parametrize("case", sample(["llama", "qwen3-tied", "qwen3_moe"], "qwen3-tied"))
 def test_a_vocabulary_grows_alike_on_every_layout(case: str, tmp_path: Path) -> None:
     import transformers
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness import run_ranks
-from layouts import Pair, arguments, world_size
+from layouts import EVERY, Pair, arguments, world_size
 from reference import Reference, make_reference
 
 pytestmark = pytest.mark.ranks
@@ -79,6 +79,8 @@ def compare_all(references: list[Reference], layouts: list[str]) -> dict[Pair, t
 def test_packed_equals_separate(size: int, tmp_path: Path) -> None:
     references = [make_reference(case, tmp_path) for case in CASES]
     layouts = [layout for layout in LAYOUTS if world_size(layout) == size]
+    if size == 4 and not EVERY:
+        references = references[1:3]
     for of_rank in run_ranks(size, compare_all, references, layouts):
         for pair, found in of_rank.items():
             assert max(found) <= 1e-4, pair

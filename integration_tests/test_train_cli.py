@@ -151,17 +151,17 @@ def test_a_damaged_model_is_one_line(folder):
     assert "Traceback" not in done.stderr
 
 
-def interrupted_after(log: Path) -> None:
-    """Sends SIGINT to this process once something is logged."""
+def signalled_after(log: Path, name: str) -> None:
+    """Sends the signal ``name`` to this process once something is logged."""
     me = os.getpid()
-    wait = f"while kill -0 {me} && [ ! -s {log} ]; do sleep 0.2; done; kill -INT {me}"
+    wait = f"while kill -0 {me} && [ ! -s {log} ]; do sleep 0.2; done; kill -{name} {me}"
     subprocess.Popen(["sh", "-c", wait], stderr=subprocess.DEVNULL)
 
 
 def test_interrupting_ends_every_rank(folder):
     command = config(folder, "long", local_ranks=2, max_steps=100000)
     log = folder / "long" / "train_log.jsonl"
-    assert forked_cli.launched(command, before=lambda: interrupted_after(log)).returncode == 130
+    assert forked_cli.launched(command, before=lambda: signalled_after(log, "INT")).returncode == 130
 
 
 def waited_for(log: Path, process: "subprocess.Popen[str]") -> None:
@@ -201,16 +201,12 @@ def free_port() -> int:
 
 def test_sigterm_to_the_launcher_saves_and_resumes(folder):
     command = config(folder, "stopped", local_ranks=2, max_steps=100000)
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
     output = folder / "stopped"
-    waited_for(output / "train_log.jsonl", process)
-    process.send_signal(signal.SIGTERM)
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr
+    log = output / "train_log.jsonl"
+    done = forked_cli.launched(command, before=lambda: signalled_after(log, "TERM"))
+    assert done.returncode == 0, done.stderr
     (saved,) = output.glob("checkpoint-*")
-    assert saved.name in stdout
+    assert saved.name in done.stdout
     step = int(saved.name.split("-")[1])
     done = forked_cli.launched([*command, "--resume_from_checkpoint", "auto", "--max_steps", str(step + 2)])
     assert done.returncode == 0, done.stderr

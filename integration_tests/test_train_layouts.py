@@ -17,7 +17,6 @@ SAMPLE = (
     "dense/dp2-zero-reduce-gather",
     "dense/tp2-sp-cp2",
     "dense/dp2-pp2-vpp2-zero-reduce-gather",
-    "packed/cp2",
     "moe/cp2",
     "moe/ep2-zero-reduce-gather",
 )

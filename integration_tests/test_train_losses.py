@@ -120,7 +120,12 @@ CHUNKED = {
         },
     ),
 }
-TIED = WHOLE | {"gradient_accumulation_steps": 8, "count": 8, "label_smoothing_factor": 0.1}
+TIED = WHOLE | {
+    "max_steps": 2,
+    "gradient_accumulation_steps": 8,
+    "count": 8,
+    "label_smoothing_factor": 0.1,
+}
 
 
 def chunked_losses(checkpoint: Path, output: Path, **changes: Any) -> dict[str, list[float]]:

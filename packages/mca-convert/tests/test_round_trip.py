@@ -1,6 +1,7 @@
 """HF -> MCA -> HF gives every tensor back bit for bit, and any layout equals any other."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -33,6 +34,7 @@ EXPERTS = [
     {"tp": 2, "pp": 2, "vpp": 2, "ep": 4, "etp": 2},
 ]
 DTYPES = ("float32", "bfloat16", "float16")
+EVERY = bool(os.environ.get("MCA_EVERY_LAYOUT"))
 
 
 def trainable(case: str, layout: dict) -> dict:
@@ -42,11 +44,13 @@ def trainable(case: str, layout: dict) -> dict:
 
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_round_trip_is_bit_exact_on_every_layout(case: str, tiny, convert, tmp_path: Path) -> None:
-    """Every family meets every layout that it can be trained in, and every dtype, and every layout every dtype."""
+    """Every family meets every third layout that it can be trained in, and every layout every third family."""
     config = McaModelConfig.load(convert(tiny(case), "any"))
     offset = sorted(CASES).index(case)
     for number, layout in enumerate(DENSE + (EXPERTS if config.num_moe_experts else [])):
-        source = tiny(case, DTYPES[(number + offset) % len(DTYPES)])
+        if (number + offset) % 3 and not EVERY:
+            continue
+        source = tiny(case, DTYPES[(number + offset // 3) % len(DTYPES)])
         layout = trainable(case, layout)
         if check_layout(config, ParallelLayout(**{LAYOUT[key]: size for key, size in layout.items()})):
             target = tmp_path / f"refused{number}"
