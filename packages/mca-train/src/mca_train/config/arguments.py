@@ -5,6 +5,7 @@ what one kind of run alone understands stands in its file in ``tasks``.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
@@ -25,7 +26,10 @@ class DataArguments:
     )
     train_file: list[str] = field(
         default_factory=list,
-        metadata={"help": "Training file(s): .jsonl, .json, .parquet or .txt. Several are concatenated."},
+        metadata={
+            "help": "Training file(s): .jsonl or .json (also .gz, .bz2, .xz, .zst), .parquet, .arrow or .txt, on disk "
+            "or at an address (s3://...). Several are concatenated."
+        },
     )
     eval_file: list[str] = field(default_factory=list, metadata={"help": "Evaluation file(s), same formats."})
     seq_length: int = field(
@@ -43,6 +47,9 @@ class DataArguments:
         metadata={"help": "Column with the tools that a chat template is told of (sft, dpo)."},
     )
     messages_column: str = field(default="messages", metadata={"help": "Column with chat messages (sft)."})
+    data_format: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = field(
+        default=None, metadata={"help": "Shape of the rows (sft, dpo); None: found by their columns."}
+    )
     max_train_samples: int | None = field(
         default=None, metadata={"help": "Rows of the training files to use; None: all."}
     )

@@ -14,6 +14,7 @@ from mca_config.types import Values
 from mca_train.config.arguments import DataArguments, PairArguments
 from mca_train.data.chat import marks_answers
 from mca_train.data.file_rows import FileRows, Row
+from mca_train.data.formats import COLUMNS
 from mca_train.data.token_dataset import IGNORED, Sample
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ def surely_answered(tokenizer: "PreTrainedTokenizerBase", arguments: DataArgumen
     length = arguments.seq_length
 
     def is_sure(row: Row) -> bool:
+        if arguments.data_format or COLUMNS & row.keys():
+            return False  # of another shape, or of several
         messages, completion = row.get(arguments.messages_column), row.get(arguments.completion_column)
         if messages is not None:
             return not marked and _fits_answer(messages, row.get(arguments.tools_column), length)
@@ -125,6 +128,8 @@ def surely_compared(arguments: PairArguments) -> Callable[[Row], bool]:
     names = (arguments.prompt_column, arguments.chosen_column, arguments.rejected_column)
 
     def is_sure(row: Row) -> bool:
+        if arguments.data_format or COLUMNS & row.keys():
+            return False
         texts = [row.get(name) for name in names]
         return all(isinstance(text, str) for text in texts) and _fits(str(texts[0]), arguments.seq_length)
 

@@ -7,6 +7,7 @@ in `preferences`, with the same functions.
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from mca_config.errors import McaError, UsageError
@@ -14,6 +15,7 @@ from mca_config.types import Values
 from mca_train.config.arguments import DataArguments
 from mca_train.data.chat import Message, Tools, tokenize_chat
 from mca_train.data.files import require_column
+from mca_train.data.formats import converted
 from mca_train.data.long_texts import LONG, all_ids, head_encoding
 
 if TYPE_CHECKING:
@@ -67,25 +69,29 @@ def warn_truncated(is_cut: Iterable[bool], length: int, key: str) -> None:
 def row_encoder(
     names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments, key: str
 ) -> RowEncoder:
-    """The encoder of rows with one answer, by the columns that they have."""
-    length = arguments.seq_length
-    if (messages := arguments.messages_column) in names:
+    """The encoder of rows with one answer, by the columns that they have, or the format that is named."""
+    length, named = arguments.seq_length, arguments.data_format
+    if (other := converted(names, arguments)) is not None:
+        encode = row_encoder(other.names, tokenizer, replace(arguments, data_format=None), key)
+        return lambda row: encode(other.convert(row))
+    if named in (None, "messages") and (messages := arguments.messages_column) in names:
         return lambda row: [
             tokenize_chat(
                 tokenizer, check_messages(row[messages]), tools=tools_of(row, arguments), length=length
             )
         ]
     prompt, completion = arguments.prompt_column, arguments.completion_column
-    if {prompt, completion} <= set(names):
+    if named in (None, "prompt_completion") and {prompt, completion} <= set(names):
         return lambda row: [
             tokenize_answer(tokenizer, row[prompt], row[completion], length, tools_of(row, arguments))
         ]
-    if (column := arguments.text_column) in names:
+    if named in (None, "text") and (column := arguments.text_column) in names:
         return lambda row: [tokenize_answer(tokenizer, "", require_text(row[column], column), length)]
     raise UsageError(
-        f"{key}: columns {', '.join(names)}; expected '{arguments.messages_column}', "
-        f"'{arguments.prompt_column}' with '{arguments.completion_column}', or '{arguments.text_column}' "
-        "(set messages_column, prompt_column, completion_column or text_column)"
+        f"{key}: columns {', '.join(names)}{f' of data_format {named}' if named else ''}; expected "
+        f"'{arguments.messages_column}', '{arguments.prompt_column}' with '{arguments.completion_column}', "
+        f"'{arguments.text_column}', 'conversations', or 'instruction' with 'output' (set messages_column, prompt_column, "
+        "completion_column or text_column)"
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from mca_config.errors import McaError, UsageError
 from mca_config.types import JsonObject
 from mca_train.config.arguments import DataArguments
+from mca_train.data.formats import COLUMNS
 
 if TYPE_CHECKING:
     import datasets
@@ -21,6 +22,7 @@ Rows = TypeVar("Rows", "datasets.Dataset", "datasets.IterableDataset")
 """Rows in memory, or rows that are read as they are iterated."""
 _DEEPEST = 256
 _MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 
 
@@ -49,7 +51,7 @@ def load_rows(
     import datasets
 
     datasets.disable_progress_bars()
-    parts = [_load_file(Path(file), key) for file in files]
+    parts = [_load_file(file, key) for file in files]
     if not any(map(len, parts)):
         raise McaError(f"{key}: {', '.join(files)} has no rows")
     for file, part in zip(files, parts, strict=True):
@@ -60,7 +62,7 @@ def load_rows(
 
 def column_names(arguments: DataArguments) -> set[str]:
     """The columns that samples may be made of."""
-    return {value for name, value in vars(arguments).items() if name.endswith("_column")}
+    return COLUMNS | {value for name, value in vars(arguments).items() if name.endswith("_column")}
 
 
 def joined(parts: Sequence[Rows], files: Sequence[str], key: str, arguments: DataArguments) -> Rows:
@@ -97,54 +99,75 @@ def require_column(names: Sequence[str], column: str | None, where: str) -> None
         raise UsageError(f"{where}: no column '{column}' (columns: {', '.join(names)}); set text_column")
 
 
-def check_file(path: Path, key: str) -> tuple[str, JsonObject]:
-    """The reader of ``datasets`` for ``path``, and its options.
+def check_file(file: str, key: str) -> tuple[str, JsonObject]:
+    """The reader of ``datasets`` for ``file``, and its options.
 
     Raises:
-        McaError: The file is missing, empty, or of another type.
+        McaError: The file is missing, empty, or of another type. What stands at an address is not looked for.
     """
+    if not is_address(file):
+        _require_there(Path(file), key)
+    reader = _READERS.get(_suffix(file))
+    if reader is None:
+        raise McaError(
+            f"{key}: {file} ends in '{Path(file).suffix}'; expected one of {', '.join(_READERS)}, or one of these and "
+            f"{', '.join(_COMPRESSED)}"
+        )
+    return reader, {"sample_by": "document"} if reader == "text" else {}
+
+
+def is_address(file: str) -> bool:
+    """Whether ``file`` is one that ``fsspec`` opens: ``s3://``, ``gs://``, ``hf://``, ``https://``, ..."""
+    return "://" in file
+
+
+def _require_there(path: Path, key: str) -> None:
     if path.is_dir():
         raise McaError(f"{key}: {path} is a directory; name its files")
     if not path.is_file():
         raise McaError(f"{key}: file {path} does not exist")
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
-        raise McaError(f"{key}: {path} ends in '{path.suffix}'; expected one of {', '.join(_READERS)}")
-    if path.stat().st_size == 0:
+    if path.stat().st_size == 0 and _suffix(str(path)) in _READERS:
         raise McaError(f"{key}: {path} is empty")
-    return reader, {"sample_by": "document"} if reader == "text" else {}
+
+
+def _suffix(file: str) -> str:
+    """How the name ends before the mark of compression."""
+    path = Path(file.lower())
+    return path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
 
 
 def reader_of(file: str) -> str:
     """How ``file`` is read, by its name."""
-    return _READERS[Path(file).suffix.lower()]
+    return _READERS.get(_suffix(file), "a dataset")
 
 
-def _load_file(path: Path, key: str) -> "datasets.Dataset":
+def _load_file(file: str, key: str) -> "datasets.Dataset":
     import datasets
 
-    reader, options = check_file(path, key)
+    reader, options = check_file(file, key)
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of files that cannot be read, twice
-    with named(key, str(path), reader):
-        require_shallow(path, key)
-        return datasets.load_dataset(reader, data_files=str(path), split="train", **options)
+    with named(key, file, reader):
+        require_shallow(file, key)
+        return datasets.load_dataset(reader, data_files=file, split="train", **options)
 
 
-def require_shallow(path: Path, key: str, limit: int | None = None) -> None:
+def require_shallow(file: str, key: str, limit: int | None = None) -> None:
     """Refuses JSON that is nested so deeply that readers overflow their stack, which ends the process.
 
     Raises:
         McaError: A row within the first ``limit`` bytes is.
     """
-    if path.suffix.lower() not in (".json", ".jsonl"):
+    if _suffix(file) not in (".json", ".jsonl"):
         return
-    with path.open("rb") as file:
-        for number, line in enumerate(file):
+    import fsspec
+
+    with fsspec.open(file, "rb", compression="infer") as stream:
+        for number, line in enumerate(stream):
             if line.count(b"[") + line.count(b"{") > _DEEPEST and _depth(line) > _DEEPEST:
                 raise McaError(
-                    f"{key}: {path}, row {number}: nested more than {_DEEPEST} deep; leave the row out"
+                    f"{key}: {file}, row {number}: nested more than {_DEEPEST} deep; leave the row out"
                 )
-            if limit is not None and file.tell() > limit:
+            if limit is not None and stream.tell() > limit:
                 return
 
 

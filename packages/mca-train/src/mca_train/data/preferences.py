@@ -4,6 +4,7 @@ What is learnt from a pair is in `losses.preference`.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from mca_config.types import Values
 from mca_train.config.arguments import PairArguments
 from mca_train.data.chat import Message
 from mca_train.data.encoding import Encoded, RowEncoder, check_messages, tokenize_answer, tools_of
+from mca_train.data.formats import converted
 from mca_train.data.token_dataset import Sample, TokenDataset
 
 if TYPE_CHECKING:
@@ -53,6 +55,9 @@ def pair_encoder(
     names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: PairArguments, key: str
 ) -> RowEncoder:
     """The encoder of rows with a chosen and a rejected answer, in this order."""
+    if (other := converted(names, arguments, pairs=True)) is not None:
+        inner = pair_encoder(other.names, tokenizer, replace(arguments, data_format=None), key)
+        return lambda row: inner(other.convert(row))
     for name in ("chosen_column", "rejected_column"):
         column = getattr(arguments, name)
         if column not in names:

@@ -6,7 +6,6 @@ The order of the rows is that of `file_rows`. How ranks share the samples is dec
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -136,9 +135,9 @@ def _parts(
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of files that cannot be read, twice
     parts, names = [], {}
     for file in files:
-        reader, options = check_file(Path(file), key)
+        reader, options = check_file(file, key)
         with named(key, file, reader):
-            require_shallow(Path(file), key, _LOOKED_AT)
+            require_shallow(file, key, _LOOKED_AT)
             part = datasets.load_dataset(
                 reader, data_files=str(file), split="train", streaming=True, **options
             )

@@ -149,7 +149,7 @@ def _training_files(settings: Settings) -> Iterator[str]:
         yield "train_file is not set"
     for key, files in (("train_file", data.train_file), ("eval_file", data.eval_file)):
         for file in files:
-            yield from _messages(check_file, Path(file), key)
+            yield from _messages(check_file, file, key)
 
 
 def _directories(settings: Settings) -> Iterator[str]:

@@ -1,0 +1,133 @@
+"""Rows in other programs' shapes become rows with the columns that are trained on here: Alpaca's and ShareGPT's.
+
+    alpaca      instruction, input, output (or chosen, rejected); also system, history
+    sharegpt    conversations of {"from": "human" | "gpt" | ..., "value": text}; also system, tools, chosen, rejected
+
+OpenAI's messages with tools and TRL's shapes are read as they are. What a row means is decided in `encoding`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mca_config.errors import McaError
+from mca_config.types import JsonObject, Values
+from mca_train.config.arguments import DataArguments
+
+COLUMNS = frozenset(
+    {"instruction", "input", "output", "history", "system", "conversations", "conversation", "tools"}
+)
+"""Columns that these shapes are made of."""
+
+_ROLES: Mapping[str, str] = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+    "system": "system",
+}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Rows of another shape.
+
+    Args:
+        names: The columns that they have once they are converted.
+        convert: Makes a row with these columns.
+    """
+
+    names: tuple[str, ...]
+    convert: Callable[[Values], JsonObject]
+
+
+def converted(names: Sequence[str], arguments: DataArguments, *, pairs: bool = False) -> Converted | None:
+    """How rows with the columns ``names`` are converted; None: they are as they should be.
+
+    ``data_format`` decides, or without it the columns: what can be read as it is, is.
+
+    Args:
+        names: Of the file.
+        arguments: Columns, and the format if it is named.
+        pairs: Whether a row has two answers.
+    """
+    named, known = arguments.data_format, set(names)
+    if named in ("messages", "prompt_completion", "text"):
+        return None
+    own = {arguments.messages_column} & known or {arguments.prompt_column} & known
+    answers = ("chosen", "rejected") if pairs else ("output",)
+    if named == "alpaca" or (named is None and not own and {"instruction", *answers} <= known):
+        return _of_alpaca(arguments, pairs=pairs)
+    column = next((name for name in ("conversations", "conversation") if name in known), None)
+    if named == "sharegpt" or (named is None and not own and column is not None):
+        return _of_sharegpt(column or "conversations", arguments, pairs=pairs)
+    return None
+
+
+def _of_alpaca(arguments: DataArguments, *, pairs: bool) -> Converted:
+    def asked(row: Values) -> list[JsonObject]:
+        turns = [_turn("system", row["system"])] if row.get("system") else []
+        for question, answer in row.get("history") or []:
+            turns += [_turn("user", question), _turn("assistant", answer)]
+        parts = [row.get("instruction"), row.get("input")]
+        return [*turns, _turn("user", "\n".join(str(part) for part in parts if part))]
+
+    if pairs:
+        return _pairs(arguments, lambda row: (asked(row), _said(row["chosen"]), _said(row["rejected"])))
+    column = arguments.messages_column
+    return Converted((column,), lambda row: {column: [*asked(row), _turn("assistant", row.get("output"))]})
+
+
+def _of_sharegpt(column: str, arguments: DataArguments, *, pairs: bool) -> Converted:
+    def turns(row: Values) -> list[JsonObject]:
+        found = [_turn("system", row["system"])] if row.get("system") else []
+        return [*found, *map(_shared, _listed(row.get(column), column))]
+
+    if pairs:
+        return _pairs(arguments, lambda row: (turns(row), _said(row["chosen"]), _said(row["rejected"])))
+    messages, tools = arguments.messages_column, arguments.tools_column
+    return Converted((messages, tools), lambda row: {messages: turns(row), tools: row.get("tools")})
+
+
+def _pairs(
+    arguments: DataArguments,
+    split: Callable[[Values], tuple[list[JsonObject], list[JsonObject], list[JsonObject]]],
+) -> Converted:
+    names = tuple(getattr(arguments, f"{name}_column") for name in ("prompt", "chosen", "rejected"))
+    tools = arguments.tools_column
+    return Converted(
+        (*names, tools), lambda row: {**dict(zip(names, split(row), strict=True)), tools: row.get("tools")}
+    )
+
+
+def _turn(role: str, content: object) -> JsonObject:
+    return {"role": role, "content": content}
+
+
+def _said(answer: object) -> list[JsonObject]:
+    """An answer, as text, as one turn or as several."""
+    if isinstance(answer, str):
+        return [_turn("assistant", answer)]
+    return [_shared(answer)] if isinstance(answer, dict) else [*map(_shared, _listed(answer, "the answer"))]
+
+
+def _listed(turns: object, column: str) -> list[object]:
+    if not isinstance(turns, list):
+        raise McaError(f"{column} is {turns!r:.80}; expected a list of turns")
+    return turns
+
+
+def _shared(turn: object) -> JsonObject:
+    """A turn with ``from`` and ``value``; one that has a role already stays as it is."""
+    if isinstance(turn, dict) and isinstance(turn.get("role"), str):
+        return turn
+    if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
+        raise McaError(f"a turn is {turn!r:.80}; expected 'from' and 'value', or 'role' and 'content'")
+    role = _ROLES.get(str(turn["from"]))
+    if role is None:
+        raise McaError(f"a turn is from {turn['from']!r:.40}; expected one of {', '.join(_ROLES)}")
+    return _turn(role, turn["value"])

@@ -1,0 +1,136 @@
+"""Rows in other programs' shapes train on what the same conversation as messages trains on."""
+
+import json
+
+import datasets
+import fsspec
+import pytest
+from tokenizers_for_tests import REASONING, byte_tokenizer
+
+from mca_config.errors import McaError
+from mca_train.config.arguments import PairArguments
+from mca_train.tasks.load import load_stream, load_tokenized
+from mca_train.tasks.table import TASKS
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def turns(*texts):
+    roles = ("user", "assistant") * len(texts)
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+
+
+def shared(*texts):
+    roles = ("human", "gpt") * len(texts)
+    return [{"from": role, "value": text} for role, text in zip(roles, texts, strict=False)]
+
+
+SYSTEM = {"role": "system", "content": "be kind"}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+SAME = {
+    "alpaca": ({"instruction": "say", "input": "hi", "output": "hi"}, {"messages": turns("say\nhi", "hi")}),
+    "alpaca-history": (
+        {"instruction": "c", "output": "d", "system": "be kind", "history": [["a", "b"]]},
+        {"messages": [SYSTEM, *turns("a", "b", "c", "d")]},
+    ),
+    "sharegpt": ({"conversations": shared("a", "b", "c", "d")}, {"messages": turns("a", "b", "c", "d")}),
+    "sharegpt-tools": (
+        {"conversations": shared("a", "b"), "system": "be kind", "tools": json.dumps(TOOLS)},
+        {"messages": [SYSTEM, *turns("a", "b")], "tools": TOOLS},
+    ),
+    "sharegpt-roles": ({"conversation": turns("a", "b")}, {"messages": turns("a", "b")}),
+}
+SAME_PAIRS = {
+    "alpaca": (
+        {"instruction": "a", "input": "", "chosen": "b", "rejected": "c"},
+        {"prompt": turns("a"), "chosen": turns("", "b")[1:], "rejected": turns("", "c")[1:]},
+    ),
+    "sharegpt": (
+        {"conversations": shared("a"), "chosen": shared("", "b")[1], "rejected": shared("", "c")[1]},
+        {"prompt": turns("a"), "chosen": turns("", "b")[1:], "rejected": turns("", "c")[1:]},
+    ),
+}
+
+
+def written(path, row):
+    path.write_text(json.dumps(row) + "\n")
+    return [str(path)]
+
+
+def samples(kind, path, row, *, stream=False, **changes):
+    arguments = PairArguments(model_name_or_path="m", seq_length=256, **changes)
+    load = (lambda *some: load_stream(*some, seed=None)) if stream else load_tokenized
+    found = load(TASKS[kind], written(path, row), byte_tokenizer(REASONING), arguments)
+    return [{name: values.tolist() for name, values in sample.items()} for sample in found]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("case", SAME)
+def test_a_shape_is_found_by_its_columns(case, stream, tmp_path):
+    given, plain = SAME[case]
+    found = samples("sft", tmp_path / "given.jsonl", given, stream=stream)
+    assert found == samples("sft", tmp_path / "plain.jsonl", plain)
+    assert any(label != -100 for label in found[0]["labels"])
+
+
+@pytest.mark.parametrize("case", SAME_PAIRS)
+def test_pairs_too(case, tmp_path):
+    given, plain = SAME_PAIRS[case]
+    found = samples("dpo", tmp_path / "given.jsonl", given)
+    assert found == samples("dpo", tmp_path / "plain.jsonl", plain)
+
+
+def test_a_shape_that_is_named_wins_over_columns(tmp_path):
+    row = SAME["alpaca"][0] | {"messages": turns("x", "y"), "text": "z"}
+    named = samples("sft", tmp_path / "a.jsonl", row, data_format="alpaca")
+    assert named == samples("sft", tmp_path / "b.jsonl", SAME["alpaca"][0])
+    assert samples("sft", tmp_path / "c.jsonl", row) == samples(
+        "sft", tmp_path / "d.jsonl", {"messages": turns("x", "y")}
+    )
+    text = samples("sft", tmp_path / "e.jsonl", row, data_format="text")
+    assert text == samples("sft", tmp_path / "f.jsonl", {"text": "z"})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"conversations": [{"from": "bird", "value": "x"}]},
+            "row 0: a turn is from 'bird'; expected one of human",
+        ),
+        ({"conversations": [{"who": "x"}]}, "row 0: a turn is {'who': 'x'}; expected 'from' and 'value'"),
+        ({"conversations": "x"}, "row 0: conversations is 'x'; expected a list of turns"),
+        ({"instruction": "a", "output": None}, "no content or tool_calls"),
+        ({"question": "a"}, "columns question; expected 'messages'"),
+    ],
+)
+def test_what_is_of_no_shape_is_one_line(row, message, tmp_path):
+    with pytest.raises(McaError, match=message.replace("{", r"\{").replace("'", ".")):
+        samples("sft", tmp_path / "a.jsonl", row)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz"])
+def test_compressed_files_and_addresses_are_read_as_plain_ones(ending, stream, tmp_path):
+    given, plain = SAME["sharegpt"]
+    expected = samples("sft", tmp_path / "plain.jsonl", plain)
+    file = tmp_path / f"given.jsonl{ending}"
+    with fsspec.open(str(file), "wt", compression="infer") as opened:
+        opened.write(json.dumps(given) + "\n")
+    arguments = PairArguments(model_name_or_path="m", seq_length=256)
+    load = (lambda *some: load_stream(*some, seed=None)) if stream else load_tokenized
+    for name in (str(file), f"file://{file}"):
+        (found,) = load(TASKS["sft"], [name], byte_tokenizer(REASONING), arguments)
+        assert {key: values.tolist() for key, values in found.items()} == expected[0]
+
+
+def test_deeply_nested_json_is_refused_in_a_compressed_file_too(tmp_path):
+    file = tmp_path / "deep.jsonl.gz"
+    with fsspec.open(str(file), "wt", compression="infer") as opened:
+        opened.write('{"text": ' + "[" * 999 + "]" * 999 + "}\n")
+    arguments = PairArguments(model_name_or_path="m")
+    with pytest.raises(McaError, match="row 0: nested more than 256 deep"):
+        load_tokenized(TASKS["sft"], [str(file)], byte_tokenizer(), arguments)
