@@ -100,7 +100,7 @@ def test_configuration_files_are_accepted(page, tmp_path, monkeypatch):
     assert files
     for text in files:
         (tmp_path / "run.yaml").write_text(text)
-        kind = text[2:].partition(".")[0]
+        kind = text[2:].partition(".")[0].replace("mixture", "sft")
         values, where = given_values(tmp_path / "run.yaml", ["--output_dir", str(tmp_path / "runs")])
         settings = settings_of(TASKS[kind], values, where)
-        assert settings.data.train_file
+        assert settings.data.train_file or settings.data.datasets

@@ -15,6 +15,7 @@ from mca_train.tasks.table import TASKS
 _HELP = """\
 usage: {usage}
        mca-train plan [KIND] CONFIG.yaml [--key value ...]
+       mca-train data [KIND] CONFIG.yaml [--key value ...]
        mca-train init KIND MODEL [FILE]
        mca-train schema [KIND]
        mca-train completion bash|zsh|fish
@@ -26,6 +27,7 @@ and data parallel ranks. Starts its own local ranks, unless torchrun did.
   plan       says what a run would need (ranks, layers, parameters, memory, bubble, batch); needs no GPU;
              --gpus N plans for N ranks, --device h100-80|h200|b200|gib:N marks what does not fit there,
              --dry_run runs one step by the real engine, without memory and ranks; --json prints one object
+  data       shows what a model would see: counts, lengths, fill, samples with their targets, rows left out
   init       writes a commented configuration of a kind for a model, to the screen or to a new FILE
   schema     prints the JSON schema of a configuration, by which editors complete and check it
   completion prints a script that completes words: eval "$(mca-train completion bash)"
@@ -64,7 +66,7 @@ run.yaml:
 
 
 def _commands() -> tuple[str, ...]:
-    return (*TASKS, "plan", "init", "schema", "completion")
+    return (*TASKS, "plan", "data", "init", "schema", "completion")
 
 
 def _help() -> str:
@@ -123,7 +125,7 @@ def _run(words: list[str]) -> int:
     words, kind = words[1:], TASKS.get(command)
     if command in ("init", "schema", "completion"):
         return _about_keys(command, words)
-    if command == "plan" and words[:1] and words[0] in TASKS:
+    if command in ("plan", "data") and words[:1] and words[0] in TASKS:
         words, kind = words[1:], TASKS[words[0]]
     if not words or words[0].startswith("-"):
         raise UsageError(f"mca-train {command} needs a configuration file: mca-train {command} CONFIG.yaml")
@@ -132,6 +134,10 @@ def _run(words: list[str]) -> int:
 
     if command == "plan" or not started_by_launcher():
         one_thread_until_forked()  # before torch is imported below
+    if command == "data":
+        from mca_train.run.showing import print_data
+
+        return print_data(kind, config, overrides)
     if command == "plan" or kind is None:
         from mca_train.run.planning import print_plan
 

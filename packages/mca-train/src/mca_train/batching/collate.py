@@ -1,7 +1,7 @@
 """Samples to the tensors of a training step: padded, shifted, and sliced for context parallelism."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
 import torch
@@ -98,6 +98,7 @@ class StepCollator:
         groups = [samples[start : start + size] for start in range(0, len(samples), size)]
         flat = [_sequences(group) for group in groups]
         made, lengths = self._packed(flat) if self.packed else self._padded(flat)
+        made = tuple(_with_sources(batch, group) for batch, group in zip(made, flat, strict=True))
         return StepBatch(
             micro_batches=made,
             seq_length=made[0].input_ids.shape[1] * self.context_parallel_size,
@@ -199,6 +200,13 @@ class StepCollator:
 
     def _slice(self, whole: Tensor) -> Tensor:
         return take(whole, 1, self.context_parallel_rank, self.context_parallel_size).contiguous()
+
+
+def _with_sources(batch: MicroBatch, sequences: Sequences) -> MicroBatch:
+    """``batch`` with the source of each sequence, if the dataset is a mixture."""
+    if not all("source" in sequence for sequence, _ in sequences):
+        return batch
+    return replace(batch, sources=torch.stack([sequence["source"] for sequence, _ in sequences]))
 
 
 def _sequences(samples: Sequence[tuple[Sample, bool]]) -> Sequences:

@@ -30,6 +30,8 @@ class MicroBatch:
     of a sample that does not count."""
     cu_seqlens: Tensor | None = None
     """Packed sequences: where each begins in the whole pack, and its end, ``[sequences + 1]`` int32."""
+    sources: Tensor | None = None
+    """``[sequences]``: of a mixture, which source each sequence is from."""
     max_seqlen: int = 0
     """Tokens of the longest packed sequence, padding included."""
 

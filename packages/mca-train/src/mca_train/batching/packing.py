@@ -174,8 +174,9 @@ def sequences_of(sample: Sample) -> list[Sample]:
     if isinstance(sample, list):
         return [sequence for item in sample for sequence in sequences_of(item)]
     if "chosen_input_ids" in sample:
+        source = {"source": sample["source"]} if "source" in sample else {}
         return [
-            {name: sample[f"{side}_{name}"] for name in ("input_ids", "labels")}
+            {name: sample[f"{side}_{name}"] for name in ("input_ids", "labels")} | source
             for side in ("chosen", "rejected")
         ]
     return [sample]

@@ -5,7 +5,7 @@ what one kind of run alone understands stands in its file in ``tasks``.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
@@ -29,6 +29,13 @@ class DataArguments:
         metadata={
             "help": "Training file(s): .jsonl or .json (also .gz, .bz2, .xz, .zst), .parquet, .arrow or .txt, on disk "
             "or at an address (s3://...). Several are concatenated."
+        },
+    )
+    datasets: list[dict[str, Any]] = field(
+        default_factory=list,
+        metadata={
+            "help": "Several sources instead of train_file, a mapping each: path (file, directory or dataset of the "
+            "Hub), name, split, subset, revision, columns, data_format, weight, max_samples."
         },
     )
     eval_file: list[str] = field(default_factory=list, metadata={"help": "Evaluation file(s), same formats."})

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 def contradictions(settings: Settings) -> Iterator[str]:
     """What is wrong with a run whatever it trains."""
     values, training, data = settings.values, settings.training, settings.data
+    if data.datasets and data.train_file:
+        yield "train_file and datasets are both set; name the file as an entry of datasets, or remove one"
+    if data.datasets and data.streaming:
+        yield "streaming reads train_file, not datasets; remove one of the two"
+    if data.datasets and data.max_train_samples is not None:
+        yield "max_train_samples is for train_file; set max_samples in the entries of datasets"
     if data.streaming and training.max_steps <= 0:
         yield "streaming needs max_steps: a stream has no length"
     if values.get("do_train", True) is not True and not training.do_train:

@@ -90,8 +90,8 @@ def row_encoder(
     raise UsageError(
         f"{key}: columns {', '.join(names)}{f' of data_format {named}' if named else ''}; expected "
         f"'{arguments.messages_column}', '{arguments.prompt_column}' with '{arguments.completion_column}', "
-        f"'{arguments.text_column}', 'conversations', or 'instruction' with 'output' (set messages_column, prompt_column, "
-        "completion_column or text_column)"
+        f"'{arguments.text_column}', 'conversations', or 'instruction' with 'output' (set messages_column, "
+        "prompt_column, completion_column or text_column)"
     )
 
 

@@ -99,7 +99,7 @@ def check(
 
     platform.prepare()  # before anything below imports Megatron
     impossible = [*contradictions(settings), *task.problems(settings), *_metric(task, settings)]
-    missing = [*_training_files(settings), *_directories(settings), *_output_dir(settings), *_start(settings)]
+    missing = [*data_problems(settings), *_directories(settings), *_output_dir(settings), *_start(settings)]
     missing += _packages(settings)
     run = None
     try:
@@ -141,12 +141,15 @@ def _architecture(run: Run) -> list[str]:
     return list(run.task.problems_in_megatron(run.settings, megatron))
 
 
-def _training_files(settings: Settings) -> Iterator[str]:
+def data_problems(settings: Settings) -> Iterator[str]:
+    """Files that are not set, not there or not readable, and entries of ``datasets`` that are wrong."""
     from mca_train.data.files import check_file
+    from mca_train.data.sources import sources_of
 
     data = settings.data
-    if not data.train_file:
+    if not data.train_file and not data.datasets:
         yield "train_file is not set"
+    yield from _messages(sources_of, data.datasets)
     for key, files in (("train_file", data.train_file), ("eval_file", data.eval_file)):
         for file in files:
             yield from _messages(check_file, file, key)

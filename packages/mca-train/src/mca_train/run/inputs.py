@@ -13,7 +13,7 @@ from mca_config.errors import UsageError, checking_usage
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.config.run_config import Settings
 from mca_train.run.checks import Run, require_start
-from mca_train.tasks.load import load_stream, load_tokenized
+from mca_train.tasks.load import load_mixture, load_stream, load_tokenized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +48,9 @@ def read_inputs(run: Run, lock: OutputLock) -> Inputs:
     with checking_usage():
         require_start(run.settings)  # again: another run may have ended there before the lock was taken
         tokenizer = load_tokenizer(run.settings)
-    logger.info("reading %s", ", ".join(data.train_file))
+    logger.info(
+        "reading %s", ", ".join(data.train_file or [str(entry.get("path")) for entry in data.datasets])
+    )
     train, longest = _training_data(run, tokenizer)
     if told := positions_exceeded(run.model, longest):
         logger.warning("seq_length %d: %s", data.seq_length, told)
@@ -66,6 +68,11 @@ def _training_data(run: Run, tokenizer: "PreTrainedTokenizerBase") -> "tuple[Sam
         in_order = str(args.train_sampling_strategy) == "sequential"
         rows = load_stream(run.task, data.train_file, tokenizer, data, seed=None if in_order else seed)
         return rows, data.seq_length
+    if data.datasets:
+        seed = args.seed if args.data_seed is None else args.data_seed
+        mixture = load_mixture(run.task, tokenizer, data, seed=seed)
+        logger.info("%s", mixture.described())
+        return mixture, int(mixture.lengths.max())
     train = load_tokenized(run.task, data.train_file, tokenizer, data)
     logger.info("%d training samples of %d tokens", len(train), int(train.lengths.sum()))
     return train, int(train.lengths.max())

@@ -51,7 +51,7 @@ def print_plan(task: Task | None, config: Path, overrides: list[str]) -> int:
     hardware = hardware_of(options.device, options.hardware) if options.device else None
     values, where = given_values(config, words)
     task = task or task_of(values)
-    settings = settings_of(task, with_directories(values, config_only=True), where)
+    settings = settings_of(task, with_directories(values, only="config"), where)
     findings = check(task, _checkable(settings), _ranks_of(options))
     if findings.impossible or findings.run is None:
         _say_impossible(findings, options)

@@ -59,7 +59,7 @@ def run(task: Task, config: Path, overrides: list[str], command: list[str]) -> i
 
 def _launch(task: Task, values: Values, where: str, command: list[str]) -> int:
     if named_on_the_hub(values):  # what is wrong is found before weights are fetched
-        check(task, settings_of(task, with_directories(values, config_only=True), where)).require()
+        check(task, settings_of(task, with_directories(values, only="config"), where)).require()
         values = with_directories(values)
     settings = settings_of(task, values, where)
     set_log_levels(settings.training)

@@ -4,6 +4,7 @@ Files are read in ``data``, and the kind says what a row means; this file brings
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mca_train.config.arguments import DataArguments
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from torch.utils.data import IterableDataset
     from transformers import PreTrainedTokenizerBase
 
+    from mca_train.data.mixture import Mixture
     from mca_train.data.preferences import PairDataset
     from mca_train.data.token_dataset import Sample, TokenDataset
 
@@ -34,13 +36,42 @@ def load_tokenized(
         arguments: Columns, lengths and limits.
         evaluation: Whether these are the evaluation files.
     """
-    from mca_train.data.files import load_rows, named
+    from mca_train.data.files import load_rows
+    from mca_train.data.files import named as named_files
 
     key = "eval_file" if evaluation else "train_file"
     limit = arguments.max_eval_samples if evaluation else arguments.max_train_samples
     rows = load_rows(files, key, arguments, limit, task.required_column(arguments))
-    with named(key, ", ".join(files), "text", UnicodeDecodeError):  # parquet's is decoded when looked at
+    with named_files(
+        key, ", ".join(files), "text", UnicodeDecodeError
+    ):  # parquet's is decoded when looked at
         return task.samples(rows, tokenizer, arguments, key)
+
+
+def load_mixture(
+    task: Task, tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments, *, seed: int
+) -> "Mixture":
+    """The samples of the sources in ``datasets``, tokenized.
+
+    Args:
+        task: What a sample is made of.
+        tokenizer: Hugging Face tokenizer.
+        arguments: The sources; columns and lengths.
+        seed: Of what is taken of a source of which not all is.
+    """
+    from mca_train.data.files import named as named_files
+    from mca_train.data.mixture import Mixture
+    from mca_train.data.sources import rows_of, sources_of
+
+    sources, parts = sources_of(arguments.datasets), []
+    for source in sources:
+        key = f"datasets, {source.called}"
+        own = replace(arguments, data_format=source.data_format or arguments.data_format)
+        rows = rows_of(source, key, own)
+        with named_files(key, source.path, "text", UnicodeDecodeError):
+            parts.append(task.samples(rows, tokenizer, own, key))
+    weights = [source.weight for source in sources if source.weight is not None]
+    return Mixture(parts, [source.called for source in sources], weights or None, seed)
 
 
 def load_stream(

@@ -51,10 +51,11 @@ class WithEvaluation(WithStepLoaders):
     def _other_signals(self) -> Iterator[Signals]:
         """A block in which `compute_loss` adds to other signals than those of training, which go on after it."""
         of_training, self.signals = self.signals, Signals(self.signal_names, self.ranks.device)
+        sources, self._sources = self._sources, None
         try:
             yield self.signals
         finally:
-            self.signals = of_training
+            self.signals, self._sources = of_training, sources
 
     def _evaluate_loss(self, loader: DataLoader[StepBatch]) -> LossReport:
         pipeline = self._pipeline

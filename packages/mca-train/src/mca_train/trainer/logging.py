@@ -14,9 +14,11 @@ from transformers import PrinterCallback, ProgressCallback
 from mca_config.errors import McaError
 from mca_config.types import Typed
 from mca_train.checkpoint.carried import Carried, Due
+from mca_train.data.mixture import Mixture
 from mca_train.engine.engine import StepResult
 from mca_train.losses.token_loss import StepLoss
 from mca_train.metrics.meter import LossReport
+from mca_train.metrics.source_losses import SourceLosses
 from mca_train.metrics.step_lines import StepLines
 from mca_train.trainer.hf_shims import has_given_up
 from mca_train.trainer.parts import TrainerParts
@@ -40,6 +42,8 @@ class WithLogs(TrainerParts):
     def _after_update(self, result: StepResult, loss: StepLoss, rate: float) -> None:
         """Notes what the step did; a run that cannot go on ends here."""
         self.signals.end_step()
+        if self._sources is not None:
+            self._sources.end_step()
         self._totals.grad_norm, self._totals.rate = result.grad_norm, rate
         self._totals.updates += result.updated
         with self._checkpoint_completed():
@@ -66,10 +70,17 @@ class WithLogs(TrainerParts):
         logs: dict[str, float] = {"loss": report.mean}
         if self._totals.grad_norm is not None:
             logs["grad_norm"] = self._totals.grad_norm
+        if self._sources is not None:
+            logs |= self._sources.flush()
         logs |= self.signals.flush() | self._model_losses.flush() | {"learning_rate": self._totals.rate}
         with self._checkpoint_completed():
             logs |= self.watch.logs(report, self.engine.optimizer, self.state.global_step)
         self.log(logs)
+
+    def _losses_of_sources(self, dataset: object) -> SourceLosses | None:
+        """What collects the losses of a mixture's sources, where the loss is that of tokens."""
+        names = dataset.names if isinstance(dataset, Mixture) and not self.signal_names else ()
+        return SourceLosses(names, self.ranks.device) if names else None
 
     def _print_lines(self) -> None:
         """Has lines for people printed instead of the dictionaries of Hugging Face's callbacks."""
@@ -124,12 +135,15 @@ class WithLogs(TrainerParts):
 
     def _meters(self) -> dict[str, Meter]:
         """What is summed up between two logs, by its name in a checkpoint."""
-        return {
+        found: dict[str, Meter] = {
             "loss": self._meter,
             "signals": self.signals,
             "model_losses": self._model_losses,
             "watch": self.watch,
         }
+        if self._sources is not None:
+            found[",".join(self._sources.names)] = self._sources  # of other sources it is another one
+        return found
 
     @contextlib.contextmanager
     def _checkpoint_completed(self) -> Iterator[None]:

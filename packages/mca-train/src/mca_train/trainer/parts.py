@@ -24,6 +24,7 @@ from mca_train.groups import Ranks
 from mca_train.lr_schedule import LearningRate
 from mca_train.metrics.meter import LossMeter
 from mca_train.metrics.signals import ModelLosses, Signals
+from mca_train.metrics.source_losses import SourceLosses
 from mca_train.trainer.monitor import Watch
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ class TrainerParts(Trainer):  # type: ignore[misc]
     _checkpoints: CheckpointWriter
     _meter: LossMeter
     _model_losses: ModelLosses
+    _sources: SourceLosses | None
+    """Of a mixture, while it is trained on."""
     _totals: Totals
     _due: Due
     _samples: int

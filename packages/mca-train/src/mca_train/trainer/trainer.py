@@ -139,6 +139,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         )
         self.signals = Signals(self.signal_names, self.ranks.device)
         self._model_losses = ModelLosses(model.chunks)
+        self._sources = self._losses_of_sources(train_dataset)
         smooth_labels(model.chunks, args.label_smoothing_factor, model.config.vocab_size)
         chunk_losses(model.chunks, args.loss_chunk_size, wants_logits=self.wants_logits)
         self._pipeline = Pipeline(list(model.chunks), self._loss, wants_logits=self.wants_logits)
@@ -310,6 +311,8 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         return result
 
     def _loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        if self._sources is not None and not self.wants_logits:
+            self._sources.add_tokens(output, batch)
         return require_sums(self.compute_loss(output, batch), type(self).__name__)
 
     def _finish(self, first: int, started: float) -> TrainOutput:

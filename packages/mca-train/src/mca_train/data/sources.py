@@ -1,0 +1,115 @@
+"""The entries of ``datasets`` become rows: files, directories of ``datasets``, and datasets of the Hub.
+
+How sources are mixed is decided in `mixture`.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mca_config.errors import McaError, UsageError, raise_problems
+from mca_config.types import Values
+from mca_train.config.arguments import DataArguments
+from mca_train.config.fields import build
+from mca_train.data.files import is_address, load_rows, named
+
+if TYPE_CHECKING:
+    import datasets
+
+
+@dataclasses.dataclass(kw_only=True)
+class Source:
+    """One entry of ``datasets``.
+
+    Args:
+        path: A file, a directory (of files, or what ``save_to_disk`` wrote), or a dataset of the Hub.
+        name: What logs call it; None: the end of its path.
+        split: Of a dataset with splits.
+        subset: Of a dataset with several configurations.
+        revision: Of a dataset of the Hub.
+        columns: Our column names by the dataset's: ``{"prompt": "question"}``.
+        data_format: The shape of its rows; None: as ``data_format`` of the run.
+        weight: Its share of the samples of an epoch, in proportion to the others'.
+        max_samples: Rows to use; None: all.
+    """
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+    subset: str | None = None
+    revision: str | None = None
+    columns: dict[str, str] = dataclasses.field(default_factory=dict)
+    data_format: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = None
+    weight: float | None = None
+    max_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.weight is not None and not 0 < self.weight < float("inf"):
+            raise McaError(f"weight is {self.weight}; expected a number above 0")
+        if self.max_samples is not None and self.max_samples < 1:
+            raise McaError(f"max_samples is {self.max_samples}; expected at least 1")
+
+    @property
+    def called(self) -> str:
+        """What logs call it."""
+        return self.name or Path(self.path).name.partition(".")[0]
+
+
+def sources_of(entries: Sequence[Values]) -> list[Source]:
+    """The entries of ``datasets``.
+
+    Raises:
+        UsageError: Keys or values are wrong, names stand twice, or only some have a weight.
+    """
+    found = [
+        build([Source], entry, where=f"datasets, entry {place}")[0] for place, entry in enumerate(entries)
+    ]
+    names = [source.called for source in found]
+    problems = [f"two are called {name}; set name" for name in dict.fromkeys(names) if names.count(name) > 1]
+    weighted = [source.weight is not None for source in found]
+    if any(weighted) and not all(weighted):
+        problems.append("some have a weight and some have not; give all of them one, or none")
+    raise_problems(problems, "datasets", kind=UsageError)
+    return found
+
+
+def rows_of(source: Source, key: str, arguments: DataArguments) -> "datasets.Dataset":
+    """The rows of a source, with our names of its columns.
+
+    Raises:
+        McaError: There is no such dataset or split, or it has no such columns.
+    """
+    rows = _loaded(source, key, arguments)
+    absent = [theirs for theirs in source.columns.values() if theirs not in rows.column_names]
+    if absent:
+        raise UsageError(
+            f"{key}: columns: no column {', '.join(absent)} (columns: {', '.join(rows.column_names)})"
+        )
+    for ours, theirs in source.columns.items():
+        if ours != theirs:
+            rows = rows.remove_columns([ours]) if ours in rows.column_names else rows
+            rows = rows.rename_column(theirs, ours)
+    return rows if source.max_samples is None else rows.select(range(min(source.max_samples, len(rows))))
+
+
+def _loaded(source: Source, key: str, arguments: DataArguments) -> "datasets.Dataset":
+    import datasets
+
+    path = Path(source.path)
+    if path.is_file() or is_address(source.path) or path.suffix:
+        return load_rows([source.path], key, arguments)
+    datasets.disable_progress_bars()
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)
+    with named(key, source.path, "a dataset"):
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            found = datasets.load_from_disk(source.path)
+            if isinstance(found, datasets.DatasetDict):
+                if source.split not in found:
+                    raise UsageError(
+                        f"{key}: {path} has no split {source.split!r} (splits: {', '.join(found)}); set split"
+                    )
+                found = found[source.split]
+            return found
+        return datasets.load_dataset(source.path, source.subset, split=source.split, revision=source.revision)

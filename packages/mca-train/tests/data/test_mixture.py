@@ -1,0 +1,117 @@
+"""Several sources as one dataset: shares, names, columns, splits."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+from tokenizers_for_tests import byte_tokenizer
+
+from mca_config.errors import McaError
+from mca_train.config.arguments import DataArguments
+from mca_train.data.mixture import Mixture, shares
+from mca_train.data.sources import sources_of
+from mca_train.data.token_dataset import TokenDataset
+from mca_train.tasks.load import load_mixture
+from mca_train.tasks.table import TASKS
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def part(first, count):
+    return TokenDataset.from_samples([([first + n] * 3, [True] * 3) for n in range(count)])
+
+
+def counts(mixture):
+    tokens = [int(mixture[place]["input_ids"][0]) for place in range(len(mixture))]
+    return np.unique(tokens, return_counts=True)
+
+
+def test_without_weights_every_sample_comes_once():
+    mixture = Mixture([part(0, 3), part(10, 5)], ["a", "b"], None, 0)
+    assert len(mixture) == 8
+    values, times = counts(mixture)
+    assert values.tolist() == [0, 1, 2, 10, 11, 12, 13, 14] and set(times) == {1}
+    assert mixture.lengths.tolist() == [3] * 8
+    assert [int(mixture[place]["source"]) for place in range(8)] == [0] * 3 + [1] * 5
+
+
+def test_weights_are_shares_of_the_samples_and_small_sources_repeat():
+    mixture = Mixture([part(0, 4), part(100, 36)], ["a", "b"], [3, 1], 7)
+    assert np.bincount(mixture.sources).tolist() == [30, 10]
+    values, times = counts(mixture)
+    assert sorted(times[values < 100]) == [7, 7, 8, 8]  # 30 of 4: seven passes and two more
+    assert set(times[values >= 100]) == {1}
+    assert mixture.described() == "a 30 of 4 samples (7.50 epochs), b 10 of 36 samples (0.28 epochs)"
+    again = Mixture([part(0, 4), part(100, 36)], ["a", "b"], [3, 1], 7)
+    assert (again.indices == mixture.indices).all()
+    assert (Mixture([part(0, 4), part(100, 36)], ["a", "b"], [3, 1], 8).indices != mixture.indices).any()
+
+
+@pytest.mark.parametrize("weights", [[1, 1, 1], [0.7, 0.2, 0.1], [1000, 1, 1], [1e-9, 1, 1]])
+def test_shares_add_up_and_leave_nobody_out(weights):
+    found = shares(weights, 100)
+    assert found.min() >= 1
+    assert abs(int(found.sum()) - 100) <= 1
+    assert np.abs(found - np.array(weights) / sum(weights) * 100).max() <= 1
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def loaded(entries):
+    arguments = DataArguments(model_name_or_path="m", seq_length=64, datasets=entries)
+    return load_mixture(TASKS["sft"], byte_tokenizer(), arguments, seed=0)
+
+
+def test_sources_of_every_kind_are_read_and_columns_renamed(tmp_path):
+    rows = [{"q": "1+1=", "a": "2", "prompt": "no", "n": n} for n in range(3)]
+    saved = datasets.Dataset.from_list(rows)
+    saved.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": saved, "test": saved.select([0])}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "folder").mkdir()
+    jsonl(tmp_path / "folder" / "x.jsonl", rows)
+    columns = {"prompt": "q", "completion": "a"}
+    alpaca = jsonl(tmp_path / "alpaca.jsonl", [{"instruction": "say", "input": "", "output": "hi"}])
+    mixture = loaded(
+        [
+            {"path": jsonl(tmp_path / "file.jsonl", rows), "columns": columns, "max_samples": 2},
+            {"path": str(tmp_path / "saved"), "columns": columns},
+            {"path": str(tmp_path / "splits"), "columns": columns, "split": "test"},
+            {"path": str(tmp_path / "folder"), "columns": columns, "split": "train[:1]", "name": "sliced"},
+            {"path": alpaca, "data_format": "alpaca"},
+        ]
+    )
+    assert mixture.names == ("file", "saved", "splits", "sliced", "alpaca")
+    assert np.bincount(mixture.sources).tolist() == [2, 3, 1, 1, 1]
+    texts = {byte_tokenizer().decode(mixture[place]["input_ids"]) for place in range(7)}
+    assert texts == {"1+1=2<|eos|>"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([{"path": "a.jsonl"}, {"path": "b/a.jsonl"}], "datasets: two are called a; set name"),
+        ([{"path": "a", "weight": 1}, {"path": "b"}], "datasets: some have a weight and some have not"),
+        ([{"path": "a", "weigth": 1}], "datasets, entry 0: unknown key 'weigth'; did you mean 'weight'"),
+        ([{"path": "a", "weight": 0}], "datasets, entry 0: weight is 0.0; expected a number above 0"),
+        ([{"weight": 1}], "datasets, entry 0: missing path"),
+    ],
+)
+def test_entries_that_are_wrong_are_one_line(entries, message):
+    with pytest.raises(McaError, match=message):
+        sources_of(entries)
+
+
+def test_a_split_or_a_column_that_is_not_there_is_named(tmp_path):
+    saved = datasets.Dataset.from_list([{"text": "x"}])
+    datasets.DatasetDict({"train": saved}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(McaError, match=r"datasets, splits: .* has no split 'dev' \(splits: train\)"):
+        loaded([{"path": str(tmp_path / "splits"), "split": "dev"}])
+    with pytest.raises(McaError, match=r"datasets, splits: columns: no column q \(columns: text\)"):
+        loaded([{"path": str(tmp_path / "splits"), "columns": {"text": "q"}}])
