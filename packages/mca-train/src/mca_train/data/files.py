@@ -62,7 +62,7 @@ def load_rows(
 
 def column_names(arguments: DataArguments) -> set[str]:
     """The columns that samples may be made of."""
-    return COLUMNS | {value for name, value in vars(arguments).items() if name.endswith("_column")}
+    return {*COLUMNS} | {value for name, value in vars(arguments).items() if name.endswith("_column")}
 
 
 def joined(parts: Sequence[Rows], files: Sequence[str], key: str, arguments: DataArguments) -> Rows:
