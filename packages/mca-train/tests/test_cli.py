@@ -237,6 +237,23 @@ def test_plan_is_no_rank_and_fits_a_device(run, capsys, monkeypatch):
     assert "7 processes cannot be divided" in json.loads(capsys.readouterr().out)["problems"][0]
 
 
+def test_a_search_finds_layouts_that_can_be_run(run, capsys):
+    path = run(tensor_model_parallel_size=2, gradient_accumulation_steps=4)
+    assert main(["plan", "sft", path, "--gpus", "8", "--search", "--device", "gib:40", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layouts"]
+    times = [layout["time"]["total"] for layout in found["layouts"]]
+    assert times == sorted(times)
+    for layout in found["layouts"]:
+        keys = [f"--{name}={json.dumps(value)}" for name, value in layout["changes"].items()]
+        assert main(["plan", "sft", path, "--gpus", "8", "--device", "gib:40", "--json", *keys]) == 0
+        planned = json.loads(capsys.readouterr().out)
+        assert planned["global_batch"] == found["samples_per_step"]
+        assert max(stage["total"] for stage in planned["stages"]) == layout["bytes"]
+    assert main(["plan", "sft", path, "--gpus", "8", "--search"]) == 0
+    assert "1. tp" in capsys.readouterr().out
+
+
 def test_plan_of_an_adapter_and_of_a_reference(run, capsys):
     assert main(["plan", run(lora_rank=4)]) == 0
     adapted = capsys.readouterr().out

@@ -77,12 +77,12 @@ def test_what_does_not_fit_is_found_with_what_makes_it_fit(tmp_path: Path) -> No
 
 def test_a_users_table_adds_a_device(tmp_path: Path) -> None:
     table = tmp_path / "mine.toml"
-    numbers = "memory_gib = 30\ntflops = 100\nmemory_gb_s = 900\nlink_gb_s = 30\nnetwork_gb_s = 10\n"
+    numbers = "memory_gib = 30\ntflops = 100\nfp8_tflops = 200\nmemory_gb_s = 900\nlink_gb_s = 30\nnetwork_gb_s = 10\n"
     table.write_text(f"[devices.mine]\n{numbers}link_us = 9\nnetwork_us = 30\nnode = 4\n")
     assert hardware_of("mine", table).device.node == 4
     assert hardware_of("gib:40").device.memory_gib == 40
     table.write_text("[devices.mine]\nmemory_gib = 30\n")
-    with pytest.raises(UsageError, match="wrong or missing keys: link_gb_s"):
+    with pytest.raises(UsageError, match="wrong or missing keys: fp8_tflops"):
         hardware_of("mine", table)
     with pytest.raises(UsageError, match="expected h100-80, h200, b200 or gib:N"):
         hardware_of("h1000")

@@ -12,6 +12,9 @@ from mca_train.plan.schedule import Order
     ("pp", "vpp", "count"), [(1, 1, 3), (4, 1, 8), (4, 1, 2), (2, 2, 4), (4, 3, 8), (4, 2, 4)]
 )
 def test_it_is_megatrons(pp: int, vpp: int, count: int) -> None:
+    from mca_models.megatron import platform
+
+    platform.prepare()  # before Megatron is imported
     from megatron.core.pipeline_parallel import schedules
 
     table = schedules.get_schedule_table(count, vpp, pp if vpp > 1 else count)

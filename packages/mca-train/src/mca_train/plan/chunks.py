@@ -68,7 +68,7 @@ class Model:
 
     def layer(self, number: int, *, worst: bool = False) -> Bytes:
         """Of decoder layer ``number``, with selective recomputation if that is on."""
-        again = _recomputed(self.training)
+        again = recomputed(self.training)
         lines = self.lines(number, worst=worst)
         kept = sum(line.bytes for line in lines if line.module not in again)
         dropped = sum(line.bytes for line in lines if line.module in again)
@@ -88,7 +88,8 @@ class Model:
         return sizes.tokens * (query + 3 * key) * sizes.width
 
 
-def _recomputed(training: "TrainingArguments") -> frozenset[str]:
+def recomputed(training: "TrainingArguments") -> frozenset[str]:
+    """The modules that selective recomputation runs again."""
     if training.recompute_granularity != "selective":
         return frozenset()
     names = {*(training.recompute_modules or _SELECTED)}

@@ -22,6 +22,7 @@ class Device:
     name: str
     memory_gib: float
     tflops: float
+    fp8_tflops: float
     memory_gb_s: float
     link_gb_s: float
     network_gb_s: float
@@ -40,6 +41,7 @@ class Efficiency:
     """Shares of what data sheets say that are reached; see ``hardware.toml``."""
 
     products: float
+    fp8_products: float
     attention: float
     experts: float
     memory: float

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mca_config.checks import positions_exceeded
 from mca_config.layout import ParallelLayout
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import LaunchArguments
 from mca_train.config.model import adapter_config, model_config, planned_ranks
 from mca_train.config.run_config import Settings, given_values
@@ -51,7 +51,10 @@ def print_plan(task: Task | None, config: Path, overrides: list[str]) -> int:
     hardware = hardware_of(options.device, options.hardware) if options.device else None
     values, where = given_values(config, words)
     task = task or task_of(values)
-    settings = settings_of(task, with_directories(values, only="config"), where)
+    values = with_directories(values, only="config")
+    settings = settings_of(task, values, where)
+    if options.search:
+        return _search(task, values, settings, options)
     findings = check(task, _checkable(settings), _ranks_of(options))
     if findings.impossible or findings.run is None:
         _say_impossible(findings, options)
@@ -62,6 +65,27 @@ def print_plan(task: Task | None, config: Path, overrides: list[str]) -> int:
         sys.stdout.write(json.dumps(planned.document(findings, stages), indent=2) + "\n")
     else:
         sys.stdout.write(planned.text(findings, stages))
+    return 0
+
+
+def _search(task: Task, values: Values, settings: Settings, options: PlanOptions) -> int:
+    """Prints the best layouts; the layout of the configuration only says how many samples a step has."""
+    from mca_train.run import searching
+
+    gpus = options.gpus or 1
+    hardware = hardware_of(options.device or "h100-80", options.hardware)
+    batch = searching.batch_of(settings, gpus)
+    settings = settings_of(task, searching.without_layout(values), settings.where)
+    findings = check(task, _checkable(settings), lambda *_: gpus)
+    if findings.impossible or findings.run is None:
+        _say_impossible(findings, options)
+        return 2
+    subject = subject_of(findings.run, _implementation(settings, hardware), on_gpu=True)
+    found = searching.best_layouts(task, values, findings.run, subject, batch, hardware)
+    if options.json:
+        sys.stdout.write(json.dumps(searching.document(found, batch, gpus, hardware), indent=2) + "\n")
+    else:
+        sys.stdout.write(searching.render(found, batch, gpus, hardware))
     return 0
 
 

@@ -1,0 +1,184 @@
+"""Looks for layouts of a number of devices on which a run fits and is fast."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mca_config.checks import check_layout
+from mca_config.errors import McaError
+from mca_config.layout import SIZE_FIELDS, ParallelLayout, RankGrid
+from mca_train.plan.chunks import Model
+from mca_train.plan.counts import shares
+from mca_train.plan.fitting import FULL, changed, fullest, over
+from mca_train.plan.hardware import Hardware
+from mca_train.plan.memory import Subject, plan_of
+from mca_train.plan.sizes import Sizes
+from mca_train.plan.speed import Speed, StepTime
+
+if TYPE_CHECKING:
+    from mca_config.training import TrainingArguments
+
+_RECOMPUTE: tuple[dict[str, Any], ...] = (
+    {"recompute_granularity": None},
+    {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    FULL,
+)
+_ENDS_COUNT: dict[str, Any] = {
+    "account_for_embedding_in_pipeline_split": True,
+    "account_for_loss_in_pipeline_split": True,
+}
+_SPLITS: tuple[dict[str, Any], ...] = ({}, _ENDS_COUNT)
+_MICRO_BATCHES = (1, 2, 4, 8)
+_ALWAYS: dict[str, Any] = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+}
+LAYOUT_KEYS = frozenset(
+    {*ParallelLayout.__dataclass_fields__, *_ALWAYS, *FULL, "recompute_modules", "sequence_parallel"}
+    | {"per_device_train_batch_size", "gradient_accumulation_steps", "distribute_saved_activations"}
+)
+"""What a search replaces."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that fits: keys to set, its step's time, and bytes of the fullest stage."""
+
+    changes: dict[str, Any]
+    layout: ParallelLayout
+    time: StepTime
+    needs: int
+    tokens: int
+    gpus: int
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second and device."""
+        return self.tokens / self.time.total / self.gpus
+
+
+def search(
+    subject: Subject,
+    training: "TrainingArguments",
+    batch: int,
+    gpus: int,
+    hardware: Hardware,
+    count: int = 40,
+) -> list[Found]:
+    """The fastest that fit, fastest first.
+
+    Args:
+        subject: What is trained.
+        training: Training arguments, of which layout, micro-batch and recomputation are replaced.
+        batch: Samples of a step, which stay as many.
+        gpus: Devices.
+        hardware: What they are.
+        count: How many to find at most.
+    """
+    tried = []
+    for layout, changes in _candidates(subject, batch, gpus, hardware.device.node):
+        args = changed(training, changes)
+        rough = predicted(subject, args, layout, gpus, hardware, roughly=True)
+        tried.append((rough, layout, changes, args))
+    tried.sort(key=lambda one: one[0].total)
+    found: list[Found] = []
+    for _, layout, changes, args in tried:
+        plan = plan_of(subject, args, layout, gpus)
+        if not over(plan, hardware.device):
+            time = predicted(subject, args, layout, gpus, hardware)
+            found.append(Found(changes, layout, time, fullest(plan), plan.tokens_per_step, gpus))
+        if len(found) == count:
+            break
+    return sorted(found, key=lambda one: one.time.total)
+
+
+def predicted(
+    subject: Subject,
+    training: "TrainingArguments",
+    layout: ParallelLayout,
+    gpus: int,
+    hardware: Hardware,
+    *,
+    roughly: bool = False,
+) -> StepTime:
+    """The time of a step on a layout; ``roughly``: without walking through its passes."""
+    config, grid = replace(subject.config, layout=layout), RankGrid(layout, gpus)
+    sizes = Sizes.of(
+        config, training, subject.seq_length, sequences=subject.sequences, frozen=subject.adapter is not None
+    )
+    model = Model(config, training, sizes, subject.implementation, subject.on_gpu)
+    trained = (subject.adapter or subject.model).by_stage(layout)
+    share = shares(training.use_distributed_optimizer, grid)
+    return Speed(model, grid, hardware).step(trained, share, roughly=roughly)
+
+
+def _candidates(
+    subject: Subject, batch: int, gpus: int, node: int
+) -> Iterator[tuple[ParallelLayout, dict[str, Any]]]:
+    for layout in _layouts(subject, gpus, node):
+        data = gpus // layout.model_parallel_size
+        for size in _MICRO_BATCHES:
+            accumulated, rest = divmod(batch, data * size)
+            if rest or not accumulated or (layout.vpp > 1 and accumulated % layout.pp):
+                continue
+            if layout.pp > 1 and accumulated < layout.pp:
+                continue
+            for recompute in _RECOMPUTE:
+                changes = _ALWAYS | _keys(layout) | recompute
+                changes |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulated}
+                yield layout, changes
+
+
+_SIZES = ("tp", "pp", "cp", "ep")
+
+
+def _keys(layout: ParallelLayout) -> dict[str, Any]:
+    """What to write for a layout; sizes of 1 too, as leaving them out means those of the checkpoint."""
+    keys: dict[str, Any] = {SIZE_FIELDS[short]: getattr(layout, short) for short in _SIZES}
+    keys |= {
+        name: getattr(layout, name)
+        for name, field in ParallelLayout.__dataclass_fields__.items()
+        if getattr(layout, name) != field.default
+    }
+    return keys | ({"sequence_parallel": True} if layout.tp > 1 else {})
+
+
+def _layouts(subject: Subject, gpus: int, node: int) -> Iterator[ParallelLayout]:
+    config = subject.config
+    for tp in _powers(min(node, gpus)):
+        for pp in _powers(min(gpus // tp, config.num_layers)):
+            for cp in _powers(min(8, gpus // tp // pp)) if subject.seq_length >= 8192 else (1,):
+                for ep in _powers(config.num_moe_experts or 1):
+                    yield from _legal(subject, gpus, {"tp": tp, "pp": pp, "cp": cp, "ep": ep})
+
+
+def _legal(subject: Subject, gpus: int, sizes: dict[str, int]) -> Iterator[ParallelLayout]:
+    """All ways to stand on such sizes that the one check lets pass."""
+    config = subject.config
+    per_rank = -(-config.num_layers // sizes["pp"])
+    divisors = [v for v in range(1, per_rank + 1) if per_rank % v == 0]
+    for vpp in divisors if sizes["pp"] > 1 else [1]:
+        for etp in {1, sizes["tp"]} if config.num_moe_experts else {None}:
+            for split in _SPLITS:
+                if split and config.num_layers % (sizes["pp"] * vpp) == 0:
+                    continue
+                try:
+                    layout = ParallelLayout(
+                        tensor_model_parallel_size=sizes["tp"],
+                        pipeline_model_parallel_size=sizes["pp"],
+                        virtual_pipeline_model_parallel_size=vpp,
+                        context_parallel_size=sizes["cp"],
+                        expert_model_parallel_size=sizes["ep"],
+                        expert_tensor_parallel_size=etp if etp != sizes["tp"] else None,
+                        **split,
+                    )
+                except McaError:
+                    continue
+                parallel = sizes["tp"] > 1
+                if not check_layout(config, layout, gpus, subject.seq_length, sequence_parallel=parallel):
+                    yield layout
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << power for power in range(max(most, 1).bit_length()) if 1 << power <= most]

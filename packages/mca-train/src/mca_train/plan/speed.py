@@ -1,0 +1,271 @@
+"""How long a step takes: products by a roofline, messages by latency and bandwidth, the bubble by the schedule's order.
+
+A prediction, for comparing layouts. Efficiencies and rates are those of the hardware's table.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import log2
+
+from mca_config.layout import RankGrid
+from mca_config.model_config import MlaMcaModelConfig
+from mca_config.pipeline import PipelineChunk
+from mca_train.plan.chunks import Model, recomputed
+from mca_train.plan.counts import Count
+from mca_train.plan.hardware import Hardware
+from mca_train.plan.schedule import Order, Pass
+from mca_train.plan.timeline import timeline
+
+_KERNELS = 45
+"""Of a layer's forward pass; its backward pass has twice as many."""
+_REARRANGED = 16
+"""How often the hidden states of tokens sent to experts are read or written: sorted, sent, and all that back."""
+_STEPPED = 30
+"""Bytes that the optimizer reads and writes for a parameter: weight, gradient and two moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step, and what they are spent on."""
+
+    total: float
+    passes: float
+    """Of the slowest pipeline rank, without waiting."""
+    waiting: float
+    gradients: float
+    """Sums over data ranks, and weights gathered, as far as nothing runs meanwhile."""
+    optimizer: float
+    of_messages: float
+    """The part of `passes` that is messages of tensor, expert and context ranks."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Seconds of one micro-batch through one layer."""
+
+    forward: float
+    backward: float
+    messages: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Predicts the steps of a model on a layout and hardware."""
+
+    model: Model
+    grid: RankGrid
+    hardware: Hardware
+
+    def step(self, trained: list[Count], share: Count, *, roughly: bool = False) -> StepTime:
+        """Of a step.
+
+        Args:
+            trained: Parameters with a gradient on each pipeline rank.
+            share: Over how many ranks optimizer state is split.
+            roughly: By the formula of the bubble, not by the order of passes.
+        """
+        layout, training = self.grid.layout, self.model.training
+        plan = self.model.config.pipeline_plan()
+        times = [[self._chunk(chunk) for chunk in of_rank] for of_rank in plan.chunks]
+        order = Order(
+            layout.pp,
+            layout.vpp,
+            training.gradient_accumulation_steps,
+            training.microbatch_group_size_per_vp_stage,
+        )
+        passes = max(sum(t.forward + t.backward for t in of_rank) for of_rank in times) * order.micro_batches
+        end = passes * (1 + (order.pp - 1) / order.vpp / order.micro_batches)
+        if not roughly:
+            end = self._pipeline(order, times)
+        gradients = max(self._gradients(count) for count in trained)
+        optimizer = max(
+            (count.dense / share.dense + count.experts / share.experts) * _STEPPED for count in trained
+        ) / (self.hardware.device.memory_gb_s * 1e9 * self.hardware.efficiency.memory)
+        messages = max(sum(t.messages for t in of_rank) for of_rank in times) * order.micro_batches
+        return StepTime(
+            total=end + gradients + optimizer,
+            passes=passes,
+            waiting=end - passes,
+            gradients=gradients,
+            optimizer=optimizer,
+            of_messages=messages,
+        )
+
+    def _pipeline(self, order: Order, times: list[list[_Layer]]) -> float:
+        """Seconds until the last pass of any rank ends; of many micro-batches those in the middle repeat."""
+        shown = min(order.micro_batches, 4 * order.pp)
+        shown -= shown % order.pp if order.vpp > 1 else 0
+        shown = shown or order.micro_batches
+        few = Order(order.pp, order.vpp, shown, order.group)
+        orders = [list(few.of_rank(rank)) for rank in range(order.pp)]
+
+        def duration(rank: int, step: Pass) -> float:
+            time = times[rank][step.chunk]
+            return time.forward if step.forward else time.backward
+
+        overlaps = order.vpp > 1
+        message = self._message(self.model.between, self._far(self.grid.world_size // order.pp))
+        ran = timeline(orders, order.vpp, duration, message * (0.3 if overlaps else 1.0))
+        slowest = max(sum(t.forward + t.backward for t in of_rank) for of_rank in times)
+        return max(run.end for run in ran) + slowest * (order.micro_batches - shown)
+
+    def _chunk(self, chunk: PipelineChunk) -> _Layer:
+        layers = [self._layer(number) for number in chunk.layers]
+        if chunk.mtp_layers:
+            layers += [self._layer(self.model.config.num_layers - 1)] * len(chunk.mtp_layers)
+        head = self._head() * (1 + len(chunk.mtp_layers)) if chunk.has_loss else 0.0
+        again = 1.0 if self.model.training.recompute_granularity == "full" else 0.0
+        forward = sum(layer.forward for layer in layers)
+        backward = sum(layer.backward + layer.forward * again for layer in layers)
+        return _Layer(forward + head, backward + 2 * head, sum(layer.messages for layer in layers))
+
+    def _head(self) -> float:
+        """The output layer and the loss, forward."""
+        config, sizes = self.model.config, self.model.sizes
+        rows = config.padded_vocab_size / sizes.layout.tp
+        return self._products(2 * sizes.tokens * rows * config.hidden_size, half=True) + self._moved(
+            sizes.tokens * rows * 12
+        )
+
+    def _layer(self, number: int) -> _Layer:
+        config = self.model.config
+        known = self._known
+        kind = (config.is_moe_layer(number), config.is_linear_layer(number))
+        if kind not in known:
+            known[kind] = self._measured(number)
+        return known[kind]
+
+    @cached_property
+    def _known(self) -> dict[tuple[bool, bool], _Layer]:
+        return {}
+
+    def _measured(self, number: int) -> _Layer:
+        config, sizes = self.model.config, self.model.sizes
+        moe = config.is_moe_layer(number)
+        attention, scores = self._attention()
+        inner = self._mlp(config.ffn_hidden_size) / sizes.layout.tp
+        mlp = self._experts() if moe else self._products(2 * sizes.tokens * inner)
+        products = self._products(2 * sizes.tokens * attention) + mlp
+        sent = sizes.dispatched() * config.hidden_size * sizes.width if moe else 0.0
+        moved = self._moved(2.5 * self.model.layer(number).kept + _REARRANGED * sent)
+        launch = _KERNELS * (2 if moe else 1) * self.hardware.efficiency.launch_us * 1e-6
+        messages = self._tensor_messages() + (self._expert_messages() if moe else 0.0)
+        rest = self._context_messages(scores)
+        forward = max(products + scores + moved, launch) + messages + rest
+        again = self._again({"core_attn": scores, "moe" if moe else "mlp": mlp})
+        backward = max(2 * products + 2.5 * scores + again + moved, 2 * launch) + messages + 2 * rest
+        return _Layer(forward, backward, 2 * messages + 3 * rest)
+
+    def _again(self, seconds: dict[str, float]) -> float:
+        """What selective recomputation adds to a backward pass."""
+        return sum(time for module, time in seconds.items() if module in recomputed(self.model.training))
+
+    def _mlp(self, inner: float) -> float:
+        return (3 if self.model.config.gated_linear_unit else 2) * inner * self.model.config.hidden_size
+
+    def _attention(self) -> tuple[float, float]:
+        """Weights of its products on this rank, and seconds of its scores, of which half are masked."""
+        config, sizes = self.model.config, self.model.sizes
+        heads, hidden, tp = config.num_attention_heads, config.hidden_size, sizes.layout.tp
+        if isinstance(config, MlaMcaModelConfig):
+            query = config.qk_head_dim + config.qk_pos_emb_head_dim
+            down = (config.q_lora_rank or 0) + config.kv_lora_rank + config.qk_pos_emb_head_dim
+            up = (config.q_lora_rank or hidden) * query + config.kv_lora_rank * (
+                config.qk_head_dim + config.v_head_dim
+            )
+            weights = hidden * down + heads * (up + config.v_head_dim * hidden) / tp
+            width = query + config.v_head_dim
+        else:
+            keys = max(config.num_query_groups / tp, 1) * config.kv_channels
+            weights = hidden * (2 * heads * config.kv_channels / tp + 2 * keys)
+            width = 2 * config.kv_channels
+        seen = sizes.length * sizes.layout.cp / 2
+        flops = 2 * sizes.tokens * seen * heads / tp * width
+        rate = self.hardware.device.tflops * 1e12 * self.hardware.efficiency.attention
+        return weights, flops / rate
+
+    def _experts(self) -> float:
+        config, sizes = self.model.config, self.model.sizes
+        inner = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / sizes.layout.etp
+        flops = 2 * sizes.dispatched() * self._mlp(inner)
+        share = self.hardware.efficiency.experts / self.hardware.efficiency.products
+        seconds = self._products(flops) / share
+        if shared := config.moe_shared_expert_intermediate_size:
+            seconds += self._products(2 * sizes.tokens * self._mlp(shared) / sizes.layout.tp)
+        return seconds
+
+    def _products(self, flops: float, *, half: bool = False) -> float:
+        device, efficiency = self.hardware.device, self.hardware.efficiency
+        if self.model.training.fp8 and not half:
+            return flops / (device.fp8_tflops * 1e12 * efficiency.fp8_products)
+        return flops / (device.tflops * 1e12 * efficiency.products)
+
+    def _moved(self, size: float) -> float:
+        return size / (self.hardware.device.memory_gb_s * 1e9 * self.hardware.efficiency.memory)
+
+    def _far(self, distance: int) -> bool:
+        """Whether ranks ``distance`` apart stand on different machines."""
+        return distance >= self.hardware.device.node
+
+    def _message(self, size: float, far: bool, ranks: int = 2) -> float:
+        device, efficiency = self.hardware.device, self.hardware.efficiency
+        rate = (device.network_gb_s * efficiency.network if far else device.link_gb_s * efficiency.link) * 1e9
+        latency = (device.network_us if far else device.link_us) * 1e-6
+        return latency * max(log2(max(ranks, 2)), 1.0) + size / rate
+
+    def _tensor_messages(self) -> float:
+        """Of a layer's forward pass: two gathers and two scattered sums, or two sums, of all hidden states."""
+        sizes, tp = self.model.sizes, self.grid.layout.tp
+        if tp == 1:
+            return 0.0
+        whole = sizes.tokens * self.model.config.hidden_size * sizes.width * (tp - 1) / tp
+        return 4 * self._message(whole, self._far(tp - 1), tp)
+
+    def _expert_messages(self) -> float:
+        """Of a forward pass: tokens to their experts and back."""
+        layout, sizes = self.grid.layout, self.model.sizes
+        group = layout.ep * layout.etp
+        if group == 1:
+            return 0.0
+        sent = (
+            sizes.split
+            * sizes.topk
+            * self.model.config.hidden_size
+            * sizes.width
+            * (layout.ep - 1)
+            / layout.ep
+        )
+        node = self.hardware.device.node
+        if group <= node:
+            return 2 * self._message(sent, False, group)
+        outside = 1 - node / group
+        return 2 * self._message(sent * outside, True, group)
+
+    def _context_messages(self, scores: float) -> float:
+        """Keys and values round the ring, as far as scores do not hide them."""
+        layout, config, sizes = self.grid.layout, self.model.config, self.model.sizes
+        if layout.cp == 1:
+            return 0.0
+        keys = 2 * max(config.num_query_groups / layout.tp, 1) * config.kv_channels
+        once = self._message(sizes.tokens * keys * sizes.width, self._far(layout.tp * layout.cp - 1))
+        return max((layout.cp - 1) * once - scores * self.hardware.efficiency.overlapped, 0.0)
+
+    def _gradients(self, count: Count) -> float:
+        """Sums of gradients over data ranks and gathers of weights, less what overlaps with passes."""
+        training, layout = self.model.training, self.grid.layout
+        seconds = 0.0
+        groups = (
+            (count.dense, self.grid.data_parallel_size * layout.cp, layout.tp),
+            (count.experts, self.grid.expert_data_parallel_size, layout.ep * layout.etp),
+        )
+        overlapped = self.hardware.efficiency.overlapped
+        for parameters, ranks, stride in groups:
+            if ranks > 1 and parameters:
+                far = ranks * stride > self.hardware.device.node
+                reduced = self._message(parameters * 4 * (ranks - 1) / ranks, far, ranks)
+                gathered = self._message(
+                    parameters * self.model.sizes.width * (ranks - 1) / ranks, far, ranks
+                )
+                seconds += reduced * (1 - overlapped if training.overlap_grad_reduce else 1)
+                seconds += gathered * (1 - overlapped if training.overlap_param_gather else 1)
+        return seconds

@@ -1,0 +1,129 @@
+"""``mca-train plan --search`` prints the layouts that fit a number of devices and are predicted to be fastest."""
+
+from dataclasses import asdict, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from mca_config.layout import SIZE_FIELDS
+from mca_config.types import JsonObject, Values
+from mca_train.config.run_config import Settings
+from mca_train.plan.hardware import Hardware
+from mca_train.plan.memory import GIB, Subject
+from mca_train.plan.search import LAYOUT_KEYS, Found, search
+from mca_train.run.checks import Run, check, settings_of
+
+if TYPE_CHECKING:
+    from mca_train.tasks.task import Task
+
+SCHEMA, VERSION = "mca-train/search", 1
+_SHOWN = 5
+
+
+def best_layouts(
+    task: "Task", values: Values, run: Run, subject: Subject, batch: int, hardware: Hardware
+) -> list[Found]:
+    """The fastest that pass the check of runs, at most one for each layout.
+
+    Args:
+        task: The kind of run.
+        values: Its keys and values.
+        run: It, on no layout.
+        subject: What is trained.
+        batch: Samples of a step.
+        hardware: What its ranks are.
+    """
+    best: dict[str, Found] = {}
+    gpus = run.world_size
+    for one in search(subject, run.settings.training, batch, gpus, hardware):
+        given = dict.fromkeys(
+            name for name in values if name in LAYOUT_KEYS
+        )  # unset where it is not found again
+        one = replace(one, changes=given | one.changes)
+        if str(one.layout) not in best and not _problems(task, values, one, gpus):
+            best[str(one.layout)] = one
+        if len(best) == _SHOWN:
+            break
+    return list(best.values())
+
+
+def without_layout(values: Values) -> Values:
+    """What a search keeps of a run."""
+    return {name: value for name, value in values.items() if name not in LAYOUT_KEYS}
+
+
+def batch_of(settings: Settings, gpus: int) -> int:
+    """Samples of a step as the configuration has them, on ``gpus`` ranks."""
+    training = settings.training
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    replica: int = prod(getattr(training, name) or 1 for name in sizes)
+    once: int = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    return once * max(gpus // replica, 1)
+
+
+def _problems(task: "Task", values: Values, one: Found, gpus: int) -> tuple[str, ...]:
+    settings = settings_of(task, {**without_layout(values), **one.changes}, "--search")
+    settings.training.transformer_impl = None  # what this machine has does not matter
+    return check(task, settings, lambda *_: gpus).impossible
+
+
+def render(found: list[Found], batch: int, gpus: int, hardware: Hardware) -> str:
+    """The layouts as text."""
+    device = hardware.device
+    lines = [
+        f"search       {gpus} x {device.name}, {batch} samples a step, {device.usable_gib:.1f} GiB usable",
+        "",
+    ]
+    if not found:
+        lines.append(
+            "no layout fits; take more devices, a smaller seq_length, or optimizer_cpu_offload: true"
+        )
+    for number, one in enumerate(found, 1):
+        lines += [
+            f"{number}. {one.layout}: {one.time.total:.2f} s a step, {one.speed:,.0f} tokens/s and device",
+            f"   {_reason(one, found[0], device.usable_gib)}",
+            *(f"     {line}" for line in yaml.safe_dump(one.changes, sort_keys=False).splitlines()),
+            "",
+        ]
+    lines.append("predicted, by the efficiencies of plan/hardware.toml; to compare layouts by")
+    return "\n".join(lines) + "\n"
+
+
+def _reason(one: Found, best: Found, usable: float) -> str:
+    time, total = one.time, one.time.total
+    parts = {
+        "computing": time.passes - time.of_messages,
+        "messages within layers": time.of_messages,
+        "waiting in the pipeline": time.waiting,
+        "gradients and weights": time.gradients,
+        "optimizer": time.optimizer,
+    }
+    told = ", ".join(
+        f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds > 0.005 * total
+    )
+    slower = "" if one is best else f"; {total / best.time.total - 1:.0%} slower than the first"
+    return f"{told}; {one.needs / GIB:.1f} of {usable:.1f} GiB{slower}"
+
+
+def document(found: list[Found], batch: int, gpus: int, hardware: Hardware) -> JsonObject:
+    """The layouts as a JSON object: ``mca-train/search``, version 1; sizes in bytes, times in seconds."""
+
+    def told(one: Found) -> dict[str, Any]:
+        return {
+            "changes": one.changes,
+            "layout_sizes": {short: getattr(one.layout, short) for short in SIZE_FIELDS},
+            "time": asdict(one.time),
+            "tokens_per_second_and_device": one.speed,
+            "bytes": one.needs,
+        }
+
+    return {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "gpus": gpus,
+        "samples_per_step": batch,
+        "device": asdict(hardware.device),
+        "efficiency": asdict(hardware.efficiency),
+        "layouts": [told(one) for one in found],
+    }
