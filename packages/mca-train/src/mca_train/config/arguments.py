@@ -66,6 +66,13 @@ class DataArguments:
     preprocessing_num_workers: int | None = field(
         default=None, metadata={"help": "Processes that tokenize; None: one."}
     )
+    tokenized_cache: str | None = field(
+        default=None,
+        metadata={
+            "help": "Directory in which tokenized samples are kept, by content and settings, for other ranks and runs; "
+            "None: they are made anew."
+        },
+    )
     streaming: bool = field(
         default=False, metadata={"help": "Read the training files as training goes; needs max_steps."}
     )

@@ -5,6 +5,7 @@ Files are read in ``data``, and the kind says what a row means; this file brings
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_train.config.arguments import DataArguments
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from mca_train.data.mixture import Mixture
     from mca_train.data.preferences import PairDataset
+    from mca_train.data.sources import Source
     from mca_train.data.token_dataset import Sample, TokenDataset
 
 
@@ -36,16 +38,29 @@ def load_tokenized(
         arguments: Columns, lengths and limits.
         evaluation: Whether these are the evaluation files.
     """
-    from mca_train.data.files import load_rows
+    from mca_train.data.files import check_file, is_address, load_rows
     from mca_train.data.files import named as named_files
 
     key = "eval_file" if evaluation else "train_file"
     limit = arguments.max_eval_samples if evaluation else arguments.max_train_samples
-    rows = load_rows(files, key, arguments, limit, task.required_column(arguments))
-    with named_files(
-        key, ", ".join(files), "text", UnicodeDecodeError
-    ):  # parquet's is decoded when looked at
-        return task.samples(rows, tokenizer, arguments, key)
+
+    def make() -> "TokenDataset | PairDataset":
+        rows = load_rows(files, key, arguments, limit, task.required_column(arguments))
+        with named_files(
+            key, ", ".join(files), "text", UnicodeDecodeError
+        ):  # parquet's is decoded when looked at
+            return task.samples(rows, tokenizer, arguments, key)
+
+    if arguments.tokenized_cache is None or any(map(is_address, files)):
+        return make()
+    from mca_train.data.token_cache import cached, digest_of, key_of
+
+    for file in files:
+        check_file(file, key)
+    contents = [key, *(digest_of(Path(file)) for file in files)]
+    return cached(
+        Path(arguments.tokenized_cache), key_of(task.name, contents, tokenizer, arguments, limit), make
+    )
 
 
 def load_mixture(
@@ -59,19 +74,37 @@ def load_mixture(
         arguments: The sources; columns and lengths.
         seed: Of what is taken of a source of which not all is.
     """
-    from mca_train.data.files import named as named_files
     from mca_train.data.mixture import Mixture
-    from mca_train.data.sources import rows_of, sources_of
+    from mca_train.data.sources import sources_of
 
     sources, parts = sources_of(arguments.datasets), []
     for source in sources:
         key = f"datasets, {source.called}"
         own = replace(arguments, data_format=source.data_format or arguments.data_format)
-        rows = rows_of(source, key, own)
-        with named_files(key, source.path, "text", UnicodeDecodeError):
-            parts.append(task.samples(rows, tokenizer, own, key))
+        parts.append(_samples_of(task, source, tokenizer, own, key))
     weights = [source.weight for source in sources if source.weight is not None]
     return Mixture(parts, [source.called for source in sources], weights or None, seed)
+
+
+def _samples_of(
+    task: Task, source: "Source", tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments, key: str
+) -> "TokenDataset | PairDataset":
+    from mca_train.data.files import named
+    from mca_train.data.sources import rows_of
+    from mca_train.data.token_cache import cached, key_of
+
+    rows = rows_of(source, key, arguments)
+
+    def make() -> "TokenDataset | PairDataset":
+        with named(key, source.path, "text", UnicodeDecodeError):
+            return task.samples(rows, tokenizer, arguments, key)
+
+    if arguments.tokenized_cache is None:
+        return make()
+    contents = [key, rows._fingerprint, str(len(rows))]
+    return cached(
+        Path(arguments.tokenized_cache), key_of(task.name, contents, tokenizer, arguments, None), make
+    )
 
 
 def load_stream(
