@@ -65,8 +65,6 @@ def train_plain(model: Any, reference: Any, kind: str) -> dict[str, list[float]]
             losses.append(loss_of(kind)(c, r, c0, r0, n, m))
             if kind == "orpo":
                 c0, r0, c, r = c0 * 0, r0 * 0, c / n, r / m
-            elif kind == "ipo":
-                c, r, c0, r0 = c / n, r / m, c0 / n, r0 / m
             right.append(float((c - c0) - (r - r0) > 0))
         optimizer.zero_grad()
         loss = torch.stack(losses).mean()

@@ -112,7 +112,7 @@ def peft_takes(model: Path, adapter: Path) -> int:
     [
         ("sft", {"dpo_beta": 0.2}, "dpo_beta: for mca-train dpo, not sft"),
         ("sft", {"lora_alpha": 8}, "lora_alpha: lora_rank is not set"),
-        ("dpo", {"dpo_loss": "simpo"}, "dpo_loss is 'simpo'; expected 'sigmoid' or 'hinge'"),
+        ("dpo", {"dpo_loss": "kto"}, "dpo_loss is 'kto'; expected 'sigmoid' or 'hinge'"),
     ],
 )
 def test_keys_that_say_nothing_are_refused(folder, kind, changes, message):

@@ -1,7 +1,6 @@
-"""TRL is the referee: ``sft`` and ``dpo`` log its losses and gradient norms, step by step, from the same files."""
+"""TRL is the referee: ``mca-train`` logs its losses, gradient norms and metrics, step by step, from the same files."""
 
 import json
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,50 +10,31 @@ import pytest
 from harness import prepare_parent, run_ranks
 from layouts import EVERY
 from loss_curves import SMALL
-from train_cases import history, quietly, tiny_checkpoint
+from train_cases import quietly, tiny_checkpoint
+from trl_kinds import KINDS, STEPS, Logged, mca_trained, with_trl
 
 pytestmark = pytest.mark.ranks
 
-STEPS, ROWS, BETA = 8, 24, 0.3
+ROWS = 24
 LOSS, NORM = 1e-5, 1e-4
 """Relative: fp32 sums in another order, which Adam does not enlarge where it divides by no less than `adam_epsilon`."""
 MARGIN = 4e-5
 """Of preferences, absolute: they compare log-probabilities of some -200, whose last bit is 1.5e-5."""
-KINDS = ("sft", "sigmoid", "hinge", "ipo")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
     "tp2-pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
-    "cp2-dp2": {"context_parallel_size": 2, "gradient_accumulation_steps": 1},
+    "cp2-dp2": {"context_parallel_size": 2, "replicas": 2},
 }
 TRAINED = {
-    "single": KINDS,
-    "tp2-pp2": KINDS[:2] if EVERY else KINDS[:1],
-    "cp2-dp2": KINDS[: 2 if EVERY else 1],
+    "single": list(KINDS) if EVERY else ["sft", "sigmoid", "hinge", "simpo", "rpo", "precomputed"],
+    "tp2-pp2": list(KINDS) if EVERY else ["sft"],
+    "cp2-dp2": list(KINDS) if EVERY else ["precomputed"],
 }
-RUN: dict[str, Any] = {
-    "max_steps": STEPS,
-    "learning_rate": 1e-3,
-    "adam_epsilon": 1e-4,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 2,
-    "weight_decay": 0.1,
-    "max_grad_norm": 0.5,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "train_sampling_strategy": "sequential",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "seed": 3,
-}
-Logged = dict[str, list[float]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with its tokenizer, and files of both kinds: ragged, some longer than what is kept of them."""
+    """A model with its tokenizer, and files of each kind: ragged, some longer than what is kept of them."""
     from tokenizers_for_tests import byte_tokenizer
 
     folder = tmp_path_factory.mktemp("trl")
@@ -71,76 +51,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write(path: Path, columns: dict[str, list[str]]) -> None:
+def write(path: Path, columns: dict[str, list[Any]]) -> None:
     rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def with_trl(folder: Path) -> dict[str, Logged]:
-    """What TRL's trainers log, of each kind."""
-    import datasets
-    import trl
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
-    datasets.disable_progress_bars()
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-
-    def trained(kind: str) -> Logged:
-        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="float32")
-        name = "sft" if kind == "sft" else "dpo"
-        rows = datasets.Dataset.from_json(str(folder / f"{name}.jsonl"), cache_dir=str(folder / "cache"))
-        common = RUN | {"output_dir": str(folder / f"trl-{kind}"), "max_length": 512}
-        common |= {"bf16": False, "gradient_checkpointing": False}  # on, unless said
-        given = {"model": model, "train_dataset": rows, "processing_class": tokenizer}
-        if kind == "sft":
-            trainer = trl.SFTTrainer(args=trl.SFTConfig(**common), **given)
-        else:
-            trainer = trl.DPOTrainer(args=trl.DPOConfig(loss_type=[kind], beta=BETA, **common), **given)
-        trainer.train()
-        return {key: history(trainer, key) for key in ("loss", "grad_norm")}
-
-    return {kind: quietly(lambda kind=kind: trained(kind)) for kind in KINDS}
-
-
 def with_mca(folder: Path, layouts: list[str]) -> dict[tuple[str, str], Logged]:
     """What ``mca-train`` logs, of each kind on each layout. Runs on every rank."""
-    found = {}
-    for layout in layouts:
-        for kind in TRAINED[layout]:
-            found[kind, layout] = quietly(lambda kind=kind, layout=layout: mca_trained(folder, kind, layout))
-    return found
-
-
-def mca_trained(folder: Path, kind: str, layout: str) -> Logged:
-    import logging
-
-    from mca_train.checkpoint.output_lock import OutputLock
-    from mca_train.config.model import given_ranks
-    from mca_train.run.build import make_trainer
-    from mca_train.run.checks import check, settings_of
-    from mca_train.run.inputs import read_inputs
-    from mca_train.tasks.table import TASKS
-
-    logging.disable(logging.WARNING)
-    name = "sft" if kind == "sft" else "dpo"
-    values = RUN | {
-        "model_name_or_path": str(folder / "model"),
-        "train_file": str(folder / f"{name}.jsonl"),
-        "output_dir": str(folder / f"{kind}-{layout}"),
-        "seq_length": 512,
+    return {
+        (kind, layout): quietly(
+            lambda kind=kind, layout=layout: mca_trained(folder, kind, layout, LAYOUTS[layout])
+        )
+        for layout in layouts
+        for kind in TRAINED[layout]
     }
-    values |= LAYOUTS[layout] | ({} if kind == "sft" else {"dpo_loss": kind, "dpo_beta": BETA})
-    run = check(TASKS[name], settings_of(TASKS[name], values, "test"), given_ranks).require()
-    trainer = make_trainer(read_inputs(run, OutputLock(Path(run.settings.training.output_dir))))
-    trainer.train()
-    return {key: history(trainer, key) for key in ("loss", "grad_norm")}
 
 
 @pytest.fixture(scope="module")
 def theirs(folder: Path) -> dict[str, Logged]:
-    return run_ranks(1, with_trl, folder, process_group=False, timeout=300)[0]
+    kinds = sorted({kind for some in TRAINED.values() for kind in some})
+    return run_ranks(1, with_trl, folder, kinds, process_group=False, timeout=300)[0]
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +95,29 @@ def test_every_step_is_that_of_trl(kind: str, layout: str, theirs: dict[str, Log
     assert right["loss"][-1] != pytest.approx(right["loss"][0], rel=0.02)  # it learns
     assert found["loss"] == pytest.approx(right["loss"], rel=LOSS, abs=0.0 if kind == "sft" else MARGIN)
     assert found["grad_norm"] == pytest.approx(right["grad_norm"], rel=NORM)
+    for name in KINDS[kind].metrics:
+        absolute = 1e-3 if name.startswith("logps/") else MARGIN
+        first = (
+            2 if name == "rewards/accuracies" else 0
+        )  # until the rate is above 0 there is nothing but noise
+        assert found[name][first:] == pytest.approx(right[name][first:], rel=NORM, abs=absolute), name
+
+
+def again_without_reference(folder: Path) -> list[float]:
+    """A later part of the run of ``precomputed``, in which no reference may be run."""
+    from mca_train.trainer.reference import Reference
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the log-probabilities were kept")
+
+    Reference.log_probs = refuse  # type: ignore[assignment, method-assign]
+    return quietly(lambda: mca_trained(folder, "precomputed", "single", {}))["loss"]
+
+
+def test_kept_log_probabilities_serve_the_run_that_goes_on(folder: Path, ours: Any) -> None:
+    first = ours("precomputed", "single")["loss"]
+    assert run_ranks(1, again_without_reference, folder)[0] == first
+    kept = folder / "precomputed-single" / "reference_log_probs" / "train.npz"
+    kept.write_bytes(kept.read_bytes()[:-40])
+    with pytest.raises(AssertionError, match="were kept"):
+        run_ranks(1, again_without_reference, folder)

@@ -70,6 +70,18 @@ def sum_over_samples(values: Tensor) -> Tensor:
     return total
 
 
+def from_replicas(values: Tensor) -> Tensor:
+    """``values`` of the last pipeline stage, of which each replica knows some and has 0 for the rest, on every rank."""
+    from megatron.core import parallel_state
+
+    speaks = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    speaks = speaks and parallel_state.get_tensor_model_parallel_rank() == 0
+    speaks = speaks and parallel_state.get_context_parallel_rank() == 0
+    total = values.clone() if speaks else torch.zeros_like(values)
+    dist.all_reduce(total)
+    return total
+
+
 def data_group_with_context() -> ProcessGroup:
     """Ranks with the same part of the model."""
     from megatron.core import parallel_state

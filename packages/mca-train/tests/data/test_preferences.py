@@ -102,14 +102,23 @@ def test_bad_rows_are_named(tmp_path, row, message):
 def test_label_smoothing_is_the_mean_over_both_ways_round():
     policy, reference = (Answers(*torch.randn(2, 3).mul(3)) for _ in range(2))
     turned = [Answers(a.rejected, a.chosen) for a in (policy, reference)]
+    tokens = Answers(torch.ones(3), torch.ones(3))
     plain, smooth = PreferenceLoss(beta=0.3), PreferenceLoss(beta=0.3, label_smoothing=0.2)
-    mean = 0.8 * plain(policy, reference) + 0.2 * plain(*turned)
-    assert torch.allclose(smooth(policy, reference), mean)
+    mean = 0.8 * plain(policy, tokens, reference) + 0.2 * plain(turned[0], tokens, turned[1])
+    assert torch.allclose(smooth(policy, tokens, reference), mean)
 
 
 @pytest.mark.parametrize(
-    "options", [{"beta": 0.0}, {"label_smoothing": 0.6}, {"kind": "ipo", "label_smoothing": 0.1}]
+    "options",
+    [
+        {"beta": 0.0},
+        {"label_smoothing": 0.6},
+        {"kind": "ipo", "label_smoothing": 0.1},
+        {"simpo_gamma": 0.5},
+        {"kind": "orpo", "rpo_alpha": 1.0},
+        {"rpo_alpha": -1.0},
+    ],
 )
 def test_settings_that_mean_nothing_are_refused(options):
-    with pytest.raises(McaError, match="dpo_"):
+    with pytest.raises(McaError, match=r"dpo_|rpo_alpha"):
         PreferenceLoss(**options)

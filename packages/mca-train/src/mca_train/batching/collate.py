@@ -13,7 +13,7 @@ from mca_config.types import JsonObject
 from mca_models.megatron.layers.zigzag import take
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.packing import Row, count_samples, row_of, sequences_of
-from mca_train.data.token_dataset import IGNORED
+from mca_train.data.token_dataset import IGNORED, VALUES
 from mca_train.types import PreTrainedTokenizerBase, Sample, SampleSource
 
 Collator = Callable[[list[JsonObject]], dict[str, Tensor]]
@@ -32,14 +32,16 @@ class PadCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, features: list[JsonObject]) -> dict[str, Tensor]:
-        """``input_ids`` and ``labels`` ``[b, s]``, and ``num_tokens`` ``[b]`` without padding."""
+        """``input_ids`` and ``labels`` ``[b, s]``, ``num_tokens`` ``[b]`` without padding, and samples' ``values``."""
         ids = [torch.as_tensor(_tokens(feature)) for feature in features]
         labels = [torch.as_tensor(feature.get("labels", feature["input_ids"])) for feature in features]
         pad = torch.nn.utils.rnn.pad_sequence
+        values = [feature[VALUES] for feature in features if VALUES in feature]
         return {
             "input_ids": pad(ids, batch_first=True, padding_value=self.pad_token_id),
             "labels": pad(labels, batch_first=True, padding_value=IGNORED),
             "num_tokens": torch.tensor([len(x) for x in ids]),
+            **({VALUES: torch.stack(values)} if values else {}),
         }
 
 
@@ -155,6 +157,7 @@ class StepCollator:
             ),
             cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
             max_seqlen=max(lengths),
+            values=torch.stack(row.values) if row.values else None,
         )
 
     def _collated(self, group: Sequences) -> dict[str, Tensor]:
@@ -193,6 +196,8 @@ class StepCollator:
             "following": num_tokens[:, None] - 1 - positions,
         }
         cut = {name: self._slice(values).split(sizes) for name, values in whole.items()}
+        if all(VALUES in batch for batch in batches):
+            cut[VALUES] = torch.cat([batch[VALUES] for batch in batches]).split(sizes)
         return tuple(
             MicroBatch(num_segments=size, **{name: parts[number] for name, parts in cut.items()})
             for number, size in enumerate(sizes)

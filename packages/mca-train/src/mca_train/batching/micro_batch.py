@@ -34,6 +34,8 @@ class MicroBatch:
     """``[sequences]``: of a mixture, which source each sequence is from."""
     max_seqlen: int = 0
     """Tokens of the longest packed sequence, padding included."""
+    values: Tensor | None = None
+    """``[num_segments, numbers]`` fp64: what samples say of each of their sequences, such as a label; 0 for none."""
 
     def counted(self, depth: int = 0) -> Tensor:
         """``[b, s]``: `segments` of the tokens with ``depth`` of their sequence after them; -1 for all others."""

@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from mca_config.errors import McaError
+from mca_train.data.token_dataset import VALUES
 from mca_train.types import Sample, SampleSource
+
+_PARTS = ("input_ids", "labels", VALUES)
 
 OPEN_PACKS = 256
 """Packs that are tried for a sample, the oldest first; when none has room, the fullest is closed."""
@@ -176,7 +179,7 @@ def sequences_of(sample: Sample) -> list[Sample]:
     if "chosen_input_ids" in sample:
         source = {"source": sample["source"]} if "source" in sample else {}
         return [
-            {name: sample[f"{side}_{name}"] for name in ("input_ids", "labels")} | source
+            {name: sample[f"{side}_{name}"] for name in _PARTS if f"{side}_{name}" in sample} | source
             for side in ("chosen", "rejected")
         ]
     return [sample]
@@ -196,6 +199,8 @@ class Row:
     """Of the position itself, not of the next."""
     own_tokens: list[int]
     """How many of each sequence are no padding; 0 of one that does not count."""
+    values: list[torch.Tensor]
+    """Numbers of each sequence; none if samples say none."""
 
     @property
     def length(self) -> int:
@@ -211,6 +216,7 @@ class Row:
             input_ids=[*self.input_ids, torch.full((rest,), pad_token_id)],
             labels=[*self.labels, torch.full((rest,), ignored)],
             own_tokens=[*self.own_tokens, 0],
+            values=[*self.values, *(torch.zeros_like(value) for value in self.values[:1])],
         )
 
 
@@ -225,4 +231,5 @@ def row_of(sequences: Sequence[tuple[Sample, bool]], multiple: int, pad_token_id
         ids.append(torch.nn.functional.pad(tokens, rest, value=pad_token_id))
         labels.append(torch.nn.functional.pad(targets, rest, value=ignored))
     own = [len(sequence["input_ids"]) * counts for sequence, counts in sequences]
-    return Row(input_ids=ids, labels=labels, own_tokens=own)
+    values = [torch.as_tensor(sequence[VALUES]) for sequence, _ in sequences if VALUES in sequence]
+    return Row(input_ids=ids, labels=labels, own_tokens=own, values=values)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import datasets
 
 IGNORED = -100  # the label of a token that is not a target, as in Hugging Face
+VALUES = "values"
+"""The key of a sample's numbers, ``[numbers]`` fp64, such as its class; of a preference pair each side has some."""
 
 Sample = dict[str, torch.Tensor]
 """``input_ids`` and, unless every token is a target, ``labels``; of a preference pair both of each answer."""

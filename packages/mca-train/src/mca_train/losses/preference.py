@@ -3,11 +3,14 @@
 With ``c`` and ``r`` the log-probabilities of the chosen and the rejected answer (sums over its tokens), ``c0`` and
 ``r0`` those of the reference, and ``m = (c - c0) - (r - r0)``:
 
-    sigmoid   -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)     e: dpo_label_smoothing
-    hinge     max(0, 1 - beta m)
-    ipo       (m - 1 / (2 beta))^2, log-probabilities being means over the answer's tokens
-    orpo      -c - beta log sigmoid(log odds(c) - log odds(r)), means too, no reference
+    sigmoid       -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)     e: dpo_label_smoothing
+    hinge         max(0, 1 - beta m)
+    sigmoid_norm  -log sigmoid(beta m), log-probabilities being means over the answer's tokens
+    ipo           (m - 1 / (2 beta))^2, means too
+    simpo         -log sigmoid(beta (c - r) - gamma), means too, no reference     gamma: simpo_gamma
+    orpo          -c - beta log sigmoid(log odds(c) - log odds(r)), means too, no reference
 
+``rpo_alpha`` adds that many times the chosen answer's cross entropy, a mean over its tokens.
 The loss of a step is the mean over all pairs of the global batch.
 """
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
     from mca_config.training import TrainingArguments
 
-LossType = Literal["sigmoid", "hinge", "ipo", "orpo"]
+LossType = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "simpo", "orpo"]
 SIGNAL_NAMES = (
     "rewards/chosen",
     "rewards/rejected",
@@ -39,7 +42,9 @@ SIGNAL_NAMES = (
 )
 """What is logged of pairs, beside the loss."""
 
-_MEANS = ("ipo", "orpo")
+_MEANS = ("ipo", "sigmoid_norm", "simpo", "orpo")
+_ALONE = ("simpo", "orpo")
+_SIMPO_GAMMA = 0.5  # as in TRL
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,10 @@ class Answers:
         """Differences to those of ``other``."""
         return Answers(self.chosen - other.chosen, self.rejected - other.rejected)
 
+    def per_token(self, tokens: "Answers") -> "Answers":
+        """Means over ``tokens`` of each answer."""
+        return Answers(self.chosen / tokens.chosen.clamp(min=1), self.rejected / tokens.rejected.clamp(min=1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLoss:
@@ -62,11 +71,15 @@ class PreferenceLoss:
         kind: See the module.
         beta: How strongly answers are held to the reference; orpo: weight of the odds.
         label_smoothing: Share of pairs that are taken to be the wrong way round (sigmoid).
+        simpo_gamma: By how much the chosen answer shall be better (simpo).
+        rpo_alpha: Weight of the chosen answer's cross entropy; None: it does not count.
     """
 
     kind: LossType = "sigmoid"
     beta: float = 0.1
     label_smoothing: float = 0.0
+    simpo_gamma: float | None = None
+    rpo_alpha: float | None = None
 
     def __post_init__(self) -> None:
         if self.beta <= 0:
@@ -76,29 +89,57 @@ class PreferenceLoss:
         if self.label_smoothing and self.kind != "sigmoid":
             raise McaError(f"dpo_label_smoothing is for dpo_loss sigmoid, not {self.kind}; remove it")
 
+        if self.simpo_gamma is not None and self.kind != "simpo":
+            raise McaError(f"simpo_gamma is for dpo_loss simpo, not {self.kind}; remove it")
+        if self.rpo_alpha is not None and self.kind == "orpo":
+            raise McaError(
+                "rpo_alpha: dpo_loss orpo has the chosen answer's cross entropy already; remove it"
+            )
+        if self.rpo_alpha is not None and self.rpo_alpha < 0:
+            raise McaError(f"rpo_alpha is {self.rpo_alpha}; expected 0 or more")
+
     @property
     def needs_reference(self) -> bool:
         """Whether answers are compared with a reference model's."""
-        return self.kind != "orpo"
+        return self.kind not in _ALONE
 
-    @property
-    def of_means(self) -> bool:
-        """Whether log-probabilities are means over an answer's tokens instead of sums."""
-        return self.kind in _MEANS
+    def seen(self, sums: Answers, tokens: Answers) -> Answers:
+        """What is logged: sums where there is a reference, means over tokens where there is none, as in TRL."""
+        return sums if self.needs_reference else sums.per_token(tokens)
 
     def rewards(self, policy: Answers, reference: Answers | None) -> Answers:
-        """Implicit rewards."""
+        """Implicit rewards, of what is `seen`."""
         found = policy if reference is None else policy.minus(reference)
         return Answers(self.beta * found.chosen, self.beta * found.rejected)
 
-    def __call__(self, policy: Answers, reference: Answers | None = None) -> Tensor:
-        """The loss of each pair."""
-        if self.kind == "orpo":
-            odds = _log_odds(policy.chosen) - _log_odds(policy.rejected)
-            return -policy.chosen - self.beta * logsigmoid(odds)
+    def __call__(self, policy: Answers, tokens: Answers, reference: Answers | None = None) -> Tensor:
+        """The loss of each pair.
+
+        Args:
+            policy: Log-probabilities of whole answers.
+            tokens: Of each answer.
+            reference: As ``policy``.
+        """
         if reference is None:
-            raise McaError(f"dpo_loss {self.kind} needs a reference")
-        gain = policy.minus(reference)
+            loss = self._alone(policy.per_token(tokens))
+        else:
+            loss = self._compared(policy.minus(reference), tokens)
+        if self.rpo_alpha is not None:
+            loss = loss - self.rpo_alpha * policy.per_token(tokens).chosen
+        return loss
+
+    def _alone(self, mean: Answers) -> Tensor:
+        if self.kind == "orpo":
+            odds = _log_odds(mean.chosen) - _log_odds(mean.rejected)
+            return -mean.chosen - self.beta * logsigmoid(odds)
+        if self.kind == "simpo":
+            gamma = _SIMPO_GAMMA if self.simpo_gamma is None else self.simpo_gamma
+            return -logsigmoid(self.beta * (mean.chosen - mean.rejected) - gamma)
+        raise McaError(f"dpo_loss {self.kind} needs a reference")
+
+    def _compared(self, gain: Answers, tokens: Answers) -> Tensor:
+        if self.kind in _MEANS:
+            gain = gain.per_token(tokens)
         margin = gain.chosen - gain.rejected
         if self.kind == "hinge":
             return torch.relu(1 - self.beta * margin)
@@ -133,16 +174,24 @@ def _log_odds(log_probability: Tensor) -> Tensor:
     return below - torch.log(-torch.expm1(below))
 
 
-def answer_logps(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Log-probability of every answer of the micro-batch, and its tokens: ``[2 * pairs]`` over all context ranks.
+def sequence_logps(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Log-probability of the targets of every sequence, and their number: ``[sequences]`` over all context ranks.
 
     Args:
         output: ``[b, s]`` cross entropy of each token.
-        batch: Whose segments are the chosen and the rejected answer of each pair, in turn.
+        batch: Whose segments are the sequences.
     """
     mask, segments = batch.loss_mask.flatten(), batch.segments.flatten()
     zeros = torch.zeros(batch.num_segments, dtype=torch.float32, device=output.device)
     sums = zeros.index_add(0, segments, -output.float().flatten() * mask)
     counts = zeros.index_add(0, segments, mask)
-    pairs = batch.num_segments // 2  # a pack may end in a sequence of nothing
-    return groups.sum_over_context(sums)[: 2 * pairs], groups.sum_over_context(counts)[: 2 * pairs]
+    return groups.sum_over_context(sums), groups.sum_over_context(counts)
+
+
+def pairs_of(values: Tensor) -> Answers:
+    """``values`` of the sequences of a micro-batch, which are the chosen and the rejected answer in turn.
+
+    A pack may end in a sequence of nothing.
+    """
+    both = values[: len(values) // 2 * 2]
+    return Answers(both[0::2], both[1::2])

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class DpoArguments:
     """How ``mca-train dpo`` compares answers."""
 
-    dpo_loss: Literal["sigmoid", "hinge", "ipo", "orpo"] = field(
-        default="sigmoid", metadata={"help": "The loss; orpo needs no reference model."}
+    dpo_loss: Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "simpo", "orpo"] = field(
+        default="sigmoid", metadata={"help": "The loss; simpo and orpo need no reference model."}
     )
     dpo_beta: float = field(
         default=0.1,
@@ -39,6 +39,21 @@ class DpoArguments:
     )
     dpo_label_smoothing: float = field(
         default=0.0, metadata={"help": "Share of pairs taken to be the wrong way round (sigmoid)."}
+    )
+    simpo_gamma: float | None = field(
+        default=None,
+        metadata={"help": "simpo: by how much the better answer shall be better; None: 0.5."},
+    )
+    rpo_alpha: float | None = field(
+        default=None,
+        metadata={"help": "Weight of the better answer's cross entropy beside the loss; None: it has none."},
+    )
+    precompute_ref_log_probs: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute the reference's log-probabilities once, before training, and keep them in output_dir: "
+            "no reference model is held in training."
+        },
     )
     reference_model_name_or_path: str | None = field(
         default=None,
@@ -48,15 +63,22 @@ class DpoArguments:
     )
 
     def __post_init__(self) -> None:
-        if not self.loss().needs_reference and self.reference_model_name_or_path is not None:
-            raise McaError("reference_model_name_or_path: dpo_loss orpo has no reference; remove it")
+        if self.loss().needs_reference:
+            return
+        for key in ("reference_model_name_or_path", "precompute_ref_log_probs"):
+            if getattr(self, key):
+                raise McaError(f"{key}: dpo_loss {self.dpo_loss} has no reference; remove it")
 
     def loss(self) -> "PreferenceLoss":
         """The loss that these describe."""
         from mca_train.losses.preference import PreferenceLoss
 
         return PreferenceLoss(
-            kind=self.dpo_loss, beta=self.dpo_beta, label_smoothing=self.dpo_label_smoothing
+            kind=self.dpo_loss,
+            beta=self.dpo_beta,
+            label_smoothing=self.dpo_label_smoothing,
+            simpo_gamma=self.simpo_gamma,
+            rpo_alpha=self.rpo_alpha,
         )
 
 
@@ -64,7 +86,9 @@ class Dpo(AnswerTask):
     """A prompt with a better and a worse answer, compared with what a reference model thinks of them."""
 
     name = "dpo"
-    summary = "on preferences: prompt, chosen and rejected; losses sigmoid, hinge, ipo, orpo (dpo_loss)"
+    summary = (
+        "on preferences: prompt, chosen and rejected; losses sigmoid, ipo, simpo, orpo and more (dpo_loss)"
+    )
     data_arguments = PairArguments
     own_arguments = DpoArguments
     sides = ("chosen", "rejected")
@@ -108,6 +132,8 @@ class Dpo(AnswerTask):
 
         own = _own(settings)
         yield from key_problems(settings.training)
+        if own.precompute_ref_log_probs and settings.data.streaming:
+            yield "precompute_ref_log_probs needs all rows before training; set streaming to false"
         kept = own.loss().needs_reference and own.reference_model_name_or_path is None
         if settings.lora.lora_modules_to_save and kept:
             yield (
@@ -127,7 +153,8 @@ class Dpo(AnswerTask):
         if not own.loss().needs_reference:
             return None
         path = own.reference_model_name_or_path
-        return settings.data.model_name_or_path if path is None and not settings.lora.wanted else path
+        itself = settings.lora.wanted or own.precompute_ref_log_probs
+        return settings.data.model_name_or_path if path is None and not itself else path
 
     def trainer(
         self, settings: "Settings", reference: "VirtualModels | None", options: "TrainerOptions"
@@ -135,7 +162,13 @@ class Dpo(AnswerTask):
         """See `Task`."""
         from mca_train.trainer.dpo import DpoTrainer
 
-        return DpoTrainer(reference=reference, preference=_own(settings).loss(), **options)
+        own = _own(settings)
+        return DpoTrainer(
+            reference=reference,
+            preference=own.loss(),
+            precompute_ref_log_probs=own.precompute_ref_log_probs,
+            **options,
+        )
 
 
 def _own(settings: "Settings") -> DpoArguments:

@@ -5,30 +5,39 @@ are read in `data.preferences`.
 """
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Unpack, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mca_config.errors import McaError
+from mca_train import groups
+from mca_train.batching.loaders import steps_of
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
-from mca_train.engine.pipeline import Pipeline
-from mca_train.losses.chunked import chunk_losses
+from mca_train.batching.step_stream import is_stream
+from mca_train.batching.valued import WithValues
+from mca_train.checkpoint.reference_file import ReferenceFile
+from mca_train.data.token_dataset import Samples
 from mca_train.losses.preference import (
     SIGNAL_NAMES,
     Answers,
     PreferenceLoss,
-    answer_logps,
     key_problems,
     model_problems,
+    pairs_of,
+    sequence_logps,
 )
 from mca_train.trainer.parts import TrainerOptions
+from mca_train.trainer.reference import Reference, require_reference
 from mca_train.trainer.trainer import McaTrainer
+from mca_train.types import SampleSource
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
-    from mca_models.megatron.peft import PeftModels
+
+_SIDES = ("chosen", "rejected")
 
 
 class DpoTrainer(McaTrainer):
@@ -39,8 +48,10 @@ class DpoTrainer(McaTrainer):
 
     Args:
         reference: The frozen model to compare with, on the same layout. None: the model itself without its
-            LoRA adapter, which it then must have.
+            LoRA adapter, which it then must have; with ``precompute_ref_log_probs`` the model as it is given.
         preference: The loss.
+        precompute_ref_log_probs: Log-probabilities of the reference are computed once, before training, and kept in
+            ``output_dir``; then no reference is run, or held by the trainer.
         options: As of `McaTrainer`.
     """
 
@@ -51,82 +62,97 @@ class DpoTrainer(McaTrainer):
         *,
         reference: "VirtualModels | None" = None,
         preference: PreferenceLoss | None = None,
+        precompute_ref_log_probs: bool = False,
         **options: Unpack[TrainerOptions],
     ) -> None:
         super().__init__(**options)
         self.preference = preference or PreferenceLoss()
-        self._check(reference)
-        self._reference_model = reference
-        self._reference: deque[Tensor] = deque()
-        self._reference_pipeline: Pipeline | None = None
-        if self.preference.needs_reference:
-            chunks = (reference or self.model).chunks
-            chunk_losses(chunks, self.args.loss_chunk_size, wants_logits=False)
-            self._reference_pipeline = Pipeline(list(chunks), self._keep_reference)
-
-    def _check(self, reference: "VirtualModels | None") -> None:
-        args = self.args
-        for problem in (*key_problems(args), *model_problems(self.model.megatron)):
+        for problem in (*key_problems(self.args), *model_problems(self.model.megatron)):
             raise McaError(problem)
-        if reference is not None or not self.preference.needs_reference:
-            return
+        self._reference: Reference | None = None
+        self._found: deque[Tensor] = deque()
+        self._keeps = precompute_ref_log_probs
+        if self.preference.needs_reference:
+            self._reference = self._new_reference(reference)
+        elif precompute_ref_log_probs:
+            raise McaError(
+                f"precompute_ref_log_probs: dpo_loss {self.preference.kind} has no reference; remove it"
+            )
+        if self._keeps and self._reference is not None:
+            self._keep_log_probs(self._reference, str((reference or self.model).source))
+
+    def _new_reference(self, given: "VirtualModels | None") -> Reference:
+        chunk = self.args.loss_chunk_size
+        if given is not None:
+            return Reference(given, chunk)
         from mca_models.megatron.peft import PeftModels
 
-        if not isinstance(self.model, PeftModels):
+        adapted = isinstance(self.model, PeftModels)
+        if adapted or not self._keeps:
+            require_reference(self.model, self.args, f"dpo_loss {self.preference.kind}")
+        return Reference(self.model, chunk, without_adapter=adapted)
+
+    def _keep_log_probs(self, reference: Reference, name: str) -> None:
+        """Those of all datasets: computed, or as an earlier part of this run has kept them."""
+
+        def kept(dataset: SampleSource, part: str) -> Samples | None:
+            return None if dataset is None else self._with_log_probs(reference, dataset, part, name)
+
+        self.train_dataset = kept(self.train_dataset, "train")
+        if isinstance(self.eval_dataset, dict):
+            parts = self.eval_dataset.items()
+            self.eval_dataset = {part: kept(dataset, f"eval_{part}") for part, dataset in parts}
+        else:
+            self.eval_dataset = kept(self.eval_dataset, "eval")
+        self._reference = None
+
+    def _with_log_probs(self, reference: Reference, dataset: SampleSource, part: str, name: str) -> Samples:
+        if is_stream(dataset):
             raise McaError(
-                f"dpo_loss {self.preference.kind} compares with a reference: give one, or a model with a LoRA adapter"
+                "precompute_ref_log_probs needs samples in memory, not a stream; set streaming to false"
             )
-        if self.model.adapter.modules_to_save:
-            raise McaError(
-                "modules_to_save trains parts of the base model, which then is no reference; give a reference "
-                "model, or leave modules_to_save out"
-            )
-        if args.overlap_param_gather:
-            raise McaError(
-                "overlap_param_gather does not go with a reference that is the model without its adapter; set it "
-                "to false"
-            )
+        file = ReferenceFile(Path(self.args.output_dir), part, dataset, name)
+        known = file.read()
+        if groups.largest(float(known is None), self.ranks.device) or known is None:
+            known = self._computed(reference, dataset)
+            if self.ranks.is_first:
+                file.write(known)
+        return WithValues(dataset, known, _SIDES)
+
+    def _computed(self, reference: Reference, dataset: SampleSource) -> NDArray[np.float64]:
+        numbers = np.arange(2 * len(dataset), dtype=np.float64).reshape(-1, 2)
+        loader, _ = self._loaders.evaluation(WithValues(dataset, numbers, _SIDES))
+        found = reference.of_samples(steps_of(loader), len(dataset), 2, self.ranks)
+        log_probs: NDArray[np.float64] = found.cpu().numpy()
+        return log_probs
 
     def before_forward(self, batch: StepBatch) -> None:
         """Log-probabilities of the reference for the batch."""
-        self._reference.clear()
-        pipeline = self._reference_pipeline
-        if pipeline is None:
-            return
-        with pipeline.at_rest(), self._without_adapter():
-            pipeline.evaluate(batch)
-
-    @contextmanager
-    def _without_adapter(self) -> Iterator[None]:
-        if self._reference_model is not None:
-            yield
-            return
-        with cast("PeftModels", self.model).disable_adapter():
-            yield
-
-    def _keep_reference(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        sums, counts = answer_logps(output, batch)
-        self._reference.append(sums)
-        return sums.sum(), counts.sum()
+        if self._reference is not None:
+            self._found = deque(sums for sums, _ in self._reference.log_probs(batch))
 
     def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
         """The sum over this micro-batch's pairs, and their number. Context-parallel ranks share both."""
-        sums, counts = answer_logps(output, batch)
-        policy = self._answers(sums, counts)
-        reference = None
-        if self.preference.needs_reference:
-            reference = self._answers(self._reference.popleft(), counts)
-        real = ((counts[0::2] > 0) & (counts[1::2] > 0)).float()
-        total = (self.preference(policy, reference) * real).sum()
-        self._add_signals(policy, self.preference.rewards(policy, reference), real)
+        sums, counts = (pairs_of(values) for values in sequence_logps(output, batch))
+        reference = self._of_reference(batch) if self.preference.needs_reference else None
+        real = ((counts.chosen > 0) & (counts.rejected > 0)).float()
+        total = (self.preference(sums, counts, reference) * real).sum()
+        seen = self.preference.seen(sums, counts)
+        self._add_signals(seen, self.preference.rewards(seen, reference), real)
         ranks, first = self.ranks.layout.cp, self.ranks.context_parallel_rank == 0
         # every context rank has the whole loss, and the gradient of its own tokens
         shared = total + (total / ranks - total).detach()
         return shared, real.sum().int() * int(first)
 
-    def _answers(self, sums: Tensor, counts: Tensor) -> Answers:
-        values = sums / counts.clamp(min=1) if self.preference.of_means else sums
-        return Answers(values[0::2], values[1::2])
+    def _of_reference(self, batch: MicroBatch) -> Answers:
+        if not self._keeps:
+            return pairs_of(self._found.popleft())
+        if batch.values is None:
+            raise McaError(
+                "precompute_ref_log_probs: this dataset was not there when the trainer was made; give it as "
+                "eval_dataset, or set precompute_ref_log_probs to false"
+            )
+        return pairs_of(batch.values[:, -1].float())
 
     def _add_signals(self, policy: Answers, rewards: Answers, real: Tensor) -> None:
         margins = rewards.chosen - rewards.rejected

@@ -1,0 +1,162 @@
+"""What TRL's trainers and ``mca-train`` are told, so that both run the same training."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from train_cases import history, quietly
+
+STEPS, BETA, ALPHA = 8, 0.3, 0.4
+PAIRS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
+"""What both log of preference pairs."""
+RUN: dict[str, Any] = {
+    "max_steps": STEPS,
+    "learning_rate": 1e-3,
+    "adam_epsilon": 1e-4,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.5,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "train_sampling_strategy": "sequential",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "seed": 3,
+}
+Logged = dict[str, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One training, told to both.
+
+    Args:
+        task: Of ``mca-train``.
+        trainer: Name of TRL's trainer, before ``Trainer`` and ``Config``.
+        values: The keys of ours.
+        settings: Those of TRL's configuration.
+        both: Keys of both.
+        rows: The file.
+        metrics: What both log beside loss and norm.
+    """
+
+    task: str
+    trainer: str
+    rows: str
+    values: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    both: dict[str, Any] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ()
+
+
+def _pairs(loss: str, *, trainer: str = "DPO", both: dict[str, Any] | None = None, **settings: Any) -> Kind:
+    values = {"dpo_loss": loss, "dpo_beta": BETA}
+    settings = {"loss_type": [loss], "beta": BETA} | settings
+    return Kind(
+        task="dpo",
+        trainer=trainer,
+        rows="dpo",
+        values=values,
+        settings=settings,
+        both=both or {},
+        metrics=PAIRS,
+    )
+
+
+def _and(kind: Kind, **values: Any) -> Kind:
+    return Kind(**(vars(kind) | {"values": kind.values | values}))
+
+
+ONE_BY_ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+"""TRL takes the mean of this cross entropy over the tokens of a micro-batch, which is to be one pair then."""
+
+KINDS = {
+    "sft": Kind(task="sft", trainer="SFT", rows="sft"),
+    "sigmoid": _pairs("sigmoid"),
+    "hinge": _pairs("hinge"),
+    "ipo": _pairs("ipo"),
+    "sigmoid_norm": _pairs("sigmoid_norm"),
+    "simpo": _and(
+        _pairs("simpo", trainer="CPO", loss_type="simpo", cpo_alpha=0.0, simpo_gamma=0.7), simpo_gamma=0.7
+    ),
+    "rpo": _and(
+        _pairs("sigmoid", both=ONE_BY_ONE, loss_type=["sigmoid", "sft"], loss_weights=[1.0, ALPHA]),
+        rpo_alpha=ALPHA,
+    ),
+    "precomputed": _and(_pairs("ipo", precompute_ref_log_probs=True), precompute_ref_log_probs=True),
+}
+
+
+def with_trl(folder: Path, kinds: list[str]) -> dict[str, Logged]:
+    """What TRL's trainers log, of each kind."""
+    import datasets
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    datasets.disable_progress_bars()
+    return {kind: quietly(lambda kind=kind: trl_trained(folder, kind)) for kind in kinds}
+
+
+def trl_trained(folder: Path, name: str) -> Logged:
+    import datasets
+    import trl
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl.experimental import cpo
+
+    kind = KINDS[name]
+    library = cpo if kind.trainer == "CPO" else trl
+    rows = datasets.Dataset.from_json(str(folder / f"{kind.rows}.jsonl"), cache_dir=str(folder / "cache"))
+    common = RUN | kind.both | kind.settings | {"output_dir": str(folder / f"trl-{name}"), "max_length": 512}
+    common |= {"bf16": False, "gradient_checkpointing": False}  # on, unless said
+    trainer = getattr(library, f"{kind.trainer}Trainer")(
+        args=getattr(library, f"{kind.trainer}Config")(**common),
+        model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype="float32"),
+        train_dataset=rows,
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+    )
+    trainer.train()
+    return {key: history(trainer, key) for key in ("loss", "grad_norm", *kind.metrics)}
+
+
+def mca_trained(folder: Path, name: str, layout: str, sizes: dict[str, Any]) -> Logged:
+    """What ``mca-train`` logs. Runs on every rank."""
+    import logging
+
+    from mca_train.checkpoint.output_lock import OutputLock
+    from mca_train.config.model import given_ranks
+    from mca_train.run.build import make_trainer
+    from mca_train.run.checks import check, settings_of
+    from mca_train.run.inputs import read_inputs
+    from mca_train.tasks.table import TASKS
+
+    logging.disable(logging.WARNING)
+    kind = KINDS[name]
+    values = (
+        RUN
+        | kind.both
+        | {
+            "model_name_or_path": str(folder / "model"),
+            "train_file": str(folder / f"{kind.rows}.jsonl"),
+            "output_dir": str(folder / f"{name}-{layout}"),
+            "seq_length": 512,
+        }
+    )
+    values |= kind.values | sizes
+    values["gradient_accumulation_steps"] //= values.pop("replicas", 1)
+    task = TASKS[kind.task]
+    run = check(task, settings_of(task, values, "test"), given_ranks).require()
+    trainer = make_trainer(read_inputs(run, OutputLock(Path(run.settings.training.output_dir))))
+    trainer.train()
+    return {key: history(trainer, key) for key in ("loss", "grad_norm", *kind.metrics)}

@@ -1,0 +1,61 @@
+"""Log-probabilities of a reference model are kept in ``output_dir`` here, so that a run that goes on has them still.
+
+They are computed elsewhere. A file of other samples, or of another reference, counts as none.
+"""
+
+import hashlib
+import logging
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mca_train.types import SampleSource
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "reference_log_probs"
+
+
+class ReferenceFile:
+    """The log-probabilities of one dataset.
+
+    Args:
+        output_dir: Of the run.
+        name: Of the dataset: ``train``, ``eval`` or ``eval_<name>``.
+        dataset: Its samples.
+        reference: Names the model that the log-probabilities are of.
+    """
+
+    def __init__(self, output_dir: Path, name: str, dataset: SampleSource, reference: str) -> None:
+        self.path = output_dir / FOLDER / f"{name}.npz"
+        self._key = f"{reference} {_digest(dataset)}"
+
+    def read(self) -> NDArray[np.float64] | None:
+        """What it holds; None: nothing of these samples and this reference."""
+        try:
+            with np.load(self.path, allow_pickle=False) as file:
+                return np.asarray(file["log_probs"], np.float64) if str(file["key"]) == self._key else None
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+            return None
+
+    def write(self, log_probs: NDArray[np.float64]) -> None:
+        """Replaces what it held."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_name(f".{self.path.name}")
+        with beside.open("wb") as file:
+            np.savez(file, log_probs=log_probs, key=np.array(self._key))
+        beside.replace(self.path)
+        logger.info("%s: log-probabilities of the reference, kept for this run", self.path)
+
+
+def _digest(dataset: SampleSource) -> str:
+    """Of all tokens and targets."""
+    known = hashlib.sha256()
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        for name in sorted(sample):
+            values = np.ascontiguousarray(sample[name])
+            known.update(f"{name} {len(values)} ".encode() + values.tobytes())
+    return known.hexdigest()

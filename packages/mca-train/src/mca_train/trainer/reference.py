@@ -1,0 +1,99 @@
+"""`Reference` is the frozen model that a loss compares with: another model, or the trained one without its adapter.
+
+It computes log-probabilities of sequences. What they are compared for is decided by the trainers.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from mca_config.errors import McaError
+from mca_config.training import TrainingArguments
+from mca_train import groups
+from mca_train.batching.micro_batch import MicroBatch, StepBatch
+from mca_train.engine.pipeline import Pipeline
+from mca_train.groups import Ranks
+from mca_train.losses.chunked import chunk_losses
+from mca_train.losses.preference import sequence_logps
+
+if TYPE_CHECKING:
+    from mca_models import VirtualModels
+    from mca_models.megatron.peft import PeftModels
+
+
+def require_reference(model: "VirtualModels", args: TrainingArguments, loss: str) -> None:
+    """Raises unless ``model`` without its adapter is what ``loss`` can compare with.
+
+    Raises:
+        McaError: It has none, or what is left without it changes in training.
+    """
+    from mca_models.megatron.peft import PeftModels
+
+    if not isinstance(model, PeftModels):
+        raise McaError(f"{loss} compares with a reference: give one, or a model with a LoRA adapter")
+    if model.adapter.modules_to_save:
+        raise McaError(
+            "modules_to_save trains parts of the base model, which then is no reference; give a reference "
+            "model, or leave modules_to_save out"
+        )
+    if args.overlap_param_gather:
+        raise McaError(
+            "overlap_param_gather does not go with a reference that is the model without its adapter; set it "
+            "to false"
+        )
+
+
+class Reference:
+    """Runs a frozen model; collective.
+
+    Args:
+        model: Its ranks hold what the trained model's do.
+        loss_chunk_size: As of the run.
+        without_adapter: The model is the trained one, whose adapter is left out.
+    """
+
+    def __init__(
+        self, model: "VirtualModels", loss_chunk_size: int | None, *, without_adapter: bool = False
+    ) -> None:
+        chunk_losses(model.chunks, loss_chunk_size, wants_logits=False)
+        self._pipeline = Pipeline(list(model.chunks), self._keep)
+        self._adapted = cast("PeftModels", model) if without_adapter else None
+        self._found: list[tuple[Tensor, MicroBatch]] = []
+
+    def log_probs(self, batch: StepBatch) -> list[tuple[Tensor, MicroBatch]]:
+        """Log-probability of every sequence, ``[sequences]`` for each micro-batch; none but on the last stage."""
+        self._found = []
+        with self._pipeline.at_rest(), self._frozen():
+            self._pipeline.evaluate(batch)
+        return self._found
+
+    def of_samples(self, steps: Iterator[StepBatch], samples: int, sequences: int, ranks: Ranks) -> Tensor:
+        """The same of a whole dataset, ``[samples, sequences]`` fp64, on every rank.
+
+        Args:
+            steps: All of it, each sequence with its number as its only value.
+            samples: In the dataset.
+            sequences: Of each sample.
+            ranks: This one among the others.
+        """
+        total = torch.zeros(samples * sequences, dtype=torch.float64, device=ranks.device)
+        for batch in steps:
+            for sums, micro in self.log_probs(batch):
+                counts = micro.segments.new_zeros(micro.num_segments).index_add(
+                    0, micro.segments.flatten(), (micro.following >= 0).long().flatten()
+                )
+                real = groups.sum_over_context(counts) > 0
+                places = cast("Tensor", micro.values)[real, 0].long()
+                total[places] = sums.double()[real]
+        return groups.from_replicas(total).reshape(samples, sequences)
+
+    def _frozen(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._adapted is None else self._adapted.disable_adapter()
+
+    def _keep(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        sums, counts = sequence_logps(output, batch)
+        self._found.append((sums, batch))
+        return sums.sum(), counts.sum()
