@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ import yaml
 from mca_train.cli import main
 from mca_train.config.renamed import RENAMED
 from mca_train.reference.keys import REQUIRED, keys_of
+from mca_train.reference.renamed_table import updated
 from mca_train.reference.schema import schema
 from mca_train.reference.starter import starter
 from mca_train.tasks.table import TASKS
@@ -125,3 +127,11 @@ def test_other_programs_keys_are_no_keys_here_and_point_to_keys():
     for told in RENAMED.values():
         if told.startswith("is called "):
             assert told.split()[2] in names, told
+
+
+def test_the_table_of_other_programs_keys_is_up_to_date():
+    page = Path(__file__).parents[3] / "docs" / "moving.md"
+    assert updated(page.read_text()) == page.read_text(), (
+        f"python -m mca_train.reference.renamed_table {page}"
+    )
+    assert "`cutoff_len`" in page.read_text()

@@ -1,0 +1,32 @@
+"""What makes a site of the documentation: links out of it become text, every page has a place in it."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _hook():
+    spec = importlib.util.spec_from_file_location("site_links", ROOT / "tools" / "site_links.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_links_out_of_the_documentation_become_text():
+    read = _hook().on_page_markdown
+    assert read("see [the script](../examples/train.slurm).") == "see the script (`examples/train.slurm`)."
+    assert read("[`tools/lock.py`](../tools/lock.py)") == "`tools/lock.py`"
+    assert read("[Training](training.md#data)") == "[Training](training.md#data)"
+
+
+def test_every_page_has_a_place_in_the_site():
+    site = (ROOT / "mkdocs.yml").read_text()
+    named = set(re.findall(r"(\w+\.md)", site))
+    assert named == {page.name for page in ROOT.glob("docs/*.md")}
+    settings = yaml.safe_load(site)
+    assert settings["strict"] is True
+    assert settings["theme"]["font"] is False  # nothing is fetched from elsewhere
