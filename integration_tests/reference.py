@@ -10,7 +10,7 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "packages" / "mca-models" / "tests"))
-from tiny_hf import CASES as FAMILY_CASES
+from tiny_hf import ALL as FAMILY_CASES
 from tiny_hf import SIZE
 
 from routing import Experts, recorded_experts

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import transformers
+from tiny_hf import ALIKE
 
 import reference
 from harness import run_ranks
 from layouts import EVERY, arguments, selected, spread, world_size
 from mca_convert.cli import main as convert
+from parity import is_sparse
 from reference import make_reference
 from test_factory_checkpoints import round_trip, tensors_of
 from test_gradient_parity import TOLERANCE, Computed, compute_all
@@ -110,12 +112,16 @@ MOE = (
 # every one where the tensors that are its own are cut, and by default one on each of the others
 DENSE_LAYOUTS = ("tp2cp2sp", "pp2vpp2", "tp1", "tp2", "tp2sp", "cp2")
 MOE_LAYOUTS = ("tp2ep2etp1", "cp2ep2pp2", "tp1", "ep2", "cp2", "pp2vpp2ep2", "tp2etp2ep2")
+# families of parts that others have too: by default each on one layout, another for each
+ALIKE_DENSE = [case for case in ALIKE if not is_sparse(case)]
+ALIKE_MOE = [case for case in ALIKE if is_sparse(case)]
 UNCUT = ("gpt_oss",)  # experts with biases cannot be cut
 GRID = spread(DENSE, DENSE_LAYOUTS[:1]) + spread(MOE, MOE_LAYOUTS[:1])
 OTHERS = ("qwen3_5_text", "gemma3-two-ropes", "olmo2", "exaone4")
 MOE_OTHERS = ("deepseek_v2", "gpt_oss", "deepseek_v3-choice", "minimax_m2", "qwen3_next", "glm4_moe_lite")
 GRID += spread(DENSE if EVERY else OTHERS, DENSE_LAYOUTS[1:])
 GRID += spread(MOE if EVERY else MOE_OTHERS, MOE_LAYOUTS[1:])
+GRID += spread(ALIKE_DENSE, DENSE_LAYOUTS) + spread(ALIKE_MOE, MOE_LAYOUTS)
 GRID = [(case, layout) for case, layout in GRID if not (case in UNCUT and "etp2" in layout)]
 
 
@@ -165,7 +171,7 @@ def test_saved_checkpoints_are_those_of_the_converter(case: str, layout: str, tm
 
 
 def test_references_are_not_trivial(tmp_path: Path) -> None:
-    for case in (*DENSE, *MOE):
+    for case in (*DENSE, *MOE, *(ALIKE if EVERY else ())):
         assert float(make_reference(case, tmp_path).logits.std()) > 0.5, case
 
 

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_hf
 import torch
 
 from harness import run_ranks
-from layouts import Pair, arguments, by_layout, selected, spread, world_size
+from layouts import EVERY, Pair, arguments, by_layout, sample, selected, spread, world_size
 from lora_training import adapter_of, megatron_gradients, peft_gradients, tokens
 from mca_models.templates import FAMILIES
+from parity import is_sparse
 from reference import CASES as REFERENCES
 from reference import make_reference
 from test_lora import CASES as TRAINED
@@ -48,6 +50,22 @@ LAYOUTS = ("tp2pp2", "tp1", "tp2cp2sp")
 EXPERT_LAYOUTS = ("cp2ep2", "tp1", "tp2ep2etp1sp")
 SPARSE = [case for case, (_, settings) in CASES.items() if settings.get("target_parameters")]
 GRID = spread([case for case in CASES if case not in SPARSE], LAYOUTS) + spread(SPARSE, EXPERT_LAYOUTS)
+EXPERTS: dict[str, Any] = {"target_modules": LINEAR[:4], "target_parameters": STACKED}
+BLOCK = [name.replace("mlp.", "block_sparse_moe.") for name in STACKED]
+ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
+    **{case: (case, EXPERTS if is_sparse(case) else ALL) for case in tiny_hf.ALIKE},
+    "glm": ("glm", {"target_modules": [*LINEAR[:4], "gate_up_proj", "down_proj"]}),
+    "granitemoe": ("granitemoe", {"target_modules": LINEAR[:4], "target_parameters": BLOCK}),
+    "granitemoeshared": ("granitemoeshared", {"target_modules": ["o_proj", "input_linear", "output_linear"]}),
+    "hy_v3": ("hy_v3", {"target_modules": LINEAR, "target_parameters": STACKED}),
+    "kimi_k2": ("kimi_k2", {"target_modules": LATENT, "target_parameters": STACKED}),
+    "youtu": ("youtu", {"target_modules": [*LATENT, *LINEAR[4:]]}),
+}
+CASES |= ALIKE
+# by default those that name a linear otherwise than others
+BY_NAME = sample(ALIKE, "glm", "granitemoe", "granitemoeshared", "hy_v3")
+GRID += spread([case for case in BY_NAME if not is_sparse(case)], LAYOUTS if EVERY else LAYOUTS[:1])
+GRID += spread([case for case in BY_NAME if is_sparse(case)], EXPERT_LAYOUTS)
 TOLERANCE = 1e-4  # of the largest element of a tensor's gradient
 
 Found = tuple[torch.Tensor, dict[str, torch.Tensor] | None] | str

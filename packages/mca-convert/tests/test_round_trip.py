@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from files import LAYOUT, assert_same_tensors, layout_flags, tree
-from tiny_hf import CASES
+from tiny_hf import SOME as CASES
 
 from mca_config.checks import check_layout
 from mca_config.layout import ParallelLayout

@@ -1,11 +1,13 @@
 """Tiny random HF checkpoints of every supported family, made and saved by transformers itself."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import conversion_mapping
 
 SIZE: dict[str, Any] = {
     "vocab_size": 70,
@@ -106,11 +108,62 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4-no-window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "deepseek_v3-no-q-lora": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": None}),
 }
+GRANITE: dict[str, Any] = CASES["granite"][1]
+ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
+    "kimi_k2": ("kimi_k2", {**GROUPED, **LATENT, "head_dim": 4}),
+    "iquestcoder": ("iquestcoder", {}),
+    "internlm3": ("internlm3", {}),
+    "ministral": (
+        "ministral",
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "gemma": ("gemma", {}),
+    "vaultgemma": ("vaultgemma", CASES["gemma2"][1]),
+    "helium": ("helium", {"head_dim": 8}),
+    "glm": ("glm", {}),
+    "ernie4_5": ("ernie4_5", {}),
+    "hyperclovax": ("hyperclovax", {**GRANITE, "logits_scaling": 0.5}),
+    "youtu": ("youtu", {**LATENT, "head_dim": 4}),
+    "dots1": ("dots1", {**GROUPED, "sliding_window": 8, "max_window_layers": 2}),
+    "exaone_moe": (
+        "exaone_moe",
+        {**EXPERTS, "n_group": 2, "topk_group": 1, "num_shared_experts": 2, "sliding_window": 8},
+    ),
+    "hy_v3": ("hy_v3", {**EXPERTS, "num_shared_experts": 2, "router_scaling_factor": 1.5}),
+    "solar_open": ("solar_open", {k: v for k, v in GROUPED.items() if k != "first_k_dense_replace"}),
+    "granitemoe": ("granitemoe", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoeshared": (
+        "granitemoeshared",
+        {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+    ),
+}
+"""Families of parts that those above have too, put together otherwise: not every test takes them by default."""
+ALL = {**CASES, **ALIKE}
+SOME = ALL if os.environ.get("MCA_EVERY_LAYOUT") else CASES
+
+
+class KimiK2Config(transformers.DeepseekV3Config):  # type: ignore[misc]
+    """transformers has the architecture, not the type."""
+
+    model_type = "kimi_k2"
+
+
+class KimiK2ForCausalLM(transformers.DeepseekV3ForCausalLM):  # type: ignore[misc]
+    """DeepSeek's model of that type."""
+
+    config_class = KimiK2Config
+
+
+transformers.AutoConfig.register("kimi_k2", KimiK2Config)
+transformers.AutoModelForCausalLM.register(KimiK2Config, KimiK2ForCausalLM)
+conversion_mapping.register_checkpoint_conversion_mapping(
+    "kimi_k2", conversion_mapping.get_checkpoint_conversion_mapping("deepseek_v3")
+)
 
 
 def save(case: str, directory: Path, dtype: str = "float32", seed: int = 0, **overrides: Any) -> Path:
     """Writes the checkpoint of ``case`` to ``directory``; no weight is a constant."""
-    model_type, different = CASES[case]
+    model_type, different = ALL[case]
     config = transformers.AutoConfig.for_model(model_type, **{**SIZE, **different, **overrides})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import transformers
-from tiny_hf import CASES, SIZE
+from tiny_hf import ALL, SIZE
 
 from mca_config.errors import McaError
 from mca_models.templates import FAMILIES, config_from_hf
@@ -13,7 +13,7 @@ HALF = {"partial_rotary_factor": 0.5, "rope_theta": 1e4}
 
 
 def described(case: str, **different: Any) -> dict[str, Any]:
-    kind, base = CASES[case]
+    kind, base = ALL[case]
     return {**SIZE, "model_type": kind, "num_experts_per_tok": 2, **base, **different}
 
 
@@ -69,7 +69,7 @@ def test_more_experts_for_a_token_than_its_groups_have_are_refused(case: str) ->
 
 @pytest.mark.parametrize("kind", sorted(kind for kind, family in FAMILIES.items() if family.vision is None))
 def test_the_padding_token_that_is_not_named_is_transformers(kind: str) -> None:
-    case = next(case for case, (model_type, _) in CASES.items() if model_type == kind)
+    case = next(case for case, (model_type, _) in ALL.items() if model_type == kind)
     without = {key: value for key, value in described(case).items() if key != "pad_token_id"}
     assert config_from_hf(without).pad_token_id == transformers.AutoConfig.for_model(kind).pad_token_id
     assert config_from_hf({**without, "pad_token_id": None}).pad_token_id is None

@@ -21,7 +21,7 @@ from mca_models.weights import Param
 TEXT = [kind for kind, family in FAMILIES.items() if family.vision is None]
 
 
-@pytest.fixture(scope="module", params=list(tiny_hf.CASES))
+@pytest.fixture(scope="module", params=list(tiny_hf.ALL))
 def checkpoint(request: Any, tmp_path_factory: Any) -> Path:
     return tiny_hf.save(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -33,7 +33,7 @@ def params_of(directory: Path, names: set[str]) -> list[Param]:
 
 
 def test_every_family_has_a_case() -> None:
-    assert {model_type for model_type, _ in tiny_hf.CASES.values()} == set(TEXT)
+    assert {model_type for model_type, _ in tiny_hf.ALL.values()} == set(TEXT)
 
 
 def test_names_are_exactly_those_of_the_checkpoint(checkpoint: Path) -> None:
@@ -112,12 +112,23 @@ def test_unknown_fields_and_transformers_4_spelling_survive() -> None:
     assert config_to_hf(config) == hf
 
 
+MUST_BE_SAID: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},  # transformers too needs it
+    "dots1": {
+        "num_experts_per_tok": 6,
+        "n_routed_experts": 128,
+        "moe_intermediate_size": 8,
+        "norm_topk_prob": True,
+    },
+}
+
+
 @pytest.mark.parametrize("kind", TEXT)
 def test_absent_keys_mean_what_transformers_says(kind: str) -> None:
-    beside = {"num_experts_per_tok": 6} if kind == "deepseek_v2" else {}  # transformers too needs it
+    beside = MUST_BE_SAID.get(kind, {})
     full = transformers.AutoConfig.for_model(kind, **beside).to_dict()
     needed = {field.hf for field in FAMILIES[kind].config.fields if field.default is REQUIRED}
-    sizes = needed | {"num_hidden_layers", "num_attention_heads"}
+    sizes = needed | beside.keys() | {"num_hidden_layers", "num_attention_heads"}
     least = {"model_type": kind} | {key: full[key] for key in sizes if key in full}
     written, guessed = config_from_hf(full), config_from_hf(least)
     same = {"hf_config": {}, "dtype": "float32"}

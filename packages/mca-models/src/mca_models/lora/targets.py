@@ -17,9 +17,6 @@ _LINEARS = frozenset(
 )
 """Megatron modules that are linears in HF models too."""
 
-_STACKED = "model.layers.{layer}.mlp.experts."
-"""Where transformers 5 keeps the stacked experts of every text model."""
-
 
 @dataclass(frozen=True)
 class Target:
@@ -68,17 +65,21 @@ def linear_targets(config: McaModelConfig) -> list[Target]:
     Routed experts appear as modules of their own, as files and transformers 4 name them.
     Multi-token-prediction layers are not part of HF models; vision models carry no adapters here.
     """
-    params = family_of(config.model_type).params(_with_experts(config, fused=False))
-    return [target for param in params for target in _targets_of(param)]
+    params = family_of(config.model_type).params
+    loaded = {param.mca_name(): param for param in params(_with_experts(config, fused=True))}
+    shared = (
+        loaded[param.mca_name()] if ".shared_experts." in param.mca else param
+        for param in params(_with_experts(config, fused=False))
+    )
+    return [target for param in shared for target in _targets_of(param)]
 
 
 def stacked_targets(config: McaModelConfig) -> list[Target]:
     """The stacked expert parameters that can be named in ``target_parameters``, expert by expert."""
     family = family_of(config.model_type)
     config = _with_experts(config, fused=True)
-    place = family.hf_name(config, _STACKED)
     return [
-        _stacked(param, place)
+        _stacked(param)
         for param in family.params(config)
         if param.stacked and param.stage is not Stage.MTP and param.mca.endswith(".weight{expert}")
     ]
@@ -103,6 +104,5 @@ def _targets_of(param: Param) -> Iterator[Target]:
         yield Target(name.removesuffix(".weight"), param, part, linear)
 
 
-def _stacked(param: Param, place: str) -> Target:
-    label = param.hf[0].rpartition(".")[2]
-    return Target(f"{place}{label}".format(layer=param.layer), param, 0, linear=False, stacked=True)
+def _stacked(param: Param) -> Target:
+    return Target(param.hf_names()[0], param, 0, linear=False, stacked=True)

@@ -3,7 +3,7 @@
 What a single family does otherwise is in that family's own file.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
@@ -124,6 +124,22 @@ def dense_mlp(config: McaModelConfig, projections: Sequence[Param] | None = None
         *((gate_up(MLP, HF_MLP), down(MLP, HF_MLP)) if projections is None else projections),
         *(after if config.norm_placement != "pre" else []),
     ]
+
+
+def fused_mlp() -> list[Param]:
+    """``linear_fc1`` and ``linear_fc2`` where HF too has one tensor for gate and up."""
+    gate_up = inner("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", shard=GATED)
+    return [gate_up, down(MLP, HF_MLP)]
+
+
+def renamed(rules: Iterable[Param], names: Mapping[str, str]) -> list[Param]:
+    """``rules`` with other HF names: where one holds a key of ``names``, its first, that stands for the value."""
+
+    def new(name: str) -> str:
+        old = next((old for old in names if old in name), "")
+        return name.replace(old, names[old]) if old else name
+
+    return [replace(rule, hf=tuple(new(name) for name in rule.hf)) for rule in rules]
 
 
 def dense_layers(config: McaModelConfig) -> list[Param]:

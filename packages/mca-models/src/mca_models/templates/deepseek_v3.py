@@ -20,16 +20,22 @@ from mca_models.weights import COLUMN, ROW, Param
 
 NAMES = MoeNames()
 
-MLA_FIELDS = (
-    *(field for field in dense_fields() if field.mca != "kv_channels"),
-    *expert_fields(count="n_routed_experts", default=256),
+LATENT_FIELDS = (
     Field("q_lora_rank", "q_lora_rank", None),
     Field("kv_lora_rank", "kv_lora_rank"),
     Field("qk_head_dim", "qk_nope_head_dim"),
     Field("qk_pos_emb_head_dim", "qk_rope_head_dim"),
     Field("v_head_dim", "v_head_dim"),
-    Field("moe_router_topk_scaling_factor", "routed_scaling_factor", 1.0),
 )
+SCALED = Field("moe_router_topk_scaling_factor", "routed_scaling_factor", 1.0)
+MLA_FIELDS = (
+    *(field for field in dense_fields() if field.mca != "kv_channels"),
+    *expert_fields(count="n_routed_experts", default=256),
+    *LATENT_FIELDS,
+    SCALED,
+)
+NORMALISED = Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores over the chosen experts")
+INTERLEAVED = Fixed("rope_interleave", (True,), "Megatron's latent attention rotates pairs of neighbours")
 
 
 def sigmoid_experts(hf: HfConfig) -> JsonObject:
@@ -91,11 +97,11 @@ CONFIG = ConfigTable(
     fixed=(
         SILU,
         NO_ATTENTION_BIAS,
-        Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores over the chosen experts"),
+        NORMALISED,
         Fixed("scoring_func", ("sigmoid",), "DeepSeek V3's router"),
         Fixed("topk_method", ("noaux_tc",), "DeepSeek V3's router"),
         Fixed("moe_layer_freq", (1,), "every layer after the first dense ones has experts"),
-        Fixed("rope_interleave", (True,), "Megatron's latent attention rotates pairs of neighbours"),
+        INTERLEAVED,
     ),
     derive=derive,
     restore=restore_groups,

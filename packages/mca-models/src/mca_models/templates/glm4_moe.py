@@ -2,8 +2,8 @@
 
 from functools import partial
 
-from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, dense_fields
-from mca_models.templates.deepseek_v3 import restore_groups, sigmoid_experts
+from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
+from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, restore_groups, sigmoid_experts
 from mca_models.templates.family import Family
 from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields, moe_params
 from mca_models.templates.mtp import mtp_copies
@@ -17,7 +17,7 @@ CONFIG = ConfigTable(
         *expert_fields(count="n_routed_experts", default=128),
         Field("qk_layernorm", "use_qk_norm", False),
         Field("add_qkv_bias", "attention_bias", False),
-        Field("moe_router_topk_scaling_factor", "routed_scaling_factor", 1.0),
+        SCALED,
     ),
     defaults={
         "num_key_value_heads": 8,
@@ -28,10 +28,7 @@ CONFIG = ConfigTable(
         "rms_norm_eps": 1e-5,
     },
     constants=SIGMOID_ROUTER,
-    fixed=(
-        SILU,
-        Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores over the chosen experts"),
-    ),
+    fixed=(SILU, NORMALISED),
     derive=sigmoid_experts,
     restore=restore_groups,
     partial_rotary=True,

@@ -6,20 +6,17 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import deepseek_v3
 from mca_models.templates.config_table import HfConfig
-
-DENSE, SPARSE = "dense", "sparse"
+from mca_models.templates.moe import listed_layers, restore_listed_layers
 
 
 def derive(hf: HfConfig) -> JsonObject:
     """What DeepSeek V3's table says; which layers have experts is a list, and all but the first if there is none."""
-    kinds = hf.get("mlp_layer_types") or [DENSE] + [SPARSE] * (hf["num_hidden_layers"] - 1)
-    return deepseek_v3.derive(hf) | {"moe_layer_freq": tuple(int(kind == SPARSE) for kind in kinds)}
+    return deepseek_v3.derive(hf) | listed_layers({**hf, "first_k_dense_replace": 1})
 
 
 def restore(config: McaModelConfig) -> HfConfig:
     """See ``ConfigTable.restore``."""
-    kinds = [SPARSE if config.is_moe_layer(layer) else DENSE for layer in range(config.num_layers)]
-    return {**deepseek_v3.restore_groups(config), "mlp_layer_types": kinds}
+    return {**deepseek_v3.restore_groups(config), **restore_listed_layers(config)}
 
 
 CONFIG = replace(

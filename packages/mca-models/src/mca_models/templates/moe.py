@@ -12,7 +12,7 @@ from mca_config.types import Values
 from mca_models.templates.common import MLP, attention, dense_mlp, down, embedding, gate_up, head, inner
 from mca_models.templates.config_table import Field, Fixed, HfConfig
 from mca_models.templates.mtp import mtp_params
-from mca_models.templates.names import FUSED, HF, MoeNames, in_memory
+from mca_models.templates.names import FUSED, HF, MoeNames
 from mca_models.weights import GATED, ROW, SEPARATE, Concat, Layout, Param, Transposed, each
 
 SIGMOID_ROUTER: Values = {
@@ -63,7 +63,7 @@ def router(config: McaModelConfig, names: MoeNames) -> list[Param]:
     """The norm before an expert layer, its router, and the bias that only chooses experts."""
     weight, bias = names.router, names.router_bias
     if config.extra.get("fused_experts"):
-        weight, bias = in_memory(weight), in_memory(bias)
+        weight, bias = names.loaded(weight), names.loaded(bias)
     rules = [
         inner("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
         inner("mlp.router.weight", weight),
@@ -94,7 +94,8 @@ def shared_experts(config: McaModelConfig, names: MoeNames) -> list[Param]:
     if not config.moe_shared_expert_intermediate_size:
         return []
     mca = f"{MLP}shared_experts."
-    rules = [gate_up(mca, HF + names.shared), down(mca, HF + names.shared)]
+    hf = HF + (names.loaded(names.shared) if config.extra.get("fused_experts") else names.shared)
+    rules = [gate_up(mca, hf), down(mca, hf)]
     if config.moe_shared_expert_gate:
         rules.append(Param(mca=f"{mca}gate_weight", hf=(HF + names.shared_gate,)))
     return rules
@@ -156,6 +157,19 @@ def expert_fields(
         Field("moe_ffn_hidden_size", ffn),
         Field("moe_router_topk", "num_experts_per_tok"),
     )
+
+
+def listed_layers(hf: HfConfig) -> dict[str, object]:
+    """Which layers have experts: as listed, or all from ``first_k_dense_replace`` on."""
+    layers, dense = range(hf["num_hidden_layers"]), hf.get("first_k_dense_replace", 1)
+    kinds = hf.get("mlp_layer_types") or ["sparse" if layer >= dense else "dense" for layer in layers]
+    return {"moe_layer_freq": tuple(int(kind == "sparse") for kind in kinds)}
+
+
+def restore_listed_layers(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    layers = range(config.num_layers)
+    return {"mlp_layer_types": ["sparse" if config.is_moe_layer(layer) else "dense" for layer in layers]}
 
 
 def restore_aux_loss(config: McaModelConfig) -> HfConfig:

@@ -25,8 +25,11 @@ class MoeNames:
     down: str = "down_proj.weight"
     shared: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate.weight"
+    in_memory: tuple[tuple[str, str], ...] = (("block_sparse_moe.", "mlp."),)
+    """What transformers' modules (5.x) call otherwise, and how."""
 
-
-def in_memory(name: str) -> str:
-    """What transformers' modules (5.x) call a router's tensor that files call ``name``."""
-    return name.replace("block_sparse_moe.", "mlp.")
+    def loaded(self, name: str) -> str:
+        """What transformers' modules (5.x) call a tensor that files call ``name``."""
+        for old, new in self.in_memory:
+            name = name.replace(old, new)
+        return name

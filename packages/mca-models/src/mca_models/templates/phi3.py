@@ -2,11 +2,10 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.templates.common import MLP, attention, dense_mlp, down, embedding, fused_qkv, head, inner
+from mca_models.templates.common import attention, dense_mlp, embedding, fused_mlp, fused_qkv, head
 from mca_models.templates.config_table import SILU, ConfigTable, Field, HfConfig, dense_fields, read_rope
 from mca_models.templates.family import Family
-from mca_models.templates.names import HF_MLP
-from mca_models.weights import GATED, Param, each
+from mca_models.weights import Param, each
 
 ORIGINAL = "original_max_position_embeddings"
 
@@ -42,8 +41,7 @@ CONFIG = ConfigTable(
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    gate_up = inner("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", shard=GATED)
-    rules = [*attention(config, fused_qkv(config)), *dense_mlp(config, [gate_up, down(MLP, HF_MLP)])]
+    rules = [*attention(config, fused_qkv(config)), *dense_mlp(config, fused_mlp())]
     return [embedding(), *each(rules, layers=range(config.num_layers)), *head(config)]
 
 

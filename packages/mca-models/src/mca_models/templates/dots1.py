@@ -1,0 +1,44 @@
+"""dots.llm1: HF ``Dots1ForCausalLM``: DeepSeek V3's experts beside Qwen 3's attention."""
+
+from functools import partial
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, HfConfig, dense_fields
+from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, restore_groups, sigmoid_experts
+from mca_models.templates.family import Family
+from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields, moe_params
+from mca_models.templates.names import MoeNames
+from mca_models.templates.qwen2 import restore_window, window
+
+NAMES = MoeNames()
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Experts, and windows in the layers from ``max_window_layers`` on, or as listed."""
+    on = hf.get("sliding_window", 4096) is not None
+    return sigmoid_experts(hf) | window({"max_window_layers": 62, **hf, "use_sliding_window": on})
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    experts = {**restore_groups(config), "norm_topk_prob": True}
+    return {**experts, "sliding_window": None, **restore_window(config)}
+
+
+CONFIG = ConfigTable(
+    fields=(*dense_fields(), *expert_fields(count="n_routed_experts"), SCALED),
+    defaults={"norm_topk_prob": False},
+    constants={"qk_layernorm": True, **SIGMOID_ROUTER},
+    fixed=(SILU, NO_ATTENTION_BIAS, NORMALISED),
+    derive=derive,
+    restore=restore,
+)
+
+FAMILY = Family(
+    model_type="dots1",
+    architecture="Dots1ForCausalLM",
+    config=CONFIG,
+    params=partial(moe_params, names=NAMES),
+    moe=NAMES,
+)

@@ -1,0 +1,16 @@
+"""ERNIE 4.5, dense: HF ``Ernie4_5ForCausalLM``, Llama's weights; the rope turns neighbouring channels."""
+
+from mca_models.templates.common import dense_layers
+from mca_models.templates.config_table import SILU, ConfigTable, Fixed, dense_fields
+from mca_models.templates.family import Family
+
+NO_BIAS = Fixed("use_bias", (False, None), "no published model has biases")
+
+CONFIG = ConfigTable(
+    fields=dense_fields(tied=True, eps=1e-5),
+    defaults={"num_key_value_heads": 2, "head_dim": 128, "rope_theta": 5e5, "pad_token_id": 0},
+    constants={"rotary_interleaved": True},
+    fixed=(SILU, NO_BIAS),
+)
+
+FAMILY = Family(model_type="ernie4_5", architecture="Ernie4_5ForCausalLM", config=CONFIG, params=dense_layers)

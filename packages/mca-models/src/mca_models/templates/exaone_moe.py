@@ -1,0 +1,53 @@
+"""K-EXAONE: HF ``ExaoneMoeForCausalLM``: EXAONE 4's attention after norms, DeepSeek V3's experts."""
+
+from functools import partial
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates import exaone4
+from mca_models.templates.config_table import SILU, ConfigTable, HfConfig, dense_fields
+from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, restore_groups, sigmoid_experts
+from mca_models.templates.family import Family
+from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields, listed_layers, moe_params
+from mca_models.templates.mtp import left_behind, predictions_left_behind
+from mca_models.templates.names import MoeNames
+
+BIAS = "mlp.e_score_correction_bias"
+NAMES = MoeNames(router_bias=BIAS, in_memory=((BIAS, "mlp.gate.e_score_correction_bias"),))
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Windows and ropes by layer, and experts."""
+    experts = sigmoid_experts({**hf, "n_shared_experts": hf.get("num_shared_experts", 1)})
+    return {**exaone4.derive(hf), **experts, **listed_layers(hf), "mtp_num_layers": 0}
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    groups = restore_groups(config)
+    return {**exaone4.restore(config), **groups, "num_shared_experts": groups["n_shared_experts"]}
+
+
+CONFIG = ConfigTable(
+    fields=(*dense_fields(eps=1e-5), *expert_fields(count="num_experts", default=64), SCALED),
+    defaults={
+        "sliding_window": 4096,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "pad_token_id": 0,
+    },
+    constants={"qk_layernorm": True, **SIGMOID_ROUTER},
+    fixed=(SILU, NORMALISED),
+    derive=derive,
+    restore=restore,
+)
+
+FAMILY = Family(
+    model_type="exaone_moe",
+    architecture="ExaoneMoeForCausalLM",
+    config=CONFIG,
+    params=partial(moe_params, names=NAMES),
+    moe=NAMES,
+    ignored_hf=left_behind,
+    found=predictions_left_behind,
+)

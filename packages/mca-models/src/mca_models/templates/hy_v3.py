@@ -1,0 +1,78 @@
+"""Hunyuan 3: HF ``HYV3ForCausalLM``: sigmoid routing with a bias, norms on the heads of q and k."""
+
+from functools import partial
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    NO_MLP_BIAS,
+    SILU,
+    ConfigTable,
+    Field,
+    HfConfig,
+    dense_fields,
+)
+from mca_models.templates.deepseek_v3 import restore_groups, sigmoid_experts
+from mca_models.templates.family import Family
+from mca_models.templates.moe import (
+    SIGMOID_ROUTER,
+    expert_fields,
+    listed_layers,
+    moe_params,
+    restore_listed_layers,
+)
+from mca_models.templates.mtp import left_behind, predictions_left_behind
+from mca_models.templates.names import MoeNames
+
+NAMES = MoeNames(
+    router="mlp.router.gate.weight",
+    router_bias="mlp.expert_bias",
+    shared="mlp.shared_mlp.",
+    in_memory=(
+        ("mlp.router.gate.", "mlp.gate."),
+        ("mlp.expert_bias", "mlp.e_score_correction_bias"),
+        ("mlp.shared_mlp.", "mlp.shared_experts."),
+    ),
+)
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Which layers have experts, and how many of them are for every token."""
+    experts = sigmoid_experts({**hf, "n_shared_experts": hf.get("num_shared_experts", 1), "n_group": 1})
+    return {**experts, **listed_layers({"first_k_dense_replace": 1, **hf}), "mtp_num_layers": 0}
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    shared = restore_groups(config)["n_shared_experts"]
+    return {"num_shared_experts": shared, **restore_listed_layers(config)}
+
+
+CONFIG = ConfigTable(
+    fields=(
+        *dense_fields(eps=1e-5),
+        *expert_fields(count="num_experts", default=192),
+        Field("moe_router_topk_scaling_factor", "router_scaling_factor", 2.826),
+    ),
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 11158840.0,
+        "initializer_range": 0.006,
+    },
+    constants={"qk_layernorm": True, **SIGMOID_ROUTER},
+    fixed=(SILU, NO_ATTENTION_BIAS, NO_MLP_BIAS),
+    derive=derive,
+    restore=restore,
+)
+
+FAMILY = Family(
+    model_type="hy_v3",
+    architecture="HYV3ForCausalLM",
+    config=CONFIG,
+    params=partial(moe_params, names=NAMES),
+    moe=NAMES,
+    ignored_hf=left_behind,
+    found=predictions_left_behind,
+)

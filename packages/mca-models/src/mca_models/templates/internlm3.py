@@ -1,0 +1,18 @@
+"""InternLM 3: HF ``LlamaForCausalLM`` under a type of its own."""
+
+from dataclasses import replace
+
+from mca_models.templates import llama
+from mca_models.templates.config_table import Fixed, dense_fields
+
+CONFIG = replace(
+    llama.CONFIG,
+    fields=dense_fields(eps=1e-5),
+    defaults={"num_key_value_heads": 2, "head_dim": 128, "pad_token_id": 2},
+    fixed=(
+        *llama.CONFIG.fixed,
+        *(Fixed(key, (False,), "the published models have none") for key in ("qkv_bias", "bias")),
+    ),
+)
+
+FAMILY = replace(llama.FAMILY, model_type="internlm3", config=CONFIG)

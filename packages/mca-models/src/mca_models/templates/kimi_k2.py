@@ -1,0 +1,7 @@
+"""Kimi K2: DeepSeek V3 under a type of its own, with other sizes."""
+
+from dataclasses import replace
+
+from mca_models.templates import deepseek_v3
+
+FAMILY = replace(deepseek_v3.FAMILY, model_type="kimi_k2")

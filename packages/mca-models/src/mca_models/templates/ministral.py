@@ -1,0 +1,33 @@
+"""Ministral 8B: HF ``MinistralForCausalLM``, Mistral's weights with a window in the layers that are named."""
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates.common import dense_layers
+from mca_models.templates.config_table import SILU, ConfigTable, Field, HfConfig, dense_fields
+from mca_models.templates.family import Family
+from mca_models.templates.two_ropes import SLIDING
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Which layers have a window: all of them unless listed."""
+    if hf.get("sliding_window") is None:
+        return {"layer_types": None}
+    return {"layer_types": tuple(hf.get("layer_types") or [SLIDING] * hf["num_hidden_layers"])}
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    return {"layer_types": list(config.layer_types)} if config.layer_types else {}
+
+
+CONFIG = ConfigTable(
+    fields=(*dense_fields(), Field("window_size", "sliding_window", None)),
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    fixed=(SILU,),
+    derive=derive,
+    restore=restore,
+)
+
+FAMILY = Family(
+    model_type="ministral", architecture="MinistralForCausalLM", config=CONFIG, params=dense_layers
+)

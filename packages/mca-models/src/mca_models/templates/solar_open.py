@@ -1,0 +1,37 @@
+"""Solar Open: HF ``SolarOpenForCausalLM``: GLM 4.5's experts in every layer, Llama's attention."""
+
+from mca_config.types import JsonObject
+from mca_models.templates import glm4_moe
+from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
+from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, restore_groups, sigmoid_experts
+from mca_models.templates.family import Family
+from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Experts in every layer, whatever the keys of dense layers say."""
+    experts = sigmoid_experts({**hf, "first_k_dense_replace": 0})
+    return {**experts, "ffn_hidden_size": hf["moe_intermediate_size"], "mtp_num_layers": 0}
+
+
+CONFIG = ConfigTable(
+    fields=(
+        *(field for field in dense_fields(eps=1e-5) if field.mca != "ffn_hidden_size"),
+        *expert_fields(count="n_routed_experts", default=128),
+        Field("add_qkv_bias", "attention_bias", False),
+        SCALED,
+    ),
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1e6, "n_shared_experts": 1},
+    constants=SIGMOID_ROUTER,
+    fixed=(SILU, NORMALISED, Fixed("use_qk_norm", (False,), "transformers ignores it")),
+    derive=derive,
+    restore=restore_groups,
+)
+
+FAMILY = Family(
+    model_type="solar_open",
+    architecture="SolarOpenForCausalLM",
+    config=CONFIG,
+    params=glm4_moe.FAMILY.params,
+    moe=glm4_moe.NAMES,
+)

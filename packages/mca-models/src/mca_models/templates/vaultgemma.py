@@ -1,0 +1,19 @@
+"""VaultGemma: HF ``VaultGemmaForCausalLM``: Gemma 2 without the norms after each block."""
+
+from dataclasses import replace
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import gemma2
+from mca_models.templates.common import dense_layers, renamed
+from mca_models.templates.family import Family
+from mca_models.weights import Param
+
+CONFIG = replace(gemma2.CONFIG, constants={**gemma2.CONFIG.constants, "norm_placement": "pre"})
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    return renamed(dense_layers(config), {"post_attention_layernorm": "pre_feedforward_layernorm"})
+
+
+FAMILY = Family(model_type="vaultgemma", architecture="VaultGemmaForCausalLM", config=CONFIG, params=params)
