@@ -123,7 +123,8 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {}),
     "ernie4_5": ("ernie4_5", {}),
     "hyperclovax": ("hyperclovax", {**GRANITE, "logits_scaling": 0.5}),
-    "youtu": ("youtu", {**LATENT, "head_dim": 4}),
+    # transformers zeroes the padding token's row as it loads this family
+    "youtu": ("youtu", {**LATENT, "head_dim": 4, "pad_token_id": None}),
     "dots1": ("dots1", {**GROUPED, "sliding_window": 8, "max_window_layers": 2}),
     "exaone_moe": (
         "exaone_moe",

@@ -10,6 +10,7 @@ from dataclasses import replace
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_models.templates.names import HF, HF_EMBEDDING, HF_HEAD
+from mca_models.templates.shapes import Shape
 from mca_models.weights import COLUMN, REPLICATED, Param, Stage
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,9 @@ def mtp_params(
     ]
 
 
-def predictions_left_behind(config: McaModelConfig, names: Collection[str]) -> Values:
+def predictions_left_behind(
+    config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]
+) -> Values:
     """The tensors of prediction layers that transformers leaves out of its model, and nothing here builds."""
     own = ("mtp.", f"model.layers.{config.num_layers}.")
     left = sorted(name for name in names if name.startswith(own))
