@@ -73,6 +73,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("live",),
         ("factory",),
         ("state", "forward"),
+        ("log_probs",),
         ("virtual_models",),
         ("auto",),
         ("peft",),

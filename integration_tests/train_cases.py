@@ -108,14 +108,14 @@ def arguments(output_dir: Path, **changes: Any) -> Any:
 
 
 def make_trainer(checkpoint: Path, output_dir: Path, *, count: int = 44, **changes: Any) -> Any:
-    """A trainer on this rank; ``count`` samples at 8 a step leave a short step in every epoch."""
+    """A trainer (of class ``kind``) on this rank; ``count`` samples at 8 a step leave a short step in every epoch."""
     logging.disable(logging.WARNING)
     from mca_models import AutoModel
     from mca_train import McaTrainer
 
     data, pack_length = changes.pop("train_dataset", None), changes.pop("pack_length", None)
     held_out, adapter = changes.pop("eval_dataset", None), changes.pop("adapter", None)
-    callbacks = changes.pop("callbacks", None)
+    callbacks, kind = changes.pop("callbacks", None), changes.pop("kind", McaTrainer)
     args = arguments(output_dir, **changes)
     model: Any = AutoModel.from_pretrained(checkpoint, args)
     if adapter is not None:
@@ -123,7 +123,7 @@ def make_trainer(checkpoint: Path, output_dir: Path, *, count: int = 44, **chang
 
         model = load_adapter(model, adapter)
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
-        return McaTrainer(
+        return kind(
             model=model,
             args=args,
             train_dataset=samples(count) if data is None else data,

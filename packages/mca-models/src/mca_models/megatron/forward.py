@@ -28,7 +28,7 @@ def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
     tokens = _padded(models, input_ids.to(platform.current_device()))
     steps = _micro_batches(models)
     rows = tokens.shape[0] // steps
-    with _inference(models):
+    with inference(models):
         outputs = get_forward_backward_func()(
             forward_step_func=_forward_step,
             data_iterator=[_micro(tokens, rows) for _ in models.chunks],
@@ -82,7 +82,7 @@ def _forward_step(
 
 
 @contextmanager
-def _inference(models: LiveModel) -> Iterator[None]:
+def inference(models: LiveModel) -> Iterator[None]:
     """Evaluation mode, without the prediction layers, which only serve the loss."""
     training, depth = models.training, models.megatron.mtp_num_layers
     chunks: list[GptModel] = list(models.chunks)
@@ -115,16 +115,16 @@ def _everywhere(models: LiveModel, outputs: list[Tensor], shape: tuple[int, int,
 
 def _whole(logits: Tensor, vocab: int) -> Tensor:
     """``[rows, seq, vocab]`` of one micro-batch from this rank's ``[rows, seq / cp, padded / tp]``."""
-    logits = torch.cat(_gathered(logits, parallel.tensor_group()), -1)[..., :vocab]
+    logits = torch.cat(gathered(logits, parallel.tensor_group()), -1)[..., :vocab]
     context = parallel.context_group()
     if context.size() == 1:
         return logits
-    by_rank = torch.cat(_gathered(logits.transpose(0, 1), context))
+    by_rank = torch.cat(gathered(logits.transpose(0, 1), context))
     (ordered,) = in_order(by_rank, (by_rank.shape[0],), context.size())
     return ordered.transpose(0, 1)
 
 
-def _gathered(x: Tensor, group: ProcessGroup) -> list[Tensor]:
+def gathered(x: Tensor, group: ProcessGroup) -> list[Tensor]:
     """``x`` of every rank of ``group``."""
     if group.size() == 1:
         return [x]

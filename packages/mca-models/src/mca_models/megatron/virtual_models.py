@@ -20,6 +20,8 @@ from mca_models.megatron.factory.chunks import build_chunk, live_tensors
 from mca_models.megatron.factory.transformer_config import implementation_of, transformer_config
 from mca_models.megatron.forward import model_logits
 from mca_models.megatron.layers.tp_marks import mark_parameters
+from mca_models.megatron.log_probs.forward import Batch, LogProbs, model_log_probs
+from mca_models.megatron.log_probs.vocabulary import TokenValues
 from mca_models.megatron.names import DtypeName, Held, Implementation, Spelling, chunk_params
 from mca_models.megatron.state.export import (
     BUCKET_BYTES,
@@ -127,6 +129,48 @@ class VirtualModels(torch.nn.Module):
             fp32 ``[batch, seq, vocab]`` without padding rows, the same on every rank.
         """
         return model_logits(self, input_ids)
+
+    def log_probs(
+        self,
+        input_ids: Tensor,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        packed: bool = False,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        micro_batch_size: int = 1,
+        chunk_size: int = 1024,
+        to: Literal["all", "replicas"] = "all",
+    ) -> LogProbs | None:
+        """Log-probability of each token after those before it, without gradients; collective.
+
+        The ranks of a data-parallel replica are given the same batch; replicas may have others. Logits stand for
+        ``chunk_size`` tokens at a time: ``chunk_size x padded_vocab / tp`` numbers in the weights' type and once more
+        in fp32, twice with the entropy. Under ``compute_loss``, with gradients: ``McaTrainer.token_values``.
+
+        Args:
+            input_ids: ``[batch, seq]``; with ``cu_seqlens`` ``[1, tokens]``.
+            mask: ``[batch, seq]``, False (0) for padding, which may be on either side; None: no padding.
+            cu_seqlens: ``[sequences + 1]``, where packed sequences begin in the one row, and its end.
+            packed: Compute the sequences of a micro-batch one after the other, without padding between them.
+            temperature: What logits are divided by.
+            entropy: Also the entropy of the distribution that each token was drawn from.
+            micro_batch_size: Sequences of a micro-batch.
+            chunk_size: Tokens whose logits stand at a time.
+            to: ``all`` ranks, or the first of each data-parallel replica; None is returned on the others.
+
+        Returns:
+            ``log_probs`` and ``entropy`` (or None), fp32 of the shape of ``input_ids``; 0 for the first token of each
+            sequence and for padding.
+        """
+        if to not in ("all", "replicas"):
+            raise McaError(f"to={to!r} is none of all, replicas")
+        packed = packed or cu_seqlens is not None
+        batch = Batch(input_ids, mask, cu_seqlens, packed, micro_batch_size, chunk_size)
+        found = model_log_probs(self, batch, TokenValues(temperature=temperature, entropy=entropy))
+        at = self.place.at
+        return found if to == "all" or at.tp == at.cp == at.pp == 0 else None
 
     def save_pretrained(
         self,

@@ -57,6 +57,7 @@ from mca_train.trainer.without_effect import tell_without_effect
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
+    from mca_models.megatron.log_probs.vocabulary import TokenValues
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +82,14 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
     Attributes:
         signal_names: Names of what `compute_loss` adds to ``signals``; their means are logged beside the loss.
         wants_logits: `compute_loss` gets logits instead of the cross entropy of each token.
+        token_values: `compute_loss` gets the log-probability of each token ``[b, s]``, at a temperature, or with the
+            entropy ``[2, b, s]``, computed ``loss_chunk_size`` tokens at a time (1024 if that is not set).
         started_at_step: Steps that were done before `train`: 0, or those of the checkpoint it went on from.
     """
 
     signal_names: tuple[str, ...] = ()
     wants_logits: bool = False
+    token_values: "TokenValues | None" = None
 
     def __init__(
         self,
@@ -140,9 +144,22 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         self.signals = Signals(self.signal_names, self.ranks.device)
         self._model_losses = ModelLosses(model.chunks)
         self._sources = self._losses_of_sources(train_dataset)
-        smooth_labels(model.chunks, args.label_smoothing_factor, model.config.vocab_size)
-        chunk_losses(model.chunks, args.loss_chunk_size, wants_logits=self.wants_logits)
+        self._set_output()
         self._pipeline = Pipeline(list(model.chunks), self._loss, wants_logits=self.wants_logits)
+
+    def _set_output(self) -> None:
+        """What the chunk with the loss makes of its hidden states."""
+        args, model = self.args, self.model
+        if self.token_values is not None and args.label_smoothing_factor:
+            raise McaError("label_smoothing_factor does nothing for a trainer with token_values; remove it")
+        smooth_labels(model.chunks, args.label_smoothing_factor, model.config.vocab_size)
+        chunk_losses(
+            model.chunks,
+            args.loss_chunk_size,
+            wants_logits=self.wants_logits,
+            values=self.token_values,
+            vocab_size=model.config.vocab_size,
+        )
 
     # The hook for another loss.
 

@@ -1,0 +1,108 @@
+"""Times a full stream of a model's weights against writing them as a Hugging Face checkpoint to memory (tmpfs).
+
+    python benchmarks/stream.py [--layout tp2] [--hidden 1024] [--layers 12] [--rounds 5] [--folder /dev/shm]
+
+Both take turns on one model, so that a busy machine slows both: `export_weights` to the first rank and to all, and
+`save_pretrained_as_hf`. Says the median of each on the slowest rank and the ratios to saving; then the
+time with a consumer that sleeps as long as a stream takes: little more, as the next bucket is gathered meanwhile.
+"""
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "integration_tests"))
+
+BUCKET = 64 << 20
+
+
+def measure(document: dict[str, Any], layout: str, rounds: int, folder: Path) -> dict[str, list[float]]:
+    """Seconds of every turn on one rank; the first of each is not counted."""
+    import torch.distributed as dist
+
+    from layouts import arguments
+    from mca_models import AutoModel
+    from mca_models.templates import config_from_hf
+
+    models = AutoModel.from_config(config_from_hf(document), arguments(layout), dtype="bfloat16")
+
+    def stream(to: str, pause: float = 0.0) -> None:
+        for bucket in models.export_buckets(to=to, bucket_bytes=BUCKET):
+            time.sleep(pause)
+            del bucket
+
+    def save() -> None:
+        models.save_pretrained_as_hf(folder / "saved", overwrite=True)
+
+    turns: dict[str, Callable[[], None]] = {
+        "first": lambda: stream("first"),
+        "saving": save,
+        "all": lambda: stream("all"),
+    }
+    times: dict[str, list[float]] = {name: [] for name in turns}
+    for number in range(rounds + 1):
+        for name, turn in turns.items():
+            dist.barrier()
+            start = time.perf_counter()
+            turn()
+            dist.barrier()
+            if number:
+                times[name].append(time.perf_counter() - start)
+    count = sum(1 for _ in models.export_buckets(bucket_bytes=BUCKET))
+    start = time.perf_counter()
+    stream("all", statistics.median(times["all"]) / count)
+    dist.barrier()
+    times["slow consumer"] = [time.perf_counter() - start]
+    return times
+
+
+def main() -> None:
+    """Runs and prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layout", default="tp2")
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    args = parser.parse_args()
+    from harness import run_ranks
+    from layouts import world_size
+
+    document = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": args.hidden,
+        "intermediate_size": 3 * args.hidden,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": args.hidden // 16,
+        "vocab_size": 32_000,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        size = world_size(args.layout)
+        found = run_ranks(size, measure, document, args.layout, args.rounds, Path(folder), timeout=900)
+        nbytes = sum(file.stat().st_size for file in (Path(folder) / "saved").glob("*.safetensors"))
+        shutil.rmtree(Path(folder) / "saved")
+    medians = {name: max(statistics.median(rank[name]) for rank in found) for name in found[0]}
+    print(f"{nbytes / 2**20:.0f} MiB on {args.layout}, medians of {args.rounds} turns")
+    for name, seconds in medians.items():
+        ratio = seconds / medians["saving"]
+        print(f"{name:14} {seconds:6.3f} s  {nbytes / seconds / 2**30:5.2f} GiB/s  {ratio:.2f} of saving")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Log-probabilities and entropies of given tokens are those of transformers' logits, however rows and ranks lie."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness import run_ranks
+from layouts import EVERY, arguments, world_size
+from mca_config.errors import McaError
+from mca_models.megatron.log_probs.vocabulary import TokenValues
+from memory import MIB, peak
+from reference import Reference, make_reference
+
+pytestmark = pytest.mark.ranks
+
+LAYOUTS = (
+    "tp1",
+    "tp2sp",
+    "tp2pp2",
+    "pp2vpp2",
+    "cp2tp2sp",
+    "pp2cp2",
+    "ep2",
+    "tp2ep2etp1sp",
+    "ep2pp2vpp2",
+    "dp2tp2",
+)
+SAMPLE = (
+    ("qwen3-tied", "cp2tp2sp"),
+    ("llama", "pp2vpp2dp2"),
+    ("gemma2", "tp2pp2"),
+    ("qwen3_moe", "tp2ep2etp1dp2sp"),
+)
+FAMILIES = ("llama", "qwen3-tied", "gemma2", "granite", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
+GRID = [(case, layout) for case in FAMILIES for layout in LAYOUTS] if EVERY else list(SAMPLE)
+TEMPERATURE = 0.7
+
+
+def expected(reference: Reference, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Of every token of the reference's rows, from transformers' logits."""
+    log_p = (reference.logits.double() / temperature).log_softmax(-1)
+    zeros = torch.zeros(len(log_p), 1)
+    chosen = log_p[:, :-1].gather(-1, reference.input_ids[:, 1:, None]).squeeze(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)[:, :-1]
+    return torch.cat([zeros, chosen], 1).float(), torch.cat([zeros, entropy], 1).float()
+
+
+def errors(pairs: list[tuple[Reference, str]]) -> list[str | dict[str, float]]:
+    """The largest difference of each form, or why a pair is refused. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+
+    found: list[str | dict[str, float]] = []
+    for reference, layout in pairs:
+        try:
+            models = AutoModel.from_pretrained(reference.path, arguments(layout))
+            found.append(differences(models, reference))
+        except McaError as error:
+            found.append(str(error))
+    return found
+
+
+def differences(models: Any, reference: Reference) -> dict[str, float]:
+    ids, (plain, _) = reference.input_ids, expected(reference)
+    chosen, entropy = expected(reference, TEMPERATURE)
+    width = ids.shape[1]
+    lengths = (width, 9, 17)  # of the three rows' first tokens
+    mask = torch.zeros(3, 40, dtype=torch.bool)
+    padded = torch.full((3, 40), 3)
+    wanted = torch.zeros(2, 3, 40)
+    for row, (length, start) in enumerate(
+        zip(lengths, (16, 0, 5), strict=True)
+    ):  # padded left, right, on both sides
+        mask[row, start : start + length] = True
+        padded[row, start : start + length] = ids[row, :length]
+        wanted[0, row, start : start + length] = chosen[row, :length]
+        wanted[1, row, start : start + length] = entropy[row, :length]
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    in_row = torch.cat([ids[row, :length] for row, length in enumerate(lengths)])[None]
+    of_row = torch.cat([plain[row, :length] for row, length in enumerate(lengths)])[None]
+    both = {"temperature": TEMPERATURE, "entropy": True}
+    dense = models.log_probs(padded, mask=mask, chunk_size=5, micro_batch_size=2, **both)
+    packed = models.log_probs(padded, mask=mask, chunk_size=7, micro_batch_size=2, packed=True, **both)
+    found = {
+        "whole": (models.log_probs(ids).log_probs - plain).abs().max(),
+        "dense": (torch.stack(dense) - wanted).abs().max(),
+        "packed": (torch.stack(packed) - wanted).abs().max(),
+        "row": (models.log_probs(in_row, cu_seqlens=ends, micro_batch_size=3).log_probs - of_row).abs().max(),
+    }
+    at = models.place.at
+    first = models.log_probs(ids[: 1 + at.dp], to="replicas")  # replicas may have other batches
+    assert (first is not None) == (at.tp == at.cp == at.pp == 0)
+    if first is not None:
+        found["replicas"] = (first.log_probs - plain[: 1 + at.dp]).abs().max()
+    assert models.training and not any("_postprocess" in vars(chunk) for chunk in models.chunks)
+    return {key: float(value) for key, value in found.items()}
+
+
+def test_they_equal_those_of_transformers(tmp_path: Path) -> None:
+    groups: dict[int, list[tuple[Reference, str]]] = {}
+    for case, layout in GRID:
+        groups.setdefault(world_size(layout), []).append((make_reference(case, tmp_path), layout))
+    refused = []
+    for size, pairs in groups.items():
+        for of_rank in run_ranks(size, errors, pairs, timeout=2000 if EVERY else 120):
+            for (reference, layout), found in zip(pairs, of_rank, strict=True):
+                if isinstance(found, str):
+                    refused.append((reference.case, layout, found))
+                else:
+                    assert max(found.values()) < 1e-5, (reference.case, layout, found)
+    print(*sorted(set(refused)), sep="\n")  # noqa: T201
+    assert EVERY or not refused
+
+
+def gradients(width: int, vocab: int) -> list[float]:
+    """Gradients of cut logits against autograd's of whole ones. Runs on every rank."""
+    from mca_config.layout import ParallelLayout
+    from mca_models.megatron.distributed import parallel
+
+    place = parallel.start(ParallelLayout(tensor_model_parallel_size=2))
+    rank = place.at.tp
+    generator = torch.Generator().manual_seed(3)
+    whole = torch.randn(4, 3, 2 * width, generator=generator) * 3
+    tokens = torch.randint(0, vocab, (4, 3), generator=generator)
+    weights = torch.randn(2, 4, 3, generator=generator)
+    found = []
+    for temperature in (1.0, 1.7):
+        reference = whole[..., :vocab].clone().requires_grad_()
+        log_p = (reference / temperature).log_softmax(-1)
+        chosen = log_p.gather(-1, tokens[..., None]).squeeze(-1)
+        values = torch.stack([chosen, -(log_p.exp() * log_p).sum(-1)])
+        (values * weights).sum().backward()
+        mine = whole[..., rank * width : (rank + 1) * width].clone().requires_grad_()
+        both = TokenValues(temperature=temperature, entropy=True)(mine, tokens, vocab)
+        (both * weights).sum().backward()
+        assert mine.grad is not None and reference.grad is not None
+        own = torch.nn.functional.pad(reference.grad, (0, 2 * width - vocab))[
+            ..., rank * width : (rank + 1) * width
+        ]
+        found += [float((both - values).detach().abs().max()), float((mine.grad - own).abs().max())]
+        alone = whole[..., rank * width : (rank + 1) * width].clone().requires_grad_()
+        TokenValues(temperature=temperature)(alone, tokens, vocab).sum().backward()
+        reference.grad = None
+        (reference / temperature).log_softmax(-1).gather(-1, tokens[..., None]).sum().backward()
+        assert alone.grad is not None and reference.grad is not None
+        own = torch.nn.functional.pad(reference.grad, (0, 2 * width - vocab))[
+            ..., rank * width : (rank + 1) * width
+        ]
+        found.append(float((alone.grad - own).abs().max()))
+    return found
+
+
+@pytest.mark.parametrize("width,vocab", [(11, 21), (16, 16)])  # a padded row; a rank with padding alone
+def test_gradients_are_those_of_whole_logits(width: int, vocab: int) -> None:
+    for found in run_ranks(2, gradients, width, vocab):
+        assert max(found) < 2e-6
+
+
+def measured(entropy: bool) -> tuple[int, int]:
+    """What a call needs, and what its chunk predicts. Runs on one rank."""
+    from mca_config.model_config import McaModelConfig
+    from mca_models.megatron import AutoModel
+    from mca_models.templates import config_from_hf
+
+    document = {**_WIDE, "vocab_size": 32_000}
+    config: McaModelConfig = config_from_hf(document)
+    models = AutoModel.from_config(config, arguments("tp1"), dtype="bfloat16")
+    ids = torch.randint(0, 32_000, (1, 512))
+    models.log_probs(ids[:, :64], entropy=entropy, chunk_size=8)
+    with peak() as most:
+        models.log_probs(ids, entropy=entropy, chunk_size=256)
+    return most[0], TokenValues(entropy=entropy).peak_bytes(256, 32_000, 2)
+
+
+_WIDE = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_memory_is_what_the_chunk_predicts(entropy: bool) -> None:
+    ((most, predicted),) = run_ranks(1, measured, entropy)
+    assert most == pytest.approx(predicted, rel=0.1), (most / MIB, predicted / MIB)
+
+
+def refused(path: Path) -> list[str]:
+    from mca_models.megatron import AutoModel
+
+    models = AutoModel.from_pretrained(path)
+    ids, said = torch.zeros(2, 4, dtype=torch.int64), []
+    for options in (
+        {"mask": torch.ones(2, 3)},
+        {"cu_seqlens": torch.tensor([0, 4])},
+        {"temperature": 0.0},
+        {"chunk_size": 0},
+        {"to": "first"},
+    ):
+        with pytest.raises(McaError) as error:
+            models.log_probs(ids, **options)
+        said.append(str(error.value))
+    return said
+
+
+def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
+    (said,) = run_ranks(1, refused, make_reference("llama", tmp_path).path)
+    assert said == [
+        "mask has shape [2, 3]; expected [2, 4], as input_ids",
+        "cu_seqlens must rise from 0 to the tokens of the one row of input_ids, without a mask",
+        "temperature is 0.0; expected a positive number",
+        "micro_batch_size and chunk_size must be at least 1",
+        "to='first' is none of all, replicas",
+    ]

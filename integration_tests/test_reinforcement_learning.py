@@ -1,0 +1,108 @@
+"""The page on reinforcement learning and its example run; losses of log-probabilities are those of cross entropies."""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness import run_ranks
+from layouts import EVERY
+from mca_models.megatron.log_probs.vocabulary import TokenValues
+from reference import make_reference
+from test_readme import ROOT, blocks
+from train_cases import make_trainer, quietly, samples
+
+pytestmark = pytest.mark.ranks
+
+
+def run_page(path: Path, folder: Path) -> dict[str, Any]:
+    """Runs all examples of the page, one after the other. Runs on every rank."""
+    os.chdir(folder)
+    names: dict[str, Any] = {"path": path, "engine": {}}
+    for text in blocks(ROOT / "docs" / "reinforcement_learning.md", "python"):
+        exec(compile(text, "example", "exec"), names)
+    return {"tensors": len(names["engine"]), "zeros": int((names["found"].log_probs == 0).sum())}
+
+
+def test_the_page_runs(tmp_path: Path) -> None:
+    path = make_reference("qwen3", tmp_path).path
+    for found in run_ranks(2, run_page, path, tmp_path):
+        assert found == {"tensors": 4 * 11 + 3, "zeros": 2 + 3}
+
+
+def both_losses(checkpoint: Path, folder: Path, changes: dict[str, Any]) -> list[list[tuple[float, float]]]:
+    """Losses and norms of two steps, of cross entropies and of log-probabilities. Runs on every rank."""
+    from mca_train import McaTrainer
+
+    class OfLogProbs(McaTrainer):
+        token_values = TokenValues()
+
+        def compute_loss(self, output: Tensor, batch: Any, **_: object) -> tuple[Tensor, Tensor]:
+            return -(output * batch.loss_mask).sum(), batch.loss_mask.sum().int()
+
+    class WithEntropy(OfLogProbs):
+        token_values = TokenValues(entropy=True)
+
+        def compute_loss(self, output: Tensor, batch: Any, **_: object) -> tuple[Tensor, Tensor]:
+            assert output.shape == (2, *batch.input_ids.shape)
+            assert (output[1] > 0).all()
+            return super().compute_loss(output[0], batch)
+
+    found = []
+    for kind in (McaTrainer, OfLogProbs, WithEntropy):
+        trainer = make_trainer(
+            checkpoint,
+            folder / kind.__name__,
+            kind=kind,
+            train_dataset=samples(16, longest=24),
+            max_steps=2,
+            logging_steps=1,
+            **changes,
+        )
+        quietly(trainer.train)
+        found.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log])
+    return found
+
+
+@pytest.mark.parametrize(
+    "size,changes",
+    [
+        (
+            4,
+            {
+                "tensor_model_parallel_size": 2,
+                "context_parallel_size": 2,
+                "sequence_packing": True,
+                "loss_chunk_size": 9,
+            },
+        )
+    ],
+)
+def test_losses_of_log_probs_are_those_of_cross_entropies(
+    size: int, changes: dict[str, Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    plain, *others = run_ranks(size, both_losses, checkpoint, tmp_path, changes)[0]
+    assert len(plain) == 2
+    for other in others:
+        assert torch.allclose(torch.tensor(other), torch.tensor(plain), rtol=2e-5), (plain, other)
+
+
+def learn(rounds: int, folder: Path) -> list[float]:
+    """The example's mean rewards. Runs on every rank."""
+    spec = importlib.util.spec_from_file_location("grpo", ROOT / "examples" / "grpo.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rewards: list[float] = module.train(str(folder), 2, 2, rounds)
+    return rewards
+
+
+def test_the_example_learns_from_rewards(tmp_path: Path) -> None:
+    rounds = 30 if EVERY else 3
+    for rewards in run_ranks(4, learn, rounds, tmp_path, timeout=300):
+        assert len(rewards) == rounds
+        assert not EVERY or sum(rewards[-5:]) / 5 > rewards[0] + 0.4, rewards

@@ -1,0 +1,1 @@
+"""Log-probabilities of tokens, and entropies, from vocabulary-parallel logits a few tokens at a time."""

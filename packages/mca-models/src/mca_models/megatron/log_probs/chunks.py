@@ -1,0 +1,68 @@
+"""What is made of logits, computed a chunk of tokens at a time, so that the logits of a micro-batch never stand whole.
+
+The output layer and what follows it run on a few tokens, forget everything, and run again in the backward pass. So the
+logits and all that is made of them (``tokens x vocabulary / tp``) shrink to those of one chunk, for one more product
+with the output matrix. What the layers do stays theirs: vocabulary and sequence parallelism, the masked padding of the
+vocabulary, factors on logits, adapters.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mca_models.megatron.types import GptModel, Upstream
+
+Values = Callable[[Tensor, Tensor], Tensor]
+"""``(labels [b, n], logits [n, b, vocab / tp])`` to ``[..., b, n]``."""
+
+
+class ChunkedOutput:
+    """Stands for a ``GPTModel``'s ``_postprocess``.
+
+    Args:
+        model: The chunk with the output layer.
+        tokens: How many at a time.
+        values: What is made of their logits.
+    """
+
+    def __init__(self, model: GptModel, tokens: int, values: Values) -> None:
+        self._model, self._plain, self._tokens, self._values = model, model._postprocess, tokens, values
+
+    def __call__(self, *, hidden_states: Tensor, labels: Tensor | None, **rest: Upstream) -> Tensor:
+        """``hidden_states [s / ranks, b, h]`` and ``labels [b, s]`` to the values of each token ``[..., b, s]``.
+
+        ``ranks`` is the tensor-parallel size under sequence parallelism, else 1.
+        """
+        if labels is None:
+            whole: Tensor = self._plain(hidden_states=hidden_states, labels=None, **rest)
+            return whole
+        model = self._model
+        weight = None
+        if model.share_embeddings_and_output_weights:
+            weight = model.shared_embedding_or_output_weight()
+        rows = hidden_states.shape[0]
+        by_rank = labels.reshape(len(labels), -1, rows)  # which of the tokens each rank holds
+        step = max(self._tokens * rows // labels.numel(), 1)
+        made = [
+            checkpoint(self._made, hidden, part, weight, use_reentrant=False, preserve_rng_state=False)
+            for hidden, part in zip(hidden_states.split(step), by_rank.split(step, 2), strict=True)
+        ]
+        values = torch.cat(made, -1)
+        return values.reshape(*values.shape[:-3], *labels.shape)
+
+    def _made(self, hidden: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:
+        """Of ``hidden [c, b, h]`` on each rank and ``labels [b, ranks, c]`` of all."""
+        logits, _ = self._model.output_layer(hidden, weight=weight)
+        values = self._values(labels.flatten(1), logits)
+        return values.view(*values.shape[:-2], *labels.shape)
+
+
+def token_values(values: Callable[[Tensor, Tensor, int], Tensor], vocab_size: int) -> Values:
+    """``values`` of ``vocabulary.TokenValues`` in the order of Megatron's tensors."""
+
+    def of(labels: Tensor, logits: Tensor) -> Tensor:
+        return values(logits, labels.transpose(0, 1), vocab_size).transpose(-1, -2)
+
+    return of

@@ -1,0 +1,255 @@
+"""Log-probabilities of given tokens through Megatron's forward schedule; nothing is trained.
+
+Sequences lie in rows of a micro-batch, padded on the right, or packed one after the other. `Rows` says which token of a
+row this context rank holds, `chunks` what becomes of the last stage's hidden states.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from mca_config.checks import sequence_multiple
+from mca_config.errors import McaError
+from mca_models.megatron import platform
+from mca_models.megatron.distributed import parallel
+from mca_models.megatron.forward import gathered, inference
+from mca_models.megatron.layers.zigzag import ranges_of_rank
+from mca_models.megatron.live import LiveModel
+from mca_models.megatron.log_probs.chunks import ChunkedOutput, token_values
+from mca_models.megatron.log_probs.vocabulary import TokenValues
+from mca_models.megatron.types import GptModel, PackedSeqParams
+
+
+class LogProbs(NamedTuple):
+    """fp32, of the shape of the tokens; 0 for first tokens of sequences and for padding."""
+
+    log_probs: Tensor
+    entropy: Tensor | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is asked for.
+
+    Args:
+        input_ids: ``[batch, seq]``.
+        mask: ``[batch, seq]``, False for padding, wherever it is; None: there is none.
+        cu_seqlens: ``[sequences + 1]``: where sequences begin in the one row of ``input_ids``, and its end.
+        packed: Compute sequences one after the other in one row instead of each in its own.
+        micro_batch_size: Sequences of a micro-batch.
+        chunk_size: Tokens whose logits stand at a time.
+    """
+
+    input_ids: Tensor
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    packed: bool
+    micro_batch_size: int
+    chunk_size: int
+
+    def __post_init__(self) -> None:
+        ids = tuple(self.input_ids.shape)
+        if len(ids) != 2:
+            raise McaError(f"input_ids has shape {list(ids)}; expected [batch, seq]")
+        if self.mask is not None and tuple(self.mask.shape) != ids:
+            raise McaError(f"mask has shape {list(self.mask.shape)}; expected {list(ids)}, as input_ids")
+        if min(self.micro_batch_size, self.chunk_size) < 1:
+            raise McaError("micro_batch_size and chunk_size must be at least 1")
+        if self.cu_seqlens is None:
+            return
+        ends = self.cu_seqlens.tolist()
+        if (
+            self.mask is not None
+            or ids[0] != 1
+            or ends[:1] != [0]
+            or ends[-1] != ids[1]
+            or ends != sorted(ends)
+        ):
+            raise McaError(
+                "cu_seqlens must rise from 0 to the tokens of the one row of input_ids, without a mask"
+            )
+
+    def places(self) -> list[Tensor]:
+        """Of each sequence the flat positions of its tokens in ``input_ids``."""
+        width = self.input_ids.shape[1]
+        if self.cu_seqlens is not None:
+            ends = self.cu_seqlens.tolist()
+            found = [torch.arange(a, b) for a, b in pairwise(ends)]
+        elif self.mask is None:
+            found = [torch.arange(row * width, (row + 1) * width) for row in range(len(self.input_ids))]
+        else:
+            found = [
+                row * width + kept.nonzero().flatten() for row, kept in enumerate(self.mask.cpu().bool())
+            ]
+        return [places for places in found if len(places)]
+
+
+@torch.no_grad()
+def model_log_probs(models: LiveModel, batch: Batch, values: TokenValues) -> LogProbs:
+    """See ``VirtualModels.log_probs``."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    rows = _Rows(models, batch)
+    with inference(models), _computing(models, batch.chunk_size, values):
+        outputs: list[Tensor] = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=[rows.micro_batches() for _ in models.chunks],
+            model=list(models.chunks),
+            num_microbatches=rows.count,
+            seq_length=rows.length,
+            micro_batch_size=rows.height,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    kinds = 1 + values.entropy
+    group = parallel.pipeline_group()
+    shape = (kinds, rows.count * rows.height, rows.length)
+    if group.rank() == group.size() - 1:
+        found = torch.cat([rows.whole(output.view(kinds, rows.height, -1)) for output in outputs], 1)
+    else:
+        found = torch.empty(shape, device=platform.current_device())
+    if group.size() > 1:
+        torch.distributed.broadcast(
+            found, torch.distributed.get_global_rank(group, group.size() - 1), group=group
+        )
+    return LogProbs(*rows.spread(found), *(() if values.entropy else (None,)))
+
+
+class _Rows:
+    """Sequences in the rows of micro-batches, of the same number and length on all ranks.
+
+    Attributes:
+        count: Micro-batches.
+        height: Rows of each.
+        length: Tokens of a row, over all context ranks.
+    """
+
+    def __init__(self, models: LiveModel, batch: Batch) -> None:
+        self._batch, layout = batch, models.place.layout
+        self._device = platform.current_device()
+        self._places = batch.places()
+        size = batch.micro_batch_size
+        self._groups = [self._places[i : i + size] for i in range(0, len(self._places), size)]
+        self._multiple = sequence_multiple(layout, models.megatron.sequence_parallel)
+        self.height = 1 if batch.packed else size
+        lengths = [[self._padded(len(places)) for places in group] for group in self._groups]
+        length = max([sum(each) if batch.packed else max(each) for each in lengths], default=self._multiple)
+        box = torch.tensor([len(self._groups), length], device=self._device)
+        torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX)  # experts are spread over replicas
+        count, self.length = box.tolist()
+        turns = layout.pp if layout.vpp > 1 else 1  # the interleaved schedule needs a multiple
+        self.count = -(-max(count, 1) // turns) * turns
+
+    def _padded(self, tokens: int) -> int:
+        return -(-tokens // self._multiple) * self._multiple
+
+    def micro_batches(self) -> Iterator[dict[str, Tensor | PackedSeqParams]]:
+        """What this context rank feeds the model."""
+        ids = self._batch.input_ids.flatten().to(self._device)
+        group = parallel.context_group()
+        for number in range(self.count):
+            tokens = torch.zeros(3, self.height, self.length, dtype=torch.int64, device=self._device)
+            for row, start, places in self._laid(number):
+                cut = slice(start, start + len(places))
+                tokens[0, row, cut] = ids[places.to(self._device)]
+                tokens[1, row, start : start + len(places) - 1] = tokens[
+                    0, row, start + 1 : start + len(places)
+                ]
+            lengths = self._lengths(number)
+            tokens[2] = torch.cat([torch.arange(n, device=self._device) for n in lengths])
+            own = tokens[..., self._held(lengths, group.rank(), group.size())]
+            yield {
+                "input_ids": own[0].contiguous(),
+                "labels": own[1].contiguous(),
+                "position_ids": own[2].contiguous(),
+                "packed_seq_params": self._packed(lengths) if self._batch.packed else None,
+            }
+
+    def _laid(self, number: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Row and first token of each sequence of a micro-batch, and its places in the batch."""
+        start = 0
+        for index, places in enumerate(self._groups[number] if number < len(self._groups) else ()):
+            yield (0, start, places) if self._batch.packed else (index, 0, places)
+            start += self._padded(len(places))
+
+    def _lengths(self, number: int) -> tuple[int, ...]:
+        """Of the sequences in a row, all padding included."""
+        if not self._batch.packed:
+            return (self.length,)
+        lengths = [self._padded(len(places)) for _, _, places in self._laid(number)]
+        rest = self.length - sum(lengths)
+        return (*lengths, rest) if rest else tuple(lengths)
+
+    def _held(self, lengths: Sequence[int], rank: int, size: int) -> Tensor:
+        """Which tokens of a row a context rank holds."""
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        ranges = ranges_of_rank(tuple(lengths), rank, size)
+        return torch.cat(
+            [
+                torch.arange(starts[r.sequence] + r.start, starts[r.sequence] + r.start + r.length)
+                for r in ranges
+            ]
+        ).to(self._device)
+
+    def _packed(self, lengths: Sequence[int]) -> PackedSeqParams:
+        from megatron.core.packed_seq_params import PackedSeqParams as Params
+
+        ends = torch.tensor([0, *lengths], device=self._device).cumsum(0).int()
+        longest = max(lengths)
+        return Params(
+            qkv_format="thd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+
+    def whole(self, output: Tensor) -> Tensor:
+        """``[kinds, height, length]`` of all context ranks; their parts stay in the ranks' order until `spread`."""
+        return torch.cat(gathered(output, parallel.context_group()), -1)
+
+    def spread(self, found: Tensor) -> Tensor:
+        """``[kinds, batch, seq]``: each value at the token that it is of."""
+        size = parallel.context_group().size()
+        out = torch.zeros(len(found), self._batch.input_ids.numel(), device=self._device)
+        for number in range(len(self._groups)):
+            lengths = self._lengths(number)
+            order = torch.cat([self._held(lengths, rank, size) for rank in range(size)])
+            rows = torch.empty_like(found[:, : self.height])
+            rows[..., order] = found[:, number * self.height : (number + 1) * self.height]
+            for row, start, places in self._laid(number):
+                out[:, places[1:].to(self._device)] = rows[:, row, start : start + len(places) - 1]
+        return out.view(len(found), *self._batch.input_ids.shape)
+
+
+def _forward_step(
+    iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module
+) -> tuple[Tensor, Callable[[Tensor, bool], Tensor]]:
+    output: Tensor = model(**next(iterator), attention_mask=None)
+
+    def collect(values: Tensor, non_loss_data: bool = False) -> Tensor:
+        return values
+
+    return output, collect
+
+
+@contextmanager
+def _computing(models: LiveModel, tokens: int, values: TokenValues) -> Iterator[None]:
+    """A block in which the chunk with the output layer returns ``values`` of its labels."""
+    chunks: list[GptModel] = [chunk for chunk in models.chunks if getattr(chunk, "post_process", False)]
+    before = [chunk.__dict__.pop("_postprocess", None) for chunk in chunks]
+    for chunk in chunks:
+        chunk._postprocess = ChunkedOutput(chunk, tokens, token_values(values, models.config.vocab_size))
+    try:
+        yield
+    finally:
+        for chunk, its in zip(chunks, before, strict=True):
+            del chunk._postprocess
+            if its is not None:
+                chunk._postprocess = its

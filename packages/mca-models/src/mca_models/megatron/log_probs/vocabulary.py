@@ -1,0 +1,114 @@
+"""Log-probability and entropy over a vocabulary that is cut over tensor-parallel ranks.
+
+With ``z`` the logits over the temperature, ``m`` their largest and ``s = sum exp(z - m)``, all three summed over the
+ranks, ``log p(v) = z_v - m - log s`` and the entropy is ``log s - sum (z - m) exp(z - m) / s``. Rows of the vocabulary
+that only pad it are left out.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from mca_config.errors import McaError
+from mca_models.megatron.distributed import parallel
+from mca_models.megatron.types import Upstream
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenValues:
+    """What is computed of each token.
+
+    Args:
+        temperature: What logits are divided by.
+        entropy: Also the entropy of the distribution that the token was drawn from.
+    """
+
+    temperature: float = 1.0
+    entropy: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < float("inf"):
+            raise McaError(f"temperature is {self.temperature}; expected a positive number")
+
+    def __call__(self, logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
+        """fp32 log-probabilities ``[...]``, with the entropy ``[2, ...]``; every tensor-parallel rank has all.
+
+        Args:
+            logits: ``[..., padded_vocab / tp]`` of this tensor-parallel rank.
+            tokens: ``[...]``, those whose probability is wanted.
+            vocab_size: Without padding, of all ranks.
+        """
+        values: Tensor = _Values.apply(logits, tokens, vocab_size, self.temperature, self.entropy)
+        return values if self.entropy else values[0]
+
+    def peak_bytes(self, tokens: int, columns: int, itemsize: int) -> int:
+        """What it takes without gradients: the logits, one fp32 copy of them, and for the entropy another one.
+
+        Args:
+            tokens: Of a chunk.
+            columns: Of the vocabulary, on a rank.
+            itemsize: Bytes of one logit.
+        """
+        return tokens * columns * (itemsize + 4 * (1 + self.entropy))
+
+
+class _Values(torch.autograd.Function):
+    """Keeps one fp32 copy of the logits for its backward pass, which talks to nobody."""
+
+    @staticmethod
+    def forward(
+        ctx: Upstream, logits: Tensor, tokens: Tensor, vocab_size: int, temperature: float, entropy: bool
+    ) -> Tensor:
+        group = parallel.tensor_group()
+        first = group.rank() * logits.shape[-1]
+        true = min(max(vocab_size - first, 0), logits.shape[-1])
+        z = _divided(logits[..., :true], temperature)
+        largest = z.amax(-1) if true else z.new_full(z.shape[:-1], -torch.inf)
+        if group.size() > 1:
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+        z.sub_(largest.unsqueeze(-1))
+        here = (tokens >= first) & (tokens < first + true)
+        index = ((tokens - first) * here).unsqueeze(-1)
+        sums = z.new_zeros(2 + entropy, *z.shape[:-1])
+        if true:
+            sums[0] = z.gather(-1, index).squeeze(-1) * here
+        keep = ctx.needs_input_grad[0]
+        powers = z.exp() if keep or entropy else z.exp_()
+        sums[1] = powers.sum(-1)
+        if entropy:
+            sums[2] = (powers.mul_(z) if keep else z.mul_(powers)).sum(-1)
+        del powers
+        if group.size() > 1:
+            torch.distributed.all_reduce(sums, group=group)
+        log_sum = sums[1].log()
+        values = [sums[0] - log_sum]
+        if entropy:
+            values.append(log_sum - sums[2] / sums[1])
+        if keep:
+            ctx.save_for_backward(z, log_sum, index, here, *values[1:])
+        ctx.shape, ctx.dtype, ctx.true, ctx.temperature = logits.shape, logits.dtype, true, temperature
+        return torch.stack(values)
+
+    @staticmethod
+    def backward(ctx: Upstream, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        z, log_sum, index, here, *entropy = ctx.saved_tensors
+        (gradient,) = gradients
+        log_p = z - log_sum.unsqueeze(-1)
+        p = log_p.exp()
+        own = p * -gradient[0].unsqueeze(-1)
+        if ctx.true:
+            own.scatter_add_(-1, index, (gradient[0] * here).unsqueeze(-1))
+        if entropy:
+            own -= p.mul_(log_p.add_(entropy[0].unsqueeze(-1))).mul_(gradient[1].unsqueeze(-1))
+        whole = torch.zeros(ctx.shape, dtype=ctx.dtype, device=z.device)
+        whole[..., : ctx.true] = own.div_(ctx.temperature)
+        return whole, None, None, None, None
+
+
+def _divided(logits: Tensor, temperature: float) -> Tensor:
+    """A fresh fp32 tensor."""
+    if logits.dtype == torch.float32:
+        return logits / temperature
+    return logits.float().div_(temperature)
