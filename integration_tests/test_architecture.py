@@ -94,6 +94,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("tasks",),
         ("reference",),
         ("dry_run",),
+        ("plots",),
         ("run",),
         ("cli",),
         ("__main__",),

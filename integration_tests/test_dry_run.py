@@ -13,6 +13,7 @@ import pytest
 
 from harness import run_ranks
 from mca_train.dry_run.step import StepNeeds
+from mca_train.plan.schedule import Order
 
 pytestmark = pytest.mark.ranks
 
@@ -176,12 +177,14 @@ def test_a_step_needs_what_it_needs_with_memory_and_ranks(size: int, folder: Pat
 
 
 def compare(name: str, planned: StepNeeds, real: StepNeeds) -> None:
-    for part in ("weights", "gradients", "optimizer", "reference", "flops", "micro_batches"):
+    for part in ("weights", "gradients", "optimizer", "reference", "flops", "micro_batches", "passes"):
         assert getattr(planned, part) == getattr(real, part), (name, part)
     for part in ("peak", "activations", "temporaries"):
         mine, its = getattr(planned, part), getattr(real, part)
         assert mine == pytest.approx(its, abs=WITHIN * real.peak), (name, part)
     assert planned.module == real.module, name
+    pp, vpp = (CASES[name.split(", rank")[0]][2].get(key) or 1 for key in (PP, VPP))
+    assert list(planned.passes) == list(Order(pp, vpp, planned.micro_batches).of_rank(planned.stage)), name
     assert {(m.operation, m.ranks): (m.count, m.bytes) for m in planned.messages} == {
         (m.operation, m.ranks): (m.count, m.bytes) for m in real.messages
     }, name

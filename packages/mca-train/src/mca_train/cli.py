@@ -27,7 +27,7 @@ and data parallel ranks. Starts its own local ranks, unless torchrun did.
   plan       says what a run would need (ranks, layers, parameters, memory, bubble, batch); needs no GPU;
              --gpus N plans for N ranks, --device h100-80|h200|b200|gib:N marks what does not fit there,
              --search finds the fastest layouts of N devices, --dry_run runs one step by the real engine,
-             without memory and ranks; --json prints one object
+             without memory and ranks, --plot DIR draws it; --json prints one object
   data       shows what a model would see: counts, lengths, fill, samples with their targets, rows left out
   init       writes a commented configuration of a kind for a model, to the screen or to a new FILE
   schema     prints the JSON schema of a configuration, by which editors complete and check it

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 
 def needs_of_stages(
-    task: "Task", settings: "Settings", model: "McaModelConfig", layout: ParallelLayout, world_size: int
+    task: "Task",
+    settings: "Settings",
+    model: "McaModelConfig",
+    layout: ParallelLayout,
+    world_size: int,
+    *,
+    alike: bool = False,
 ) -> list[StepNeeds]:
     """What the first rank of each pipeline stage needs for a step.
 
@@ -29,6 +35,7 @@ def needs_of_stages(
         model: The architecture.
         layout: How the ranks stand.
         world_size: Their number.
+        alike: Whether all stages run as many micro-batches, so that their passes make one timeline.
     """
     from mca_models.megatron import platform
 
@@ -44,7 +51,7 @@ def needs_of_stages(
                 model,
                 rank,
                 world_size,
-                micro_batches_to_run(accumulated, layout, stage),
+                micro_batches_to_run(accumulated, layout, 0 if alike else stage),
             )
             for stage, rank in enumerate(_first_ranks(grid))
         ]

@@ -21,10 +21,12 @@ from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.config.model import adapter_config, model_config
 from mca_train.dry_run.answers import Answers
 from mca_train.dry_run.modules import ModuleNames
+from mca_train.dry_run.passes import Passes
 from mca_train.dry_run.routing import known_as_arrays, route_evenly
 from mca_train.dry_run.samples import LongestSamples
 from mca_train.dry_run.tracker import GRADIENTS, KEPT, OPTIMIZER, REFERENCE, STEP, WEIGHTS, Message, Tracker
 from mca_train.dry_run.world import fake_world, without_moving
+from mca_train.plan.schedule import Pass
 
 if TYPE_CHECKING:
     from mca_config.model_config import McaModelConfig
@@ -64,6 +66,8 @@ class StepNeeds:
     """Over the step, at most a thousand points."""
     flops: int
     messages: tuple[Message, ...]
+    passes: tuple[Pass, ...]
+    """In the order in which they ran."""
     synchronisations: int
     """How often the host read a value."""
 
@@ -193,10 +197,12 @@ def _wrapping_in(tracker: Tracker) -> Iterator[None]:
 def measure(trainer: "McaTrainer", engine: "Engine", modes: Modes, batch: StepBatch) -> StepNeeds:
     """Runs one step and says what it needed; collective."""
     tracker = modes.tracker
-    with modes.entered(STEP), _passes(tracker), tracker.names.following():
+    passes = Passes(tracker)
+    with modes.entered(STEP), passes.followed(), tracker.names.following():
         tracker.restart()
         given = batch if modes.answers is None else _without_memory(batch, modes.answers)
         trainer.before_forward(given)
+        passes.forget()  # those of a reference
         engine.forward_backward(given)
         tracker.next_pass()
         engine.optimizer_step()
@@ -219,6 +225,7 @@ def measure(trainer: "McaTrainer", engine: "Engine", modes: Modes, batch: StepBa
         curve=_thinned(tally.curve),
         flops=tally.flops,
         messages=tuple(tally.messages.values()),
+        passes=tuple(passes.ran),
         synchronisations=sum(tally.synchronisations.values()),
     )
 
@@ -234,24 +241,6 @@ def _without_memory(batch: StepBatch, answers: Answers) -> StepBatch:
         return replace(micro_batch, **tensors)
 
     return replace(batch, micro_batches=tuple(map(converted, batch.micro_batches)))
-
-
-@contextmanager
-def _passes(tracker: Tracker) -> Iterator[None]:
-    """A block in which the tracker is told of each forward and backward pass of Megatron's schedules."""
-    from megatron.core.pipeline_parallel import schedules
-
-    def telling(function: Callable[..., Any]) -> Callable[..., Any]:
-        def told(*args: Any, **kwargs: Any) -> Any:
-            tracker.next_pass()
-            return function(*args, **kwargs)
-
-        return told
-
-    with ExitStack() as stack:
-        for name in ("forward_step", "backward_step"):
-            stack.enter_context(patch.object(schedules, name, telling(getattr(schedules, name))))
-        yield
 
 
 @contextmanager

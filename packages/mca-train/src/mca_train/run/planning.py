@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.checks import positions_exceeded
-from mca_config.layout import ParallelLayout
+from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import LaunchArguments
 from mca_train.config.model import adapter_config, model_config, planned_ranks
@@ -60,7 +60,9 @@ def print_plan(task: Task | None, config: Path, overrides: list[str]) -> int:
         _say_impossible(findings, options)
         return 2
     planned = _Planned.of(findings.run, settings, hardware)
-    stages = _dry_run(findings.run) if options.dry_run else []
+    stages = _dry_run(findings.run, alike=options.plot is not None) if options.dry_run or options.plot else []
+    if options.plot is not None:
+        planned.draw(options.plot, stages)
     if options.json:
         sys.stdout.write(json.dumps(planned.document(findings, stages), indent=2) + "\n")
     else:
@@ -148,6 +150,15 @@ class _Planned:
             told += "".join(["missing to begin here:\n", *(f"  - {p}\n" for p in findings.missing)])
         return told
 
+    def draw(self, folder: Path, stages: "list[StepNeeds]") -> None:
+        """Pictures."""
+        from mca_train.plots.pictures import draw_all
+
+        run = self.run
+        limit = self.hardware.device.usable_gib if self.hardware else None
+        chunks = replace(run.model, layout=run.layout).pipeline_plan()
+        draw_all(folder, stages, chunks, RankGrid(run.layout, run.world_size), limit)
+
     def document(self, findings: Findings, stages: "list[StepNeeds]") -> JsonObject:
         """For programs."""
         device = self.hardware.device if self.hardware else None
@@ -192,7 +203,7 @@ def subject_of(run: Run, implementation: Implementation, *, on_gpu: bool) -> Sub
     )
 
 
-def _dry_run(run: Run) -> "list[StepNeeds]":
+def _dry_run(run: Run, *, alike: bool) -> "list[StepNeeds]":
     from mca_train.dry_run.stages import needs_of_stages
 
-    return needs_of_stages(run.task, run.settings, run.model, run.layout, run.world_size)
+    return needs_of_stages(run.task, run.settings, run.model, run.layout, run.world_size, alike=alike)

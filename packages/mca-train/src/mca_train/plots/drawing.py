@@ -1,0 +1,48 @@
+"""How every picture is made: matplotlib without a screen, one style, an SVG and a PNG."""
+
+from pathlib import Path
+from typing import Any
+
+from mca_config.errors import UsageError
+
+COLOURS = {
+    "weights": "#4c78a8",
+    "gradients": "#72b7b2",
+    "optimizer": "#54a24b",
+    "reference": "#b279a2",
+    "activations": "#f58518",
+    "temporaries": "#e45756",
+}
+CHUNKS = ("#4c78a8", "#9ecae9", "#54a24b", "#b4e197", "#72b7b2", "#b279a2", "#d6a5c9", "#9d755d")
+"""Of forward passes, by chunk."""
+BACKWARD = ("#f58518", "#ffbf79", "#e45756", "#ff9d98", "#d8b5a5", "#bab0ac", "#eeca3b", "#d67195")
+
+
+def axes(width: float, height: float, title: str) -> tuple[Any, Any]:
+    """A figure and its axes.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError("--plot needs matplotlib; install mca-train[plots] or leave --plot out") from None
+    figure: Any = Figure(figsize=(width, height), layout="constrained")
+    found = figure.subplots()
+    found.set_title(title, loc="left", fontsize=11)
+    for side in ("top", "right"):
+        found.spines[side].set_visible(False)
+    return figure, found
+
+
+def save(figure: Any, folder: Path, name: str) -> list[Path]:
+    """Writes ``name.svg`` and ``name.png`` into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.{kind}" for kind in ("svg", "png")]
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none"}):  # text stays text
+        for path in paths:
+            figure.savefig(path, dpi=130)
+    return paths

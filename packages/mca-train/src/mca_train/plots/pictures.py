@@ -1,0 +1,210 @@
+"""The pictures of ``mca-train plan --plot``: schedule, memory, layers, messages."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from mca_config.layout import RankGrid
+from mca_config.pipeline import PipelinePlan
+from mca_train.dry_run.step import StepNeeds
+from mca_train.dry_run.tracker import Message
+from mca_train.plan.memory import GIB, layers_of
+from mca_train.plan.schedule import Pass
+from mca_train.plan.timeline import Ran, timeline
+from mca_train.plots.drawing import BACKWARD, CHUNKS, COLOURS, axes, save
+
+_AXES = ("tp", "cp", "dp", "dp-cp", "tp-cp", "tp-dp-cp", "pp", "ep", "etp", "etp-ep", "edp", "tp-pp")
+
+
+def draw_all(
+    folder: Path, stages: Sequence[StepNeeds], plan: PipelinePlan, grid: RankGrid, limit_gib: float | None
+) -> list[Path]:
+    """Writes every picture into ``folder``.
+
+    Args:
+        folder: Made if it is not there.
+        stages: The dry run of each pipeline stage, all with as many micro-batches.
+        plan: Layers on stages.
+        grid: Who stands where.
+        limit_gib: Of the device; None: no line.
+    """
+    ran = ran_of(stages, len(plan.chunks[0]))
+    fullest = max(stages, key=lambda stage: stage.peak)
+    return [
+        *draw_schedule(folder, ran, len(stages)),
+        *draw_memory(folder, stages, limit_gib),
+        *draw_step(folder, fullest, limit_gib),
+        *draw_layers(folder, plan),
+        *draw_messages(folder, fullest, grid),
+    ]
+
+
+def ran_of(stages: Sequence[StepNeeds], chunks: int) -> list[Ran]:
+    """When each pass runs if time is what it computes: backward passes twice what forward passes do."""
+    work = {stage.stage: stage.flops / max(stage.micro_batches * chunks, 1) for stage in stages}
+    most = max(work.values()) or 1.0
+
+    def duration(rank: int, step: Pass) -> float:
+        return max(work[rank] / most, 0.05) * (1.0 if step.forward else 2.0)
+
+    return timeline([stage.passes for stage in stages], chunks, duration)
+
+
+def draw_schedule(folder: Path, ran: Sequence[Ran], ranks: int) -> list[Path]:
+    """Passes of every pipeline rank over time; what is white is waiting."""
+    end = max(run.end for run in ran)
+    width = min(max(8.0, end * 0.2), 30.0)
+    idle = 1 - sum(run.end - run.start for run in ran) / (end * ranks)
+    figure, found = axes(width, 1.6 + 0.32 * ranks, f"schedule as the engine runs it; {idle:.0%} waiting")
+    chunks = 1 + max(run.step.chunk for run in ran)
+    for run in ran:
+        colours = CHUNKS if run.step.forward else BACKWARD
+        length = run.end - run.start
+        found.barh(
+            run.rank,
+            length,
+            left=run.start,
+            height=0.86,
+            color=colours[run.step.chunk % len(colours)],
+            edgecolor="white",
+            linewidth=0.5,
+        )
+        if length / end * width > 0.12:
+            text = str(run.step.micro_batch)
+            middle = run.start + length / 2
+            found.text(middle, run.rank, text, ha="center", va="center", fontsize=5 if len(text) > 1 else 7)
+    found.set_yticks(range(ranks), [f"stage {rank}" for rank in range(ranks)], fontsize=8)
+    found.invert_yaxis()
+    found.set_xlim(0, end)
+    found.set_xlabel("time, in forward passes of the slowest chunk; numbers are micro-batches", fontsize=8)
+    _legend_of_chunks(found, chunks)
+    return save(figure, folder, "schedule")
+
+
+def _legend_of_chunks(found: Any, chunks: int) -> None:
+    from matplotlib.patches import Patch
+
+    marks = []
+    for chunk in range(min(chunks, len(CHUNKS))):
+        of = f" of chunk {chunk}" if chunks > 1 else ""
+        marks += [Patch(color=CHUNKS[chunk], label=f"forward{of}")]
+        marks += [Patch(color=BACKWARD[chunk], label=f"backward{of}")]
+    found.legend(
+        handles=marks,
+        fontsize=7,
+        ncols=min(len(marks), 8),
+        frameon=False,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+    )
+
+
+def draw_memory(folder: Path, stages: Sequence[StepNeeds], limit_gib: float | None) -> list[Path]:
+    """Bars of every stage at its fullest moment."""
+    figure, found = axes(
+        max(6.0, 2.5 + 0.62 * len(stages)), 4.6, "memory of a rank of each stage at its peak"
+    )
+    bottoms = [0.0] * len(stages)
+    for part, colour in COLOURS.items():
+        sizes = [getattr(stage, part) / GIB for stage in stages]
+        if any(sizes):
+            found.bar(range(len(stages)), sizes, bottom=bottoms, color=colour, label=part, width=0.74)
+            bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
+    for place, total in enumerate(bottoms):
+        found.text(place, total, f"{total:.3g}", ha="center", va="bottom", fontsize=8)
+    if limit_gib is not None:
+        found.axhline(limit_gib, color="black", linewidth=1.2, linestyle="--")
+        found.text(
+            len(stages) - 0.5, limit_gib, f"{limit_gib:.1f} usable ", ha="right", va="bottom", fontsize=8
+        )
+    found.set_ylim(0, max([*bottoms, limit_gib or 0.0]) * 1.1 or 1.0)
+    found.set_xticks(range(len(stages)), [str(stage.stage) for stage in stages], fontsize=8)
+    found.set_xlabel("stage")
+    found.set_ylabel("GiB")
+    found.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return save(figure, folder, "memory")
+
+
+def draw_step(folder: Path, stage: StepNeeds, limit_gib: float | None) -> list[Path]:
+    """Memory over the step of one stage."""
+    figure, found = axes(9.0, 3.6, f"memory over the step, stage {stage.stage} (the fullest)")
+    curve = [size / GIB for size in stage.curve]
+    found.fill_between(range(len(curve)), curve, color=COLOURS["activations"], alpha=0.35, linewidth=0)
+    found.plot(curve, color=COLOURS["activations"], linewidth=1.0)
+    fixed = (stage.weights + stage.gradients + stage.optimizer + stage.reference) / GIB
+    found.axhline(fixed, color=COLOURS["weights"], linewidth=1.0)
+    found.text(0, fixed, " weights, gradients, optimizer", va="top", fontsize=8, color=COLOURS["weights"])
+    top = curve.index(max(curve))
+    where = f"{'backward of ' if stage.backward else ''}{stage.module or 'loss and schedule'}"
+    found.annotate(
+        f"{stage.peak / GIB:.3g} GiB: {where}",
+        (top, curve[top]),
+        xytext=(0, 8),
+        textcoords="offset points",
+        fontsize=8,
+        ha="left" if top < len(curve) / 2 else "right",
+    )
+    if limit_gib is not None and limit_gib < 2.5 * max(curve):
+        found.axhline(limit_gib, color="black", linewidth=1.2, linestyle="--")
+    found.set_ylim(0, max(curve) * 1.2)
+    found.set_xlim(0, len(curve) - 1)
+    found.set_xticks([])
+    found.set_xlabel("allocations and releases, in order")
+    found.set_ylabel("GiB")
+    return save(figure, folder, "memory_over_step")
+
+
+def draw_layers(folder: Path, plan: PipelinePlan) -> list[Path]:
+    """Which layers stand on which stage and chunk."""
+    ranks, chunks = len(plan.chunks), len(plan.chunks[0])
+    figure, found = axes(max(6.0, 1.5 + 1.9 * chunks), 1.4 + 0.32 * ranks, "layers on stages")
+    for rank, of_rank in enumerate(plan.chunks):
+        for place, chunk in enumerate(of_rank):
+            ends = chunk.has_embedding or chunk.has_loss
+            colour = "#ffe0b8" if ends else CHUNKS[1] if place % 2 else "#d5e5f2"
+            found.barh(rank, 0.96, left=place + 0.02, height=0.86, color=colour)
+            found.text(place + 0.5, rank, layers_of(chunk), ha="center", va="center", fontsize=8)
+    found.set_yticks(range(ranks), [f"stage {rank}" for rank in range(ranks)], fontsize=8)
+    found.set_xticks([c + 0.5 for c in range(chunks)], [f"chunk {c}" for c in range(chunks)], fontsize=8)
+    found.set_xlim(0, chunks)
+    found.invert_yaxis()
+    found.spines[["left", "bottom"]].set_visible(False)
+    found.tick_params(length=0)
+    return save(figure, folder, "layers")
+
+
+def draw_messages(folder: Path, stage: StepNeeds, grid: RankGrid) -> list[Path]:
+    """Who the fullest stage's rank talks to, how often and how much."""
+    told = sorted((m for m in stage.messages if m.bytes), key=lambda message: message.bytes)[-14:]
+    title = f"messages of rank {stage.rank} (stage {stage.stage}), {stage.micro_batches} micro-batches"
+    figure, found = axes(9.0, 1.4 + 0.36 * max(len(told), 1), title)
+    sizes = [message.bytes / GIB for message in told]
+    found.barh(range(len(told)), sizes, color=COLOURS["weights"], height=0.7)
+    names = [f"{_short(message.operation)}, {group_name(message, stage.rank, grid)}" for message in told]
+    found.set_yticks(range(len(told)), names, fontsize=8)
+    for place, message in enumerate(told):
+        found.text(
+            sizes[place], place, f" {sizes[place]:.3g} GiB, {message.count} times", va="center", fontsize=8
+        )
+    found.set_xlim(0, max(sizes, default=1.0) * 1.35)
+    found.set_xlabel("GiB")
+    return save(figure, folder, "messages")
+
+
+def _short(operation: str) -> str:
+    return operation.strip("_").replace("_base", "").replace("tensor_coalesced", "coalesced")
+
+
+def group_name(message: Message, rank: int, grid: RankGrid) -> str:
+    """The axes along which the ranks of ``message`` differ, and how many there are."""
+    ranks = tuple(sorted(message.ranks))
+    if len(ranks) == grid.world_size:
+        return f"all {len(ranks)} ranks"
+    if len(ranks) == 1:
+        return "itself"
+    for axis in _AXES:
+        if tuple(sorted(grid.group_of(axis, rank))) == ranks:
+            return f"{axis} ({len(ranks)} ranks)"
+    apart = {second - first for first, second in pairwise(ranks)}
+    return f"{len(ranks)} ranks, {', '.join(map(str, sorted(apart)[:2]))} apart"

@@ -1,0 +1,69 @@
+"""The pictures of a plan: all are written, in both forms, and say what they show at 16 stages."""
+
+from pathlib import Path
+
+import pytest
+
+from mca_config.layout import ParallelLayout, RankGrid
+from mca_config.pipeline import pipeline_plan
+from mca_train.dry_run.step import StepNeeds
+from mca_train.dry_run.tracker import Message
+from mca_train.plan.schedule import Order
+from mca_train.plots.pictures import draw_all, group_name, ran_of
+
+GIB = 1024**3
+STAGES, MICRO_BATCHES = 16, 16
+LAYOUT = ParallelLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=STAGES)
+GRID = RankGrid(LAYOUT, 4 * STAGES)
+
+
+def stage(number: int) -> StepNeeds:
+    rank = number * GRID.world_size // STAGES
+    parts = {"weights": 6 * GIB, "gradients": 12 * GIB, "optimizer": 5 * GIB, "reference": 0}
+    parts |= {"activations": (STAGES - number) * GIB, "temporaries": GIB // 2}
+    return StepNeeds(
+        rank=rank,
+        stage=number,
+        micro_batches=MICRO_BATCHES,
+        peak=sum(parts.values()),
+        operation="aten.mm",
+        module="decoder.layers.0.mlp",
+        backward=True,
+        curve=tuple(20 * GIB + step * GIB // 100 for step in range(100)),
+        flops=10**12,
+        messages=(Message("_allgather_base", GRID.group_of("tp", rank), 40, 8 * GIB),),
+        passes=tuple(Order(STAGES, 1, MICRO_BATCHES).of_rank(number)),
+        synchronisations=0,
+        **parts,
+    )
+
+
+def test_every_picture_is_written_and_says_what_it_shows(tmp_path: Path) -> None:
+    stages = [stage(number) for number in range(STAGES)]
+    paths = draw_all(tmp_path, stages, pipeline_plan(LAYOUT, 2 * STAGES), GRID, 75.1)
+    assert sorted(path.name for path in paths) == sorted(
+        f"{name}.{kind}"
+        for name in ("schedule", "memory", "memory_over_step", "layers", "messages")
+        for kind in ("svg", "png")
+    )
+    for path in paths:
+        head = path.read_bytes()[:200]
+        assert head.startswith(b"\x89PNG") if path.suffix == ".png" else b"<?xml" in head
+    assert "stage 15" in (tmp_path / "schedule.svg").read_text()
+    assert "75.1 usable" in (tmp_path / "memory.svg").read_text()
+    assert "30-31 head" in (tmp_path / "layers.svg").read_text()
+    assert "tp (2 ranks)" in (tmp_path / "messages.svg").read_text()
+
+
+def test_passes_that_take_equally_long_wait_as_the_formula_of_the_bubble_says() -> None:
+    ran = ran_of([stage(number) for number in range(STAGES)], 1)
+    end = max(run.end for run in ran)
+    busy = sum(run.end - run.start for run in ran) / STAGES
+    assert 1 - busy / end == pytest.approx(LAYOUT.bubble(MICRO_BATCHES))
+
+
+def test_groups_are_named_by_their_axis() -> None:
+    for axis in ("tp", "dp", "pp"):
+        message = Message("allreduce", GRID.group_of(axis, 0), 1, 1)
+        assert group_name(message, 0, GRID).startswith(f"{axis} (")
+    assert group_name(Message("allreduce", tuple(range(64)), 1, 1), 0, GRID) == "all 64 ranks"
