@@ -16,6 +16,8 @@ from mca_config.pipeline import PipelinePlan, pipeline_plan
 from mca_config.rope import require_rope
 from mca_config.types import JsonObject
 
+HeadKind = Literal["causal_lm", "sequence_classification", "token_classification"]
+"""Which of Hugging Face's classes a model is: ``...ForCausalLM``, ``...ForSequenceClassification``, ..."""
 FILE_NAME = "mca_config.json"
 VERSION = 1
 
@@ -81,6 +83,10 @@ class McaModelConfig:
     """The output layer's logits are divided by it."""
     tie_word_embeddings: bool = False
     """The output layer shares the embedding's weight."""
+    head: HeadKind = "causal_lm"
+    """What stands on the hidden states: the vocabulary's logits, or scores of a sequence or of each token."""
+    num_labels: int | None = None
+    """Scores of a sequence or token; None: the head is the vocabulary's."""
     pad_token_id: int | None = None
     """The token whose embedding gets no gradient as an input; None: all get one."""
     init_method_std: float = 0.02
@@ -155,6 +161,8 @@ class McaModelConfig:
             values = getattr(self, name)
             if values is not None and len(values) != self.num_layers:
                 raise McaError(f"{name} has {len(values)} entries, expected num_layers {self.num_layers}")
+        if (self.head == "causal_lm") != (self.num_labels is None) or (self.num_labels or 1) < 1:
+            raise McaError(f"num_labels is {self.num_labels} with head {self.head}; a score needs at least 1")
         if self.num_attention_heads % self.num_query_groups:
             raise McaError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_query_groups "

@@ -21,6 +21,7 @@ from mca_models.megatron.names import DtypeName, Implementation
 from mca_models.megatron.virtual_models import VirtualModels
 from mca_models.opening import open_checkpoint
 from mca_models.storage.source import ModelSource
+from mca_models.templates.heads import SCORE, Head, with_head
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class AutoModel:
         dtype: DtypeName | None = None,
         seed: int = 1234,
         vocab_size: int | None = None,
+        head: Head | None = None,
     ) -> VirtualModels:
         """The model of a Hugging Face, MCA or Megatron (torch_dist) directory, on any layout.
 
@@ -49,9 +51,11 @@ class AutoModel:
             seed: Of Megatron's random states (dropout) and of new vocabulary rows.
             vocab_size: Rows of the vocabulary, for a tokenizer with more tokens than the checkpoint: new rows are
                 the mean of the old ones with a little noise, equal on every layout. None: the checkpoint's.
+            head: Scores sequences or tokens; that of a checkpoint with the vocabulary's head is new, drawn from
+                ``seed`` as Hugging Face initialises it. None: the checkpoint's.
 
         Raises:
-            McaError: The checkpoint is incomplete or, as a UsageError, the layout does not fit it.
+            McaError: The checkpoint is incomplete or, as a UsageError, the layout or ``head`` does not fit it.
         """
         args = args or DistributingParallelArguments()
         folder = directory_of(path)
@@ -60,14 +64,20 @@ class AutoModel:
         if vocab_size is not None and vocab_size != config.vocab_size:
             require_growth(config.vocab_size, vocab_size)
             config = replace(config, vocab_size=vocab_size)
+        if head is not None:
+            config = with_head(config, head)
         with checking_usage():
             models = _build(config, args, dtype, seed, folder)
-        if config is not source.config:
+        if config.vocab_size != source.config.vocab_size:
             growth = growth_of(source, config.vocab_size, seed)
         once = bool(vars(args).get("load_broadcast"))  # training arguments only
         place = models.place
+        is_new = config.num_labels is not None and source.config.num_labels is None
+        new = [pair for pair in models.held() if is_new and pair[0].param.hf[0].startswith(f"{SCORE}.")]
+        there = [pair for pair in models.held() if all(pair is not other for other in new)]
+        fill.from_seed(seed, new, models.config, place.at)
         models.bytes_read = fill.from_source(
-            source, models.held(), place.layout, place.at, growth=growth, broadcast=once
+            source, there, place.layout, place.at, growth=growth, broadcast=once
         )
         layers = models.implementation.replace("_", " ")
         _log.info(

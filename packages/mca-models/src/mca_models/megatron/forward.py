@@ -39,7 +39,7 @@ def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
             forward_only=True,
             collect_non_loss_data=True,
         )
-    shape = (tokens.shape[0], tokens.shape[1], models.config.vocab_size)
+    shape = (tokens.shape[0], tokens.shape[1], models.config.num_labels or models.config.vocab_size)
     return _everywhere(models, outputs, shape)[:batch, :length]
 
 
@@ -104,7 +104,8 @@ def _everywhere(models: LiveModel, outputs: list[Tensor], shape: tuple[int, int,
     """The last stage's logits, gathered over tensor and context ranks, on all pipeline ranks."""
     group = parallel.pipeline_group()
     if group.rank() == group.size() - 1:
-        logits = torch.cat([_whole(output.float(), shape[2]) for output in outputs])
+        cut = models.config.num_labels is None  # scores are whole on every tensor rank
+        logits = torch.cat([_whole(output.float(), shape[2], cut=cut) for output in outputs])
     else:
         logits = torch.empty(shape, device=platform.current_device())
     if group.size() > 1:
@@ -113,9 +114,10 @@ def _everywhere(models: LiveModel, outputs: list[Tensor], shape: tuple[int, int,
     return logits
 
 
-def _whole(logits: Tensor, vocab: int) -> Tensor:
+def _whole(logits: Tensor, vocab: int, *, cut: bool) -> Tensor:
     """``[rows, seq, vocab]`` of one micro-batch from this rank's ``[rows, seq / cp, padded / tp]``."""
-    logits = torch.cat(gathered(logits, parallel.tensor_group()), -1)[..., :vocab]
+    if cut:
+        logits = torch.cat(gathered(logits, parallel.tensor_group()), -1)[..., :vocab]
     context = parallel.context_group()
     if context.size() == 1:
         return logits

@@ -1,5 +1,7 @@
 """Weight templates: one short file for each model family, and the table of them."""
 
+from dataclasses import replace
+
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
@@ -62,6 +64,7 @@ from mca_models.templates import (
 from mca_models.templates.catalog import unsupported
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.family import Family
+from mca_models.templates.heads import head_from_hf, head_to_hf
 
 __all__ = ["FAMILIES", "Family", "config_from_hf", "config_to_hf", "family_of"]
 
@@ -144,10 +147,15 @@ def config_from_hf(hf: JsonObject) -> McaModelConfig:
     """
     if not isinstance(hf.get("model_type"), str):
         raise HfConfigError("config.json has no 'model_type'; it names the model family")
-    return family_of(hf["model_type"]).config.to_mca(hf)
+    return head_from_hf(family_of(hf["model_type"]).config.to_mca(hf), hf)
 
 
 def config_to_hf(config: McaModelConfig) -> HfConfig:
     """``config.json`` of the model: the source's own, with what changed brought up to date."""
     family = family_of(config.model_type)
-    return family.config.to_hf(config, family.architecture)
+    if config.num_labels is None:
+        return family.config.to_hf(config, family.architecture)
+    before = family.config.to_mca(config.hf_config) if config.hf_config else config
+    said = {name: getattr(before, name) for name in ("tie_word_embeddings", "mtp_num_layers")}
+    plain = replace(config, head="causal_lm", num_labels=None, **said)
+    return head_to_hf(config, family.config.to_hf(plain, family.architecture))

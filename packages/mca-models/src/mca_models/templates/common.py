@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
+from mca_models.templates.heads import SCORE
 from mca_models.templates.names import HF, HF_ATTN, HF_EMBEDDING, HF_HEAD, HF_MLP
 from mca_models.weights import (
     COLUMN,
@@ -154,10 +155,15 @@ def embedding() -> Param:
 
 
 def head(config: McaModelConfig) -> list[Param]:
-    """Final norm and output layer; a tied output layer is an alias of the embedding."""
+    """Final norm and output layer; a tied output layer is an alias of the embedding, scores are not cut."""
     tied = config.tie_word_embeddings
+    norm = Param(mca="decoder.final_layernorm.weight", hf=("model.norm.weight",), stage=Stage.NORM)
+    if config.num_labels is not None:
+        kinds = ("weight", "bias") if config.head == "token_classification" else ("weight",)
+        names = [(f"output_layer.{kind}", f"{SCORE}.{kind}") for kind in kinds]
+        return [norm, *(Param(mca=mca, hf=(hf,), stage=Stage.LAST) for mca, hf in names)]
     return [
-        Param(mca="decoder.final_layernorm.weight", hf=("model.norm.weight",), stage=Stage.NORM),
+        norm,
         Param(
             mca="output_layer.weight",
             hf=(HF_EMBEDDING if tied else HF_HEAD,),

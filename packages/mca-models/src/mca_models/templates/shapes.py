@@ -114,7 +114,8 @@ _EXPERTS = {
 _ENDS = {
     "embedding.word_embeddings.weight": _vocabulary,
     "decoder.final_layernorm.weight": _hidden,
-    "output_layer.weight": _vocabulary,
+    "output_layer.weight": lambda c: (c.num_labels or c.vocab_size, c.hidden_size),
+    "output_layer.bias": lambda c: (c.num_labels,),
     "enorm.weight": _hidden,
     "hnorm.weight": _hidden,
     "eh_proj.weight": lambda c: (c.hidden_size, 2 * c.hidden_size),

@@ -12,6 +12,7 @@ from mca_config.pipeline import PipelineChunk
 from mca_models.megatron import families, platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.factory.kernel_choice import kernel_choice
+from mca_models.megatron.layers.score import Score
 from mca_models.megatron.layers.spec import block_spec, mtp_spec
 from mca_models.megatron.names import Held, Implementation
 from mca_models.megatron.types import GptModel, MegatronConfig, WithBias
@@ -55,7 +56,9 @@ def build_chunk(
     if rotary is not None:
         model.rotary_pos_emb = rotary
     families.finish(model, config)
-    if chunk.has_loss:
+    if chunk.has_loss and config.num_labels is not None:
+        model.output_layer = Score(megatron, config.num_labels, bias=config.head == "token_classification")
+    elif chunk.has_loss:
         _mask_padding(model.output_layer, config)
     module: torch.nn.Module = model.to(platform.current_device())
     return module

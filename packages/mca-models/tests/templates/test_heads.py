@@ -1,0 +1,86 @@
+"""Heads for scores have transformers' classes and names."""
+
+import pytest
+
+from mca_config.errors import McaError, UsageError
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import FAMILIES, config_from_hf, config_to_hf, family_of
+from mca_models.templates.heads import Head, class_name, with_head
+
+SIZES = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def named(model_type: str, kind: str) -> str | None:
+    try:
+        return class_name(model_type, kind)
+    except McaError:
+        return None
+
+
+def test_every_family_has_the_heads_that_transformers_has():
+    auto = pytest.importorskip("transformers.models.auto.modeling_auto")
+    sequences = auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    tokens = auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+    for name, family in FAMILIES.items():
+        if family.vision is None:
+            assert named(name, "sequence_classification") == sequences.get(name), name
+            assert named(name, "token_classification") == tokens.get(name), name
+
+
+@pytest.mark.parametrize(
+    ("architecture", "head", "names"),
+    [
+        ("LlamaForSequenceClassification", "sequence_classification", {"score.weight"}),
+        ("LlamaForTokenClassification", "token_classification", {"score.weight", "score.bias"}),
+    ],
+)
+def test_config_json_names_the_head(architecture, head, names):
+    hf = {**SIZES, "architectures": [architecture], "id2label": {"0": "a", "1": "b", "2": "c"}}
+    config = config_from_hf(hf)
+    assert (config.head, config.num_labels, config.tie_word_embeddings) == (head, 3, False)
+    shapes = family_of("llama").hf_shapes(config)
+    assert {name for name in shapes if name.startswith("score")} == names
+    assert shapes["score.weight"] == (3, 16)
+    assert "lm_head.weight" not in shapes
+    assert config_to_hf(config) == hf
+    assert McaModelConfig.from_json(config.to_json()) == config
+
+
+def test_a_new_head_names_its_labels():
+    config = with_head(
+        config_from_hf({**SIZES, "architectures": ["LlamaForCausalLM"]}),
+        Head(
+            kind="sequence_classification", labels=("bad", "good"), problem_type="single_label_classification"
+        ),
+    )
+    written = config_to_hf(config)
+    assert written["architectures"] == ["LlamaForSequenceClassification"]
+    assert written["id2label"] == {"0": "bad", "1": "good"}
+    assert written["label2id"] == {"bad": 0, "good": 1}
+    assert written["problem_type"] == "single_label_classification"
+    assert written["tie_word_embeddings"] is True  # as the source says; there is nothing to tie
+    assert config_from_hf(written).num_labels == 2
+
+
+def test_two_labels_are_what_transformers_leaves_out():
+    config = config_from_hf({**SIZES, "architectures": ["LlamaForSequenceClassification"]})
+    assert config.num_labels == 2
+
+
+def test_heads_that_cannot_be_are_refused():
+    granite = {**SIZES, "model_type": "granite", "architectures": ["GraniteForSequenceClassification"]}
+    with pytest.raises(McaError, match="no ForSequenceClassification of granite"):
+        config_from_hf(granite)
+    config = config_from_hf({**SIZES, "architectures": ["LlamaForSequenceClassification"]})
+    with pytest.raises(UsageError, match="with 2 labels, the run is of sequence_classification with 1"):
+        with_head(config, Head(kind="sequence_classification", labels=("reward",)))
