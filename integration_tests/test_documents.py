@@ -1,7 +1,7 @@
 """Every command and every snippet that the documents show is run, in order, page by page, on tiny models and data.
 
 ``Qwen3-8B`` is a random model of four layers and ``data/`` has a few rows. Only sizes are changed (`_SMALL`).
-By default two pages are run; ``MCA_EVERY_DOCUMENT=1`` runs all.
+By default three pages are run; ``MCA_EVERY_DOCUMENT=1`` runs all.
 """
 
 import json
@@ -28,7 +28,7 @@ PAGES = [
     for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md", "examples/*/README.md")
     for path in sorted(ROOT.glob(pattern))
 ]
-SAMPLE = ("README.md", "docs/converter.md")
+SAMPLE = ("README.md", "docs/converter.md", "examples/mixture/README.md")
 NOT_RUN = ("pip ", "uv ", "sbatch ", "python tools/", "PYTHONPATH=", "git ", "#", "eval ", "mkdocs ")
 """Beginnings of commands that install, lock, or need another machine."""
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -139,6 +139,23 @@ def _run(command: str, folder: Path) -> None:
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
+def _workplace(page: Path, place: Path, folder: Path) -> Path:
+    """The directory in which a page's commands run: an example's own, or one with a model and data."""
+    if page.parent.parent.name == "examples":
+        shutil.copytree(ROOT / "examples", folder / "examples")
+        return folder / "examples" / page.parent.name
+    shutil.copytree(place, folder, dirs_exist_ok=True)
+    return folder
+
+
+def _made_before(folder: Path, commands: str, snippets: str) -> None:
+    """What a page takes from another job."""
+    if "lora-mca" in commands:
+        _adapter(folder)
+    if '"qwen3-mca")  # a directory' in snippets:
+        _run("mca-convert --checkpoint_path Qwen3-8B --output_path qwen3-mca", folder)
+
+
 def _execute(text: str, page: str) -> None:
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(variable, None)
@@ -158,18 +175,15 @@ def test_what_a_page_shows_runs(page, place, tmp_path, monkeypatch):
         pytest.skip("shows nothing that is run")
     if name not in SAMPLE and not os.environ.get("MCA_EVERY_DOCUMENT"):
         pytest.skip("MCA_EVERY_DOCUMENT=1 runs all pages")
-    shutil.copytree(place, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    if "lora-mca" in " ".join(commands):
-        _adapter(tmp_path)
-    if '"qwen3-mca")  # a directory' in " ".join(snippets):
-        _run("mca-convert --checkpoint_path Qwen3-8B --output_path qwen3-mca", tmp_path)
+    folder = _workplace(page, place, tmp_path)
+    monkeypatch.chdir(folder)
+    _made_before(folder, " ".join(commands), " ".join(snippets))
     for language, text in blocks:
         if language == "yaml" and (named := re.match(r"# (\S+\.yaml)\n", text)):
-            (tmp_path / named[1]).write_text(_small(text))
+            (folder / named[1]).write_text(_small(text))
         for command in _commands(text) if language == "console" else ():
             if _is_run(command):
-                _run(command, tmp_path)
+                _run(command, folder)
     if snippets:
         run_ranks(1, _execute, "\n".join(snippets), name, process_group=False, timeout=240)
 

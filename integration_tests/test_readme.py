@@ -14,6 +14,7 @@ PAGES = [
     *ROOT.glob("docs/**/*.md"),
     *ROOT.glob("packages/*/*.md"),
     *ROOT.glob("wheelhouse/*.md"),
+    *ROOT.glob("examples/**/*.md"),
 ]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -16,6 +16,7 @@ _HELP = """\
 usage: {usage}
        mca-train plan [KIND] CONFIG.yaml [--key value ...]
        mca-train data [KIND] CONFIG.yaml [--key value ...]
+       mca-train tokenize CONFIG.yaml --output_prefix PREFIX
        mca-train init KIND MODEL [FILE]
        mca-train schema [KIND]
        mca-train completion bash|zsh|fish
@@ -29,6 +30,7 @@ and data parallel ranks. Starts its own local ranks, unless torchrun did.
              --search finds the fastest layouts of N devices, --dry_run runs one step by the real engine,
              without memory and ranks, --plot DIR draws it; --json prints one object
   data       shows what a model would see: counts, lengths, fill, samples with their targets, rows left out
+  tokenize   writes the texts of train_file as one of Megatron's indexed datasets, PREFIX.bin and PREFIX.idx
   init       writes a commented configuration of a kind for a model, to the screen or to a new FILE
   schema     prints the JSON schema of a configuration, by which editors complete and check it
   completion prints a script that completes words: eval "$(mca-train completion bash)"
@@ -67,7 +69,7 @@ run.yaml:
 
 
 def _commands() -> tuple[str, ...]:
-    return (*TASKS, "plan", "data", "init", "schema", "completion")
+    return (*TASKS, "plan", "data", "tokenize", "init", "schema", "completion")
 
 
 def _help() -> str:
@@ -135,6 +137,10 @@ def _run(words: list[str]) -> int:
 
     if command == "plan" or not started_by_launcher():
         one_thread_until_forked()  # before torch is imported below
+    if command == "tokenize":
+        from mca_train.run.tokenizing import tokenize
+
+        return tokenize(config, overrides)
     if command == "data":
         from mca_train.run.showing import print_data
 

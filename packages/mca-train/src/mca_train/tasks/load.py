@@ -90,9 +90,12 @@ def _samples_of(
     task: Task, source: "Source", tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments, key: str
 ) -> "TokenDataset | PairDataset":
     from mca_train.data.files import named
+    from mca_train.data.indexed import prefix_of
     from mca_train.data.sources import rows_of
     from mca_train.data.token_cache import cached, key_of
 
+    if (prefix := prefix_of(source.path)) is not None:
+        return task.indexed(prefix, tokenizer, arguments)
     rows = rows_of(source, key, arguments)
 
     def make() -> "TokenDataset | PairDataset":

@@ -7,6 +7,8 @@ from mca_train.config.arguments import DataArguments
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import datasets
     from torch.utils.data import IterableDataset
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +26,14 @@ class Pretrain(Task):
     def required_column(self, data: DataArguments) -> str | None:
         """The column with text: a file without it would add nothing."""
         return data.text_column
+
+    def indexed(
+        self, prefix: "Path", tokenizer: "PreTrainedTokenizerBase", data: DataArguments
+    ) -> "TokenDataset":
+        """See `Task`."""
+        from mca_train.data.indexed import indexed_blocks
+
+        return indexed_blocks(prefix, data.seq_length, len(tokenizer))
 
     def samples(
         self, rows: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str

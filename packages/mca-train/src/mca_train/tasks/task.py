@@ -8,9 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from mca_config.errors import UsageError
 from mca_train.config.arguments import DataArguments
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import datasets
     from megatron.core.transformer import TransformerConfig
     from torch.utils.data import IterableDataset
@@ -87,6 +90,18 @@ class Task(ABC):
         key: str,
     ) -> "IterableDataset[Sample]":
         """The same, made as it is iterated; ``names`` are the rows' columns."""
+
+    def indexed(
+        self, prefix: "Path", tokenizer: "PreTrainedTokenizerBase", data: DataArguments
+    ) -> "TokenDataset":
+        """The samples of one of Megatron's indexed datasets, which holds tokens of plain text.
+
+        Raises:
+            UsageError: This kind learns something else.
+        """
+        raise UsageError(
+            f"datasets: {prefix} is an indexed dataset, of which mca-train {self.name} learns nothing"
+        )
 
     def problems(self, settings: "Settings") -> Iterator[str]:
         """What this kind cannot train with, as the configuration alone tells."""

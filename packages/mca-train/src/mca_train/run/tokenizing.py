@@ -1,0 +1,62 @@
+"""``mca-train tokenize`` writes the texts of a configuration as one of Megatron's indexed datasets."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mca_config.errors import UsageError, checking_usage, raise_problems
+from mca_train.config.run_config import Settings, given_values
+from mca_train.run.checks import data_problems, settings_of
+from mca_train.run.hub_paths import with_directories
+from mca_train.run.inputs import load_tokenizer
+from mca_train.run.logs import quiet_libraries
+from mca_train.tasks.table import TASKS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FLAG = "output_prefix"
+_ROWS_AT_ONCE = 256
+
+
+def tokenize(config: Path, overrides: list[str]) -> int:
+    """Tokenizes ``train_file``, each row a document that ends with the end-of-sequence token.
+
+    Args:
+        config: The YAML file of a pre-training run.
+        overrides: ``--output_prefix PREFIX`` and ``--key value`` words.
+    """
+    quiet_libraries(first=True)
+    values, where = given_values(config, overrides)
+    prefix = values.pop(_FLAG, None)
+    if not isinstance(prefix, str):
+        raise UsageError(
+            "mca-train tokenize needs --output_prefix: <prefix>.bin and <prefix>.idx are written"
+        )
+    task = TASKS["pretrain"]
+    settings = settings_of(task, with_directories(values, only="tokenizer"), where)
+    raise_problems(data_problems(settings), where, kind=UsageError)
+    if settings.data.datasets:
+        raise UsageError(f"{where}: mca-train tokenize reads train_file, not datasets")
+    with checking_usage():
+        tokenizer = load_tokenizer(settings)
+    from mca_train.data.indexed import write_indexed
+
+    count, tokens = write_indexed(Path(prefix), _documents(settings, tokenizer), len(tokenizer))
+    sys.stdout.write(f"wrote {prefix}.bin and {prefix}.idx: {count:,} documents, {tokens:,} tokens\n")
+    return 0
+
+
+def _documents(settings: Settings, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Sequence[int]]:
+    """The tokens of each row, read as they are written."""
+    from mca_train.data.encoding import block_tokenizer
+    from mca_train.data.streams import open_rows
+
+    data, key = settings.data, "train_file"
+    rows, names = open_rows(data.train_file, key, data, data.text_column, seed=None)
+    tokens_of = block_tokenizer(names, tokenizer, data, key)
+    left = iter(rows)
+    while some := list(islice(left, _ROWS_AT_ONCE)):
+        yield from tokens_of(some, [row.place for row in some])

@@ -1,0 +1,89 @@
+"""Megatron's indexed datasets: what is written is what is read, by us and by Megatron."""
+
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from tokenizers_for_tests import byte_tokenizer
+
+from mca_config.errors import McaError, UsageError
+from mca_train.cli import main
+from mca_train.config.arguments import DataArguments
+from mca_train.data.indexed import indexed_blocks, write_indexed
+from mca_train.tasks.load import load_mixture, load_tokenized
+from mca_train.tasks.table import TASKS
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def test_texts_that_are_tokenized_train_on_the_same_blocks(run, tmp_path, capsys):
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(9)))
+    path = run(train_file=str(file), seq_length=16)
+    assert main(["tokenize", path, "--output_prefix", str(tmp_path / "out" / "corpus")]) == 0
+    assert "corpus.idx: 8 documents, 188 tokens" in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["corpus.bin", "corpus.idx"]
+    tokenizer = byte_tokenizer()
+    arguments = DataArguments(
+        model_name_or_path="m", seq_length=16, datasets=[{"path": str(tmp_path / "out" / "corpus")}]
+    )
+    mixture = load_mixture(TASKS["pretrain"], tokenizer, arguments, seed=0)
+    plain = load_tokenized(TASKS["pretrain"], [str(file)], tokenizer, arguments)
+    assert len(mixture) == len(plain)
+    for place in range(len(plain)):
+        assert mixture[place]["input_ids"].tolist() == plain[place]["input_ids"].tolist()
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    theirs = IndexedDataset(str(tmp_path / "out" / "corpus"))
+    assert len(theirs) == 8
+    assert theirs.get(0).tolist() == [*tokenizer("word ")["input_ids"], tokenizer.eos_token_id]
+    assert main(["tokenize", path, "--output_prefix", str(tmp_path / "out" / "corpus")]) == 2
+    assert main(["tokenize", path]) == 2
+    errors = capsys.readouterr().err
+    assert "corpus.bin exists; name another prefix" in errors
+    assert "mca-train tokenize needs --output_prefix" in errors
+
+
+@pytest.mark.parametrize("vocab", [300, 70_000])
+def test_small_and_large_vocabularies_are_kept_exactly(vocab, tmp_path):
+    documents = [[vocab - 1, 0, 5], [7] * 6]
+    assert write_indexed(tmp_path / "a", documents, vocab) == (2, 9)
+    blocks = indexed_blocks(tmp_path / "a", 4, vocab)
+    assert blocks.lengths.tolist() == [4, 4]  # one token more has no target
+    assert np.concatenate([blocks[place]["input_ids"] for place in range(2)]).tolist() == [
+        vocab - 1,
+        0,
+        5,
+        *[7] * 5,
+    ]
+
+
+def test_files_that_do_not_belong_together_are_named(tmp_path):
+    write_indexed(tmp_path / "a", [[1, 2, 3]], 300)
+    with pytest.raises(
+        McaError, match="holds token 3, the tokenizer has 3; it was made with another tokenizer"
+    ):
+        indexed_blocks(tmp_path / "a", 4, 3)
+    data = (tmp_path / "a.bin").read_bytes()
+    (tmp_path / "a.bin").write_bytes(data[:-2])
+    with pytest.raises(McaError, match=r"a\.bin: has 2 tokens, .*a\.idx tells of 3; one is damaged"):
+        indexed_blocks(tmp_path / "a", 4, 300)
+    (tmp_path / "a.idx").write_bytes(b"no index")
+    with pytest.raises(McaError, match=r"a\.idx: cannot be read as an indexed dataset"):
+        indexed_blocks(tmp_path / "a", 4, 300)
+    Path(tmp_path / "a.idx").unlink()
+    arguments = DataArguments(model_name_or_path="m", datasets=[{"path": str(tmp_path / "a.bin")}])
+    with pytest.raises(UsageError, match=r"a\.bin and .*a\.idx must both be there"):
+        load_mixture(TASKS["pretrain"], byte_tokenizer(), arguments, seed=0)
+
+
+def test_answers_are_not_learnt_from_tokens(tmp_path):
+    write_indexed(tmp_path / "a", [[1, 2, 3]], 300)
+    arguments = DataArguments(model_name_or_path="m", datasets=[{"path": str(tmp_path / "a")}])
+    with pytest.raises(UsageError, match="is an indexed dataset, of which mca-train sft learns nothing"):
+        load_mixture(TASKS["sft"], byte_tokenizer(), arguments, seed=0)
