@@ -23,14 +23,17 @@ class Chunk:
 class ChunkCache:
     """Chunks by gather: layers and experts share gathers, so most tensors find theirs ready."""
 
-    def __init__(self, elements: int) -> None:
-        self.elements = elements
+    def __init__(self, elements: int, *, exactly: bool = False) -> None:
+        self.elements, self._exactly = elements, exactly
         self._known: dict[int, tuple[Gather, tuple[Chunk, ...]]] = {}
 
     def chunks(self, gather: Gather) -> tuple[Chunk, ...]:
         """The chunks of at most ``elements`` that ``gather`` falls into."""
         if id(gather) not in self._known:  # the gather is kept, so its id stays its own
-            self._known[id(gather)] = (gather, tuple(cut(gather, self.elements)))
+            self._known[id(gather)] = (
+                gather,
+                tuple((cut_exactly if self._exactly else cut)(gather, self.elements)),
+            )
         return self._known[id(gather)][1]
 
 

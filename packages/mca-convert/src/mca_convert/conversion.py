@@ -131,13 +131,17 @@ def plan_to_mca(source: ModelSource, layout: ParallelLayout, cast: str | None = 
 
 
 def plan_to_hf(
-    source: ModelSource, cast: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
+    source: ModelSource,
+    cast: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    fp8: bool = False,
 ) -> Conversion:
-    """A conversion to a Hugging Face checkpoint; ``cast`` is a dtype code."""
+    """A conversion to a Hugging Face checkpoint; ``cast`` is a dtype code, ``fp8`` makes blocks of linears' weights."""
     config = _with_dtype(source.config, cast)
     found = source_dtypes(source)
     dtypes = target_dtypes(source.params, found, cast)
-    target = HfLayout(source.params, config, dtypes, _wholes(source), max_shard_bytes)
+    target = HfLayout(source.params, config, dtypes, _wholes(source), max_shard_bytes, fp8=fp8)
     return Conversion(source, target, list(fills_to_hf(source, target, found)))
 
 

@@ -15,6 +15,7 @@ from mca_convert.collect import Buffers, Collector, is_kept
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import SourceFiles
 from mca_convert.tasks import Fill, fill_item_size
+from mca_models.quantised.blocks import BLOCK, quantised, scale_shape
 from mca_models.storage.cast import cast_into
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.manifest import FileRecord
@@ -51,7 +52,8 @@ class Engine:
         self._writers: dict[str, SafetensorsWriter] = {}
         self._left: dict[str, int] = dict.fromkeys(files, 0)
         self._lock = threading.Lock()
-        self._caches: dict[int, ChunkCache] = {}
+        self._caches: dict[tuple[int, int], ChunkCache] = {}
+        self._buffer_bytes = limits.buffer_bytes
 
     def run(self, fills: Sequence[Fill]) -> dict[str, FileRecord]:
         """Writes every file completely; returns size and checksum of each.
@@ -61,6 +63,7 @@ class Engine:
         """
         for fill in fills:
             self._left[fill.file] += fill.nbytes
+            self._buffer_bytes = max(self._buffer_bytes, band_elements(fill) * fill_item_size(fill))
         with ExitStack() as stack:
             for name, plan in self._plans.items():
                 writer = SafetensorsWriter(plan, checksum=self._checksum)
@@ -69,7 +72,7 @@ class Engine:
         return {name: writer.record for name, writer in self._writers.items()}
 
     def _start_worker(self) -> Callable[[Stretch], None]:
-        buffers = Buffers(self._limits.buffer_bytes)
+        buffers = Buffers(self._buffer_bytes)
         collector = Collector(self._sources, buffers, self._limits.computed_bytes)
 
         def carry_out(stretch: Stretch) -> None:
@@ -89,8 +92,11 @@ class Engine:
                     yield [(fill, chunks[first : first + _STRETCH_CHUNKS])]
 
     def _chunks(self, fill: Fill) -> Sequence[Chunk]:
-        size = fill_item_size(fill)
-        cache = self._caches.setdefault(size, ChunkCache(self._limits.buffer_bytes // size))
+        size, band = fill_item_size(fill), band_elements(fill)
+        elements = self._limits.buffer_bytes // size
+        if band:
+            elements = max(elements // band, 1) * band
+        cache = self._caches.setdefault((size, band), ChunkCache(elements, exactly=band > 0))
         return cache.chunks(fill.gather)
 
     def _carry_out(self, fill: Fill, chunks: Sequence[Chunk], collector: Collector, buffers: Buffers) -> None:
@@ -98,13 +104,28 @@ class Engine:
         with writer.stretch(fill.tensor, (fill.start + chunks[0].start) * size) as append:
             for chunk in chunks:
                 data = collector.collect(chunk, fill.parts, fill.source_dtype, "out")
-                if fill.dtype != fill.source_dtype:
+                if fill.scales is not None:
+                    data, scales = quantised(fill.tensor, data.reshape(-1, fill.gather.shape[-1]))
+                    writer.write(fill.scales, scales, first_scale(fill, chunk) * scales.itemsize)
+                elif fill.dtype != fill.source_dtype:
                     collected, data = data, buffers.array("cast", fill.dtype, data.size)
                     cast_into(collected, data, fill.tensor)
                 append(data)
                 self._progress(data.nbytes)
         with self._lock:
-            self._left[fill.file] -= (chunks[-1].stop - chunks[0].start) * size
+            self._left[fill.file] -= fill.nbytes_of(chunks[-1].stop - chunks[0].start)
             done = self._left[fill.file] == 0
         if done:
             writer.close()
+
+
+def band_elements(fill: Fill) -> int:
+    """Elements of one row of blocks, which stay together; 0 where there are none."""
+    return 0 if fill.scales is None else BLOCK * fill.gather.shape[-1]
+
+
+def first_scale(fill: Fill, chunk: Chunk) -> int:
+    """Which of all scales of a tensor is the first of ``chunk``."""
+    rows, columns = scale_shape(fill.gather.shape)
+    expert = fill.start // max(fill.gather.size, 1)
+    return (expert * rows + chunk.start // band_elements(fill)) * columns

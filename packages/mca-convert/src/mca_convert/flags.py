@@ -193,6 +193,12 @@ def _dtype_flags(parser: argparse.ArgumentParser) -> None:
     choice = group.add_mutually_exclusive_group()
     for flag, code in (("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32")):
         choice.add_argument(f"--{flag}", dest="cast", action="store_const", const=code, help=f"to {flag}")
+    group.add_argument(
+        "--fp8",
+        action="store_true",
+        help="weights of linears of a Hugging Face target as e4m3 with an fp32 scale for each block of 128 x 128, as "
+        "DeepSeek and Qwen publish them; the rest stays, or is cast",
+    )
 
 
 def _layout_flags(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from mca_config.errors import McaError
 from mca_models.checkpoint.hf_writer import HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout
 from mca_models.checkpoint.placement import cut_size, files_of
+from mca_models.quantised.blocks import SCALE_CODE, scale_shape
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.moves import HF
 from mca_models.storage.runs import Gather
@@ -32,11 +33,21 @@ class Fill:
     parts: tuple[Part, ...]
     source_dtype: str
     dtype: str
+    scales: str | None = None
+    """Where the tensor is written as blocks of fp8: that of their scales."""
 
     @property
     def nbytes(self) -> int:
         """Bytes that will be written."""
-        return self.gather.size * ITEM_SIZES[self.dtype]
+        return self.nbytes_of(self.gather.size)
+
+    def nbytes_of(self, elements: int) -> int:
+        """What so many elements take, their scales included; of blocks whole rows of them."""
+        nbytes = elements * ITEM_SIZES[self.dtype]
+        if self.scales is not None:
+            columns = self.gather.shape[-1]
+            nbytes += prod(scale_shape((elements // columns, columns))) * ITEM_SIZES[SCALE_CODE]
+        return nbytes
 
 
 def source_dtypes(source: ModelSource) -> dict[str, str]:
@@ -104,7 +115,6 @@ def fills_to_hf(source: ModelSource, target: HfLayout, found: Mapping[str, str])
     file_of = {name: file for file, names in target.files.items() for name in names}
     for param in target.params:
         gathers = source.gathers(param, HF)
-        dtype = target.tensors[param.hf_names()[0]][0]
         for name, gather in zip(param.hf_names(), gathers, strict=True):
             start = (param.expert or 0) * prod(gather.shape) if param.stacked else 0
             for written in target.written_as(name):
@@ -115,5 +125,6 @@ def fills_to_hf(source: ModelSource, target: HfLayout, found: Mapping[str, str])
                     gather,
                     source.parts(param),
                     found[param.mca_name()],
-                    dtype,
+                    target.tensors[name][0],
+                    target.scales.get(name),
                 )

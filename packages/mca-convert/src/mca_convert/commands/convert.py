@@ -50,5 +50,7 @@ def plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Conver
     arguments = layout_arguments(parser, options)
     source = open_checkpoint(path, options.cast)
     if target == "hf":
-        return plan_to_hf(source, options.cast, options.max_shard_size)
+        return plan_to_hf(source, options.cast, options.max_shard_size, fp8=options.fp8)
+    if options.fp8:
+        parser.error("--fp8 is for Hugging Face targets; add --to hf, or remove it")
     return plan_to_mca(source, layout_of(parser, arguments, source.config.layout), options.cast)

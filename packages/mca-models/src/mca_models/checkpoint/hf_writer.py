@@ -10,15 +10,19 @@ from pathlib import Path
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
 from mca_models.checkpoint.hf_directory import CONFIG, INDEX, SINGLE
 from mca_models.checkpoint.placement import stored
+from mca_models.quantised import blocks
+from mca_models.quantised.fp8 import SCALE_SUFFIX
+from mca_models.quantised.linears import is_linear
 from mca_models.storage.atomic import write_file
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.moves import HF
 from mca_models.storage.runs import Shape
 from mca_models.storage.source import shapes_of_parts
 from mca_models.templates import config_to_hf, family_of
-from mca_models.weights import Param
+from mca_models.weights import Param, Stage
 
 MAX_SHARD_BYTES = 5 * 10**9
 METADATA = {"format": "pt"}  # transformers refuses files without it
@@ -36,6 +40,10 @@ class HfLayout:
         dtypes: Safetensors code of each parameter, by canonical name.
         wholes: Whole shape of each, without vocabulary padding.
         max_shard_bytes: Size limit of one file's tensors.
+        fp8: Weights of linears as blocks of fp8.
+
+    Attributes:
+        scales: The tensor with the scales of each one in fp8.
     """
 
     def __init__(
@@ -45,9 +53,16 @@ class HfLayout:
         dtypes: Mapping[str, str],
         wholes: Mapping[str, Shape],
         max_shard_bytes: int = MAX_SHARD_BYTES,
+        *,
+        fp8: bool = False,
     ) -> None:
         self.params, self.config = stored(params), config
-        self._config_text = config_text(config)
+        self.scales: dict[str, str] = {}
+        linears = (
+            [param for param in self.params if is_linear(param, wholes[param.mca_name()])] if fp8 else []
+        )
+        self._linears = {name for param in linears for name in param.hf_names()}
+        self._config_text = config_text(config, self._quantisation(wholes) if fp8 else None)
         self.tensors: dict[str, tuple[str, Shape]] = {}
         for param in self.params:
             name = param.mca_name()
@@ -63,9 +78,25 @@ class HfLayout:
     def _add(self, param: Param, dtype: str, whole: Shape) -> None:
         experts = self.config.num_moe_experts or 0
         for name, shape in zip(param.hf_names(), shapes_of_parts(param, whole, HF), strict=True):
-            spec = (dtype, (experts, *shape) if param.stacked else shape)
+            full = (experts, *shape) if param.stacked else shape
+            spec = (blocks.CODE if name in self._linears else dtype, full)
             if self.tensors.setdefault(name, spec) != spec:
                 raise McaError(f"{name}: parameters disagree about its type or shape")
+            if name in self._linears:
+                self.scales[name] = name + SCALE_SUFFIX
+                self.tensors[name + SCALE_SUFFIX] = (blocks.SCALE_CODE, blocks.scale_shape(full))
+
+    def _quantisation(self, wholes: Mapping[str, Shape]) -> JsonObject:
+        """What ``config.json`` says of the blocks: also which matrices, beside the embedding, are not made of any."""
+        left_out = {
+            name.removesuffix(".weight"): None
+            for param in self.params
+            for name in param.hf_names()
+            if len(wholes[param.mca_name()]) == 2
+            and name not in self._linears
+            and param.stage is not Stage.FIRST
+        }
+        return {"quantization_config": blocks.quantisation_config(list(left_out))}
 
     def _duplicates(self) -> dict[str, str]:
         """Tensors that the source held twice and that are written twice again: {copy: original}."""
@@ -107,9 +138,9 @@ class HfLayout:
         return written
 
 
-def config_text(config: McaModelConfig) -> bytes:
+def config_text(config: McaModelConfig, more: JsonObject | None = None) -> bytes:
     """The contents of ``config.json``: made before any weight is written, as it may be that it cannot be."""
-    return json.dumps(config_to_hf(config), indent=2, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(config_to_hf(config) | (more or {}), indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def write_config(directory: Path, text: bytes) -> int:

@@ -5,6 +5,7 @@ magnitude over 448, the largest e4m3 number, in fp32 (1 for a block of zeros), a
 that, rounded to the nearest e4m3. `fp8` reads them. The same is done on devices in `mca_models.megatron.state.fp8`.
 """
 
+from functools import cache
 from math import prod
 
 import numpy as np
@@ -19,6 +20,8 @@ BLOCK = 128
 LARGEST = 448.0
 CODE = FP8[0]
 """Safetensors code of the values."""
+SCALE_CODE = "F32"
+"""That of the scales."""
 
 
 def quantised(name: str, weight: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
@@ -70,10 +73,41 @@ def _quantise(weight: NumpyArray, values: NumpyArray, scales: NumpyArray) -> Non
     """At most `BLOCK` rows of one matrix."""
     rows, columns = weight.shape
     work = np.zeros((rows, prod(scales.shape) * BLOCK), np.float32)
-    work[:, :columns] = weight
-    blocks = work.reshape(rows, -1, BLOCK)
-    largest = np.abs(blocks).max((0, 2))
+    _widen(weight, work[:, :columns])
+    magnitudes = work.view(np.uint32) & np.uint32(0x7FFFFFFF)  # ordered as the numbers are, NaN last
+    largest = magnitudes.max(0).reshape(-1, BLOCK).max(1).view(np.float32)
     np.divide(largest, np.float32(LARGEST), out=scales)
     scales[largest == 0] = 1.0
-    blocks /= scales[:, None]
-    values[...] = work[:, :columns]
+    blocks = work.reshape(rows, -1, BLOCK)
+    with np.errstate(invalid="ignore"):  # told by the scales
+        blocks /= scales[:, None]
+    values[...] = _rounded(work)[:, :columns]
+
+
+def _widen(weight: NumpyArray, out: NumpyArray) -> None:
+    """To fp32; bfloat16 by its bits, several times faster than ``ml_dtypes``."""
+    if weight.dtype == numpy_dtype("BF16"):
+        np.left_shift(weight.view(np.uint16), np.uint32(16), out=out.view(np.uint32), dtype=np.uint32)
+    else:
+        out[...] = weight
+
+
+def _rounded(x: NumpyArray) -> NumpyArray:
+    """fp32 to the nearest e4m3, ties to even, by a table of the upper halves of fp32 numbers.
+
+    The last bit of such a half is set where the lower half has any: so nothing lies on a tie that does not in fp32.
+    """
+    bits = x.view(np.uint32)
+    upper = (bits >> np.uint32(16)).astype(np.uint16)
+    upper |= (bits & np.uint32(0xFFFF)) != 0
+    rounded: NumpyArray = _table().take(upper)
+    return rounded.view(numpy_dtype(CODE))
+
+
+@cache
+def _table() -> NumpyArray:
+    """The e4m3 number, as a byte, of each upper half of an fp32 number."""
+    uppers = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)).view(np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        table: NumpyArray = uppers.astype(numpy_dtype(CODE)).view(np.uint8)
+    return table

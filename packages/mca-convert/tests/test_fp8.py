@@ -1,0 +1,109 @@
+"""``--fp8``: blocks of 128 x 128 as a plain loop makes them, from every source, read back and compared."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tiny_hf import save
+
+from mca_convert.cli import main
+from mca_models.opening import open_checkpoint
+from mca_models.quantised import blocks
+from mca_models.storage.safetensors import TensorInfo, read_header
+
+SIZES = {"hidden_size": 160, "intermediate_size": 272}
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+def tensors_of(path: Path) -> dict[str, TensorInfo]:
+    return {name: info for f in path.glob("*.safetensors") for name, info in read_header(f).tensors.items()}
+
+
+def plain_blocks(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Block by block, as the definition says it."""
+    wide = weight.astype(np.float32)
+    values, scales = np.empty(wide.shape, E4M3), np.empty(blocks.scale_shape(wide.shape), np.float32)
+    for lead in np.ndindex(wide.shape[:-2]):
+        for i, j in np.ndindex(scales.shape[-2:]):
+            cut = (*lead, slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+            largest = np.abs(wide[cut]).max()
+            scales[(*lead, i, j)] = largest / np.float32(448) if largest else 1
+            values[cut] = (wide[cut] / scales[(*lead, i, j)]).astype(E4M3)
+    return values, scales
+
+
+@pytest.mark.parametrize(
+    "case,flags", [("qwen3-tied", ["--memory_limit=1M"]), ("deepseek_v3", ["--workers=2"])]
+)
+def test_every_source_gives_the_blocks_of_a_plain_loop(case: str, flags: list[str], tmp_path: Path) -> None:
+    source = save(case, tmp_path / "hf", "bfloat16", **SIZES)
+    read, mca = f"--checkpoint_path={source}", tmp_path / "mca"
+    assert main([read, f"--output_path={mca}", "--tensor_model_parallel_size=2", "--quiet"]) == 0
+    for number, given in enumerate((read, f"--checkpoint_path={mca}")):
+        made = tmp_path / f"fp8-{number}"
+        assert main([given, "--to=hf", "--fp8", f"--output_path={made}", "--quiet", *flags]) == 0
+        _require_blocks(source, made)
+        assert main(["verify", str(source), str(made), "--tolerance=0.06", "--quiet"]) == 0
+        assert main(["verify", str(source), str(made), "--tolerance=0.0001", "--quiet"]) == 1
+    quantisation = json.loads((made / "config.json").read_text())["quantization_config"]
+    assert quantisation["weight_block_size"] == [128, 128]
+    assert quantisation["fmt"] == "e4m3"
+    assert ("lm_head" in quantisation["modules_to_not_convert"]) == (case == "deepseek_v3")
+
+
+def _require_blocks(source: Path, made: Path) -> None:
+    before, after = tensors_of(source), tensors_of(made)
+    linears = {name for name in before if name + "_scale_inv" in after}
+    assert after.keys() == before.keys() | {name + "_scale_inv" for name in linears}
+    read_back = open_checkpoint(made)
+    parts = {part.info.name: part for param in read_back.params for part in read_back.parts(param)}
+    for name, info in before.items():
+        weight = info.array()
+        if name not in linears:
+            assert len(info.shape) < 2 or name.endswith(
+                ("embed_tokens.weight", "lm_head.weight", ".gate.weight")
+            ), name
+            assert after[name].array().tobytes() == weight.tobytes()
+            continue
+        values, scales = plain_blocks(weight)
+        assert after[name].dtype == "F8_E4M3"
+        assert after[name].array().tobytes() == values.tobytes(), name
+        assert after[name + "_scale_inv"].array().tobytes() == scales.tobytes(), name
+        rows, columns = weight.shape[-2:]
+        whole = np.repeat(np.repeat(scales, 128, -2), 128, -1)[..., :rows, :columns] * values.astype(
+            np.float32
+        )
+        assert np.array_equal(parts[name].info.array(), whole.astype(ml_dtypes.bfloat16)), name
+
+
+def test_rounding_is_to_the_nearest_even() -> None:
+    exact = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
+    exact = np.unique(exact[np.isfinite(exact)])
+    between = (exact[1:] + exact[:-1]) / 2  # ties, and the numbers beside them
+    tested = np.concatenate([exact, between, np.nextafter(between, 1e9), np.nextafter(between, -1e9)])
+    tested = np.concatenate([tested, np.zeros(-len(tested) % 128)]).astype(np.float32)
+    weight = np.zeros((len(tested) // 128 * 128, 128), np.float32)
+    weight[: len(tested) // 128] = tested.reshape(-1, 128)
+    weight[127::128, 0] = 448  # so each scale is 1
+    values, scales = blocks.quantised("w", weight)
+    assert (scales == 1).all()
+    assert np.array_equal(values.view(np.uint8), weight.astype(E4M3).view(np.uint8))
+
+
+def test_zeros_and_values_that_are_not_finite(tmp_path: Path) -> None:
+    values, scales = blocks.quantised("w", np.zeros((3, 130), np.float16))
+    assert scales.tolist() == [[1, 1]] and not values.astype(np.float32).any()
+    with pytest.raises(
+        Exception, match=r"^tensor w has values that are not finite; it cannot be written as fp8$"
+    ):
+        blocks.quantised("w", np.full((2, 2), np.nan, ml_dtypes.bfloat16))
+
+
+def test_megatron_targets_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = save("llama", tmp_path / "hf")
+    with pytest.raises(SystemExit) as stopped:
+        main([f"--checkpoint_path={source}", f"--output_path={tmp_path / 'x'}", "--fp8"])
+    assert stopped.value.code == 2
+    assert "--fp8 is for Hugging Face targets; add --to hf, or remove it" in capsys.readouterr().err
