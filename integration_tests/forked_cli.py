@@ -24,10 +24,12 @@ def launched(
         stdout: A file to print to or "|", a pipe that nobody reads; then what was printed is not known.
         before: Done in the fork before it starts.
     """
+    import matplotlib.backends.backend_agg
+
     import mca_train.run.train
     import mca_train.trainer.trainer
 
-    assert mca_train.trainer
+    assert matplotlib and mca_train.trainer  # so that a run need not import them for its end
     assert mca_train.run.train
     assert command[:3] == [sys.executable, "-m", "mca_train"]
     with tempfile.TemporaryDirectory() as name:

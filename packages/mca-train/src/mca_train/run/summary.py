@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mca_train.checkpoint.model import HF_FOLDER
 from mca_train.metrics.log_file import JsonlLog
+from mca_train.metrics.plot import NAME as PLOT
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import TrainOutput
@@ -34,6 +35,7 @@ def summary(trainer: "McaTrainer", result: "TrainOutput") -> str:
         "model": str(output),
         **({"Hugging Face model": str(output / HF_FOLDER)} if trainer.args.save_hf_model else {}),
         "log": str(output / JsonlLog.name),
+        **({"plot": str(output / PLOT)} if (output / PLOT).is_file() else {}),
     }
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())

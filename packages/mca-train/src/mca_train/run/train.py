@@ -21,6 +21,7 @@ from mca_train.launch import environment, failures, launcher
 from mca_train.launch.rendezvous import join
 from mca_train.launch.scratch import scratch_folder
 from mca_train.launch.stopping import raising_stopped
+from mca_train.metrics.plot import plot_losses
 from mca_train.run.checks import check, settings_of
 from mca_train.run.hub_paths import named_on_the_hub, with_directories
 from mca_train.run.inputs import Inputs, prepare_inputs
@@ -150,6 +151,7 @@ def _train(inputs: Inputs) -> None:
     trainer.save_model()
     if trainer.is_world_process_zero():
         trainer.state.save_to_json(str(Path(args.output_dir) / STATE_FILE))
+        plot_losses(trainer.state.log_history, Path(args.output_dir))
         sys.stdout.write(summary(trainer, result) + "\n")
     groups.barrier()
 
