@@ -285,7 +285,7 @@ def test_the_checks_on_heads_and_experts_are_megatrons() -> None:
                 ffn_hidden_size=240,
                 num_attention_heads=heads,
                 num_query_groups=groups,
-                kv_channels=16,
+                kv_channels=24,  # which all sizes here divide, as Megatron finds only when it builds the layer
                 vocab_size=10,
                 max_position_embeddings=16,
                 num_moe_experts=experts,

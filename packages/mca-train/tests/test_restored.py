@@ -77,7 +77,7 @@ def test_hybrids_stay_what_they_are_if_one_cannot_become_plain(monkeypatch: pyte
 
 def test_a_failed_evaluation_leaves_the_signals_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer: Any = object.__new__(McaTrainer)
-    trainer.eval_dataset, trainer.signals = [1], "of training"
+    trainer.eval_dataset, trainer.signals, trainer._sources = [1], "of training", "of its sources"
     trainer.ranks = SimpleNamespace(device=torch.device("cpu"))
     trainer._loaders = SimpleNamespace(evaluation=lambda dataset: ([], None))
     monkeypatch.setattr(McaTrainer, "_eval_dataset", lambda self, dataset: dataset)
@@ -89,4 +89,4 @@ def test_a_failed_evaluation_leaves_the_signals_of_training(monkeypatch: pytest.
     monkeypatch.setattr(McaTrainer, "_evaluate_loss", fail)
     with pytest.raises(RuntimeError):
         trainer.evaluate()
-    assert trainer.signals == "of training"
+    assert (trainer.signals, trainer._sources) == ("of training", "of its sources")
