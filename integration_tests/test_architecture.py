@@ -95,6 +95,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("reference",),
         ("dry_run",),
         ("plots",),
+        ("report",),
         ("run",),
         ("cli",),
         ("__main__",),

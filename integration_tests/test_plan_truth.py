@@ -38,7 +38,7 @@ def plan_and_dry_run(name: str, folder: str, stage: int) -> tuple[int, list[int]
     from mca_train.dry_run.stages import micro_batches_to_run
     from mca_train.dry_run.step import step_needs
     from mca_train.plan.memory import plan_of
-    from mca_train.run.planning import subject_of
+    from mca_train.run.subject import subject_of
 
     run = prepared(name, folder)
     args = run.settings.training

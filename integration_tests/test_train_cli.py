@@ -79,6 +79,11 @@ def test_pretrain_on_four_ranks_and_back_to_hugging_face(folder):
     (evaluated,) = [log["eval_loss"] for log in found if "eval_loss" in log]
     assert evaluated == pytest.approx(hugging_face_loss(folder, folder / "pretrain" / "hf"), rel=1e-4)
     assert (folder / "pretrain" / "mca_config.json").is_file()
+    record = json.loads((folder / "pretrain" / "run.json").read_text())
+    assert (record["task"], record["world_size"], len(record["plan"]["stages"])) == ("pretrain", 4, 2)
+    reported = forked_cli.launched([*command[:3], "report", str(folder / "pretrain")])
+    assert reported.returncode == 0, reported.stderr
+    assert "planned memory" in (folder / "pretrain" / "report.html").read_text()
 
 
 def hugging_face_loss(folder: Path, model_path: Path) -> float:

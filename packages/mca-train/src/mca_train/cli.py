@@ -31,6 +31,7 @@ and data parallel ranks. Starts its own local ranks, unless torchrun did.
              without memory and ranks, --plot DIR draws it; --json prints one object
   data       shows what a model would see: counts, lengths, fill, samples with their targets, rows left out
   tokenize   writes the texts of train_file as one of Megatron's indexed datasets, PREFIX.bin and PREFIX.idx
+  report     RUN_DIR [--compare OTHER]: one page of HTML about a run, or two beside each other
   init       writes a commented configuration of a kind for a model, to the screen or to a new FILE
   schema     prints the JSON schema of a configuration, by which editors complete and check it
   completion prints a script that completes words: eval "$(mca-train completion bash)"
@@ -69,7 +70,7 @@ run.yaml:
 
 
 def _commands() -> tuple[str, ...]:
-    return (*TASKS, "plan", "data", "tokenize", "init", "schema", "completion")
+    return (*TASKS, "plan", "report", "data", "tokenize", "init", "schema", "completion")
 
 
 def _help() -> str:
@@ -126,6 +127,10 @@ def _run(words: list[str]) -> int:
     if command not in (known := _commands()):
         raise UsageError(f"unknown command '{command}'{nearest(command, known, 'see mca-train --help')}")
     words, kind = words[1:], TASKS.get(command)
+    if command == "report":
+        from mca_train.report.page import write_report
+
+        return write_report(words)
     if command in ("init", "schema", "completion"):
         return _about_keys(command, words)
     if command in ("plan", "data") and words[:1] and words[0] in TASKS:

@@ -16,18 +16,18 @@ from mca_config.checks import positions_exceeded
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import LaunchArguments
-from mca_train.config.model import adapter_config, model_config, planned_ranks
+from mca_train.config.model import planned_ranks
 from mca_train.config.run_config import Settings, given_values
 from mca_train.plan.chunks import Implementation
-from mca_train.plan.counts import ModelCounts
 from mca_train.plan.document import document_of, impossible
 from mca_train.plan.fitting import Remedy, over, remedies
 from mca_train.plan.hardware import Hardware, hardware_of
-from mca_train.plan.memory import Plan, Subject, plan_of
+from mca_train.plan.memory import Plan, plan_of
 from mca_train.plan.options import PlanOptions, own_options
 from mca_train.plan.report import render, render_remedies
 from mca_train.run.checks import Findings, Run, check, settings_of
 from mca_train.run.hub_paths import with_directories
+from mca_train.run.subject import subject_of
 from mca_train.tasks.table import task_of
 from mca_train.tasks.task import Task
 
@@ -179,28 +179,6 @@ def _implementation(settings: Settings, hardware: Hardware | None) -> Implementa
     if asked is not None:
         return asked
     return "transformer_engine" if hardware is not None else implementation_of(settings.training)
-
-
-def subject_of(run: Run, implementation: Implementation, *, on_gpu: bool) -> Subject:
-    """What is planned of ``run`` on any layout."""
-    from mca_models.megatron import platform
-
-    settings, config = run.settings, replace(run.model, layout=run.layout)
-    adapter, path = adapter_config(settings.lora), run.task.reference(settings)
-    reference = None
-    if path is not None:
-        other = run.model if path == settings.data.model_name_or_path else model_config(path)
-        reference = ModelCounts.of(replace(other, layout=run.layout))
-    return Subject(
-        config=run.model,
-        seq_length=settings.data.seq_length,
-        sequences=run.task.sequences_per_sample,
-        model=ModelCounts.of(config),
-        adapter=None if adapter is None else ModelCounts.of_adapter(config, adapter),
-        reference=reference,
-        implementation=implementation,
-        on_gpu=on_gpu or platform.device_type() == "cuda",
-    )
 
 
 def _dry_run(run: Run, *, alike: bool) -> "list[StepNeeds]":

@@ -26,6 +26,7 @@ from mca_train.run.checks import check, settings_of
 from mca_train.run.hub_paths import named_on_the_hub, with_directories
 from mca_train.run.inputs import Inputs, prepare_inputs
 from mca_train.run.logs import quiet_libraries, set_log_levels
+from mca_train.run.record import write_record
 from mca_train.run.summary import best_step, summary
 from mca_train.tasks.task import Task
 
@@ -139,6 +140,8 @@ def _train(inputs: Inputs) -> None:
     args = inputs.run.settings.training
     trainer = make_trainer(inputs)
     trainer.output_lock = inputs.lock
+    if trainer.is_world_process_zero():
+        write_record(inputs.run)
     result = trainer.train(args.resume_from_checkpoint)
     if trainer.watch.stopped:
         if trainer.is_world_process_zero():

@@ -1,0 +1,164 @@
+"""``mca-train report`` writes one page of HTML about a run, or about two beside each other."""
+
+import json
+import sys
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from mca_config.errors import UsageError
+from mca_train.report.charts import COLOURS, bars, lines
+from mca_train.report.reading import RunFiles, read_run
+
+_GIB = 1024**3
+_PARTS = {
+    "weights": "#4c78a8",
+    "gradients": "#72b7b2",
+    "optimizer": "#54a24b",
+    "reference": "#b279a2",
+    "activations": "#f58518",
+    "temporaries": "#e45756",
+}
+_FIRST = (
+    "loss",
+    "eval_loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_second",
+    "step_time",
+    "peak_memory_gib",
+)
+_LAST = (
+    "epoch",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+    "train_loss",
+    "total_flos",
+)
+_STYLE = """body{font:14px system-ui,sans-serif;margin:2em auto;max-width:1000px;color:#222;padding:0 1em}
+h1{font-size:1.4em}h2{font-size:1.1em;border-bottom:1px solid #ddd;margin-top:2em}
+figure{display:inline-block;margin:0 12px 12px 0}figcaption{font-weight:600}svg{max-width:100%;height:auto}
+svg text{font:11px system-ui,sans-serif;fill:#444}
+table{border-collapse:collapse}td,th{padding:2px 12px 2px 0;text-align:left;vertical-align:top}
+td{border-top:1px solid #eee}code{white-space:pre-wrap}"""
+
+
+def write_report(words: Sequence[str]) -> int:
+    """Writes ``report.html`` into a run's directory; prints where it is.
+
+    Args:
+        words: ``RUN_DIR [--compare OTHER] [--output FILE]``.
+
+    Raises:
+        UsageError: The words are wrong, or there is no run.
+    """
+    folder, options = _parsed(words)
+    runs = [read_run(folder), *([read_run(Path(options["--compare"]))] if "--compare" in options else [])]
+    path = Path(options.get("--output", str(folder / "report.html")))
+    try:
+        path.write_text(page(runs), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"--output {path}: cannot be written ({error.strerror}); name another file"
+        ) from None
+    sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def _parsed(words: Sequence[str]) -> tuple[Path, dict[str, str]]:
+    usage = "mca-train report RUN_DIR [--compare OTHER_DIR] [--output FILE]"
+    if not words or words[0].startswith("-"):
+        raise UsageError(f"report needs the output_dir of a run: {usage}")
+    rest, options = list(words[1:]), dict[str, str]()
+    while rest:
+        name = rest.pop(0)
+        if name not in ("--compare", "--output") or not rest or name in options:
+            raise UsageError(f"report does not understand {name!r} there: {usage}")
+        options[name] = rest.pop(0)
+    return Path(words[0]), options
+
+
+def page(runs: Sequence[RunFiles]) -> str:
+    """The whole document."""
+    title = " and ".join(run.name for run in runs)
+    key = "".join(
+        f'<span style="color:{COLOURS[number]}">&#9632;</span> {escape(run.name)} &nbsp;'
+        for number, run in enumerate(runs)
+    )
+    parts = [_overview(runs), _curves(runs), _memory(runs), _checkpoints(runs), _configuration(runs)]
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{_STYLE}</style></head>\n<body><h1>{escape(title)}</h1><p>{key}</p>\n"
+        + "\n".join(part for part in parts if part)
+        + "\n</body></html>\n"
+    )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    told = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{told}</tr>{lines}</table>"
+
+
+def _overview(runs: Sequence[RunFiles]) -> str:
+    rows = [
+        ["steps", *(f"{max((p[-1][0] for p in run.curves.values()), default=0):g}" for run in runs)],
+        ["minutes from first to last log", *(f"{run.seconds / 60:.1f}" for run in runs)],
+        ["ranks", *(str(run.record.get("world_size", "unknown")) for run in runs)],
+        ["layout", *(str(run.record.get("layout", "unknown")) for run in runs)],
+        ["kind", *(str(run.record.get("task", "unknown")) for run in runs)],
+    ]
+    for name in ("loss", "eval_loss", "tokens_per_second", "mfu", "pipeline_bubble", "peak_memory_gib"):
+        if any(name in run.last for run in runs):
+            rows.append(
+                [f"{name} (last)", *(f"{run.last[name]:.6g}" if name in run.last else "" for run in runs)]
+            )
+    return "<h2>Overview</h2>" + _table(["", *(run.name for run in runs)], rows)
+
+
+def _curves(runs: Sequence[RunFiles]) -> str:
+    names = [name for name in _FIRST if any(name in run.curves for run in runs)]
+    others = {name for run in runs for name in run.curves} - {*_FIRST, *_LAST}
+    names += sorted(name for name in others if not name.endswith(("_runtime", "_per_second")))
+    charts = (
+        lines(name, [(run.name, run.curves[name]) for run in runs if name in run.curves]) for name in names
+    )
+    return "<h2>Curves</h2>" + "".join(charts)
+
+
+def _memory(runs: Sequence[RunFiles]) -> str:
+    found = []
+    for run in runs:
+        stages = run.record.get("plan", {}).get("stages", [])
+        if not stages:
+            continue
+        rows = [
+            (f"stage {number}", {part: stage.get(part, 0) / _GIB for part in _PARTS})
+            for number, stage in enumerate(stages)
+        ]
+        found.append(bars(f"planned memory, {run.name}", _PARTS, rows, "GiB"))
+        if "peak_memory_gib" in run.last:
+            measured = max(value for _, value in run.curves["peak_memory_gib"])
+            planned = max(sum(sizes.values()) for _, sizes in rows)
+            found.append(
+                f"<p>{escape(run.name)}: planned {planned:.3g} GiB on the fullest rank, measured {measured:.3g} GiB "
+                "(of a GPU what was allocated there; without one the whole process, libraries too)</p>"
+            )
+    return "<h2>Memory</h2>" + "".join(found) if found else ""
+
+
+def _checkpoints(runs: Sequence[RunFiles]) -> str:
+    rows = [[run.name, name, f"{size / _GIB:.3f}"] for run in runs for name, size in run.checkpoints]
+    return "<h2>Checkpoints</h2>" + _table(["run", "checkpoint", "GiB"], rows) if rows else ""
+
+
+def _configuration(runs: Sequence[RunFiles]) -> str:
+    found = []
+    for section in ("configuration", "versions"):
+        values = [run.record.get(section, {}) for run in runs]
+        keys = sorted({key for some in values for key in some})
+        rows = [[key, *(json.dumps(some[key]) if key in some else "" for some in values)] for key in keys]
+        if rows:
+            found.append(f"<h2>{section.capitalize()}</h2>" + _table(["", *(run.name for run in runs)], rows))
+    return "".join(found)

@@ -1,0 +1,55 @@
+"""``run.json`` in the ``output_dir``: what ran, how it was configured, by which versions, and what was planned.
+
+``mca-train report`` reads it. A run that cannot write it goes on.
+"""
+
+import json
+import logging
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from mca_config.types import JsonObject
+from mca_train.plan.document import document_of
+from mca_train.plan.memory import plan_of
+from mca_train.run.checks import Run
+from mca_train.run.subject import subject_of
+
+logger = logging.getLogger(__name__)
+
+SCHEMA, VERSION = "mca-train/run", 1
+_PACKAGES = ("mca-train", "mca-models", "megatron-core", "torch", "transformers", "transformer-engine")
+
+
+def record_of(run: Run) -> JsonObject:
+    """The contents of ``run.json``."""
+    from mca_models.megatron.factory.transformer_config import implementation_of
+
+    training = run.settings.training
+    subject = subject_of(run, implementation_of(training), on_gpu=False)
+    return {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "task": run.task.name,
+        "world_size": run.world_size,
+        "layout": str(run.layout),
+        "configuration": run.settings.values,
+        "versions": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
+        "plan": document_of(plan_of(subject, training, run.layout, run.world_size), run.model),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def write_record(run: Run) -> None:
+    """Writes ``run.json``."""
+    path = Path(run.settings.training.output_dir) / "run.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record_of(run), indent=2, default=str) + "\n", encoding="utf-8")
+    except OSError as error:
+        logger.warning("%s: cannot be written (%s)", path, error.strerror)

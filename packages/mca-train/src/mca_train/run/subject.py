@@ -1,0 +1,31 @@
+"""What is planned of a run, whatever the layout."""
+
+from dataclasses import replace
+
+from mca_train.config.model import adapter_config, model_config
+from mca_train.plan.chunks import Implementation
+from mca_train.plan.counts import ModelCounts
+from mca_train.plan.memory import Subject
+from mca_train.run.checks import Run
+
+
+def subject_of(run: Run, implementation: Implementation, *, on_gpu: bool) -> Subject:
+    """What is planned of ``run`` on any layout."""
+    from mca_models.megatron import platform
+
+    settings, config = run.settings, replace(run.model, layout=run.layout)
+    adapter, path = adapter_config(settings.lora), run.task.reference(settings)
+    reference = None
+    if path is not None:
+        other = run.model if path == settings.data.model_name_or_path else model_config(path)
+        reference = ModelCounts.of(replace(other, layout=run.layout))
+    return Subject(
+        config=run.model,
+        seq_length=settings.data.seq_length,
+        sequences=run.task.sequences_per_sample,
+        model=ModelCounts.of(config),
+        adapter=None if adapter is None else ModelCounts.of_adapter(config, adapter),
+        reference=reference,
+        implementation=implementation,
+        on_gpu=on_gpu or platform.device_type() == "cuda",
+    )

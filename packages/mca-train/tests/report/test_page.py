@@ -1,0 +1,114 @@
+"""A report is one page that needs nothing else, and shows what the run's files hold."""
+
+import json
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from mca_config.errors import UsageError
+from mca_train.report.page import write_report
+
+BROWSER = next(
+    (found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), None
+)
+VOID = {"meta", "br", "line", "circle", "rect", "polyline"}
+
+
+class Structure(HTMLParser):
+    """Every element is closed in order, and none asks for anything outside the page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.counts: dict[str, int] = {}
+        self.wanted: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        self.wanted += [value for name, value in attrs if name in ("src", "href", "action")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+def a_run(folder: Path, loss: float) -> Path:
+    (folder / "checkpoint-2").mkdir(parents=True)
+    (folder / "checkpoint-2" / "weights").write_bytes(b"0" * 1024)
+    lines = [
+        {"step": step, "time": 10.0 * step, "loss": loss / step, "grad_norm": 1.0, "peak_memory_gib": 0.5}
+        for step in (1, 2, 3)
+    ]
+    lines.append({"step": 3, "time": 31.0, "eval_loss": float("nan"), "moe_balance": 1.25})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "train_log.jsonl").write_text(text + '{"step": 4, "lo')
+    record = {
+        "task": "sft",
+        "world_size": 4,
+        "layout": "tp 2 pp 2",
+        "configuration": {"learning_rate": 1e-3, "note": "<script>alert(1)</script>"},
+        "versions": {"torch": "2"},
+        "plan": {"stages": [{"weights": 1 << 28, "activations": 1 << 28}]},
+    }
+    (folder / "run.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_a_page_has_curves_memory_checkpoints_and_configuration(tmp_path, capsys):
+    folder = a_run(tmp_path / "one", 6.0)
+    assert write_report([str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
+    text = (folder / "report.html").read_text()
+    page = Structure(text)
+    assert (page.open, page.wanted) == ([], [])
+    assert (
+        page.counts["svg"] == 5
+    )  # loss, grad_norm, peak memory, balance; stages. A curve of nan alone is none.
+    assert "script" not in page.counts
+    for said in (
+        "moe_balance",
+        "checkpoint-2",
+        "learning_rate",
+        "tp 2 pp 2",
+        "planned 0.5 GiB",
+        "measured 0.5 GiB",
+    ):
+        assert said in text, said
+
+
+def test_two_runs_stand_beside_each_other(tmp_path):
+    one, other = a_run(tmp_path / "one", 6.0), a_run(tmp_path / "other", 9.0)
+    out = tmp_path / "both.html"
+    assert write_report([str(one), "--compare", str(other), "--output", str(out)]) == 0
+    text = out.read_text()
+    page = Structure(text)
+    assert page.counts["polyline"] == 2 * 4
+    assert "<th>one</th><th>other</th>" in text
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    for words, said in [
+        ([], "needs the output_dir"),
+        ([str(tmp_path)], "holds no train_log.jsonl"),
+        ([str(a_run(tmp_path / "run", 1.0)), "--compared", "x"], "does not understand '--compared'"),
+        ([str(tmp_path / "run"), "--output", str(tmp_path / "no" / "where")], "cannot be written"),
+    ]:
+        with pytest.raises(UsageError, match=said):
+            write_report(words)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed here")
+def test_a_browser_shows_the_page(tmp_path):
+    folder = a_run(tmp_path / "one", 6.0)
+    write_report([str(folder)])
+    picture = tmp_path / "page.png"
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1100,1600"]
+    address = (folder / "report.html").as_uri()
+    subprocess.run([BROWSER, *flags, f"--screenshot={picture}", address], check=True, timeout=120)
+    assert picture.stat().st_size > 20_000
