@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_vision
 import torch
 from safetensors.torch import load_file
 
@@ -13,6 +14,7 @@ from harness import run_ranks
 from layouts import EVERY, arguments, world_size
 from mca_config.errors import McaError
 from reference import FAMILY_CASES, make_reference
+from test_weight_streams import checkpoint_of
 
 pytestmark = pytest.mark.ranks
 
@@ -23,9 +25,14 @@ SAMPLE = (
     ("gpt_oss", "ep2pp2"),
     ("deepseek_v3", "tp2pp2sp"),
     ("qwen3_next", "tp2pp2sp"),
+    ("qwen3_vl", "tp2pp2vpp2sp"),
 )
 ROWS = "model.layers.0.mlp.up_proj.weight"
-GRID = [(case, layout) for case in FAMILY_CASES for layout in LAYOUTS] if EVERY else list(SAMPLE)
+GRID = (
+    [(case, layout) for case in (*FAMILY_CASES, *tiny_vision.CASES) for layout in LAYOUTS]
+    if EVERY
+    else list(SAMPLE)
+)
 
 
 def in_disorder(tensors: dict[str, torch.Tensor]) -> Iterator[Any]:
@@ -70,7 +77,7 @@ def load_all(pairs: list[tuple[Path, str]]) -> int:
 def test_any_order_and_pieces_give_the_same_weights(tmp_path: Path) -> None:
     groups: dict[int, list[tuple[Path, str]]] = {}
     for case, layout in GRID:
-        path = make_reference(case, tmp_path).path
+        path = checkpoint_of(case, tmp_path)
         groups.setdefault(world_size(layout), []).append((path, layout))
     for size, pairs in groups.items():
         assert run_ranks(size, load_all, pairs, timeout=3000 if EVERY else 120)[0] > len(pairs) // 2

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_vision
 import torch
 
 from harness import RanksFailed, run_ranks
@@ -34,10 +35,22 @@ SAMPLE = (
     ("qwen3_moe", "tp2ep2etp1dp2sp"),
     ("gpt_oss", "ep2pp2"),
     ("deepseek_v3", "tp2pp2sp"),
+    ("qwen3_vl", "tp2pp2sp"),
 )
-GRID = [(case, layout) for case in FAMILY_CASES for layout in LAYOUTS] if EVERY else list(SAMPLE)
+GRID = (
+    [(case, layout) for case in (*FAMILY_CASES, *tiny_vision.CASES) for layout in LAYOUTS]
+    if EVERY
+    else list(SAMPLE)
+)
 
 Facts = dict[str, tuple[str, tuple[int, ...], str]]
+
+
+def checkpoint_of(case: str, folder: Path) -> Path:
+    """A random model of ``case`` in bf16, with a vision part or without."""
+    if case in tiny_vision.CASES:
+        return Path(tiny_vision.save(case, folder / case, "bfloat16"))
+    return make_reference(case, folder, "bfloat16").path
 
 
 def _facts(name: str, tensor: torch.Tensor) -> tuple[str, tuple[str, tuple[int, ...], str]]:
@@ -79,7 +92,7 @@ def stream_all(pairs: list[tuple[Path, str]], folder: Path) -> list[Any]:
 def test_a_stream_is_the_written_checkpoint(tmp_path: Path) -> None:
     groups: dict[int, list[tuple[Path, str]]] = {}
     for case, layout in GRID:
-        path = make_reference(case, tmp_path / "hf", "bfloat16").path
+        path = checkpoint_of(case, tmp_path / "hf")
         groups.setdefault(world_size(layout), []).append((path, layout))
     checked = 0
     for size, pairs in groups.items():
@@ -88,7 +101,8 @@ def test_a_stream_is_the_written_checkpoint(tmp_path: Path) -> None:
             if isinstance(outcomes[0], str):
                 assert EVERY, outcomes[0]
                 continue
-            expected = stored(tmp_path / f"{path.name}-{layout}")
+            expected = stored(path)
+            assert stored(tmp_path / f"{path.name}-{layout}") == expected
             order = [name for name, _ in outcomes[0][0]["all"]]
             assert sorted(order) == sorted(expected)
             for rank, (arrived, at) in enumerate(outcomes):
