@@ -1,6 +1,6 @@
 """Quantised Hugging Face checkpoints: which tensors belong together, and the config without quantisation.
 
-How numbers are worked out is in `fp8` and `mxfp4`. Nothing is ever written quantised.
+How numbers are worked out is in `fp8` and `mxfp4`, how they are made in `blocks`.
 """
 
 import re
