@@ -101,7 +101,8 @@ def test_configuration_files_are_accepted(page, tmp_path, monkeypatch):
     assert files
     for text in files:
         (tmp_path / "run.yaml").write_text(text)
-        kind = text[2:].partition(".")[0].replace("mixture", "sft")
+        name = text[2:].partition(".")[0]
+        kind = {"mixture": "sft", "tokens": "pretrain", "indexed": "pretrain"}.get(name, name)
         values, where = given_values(tmp_path / "run.yaml", ["--output_dir", str(tmp_path / "runs")])
         settings = settings_of(TASKS[kind], values, where)
         assert settings.data.train_file or settings.data.datasets
