@@ -1,8 +1,10 @@
 """`completion` writes the script by which a shell completes the words of ``mca-train``."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 
 from mca_config.errors import UsageError
+from mca_train.plan.options import PlanOptions
 from mca_train.reference.keys import keys_of
 from mca_train.tasks.task import Task
 
@@ -40,7 +42,8 @@ def completion(shell: str, commands: Iterable[str], tasks: Mapping[str, Task]) -
     flags = {name: [f"--{key.name}" for key in keys_of(task)] for name, task in tasks.items()}
     if shell == "fish":
         return _fish(commands, flags)
-    flags["plan"] = sorted({flag for some in flags.values() for flag in some} | {"--dry_run"})
+    plans = {f"--{field.name}" for field in fields(PlanOptions)}
+    flags["plan"] = sorted({flag for some in flags.values() for flag in some} | plans)
     cases = "\n".join(
         f'            {name}) COMPREPLY=($(compgen -W "{" ".join(words)}" -- "$word")) ;;'
         for name, words in flags.items()
