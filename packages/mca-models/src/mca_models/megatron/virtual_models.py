@@ -3,7 +3,7 @@
 It holds what the factory made and hands its methods on; it computes nothing itself.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -13,11 +13,13 @@ from torch import Tensor
 
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.checks import require_layout
-from mca_config.errors import McaError
+from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.factory.chunks import build_chunk, live_tensors
 from mca_models.megatron.factory.transformer_config import implementation_of, transformer_config
+from mca_models.megatron.families.image_limits import image_problems
+from mca_models.megatron.families.vision_model import Part, part_of
 from mca_models.megatron.forward import model_logits
 from mca_models.megatron.layers.tp_marks import mark_parameters
 from mca_models.megatron.log_probs.forward import Batch, LogProbs, model_log_probs
@@ -110,6 +112,29 @@ class VirtualModels(torch.nn.Module):
         for item, tensor in self.held():
             if not item.copy:
                 yield item.param.mca_name(), tensor
+
+    def train_parts(self, parts: Collection[Part]) -> None:
+        """Which parts of the model train from now on, before it is wrapped; until told, all but vision and projector.
+
+        Raises:
+            McaError: It has no vision model, or cannot take images on its layout.
+        """
+        if unknown := sorted({*parts} - {*get_args(Part)}):
+            raise McaError(f"{', '.join(unknown)}: no part of a model; parts are {', '.join(get_args(Part))}")
+        if {"vision", "projector"} & {*parts}:
+            self.require_images()
+        for item, tensor in self.held():
+            if isinstance(tensor, torch.nn.Parameter):
+                tensor.requires_grad_(part_of(item.param, self.config) in parts)
+
+    def require_images(self) -> None:
+        """Refuses images where the model, its layout or its settings cannot take them, all reasons at once.
+
+        Raises:
+            McaError: Some stand against it.
+        """
+        problems = image_problems(self.config, self.place.layout, self.megatron.apply_rope_fusion)
+        raise_problems(problems, f"images for {self.config.model_type} at {self.place.layout}")
 
     def __len__(self) -> int:
         return len(self.chunks)

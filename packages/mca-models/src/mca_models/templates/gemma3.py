@@ -95,6 +95,6 @@ FAMILY = with_vision(
     "gemma3",
     "Gemma3ForConditionalGeneration",
     {"gemma3_text": text_family()},
-    VisionPart(tensors=tensors, spellings=SPELLINGS),
+    VisionPart(tensors=tensors, spellings=SPELLINGS, projector=(PROJECTOR,), unused=(f"{TOWER}head.",)),
     TextInside(text_model_type="", tied=True),
 )

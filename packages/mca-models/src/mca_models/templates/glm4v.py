@@ -89,7 +89,7 @@ def _family(model_type: str, architecture: str, text: Family) -> Family:
         model_type,
         architecture,
         {text.model_type: text},
-        VisionPart(tensors=tensors, spellings=(as_modules(VISUAL),)),
+        VisionPart(tensors=tensors, spellings=(as_modules(VISUAL),), projector=(f"{VISUAL}merger.",)),
         TextInside(text_model_type="", text_ties=True, rope=((8, 12, 12), False)),
     )
 

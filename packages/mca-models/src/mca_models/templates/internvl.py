@@ -72,6 +72,10 @@ FAMILY = with_vision(
     "internvl",
     "InternVLForConditionalGeneration",
     {text.model_type: text for text in TEXTS},
-    VisionPart(tensors=tensors, spellings=(beside_text(TOWER, PROJECTOR), as_modules(TOWER, PROJECTOR))),
+    VisionPart(
+        tensors=tensors,
+        spellings=(beside_text(TOWER, PROJECTOR), as_modules(TOWER, PROJECTOR)),
+        projector=(PROJECTOR,),
+    ),
     TextInside(text_model_type="", tied=True),
 )

@@ -55,6 +55,10 @@ FAMILY = with_vision(
     "mistral3",
     "Mistral3ForConditionalGeneration",
     {"mistral": mistral.FAMILY},
-    VisionPart(tensors=tensors, spellings=(beside_text(TOWER, PROJECTOR), as_modules(TOWER, PROJECTOR))),
+    VisionPart(
+        tensors=tensors,
+        spellings=(beside_text(TOWER, PROJECTOR), as_modules(TOWER, PROJECTOR)),
+        projector=(PROJECTOR,),
+    ),
     TextInside(text_model_type="", tied=True),
 )

@@ -1,7 +1,7 @@
 """Qwen 2.5 VL: HF ``Qwen2_5_VLForConditionalGeneration``: Qwen 2 VL with windows in the vision model."""
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.qwen2_vl import INSIDE, SPELLINGS, VISUAL, merger, patches, text_family
+from mca_models.templates.qwen2_vl import INSIDE, MERGERS, SPELLINGS, VISUAL, merger, patches, text_family
 from mca_models.templates.vision import Shapes, VisionPart, linear, norm, numbered
 from mca_models.templates.with_vision import with_vision
 
@@ -31,6 +31,6 @@ FAMILY = with_vision(
     "qwen2_5_vl",
     "Qwen2_5_VLForConditionalGeneration",
     {"qwen2_5_vl_text": text_family("qwen2_5_vl_text")},
-    VisionPart(tensors=tensors, spellings=SPELLINGS),
+    VisionPart(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
     INSIDE,
 )

@@ -21,6 +21,7 @@ from mca_models.templates.with_vision import with_vision
 
 VISUAL = "visual."
 SPELLINGS = (Spelling("model.", "lm_head.", {VISUAL: VISUAL}), as_modules(VISUAL))
+MERGERS = (f"{VISUAL}merger.",)
 INSIDE = TextInside(text_model_type="", text_ties=True, rope=((16, 24, 24), False))
 _DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_window_layers": 80}
 
@@ -77,6 +78,6 @@ FAMILY = with_vision(
     "qwen2_vl",
     "Qwen2VLForConditionalGeneration",
     {"qwen2_vl_text": text_family("qwen2_vl_text")},
-    VisionPart(tensors=tensors, spellings=SPELLINGS),
+    VisionPart(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
     INSIDE,
 )

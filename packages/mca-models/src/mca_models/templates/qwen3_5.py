@@ -3,7 +3,7 @@
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import qwen3_5_moe_text, qwen3_5_text
 from mca_models.templates.family import Family
-from mca_models.templates.qwen3_vl import SPELLINGS, tower
+from mca_models.templates.qwen3_vl import MERGERS, SPELLINGS, tower
 from mca_models.templates.vision import Shapes, TextInside, VisionPart
 from mca_models.templates.with_vision import with_vision
 
@@ -18,7 +18,7 @@ def _family(model_type: str, architecture: str, text: Family) -> Family:
         model_type,
         architecture,
         {text.model_type: text},
-        VisionPart(tensors=tensors, spellings=SPELLINGS),
+        VisionPart(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
         TextInside(text_model_type="", rope=((11, 11, 10), True)),
     )
 

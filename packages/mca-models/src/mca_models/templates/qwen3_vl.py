@@ -12,6 +12,7 @@ from mca_models.templates.vision import Shapes, TextInside, VisionPart, as_modul
 from mca_models.templates.with_vision import with_vision
 
 SPELLINGS = (as_modules(VISUAL),)
+MERGERS = (f"{VISUAL}merger.", f"{VISUAL}deepstack_merger_list.")
 DEEPSTACK = "deepstack_visual_indexes"
 
 
@@ -82,6 +83,6 @@ FAMILY = with_vision(
     "qwen3_vl",
     "Qwen3VLForConditionalGeneration",
     {"qwen3_vl_text": text_family()},
-    VisionPart(tensors=tensors, spellings=SPELLINGS),
+    VisionPart(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
     INSIDE,
 )

@@ -14,7 +14,7 @@ from mca_models.templates.config_table import HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.moe import TRANSPOSED, expert_fields
 from mca_models.templates.names import FUSED
-from mca_models.templates.qwen3_vl import INSIDE, SPELLINGS, tensors, without_window
+from mca_models.templates.qwen3_vl import INSIDE, MERGERS, SPELLINGS, tensors, without_window
 from mca_models.templates.shapes import Shape
 from mca_models.templates.vision import VisionPart
 from mca_models.templates.with_vision import with_vision
@@ -51,6 +51,6 @@ FAMILY = with_vision(
     "qwen3_vl_moe",
     "Qwen3VLMoeForConditionalGeneration",
     {"qwen3_vl_moe_text": text_family()},
-    VisionPart(tensors=tensors, spellings=SPELLINGS),
+    VisionPart(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
     INSIDE,
 )

@@ -105,10 +105,14 @@ class VisionPart:
     Args:
         tensors: All of them, for a model.
         spellings: How files may name things, that of published ones first, that of transformers' modules last.
+        projector: Beginnings of the names of what makes the text's features of the tower's.
+        unused: Beginnings of the names of what no feature depends on.
     """
 
     tensors: Callable[[McaModelConfig], Shapes]
     spellings: tuple[Spelling, ...]
+    projector: tuple[str, ...]
+    unused: tuple[str, ...] = ()
 
     def spelling(self, config: McaModelConfig) -> Spelling:
         """That of the checkpoint that ``config`` was read from; the published one if of none."""

@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_models.megatron.families.biased_experts import own_expert_outputs
 from mca_models.megatron.families.embedding import train_embedding_like_hf
+from mca_models.megatron.families.images import take_images
 from mca_models.megatron.families.latent import set_latent_epsilon, set_yarn_ramp
 from mca_models.megatron.families.norms import add_post_norms
 from mca_models.megatron.families.scales import add_scales
@@ -16,6 +17,7 @@ from mca_models.megatron.families.settings import after_building
 from mca_models.megatron.families.two_ropes import TwoRopes
 from mca_models.megatron.families.vision_model import add_vision_model
 from mca_models.megatron.layers.rope import rotary_module
+from mca_models.megatron.layers.sectioned_rope import SectionedRope
 from mca_models.megatron.types import GptModel
 
 
@@ -31,6 +33,7 @@ def finish(model: GptModel, config: McaModelConfig) -> None:
     add_scales(model, config)
     train_embedding_like_hf(model, config)
     add_vision_model(model, config)
+    take_images(model, config)
     after_building(config, model.config)
 
 
@@ -40,4 +43,6 @@ def rotary(config: McaModelConfig, cp_group: ProcessGroup) -> torch.nn.Module | 
         return None
     if config.rotary_base_local is not None:
         return TwoRopes(config, cp_group)
+    if config.mrope_section is not None:
+        return SectionedRope(config, cp_group)
     return rotary_module(config, cp_group)

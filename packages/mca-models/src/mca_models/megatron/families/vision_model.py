@@ -6,16 +6,34 @@ not known here.
 
 import copy
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.megatron.types import GptModel, HfModel
-from mca_models.templates import config_to_hf
+from mca_models.templates import config_to_hf, family_of
+from mca_models.templates.vision import PREFIX
+from mca_models.weights import Param, Stage
 
 _NO_TEXT: Mapping[str, object] = {"num_hidden_layers": 0, "vocab_size": 1, "pad_token_id": None}
 _OF_LAYERS = ("layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers")
+
+
+Part = Literal["language", "vision", "projector"]
+"""What can be trained or left as it is: the text model, the tower, and what brings its features into the text."""
+
+
+def part_of(param: Param, config: McaModelConfig) -> str:
+    """Which `Part` a parameter belongs to; ``unused`` if nothing depends on it."""
+    if param.stage is not Stage.VISION:
+        return "language"
+    vision = family_of(config.model_type).vision
+    name = param.mca.removeprefix(PREFIX)
+    if vision is None or name.startswith(vision.unused):
+        return "unused"
+    return "projector" if name.startswith(vision.projector) else "vision"
 
 
 def add_vision_model(model: GptModel, config: McaModelConfig) -> None:

@@ -1,0 +1,218 @@
+"""Images: the loss and the gradient of every parameter, the vision model's too, are those of transformers.
+
+``MCA_EVERY_LAYOUT=1`` tests all families on all layouts.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vision_reference
+from harness import run_ranks
+from layouts import EVERY, Pair, arguments, by_layout, selected, world_size
+from test_gradient_parity import TOLERANCE, worst_errors
+from vision_reference import LENGTH, ROWS, Mixed, batch_of, mixed
+
+pytestmark = pytest.mark.ranks
+
+DENSE = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "internvl", "mistral3", "glm4v")
+SPARSE = ("qwen3_5_moe", "qwen3_vl_moe", "glm4v_moe")
+COMMON = (
+    "tp1",
+    "tp2",
+    "tp2sp",
+    "pp2",
+    "cp2",
+    "dp2",
+    "cp2packed",
+    "tp2cp2packed-sp",
+    "pp2recompute",
+    "dp2overlap",
+)
+DENSE_LAYOUTS = (*COMMON, "tp2cp2sp", "pp2vpp2")
+SPARSE_LAYOUTS = (*COMMON, "ep2", "tp2ep2etp1", "cp2ep2pp2")
+STACKED = ("qwen3_vl", "qwen3_vl_moe")
+"""Their features enter after each of the first two layers, so a first stage of one is refused."""
+GRID = [
+    (case, layout)
+    for cases, layouts in ((DENSE, DENSE_LAYOUTS), (SPARSE, SPARSE_LAYOUTS))
+    for row, case in enumerate(cases)
+    for column, layout in enumerate(layouts)
+    if (EVERY or (row + column) % 5 == 0) and not (case in STACKED and "vpp2" in layout)
+]
+
+
+def sizes(layout: str) -> str:
+    """The part of a layout's name that says how many ranks there are of what."""
+    for word in ("packed", "recompute", "overlap", "-"):
+        layout = layout.replace(word, "")
+    return layout
+
+
+def compute(work: list[Mixed], layout: str, folder: Path) -> list[str | list[float]]:
+    """Row losses of each model on this rank, or what went wrong; the gradients are exported. Runs on every rank."""
+    found: list[str | list[float]] = []
+    for reference in work:
+        try:
+            found.append(_one(reference, layout, folder / f"{reference.path.name}-{layout}"))
+        except Exception as error:  # the same on every rank: go on with the other models
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def _one(reference: Mixed, layout: str, path: Path) -> list[float]:
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from mca_models.megatron import AutoModel
+
+    settings: dict[str, Any] = {"calculate_per_token_loss": True, "moe_aux_loss_coeff": 0.0}
+    if "recompute" in layout:
+        settings |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    args = arguments(sizes(layout), **settings)
+    model = AutoModel.from_pretrained(reference.path, args)
+    model.train_parts({"language", "vision", "projector"})
+    overlap = "overlap" in layout
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap)
+    chunks = [DistributedDataParallel(model.megatron, ddp, chunk) for chunk in model.chunks]
+    model.megatron.finalize_model_grads_func = finalize_model_grads
+    if overlap:
+        model.megatron.no_sync_func = chunks[0].no_sync
+    per_batch = 2 if "packed" in layout else 1
+    losses: list[float] = []
+    for _ in range(2 if overlap else 1):
+        losses.clear()
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        get_forward_backward_func()(
+            forward_step_func=lambda iterator, chunk: forward_step(iterator, chunk, losses),
+            data_iterator=[batches(reference, model, layout, per_batch) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(_of_replica(per_batch)),
+            seq_length=LENGTH * per_batch if "packed" in layout else LENGTH,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+    with torch.no_grad():
+        for _, tensor in model.held():
+            if isinstance(tensor, torch.nn.Parameter):
+                tensor.copy_(tensor.main_grad)
+    model.save_pretrained_as_hf(path)
+    return losses
+
+
+def _of_replica(per_batch: int) -> list[range]:
+    from megatron.core import parallel_state
+
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    starts = range(replica * per_batch, len(ROWS), replicas * per_batch)
+    return [range(start, start + per_batch) for start in starts]
+
+
+def batches(reference: Mixed, model: Any, layout: str, per_batch: int) -> Iterator[dict[str, Any]]:
+    """This data-parallel rank's micro-batches, this context rank's part of them."""
+    from mca_models.megatron.distributed import parallel
+    from mca_models.megatron.layers.zigzag import take
+
+    group = parallel.context_group()
+    sections = model.config.mrope_section is not None
+    for rows in _of_replica(per_batch):
+        whole = batch_of(reference, rows, sections=sections)
+        images = {"images": whole.pop("images")} if "images" in whole else {}
+        if "packed" in layout:
+            yield packed(whole, group.rank(), group.size(), sections=sections) | images
+            continue
+        yield {
+            name: take(x, x.dim() - 1, group.rank(), group.size()).contiguous() for name, x in whole.items()
+        } | images
+
+
+def packed(whole: dict[str, torch.Tensor], rank: int, size: int, *, sections: bool) -> dict[str, Any]:
+    """The rows one after the other in one; positions stay whole."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from mca_models.megatron.layers.zigzag import take
+
+    count = len(whole["input_ids"])
+    ends = torch.arange(0, LENGTH * count + 1, LENGTH, dtype=torch.int32)
+    batch: dict[str, Any] = {
+        name: take(x, 1, rank, size).reshape(1, -1) for name, x in whole.items() if x.dim() == 2
+    }
+    if sections:
+        batch["position_ids"] = whole["position_ids"].reshape(3, 1, -1)
+    batch["packed_seq_params"] = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=ends,
+        cu_seqlens_kv_padded=ends,
+        max_seqlen_q=LENGTH,
+        max_seqlen_kv=LENGTH,
+    )
+    return batch
+
+
+def forward_step(iterator: Iterator[dict[str, Any]], chunk: Any, seen: list[float]) -> Any:
+    batch = next(iterator)
+    mask = batch["loss_mask"]
+    losses = chunk(**batch, attention_mask=None)
+
+    def loss(losses: torch.Tensor) -> Any:
+        total = (losses.float() * mask).sum()
+        seen.append(float(total.detach()))
+        return total, mask.sum().int(), {}
+
+    return losses, loss
+
+
+Computed = tuple[Path, dict[str, Mixed], dict[Pair, list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Computed:
+    grid, folder = selected(request, GRID), tmp_path_factory.mktemp("images")
+    references = {case: mixed(case, folder) for case in dict.fromkeys(case for case, _ in grid)}
+    by_pair: dict[Pair, list[Any]] = {}
+    for layout, cases in by_layout(grid).items():
+        work = [references[case] for case in cases]
+        for of_rank in run_ranks(world_size(sizes(layout)), compute, work, layout, folder, timeout=300):
+            for case, found in zip(cases, of_rank, strict=True):
+                by_pair.setdefault((case, layout), []).append(found)
+    return folder, references, by_pair
+
+
+@pytest.mark.parametrize("case,layout", GRID)
+def test_losses_and_gradients_equal_transformers(case: str, layout: str, computed: Computed) -> None:
+    folder, references, by_pair = computed
+    found = by_pair[case, layout]
+    assert all(isinstance(each, list) for each in found), found
+    ranks = world_size(sizes(layout)) // (2 if "dp2" in layout or "cp2" in layout else 1)
+    if "dp2" not in layout and "cp2" not in layout and "pp" not in layout:
+        expected = references[case].losses.tolist()
+        assert found[0] == pytest.approx(expected, rel=1e-5), ranks
+    worst = worst_errors(references[case].gradients, folder / f"{case}-{layout}")
+    assert worst[0][1] <= TOLERANCE, worst
+
+
+@pytest.mark.parametrize("case", (*DENSE, *SPARSE))
+def test_references_are_not_trivial(case: str, tmp_path: Path) -> None:
+    """Images reach the loss, and every parameter of the vision model has a gradient."""
+    from test_gradient_parity import read
+
+    reference = mixed(case, tmp_path)
+    gradients = read(reference.gradients)
+    tower = {name: x for name, x in gradients.items() if "visual" in name or "vision_tower" in name}
+    assert len(tower) > 10
+    assert all(float(x.abs().max()) > 0 for x in tower.values()), [n for n, x in tower.items() if not x.any()]
+    assert vision_reference.vision_model(case).config.model_type in case

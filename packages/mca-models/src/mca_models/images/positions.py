@@ -1,0 +1,70 @@
+"""The positions of tokens in a sequence with images, as models with sectioned rotary positions count them.
+
+A token of text has one position three times. The tokens of an image have the image's own place in time, their row and
+their column, all counted from where the image begins; the text after it goes on behind its longer side.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mca_models.weights.arrays import NumpyArray
+
+
+@dataclass(frozen=True)
+class ImagePlace:
+    """One image among tokens.
+
+    Args:
+        start: Its first placeholder.
+        rows: Of tokens, after patches are merged.
+        columns: The same.
+    """
+
+    start: int
+    rows: int
+    columns: int
+
+    @property
+    def tokens(self) -> int:
+        """Its placeholders, which follow one another."""
+        return self.rows * self.columns
+
+
+def positions(length: int, images: Sequence[ImagePlace]) -> NumpyArray:
+    """``[3, length]`` int64: time, row and column of each token.
+
+    Args:
+        length: Tokens of the sequence.
+        images: Those in it, in order.
+    """
+    import numpy as np
+
+    found = np.empty((3, length), np.int64)
+    token = position = 0
+    for image in images:
+        found[:, token : image.start] = np.arange(image.start - token) + position
+        position += image.start - token
+        token = image.start + image.tokens
+        inside = np.arange(image.tokens)
+        axes = (np.zeros_like(inside), inside // image.columns, inside % image.columns)
+        found[:, image.start : token] = np.stack(axes) + position
+        position += max(image.rows, image.columns)
+    found[:, token:] = np.arange(length - token) + position
+    return found
+
+
+def feature_rows(length: int, images: Sequence[ImagePlace], first: int = 0) -> NumpyArray:
+    """``[length]`` int64: of which row of the features a token is the placeholder, or -1.
+
+    Args:
+        length: Tokens of the sequence.
+        images: Those in it, in the order of their features.
+        first: The row of the first image's first feature: how many the images before it in the micro-batch have.
+    """
+    import numpy as np
+
+    found = np.full(length, -1, np.int64)
+    for image in images:
+        found[image.start : image.start + image.tokens] = np.arange(image.tokens) + first
+        first += image.tokens
+    return found

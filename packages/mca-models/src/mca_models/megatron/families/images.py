@@ -1,0 +1,173 @@
+"""Images of a micro-batch: from pixels to the embeddings of their placeholders.
+
+A chunk of a model with vision takes three arguments more than Megatron's: ``images`` (what the vision model takes, by
+name), ``feature_rows`` (``[b, s]``: of which feature a token is the placeholder, or -1) and, as ``position_ids``, the
+three positions of each token. Only the first stage needs the first two. Nobody counts here: rows say what goes where,
+and are cut as the tokens are.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.megatron.families.image_limits import image_problems
+from mca_models.megatron.layers.sectioned_rope import SectionedRope
+from mca_models.megatron.types import GptModel, HfModel, MegatronModule, Upstream
+
+Arguments = tuple[object, ...]
+
+
+def take_images(model: GptModel, config: McaModelConfig) -> None:
+    """Makes a chunk understand the arguments that images bring."""
+    if config.vision is None:
+        return
+    intake = _Intake(model, config)
+    model.register_forward_pre_hook(intake.before_chunk, with_kwargs=True)
+    if not model.pre_process:
+        return
+    model.embedding.register_forward_hook(intake.after_embedding)
+    for number, layer in enumerate(model.decoder.layers[: config.deepstack_layers]):
+        layer.register_forward_hook(_with_inner_features(number))
+    for parameter in model.vision_model.parameters():
+        _sum_over_tensor_ranks(parameter, sequence_parallel=model.config.sequence_parallel)
+
+
+def _sum_over_tensor_ranks(parameter: Upstream, *, sequence_parallel: bool) -> None:
+    """Tells Megatron how a replicated parameter's gradient comes together.
+
+    With sequence parallelism each tensor rank has the gradient of its own tokens: they are summed. Without, each has
+    the whole one: they are averaged, so that rounding does not drive the copies apart.
+    """
+    if sequence_parallel:
+        parameter.sequence_parallel = True
+    else:
+        parameter.average_gradients_across_tp_domain = True
+
+
+class _Intake:
+    """What one chunk does with the images of the micro-batch that it computes."""
+
+    def __init__(self, model: GptModel, config: McaModelConfig) -> None:
+        self._config = config
+        self._features: Tensor | None = None
+        self._rows: Tensor | None = None
+        self._sequence_parallel = model.config.sequence_parallel
+        self._vision: HfModel | None = model.vision_model if model.pre_process else None
+
+    def before_chunk(
+        self, model: GptModel, args: Arguments, kwargs: JsonObject
+    ) -> tuple[Arguments, JsonObject]:
+        """Runs the vision model and hands on what Megatron understands."""
+        kwargs = dict(kwargs)
+        images, rows = kwargs.pop("images", None), kwargs.pop("feature_rows", None)
+        positions = kwargs.get("position_ids")
+        if isinstance(model.rotary_pos_emb, SectionedRope) and positions is not None and positions.dim() == 3:
+            model.rotary_pos_emb.positions = positions
+        if not model.pre_process:
+            return args, kwargs
+        if images is None:
+            return args, kwargs
+        if problems := image_problems(self._config, self._config.layout, model.config.apply_rope_fusion):
+            raise McaError("; ".join(problems))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self._trained())):
+            features, inner = image_features(model.vision_model, images)
+        self._rows = self._local(rows)
+        self._features = features
+        if inner:
+            placed = torch.stack([_placed(each, self._rows) for each in inner])
+            kwargs["extra_block_kwargs"] = {**(kwargs.get("extra_block_kwargs") or {}), "context": placed}
+        return args, kwargs
+
+    def after_embedding(self, embedding: MegatronModule, args: Arguments, output: Tensor) -> Tensor:
+        """Exchanges the embeddings of placeholders ``[s, b, hidden]``; lets an unused vision model take part."""
+        features, rows = self._features, self._rows
+        self._features = self._rows = None
+        if features is None or rows is None:
+            return _with_part(output, self._trained())
+        placed = _placed(features.to(output.dtype), rows)
+        return torch.where((rows >= 0).unsqueeze(-1), placed, output)
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        parameters = () if self._vision is None else self._vision.parameters()
+        return [parameter for parameter in parameters if parameter.requires_grad]
+
+    def _local(self, rows: Tensor) -> Tensor:
+        """``[s, b]``, with sequence parallelism this tensor rank's part of it."""
+        own = rows.transpose(0, 1).contiguous()
+        if not self._sequence_parallel:
+            return own
+        from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+        group = get_tensor_model_parallel_group()
+        part: Tensor = own.chunk(group.size())[group.rank()]
+        return part
+
+
+class _TakesPart(torch.autograd.Function):
+    """Its first argument; the others get gradients of zero."""
+
+    @staticmethod
+    def forward(ctx: Upstream, output: Tensor, *parameters: Tensor) -> Tensor:
+        """See torch."""
+        ctx.shapes = [(each.shape, each.dtype, each.device) for each in parameters]
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Upstream, gradient: Tensor) -> tuple[Tensor, ...]:
+        """See torch."""
+        zeros = (
+            torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.shapes
+        )
+        return gradient, *zeros
+
+
+def _with_part(output: Tensor, trained: Sequence[torch.nn.Parameter]) -> Tensor:
+    """``output``, on which the vision model depends in name only.
+
+    Megatron reduces the gradients of a bucket once all of them are there, and stops where some never come: a
+    micro-batch without images has to give them too.
+    """
+    if not (trained and torch.is_grad_enabled() and output.requires_grad):
+        return output
+    taking_part: Tensor = _TakesPart.apply(output, *trained)
+    return taking_part
+
+
+def image_features(vision: HfModel, images: JsonObject) -> tuple[Tensor, Sequence[Tensor]]:
+    """The features of all images one after the other ``[rows, hidden]``, and those of inner layers."""
+    found = vision.get_image_features(**images, return_dict=True)
+    inner = getattr(found, "deepstack_features", None) or ()
+    return _joined(found.pooler_output), [_joined(each) for each in inner]
+
+
+def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
+    whole = (
+        features if isinstance(features, Tensor) else torch.cat([each.flatten(0, -2) for each in features])
+    )
+    return whole.flatten(0, -2)
+
+
+def _placed(features: Tensor, rows: Tensor) -> Tensor:
+    """``[s, b, hidden]``: each token's feature, zeros where it has none."""
+    none = features.new_zeros(1, features.shape[-1])
+    return torch.cat([none, features])[rows + 1]
+
+
+def _with_inner_features(number: int) -> Upstream:
+    """A hook that adds the features of an inner layer to what a decoder layer gives.
+
+    They come as the block's ``context``, which Megatron hands through its layers and through recomputation, so that
+    each micro-batch in flight has its own.
+    """
+
+    def add(
+        layer: MegatronModule, args: Arguments, output: tuple[Tensor, Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
+        hidden, context = output
+        return (hidden, None) if context is None else (hidden + context[number].to(hidden.dtype), context)
+
+    return add

@@ -1,0 +1,73 @@
+"""Rotary positions of three kinds: some channels follow a token's time, others its row or its column in an image.
+
+Whether a micro-batch has such positions is told by `families.images`; without them all channels follow one position,
+and the plain rope computes them.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mca_config.model_config import McaModelConfig
+from mca_models.megatron.layers.rope import frequencies, rotary_module
+from mca_models.megatron.types import MegatronModule
+
+
+def axis_of_channels(sections: tuple[int, ...], channels: int, *, interleaved: bool) -> Tensor:
+    """For each rotated pair of channels, which of the three positions it follows.
+
+    Args:
+        sections: How many pairs follow each.
+        channels: Pairs.
+        interleaved: They take turns, as long as their sections last; what is left follows the first.
+    """
+    axes = torch.zeros(channels, dtype=torch.long)
+    if interleaved:
+        for axis in (1, 2):
+            axes[axis : 3 * sections[axis] : 3] = axis
+        return axes
+    start = 0
+    for number, length in enumerate(sections):
+        axes[start : start + length] = number % 3
+        start += length
+    return axes
+
+
+class SectionedRope(torch.nn.Module):
+    """Megatron's rotary module, and beside it one for positions that are handed in.
+
+    Attributes:
+        positions: ``[3, b, s]`` of this rank's tokens, or ``[3, 1, t]`` of a whole pack; taken by the next forward
+            pass. Nothing is cut here: Megatron itself takes a context rank's part of a pack.
+    """
+
+    def __init__(self, config: McaModelConfig, cp_group: ProcessGroup) -> None:
+        super().__init__()
+        plain: MegatronModule = rotary_module(config, cp_group)
+        inverse = frequencies(config)
+        axes = axis_of_channels(
+            config.mrope_section or (), len(inverse), interleaved=config.mrope_interleaved
+        )
+        self.plain = plain
+        self.inverse: Tensor
+        self.axes: Tensor
+        self.register_buffer("inverse", inverse.to(plain.inv_freq.device), persistent=False)
+        self.register_buffer("axes", axes.to(plain.inv_freq.device), persistent=False)
+        self.pairs = config.rotary_interleaved
+        self.positions: Tensor | None = None
+
+    def get_rotary_seq_len(self, *args: object, **kwargs: object) -> int:
+        """See Megatron's ``RotaryEmbedding``."""
+        plain: MegatronModule = self.plain
+        length: int = plain.get_rotary_seq_len(*args, **kwargs)
+        return length
+
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
+        """Angles ``[s, b, 1, channels]``, or ``[s, 1, 1, channels]`` without positions."""
+        positions, self.positions = self.positions, None
+        if positions is None:
+            plain: Tensor = self.plain(*args, **kwargs)
+            return plain
+        angles = positions.float()[self.axes].permute(2, 1, 0) * self.inverse  # [s, b, channels / 2]
+        both = angles.repeat_interleave(2, -1) if self.pairs else torch.cat([angles, angles], -1)
+        return both.unsqueeze(2)
