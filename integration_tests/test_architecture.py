@@ -56,7 +56,7 @@ ARROWS = (
 LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "mca_models": (
         ("weights", "hub"),
-        ("templates",),
+        ("templates", "images"),
         ("storage",),
         ("quantised",),
         ("checkpoint",),

@@ -1,0 +1,53 @@
+"""What keeps a model from taking images, which parts it has, and which channels follow which position."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny_vision
+
+from mca_config.layout import ParallelLayout
+from mca_models.megatron.families.image_limits import image_problems
+from mca_models.megatron.families.vision_model import part_of
+from mca_models.megatron.layers.sectioned_rope import axis_of_channels
+from mca_models.templates import config_from_hf, family_of
+
+VIRTUAL = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("case", "layout", "change", "message"),
+    [
+        ("qwen3_vl", {}, {"vision": None}, "has no vision model"),
+        ("gemma3", {}, {}, "images of gemma3 attend both ways"),
+        ("qwen3_5", {}, {"mtp_num_layers": 1}, "set mtp_num_layers to 0"),
+        ("qwen3_vl", VIRTUAL, {}, "the first pipeline stage has 1 layers; .* the first 2"),
+    ],
+)
+def test_what_cannot_take_images_says_why(
+    case: str, layout: dict[str, int], change: dict[str, Any], message: str
+) -> None:
+    config = replace(config_from_hf(tiny_vision.described(case)), **change)
+    (problem,) = image_problems(config, ParallelLayout(**layout), apply_rope_fusion=False)
+    assert re.search(message, problem)
+
+
+def test_fused_rope_has_one_position_for_each_token() -> None:
+    config = config_from_hf(tiny_vision.described("qwen2_vl"))
+    assert "apply_rope_fusion" in image_problems(config, ParallelLayout(), apply_rope_fusion=True)[0]
+    assert not image_problems(config, ParallelLayout(), apply_rope_fusion=False)
+
+
+@pytest.mark.parametrize("case", sorted(tiny_vision.CASES))
+def test_every_parameter_belongs_to_a_part(case: str) -> None:
+    config = config_from_hf(tiny_vision.described(case))
+    parts = {param.mca: part_of(param, config) for param in family_of(config.model_type).params(config)}
+    assert set(parts.values()) == {"language", "vision", "projector"}
+    tower = {part for name, part in parts.items() if name.startswith("vision_model.")}
+    assert tower == {"vision", "projector"}
+
+
+def test_channels_follow_time_rows_and_columns() -> None:
+    assert axis_of_channels((2, 1, 1), 4, interleaved=False).tolist() == [0, 0, 1, 2]
+    assert axis_of_channels((4, 2, 2), 8, interleaved=True).tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
