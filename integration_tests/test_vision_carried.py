@@ -78,3 +78,61 @@ def test_text_computes_the_same_and_everything_is_exported(
     converted = tmp_path / "converted"
     assert convert([f"--checkpoint_path={folder / case}", f"--output_path={converted}", *flags]) == 0
     assert tensors_of(converted) == tensors_of(folder / f"{case}-{layout}-mca")
+
+
+def trained_on_text(source: Path, folder: Path) -> None:
+    """Two steps of AdamW with weight decay, and the export. Runs on every rank."""
+    from train_cases import make_trainer, quietly, samples
+
+    trainer = make_trainer(
+        source,
+        folder / "run",
+        train_dataset=samples(16, vocab=64, longest=24),
+        eval_dataset=samples(4, vocab=64, longest=24),
+        tensor_model_parallel_size=2,
+        weight_decay=0.5,
+        learning_rate=1e-2,
+        max_steps=2,
+    )
+    quietly(trainer.train)
+    trainer.model.save_pretrained_as_hf(folder / "trained")
+
+
+@pytest.mark.parametrize("case", ["qwen3_vl", "gemma3"])
+def test_a_run_on_text_leaves_the_vision_part_as_it_is(case: str, tmp_path: Path) -> None:
+    source = tiny_vision.save(case, tmp_path / "source")
+    run_ranks(2, trained_on_text, source, tmp_path)
+    before, after = tensors_of(source), tensors_of(tmp_path / "trained")
+    moved = {name for name, (_, _, data) in before.items() if after[name][2] != data}
+    assert moved == {name for name in before if "language_model" in name or name.startswith("lm_head")}
+
+
+def adapted(source: Path, folder: Path) -> torch.Tensor:
+    """Logits with a random adapter on projections that the vision part has too; it is saved. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.peft import get_peft_model
+
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    models = get_peft_model(AutoModel.from_pretrained(source, arguments("tp2")), settings)
+    models.save_pretrained_as_hf(folder / "adapter")
+    logits: torch.Tensor = models.logits(torch.arange(24)[None])
+    return logits
+
+
+@pytest.mark.parametrize("case", ["gemma3", "qwen2_5_vl"])
+def test_peft_loads_an_adapter_of_the_text_part(case: str, tmp_path: Path) -> None:
+    import peft
+    import transformers
+
+    source = tiny_vision.save(case, tmp_path / "source")
+    ours, _ = run_ranks(2, adapted, source, tmp_path)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(source)
+    with torch.no_grad():
+        plain = model(torch.arange(24)[None]).logits
+    lora = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        theirs = lora(torch.arange(24)[None]).logits
+    assert float((theirs - plain).abs().max()) > 1e-3
+    assert float((theirs - ours).abs().max()) <= TOLERANCE
+    wrapped = {name for name, _ in lora.named_parameters() if "lora_A" in name}
+    assert wrapped and all("language_model" in name for name in wrapped)

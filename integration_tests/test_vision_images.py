@@ -33,7 +33,7 @@ COMMON = (
     "dp2overlap",
 )
 DENSE_LAYOUTS = (*COMMON, "tp2cp2sp", "pp2vpp2")
-SPARSE_LAYOUTS = (*COMMON, "ep2", "tp2ep2etp1", "cp2ep2pp2")
+SPARSE_LAYOUTS = (*(layout for layout in COMMON if layout != "tp2"), "ep2", "tp2ep2etp1", "cp2ep2pp2")
 STACKED = ("qwen3_vl", "qwen3_vl_moe")
 """Their features enter after each of the first two layers, so a first stage of one is refused."""
 GRID = [
