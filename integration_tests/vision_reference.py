@@ -102,10 +102,7 @@ def mixed(case: str, folder: Path) -> Mixed:
         for each in row:
             ids[each.start : each.start + each.tokens] = IMAGE
     images = tuple(pixels(case, row, number) for number, row in enumerate(where))
-    logits = model(input_ids=input_ids, use_cache=False, **_for_transformers(input_ids, images, model)).logits
-    losses = torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten(), reduction="none"
-    ).view(len(ROWS), -1)
+    losses = _losses(model, input_ids, images)
     losses.mean().backward()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -114,8 +111,29 @@ def mixed(case: str, folder: Path) -> Mixed:
     return Mixed(path, gradients, input_ids, images, where, losses.sum(1).detach())
 
 
+def _losses(model: Any, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]) -> torch.Tensor:
+    """Of each row, of each token but the last."""
+    logits = model(input_ids=input_ids, use_cache=False, **_for_transformers(input_ids, images)).logits
+    targets = input_ids[:, 1:].flatten()
+    losses = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="none")
+    return losses.view(len(input_ids), -1)
+
+
+def stepped(case: str, reference: Mixed, steps: int, rate: float, clip: float) -> tuple[Any, list[float]]:
+    """The model after some steps of AdamW with clipping, and the norms of its gradients."""
+    model = copy.deepcopy(vision_model(case))
+    optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.0)
+    norms = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        _losses(model, reference.input_ids, reference.images).mean().backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        optimizer.step()
+    return model, norms
+
+
 def _for_transformers(
-    input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...], model: Any
+    input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
 ) -> dict[str, torch.Tensor]:
     found = joined(images)
     if "image_grid_thw" in found:
