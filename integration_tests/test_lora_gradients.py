@@ -52,17 +52,19 @@ SPARSE = [case for case, (_, settings) in CASES.items() if settings.get("target_
 GRID = spread([case for case in CASES if case not in SPARSE], LAYOUTS) + spread(SPARSE, EXPERT_LAYOUTS)
 EXPERTS: dict[str, Any] = {"target_modules": LINEAR[:4], "target_parameters": STACKED}
 FUSED_MLP: dict[str, Any] = {"target_modules": [*LINEAR[:4], "gate_up_proj", "down_proj"]}
+NO_GATE: dict[str, Any] = {"target_modules": [*LINEAR[:4], "up_proj", "down_proj"]}
 BLOCK = [name.replace("mlp.", "block_sparse_moe.") for name in STACKED]
 ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     **{case: (case, EXPERTS if is_sparse(case) else ALL) for case in tiny_hf.ALIKE},
     "glm": ("glm", FUSED_MLP),
-    "glm4": ("glm4", FUSED_MLP),
     "granitemoe": ("granitemoe", {"target_modules": LINEAR[:4], "target_parameters": BLOCK}),
     "granitemoeshared": ("granitemoeshared", {"target_modules": ["o_proj", "input_linear", "output_linear"]}),
     "hy_v3": (
         "hy_v3",
         {"target_modules": ["o_proj", "shared_experts.up_proj"], "target_parameters": STACKED},
     ),
+    **{case: (case, NO_GATE) for case in ("arcee", "nemotron", "jais2")},
+    "starcoder2": ("starcoder2", {"target_modules": [*LINEAR[:4], "c_fc", "c_proj"]}),
     "kimi_k2": ("kimi_k2", {"target_modules": LATENT, "target_parameters": STACKED}),
     "youtu": ("youtu", {"target_modules": [*LATENT, *LINEAR[4:]]}),
 }

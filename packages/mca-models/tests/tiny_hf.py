@@ -133,6 +133,16 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "hy_v3": ("hy_v3", {**EXPERTS, "num_shared_experts": 2, "router_scaling_factor": 1.5}),
     "solar_open": ("solar_open", {k: v for k, v in GROUPED.items() if k != "first_k_dense_replace"}),
     "granitemoe": ("granitemoe", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "hunyuan_v1_dense": (
+        "hunyuan_v1_dense",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 10.0}},
+    ),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2}),
+    "arcee": ("arcee", {"hidden_act": "relu2"}),
+    "nemotron": ("nemotron", {"norm_eps": 1e-3}),
+    "stablelm": ("stablelm", {"layer_norm_eps": 1e-3, "use_qkv_bias": True, "head_dim": 8}),
+    "starcoder2": ("starcoder2", {"norm_epsilon": 1e-3, "sliding_window": 8, "head_dim": 8}),
+    "jais2": ("jais2", {"layer_norm_eps": 1e-3}),
     "granitemoeshared": (
         "granitemoeshared",
         {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},

@@ -59,6 +59,8 @@ class McaModelConfig:
     qk_layernorm: bool = False
     qk_layernorm_full_width: bool = False
     """The norms of q and k span all heads together and have a weight for each channel of each head."""
+    qk_layernorm_after_rope: bool = False
+    """q and k are normalised after they are rotated, not before."""
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     """Norms before attention and MLP, after them (before the residual is added), or both."""
     attention_output_gate: bool = False

@@ -103,6 +103,13 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     "solar_open": ("GLM 4.5's experts in every layer", "Megatron's"),
     "granitemoe": ("Granite with stacked experts", "Megatron's with hooks"),
     "granitemoeshared": ("the same and a shared expert", "Megatron's with hooks"),
+    "hunyuan_v1_dense": ("norms on the heads of q and k, after the rope", "our norms"),
+    "hunyuan_v1_moe": ("the same with experts in every layer", "our norms"),
+    "arcee": ("squared ReLUs, no gate", "Megatron's"),
+    "nemotron": ("zero-centred LayerNorms, squared ReLUs, partial rope", "our norms"),
+    "stablelm": ("LayerNorms, partial rope", "our norms"),
+    "starcoder2": ("LayerNorms, biases everywhere, an MLP without a gate", "our norms"),
+    "jais2": ("LayerNorms, biases everywhere, squared ReLUs", "our norms"),
 }
 """What sets a family apart, and whose layers compute it."""
 
@@ -111,9 +118,9 @@ INDEXER = "sparse attention: an indexer chooses the keys of each query"
 
 _REASONS: Mapping[str, str] = {
     NO_TEMPLATE: (
-        "afmoe apertus arcee aria_text axk1 ernie4_5_moe flex_olmo flint granite_swa granitemoe_swa "
-        "hunyuan_v1_dense hunyuan_v1_moe jais2 mellum minicpm3 ministral3 nemotron olmo persimmon phimoe "
-        "stablelm starcoder2"
+        "afmoe apertus aria_text axk1 ernie4_5_moe flex_olmo flint granite_swa granitemoe_swa "
+        "mellum minicpm3 ministral3 olmo persimmon phimoe "
+        ""
     ),
     "an encoder that can be asked to look back only; trained with a head and positions of its own kind": (
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert "

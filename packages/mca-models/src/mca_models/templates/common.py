@@ -87,7 +87,7 @@ def attention(config: McaModelConfig, projections: Sequence[Param] | None = None
     bias = [inner("self_attention.linear_proj.bias", "self_attn.o_proj.bias")]
     sink = [inner("self_attention.core_attention.softmax_offset", "self_attn.sinks", shard=COLUMN)]
     return [
-        *(before if config.norm_placement != "post" else []),
+        *with_norm_biases(config, before if config.norm_placement != "post" else []),
         *(qkv(config) if projections is None else projections),
         *(norms if config.qk_layernorm else []),
         *(sink if config.softmax_type == "learnable" else []),
@@ -121,10 +121,32 @@ def dense_mlp(config: McaModelConfig, projections: Sequence[Param] | None = None
     before = [inner("mlp.linear_fc1.layer_norm_weight", f"{own}.weight")]
     after = [inner("mlp.post_layernorm.weight", "post_feedforward_layernorm.weight")]
     return [
-        *(before if config.norm_placement != "post" else []),
-        *((gate_up(MLP, HF_MLP), down(MLP, HF_MLP)) if projections is None else projections),
-        *(after if config.norm_placement != "pre" else []),
+        *with_norm_biases(config, before if config.norm_placement != "post" else []),
+        *(mlp_linears(config) if projections is None else projections),
+        *with_norm_biases(config, after if config.norm_placement != "pre" else []),
     ]
+
+
+def mlp_linears(config: McaModelConfig) -> list[Param]:
+    """``linear_fc1`` from gate and up, or from up alone, and ``linear_fc2``, with biases if the family has them."""
+    parts, shard = (("gate", "up"), GATED) if config.gated_linear_unit else (("up",), COLUMN)
+    rules = []
+    for kind, of_fc2 in (("weight", ROW), ("bias", REPLICATED)):
+        names = tuple(f"{HF_MLP}{part}_proj.{kind}" for part in parts)
+        fc1 = Param(mca=f"{MLP}linear_fc1.{kind}", hf=names, layout=Concat((1,) * len(parts)), shard=shard)
+        rules += [fc1, inner(f"mlp.linear_fc2.{kind}", f"mlp.down_proj.{kind}", shard=of_fc2)]
+    return rules if config.add_bias_linear else rules[:2]
+
+
+def with_norm_biases(config: McaModelConfig, rules: Iterable[Param]) -> list[Param]:
+    """``rules``, with the bias after the weight of every norm if it is a LayerNorm."""
+    kinds = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+
+    def of(rule: Param, kind: str) -> Param:
+        hf = tuple(name.removesuffix("weight") + kind for name in rule.hf)
+        return replace(rule, mca=rule.mca.removesuffix("weight") + kind, hf=hf)
+
+    return [of(rule, kind) for rule in rules for kind in kinds]
 
 
 def fused_mlp() -> list[Param]:
@@ -158,12 +180,13 @@ def head(config: McaModelConfig) -> list[Param]:
     """Final norm and output layer; a tied output layer is an alias of the embedding, scores are not cut."""
     tied = config.tie_word_embeddings
     norm = Param(mca="decoder.final_layernorm.weight", hf=("model.norm.weight",), stage=Stage.NORM)
+    norms = with_norm_biases(config, [norm])
     if config.num_labels is not None:
         kinds = ("weight", "bias") if config.head == "token_classification" else ("weight",)
         names = [(f"output_layer.{kind}", f"{SCORE}.{kind}") for kind in kinds]
-        return [norm, *(Param(mca=mca, hf=(hf,), stage=Stage.LAST) for mca, hf in names)]
+        return [*norms, *(Param(mca=mca, hf=(hf,), stage=Stage.LAST) for mca, hf in names)]
     return [
-        norm,
+        *norms,
         Param(
             mca="output_layer.weight",
             hf=(HF_EMBEDDING if tied else HF_HEAD,),

@@ -300,6 +300,13 @@ def dense_fields(*, tied: bool = False, eps: float = 1e-6) -> tuple[Field, ...]:
     )
 
 
+def norm_epsilon(fields: Iterable[Field], key: str) -> tuple[Field, ...]:
+    """``fields`` with HF's ``key`` for the epsilon of norms."""
+    return tuple(
+        dataclasses.replace(field, hf=key) if field.mca == "layernorm_epsilon" else field for field in fields
+    )
+
+
 def _no_bias(hf: str, alone: str) -> Fixed:
     return Fixed(hf, (False,), f"Megatron has no bias on {alone}")
 

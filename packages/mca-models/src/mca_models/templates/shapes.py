@@ -91,10 +91,14 @@ def _conv(c: FamilyConfig) -> Shape:
     return 2 * key + value, 1, c.linear_conv_kernel_dim
 
 
+_FC1 = _fc1(lambda c: c.ffn_hidden_size)
 _MLP = {
     "mlp.linear_fc1.layer_norm_weight": _hidden,
-    "mlp.linear_fc1.weight": _fc1(lambda c: c.ffn_hidden_size),
+    "mlp.linear_fc1.layer_norm_bias": _hidden,
+    "mlp.linear_fc1.weight": _FC1,
+    "mlp.linear_fc1.bias": _first(_FC1),
     "mlp.linear_fc2.weight": _fc2(lambda c: c.ffn_hidden_size),
+    "mlp.linear_fc2.bias": _hidden,
     "mlp.post_layernorm.weight": _hidden,
 }
 _EXPERT_1, _EXPERT_2 = _fc1(lambda c: c.moe_ffn_hidden_size), _fc2(lambda c: c.moe_ffn_hidden_size)
@@ -114,6 +118,7 @@ _EXPERTS = {
 _ENDS = {
     "embedding.word_embeddings.weight": _vocabulary,
     "decoder.final_layernorm.weight": _hidden,
+    "decoder.final_layernorm.bias": _hidden,
     "output_layer.weight": lambda c: (c.num_labels or c.vocab_size, c.hidden_size),
     "output_layer.bias": lambda c: (c.num_labels,),
     "enorm.weight": _hidden,
@@ -123,6 +128,7 @@ _ENDS = {
 }
 _ATTENTION = {
     "self_attention.linear_qkv.layer_norm_weight": _hidden,
+    "self_attention.linear_qkv.layer_norm_bias": _hidden,
     "self_attention.linear_qkv.weight": _qkv,
     "self_attention.linear_qkv.bias": _first(_qkv),
     "self_attention.q_layernorm.weight": _head_norm(lambda c: c.num_attention_heads),

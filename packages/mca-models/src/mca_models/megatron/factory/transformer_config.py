@@ -200,6 +200,11 @@ def aux_loss_coefficient(config: McaModelConfig) -> float:
 
 
 def _activation(name: str) -> Callable[..., Tensor]:
+    if name == "relu2":
+        from megatron.core.activations import squared_relu
+
+        squared: Callable[..., Tensor] = squared_relu
+        return squared
     if name == "quick_gelu":  # Megatron compares with its own
         from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
@@ -207,7 +212,7 @@ def _activation(name: str) -> Callable[..., Tensor]:
         return function
     if name not in _ACTIVATIONS:
         raise McaError(
-            f"hidden_act {name!r} is not supported; supported: {', '.join((*_ACTIVATIONS, 'quick_gelu'))}"
+            f"hidden_act {name!r} is not supported; supported: {', '.join((*_ACTIVATIONS, 'quick_gelu', 'relu2'))}"
         )
     return _ACTIVATIONS[name]
 

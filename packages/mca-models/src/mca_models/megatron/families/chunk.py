@@ -11,7 +11,7 @@ from mca_models.megatron.families.biased_experts import own_expert_outputs
 from mca_models.megatron.families.embedding import train_embedding_like_hf
 from mca_models.megatron.families.images import take_images
 from mca_models.megatron.families.latent import set_latent_epsilon, set_yarn_ramp
-from mca_models.megatron.families.norms import add_post_norms
+from mca_models.megatron.families.norms import add_post_norms, normalise_after_rope
 from mca_models.megatron.families.scales import add_scales
 from mca_models.megatron.families.settings import after_building
 from mca_models.megatron.families.two_ropes import TwoRopes
@@ -25,6 +25,8 @@ def finish(model: GptModel, config: McaModelConfig) -> None:
     """Adds norms and factors to a chunk, mends its experts and norms; before anything else looks at its logits."""
     if config.norm_placement != "pre":
         add_post_norms(model)
+    if config.qk_layernorm_after_rope:
+        normalise_after_rope(model)
     if config.num_moe_experts and config.add_bias_linear:
         own_expert_outputs(model)
     if isinstance(config, MlaMcaModelConfig):

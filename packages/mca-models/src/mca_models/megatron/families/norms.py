@@ -1,5 +1,8 @@
 """Norms where Megatron has none: over all heads of q or k together, and after attention and MLP."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -48,6 +51,37 @@ class WideKeyNorm(WideNorm):
     """``WideNorm`` of the keys."""
 
     heads = "num_query_groups"
+
+
+class LateNorm(Norm):
+    """A norm of q or k that waits for the rope: Megatron normalises before it rotates."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` as it is."""
+        return x
+
+    def late(self, x: Tensor) -> Tensor:
+        """``x`` normalised."""
+        return super().forward(x)
+
+
+def normalise_after_rope(model: GptModel) -> None:
+    """Has the ``LateNorm`` of every attention of a chunk applied to what its core attention is given."""
+    for layer in model.decoder.layers:
+        attention = layer.self_attention
+        attention.core_attention.register_forward_pre_hook(
+            partial(_normalise_rotated, attention.q_layernorm.late, attention.k_layernorm.late)
+        )
+
+
+def _normalise_rotated(
+    of_query: Callable[[Tensor], Tensor],
+    of_key: Callable[[Tensor], Tensor],
+    core: torch.nn.Module,
+    args: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    query, key, *others = args
+    return of_query(query), of_key(key), *others
 
 
 class PostNorm(Norm):

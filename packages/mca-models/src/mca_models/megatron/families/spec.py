@@ -11,7 +11,7 @@ from mca_models.megatron.families.checkpoint_keys import keys_map
 from mca_models.megatron.families.gated_delta_net import delta_net_spec
 from mca_models.megatron.families.group_router import own_router
 from mca_models.megatron.families.latent import with_plain_query
-from mca_models.megatron.families.norms import WideKeyNorm, WideNorm
+from mca_models.megatron.families.norms import LateNorm, WideKeyNorm, WideNorm
 from mca_models.megatron.families.scales import scaled_residual
 from mca_models.megatron.families.two_ropes import with_own_rope
 from mca_models.megatron.layers.attention import CoreAttention, capped_attention
@@ -65,6 +65,8 @@ def _adapted(spec: Spec, config: McaModelConfig, implementation: Implementation)
         changes |= _without_norms_before(implementation)
     if config.qk_layernorm_full_width:
         changes |= {"q_layernorm": lambda norm: WideNorm, "k_layernorm": lambda norm: WideKeyNorm}
+    if config.qk_layernorm_after_rope:
+        changes |= dict.fromkeys(("q_layernorm", "k_layernorm"), lambda norm: LateNorm)
     if config.residual_multiplier != 1.0:
         factor = config.residual_multiplier
         changes |= dict.fromkeys(("self_attn_bda", "mlp_bda"), lambda add: scaled_residual(add, factor))

@@ -1,0 +1,16 @@
+"""Arcee AFM: HF ``ArceeForCausalLM``: Llama with an MLP of squared ReLUs, without a gate."""
+
+from mca_models.templates.common import dense_layers
+from mca_models.templates.config_table import NO_ATTENTION_BIAS, NO_MLP_BIAS, ConfigTable, Fixed, dense_fields
+from mca_models.templates.family import Family
+
+RELU2 = Fixed("hidden_act", ("relu2",), "this family's MLP")
+CONSTANTS = {"hidden_act": "relu2", "gated_linear_unit": False}
+
+CONFIG = ConfigTable(
+    fields=dense_fields(eps=1e-5),
+    constants=CONSTANTS,
+    fixed=(RELU2, NO_ATTENTION_BIAS, NO_MLP_BIAS),
+)
+
+FAMILY = Family(model_type="arcee", architecture="ArceeForCausalLM", config=CONFIG, params=dense_layers)
