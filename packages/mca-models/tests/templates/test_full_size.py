@@ -60,6 +60,16 @@ def test_parameters_are_as_many_as_published(name: str) -> None:
     assert sum(map(prod, shapes.values())) / 1e9 == pytest.approx(PUBLISHED[name], abs=0.05)
 
 
+SIZES: dict[str, Any] = json.loads((CONFIGS.parent / "published.json").read_text())
+
+
+@pytest.mark.parametrize("name", list(SIZES))
+def test_written_down_sizes_have_as_many_parameters_as_published(name: str) -> None:
+    config = config_from_hf(SIZES[name]["config"])
+    shapes = family_of(config.model_type).hf_shapes(config)
+    assert sum(map(prod, shapes.values())) / 1e9 == pytest.approx(SIZES[name]["billions"], rel=0.002)
+
+
 @pytest.mark.parametrize(("name", "billions"), [("deepseek-v3", 11.5), ("glm-4.5", 3.9)])
 def test_prediction_layers_have_one_more_decoder_layer(name: str, billions: float) -> None:
     config = config_from_hf(read(name))
