@@ -36,13 +36,15 @@ DENSE_LAYOUTS = (*COMMON, "tp2cp2sp", "pp2vpp2")
 SPARSE_LAYOUTS = (*(layout for layout in COMMON if layout != "tp2"), "ep2", "tp2ep2etp1", "cp2ep2pp2")
 STACKED = ("qwen3_vl", "qwen3_vl_moe")
 """Their features enter after each of the first two layers, so a first stage of one is refused."""
+ALWAYS = (("qwen2_vl", "pp2vpp2"), ("qwen3_5_moe", "tp2ep2etp1"))
 STEPS, RATE, CLIP = 3, 1e-3, 0.05
 GRID = [
     (case, layout)
     for cases, layouts in ((DENSE, DENSE_LAYOUTS), (SPARSE, SPARSE_LAYOUTS))
     for row, case in enumerate(cases)
     for column, layout in enumerate(layouts)
-    if (EVERY or (row + column) % 5 == 0) and not (case in STACKED and "vpp2" in layout)
+    if (EVERY or (row + column) % 7 == 0 or (case, layout) in ALWAYS)
+    and not (case in STACKED and "vpp2" in layout)
 ]
 
 
