@@ -15,7 +15,7 @@ from plan_cases import CASES, MODELS, SAMPLE, values_of
 
 pytestmark = pytest.mark.ranks
 
-WITHIN = 0.10
+WITHIN, OF_SAMPLE = 0.10, 0.05
 CHOSEN = tuple(CASES) if os.environ.get("MCA_DRY_RUNS") else SAMPLE
 
 
@@ -64,4 +64,4 @@ def test_the_plan_of_a_stage_is_what_the_engine_allocates(name: str, folder: Pat
     stages = CASES[name][3].get("pipeline_model_parallel_size", 1)
     for stage in range(stages) if os.environ.get("MCA_DRY_RUNS") else (stages - 1,):
         ((real, planned),) = run_ranks(1, plan_and_dry_run, name, model, stage, process_group=False)
-        assert planned[stage] == pytest.approx(real, rel=WITHIN), (name, stage)
+        assert planned[stage] == pytest.approx(real, rel=OF_SAMPLE if name in SAMPLE else WITHIN), name
