@@ -1,5 +1,6 @@
 """What TRL's trainers and ``mca-train`` are told, so that both run the same training."""
 
+import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,7 @@ class Kind:
         both: Keys of both.
         rows: The file.
         metrics: What both log beside loss and norm.
+        model: The directory it begins with.
     """
 
     task: str
@@ -59,6 +61,7 @@ class Kind:
     settings: dict[str, Any] = field(default_factory=dict)
     both: dict[str, Any] = field(default_factory=dict)
     metrics: tuple[str, ...] = ()
+    model: str = "model"
 
 
 def _pairs(loss: str, *, trainer: str = "DPO", both: dict[str, Any] | None = None, **settings: Any) -> Kind:
@@ -79,6 +82,18 @@ def _and(kind: Kind, **values: Any) -> Kind:
     return Kind(**(vars(kind) | {"values": kind.values | values}))
 
 
+def _classified(problem: str, column: str, values: dict[str, Any], model: str) -> Kind:
+    return Kind(
+        task="classify",
+        trainer="",
+        rows="classify",
+        values={"problem_type": problem, "label_column": column} | values,
+        settings={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+        model=model,
+    )
+
+
+LABELS = ["bad", "fair", "good"]
 ONE_BY_ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
 """TRL takes the mean of this cross entropy over the tokens of a micro-batch, which is to be one pair then."""
 
@@ -95,6 +110,17 @@ KINDS = {
         _pairs("sigmoid", both=ONE_BY_ONE, loss_type=["sigmoid", "sft"], loss_weights=[1.0, ALPHA]),
         rpo_alpha=ALPHA,
     ),
+    "reward": Kind(
+        task="reward",
+        trainer="Reward",
+        rows="reward",
+        both={"center_rewards_coefficient": 0.2},
+        metrics=("accuracy", "margin", "mean_reward"),
+        model="score",
+    ),
+    "classes": _classified("single_label_classification", "label", {"labels": LABELS}, "scores"),
+    "several": _classified("multi_label_classification", "tags", {"labels": LABELS}, "scores"),
+    "number": _classified("regression", "number", {}, "score"),
     "precomputed": _and(_pairs("ipo", precompute_ref_log_probs=True), precompute_ref_log_probs=True),
 }
 
@@ -112,22 +138,54 @@ def with_trl(folder: Path, kinds: list[str]) -> dict[str, Logged]:
 def trl_trained(folder: Path, name: str) -> Logged:
     import datasets
     import trl
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
     from trl.experimental import cpo
 
     kind = KINDS[name]
+    if kind.task == "classify":
+        return classified(folder, kind, name)
     library = cpo if kind.trainer == "CPO" else trl
     rows = datasets.Dataset.from_json(str(folder / f"{kind.rows}.jsonl"), cache_dir=str(folder / "cache"))
     common = RUN | kind.both | kind.settings | {"output_dir": str(folder / f"trl-{name}"), "max_length": 512}
     common |= {"bf16": False, "gradient_checkpointing": False}  # on, unless said
     trainer = getattr(library, f"{kind.trainer}Trainer")(
         args=getattr(library, f"{kind.trainer}Config")(**common),
-        model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype="float32"),
+        model=(
+            AutoModelForCausalLM if kind.model == "model" else AutoModelForSequenceClassification
+        ).from_pretrained(folder / kind.model, dtype="float32"),
         train_dataset=rows,
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
     )
     trainer.train()
     return {key: history(trainer, key) for key in ("loss", "grad_norm", *kind.metrics)}
+
+
+def classified(folder: Path, kind: Kind, name: str) -> Logged:
+    """What transformers' own Trainer logs."""
+    import torch
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        DataCollatorWithPadding,
+        Trainer,
+        TrainingArguments,
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    problem, column = kind.values["problem_type"], kind.values["label_column"]
+    made: dict[str, Any] = {
+        "single_label_classification": LABELS.index,
+        "multi_label_classification": lambda tags: [float(label in tags) for label in LABELS],
+        "regression": float,
+    }
+    rows = [json.loads(line) for line in (folder / "classify.jsonl").read_text().splitlines()]
+    samples = [{**tokenizer(row["text"]), "label": made[problem](row[column])} for row in rows]
+    model = AutoModelForSequenceClassification.from_pretrained(folder / kind.model, dtype=torch.float32)
+    model.config.problem_type = problem
+    args = TrainingArguments(**(RUN | kind.settings | {"output_dir": str(folder / f"hf-{name}")}))
+    trainer = Trainer(model, args, DataCollatorWithPadding(tokenizer), samples)
+    trainer.train()
+    return {key: history(trainer, key) for key in ("loss", "grad_norm")}
 
 
 def mca_trained(folder: Path, name: str, layout: str, sizes: dict[str, Any]) -> Logged:
@@ -147,7 +205,8 @@ def mca_trained(folder: Path, name: str, layout: str, sizes: dict[str, Any]) -> 
         RUN
         | kind.both
         | {
-            "model_name_or_path": str(folder / "model"),
+            "model_name_or_path": str(folder / kind.model),
+            "tokenizer_name_or_path": str(folder / "model"),
             "train_file": str(folder / f"{kind.rows}.jsonl"),
             "output_dir": str(folder / f"{name}-{layout}"),
             "seq_length": 512,

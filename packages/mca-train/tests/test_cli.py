@@ -410,7 +410,29 @@ def test_wrong_keys_and_wrong_values_are_told_together(run, capsys):
         assert error.count(words) == 1, words
 
 
-@pytest.mark.parametrize("kind", ["pretrain", "sft", "dpo"])
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "dpo", "reward", "classify"])
 def test_a_plan_knows_the_kind_of_run(run, kind, capsys):
-    assert main(["plan", kind, run()]) == 0
+    changes = {"num_labels": 3} if kind == "classify" else {}
+    assert main(["plan", kind, run(**changes)]) == 0
     assert ("reference" in capsys.readouterr().out) == (kind == "dpo")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("reward", {"lora_rank": 4}, "lora_modules_to_save lacks score"),
+        ("reward", {"loss_chunk_size": 8}, "loss_chunk_size does nothing"),
+        ("reward", {"center_rewards_coefficient": -1.0}, "center_rewards_coefficient is -1.0; expected"),
+        ("classify", {}, "labels (or num_labels) is not set; single_label_classification needs at least 2"),
+        ("classify", {"labels": ["a", "a"]}, "labels are a, a; expected every name once"),
+        (
+            "classify",
+            {"num_labels": 2, "metric_for_best_model": "mean_absolute_error"},
+            "single_label_classification has accuracy",
+        ),
+    ],
+)
+def test_what_scores_cannot_be_trained_with(run, kind, changes, message, capsys):
+    assert main(["plan", kind, run(**changes)]) == 2
+    told = capsys.readouterr()
+    assert message in told.out + told.err

@@ -11,16 +11,28 @@ if TYPE_CHECKING:
     from mca_train.data.token_dataset import TokenDataset
     from mca_train.losses.preference import PreferenceLoss
     from mca_train.trainer.dpo import DpoTrainer
+    from mca_train.trainer.scores import ClassificationTrainer, RewardTrainer
     from mca_train.trainer.trainer import McaTrainer
 
-__all__ = ["DpoTrainer", "McaTrainer", "MicroBatch", "PairDataset", "PreferenceLoss", "TokenDataset"]
+__all__ = [
+    "ClassificationTrainer",
+    "DpoTrainer",
+    "McaTrainer",
+    "MicroBatch",
+    "PairDataset",
+    "PreferenceLoss",
+    "RewardTrainer",
+    "TokenDataset",
+]
 
 _HOME = {
+    "ClassificationTrainer": "trainer.scores",
     "DpoTrainer": "trainer.dpo",
     "McaTrainer": "trainer.trainer",
     "MicroBatch": "batching.micro_batch",
     "PairDataset": "data.preferences",
     "PreferenceLoss": "losses.preference",
+    "RewardTrainer": "trainer.scores",
     "TokenDataset": "data.token_dataset",
 }
 

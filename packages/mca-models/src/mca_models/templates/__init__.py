@@ -170,6 +170,6 @@ def config_to_hf(config: McaModelConfig) -> HfConfig:
     if config.num_labels is None:
         return family.config.to_hf(config, family.architecture)
     before = family.config.to_mca(config.hf_config) if config.hf_config else config
-    said = {name: getattr(before, name) for name in ("tie_word_embeddings", "mtp_num_layers")}
+    said = {name: getattr(before, name) for name in ("tie_word_embeddings", "mtp_num_layers", "pad_token_id")}
     plain = replace(config, head="causal_lm", num_labels=None, **said)
     return head_to_hf(config, family.config.to_hf(plain, family.architecture))

@@ -52,11 +52,13 @@ class Head:
         labels: Names of the scores.
         problem_type: As in ``config.json``: ``regression``, ``single_label_classification``,
             ``multi_label_classification``; None: it is left open.
+        pad_token_id: What ``config.json`` shall say, by which transformers finds the last token; None: as it is.
     """
 
     kind: HeadKind
     labels: tuple[str, ...]
     problem_type: str | None = None
+    pad_token_id: int | None = None
 
 
 def class_name(model_type: str, kind: HeadKind) -> str:
@@ -86,7 +88,8 @@ def with_head(config: McaModelConfig, head: Head) -> McaModelConfig:
             f"the model has a head for {config.head} with {config.num_labels} labels, the run is of {head.kind} with "
             f"{len(head.labels)}; name a model that fits"
         )
-    told = {"problem_type": head.problem_type} if head.problem_type else {}
+    told = {"problem_type": head.problem_type, "pad_token_id": head.pad_token_id}
+    told = {key: value for key, value in told.items() if value is not None}
     extra = {key: value for key, value in config.extra.items() if key != "hf_duplicates"}
     return replace(
         config,

@@ -104,6 +104,25 @@ class PairArguments(DataArguments):
 
 
 @dataclass(kw_only=True)
+class RewardArguments(PairArguments):
+    """The same of a reward model."""
+
+    margin_column: str = field(
+        default="margin",
+        metadata={"help": "Column with how much better the better answer is; may be missing."},
+    )
+
+
+@dataclass(kw_only=True)
+class ClassifyArguments(DataArguments):
+    """The same of texts with labels."""
+
+    label_column: str = field(
+        default="label", metadata={"help": "Column with the class, the labels, or the number(s)."}
+    )
+
+
+@dataclass(kw_only=True)
 class LaunchArguments:
     """How many ranks ``mca-train`` starts on this machine. Ignored under torchrun."""
 
@@ -161,12 +180,12 @@ class LoraArguments:
         """Whether an adapter is trained."""
         return self.lora_rank is not None or self.adapter_name_or_path is not None
 
-    def config(self) -> JsonObject:
-        """As the contents of an ``adapter_config.json``."""
+    def config(self, task_type: str = "CAUSAL_LM") -> JsonObject:
+        """As the contents of an ``adapter_config.json``; ``task_type`` is PEFT's name of the model's kind."""
         targets = self.lora_target_modules
         document: JsonObject = {
             "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
+            "task_type": task_type,
             "r": self.lora_rank,
             "lora_alpha": self.lora_alpha,
             "lora_dropout": self.lora_dropout,

@@ -28,6 +28,8 @@ Encoded = tuple[list[int], list[bool]]
 """The tokens of a sequence, and which of them are targets."""
 RowEncoder = Callable[[Values], Sequence[Encoded]]
 """From a row to its sequences: one, or more where they are compared with one another."""
+RowNumbers = Callable[[Values], list[float]]
+"""From a row to the numbers that all of its sequences carry, such as its class."""
 BlockTokenizer = Callable[[Sequence[Values], Sequence[str]], list[list[int]]]
 """From rows and their places to the tokens of each text."""
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
-from mca_train.data.encoding import RowEncoder, block_tokenizer, warn_truncated
+from mca_train.data.encoding import RowEncoder, RowNumbers, block_tokenizer, warn_truncated
 from mca_train.data.token_dataset import TokenDataset
 
 if TYPE_CHECKING:
@@ -67,7 +67,12 @@ def _flatten(tokenized: "datasets.Dataset") -> NDArray[np.int32]:
 
 
 def answer_sequences(
-    rows: "datasets.Dataset", encode: RowEncoder, arguments: DataArguments, key: str, wanted: str
+    rows: "datasets.Dataset",
+    encode: RowEncoder,
+    arguments: DataArguments,
+    key: str,
+    wanted: str,
+    numbers: RowNumbers | None = None,
 ) -> TokenDataset:
     """The sequences of each row, one after another. Rows of which one has no target left are dropped and counted.
 
@@ -77,6 +82,7 @@ def answer_sequences(
         arguments: Lengths.
         key: The argument that named the files, for errors.
         wanted: What those rows lack, for the warning.
+        numbers: From a row to the numbers of its sequences; None: it has none.
 
     Raises:
         McaError: A row is of another form, or none is left.
@@ -85,13 +91,14 @@ def answer_sequences(
 
     def tokenize(row: Values, index: int) -> JsonObject:
         try:
-            encoded = encode(row)
+            encoded, said = encode(row), [] if numbers is None else numbers(row)
         except McaError as error:
             raise McaError(f"{key}, row {index}: {error}") from error
         return {
             "input_ids": [tokens[:length] for tokens, _ in encoded],
             "is_target": [targets[:length] for _, targets in encoded],
             "is_cut": any(len(tokens) > length for tokens, _ in encoded),
+            "numbers": [float(number) for number in said],
         }
 
     tokenized = rows.map(
@@ -102,17 +109,20 @@ def answer_sequences(
         keep_in_memory=True,
     )
     warn_truncated(tokenized["is_cut"], length, key)
-    columns = zip(tokenized["input_ids"], tokenized["is_target"], strict=True)
+    columns = zip(tokenized["input_ids"], tokenized["is_target"], tokenized["numbers"], strict=True)
     kept = [
-        list(zip(tokens, targets, strict=True))
-        for tokens, targets in columns
+        (list(zip(tokens, targets, strict=True)), said)
+        for tokens, targets, said in columns
         if all(any(side[1:]) for side in targets)
     ]
     if not kept:
         raise McaError(f"{key}: no row has {wanted} within seq_length {length}")
     if lacking := len(tokenized) - len(kept):
         logger.warning("%s", told_of_lacking(key, lacking, len(tokenized), wanted, length))
-    return TokenDataset.from_samples(sequence for row in kept for sequence in row)
+    made = TokenDataset.from_samples(sequence for row, _ in kept for sequence in row)
+    if numbers is not None:
+        made.values = np.array([said for row, said in kept for _ in row], np.float64)
+    return made
 
 
 def told_of_lacking(key: str, lacking: int, total: int, wanted: str, length: int) -> str:

@@ -12,12 +12,13 @@ import torch
 from torch.utils.data import IterableDataset
 
 from mca_config.errors import McaError
+from mca_config.types import Values
 from mca_train.config.arguments import DataArguments
 from mca_train.data.answered import AnsweredRows, SampleMaker
-from mca_train.data.encoding import BlockTokenizer, Encoded, RowEncoder
+from mca_train.data.encoding import BlockTokenizer, Encoded, RowEncoder, RowNumbers
 from mca_train.data.file_rows import FileRows, Row
 from mca_train.data.files import check_file, column_names, joined, named, require_column, require_shallow
-from mca_train.data.token_dataset import IGNORED, Sample
+from mca_train.data.token_dataset import IGNORED, VALUES, Sample
 
 if TYPE_CHECKING:
     import datasets
@@ -39,6 +40,7 @@ class AnswerStream(IterableDataset[Sample]):
         key: The argument that named the files, for errors.
         wanted: What a row without a target lacks.
         sides: Names of the sequences, which a sample's tensors begin with; none: there is one.
+        numbers: From a row to the numbers of its sequences; None: it has none.
     """
 
     def __init__(
@@ -51,9 +53,18 @@ class AnswerStream(IterableDataset[Sample]):
         *,
         wanted: str,
         sides: Sequence[str] = (),
+        numbers: RowNumbers | None = None,
     ) -> None:
         prefixes = [f"{side}_" for side in sides] or [""]
-        self.make = SampleMaker(lambda row: _sample(encode(row), prefixes, length), key)
+
+        def make(row: Values) -> Sample:
+            sample = _sample(encode(row), prefixes, length)
+            if numbers is not None:
+                said = torch.tensor(numbers(row), dtype=torch.float64)
+                sample |= {prefix + VALUES: said for prefix in prefixes}
+            return sample
+
+        self.make = SampleMaker(make, key)
         told = f"{key}: rows do not have {wanted} within seq_length {length}"
         self.rows = AnsweredRows(rows, self.make, is_sure, told)
 

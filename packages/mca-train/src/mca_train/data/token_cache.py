@@ -1,6 +1,6 @@
 """Tokenized samples are kept on disk, by the content of the files and the settings that made them.
 
-    <cache>/<key>/tokens.npy, offsets.npy, is_target.npy    mapped into memory, so ranks and runs share the pages
+    <cache>/<key>/tokens.npy, offsets.npy, ...              mapped into memory, so ranks and runs share the pages
                   told.json                                 what was said of the rows when they were made
     <cache>/<key>.lock                                      held by whoever makes them; others wait and then read
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 Made = TokenDataset | PairDataset
 _VERSION = 1  # of what samples are made of; raised whenever the same rows make others
-_ARRAYS = ("tokens", "offsets", "is_target")
+_ARRAYS = ("tokens", "offsets", "is_target", "values")
 _PIECE = 1 << 20
 _NOT_OF_SAMPLES = {
     *(
@@ -151,7 +151,9 @@ def _read(place: Path) -> Made | None:
     try:
         said = json.loads((place / "told.json").read_text())
         arrays = {name: np.load(place / f"{name}.npy", mmap_mode="r") for name in said["arrays"]}
-        sequences = TokenDataset(arrays["tokens"], arrays["offsets"], arrays.get("is_target"))
+        sequences = TokenDataset(
+            arrays["tokens"], arrays["offsets"], arrays.get("is_target"), arrays.get("values")
+        )
         if int(sequences.offsets[-1]) != len(sequences.tokens):
             return None
     except (OSError, ValueError, KeyError, IndexError):

@@ -34,6 +34,7 @@ class TokenDataset(Dataset[Sample]):
         tokens: All samples one after another.
         offsets: Where each sample begins, and the end of the last: ``[num_samples + 1]``.
         is_target: Which of ``tokens`` count; None: all.
+        values: Numbers of each sample, ``[num_samples, numbers]``; None: there are none.
     """
 
     def __init__(
@@ -41,10 +42,12 @@ class TokenDataset(Dataset[Sample]):
         tokens: NDArray[np.int32],
         offsets: NDArray[np.int64],
         is_target: NDArray[np.bool_] | None = None,
+        values: NDArray[np.float64] | None = None,
     ) -> None:
         self.tokens = tokens
         self.offsets = offsets
         self.is_target = is_target
+        self.values = values
 
     @classmethod
     def from_samples(cls, samples: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> "TokenDataset":
@@ -81,7 +84,8 @@ class TokenDataset(Dataset[Sample]):
         labels = ids.clone()
         if self.is_target is not None:
             labels[torch.from_numpy(~self.is_target[start:end])] = IGNORED
-        return {"input_ids": ids, "labels": labels}
+        numbers = {} if self.values is None else {VALUES: torch.from_numpy(self.values[index].copy())}
+        return {"input_ids": ids, "labels": labels, **numbers}
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
         return [self[index] for index in indices]

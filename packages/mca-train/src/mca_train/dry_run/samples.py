@@ -7,6 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from mca_train.data.token_dataset import VALUES
+
 
 class LongestSamples(Dataset[dict[str, torch.Tensor]]):
     """Samples of ``length`` tokens, all of which count.
@@ -15,10 +17,11 @@ class LongestSamples(Dataset[dict[str, torch.Tensor]]):
         count: Samples.
         length: Tokens of each of their sequences.
         sides: Names of the sequences of a sample, as of a task; none: it is one sequence.
+        numbers: That each sequence carries.
     """
 
-    def __init__(self, count: int, length: int, sides: Sequence[str] = ()) -> None:
-        self._count, self._length = count, length
+    def __init__(self, count: int, length: int, sides: Sequence[str] = (), numbers: int = 1) -> None:
+        self._count, self._length, self._numbers = count, length, numbers
         self._prefixes = [f"{side}_" for side in sides] or [""]
 
     def __len__(self) -> int:
@@ -32,4 +35,6 @@ class LongestSamples(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.ones(self._length, dtype=torch.int64)
-        return {f"{prefix}{name}": ids for prefix in self._prefixes for name in ("input_ids", "labels")}
+        zeros = torch.zeros(self._numbers, dtype=torch.float64)
+        made = {"input_ids": ids, "labels": ids, VALUES: zeros}
+        return {f"{prefix}{name}": value for prefix in self._prefixes for name, value in made.items()}

@@ -157,7 +157,7 @@ def build(
     options: TrainerOptions = {
         "model": model,
         "args": args,
-        "train_dataset": LongestSamples(samples, length, task.sides),
+        "train_dataset": LongestSamples(samples, length, task.sides, config.num_labels or 1),
         "pack_length": length * task.sequences_per_sample,
     }
     with modes.entered(STEP):

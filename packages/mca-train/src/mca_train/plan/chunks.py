@@ -141,8 +141,8 @@ def _block(kept: float, block: list[Bytes]) -> Bytes:
 
 
 def _rows(model: Model) -> float:
-    """Rows of the vocabulary on this rank."""
-    return model.config.padded_vocab_size / model.sizes.layout.tp
+    """Rows of the output layer on this rank."""
+    return model.config.num_labels or model.config.padded_vocab_size / model.sizes.layout.tp
 
 
 def _ends(model: Model, chunk: PipelineChunk) -> Bytes:

@@ -122,7 +122,7 @@ class Speed:
     def _head(self) -> float:
         """The output layer and the loss, forward."""
         config, sizes = self.model.config, self.model.sizes
-        rows = config.padded_vocab_size / sizes.layout.tp
+        rows = config.num_labels or config.padded_vocab_size / sizes.layout.tp
         return self._products(2 * sizes.tokens * rows * config.hidden_size, half=True) + self._moved(
             sizes.tokens * rows * 12
         )

@@ -51,10 +51,19 @@ _LORA = """
 # lora_alpha: 32
 # lora_target_modules: all-linear
 """
+_SCORE = "# lora_modules_to_save: [score]         # the new head\n"
+_OWN = {
+    "sft": _PACKING,
+    "dpo": _PAIRS,
+    "reward": "# center_rewards_coefficient: 0.01      # keeps rewards around 0\n",
+    "classify": "labels: [negative, positive]            # or num_labels: 2; problem_type: regression, ...\n",
+}
 _ROWS = {
     "pretrain": "rows with `text`",
     "sft": "rows with `messages`, or `prompt` and `completion`",
     "dpo": "rows with `prompt`, `chosen` and `rejected`",
+    "reward": "rows with `prompt`, `chosen` and `rejected`, and perhaps `margin`",
+    "classify": "rows with `text` and `label`",
 }
 _RATES = {"pretrain": "3.0e-4", "sft": "1.0e-5", "dpo": "5.0e-7"}
 
@@ -68,7 +77,7 @@ def starter(task: Task, model: str, *, gpu: bool) -> str:
         gpu: Whether this machine has one; half precision is on where it does.
     """
     blocks = task.name == "pretrain"
-    own = {"sft": _PACKING, "dpo": _PAIRS}.get(task.name, "")
+    own = _OWN.get(task.name, "")
     values = {
         "kind": task.name,
         "model": model,
@@ -79,6 +88,6 @@ def starter(task: Task, model: str, *, gpu: bool) -> str:
         "bf16": "true" if gpu else "false",
         "bf16_text": "half precision" if gpu else "true on a GPU",
         "own": own,
-        "lora": "" if blocks else _LORA,
+        "lora": "" if blocks else _LORA + (_SCORE if task.name in ("reward", "classify") else ""),
     }
     return (_HEAD + _BODY).format(**values)

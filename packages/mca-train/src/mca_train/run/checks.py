@@ -103,7 +103,7 @@ def check(
     missing += _packages(settings)
     run = None
     try:
-        model = model_config(settings.data.model_name_or_path)
+        model = _with_head(task, settings, model_config(settings.data.model_name_or_path))
         layout = layout_of(settings.training, model)
         world_size = ranks(settings.launch, layout)
         run = Run(task=task, settings=settings, model=model, layout=layout, world_size=world_size)
@@ -117,6 +117,20 @@ def check(
         impossible=tuple(dict.fromkeys(impossible)),
         missing=tuple(dict.fromkeys(missing)),
     )
+
+
+def _with_head(task: Task, settings: Settings, model: McaModelConfig) -> McaModelConfig:
+    """``model`` as the kind trains it."""
+    from mca_models.templates.heads import with_head
+
+    if (head := task.head(settings)) is not None:
+        return with_head(model, head)
+    if model.num_labels is not None:
+        raise UsageError(
+            f"model_name_or_path: the model has a head for {model.head}, mca-train {task.name} trains language models; "
+            "use mca-train reward or classify, or name another model"
+        )
+    return model
 
 
 def _metric(task: Task, settings: Settings) -> Iterator[str]:

@@ -5,19 +5,21 @@ What a kind is made of stands in its own file.
 
 from collections.abc import Iterable
 
+from mca_train.tasks.classify import Classify
 from mca_train.tasks.dpo import Dpo
 from mca_train.tasks.pretrain import Pretrain
+from mca_train.tasks.reward import Reward
 from mca_train.tasks.sft import Sft
 from mca_train.tasks.task import Task
 
-TASKS: dict[str, Task] = {task.name: task for task in (Pretrain(), Sft(), Dpo())}
+TASKS: dict[str, Task] = {task.name: task for task in (Pretrain(), Sft(), Dpo(), Reward(), Classify())}
 
 
 def keys_of_others(task: Task) -> dict[str, str]:
     """What to say of the keys that ``task`` does not understand and another kind does."""
     return {
         key: f"for mca-train {other.name}, not {task.name}; remove the key"
-        for other in TASKS.values()
+        for other in reversed(TASKS.values())  # the first that knows a key is named
         for key in other.own_keys - task.own_keys
     }
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mca_models import VirtualModels
+    from mca_models.templates.heads import Head
     from mca_train.config.run_config import Settings
-    from mca_train.data.encoding import RowEncoder
+    from mca_train.data.encoding import RowEncoder, RowNumbers
     from mca_train.data.file_rows import FileRows, Row
     from mca_train.data.preferences import PairDataset
     from mca_train.data.token_dataset import Sample, TokenDataset
@@ -111,6 +112,10 @@ class Task(ABC):
         """The same, as Megatron's configuration of the model tells."""
         yield from ()
 
+    def head(self, settings: "Settings") -> "Head | None":
+        """What the model scores; None: it is a language model."""
+        return None
+
     def reference(self, settings: "Settings") -> str | None:
         """The directory of a frozen model that stands beside the trained one; None: none does."""
         return None
@@ -151,6 +156,10 @@ class AnswerTask(Task):
     ) -> "Callable[[Row], bool]":
         """The function that tells of a row, without tokenizing it, that it has a target for sure."""
 
+    def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers | None":
+        """The function from a row to the numbers that its sequences carry, such as its class; None: there are none."""
+        return None
+
     def samples(
         self, rows: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
     ) -> "TokenDataset | PairDataset":
@@ -158,7 +167,8 @@ class AnswerTask(Task):
         from mca_train.data.samples import answer_sequences
 
         encode = self.encoder(rows.column_names, tokenizer, data, key)
-        return answer_sequences(rows, encode, data, key, self.wanted)
+        numbers = self.numbers(rows.column_names, data, key)
+        return answer_sequences(rows, encode, data, key, self.wanted, numbers)
 
     def stream(
         self,
@@ -173,4 +183,13 @@ class AnswerTask(Task):
 
         encode = self.encoder(names, tokenizer, data, key)
         is_sure = self.surely_has_target(tokenizer, data)
-        return AnswerStream(rows, encode, is_sure, data.seq_length, key, wanted=self.wanted, sides=self.sides)
+        return AnswerStream(
+            rows,
+            encode,
+            is_sure,
+            data.seq_length,
+            key,
+            wanted=self.wanted,
+            sides=self.sides,
+            numbers=self.numbers(names, data, key),
+        )

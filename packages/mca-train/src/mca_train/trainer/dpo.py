@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Unpack
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers.trainer_utils import TrainOutput
 
 from mca_config.errors import McaError
 from mca_train import groups
@@ -78,8 +79,7 @@ class DpoTrainer(McaTrainer):
             raise McaError(
                 f"precompute_ref_log_probs: dpo_loss {self.preference.kind} has no reference; remove it"
             )
-        if self._keeps and self._reference is not None:
-            self._keep_log_probs(self._reference, str((reference or self.model).source))
+        self._source = str((reference or self.model).source)
 
     def _new_reference(self, given: "VirtualModels | None") -> Reference:
         chunk = self.args.loss_chunk_size
@@ -92,8 +92,28 @@ class DpoTrainer(McaTrainer):
             require_reference(self.model, self.args, f"dpo_loss {self.preference.kind}")
         return Reference(self.model, chunk, without_adapter=adapted)
 
-    def _keep_log_probs(self, reference: Reference, name: str) -> None:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: object = None, **others: object
+    ) -> TrainOutput:
+        """See `McaTrainer`; with ``precompute_ref_log_probs`` the reference is run first."""
+        self._keep_log_probs()
+        return super().train(resume_from_checkpoint, trial, **others)
+
+    def evaluate(
+        self,
+        eval_dataset: Samples | dict[str, Samples] | str | None = None,
+        ignore_keys: object = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """See `McaTrainer`; the same."""
+        self._keep_log_probs()
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def _keep_log_probs(self) -> None:
         """Those of all datasets: computed, or as an earlier part of this run has kept them."""
+        reference, name = self._reference, self._source
+        if reference is None or not self._keeps:
+            return
 
         def kept(dataset: SampleSource, part: str) -> Samples | None:
             return None if dataset is None else self._with_log_probs(reference, dataset, part, name)
@@ -128,7 +148,7 @@ class DpoTrainer(McaTrainer):
 
     def before_forward(self, batch: StepBatch) -> None:
         """Log-probabilities of the reference for the batch."""
-        if self._reference is not None:
+        if self._reference is not None and not self._keeps:
             self._found = deque(sums for sums, _ in self._reference.log_probs(batch))
 
     def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from mca_config.errors import McaError
 from mca_config.training import TrainingArguments
 from mca_config.types import JsonObject, Typed, Values
 from mca_train.trainer.parts import TrainerParts
+from mca_train.types import VirtualModels
 
 T = TypeVar("T")
 
@@ -32,6 +33,19 @@ def require_mca(model: object, args: object) -> None:
     if not hasattr(args, "layout"):
         raise McaError(
             f"args is a {type(args).__module__}.{type(args).__name__}; expected mca_config.TrainingArguments"
+        )
+
+
+def require_vocabulary(model: VirtualModels, *, wants_logits: bool) -> None:
+    """Refuses a model that scores sequences or tokens where the loss is a cross entropy of tokens.
+
+    Raises:
+        McaError: It is one.
+    """
+    if model.config.num_labels is not None and not wants_logits:
+        raise McaError(
+            f"the model has a head for {model.config.head}, not the vocabulary's; train it with RewardTrainer, "
+            "ClassificationTrainer or a trainer of your own that sets wants_logits"
         )
 
 

@@ -47,7 +47,13 @@ from mca_train.metrics.log_file import JsonlLog
 from mca_train.metrics.meter import LossMeter
 from mca_train.metrics.signals import ModelLosses, Signals
 from mca_train.trainer.evaluating import WithEvaluation
-from mca_train.trainer.hf_shims import ModelView, WithoutAccelerator, require_mca, restore_counters
+from mca_train.trainer.hf_shims import (
+    ModelView,
+    WithoutAccelerator,
+    require_mca,
+    require_vocabulary,
+    restore_counters,
+)
 from mca_train.trainer.loading import log_plan
 from mca_train.trainer.monitor import Watch
 from mca_train.trainer.parts import Training
@@ -106,6 +112,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
     ) -> None:
         require_mca(model, args)
         require_honoured(args, others)
+        require_vocabulary(model, wants_logits=self.wants_logits)
         for problem in schedule_problems(args):
             raise McaError(problem)
         require_steps(train_dataset, args.max_steps)

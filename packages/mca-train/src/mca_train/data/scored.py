@@ -1,0 +1,126 @@
+"""Rows whose whole text is scored: pairs for rewards, and texts with a class, labels or numbers.
+
+Every token of a sequence is read, none is a target of its own. Hugging Face's models score the last token that is not
+padding, so what follows it, such as an end of text that is also the padding, is left out.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from mca_config.errors import McaError, UsageError
+from mca_config.types import Typed, Values
+from mca_train.config.arguments import ClassifyArguments, RewardArguments
+from mca_train.data.chat import tokenize_chat
+from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, check_messages, require_text
+from mca_train.data.long_texts import head_encoding
+from mca_train.data.preferences import pair_encoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def padding_of(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """The token that a model's ``pad_token_id`` is to name: the tokenizer's, or the end of a text."""
+    found: int | None = tokenizer.pad_token_id
+    return tokenizer.eos_token_id if found is None else found
+
+
+def _read(tokens: Sequence[int], padding: int | None) -> Encoded:
+    end = len(tokens)
+    while end > 1 and tokens[end - 1] == padding:
+        end -= 1
+    return list(tokens[:end]), [True] * end
+
+
+def scored_pair_encoder(
+    names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: RewardArguments, key: str
+) -> RowEncoder:
+    """The encoder of rows with a chosen and a rejected text or conversation; a prompt may be apart."""
+    encode, padding = pair_encoder(names, tokenizer, arguments, key), padding_of(tokenizer)
+
+    def encoder(row: Values) -> list[Encoded]:
+        whole = isinstance(row[arguments.chosen_column], str) and row.get(arguments.prompt_column) is None
+        prompted = {**row, arguments.prompt_column: ""} if whole else row
+        return [_read(tokens, padding) for tokens, _ in encode(prompted)]
+
+    return encoder
+
+
+def margins(names: Sequence[str], arguments: RewardArguments) -> RowNumbers | None:
+    """By how much the chosen one is better, if the rows say so."""
+    column = arguments.margin_column
+    return (lambda row: [_number(row[column], column)]) if column in names else None
+
+
+def text_encoder(
+    names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: ClassifyArguments, key: str
+) -> RowEncoder:
+    """The encoder of rows with a text, or with a conversation."""
+    padding, length = padding_of(tokenizer), arguments.seq_length
+    messages, text = arguments.messages_column, arguments.text_column
+    if messages in names:
+        return lambda row: [
+            _read(tokenize_chat(tokenizer, check_messages(row[messages]), length=length)[0], padding)
+        ]
+    if text not in names:
+        raise UsageError(
+            f"{key}: no column '{text}' or '{messages}' (columns: {', '.join(names)}); set text_column"
+        )
+    return lambda row: [
+        _read(head_encoding(tokenizer, require_text(row[text], text), length)["input_ids"], padding)
+    ]
+
+
+def targets(
+    names: Sequence[str], arguments: ClassifyArguments, labels: Sequence[str], kind: str, key: str
+) -> RowNumbers:
+    """A row's class, its labels as 0 or 1, or its numbers.
+
+    Args:
+        names: Of the columns.
+        arguments: Which of them it is.
+        labels: Their names.
+        kind: The ``problem_type``.
+        key: The argument that named the files, for errors.
+    """
+    column = arguments.label_column
+    if column not in names:
+        raise UsageError(f"{key}: no column '{column}' (columns: {', '.join(names)}); set label_column")
+    makers: dict[str, Callable[[Typed], list[float]]] = {
+        "single_label_classification": lambda value: [float(_class(value, labels, column))],
+        "multi_label_classification": lambda value: _several(value, labels, column),
+        "regression": lambda value: _numbers(value, len(labels), column),
+    }
+    make = makers[kind]
+    return lambda row: make(row[column])
+
+
+def _class(value: Typed, labels: Sequence[str], column: str) -> int:
+    if isinstance(value, str) and value in labels:
+        return labels.index(value)
+    if isinstance(value, int) and 0 <= value < len(labels):
+        return int(value)
+    raise McaError(f"{column} is {value!r:.80}; expected one of {', '.join(labels)}, or its number from 0")
+
+
+def _several(value: Typed, labels: Sequence[str], column: str) -> list[float]:
+    if isinstance(value, list) and all(isinstance(name, str) and name in labels for name in value):
+        return [float(name in value) for name in labels]
+    if isinstance(value, list) and len(value) == len(labels) and all(item in (0, 1) for item in value):
+        return [float(item) for item in value]
+    raise McaError(
+        f"{column} is {value!r:.80}; expected a list of some of {', '.join(labels)}, or 0 or 1 for each of them"
+    )
+
+
+def _numbers(value: Typed, count: int, column: str) -> list[float]:
+    values = value if isinstance(value, list) else [value]
+    if len(values) != count:
+        raise McaError(f"{column} has {len(values)} numbers, expected {count} (num_labels)")
+    return [_number(item, column) for item in values]
+
+
+def _number(value: Typed, column: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise McaError(f"{column} is {value!r:.80}; expected a number")
+    return float(value)

@@ -1,0 +1,106 @@
+"""``mca-train classify`` trains on texts with a class, with labels, or with numbers (`losses.scores`)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, cast
+
+from mca_config.errors import McaError
+from mca_train.config.arguments import ClassifyArguments, DataArguments
+from mca_train.tasks.scores import ScoreTask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mca_models import VirtualModels
+    from mca_models.templates.heads import Head
+    from mca_train.config.run_config import Settings
+    from mca_train.data.encoding import RowEncoder, RowNumbers
+    from mca_train.trainer.parts import TrainerOptions
+    from mca_train.trainer.scores import ClassificationTrainer
+
+
+@dataclass(kw_only=True)
+class Labels(ClassifyArguments):
+    """Which labels there are."""
+
+    problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] = field(
+        default="single_label_classification",
+        metadata={"help": "One class of each text, any number of labels, or numbers."},
+    )
+    labels: list[str] = field(
+        default_factory=list, metadata={"help": "Names of the labels; none: LABEL_0, LABEL_1, ..."}
+    )
+    num_labels: int | None = field(
+        default=None, metadata={"help": "Their number, if they have no names; regression: 1."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.labels and self.num_labels not in (None, len(self.labels)):
+            raise McaError(f"num_labels is {self.num_labels} beside {len(self.labels)} labels; remove one")
+        if len(set(self.labels)) < len(self.labels):
+            raise McaError(f"labels are {', '.join(self.labels)}; expected every name once")
+        count = len(self.names)
+        least = 2 if self.problem_type == "single_label_classification" else 1
+        if count < least:
+            raise McaError(f"labels (or num_labels) is not set; {self.problem_type} needs at least {least}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all labels."""
+        count = self.num_labels or (1 if self.problem_type == "regression" else 0)
+        return tuple(self.labels) or tuple(f"LABEL_{number}" for number in range(count))
+
+
+class Classify(ScoreTask):
+    """A text with a class, with labels, or with numbers."""
+
+    name = "classify"
+    summary = "on texts with a class, labels or numbers: text (or messages) and label"
+    data_arguments = Labels
+    wanted = "two tokens"
+    signal_names = ("accuracy", "mean_absolute_error")
+
+    def encoder(
+        self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
+    ) -> "RowEncoder":
+        """See `AnswerTask`."""
+        from mca_train.data.scored import text_encoder
+
+        return text_encoder(names, tokenizer, cast("Labels", data), key)
+
+    def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers":
+        """See `AnswerTask`."""
+        from mca_train.data.scored import targets
+
+        own = cast("Labels", data)
+        return targets(names, own, own.names, own.problem_type, key)
+
+    def problems(self, settings: "Settings") -> Iterator[str]:
+        """Those of scores, and a metric that this problem does not have."""
+        from mca_train.losses.scores import METRICS
+
+        yield from super().problems(settings)
+        metric = (settings.training.metric_for_best_model or "").removeprefix("eval_")
+        kind = _own(settings).problem_type
+        if metric in self.signal_names and metric != METRICS[kind][0]:
+            yield f"metric_for_best_model is {metric!r}; {kind} has {METRICS[kind][0]}"
+
+    def head(self, settings: "Settings") -> "Head":
+        """A score for each label."""
+        from mca_models.templates.heads import Head
+
+        own = _own(settings)
+        return Head(kind="sequence_classification", labels=own.names, problem_type=own.problem_type)
+
+    def trainer(
+        self, settings: "Settings", reference: "VirtualModels | None", options: "TrainerOptions"
+    ) -> "ClassificationTrainer":
+        """See `Task`."""
+        from mca_train.trainer.scores import ClassificationTrainer
+
+        return ClassificationTrainer(problem_type=_own(settings).problem_type, **options)
+
+
+def _own(settings: "Settings") -> Labels:
+    return cast("Labels", settings.data)

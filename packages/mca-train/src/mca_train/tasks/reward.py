@@ -1,0 +1,89 @@
+"""``mca-train reward`` trains a reward model on preference pairs, by Bradley and Terry's loss (`losses.scores`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+from mca_config.errors import McaError
+from mca_train.config.arguments import DataArguments, RewardArguments
+from mca_train.tasks.scores import ScoreTask
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedTokenizerBase
+
+    from mca_models import VirtualModels
+    from mca_models.templates.heads import Head
+    from mca_train.config.run_config import Settings
+    from mca_train.data.encoding import RowEncoder, RowNumbers
+    from mca_train.data.preferences import PairDataset
+    from mca_train.data.token_dataset import TokenDataset
+    from mca_train.trainer.parts import TrainerOptions
+    from mca_train.trainer.scores import RewardTrainer
+
+
+@dataclass(kw_only=True)
+class RewardRunArguments:
+    """How ``mca-train reward`` compares answers."""
+
+    center_rewards_coefficient: float | None = field(
+        default=None,
+        metadata={
+            "help": "Weight of the squared sum of a pair's rewards, which keeps them around 0; None: 0."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.center_rewards_coefficient is not None and self.center_rewards_coefficient < 0:
+            raise McaError(
+                f"center_rewards_coefficient is {self.center_rewards_coefficient}; expected 0 or more"
+            )
+
+
+class Reward(ScoreTask):
+    """Two answers of which one is better; the model gives each a number."""
+
+    name = "reward"
+    summary = "a reward model on preferences: chosen and rejected, with prompt and margin or without"
+    data_arguments = RewardArguments
+    own_arguments = RewardRunArguments
+    sides = ("chosen", "rejected")
+    wanted = "two tokens in both answers"
+    signal_names = ("accuracy", "margin", "mean_reward")
+
+    def encoder(
+        self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
+    ) -> "RowEncoder":
+        """See `AnswerTask`."""
+        from mca_train.data.scored import scored_pair_encoder
+
+        return scored_pair_encoder(names, tokenizer, cast("RewardArguments", data), key)
+
+    def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers | None":
+        """See `AnswerTask`."""
+        from mca_train.data.scored import margins
+
+        return margins(names, cast("RewardArguments", data))
+
+    def samples(
+        self, rows: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
+    ) -> "PairDataset":
+        """See `AnswerTask`."""
+        from mca_train.data.preferences import PairDataset
+
+        return PairDataset(cast("TokenDataset", super().samples(rows, tokenizer, data, key)))
+
+    def head(self, settings: "Settings") -> "Head":
+        """One number."""
+        from mca_models.templates.heads import Head
+
+        return Head(kind="sequence_classification", labels=("LABEL_0",))
+
+    def trainer(
+        self, settings: "Settings", reference: "VirtualModels | None", options: "TrainerOptions"
+    ) -> "RewardTrainer":
+        """See `Task`."""
+        from mca_train.trainer.scores import RewardTrainer
+
+        own = cast("RewardRunArguments", settings.own)
+        return RewardTrainer(center_rewards_coefficient=own.center_rewards_coefficient, **options)
