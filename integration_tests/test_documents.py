@@ -97,6 +97,8 @@ def place(tmp_path_factory):
     _rows(folder / "data" / "alpaca.jsonl", [{"instruction": "say", "input": "", "output": t} for t in texts])
     pairs = [{"prompt": text, "chosen": text[:9], "rejected": text[9:20]} for text in texts]
     _rows(folder / "data" / "pairs.jsonl", pairs)
+    liked = [{"prompt": t, "completion": t[:9], "label": len(t) % 2 == 0} for t in texts]
+    _rows(folder / "data" / "liked.jsonl", liked)
     names = ("negative", "positive")
     _rows(folder / "data" / "classes.jsonl", [{"text": t, "label": names[len(t) % 2]} for t in texts])
     run = {

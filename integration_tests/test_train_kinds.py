@@ -107,6 +107,35 @@ def peft_takes(model: Path, adapter: Path) -> int:
     return sum(bool(p.abs().sum() > 0) for name, p in loaded.named_parameters() if "lora_" in name)
 
 
+def test_a_reward_adapter_with_its_head_resumed_and_taken_by_peft(folder):
+    import peft
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForSequenceClassification
+
+    run = LORA | {"lora_modules_to_save": ["score"], "sequence_packing": True, "save_hf_model": True}
+    run |= {"save_strategy": "steps", "save_steps": 2, "pipeline_model_parallel_size": 2}
+    run |= {"eval_file": str(folder / "rows.jsonl"), "metric_for_best_model": "accuracy"}
+    done = launched(folder, "reward", "reward", **run)
+    assert done.returncode == 0, done.stderr
+    straight = logs(folder / "reward", "loss")
+    assert straight[-1] < straight[0]
+    (accuracy,) = logs(folder / "reward", "eval_accuracy")
+    first = load_file(folder / "reward" / "hf" / "adapter_model.safetensors")
+    again = launched(
+        folder, "reward", "reward", **run, resume_from_checkpoint=str(folder / "reward" / "checkpoint-2")
+    )
+    assert again.returncode == 0, again.stderr
+    assert logs(folder / "reward", "loss") == straight
+    written = load_file(folder / "reward" / "hf" / "adapter_model.safetensors")
+    assert all(torch.equal(written[name], first[name]) for name in first)
+    base = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
+    loaded = peft.PeftModel.from_pretrained(base, folder / "reward" / "hf")
+    score = loaded.base_model.model.score.modules_to_save["default"].weight
+    assert torch.equal(score.detach(), written["base_model.model.score.weight"])
+    assert 0 <= accuracy <= 1
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [

@@ -11,7 +11,7 @@ from harness import prepare_parent, run_ranks
 from layouts import EVERY
 from loss_curves import SMALL
 from train_cases import quietly, tiny_checkpoint
-from trl_kinds import KINDS, LABELS, STEPS, Logged, mca_trained, with_trl
+from trl_kinds import KINDS, LABELS, STEPS, Logged, mca_trained, mca_trainer, with_trl
 
 pytestmark = pytest.mark.ranks
 
@@ -28,7 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 TRAINED = {
     "single": list(KINDS) if EVERY else [kind for kind in KINDS if kind not in ("ipo", "sigmoid_norm")],
     "tp2-pp2": list(KINDS) if EVERY else ["sft", "reward"],
-    "cp2-dp2": list(KINDS) if EVERY else ["precomputed", "classes"],
+    "cp2-dp2": list(KINDS) if EVERY else ["precomputed", "classes", "kto"],
 }
 
 
@@ -47,6 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_checkpoint(folder / "scores", None, Qwen3ForSequenceClassification, num_labels=3, **scored)
     prepare_parent()
     import mca_train.trainer.dpo
+    import mca_train.trainer.kto
     import mca_train.trainer.scores  # noqa: F401  (once, for all ranks)
 
     words = Path(json.__file__).read_text().split()
@@ -57,6 +58,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     better = [round(number % 5 / 3, 2) for number in range(ROWS)]
     write(
         folder / "reward.jsonl", {"prompt": prompts, "chosen": chosen, "rejected": rejected, "margin": better}
+    )
+    write(
+        folder / "kto.jsonl",
+        {"prompt": prompts, "completion": chosen, "label": [number % 4 != 2 for number in range(ROWS)]},
     )
     tags = [[label for place, label in enumerate(LABELS) if number >> place & 1] for number in range(ROWS)]
     labels = {"label": [LABELS[number % 3] for number in range(ROWS)], "tags": tags, "number": better}
@@ -134,3 +139,25 @@ def test_kept_log_probabilities_serve_the_run_that_goes_on(folder: Path, ours: A
     kept.write_bytes(kept.read_bytes()[:-40])
     with pytest.raises(AssertionError, match="were kept"):
         run_ranks(1, again_without_reference, folder)
+
+
+def evaluated(folder: Path) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """The evaluation of each kind of all rows, padded and packed; of kto at once, as its kl is measured so."""
+
+    def of(kind: str, **sizes: Any) -> dict[str, float]:
+        trainer = mca_trainer(folder, kind, "evaluated", sizes)
+        found: dict[str, float] = trainer.evaluate(trainer.train_dataset)
+        return {key: value for key, value in found.items() if not key.endswith(("runtime", "second"))}
+
+    return [
+        (
+            of(kind, per_device_eval_batch_size=ROWS),
+            of(kind, sequence_packing=True, per_device_eval_batch_size=6),
+        )
+        for kind in ("reward", "several", "number", "kto")
+    ]
+
+
+def test_packing_changes_no_score(folder: Path) -> None:
+    for padded, packed in run_ranks(1, evaluated, folder)[0]:
+        assert padded == pytest.approx(packed, rel=1e-5, abs=MARGIN)

@@ -110,6 +110,15 @@ KINDS = {
         _pairs("sigmoid", both=ONE_BY_ONE, loss_type=["sigmoid", "sft"], loss_weights=[1.0, ALPHA]),
         rpo_alpha=ALPHA,
     ),
+    "kto": Kind(
+        task="kto",
+        trainer="KTO",
+        rows="kto",
+        values={"kto_beta": BETA},
+        settings={"beta": BETA, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+        both={"desirable_weight": 1.5},
+        metrics=("kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"),
+    ),
     "reward": Kind(
         task="reward",
         trainer="Reward",
@@ -190,6 +199,13 @@ def classified(folder: Path, kind: Kind, name: str) -> Logged:
 
 def mca_trained(folder: Path, name: str, layout: str, sizes: dict[str, Any]) -> Logged:
     """What ``mca-train`` logs. Runs on every rank."""
+    trainer = mca_trainer(folder, name, layout, sizes)
+    trainer.train()
+    return {key: history(trainer, key) for key in ("loss", "grad_norm", *KINDS[name].metrics)}
+
+
+def mca_trainer(folder: Path, name: str, layout: str, sizes: dict[str, Any]) -> Any:
+    """The trainer that ``mca-train`` makes on this rank."""
     import logging
 
     from mca_train.checkpoint.output_lock import OutputLock
@@ -216,6 +232,4 @@ def mca_trained(folder: Path, name: str, layout: str, sizes: dict[str, Any]) -> 
     values["gradient_accumulation_steps"] //= values.pop("replicas", 1)
     task = TASKS[kind.task]
     run = check(task, settings_of(task, values, "test"), given_ranks).require()
-    trainer = make_trainer(read_inputs(run, OutputLock(Path(run.settings.training.output_dir))))
-    trainer.train()
-    return {key: history(trainer, key) for key in ("loss", "grad_norm", *kind.metrics)}
+    return make_trainer(read_inputs(run, OutputLock(Path(run.settings.training.output_dir))))

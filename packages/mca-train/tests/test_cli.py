@@ -410,11 +410,11 @@ def test_wrong_keys_and_wrong_values_are_told_together(run, capsys):
         assert error.count(words) == 1, words
 
 
-@pytest.mark.parametrize("kind", ["pretrain", "sft", "dpo", "reward", "classify"])
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "dpo", "kto", "reward", "classify"])
 def test_a_plan_knows_the_kind_of_run(run, kind, capsys):
     changes = {"num_labels": 3} if kind == "classify" else {}
     assert main(["plan", kind, run(**changes)]) == 0
-    assert ("reference" in capsys.readouterr().out) == (kind == "dpo")
+    assert ("reference" in capsys.readouterr().out) == (kind in ("dpo", "kto"))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from mca_config.errors import McaError
 from mca_config.types import JsonObject
 from mca_models.megatron.layers.zigzag import take
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
-from mca_train.batching.packing import Row, count_samples, row_of, sequences_of
+from mca_train.batching.packing import Row, count_samples, other_sequence, row_of, sequences_of
 from mca_train.data.token_dataset import IGNORED, VALUES
 from mca_train.types import PreTrainedTokenizerBase, Sample, SampleSource
 
@@ -96,6 +96,11 @@ class StepCollator:
 
     def __call__(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
         """The step's batch, from ``(sample, whether it counts)`` of this rank."""
+        batch = self._step(samples)
+        others = [(other_sequence(sample), counts) for sample, counts in samples]
+        return replace(batch, beside=self._step(others)) if others[0][0] else batch
+
+    def _step(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
         size = self.micro_batch_size
         groups = [samples[start : start + size] for start in range(0, len(samples), size)]
         flat = [_sequences(group) for group in groups]

@@ -67,6 +67,8 @@ class StepBatch:
     """Tokens that are not padding, of this data-parallel rank."""
     squares: int
     """Of the lengths of all sequences that count, summed: what causal attention costs."""
+    beside: "StepBatch | None" = None
+    """Other sequences of the same samples, in as many micro-batches: mismatched answers, by which kto measures."""
 
     @property
     def micro_batch_size(self) -> int:

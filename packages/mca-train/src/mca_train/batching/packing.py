@@ -185,6 +185,16 @@ def sequences_of(sample: Sample) -> list[Sample]:
     return [sample]
 
 
+def other_sequence(sample: Sample) -> Sample:
+    """What a sample (or each of a pack) has as ``other_input_ids`` and ``other_labels``; nothing if it has none."""
+    if isinstance(sample, list):
+        found = [other_sequence(item) for item in sample]
+        return found if all(found) else []
+    if "other_input_ids" not in sample:
+        return {}
+    return {name: sample[f"other_{name}"] for name in ("input_ids", "labels")}
+
+
 def count_samples(sample: Sample) -> int:
     """Samples that an item of a dataset stands for: those of a pack."""
     return len(sample) if isinstance(sample, list) else 1

@@ -188,6 +188,13 @@ def sequence_logps(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     return groups.sum_over_context(sums), groups.sum_over_context(counts)
 
 
+def counted_sequences(batch: MicroBatch) -> Tensor:
+    """Which sequences of the micro-batch have a token that counts, ``[sequences]`` bool, over all context ranks."""
+    zeros = torch.zeros(batch.num_segments, dtype=torch.float32, device=batch.segments.device)
+    counts = zeros.index_add(0, batch.segments.flatten(), (batch.following >= 0).float().flatten())
+    return groups.sum_over_context(counts) > 0
+
+
 def pairs_of(values: Tensor) -> Answers:
     """``values`` of the sequences of a micro-batch, which are the chosen and the rejected answer in turn.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_train.batching.micro_batch import MicroBatch
+from mca_train.groups import Ranks
 from mca_train.types import Upstream
 
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
@@ -45,6 +46,21 @@ def token_loss(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """The default loss: ``output [b, s]`` is the cross entropy of each token."""
     losses = output.float() * batch.loss_mask
     return losses.sum(), batch.loss_mask.sum().int()
+
+
+def of_sequences(losses: Tensor, real: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """The sum over sequences (or pairs) that count, and their number, where context-parallel ranks all know them.
+
+    Every context rank has the whole loss, and the gradient of its own tokens.
+
+    Args:
+        losses: Of each.
+        real: 1 for those that count, else 0.
+        ranks: This one among the others.
+    """
+    total, size = (losses * real).sum(), ranks.layout.cp
+    shared = total + (total / size - total).detach()
+    return shared, real.sum().int() * int(ranks.context_parallel_rank == 0)
 
 
 def megatron_loss(function: LossFunction, batch: MicroBatch) -> Callable[[Tensor], tuple[Upstream, ...]]:

@@ -28,9 +28,11 @@ class Signals:
         self._sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
         self._steps = StepRows(2 * len(names))
 
-    def add(self, sums: Mapping[str, Tensor], count: Tensor | float) -> None:
-        """Sums of this rank by name, each over ``count`` things."""
+    def add(self, sums: Mapping[str, Tensor], count: Tensor | float | Mapping[str, Tensor]) -> None:
+        """Sums of this rank by name, each over ``count`` things, or over as many as that says by name."""
         values = torch.stack([sums[name].detach().double() for name in self.names])
+        if isinstance(count, Mapping):
+            count = torch.stack([count[name].double() for name in self.names])
         self._sums[:, 0] += values
         self._sums[:, 1] += count
 

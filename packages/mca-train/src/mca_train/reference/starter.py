@@ -63,9 +63,10 @@ _ROWS = {
     "sft": "rows with `messages`, or `prompt` and `completion`",
     "dpo": "rows with `prompt`, `chosen` and `rejected`",
     "reward": "rows with `prompt`, `chosen` and `rejected`, and perhaps `margin`",
+    "kto": "rows with `prompt`, `completion` and `label`, true or false",
     "classify": "rows with `text` and `label`",
 }
-_RATES = {"pretrain": "3.0e-4", "sft": "1.0e-5", "dpo": "5.0e-7"}
+_RATES = {"pretrain": "3.0e-4", "sft": "1.0e-5", "dpo": "5.0e-7", "kto": "5.0e-7"}
 
 
 def starter(task: Task, model: str, *, gpu: bool) -> str:

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 
 from mca_train.tasks.classify import Classify
 from mca_train.tasks.dpo import Dpo
+from mca_train.tasks.kto import Kto
 from mca_train.tasks.pretrain import Pretrain
 from mca_train.tasks.reward import Reward
 from mca_train.tasks.sft import Sft
 from mca_train.tasks.task import Task
 
-TASKS: dict[str, Task] = {task.name: task for task in (Pretrain(), Sft(), Dpo(), Reward(), Classify())}
+TASKS: dict[str, Task] = {task.name: task for task in (Pretrain(), Sft(), Dpo(), Kto(), Reward(), Classify())}
 
 
 def keys_of_others(task: Task) -> dict[str, str]:

@@ -30,6 +30,7 @@ from mca_train.losses.preference import (
     pairs_of,
     sequence_logps,
 )
+from mca_train.losses.token_loss import of_sequences
 from mca_train.trainer.parts import TrainerOptions
 from mca_train.trainer.reference import Reference, require_reference
 from mca_train.trainer.trainer import McaTrainer
@@ -156,13 +157,10 @@ class DpoTrainer(McaTrainer):
         sums, counts = (pairs_of(values) for values in sequence_logps(output, batch))
         reference = self._of_reference(batch) if self.preference.needs_reference else None
         real = ((counts.chosen > 0) & (counts.rejected > 0)).float()
-        total = (self.preference(sums, counts, reference) * real).sum()
+        losses = self.preference(sums, counts, reference)
         seen = self.preference.seen(sums, counts)
         self._add_signals(seen, self.preference.rewards(seen, reference), real)
-        ranks, first = self.ranks.layout.cp, self.ranks.context_parallel_rank == 0
-        # every context rank has the whole loss, and the gradient of its own tokens
-        shared = total + (total / ranks - total).detach()
-        return shared, real.sum().int() * int(first)
+        return of_sequences(losses, real, self.ranks)
 
     def _of_reference(self, batch: MicroBatch) -> Answers:
         if not self._keeps:

@@ -17,7 +17,7 @@ from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.engine.pipeline import Pipeline
 from mca_train.groups import Ranks
 from mca_train.losses.chunked import chunk_losses
-from mca_train.losses.preference import sequence_logps
+from mca_train.losses.preference import counted_sequences, sequence_logps
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
@@ -82,10 +82,7 @@ class Reference:
         total = torch.zeros(samples * sequences, dtype=torch.float64, device=ranks.device)
         for batch in steps:
             for sums, micro in self.log_probs(batch):
-                counts = micro.segments.new_zeros(micro.num_segments).index_add(
-                    0, micro.segments.flatten(), (micro.following >= 0).long().flatten()
-                )
-                real = groups.sum_over_context(counts) > 0
+                real = counted_sequences(micro)
                 places = cast("Tensor", micro.values)[real, 0].long()
                 total[places] = sums.double()[real]
         return groups.from_replicas(total).reshape(samples, sequences)

@@ -11,6 +11,7 @@ from mca_config.errors import McaError
 from mca_train.batching.micro_batch import MicroBatch
 from mca_train.losses.preference import model_problems
 from mca_train.losses.scores import LOSSES, METRICS, ProblemType, key_problems, reward_loss, sequence_scores
+from mca_train.losses.token_loss import of_sequences
 from mca_train.trainer.parts import TrainerOptions
 from mca_train.trainer.trainer import McaTrainer
 
@@ -33,12 +34,6 @@ class ScoreTrainer(McaTrainer):
             )
         for problem in (*key_problems(self.args), *model_problems(self.model.megatron)):
             raise McaError(problem)
-
-    def _summed(self, losses: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum over samples that count, and their number; every context rank has the whole loss."""
-        total = (losses * real).sum()
-        ranks, first = self.ranks.layout.cp, self.ranks.context_parallel_rank == 0
-        return total + (total / ranks - total).detach(), real.sum().int() * int(first)
 
     def _add_means(self, values: dict[str, Tensor], real: Tensor) -> None:
         ranks = self.ranks.layout.cp
@@ -80,7 +75,7 @@ class RewardTrainer(ScoreTrainer):
             "mean_reward": (chosen + rejected) / 2,
         }
         self._add_means(means, real)
-        return self._summed(losses, real)
+        return of_sequences(losses, real, self.ranks)
 
 
 class ClassificationTrainer(ScoreTrainer):
@@ -111,4 +106,4 @@ class ClassificationTrainer(ScoreTrainer):
         values = batch.values.float()
         name, metric = METRICS[self._problem_type]
         self._add_means({name: metric(scores, values)}, real)
-        return self._summed(LOSSES[self._problem_type](scores, values), real)
+        return of_sequences(LOSSES[self._problem_type](scores, values), real, self.ranks)

@@ -1,0 +1,51 @@
+"""Training on answers that are good or bad, each alone: KTO.
+
+With ``r`` the log-probability of an answer minus the reference's, and ``kl`` how far the model has moved from the
+reference, measured on answers to other prompts of the same step (a mean, at least 0):
+
+    good answers    desirable_weight   (1 - sigmoid(beta (r - kl)))
+    bad answers     undesirable_weight (1 - sigmoid(beta (kl - r)))
+
+The loss of a step is the mean over all answers of the global batch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mca_config.errors import McaError
+
+
+@dataclass(frozen=True, kw_only=True)
+class KtoLoss:
+    """What answers are trained on.
+
+    Args:
+        beta: How strongly answers are held to the reference.
+        desirable_weight: Of good answers.
+        undesirable_weight: Of bad ones.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0:
+            raise McaError(f"kto_beta is {self.beta}; expected a positive number")
+        for name in ("desirable_weight", "undesirable_weight"):
+            if getattr(self, name) < 0:
+                raise McaError(f"{name} is {getattr(self, name)}; expected 0 or more")
+
+    def __call__(self, gain: Tensor, good: Tensor, kl: Tensor) -> Tensor:
+        """The loss of each answer.
+
+        Args:
+            gain: Its log-probability minus the reference's.
+            good: Whether it is.
+            kl: Of the step.
+        """
+        away = self.beta * (gain - kl)
+        liked = self.desirable_weight * (1 - torch.sigmoid(away))
+        return torch.where(good, liked, self.undesirable_weight * (1 - torch.sigmoid(-away)))

@@ -1,0 +1,111 @@
+"""``mca-train kto`` trains on answers that are good or bad, each alone (`losses.kto`)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+from mca_config.errors import McaError
+from mca_train.config.arguments import ClassifyArguments, DataArguments
+from mca_train.tasks.sft import Sft
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from mca_config.types import Values
+    from mca_models import VirtualModels
+    from mca_train.config.run_config import Settings
+    from mca_train.data.encoding import RowNumbers
+    from mca_train.losses.kto import KtoLoss
+    from mca_train.trainer.kto import KtoTrainer
+    from mca_train.trainer.parts import TrainerOptions
+
+
+@dataclass(kw_only=True)
+class KtoArguments:
+    """How ``mca-train kto`` weighs answers."""
+
+    kto_beta: float = field(default=0.1, metadata={"help": "How strongly answers are held to the reference."})
+    desirable_weight: float = field(default=1.0, metadata={"help": "Weight of good answers in the loss."})
+    undesirable_weight: float = field(default=1.0, metadata={"help": "Weight of bad answers in the loss."})
+    reference_model_name_or_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Directory of the reference; None: the model as it begins (with LoRA: without adapter)."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self.loss()
+
+    def loss(self) -> "KtoLoss":
+        """The loss that these describe."""
+        from mca_train.losses.kto import KtoLoss
+
+        return KtoLoss(
+            beta=self.kto_beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
+
+
+class Kto(Sft):
+    """Rows as of sft that also say whether the answer is good."""
+
+    name = "kto"
+    summary = "on answers that are good or bad: prompt, completion and label"
+    data_arguments = ClassifyArguments
+    own_arguments = KtoArguments
+    signal_names = ("kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
+
+    def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers":
+        """See `AnswerTask`."""
+        from mca_train.data.files import require_column
+
+        column = cast("ClassifyArguments", data).label_column
+        require_column(names, column, key)
+
+        def good(row: "Values") -> list[float]:
+            if row[column] not in (True, False):
+                raise McaError(f"{column} is {row[column]!r:.80}; expected true for a good answer, or false")
+            return [float(row[column])]
+
+        return good
+
+    def problems(self, settings: "Settings") -> Iterator[str]:
+        """Keys that say nothing of answers, or that leave no reference or nothing to measure on."""
+        from mca_train.losses.preference import key_problems
+
+        own, training = _own(settings), settings.training
+        yield from key_problems(training)
+        if settings.lora.lora_modules_to_save and own.reference_model_name_or_path is None:
+            yield (
+                "lora_modules_to_save trains parts of the base model, which then is no reference; set "
+                "reference_model_name_or_path, or remove it"
+            )
+        if settings.data.streaming:
+            yield "kto needs all rows before training; set streaming to false"
+        if training.moe_token_dispatcher_type == "allgather":
+            yield "moe_token_dispatcher_type allgather needs samples of one length, which kto has not; use alltoall"
+
+    def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
+        """Losses that Megatron adds by tokens."""
+        from mca_train.losses.preference import model_problems
+
+        return model_problems(megatron)
+
+    def reference(self, settings: "Settings") -> str | None:
+        """The model named as such, or the model itself as it begins; with an adapter, that without it serves."""
+        path = _own(settings).reference_model_name_or_path
+        return settings.data.model_name_or_path if path is None and not settings.lora.wanted else path
+
+    def trainer(
+        self, settings: "Settings", reference: "VirtualModels | None", options: "TrainerOptions"
+    ) -> "KtoTrainer":
+        """See `Task`."""
+        from mca_train.trainer.kto import KtoTrainer
+
+        return KtoTrainer(reference=reference, loss=_own(settings).loss(), **options)
+
+
+def _own(settings: "Settings") -> KtoArguments:
+    return cast("KtoArguments", settings.own)

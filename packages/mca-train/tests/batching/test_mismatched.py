@@ -1,0 +1,30 @@
+from mca_train import TokenDataset
+from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
+from mca_train.batching.mismatched import Mismatched
+
+
+def samples(count):
+    rows = [([10 * n, 10 * n + 1, 10 * n + 2], [False, False, True]) for n in range(1, count + 1)]
+    return TokenDataset.from_samples(rows)
+
+
+def others(count, group):
+    made = Mismatched(samples(count), group, None)
+    return [made[index]["other_input_ids"].tolist() for index in range(len(made))]
+
+
+def test_answers_go_round_within_a_group():
+    assert others(4, 2) == [[10, 11, 22], [20, 21, 12], [30, 31, 42], [40, 41, 32]]
+    assert others(3, 2) == [[10, 11, 22], [20, 21, 12], [30, 31, 22]]  # none has its own
+
+
+def test_a_step_has_the_others_beside_it_in_as_many_micro_batches():
+    dataset = CountedSamples(Mismatched(samples(4), 4, None))
+    for packed in (False, True):
+        collator = StepCollator(collate=PadCollator(0), micro_batch_size=2, packed=packed)
+        step = collator([dataset[index] for index in (0, 1, 2, ~0)])
+        assert step.beside is not None
+        assert len(step.beside.micro_batches) == len(step.micro_batches) == 2
+        first, second = step.beside.micro_batches
+        assert first.input_ids.flatten().tolist() == [10, 11, 42, 20, 21, 12]
+        assert second.loss_mask.sum() == 1  # what does not count, does not here either
