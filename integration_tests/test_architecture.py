@@ -22,7 +22,12 @@ HEAVY = (
 )
 
 
-IMPORT_NAMES = {"megatron-core": "megatron", "pyyaml": "yaml", "transformer-engine": "transformer_engine"}
+IMPORT_NAMES = {
+    "megatron-core": "megatron",
+    "pillow": "PIL",
+    "pyyaml": "yaml",
+    "transformer-engine": "transformer_engine",
+}
 
 
 TRAINING = ("mca_config.training", "mca_config._hf_arguments")

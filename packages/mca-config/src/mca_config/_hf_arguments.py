@@ -122,7 +122,11 @@ def _reports(given: Typed) -> Iterator[str]:
 
 
 _AT_LEAST_ONE = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
-_RATES = ("learning_rate", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "adam_epsilon")
+_OF_PARTS = ("vision_learning_rate", "projector_learning_rate")
+_RATES = (
+    *("learning_rate", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "adam_epsilon"),
+    *_OF_PARTS,
+)
 _AT_LEAST_ZERO = (
     "max_grad_norm",
     "warmup_steps",
@@ -162,6 +166,9 @@ def _ends(args: HfArguments) -> Iterator[str]:
     """Schedules that end above where they begin, and a rate of its own over a schedule without one."""
     decoupled, least = getattr(args, "decoupled_lr", None), getattr(args, "min_lr", None)
     own = getattr(args, "decoupled_min_lr", None)
+    for name in _OF_PARTS:
+        if (rate := getattr(args, name, None)) is not None and least is not None and least > rate:
+            yield f"min_lr {least} is above {name} {rate}; lower it"
     if least is not None and least > args.learning_rate:
         yield f"min_lr {least} is above learning_rate {args.learning_rate}; lower it"
     if own is not None and decoupled is None:

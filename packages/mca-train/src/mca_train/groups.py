@@ -26,8 +26,14 @@ class Ranks:
     data_parallel_rank: int
     data_parallel_size: int
     context_parallel_rank: int
+    pipeline_rank: int
     layout: ParallelLayout
     device: torch.device
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the embedding, and the vision model if there is one."""
+        return self.pipeline_rank == 0
 
     @property
     def is_first(self) -> bool:
@@ -47,6 +53,7 @@ def here(layout: ParallelLayout) -> Ranks:
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         context_parallel_rank=parallel_state.get_context_parallel_rank(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         layout=layout,
         device=platform.current_device(),
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 __all__ = [
     "Chunk",
     "HybridOptimizer",
+    "ImageProcessor",
     "MegatronOptimizer",
     "OptimizerState",
     "PreTrainedTokenizerBase",
@@ -42,6 +43,9 @@ MegatronOptimizer = Any
 
 HybridOptimizer = Any
 """``HybridDeviceOptimizer`` of ``megatron.core``: an Adam of which a part is on the host."""
+
+ImageProcessor = Any
+"""An image processor of ``transformers``: called with images, it gives ``pixel_values`` and what goes with them."""
 
 OptimizerState = Any
 """A node in the nested state of Megatron's optimizers: dicts, lists, sharded tensors and plain values."""

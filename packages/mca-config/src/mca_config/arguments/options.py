@@ -207,6 +207,14 @@ class TrainingOptions(DistributingOptions):
     )
     hysteresis: int | None = option("Overflows in a row before the dynamic loss scale is halved.")
 
+    freeze: list[Literal["vision", "projector", "language"]] | None = option(
+        "Parts of a vision-language model that are not trained; unset: vision and projector."
+    )
+    vision_learning_rate: float | None = option("Learning rate of the vision tower; unset: that of the rest.")
+    projector_learning_rate: float | None = option(
+        "Learning rate of what makes the text's features of the tower's; unset: that of the rest."
+    )
+
     sequence_packing: bool = option(
         "Pack several sequences into one row, kept apart in attention, instead of padding each.",
         default=False,

@@ -1,7 +1,7 @@
 """Samples to the tensors of a training step: padded, shifted, and sliced for context parallelism."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
 from mca_models.megatron.layers.zigzag import take
+from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.packing import Row, count_samples, other_sequence, row_of, sequences_of
 from mca_train.data.token_dataset import IGNORED, VALUES
@@ -83,6 +84,7 @@ class StepCollator:
         context_parallel_rank: This one.
         length: Pad to at least this; None: to the longest of the step.
         packed: The sequences of a micro-batch stand one after another in one row, kept apart by attention.
+        images: How images are taken.
     """
 
     collate: Collator
@@ -93,6 +95,7 @@ class StepCollator:
     length: int | None = None
     pad_token_id: int = 0
     packed: bool = False
+    images: ImageBatching = field(default_factory=ImageBatching)
 
     def __call__(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
         """The step's batch, from ``(sample, whether it counts)`` of this rank."""
@@ -105,7 +108,7 @@ class StepCollator:
         groups = [samples[start : start + size] for start in range(0, len(samples), size)]
         flat = [_sequences(group) for group in groups]
         made, lengths = self._packed(flat) if self.packed else self._padded(flat)
-        made = tuple(_with_sources(batch, group) for batch, group in zip(made, flat, strict=True))
+        made = tuple(self._completed(batch, group) for batch, group in zip(made, flat, strict=True))
         return StepBatch(
             micro_batches=made,
             seq_length=made[0].input_ids.shape[1] * self.context_parallel_size,
@@ -113,6 +116,14 @@ class StepCollator:
             num_tokens=sum(lengths),
             squares=sum(length * length for length in lengths),
         )
+
+    def _completed(self, batch: MicroBatch, group: Sequences) -> MicroBatch:
+        """``batch`` with what else its sequences have: sources and images."""
+        if batch.cu_seqlens is None:
+            lengths = [batch.input_ids.shape[1] * self.context_parallel_size] * len(group)
+        else:
+            lengths = batch.cu_seqlens.diff().tolist()
+        return self.images.added(_with_sources(batch, group), group, lengths, self._slice)
 
     def _length(self, lengths: Sequence[int]) -> int:
         """What all rows of a step are padded to."""
@@ -208,8 +219,8 @@ class StepCollator:
             for number, size in enumerate(sizes)
         )
 
-    def _slice(self, whole: Tensor) -> Tensor:
-        return take(whole, 1, self.context_parallel_rank, self.context_parallel_size).contiguous()
+    def _slice(self, whole: Tensor, axis: int = 1) -> Tensor:
+        return take(whole, axis, self.context_parallel_rank, self.context_parallel_size).contiguous()
 
 
 def _with_sources(batch: MicroBatch, sequences: Sequences) -> MicroBatch:

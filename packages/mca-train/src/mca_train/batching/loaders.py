@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from mca_config.checks import sequence_multiple
 from mca_config.errors import McaError, UsageError
 from mca_train.batching.collate import Collator, CountedSamples, StepCollator
+from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.packing import PackedDataset, longest_sample
 from mca_train.batching.position import RunPosition
@@ -33,6 +34,7 @@ class Loaders:
         collate: Makes padded tensors of samples.
         pad_token_id: Of the tokenizer.
         pack_length: With ``sequence_packing``, tokens of a pack; None: of the longest sample.
+        sections: Whether tokens have three positions each where there are images.
     """
 
     args: TrainingArguments
@@ -41,6 +43,7 @@ class Loaders:
     collate: Collator
     pad_token_id: int
     pack_length: int | None = None
+    sections: bool = False
     _packs: dict[int, PackedDataset] = field(default_factory=dict)
     _read: dict[int, tuple[Sample, list[Sample]]] = field(default_factory=dict)
 
@@ -164,6 +167,7 @@ class Loaders:
             pad_token_id=self.pad_token_id,
             packed=self.args.sequence_packing,
             length=length,
+            images=ImageBatching(decodes=self.ranks.is_first_stage, sections=self.sections),
         )
         stream = isinstance(sampler, StepStream)  # its items are steps already
         return DataLoader(

@@ -1,5 +1,6 @@
 """The tensors of a micro-batch and of a training step. How they are made is in `collate`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -36,6 +37,15 @@ class MicroBatch:
     """Tokens of the longest packed sequence, padding included."""
     values: Tensor | None = None
     """``[num_segments, numbers]`` fp64: what samples say of each of their sequences, such as a label; 0 for none."""
+    sections: Tensor | None = None
+    """``[3, b, s]``: time, row and column of each token where there are images; of packed sequences ``[3, 1, tokens]``
+    of the whole pack. None: positions are those of text."""
+    feature_rows: Tensor | None = None
+    """``[b, s]``: of which feature of `images` a token is the placeholder, or -1; only on the first stage."""
+    images: Mapping[str, Tensor] | None = None
+    """What the vision model takes of all images of the micro-batch; only on the first stage."""
+    image_tokens: int = 0
+    """Placeholders, over all context-parallel ranks."""
 
     def counted(self, depth: int = 0) -> Tensor:
         """``[b, s]``: `segments` of the tokens with ``depth`` of their sequence after them; -1 for all others."""
@@ -51,6 +61,8 @@ class MicroBatch:
         moved: JsonObject = {
             k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)
         }
+        if self.images is not None:
+            moved["images"] = {k: v.to(device, non_blocking=True) for k, v in self.images.items()}
         return replace(self, **moved)
 
 
@@ -69,6 +81,11 @@ class StepBatch:
     """Of the lengths of all sequences that count, summed: what causal attention costs."""
     beside: "StepBatch | None" = None
     """Other sequences of the same samples, in as many micro-batches: mismatched answers, by which kto measures."""
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens that are images', of this data-parallel rank."""
+        return sum(batch.image_tokens for batch in self.micro_batches)
 
     @property
     def micro_batch_size(self) -> int:

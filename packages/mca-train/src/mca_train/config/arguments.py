@@ -54,6 +54,14 @@ class DataArguments:
         metadata={"help": "Column with the tools that a chat template is told of (sft, dpo)."},
     )
     messages_column: str = field(default="messages", metadata={"help": "Column with chat messages (sft)."})
+    images_column: str = field(
+        default="images",
+        metadata={"help": "Column with the images of a row, for <image> and parts of type image (sft)."},
+    )
+    image_folder: str | None = field(
+        default=None,
+        metadata={"help": "What relative paths of images start from; None: the folder of the data file."},
+    )
     data_format: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = field(
         default=None, metadata={"help": "Shape of the rows (sft, dpo); None: found by their columns."}
     )

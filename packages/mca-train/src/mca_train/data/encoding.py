@@ -17,6 +17,7 @@ from mca_train.data.chat import Message, Tools, tokenize_chat
 from mca_train.data.files import require_column
 from mca_train.data.formats import converted
 from mca_train.data.long_texts import LONG, all_ids, head_encoding
+from mca_train.data.message_parts import require_no_data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -169,6 +170,7 @@ def _require_said(turn: int, message: Message) -> None:
     content, role = message.get("content"), message["role"]
     if not isinstance(content, str | list | None):
         raise McaError(f"messages, turn {turn} ({role}): content is {content!r:.80}; expected text")
+    require_no_data(content)
     others = [value for key, value in message.items() if key not in ("role", "name", "content")]
     if content is None and not (role == "assistant" and any(others)):
         wanted = "content or tool_calls" if role == "assistant" else "content"

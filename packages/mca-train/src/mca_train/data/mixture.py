@@ -59,6 +59,11 @@ class Mixture(Dataset[Sample]):
         source = int(self.sources[index])
         return {**self.parts[source][int(self.indices[index])], "source": torch.tensor(source)}
 
+    @property
+    def has_images(self) -> bool:
+        """Whether any sample may have."""
+        return any(part.has_images for part in self.parts)
+
     def described(self) -> str:
         """How much there is of each source."""
         counts = np.bincount(self.sources, minlength=len(self.parts))

@@ -40,6 +40,11 @@ class PairDataset(Dataset[Sample]):
         return len(self.sequences) // 2
 
     @property
+    def has_images(self) -> bool:
+        """Whether any sample has."""
+        return self.sequences.has_images
+
+    @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of chosen and rejected: ``[pairs, 2]``."""
         return self.sequences.lengths.reshape(-1, 2)

@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
-from mca_train.data.encoding import RowEncoder, RowNumbers, block_tokenizer, warn_truncated
+from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, block_tokenizer, warn_truncated
+from mca_train.data.image_rows import ImageRows
+from mca_train.data.image_tokens import Grid
+from mca_train.data.sample_images import ImagesOfRows, within
 from mca_train.data.token_dataset import TokenDataset
 
 if TYPE_CHECKING:
@@ -73,6 +76,7 @@ def answer_sequences(
     key: str,
     wanted: str,
     numbers: RowNumbers | None = None,
+    images: ImageRows | None = None,
 ) -> TokenDataset:
     """The sequences of each row, one after another. Rows of which one has no target left are dropped and counted.
 
@@ -83,15 +87,55 @@ def answer_sequences(
         key: The argument that named the files, for errors.
         wanted: What those rows lack, for the warning.
         numbers: From a row to the numbers of its sequences; None: it has none.
+        images: What to make of rows with images; None: there are none.
 
     Raises:
         McaError: A row is of another form, or none is left.
     """
     length = arguments.seq_length
+    tokenized = _tokenized(rows, encode, arguments, key, numbers, images)
+    warn_truncated(tokenized["is_cut"], length, key)
+    columns = zip(tokenized["input_ids"], tokenized["is_target"], strict=True)
+    answered = [
+        (number, list(zip(tokens, targets, strict=True)))
+        for number, (tokens, targets) in enumerate(columns)
+        if all(any(side[1:]) for side in targets)
+    ]
+    if not answered:
+        raise McaError(f"{key}: no row has {wanted} within seq_length {length}")
+    if lacking := len(tokenized) - len(answered):
+        logger.warning("%s", told_of_lacking(key, lacking, len(tokenized), wanted, length))
+    kept = answered
+    has_images = images is not None and any(tokenized["grids"])
+    if images is not None and has_images:
+        kept, grids = _whole_images(answered, tokenized["grids"], images, f"{key}: {{}} seq_length {length}")
+    made = TokenDataset.from_samples(sequence for _, row in kept for sequence in row)
+    if numbers is not None:
+        said = tokenized["numbers"]
+        made.values = np.array([said[number] for number, row in kept for _ in row], np.float64)
+    if images is not None and has_images:
+        places = [number for number, _ in kept]
+        made.images = ImagesOfRows(rows=rows, numbers=places, grids=grids, read=images, key=key)
+    return made
+
+
+def _tokenized(
+    rows: "datasets.Dataset",
+    encode: RowEncoder,
+    arguments: DataArguments,
+    key: str,
+    numbers: RowNumbers | None,
+    images: ImageRows | None,
+) -> "datasets.Dataset":
+    """For each row its sequences, cut to ``seq_length``, whether any was longer, its numbers and images' grids."""
+    import datasets
+
+    length, value = arguments.seq_length, datasets.Value
 
     def tokenize(row: Values, index: int) -> JsonObject:
         try:
-            encoded, said = encode(row), [] if numbers is None else numbers(row)
+            encoded, grids = (encode(row), []) if images is None else images.encoded(row, encode)
+            said = [] if numbers is None else numbers(row)
         except McaError as error:
             raise McaError(f"{key}, row {index}: {error}") from error
         return {
@@ -99,30 +143,40 @@ def answer_sequences(
             "is_target": [targets[:length] for _, targets in encoded],
             "is_cut": any(len(tokens) > length for tokens, _ in encoded),
             "numbers": [float(number) for number in said],
+            "grids": grids,
         }
 
-    tokenized = rows.map(
+    def lists(kind: str) -> "datasets.Sequence":
+        return datasets.Sequence(datasets.Sequence(value(kind)))
+
+    features = {"input_ids": lists("int32"), "is_target": lists("bool"), "grids": lists("int32")}
+    features["numbers"] = datasets.Sequence(value("float64"))
+    return rows.map(
         tokenize,
         with_indices=True,
         remove_columns=rows.column_names,
         num_proc=arguments.preprocessing_num_workers,
         keep_in_memory=True,
+        features=datasets.Features({**features, "is_cut": value("bool")}),
     )
-    warn_truncated(tokenized["is_cut"], length, key)
-    columns = zip(tokenized["input_ids"], tokenized["is_target"], tokenized["numbers"], strict=True)
-    kept = [
-        (list(zip(tokens, targets, strict=True)), said)
-        for tokens, targets, said in columns
-        if all(any(side[1:]) for side in targets)
-    ]
+
+
+def _whole_images(
+    rows: Sequence[tuple[int, list[Encoded]]], grids: Sequence[Sequence[Grid]], images: ImageRows, told: str
+) -> tuple[list[tuple[int, list[Encoded]]], list[list[Grid]]]:
+    """Without the rows that end within an image, which are counted; and the images that are left of each."""
+    kept, left = [], []
+    for number, row in rows:
+        count = row[0][0].count(images.tokens.token) if grids[number] else 0
+        whole = within(grids[number], count)
+        if whole is not None:
+            kept.append((number, row))
+            left.append(whole)
     if not kept:
-        raise McaError(f"{key}: no row has {wanted} within seq_length {length}")
-    if lacking := len(tokenized) - len(kept):
-        logger.warning("%s", told_of_lacking(key, lacking, len(tokenized), wanted, length))
-    made = TokenDataset.from_samples(sequence for row, _ in kept for sequence in row)
-    if numbers is not None:
-        made.values = np.array([said for row, said in kept for _ in row], np.float64)
-    return made
+        raise McaError(told.format("all rows end within an image at"))
+    if lost := len(rows) - len(kept):
+        logger.warning("%s", told.format(f"{lost} of {len(rows)} rows end within an image at") + ", left out")
+    return kept, left
 
 
 def told_of_lacking(key: str, lacking: int, total: int, wanted: str, length: int) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mca_config.errors import UsageError
 from mca_config.files import cannot_write
 from mca_train.config.arguments import DataArguments
 from mca_train.data.preferences import PairDataset
@@ -72,6 +73,8 @@ def cached(folder: Path, key: str, make: Callable[[], Made]) -> Made:
                 return found
             with _listening() as told:
                 made = make()
+            if isinstance(made, TokenDataset) and made.images is not None:
+                raise UsageError("tokenized_cache does not keep images yet; remove it")
             _write(place, made, told)
             return made
     except OSError as error:

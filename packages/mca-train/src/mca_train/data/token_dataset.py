@@ -11,15 +11,21 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from mca_config.types import JsonObject
+
 if TYPE_CHECKING:
     import datasets
+
+    from mca_train.data.sample_images import ImagesOfRows
 
 IGNORED = -100  # the label of a token that is not a target, as in Hugging Face
 VALUES = "values"
 """The key of a sample's numbers, ``[numbers]`` fp64, such as its class; of a preference pair each side has some."""
 
-Sample = dict[str, torch.Tensor]
-"""``input_ids`` and, unless every token is a target, ``labels``; of a preference pair both of each answer."""
+Sample = JsonObject
+"""``input_ids`` and, unless every token is a target, ``labels``; of a preference pair both of each answer.
+
+All are tensors but ``images`` (`SampleImages`), which samples of text do not have."""
 Samples = Union[Dataset[Sample], Sequence[Sample], "datasets.Dataset", "datasets.IterableDataset"]
 """The samples of a run, in memory or made as they are iterated (torch's ``IterableDataset`` is a ``Dataset``)."""
 
@@ -35,6 +41,7 @@ class TokenDataset(Dataset[Sample]):
         offsets: Where each sample begins, and the end of the last: ``[num_samples + 1]``.
         is_target: Which of ``tokens`` count; None: all.
         values: Numbers of each sample, ``[num_samples, numbers]``; None: there are none.
+        images: Of the samples; None: they are text.
     """
 
     def __init__(
@@ -43,11 +50,13 @@ class TokenDataset(Dataset[Sample]):
         offsets: NDArray[np.int64],
         is_target: NDArray[np.bool_] | None = None,
         values: NDArray[np.float64] | None = None,
+        images: "ImagesOfRows | None" = None,
     ) -> None:
         self.tokens = tokens
         self.offsets = offsets
         self.is_target = is_target
         self.values = values
+        self.images = images
 
     @classmethod
     def from_samples(cls, samples: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> "TokenDataset":
@@ -74,6 +83,11 @@ class TokenDataset(Dataset[Sample]):
         return len(self.offsets) - 1
 
     @property
+    def has_images(self) -> bool:
+        """Whether any sample has."""
+        return self.images is not None
+
+    @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens in each sample."""
         return np.diff(self.offsets)
@@ -84,8 +98,11 @@ class TokenDataset(Dataset[Sample]):
         labels = ids.clone()
         if self.is_target is not None:
             labels[torch.from_numpy(~self.is_target[start:end])] = IGNORED
-        numbers = {} if self.values is None else {VALUES: torch.from_numpy(self.values[index].copy())}
-        return {"input_ids": ids, "labels": labels, **numbers}
+        sample: Sample = {"input_ids": ids, "labels": labels}
+        if self.values is not None:
+            sample[VALUES] = torch.from_numpy(self.values[index].copy())
+        found = None if self.images is None else self.images.of(index, self.tokens[start:end])
+        return sample if found is None else {**sample, "images": found}
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
         return [self[index] for index in indices]

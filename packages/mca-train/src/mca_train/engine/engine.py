@@ -12,6 +12,7 @@ from mca_config.types import JsonObject
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.engine.finite import telling_nan
 from mca_train.engine.offload import rebuild_hybrids
+from mca_train.engine.part_rates import rates_of_parts
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import kept_rng
 from mca_train.losses import moe_aux, prediction
@@ -105,7 +106,7 @@ class Engine(Pipeline):
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         config = OptimizerConfig(**optimizer_settings(self._args, self.params_dtype))
-        optimizer = get_megatron_optimizer(config, self.chunks)
+        optimizer = get_megatron_optimizer(config, self.chunks, **rates_of_parts(self._args, config))
         rebuild_hybrids(optimizer)
         return optimizer
 

@@ -75,14 +75,23 @@ class Pipeline:
         batch = next(batches).to(self._device)
         output = model(
             input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
+            position_ids=batch.position_ids if batch.sections is None else batch.sections,
             attention_mask=None,
             labels=None if self._wants_logits else batch.labels,
             loss_mask=batch.loss_mask,
             padding_mask=hand_tokens(batch, model),
             packed_seq_params=_packed_params(batch),
+            **self._images(batch),
         )
         return output, megatron_loss(loss, batch)
+
+    def _images(self, batch: MicroBatch) -> JsonObject:
+        """What the first stage takes of images, pixels in the weights' dtype."""
+        if batch.images is None:
+            return {}
+        dtype = next(self.chunks[0].parameters()).dtype
+        images = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.images.items()}
+        return {"images": images, "feature_rows": batch.feature_rows}
 
     @property
     def _device(self) -> torch.device:

@@ -20,13 +20,13 @@ class LossMeter:
     """
 
     context_parallel_rank: int
-    _steps: StepRows = field(default_factory=lambda: StepRows(5))
+    _steps: StepRows = field(default_factory=lambda: StepRows(6))
     _since: float = field(default_factory=time.perf_counter)
 
     def add(self, loss: StepLoss, batch: StepBatch) -> None:
         """One step of this rank. Ranks that share samples count them once."""
         counts = torch.tensor(
-            [batch.num_tokens, batch.num_samples, batch.squares],
+            [batch.num_tokens, batch.num_samples, batch.squares, batch.image_tokens],
             dtype=torch.float64,
             device=loss.loss_sum.device,
         )
@@ -46,6 +46,7 @@ class LossMeter:
             num_tokens=int(steps[:, 2].sum()),
             num_samples=int(steps[:, 3].sum()),
             squares=int(steps[:, 4].sum()),
+            image_tokens=int(steps[:, 5].sum()),
             seconds=seconds,
         )
 
@@ -94,6 +95,8 @@ class LossReport:
     num_samples: int
     squares: int
     """Of the lengths of all sequences, summed."""
+    image_tokens: int
+    """Placeholders of images; they are among ``num_tokens``."""
     seconds: float
 
     @property

@@ -40,6 +40,8 @@ class StepRows:
         return rows
 
     def restore(self, rows: Sequence[Sequence[float]]) -> None:
-        """Goes on from the ``rows`` of all ranks."""
+        """Goes on from the ``rows`` of all ranks; numbers that were not yet counted when they were written are 0."""
         self._mine = []
-        self.before = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), self.before.shape[1])
+        width = self.before.shape[1]
+        full = [[*row, *[0.0] * (width - len(row))] for row in rows]
+        self.before = torch.tensor(full, dtype=torch.float64).reshape(len(rows), width)

@@ -40,6 +40,9 @@ def make_trainer(inputs: Inputs) -> "McaTrainer":
         reference = _base(settings, path, inputs.tokenizer)  # first: building a model seeds the random states
         reference.requires_grad_(False)
     model = _base(settings, settings.data.model_name_or_path, inputs.tokenizer, head)
+    if any(getattr(samples, "has_images", False) for samples in (inputs.train, inputs.evaluation)):
+        with checking_usage():
+            model.require_images()
     options: TrainerOptions = {
         "model": _with_adapter(model, settings),
         "args": settings.training,

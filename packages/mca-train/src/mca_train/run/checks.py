@@ -7,7 +7,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mca_config.checks import check_layout
@@ -19,6 +19,7 @@ from mca_train.checkpoint.output_dir import require_own
 from mca_train.config.arguments import LaunchArguments
 from mca_train.config.checks import contradictions
 from mca_train.config.model import layout_of, model_config, num_local_ranks
+from mca_train.config.parts import part_problems
 from mca_train.config.run_config import Settings, parse
 from mca_train.tasks.table import keys_of_others
 from mca_train.tasks.task import Task
@@ -152,7 +153,8 @@ def _architecture(run: Run) -> list[str]:
         megatron = transformer_config(config, args, run.layout, trained_dtype(config, args))
     except McaError as error:
         return list(problems_of(error))
-    return list(run.task.problems_in_megatron(run.settings, megatron))
+    of_parts = part_problems(args, run.settings.lora, replace(config, layout=run.layout), megatron)
+    return [*of_parts, *run.task.problems_in_megatron(run.settings, megatron)]
 
 
 def data_problems(settings: Settings) -> Iterator[str]:

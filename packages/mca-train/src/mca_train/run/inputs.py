@@ -6,10 +6,12 @@ The model is not among them: each rank makes its own part in `build`.
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.checks import positions_exceeded
 from mca_config.errors import UsageError, checking_usage
+from mca_config.model_config import McaModelConfig
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.config.run_config import Settings
 from mca_train.run.checks import Run, require_start
@@ -18,6 +20,7 @@ from mca_train.tasks.load import load_mixture, load_stream, load_tokenized
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from mca_train.data.image_rows import ImageReader
     from mca_train.data.token_dataset import Samples
 
 logger = logging.getLogger(__name__)
@@ -51,16 +54,28 @@ def read_inputs(run: Run, lock: OutputLock) -> Inputs:
     logger.info(
         "reading %s", ", ".join(data.train_file or [str(entry.get("path")) for entry in data.datasets])
     )
-    train, longest = _training_data(run, tokenizer)
+    images = image_reader(run.settings, run.model)
+    train, longest = _training_data(run, tokenizer, images)
     if told := positions_exceeded(run.model, longest):
         logger.warning("seq_length %d: %s", data.seq_length, told)
     evaluation = None
     if data.eval_file:
-        evaluation = load_tokenized(run.task, data.eval_file, tokenizer, data, evaluation=True)
+        evaluation = load_tokenized(run.task, data.eval_file, tokenizer, data, evaluation=True, images=images)
     return Inputs(run, tokenizer, train, evaluation, lock)
 
 
-def _training_data(run: Run, tokenizer: "PreTrainedTokenizerBase") -> "tuple[Samples, int]":
+def image_reader(settings: Settings, config: McaModelConfig) -> "ImageReader":
+    """What reads images for the model."""
+    from mca_train.data.image_rows import ImageReader
+
+    data = settings.data
+    paths = (data.model_name_or_path, data.tokenizer_name_or_path)
+    return ImageReader(config=config, directories=tuple(Path(path) for path in paths if path))
+
+
+def _training_data(
+    run: Run, tokenizer: "PreTrainedTokenizerBase", images: "ImageReader"
+) -> "tuple[Samples, int]":
     """The samples, and the tokens of the longest sequence."""
     data, args = run.settings.data, run.settings.training
     if data.streaming:
@@ -70,10 +85,10 @@ def _training_data(run: Run, tokenizer: "PreTrainedTokenizerBase") -> "tuple[Sam
         return rows, data.seq_length
     if data.datasets:
         seed = args.seed if args.data_seed is None else args.data_seed
-        mixture = load_mixture(run.task, tokenizer, data, seed=seed)
+        mixture = load_mixture(run.task, tokenizer, data, seed=seed, images=images)
         logger.info("%s", mixture.described())
         return mixture, int(mixture.lengths.max())
-    train = load_tokenized(run.task, data.train_file, tokenizer, data)
+    train = load_tokenized(run.task, data.train_file, tokenizer, data, images=images)
     logger.info("%d training samples of %d tokens", len(train), int(train.lengths.sum()))
     return train, int(train.lengths.max())
 

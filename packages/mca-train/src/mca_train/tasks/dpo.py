@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder
     from mca_train.data.file_rows import Row
+    from mca_train.data.image_rows import ImageReader
     from mca_train.data.preferences import PairDataset
     from mca_train.losses.preference import PreferenceLoss
     from mca_train.trainer.dpo import DpoTrainer
@@ -118,13 +119,18 @@ class Dpo(AnswerTask):
         return surely_compared(cast("PairArguments", data))
 
     def samples(
-        self, rows: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
+        self,
+        rows: "datasets.Dataset",
+        tokenizer: "PreTrainedTokenizerBase",
+        data: DataArguments,
+        key: str,
+        images: "ImageReader | None" = None,
     ) -> "PairDataset":
         """See `AnswerTask`."""
         from mca_train.data.preferences import PairDataset
         from mca_train.data.token_dataset import TokenDataset
 
-        return PairDataset(cast("TokenDataset", super().samples(rows, tokenizer, data, key)))
+        return PairDataset(cast("TokenDataset", super().samples(rows, tokenizer, data, key, images)))
 
     def problems(self, settings: "Settings") -> Iterator[str]:
         """Keys that say nothing of pairs, or that leave no reference."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.utils.data import IterableDataset
     from transformers import PreTrainedTokenizerBase
 
+    from mca_train.data.image_rows import ImageReader
     from mca_train.data.mixture import Mixture
     from mca_train.data.preferences import PairDataset
     from mca_train.data.sources import Source
@@ -28,6 +29,7 @@ def load_tokenized(
     arguments: DataArguments,
     *,
     evaluation: bool = False,
+    images: "ImageReader | None" = None,
 ) -> "TokenDataset | PairDataset":
     """The samples of ``files``, tokenized.
 
@@ -37,6 +39,7 @@ def load_tokenized(
         tokenizer: Hugging Face tokenizer.
         arguments: Columns, lengths and limits.
         evaluation: Whether these are the evaluation files.
+        images: Of the model; None: rows have none.
     """
     from mca_train.data.files import check_file, is_address, load_rows
     from mca_train.data.files import named as named_files
@@ -49,7 +52,7 @@ def load_tokenized(
         with named_files(
             key, ", ".join(files), "text", UnicodeDecodeError
         ):  # parquet's is decoded when looked at
-            return task.samples(rows, tokenizer, arguments, key)
+            return task.samples(rows, tokenizer, arguments, key, _beside(images, arguments, files))
 
     if arguments.tokenized_cache is None or any(map(is_address, files)):
         return make()
@@ -63,8 +66,26 @@ def load_tokenized(
     )
 
 
+def _beside(
+    images: "ImageReader | None", arguments: DataArguments, files: Sequence[str]
+) -> "ImageReader | None":
+    """``images`` with what relative paths in ``files`` start from."""
+    from mca_train.data.files import is_address
+
+    if images is None or arguments.image_folder is not None:
+        return images and replace(images, folder=Path(arguments.image_folder or ""))
+    folders = {path.parent if path.suffix else path for path in map(Path, files)}
+    one = len(folders) == 1 and not any(map(is_address, files))
+    return replace(images, folder=folders.pop() if one else None)
+
+
 def load_mixture(
-    task: Task, tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments, *, seed: int
+    task: Task,
+    tokenizer: "PreTrainedTokenizerBase",
+    arguments: DataArguments,
+    *,
+    seed: int,
+    images: "ImageReader | None" = None,
 ) -> "Mixture":
     """The samples of the sources in ``datasets``, tokenized.
 
@@ -73,6 +94,7 @@ def load_mixture(
         tokenizer: Hugging Face tokenizer.
         arguments: The sources; columns and lengths.
         seed: Of what is taken of a source of which not all is.
+        images: Of the model; None: rows have none.
     """
     from mca_train.data.mixture import Mixture
     from mca_train.data.sources import sources_of
@@ -81,13 +103,18 @@ def load_mixture(
     for source in sources:
         key = f"datasets, {source.called}"
         own = replace(arguments, data_format=source.data_format or arguments.data_format)
-        parts.append(_samples_of(task, source, tokenizer, own, key))
+        parts.append(_samples_of(task, source, tokenizer, own, key, _beside(images, own, [source.path])))
     weights = [source.weight for source in sources if source.weight is not None]
     return Mixture(parts, [source.called for source in sources], weights or None, seed)
 
 
 def _samples_of(
-    task: Task, source: "Source", tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments, key: str
+    task: Task,
+    source: "Source",
+    tokenizer: "PreTrainedTokenizerBase",
+    arguments: DataArguments,
+    key: str,
+    images: "ImageReader | None",
 ) -> "TokenDataset | PairDataset":
     from mca_train.data.files import named
     from mca_train.data.indexed import prefix_of
@@ -100,7 +127,7 @@ def _samples_of(
 
     def make() -> "TokenDataset | PairDataset":
         with named(key, source.path, "text", UnicodeDecodeError):
-            return task.samples(rows, tokenizer, arguments, key)
+            return task.samples(rows, tokenizer, arguments, key, images)
 
     if arguments.tokenized_cache is None:
         return make()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mca_train.data.file_rows import FileRows
+    from mca_train.data.image_rows import ImageReader
     from mca_train.data.token_dataset import Sample, TokenDataset
 
 
@@ -36,11 +37,19 @@ class Pretrain(Task):
         return indexed_blocks(prefix, data.seq_length, len(tokenizer))
 
     def samples(
-        self, rows: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
+        self,
+        rows: "datasets.Dataset",
+        tokenizer: "PreTrainedTokenizerBase",
+        data: DataArguments,
+        key: str,
+        images: "ImageReader | None" = None,
     ) -> "TokenDataset":
         """See `Task`."""
+        from mca_train.data.image_rows import require_none
         from mca_train.data.samples import pretrain_blocks
 
+        if images is not None and images.config.vision is not None:
+            require_none(rows.column_names, data, f"{key}: mca-train {self.name}")
         return pretrain_blocks(rows, tokenizer, data, key)
 
     def stream(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mca_models.templates.heads import Head
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder, RowNumbers
+    from mca_train.data.image_rows import ImageReader
     from mca_train.data.preferences import PairDataset
     from mca_train.data.token_dataset import TokenDataset
     from mca_train.trainer.parts import TrainerOptions
@@ -66,12 +67,17 @@ class Reward(ScoreTask):
         return margins(names, cast("RewardArguments", data))
 
     def samples(
-        self, rows: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
+        self,
+        rows: "datasets.Dataset",
+        tokenizer: "PreTrainedTokenizerBase",
+        data: DataArguments,
+        key: str,
+        images: "ImageReader | None" = None,
     ) -> "PairDataset":
         """See `AnswerTask`."""
         from mca_train.data.preferences import PairDataset
 
-        return PairDataset(cast("TokenDataset", super().samples(rows, tokenizer, data, key)))
+        return PairDataset(cast("TokenDataset", super().samples(rows, tokenizer, data, key, images)))
 
     def head(self, settings: "Settings") -> "Head":
         """One number."""

@@ -17,6 +17,7 @@ class Sft(AnswerTask):
     """Conversations, prompts with their completions, or text; only what the model shall say counts."""
 
     name = "sft"
+    takes_images = True
     summary = "on answers: messages, prompt and completion, or text; only answers count in the loss"
 
     def encoder(

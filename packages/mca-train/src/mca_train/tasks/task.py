@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder, RowNumbers
     from mca_train.data.file_rows import FileRows, Row
+    from mca_train.data.image_rows import ImageReader
     from mca_train.data.preferences import PairDataset
     from mca_train.data.token_dataset import Sample, TokenDataset
     from mca_train.trainer.parts import TrainerOptions
@@ -38,6 +39,7 @@ class Task(ABC):
         summary: Its line in ``mca-train --help``.
         data_arguments: The keys of its model and files: `DataArguments`, or a subclass with more columns.
         own_arguments: A dataclass of the keys that this kind alone understands; None: there are none.
+        takes_images: Whether its rows may have images.
         sides: Names of the sequences of a sample, each of up to ``seq_length`` tokens, which its tensors begin with;
             none: it is one sequence.
     """
@@ -46,6 +48,7 @@ class Task(ABC):
     summary: ClassVar[str]
     data_arguments: ClassVar[type[DataArguments]] = DataArguments
     own_arguments: ClassVar[type | None] = None
+    takes_images: ClassVar[bool] = False
     sides: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -70,7 +73,12 @@ class Task(ABC):
 
     @abstractmethod
     def samples(
-        self, rows: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
+        self,
+        rows: "datasets.Dataset",
+        tokenizer: "PreTrainedTokenizerBase",
+        data: DataArguments,
+        key: str,
+        images: "ImageReader | None" = None,
     ) -> "TokenDataset | PairDataset":
         """The samples of ``rows``, tokenized.
 
@@ -79,6 +87,7 @@ class Task(ABC):
             tokenizer: The model's.
             data: Columns, lengths and limits.
             key: The argument that named the files, for errors.
+            images: Of the model; None: there are none.
         """
 
     @abstractmethod
@@ -161,14 +170,26 @@ class AnswerTask(Task):
         return None
 
     def samples(
-        self, rows: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
+        self,
+        rows: "datasets.Dataset",
+        tokenizer: "PreTrainedTokenizerBase",
+        data: DataArguments,
+        key: str,
+        images: "ImageReader | None" = None,
     ) -> "TokenDataset | PairDataset":
         """See `Task`."""
+        from mca_train.data.image_rows import ImageRows, require_none, undecoded
         from mca_train.data.samples import answer_sequences
 
-        encode = self.encoder(rows.column_names, tokenizer, data, key)
-        numbers = self.numbers(rows.column_names, data, key)
-        return answer_sequences(rows, encode, data, key, self.wanted, numbers)
+        if not self.takes_images:
+            require_none(rows.column_names, data, f"{key}: mca-train {self.name}")
+        if images is None or not self.takes_images:
+            encode = self.encoder(rows.column_names, tokenizer, data, key)
+            numbers = self.numbers(rows.column_names, data, key)
+            return answer_sequences(rows, encode, data, key, self.wanted, numbers)
+        known = ImageRows(rows.column_names, images, data)
+        encode = self.encoder(known.names, tokenizer, known.arguments, key)
+        return answer_sequences(undecoded(rows), encode, data, key, self.wanted, images=known)
 
     def stream(
         self,
@@ -179,8 +200,10 @@ class AnswerTask(Task):
         key: str,
     ) -> "IterableDataset[Sample]":
         """See `Task`."""
+        from mca_train.data.image_rows import require_none
         from mca_train.data.streams import AnswerStream
 
+        require_none(names, data, f"{key}: streaming")
         encode = self.encoder(names, tokenizer, data, key)
         is_sure = self.surely_has_target(tokenizer, data)
         return AnswerStream(

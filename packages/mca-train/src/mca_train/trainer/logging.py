@@ -70,6 +70,8 @@ class WithLogs(TrainerParts):
         logs: dict[str, float] = {"loss": report.mean}
         if self._totals.grad_norm is not None:
             logs["grad_norm"] = self._totals.grad_norm
+        if report.image_tokens:
+            logs["image_tokens"] = report.image_tokens
         if self._sources is not None:
             logs |= self._sources.flush()
         logs |= self.signals.flush() | self._model_losses.flush() | {"learning_rate": self._totals.rate}

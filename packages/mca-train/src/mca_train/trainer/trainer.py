@@ -37,6 +37,7 @@ from mca_train.checkpoint.writer import CheckpointWriter, remove_unfinished
 from mca_train.data.token_dataset import Samples
 from mca_train.engine.engine import Engine, StepResult
 from mca_train.engine.finite import require_finite_weights
+from mca_train.engine.part_rates import choose_parts
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import seed_dropout
 from mca_train.losses.chunked import chunk_losses
@@ -128,6 +129,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             processing_class=processing_class,
             callbacks=[JsonlLog(), *(callbacks or [])],
         )
+        choose_parts(model, args)
         self._print_lines()
         tell_without_effect(args, model.config, model.megatron)
         seed_dropout(model, args.seed)
@@ -147,6 +149,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             collate=self.data_collator,
             pad_token_id=pad_token(processing_class),
             pack_length=pack_length,
+            sections=model.config.mrope_section is not None,
         )
         self.signals = Signals(self.signal_names, self.ranks.device)
         self._model_losses = ModelLosses(model.chunks)

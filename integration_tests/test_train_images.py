@@ -1,0 +1,177 @@
+"""Rows with pictures through ``mca-train sft``: losses, and what is trained, are transformers' on every layout."""
+
+import json
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import forked_cli
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "packages" / "mca-models" / "tests"))
+import tiny_vision
+
+pytestmark = pytest.mark.ranks
+
+STEPS, RATE, VISION, PROJECTOR = 3, 1e-3, 5e-4, 2e-3
+CASES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5") if os.environ.get("MCA_EVERY_LAYOUT") else ("qwen2_5_vl",)
+PICTURES = {"small": (16, 16), "wide": (24, 16), "tall": (16, 40)}
+ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("<image>what, beside <image>?", ("small", "wide"), "red"),
+    ("nothing to see?", (), "no"),
+    ("see <image>", ("tall",), "blue"),
+    ("<image>?", ("wide",), "green it is"),
+)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with tokenizer and image processor, pictures, and the rows about them."""
+    from drawn_images import draw, image_tokenizer, processor
+
+    folder = tmp_path_factory.mktemp(request.param)
+    tokenizer = image_tokenizer()
+    ids = dict(
+        zip(("vision_start_token_id", "image_token_id", "vision_end_token_id"), (260, 261, 262), strict=True)
+    )
+    config = tiny_vision.described(request.param, vocab_size=264) | ids | {"video_token_id": 263}
+    torch.manual_seed(0)
+    made = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(**config))
+    made.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    processor().save_pretrained(folder / "model")
+    for number, (name, size) in enumerate(PICTURES.items()):
+        draw(folder / f"{name}.png", *size, colour=(60 * number, 200 - 50 * number, 90))
+    with (folder / "rows.jsonl").open("w") as file:
+        for asked, pictures, said in ROWS:
+            turns = [{"from": "human", "value": asked}, {"from": "gpt", "value": said}]
+            file.write(
+                json.dumps({"conversations": turns, "images": [f"{name}.png" for name in pictures]}) + "\n"
+            )
+    return folder
+
+
+def _trained(folder: Path, name: str, *words: str) -> list[dict[str, float]]:
+    run = {
+        "model_name_or_path": str(folder / "model"),
+        "train_file": str(folder / "rows.jsonl"),
+        "output_dir": str(folder / name),
+        "seq_length": 128,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "save_hf_model": True,
+    }
+    (folder / f"{name}.yaml").write_text(json.dumps(run))
+    command = [sys.executable, "-m", "mca_train", "sft", str(folder / f"{name}.yaml"), *words]
+    done = forked_cli.launched(command)
+    assert done.returncode == 0, done.stderr
+    lines = (folder / name / "train_log.jsonl").read_text().splitlines()
+    return [log for line in lines if "loss" in (log := json.loads(line))]
+
+
+def _inputs(folder: Path, asked: str, pictures: tuple[str, ...], said: str) -> dict[str, torch.Tensor]:
+    """What transformers takes of a row; placeholders are written out in its text."""
+    from drawn_images import MARKS, processor
+    from PIL import Image
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    text, found = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n", {}
+    if pictures:
+        images = [Image.open(folder / f"{name}.png") for name in pictures]
+        found = dict(processor()(images=images, return_tensors="pt"))
+        for grid in found["image_grid_thw"]:
+            pads = MARKS[1] * int(grid.prod() // 4)
+            text = text.replace("<image>", MARKS[0] + pads + MARKS[2], 1)
+    prompt, whole = (tokenizer(words)["input_ids"] for words in (text, f"{text}{said}<|im_end|>\n"))
+    ids = torch.tensor([whole])
+    labels = ids.masked_fill(torch.arange(len(whole)) < len(prompt), -100)
+    return {"input_ids": ids, "labels": labels, "mm_token_type_ids": (ids == 261).int(), **found}
+
+
+@cache
+def _expected(folder: Path) -> tuple[list[float], Any]:
+    """The losses of steps that transformers makes in one process, and its model after them."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
+        folder / "model", attn_implementation="eager"
+    )
+    rates = {"language": RATE, "vision": VISION, "projector": PROJECTOR}
+    groups: dict[str, list[torch.nn.Parameter]] = {part: [] for part in rates}
+    for name, parameter in model.named_parameters():
+        part = "vision" if "visual" in name else "language"
+        groups["projector" if "merger" in name else part].append(parameter)
+    steps = [{"params": groups[part], "lr": rate} for part, rate in rates.items()]
+    optimizer = torch.optim.AdamW(steps, weight_decay=0.0)
+    rows, losses = [_inputs(folder, *row) for row in ROWS], []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        total, count = torch.zeros(()), 0
+        for row in rows:
+            labels = row["labels"][0, 1:]
+            logits = model(**{k: v for k, v in row.items() if k != "labels"}).logits[0, :-1]
+            total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+            count += int((labels != -100).sum())
+        (total / count).backward()
+        losses.append(float(total.detach()) / count)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return losses, model
+
+
+ALL = ("--freeze", "[]", "--vision_learning_rate", str(VISION), "--projector_learning_rate", str(PROJECTOR))
+SPLIT = (
+    *("--tensor_model_parallel_size", "2", "--pipeline_model_parallel_size", "2", "--sequence_parallel"),
+    *("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2"),
+)
+
+
+def _worst(found: Path, model: Any) -> tuple[float, str]:
+    """The largest difference of a parameter, relative to how far it was moved."""
+    other = transformers.AutoModelForImageTextToText.from_pretrained(found)
+    theirs = dict(other.named_parameters())
+    return max((float((theirs[name] - x).abs().max()), name) for name, x in model.named_parameters())
+
+
+def test_all_parts_train_as_in_transformers(folder: Path) -> None:
+    losses, model = _expected(folder)
+    logs = _trained(folder, "one", *ALL, "--dataloader_num_workers", "1")
+    assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
+    assert [log["image_tokens"] for log in logs] == [(4 + 6) + 10 + 6] * STEPS
+    assert _worst(folder / "one" / "hf", model)[0] < 2e-5
+
+
+def test_the_same_on_four_ranks_packed_and_resumed(folder: Path) -> None:
+    losses, model = _expected(folder)
+    packed = ("--sequence_packing", "true", "--seq_length", "96")
+    saving = ("--save_strategy", "steps", "--save_steps", "2")
+    _trained(folder, "four", *ALL, *SPLIT, *packed, *saving, "--max_steps", "2")
+    logs = _trained(folder, "four", *ALL, *SPLIT, *packed, *saving, "--resume_from_checkpoint", "auto")
+    assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
+    assert _worst(folder / "four" / "hf", model)[0] < 2e-5
+
+
+def test_vision_and_projector_are_frozen_unless_told(folder: Path) -> None:
+    before = transformers.AutoModelForImageTextToText.from_pretrained(folder / "model")
+    losses, _ = _expected(folder)
+    saving = ("--max_steps", "1", "--save_strategy", "steps", "--save_steps", "1")
+    logs = _trained(folder, "frozen", *saving, "--vision_learning_rate", "null")
+    assert logs[0]["loss"] == pytest.approx(losses[0], rel=1e-5)
+    after = transformers.AutoModelForImageTextToText.from_pretrained(folder / "frozen" / "hf")
+    changed = {
+        name: not torch.equal(x, y)
+        for (name, x), y in zip(before.named_parameters(), after.parameters(), strict=True)
+    }
+    assert not any(value for name, value in changed.items() if "visual" in name)
+    assert all(value for name, value in changed.items() if "visual" not in name and "norm" in name)
+    kept = [path for path in (folder / "frozen" / "checkpoint-1").rglob("*") if path.is_file()]
+    assert kept

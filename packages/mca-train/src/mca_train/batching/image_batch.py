@@ -1,0 +1,72 @@
+"""Images of a micro-batch: what a chunk takes of them beside tokens.
+
+Where images stand is known of each sequence; here it is said of the micro-batch, and cut as its tokens are.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mca_models.images import feature_rows, positions
+from mca_train.batching.micro_batch import MicroBatch
+from mca_train.types import Sample
+
+Cut = Callable[[Tensor, int], Tensor]
+"""From a whole tensor and an axis to this context rank's part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageBatching:
+    """How this rank takes images.
+
+    Args:
+        decodes: It holds the first stage, which has the vision model: only there pixels are read.
+        sections: The model's tokens have three positions each.
+    """
+
+    decodes: bool = True
+    sections: bool = False
+
+    def added(
+        self, batch: MicroBatch, sequences: Sequence[tuple[Sample, bool]], lengths: Sequence[int], cut: Cut
+    ) -> MicroBatch:
+        """``batch`` with the images of its ``sequences``, each padded to one of ``lengths``; as it is without any.
+
+        Those that do not count bring their images along, and their tokens are not counted.
+
+        Packed sequences stand in one row, and their positions are those of the whole row on every context rank.
+        """
+        found = [sequence["images"] if "images" in sequence else None for sequence, _ in sequences]
+        if not any(found):
+            return batch
+        counted = [
+            images.tokens for images, (_, counts) in zip(found, sequences, strict=True) if images and counts
+        ]
+        found += [None] * (len(lengths) - len(found))  # what fills a pack up
+        packed = batch.cu_seqlens is not None
+        made = replace(batch, image_tokens=sum(counted))
+        if self.sections:
+            whole = [
+                torch.from_numpy(positions(length, images.places if images else ()))
+                for images, length in zip(found, lengths, strict=True)
+            ]
+            by_row = torch.cat(whole, 1)[:, None] if packed else cut(torch.stack(whole, 1), 2)
+            made = replace(made, sections=by_row)
+        if not self.decodes:
+            return made
+        first, rows = 0, []
+        for images, length in zip(found, lengths, strict=True):
+            rows.append(cut(torch.from_numpy(_rows(images, length, first))[None], 1))
+            first += images.tokens if images else 0
+        read = [images.tensors() for images in found if images]
+        return replace(
+            made,
+            feature_rows=torch.cat(rows, 1 if packed else 0),
+            images={name: torch.cat([each[name] for each in read]) for name in read[0]},
+        )
+
+
+def _rows(images: Sample | None, length: int, first: int) -> Sample:
+    return feature_rows(length, () if images is None else images.places, first)

@@ -1,0 +1,49 @@
+"""Which parts of a vision-language model a run trains, and what stands against it.
+
+How parts are frozen is known to ``mca_models``; their learning rates come to the optimizer in `engine.part_rates`.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, get_args
+
+from mca_config.model_config import McaModelConfig
+from mca_train.config.arguments import LoraArguments
+
+if TYPE_CHECKING:
+    from mca_config.training import TrainingArguments
+    from mca_models.megatron.types import MegatronConfig
+
+Part = Literal["vision", "projector", "language"]
+PARTS: tuple[Part, ...] = get_args(Part)
+_FROZEN: tuple[Part, ...] = ("vision", "projector")
+_KEYS = ("freeze", "vision_learning_rate", "projector_learning_rate")
+
+
+def trained_parts(training: "TrainingArguments") -> frozenset[Part]:
+    """The parts that are trained."""
+    frozen = _FROZEN if training.freeze is None else training.freeze
+    return frozenset(part for part in PARTS if part not in frozen)
+
+
+def part_problems(
+    training: "TrainingArguments", lora: LoraArguments, config: McaModelConfig, megatron: "MegatronConfig"
+) -> Iterator[str]:
+    """Keys about parts that the model does not have, that are not trained, or that cannot be trained so."""
+    given = [key for key in _KEYS if getattr(training, key) is not None]
+    if config.vision is None:
+        if given:
+            yield f"{', '.join(given)}: a {config.model_type} model has no vision part; remove the key"
+        return
+    trained = trained_parts(training)
+    if lora.wanted and given:
+        yield f"{', '.join(given)}: an adapter is trained alone, on the text part; remove the key"
+        return
+    if not trained:
+        yield "freeze has all parts of the model; leave one out"
+    for part in ("vision", "projector"):
+        if getattr(training, f"{part}_learning_rate") is not None and part not in trained:
+            yield f"{part}_learning_rate: {part} is frozen; set freeze to a list without it, or remove the key"
+    if trained - {"language"}:
+        from mca_models.megatron.families.image_limits import image_problems
+
+        yield from image_problems(config, config.layout, megatron.apply_rope_fusion)

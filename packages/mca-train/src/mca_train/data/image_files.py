@@ -1,0 +1,153 @@
+"""`ImageFile` is an image that a row names or holds: its size, told by its header alone, and its pixels.
+
+Which parts of a row are images is decided in `image_rows`.
+"""
+
+import base64
+import binascii
+import io
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from mca_config.errors import McaError
+from mca_train.data.files import is_address
+from mca_train.data.message_parts import KEYS
+
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """An image in a file, at an address, or in the row itself.
+
+    Args:
+        place: The path or the address; what else it is called in errors.
+        data: What the file would hold; None: it is read from ``place``.
+    """
+
+    place: str
+    data: bytes | None = field(default=None, repr=False)
+
+    def size(self) -> tuple[int, int]:
+        """Height and width as people see it, from the header.
+
+        Raises:
+            McaError: It is missing, no image, or too large.
+        """
+        with self._opened() as image:
+            turned = _orientation(image) in _ON_ITS_SIDE
+            return (image.width, image.height) if turned else (image.height, image.width)
+
+    def pixels(self) -> Image.Image:
+        """The image as people see it, in red, green and blue.
+
+        Raises:
+            McaError: The same, or it is broken further on.
+        """
+        with self._opened() as image:
+            upright = ImageOps.exif_transpose(image) if _orientation(image) > 1 else image
+            return upright.convert("RGB")
+
+    @contextmanager
+    def _opened(self) -> Iterator[Image.Image]:
+        try:
+            with warnings.catch_warnings(), self._stream() as stream:
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                with Image.open(stream) as image:
+                    yield image
+        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+            raise McaError(
+                f"image {self.place} is too large: more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller"
+            ) from error
+        except FileNotFoundError as error:
+            raise McaError(f"image {self.place} is not there") from error
+        except UnidentifiedImageError as error:
+            raise McaError(f"image {self.place} is no image that PIL can read") from error
+        except (
+            OSError,
+            SyntaxError,
+            ValueError,
+            EOFError,
+        ) as error:  # PIL's readers have no error of their own
+            reason = " ".join(str(error).split())[:200]
+            raise McaError(f"image {self.place} cannot be read: {reason}") from error
+
+    def _stream(self) -> BinaryIO:
+        if self.data is not None:
+            return io.BytesIO(self.data)
+        if is_address(self.place):
+            import fsspec
+
+            return cast("BinaryIO", fsspec.open(self.place, "rb").open())
+        return Path(self.place).open("rb")
+
+
+def _orientation(image: Image.Image) -> int:
+    """How the image is to be turned; a PNG that says so only behind its pixels is not, as those would be read."""
+    if image.format == "PNG" and "exif" not in image.info:
+        return 1
+    return int(image.getexif().get(_ORIENTATION, 1))
+
+
+def image_file(given: object, folder: Path | None) -> ImageFile:
+    """The image that a row gives: a path, an address, bytes, base64, or a mapping with one of them.
+
+    Args:
+        given: What stands in the row.
+        folder: What relative paths start from; None: there is none.
+
+    Raises:
+        McaError: It is none of these.
+    """
+    if isinstance(given, bytes):
+        return ImageFile(f"of {len(given)} bytes", given)
+    if isinstance(given, str):
+        return _named(given, folder)
+    if isinstance(given, Image.Image):
+        return _in_memory(given)
+    if isinstance(given, Mapping):
+        if isinstance(data := given.get("bytes"), bytes):
+            return ImageFile(str(given.get("path") or f"of {len(data)} bytes"), data)
+        if isinstance(text := given.get("base64"), str):
+            return _decoded(text)
+        found = next((given[key] for key in KEYS if given.get(key) is not None), None)
+        if found is not None:
+            return image_file(found, folder)
+    raise McaError(
+        f"an image is {given!r:.80}; expected a path, an address, bytes, base64, or a mapping with one of them"
+    )
+
+
+def _named(text: str, folder: Path | None) -> ImageFile:
+    if text.startswith("data:"):
+        return _decoded(text.partition(",")[2])
+    if is_address(text) and not text.startswith("file://"):
+        return ImageFile(text)
+    path = Path(text.removeprefix("file://"))
+    if path.is_absolute():
+        return ImageFile(str(path))
+    if folder is None:
+        raise McaError(
+            f"image {text} is a relative path, and the rows are not from files of one folder; set image_folder"
+        )
+    return ImageFile(str(folder / path))
+
+
+def _decoded(text: str) -> ImageFile:
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise McaError(f"an image in base64, {text[:20]!r}..., cannot be decoded: {error}") from error
+    return ImageFile(f"of {len(data)} bytes", data)
+
+
+def _in_memory(image: Image.Image) -> ImageFile:
+    held = io.BytesIO()
+    image.save(held, "PNG")
+    return ImageFile(f"of {image.width} x {image.height} pixels", held.getvalue())

@@ -1,0 +1,235 @@
+"""Rows with images become rows with placeholders, and the images in their order.
+
+    messages with parts    {"type": "image", "image" | "path" | "url" | "base64" | "bytes": ...}, {"type": "image_url"}
+    a column of images     for each {"type": "image"} without more, or each <image> in the text of a turn; if the
+                           messages have no place for any, they stand before the first words of the user
+
+How large images are is told by `image_files`, how many tokens that is by `image_tokens`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mca_config.errors import McaError, UsageError
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject, Values
+from mca_train.config.arguments import DataArguments
+from mca_train.data.encoding import Encoded, RowEncoder
+from mca_train.data.formats import converted
+from mca_train.data.image_files import ImageFile, image_file
+from mca_train.data.image_tokens import Grid, ImageTokens, image_tokens
+from mca_train.data.message_parts import IMAGES, has_data, require_text_or_image
+
+if TYPE_CHECKING:
+    import datasets
+
+PLACE = "<image>"
+_OTHER_COLUMNS = ("videos", "audios")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageReader:
+    """What is known of images before the first one is met.
+
+    Args:
+        config: The model.
+        directories: Where its image processor may be.
+        folder: What relative paths start from; None: there is no one folder.
+    """
+
+    config: McaModelConfig
+    directories: tuple[Path, ...]
+    folder: Path | None = None
+    _made: list[ImageTokens] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> ImageTokens:
+        """Made when the first image is met: rows without images need no processor."""
+        if not self._made:
+            self._made.append(image_tokens(self.config, self.directories))
+        return self._made[0]
+
+
+class ImageRows:
+    """The rows of some files, of which some may have images.
+
+    Args:
+        names: Their columns.
+        reader: Of images.
+        arguments: Columns, and the format if it is named.
+
+    Attributes:
+        names: The columns of the rows that are tokenized.
+        arguments: The same for them.
+    """
+
+    def __init__(self, names: Sequence[str], reader: ImageReader, arguments: DataArguments) -> None:
+        self._reader = reader
+        self.arguments = arguments
+        self._column = arguments.images_column if arguments.images_column in names else None
+        self._others = [name for name in _OTHER_COLUMNS if name in names]
+        self._converted = converted(names, arguments)
+        self.names = list(names)
+        if self._converted is not None:
+            self.names, self.arguments = list(self._converted.names), replace(arguments, data_format=None)
+
+    @property
+    def tokens(self) -> ImageTokens:
+        """Of the model."""
+        return self._reader.tokens
+
+    def files(self, row: Values) -> list[ImageFile]:
+        """The images of a row, in the order of their placeholders."""
+        return self._read(row)[1]
+
+    def encoded(self, row: Values, encode: RowEncoder) -> tuple[Sequence[Encoded], list[Grid]]:
+        """The sequences of a row with every placeholder as often as its image has tokens; the images' grids.
+
+        Args:
+            row: As it stands in the file.
+            encode: Makes tokens of a row with the columns `names`, one placeholder for an image.
+        """
+        plain, files = self._read(row)
+        if not files:
+            return encode(plain), []
+        tokens = self.tokens
+        grids = [self._grid(file) for file in files]
+        return [tokens.expanded(*sequence, grids) for sequence in encode(plain)], grids
+
+    def _grid(self, file: ImageFile) -> Grid:
+        try:
+            return self.tokens.grid(*file.size())
+        except McaError as error:
+            told = str(error)
+            raise McaError(told if file.place in told else f"image {file.place}: {told}") from error
+
+    def _read(self, row: Values) -> tuple[Values, list[ImageFile]]:
+        for name in self._others:
+            if row.get(name):
+                raise McaError(f"has {name}, which are not trained on yet; leave the row out")
+        given = _listed(row.get(self._column)) if self._column is not None else []
+        plain = row if self._converted is None else self._converted.convert(row)
+        places = _Places(given, self._reader.folder, marked=self._column is not None)
+        found: JsonObject = {}
+        for name in self._columns:
+            if isinstance(turns := plain.get(name), list):
+                found[name] = [places.turn(turn) for turn in turns]
+        places.require_all(found)
+        return ({**plain, **found} if places.files else plain), places.files
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        arguments = self.arguments
+        return arguments.messages_column, arguments.prompt_column, arguments.completion_column
+
+
+def _listed(given: object) -> list[object]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+class _Places:
+    """Takes the images of a row as its messages ask for them.
+
+    Args:
+        given: The images of the row's column.
+        folder: What relative paths start from.
+        marked: Whether ``<image>`` in a text is a place for one.
+    """
+
+    def __init__(self, given: Sequence[object], folder: Path | None, *, marked: bool) -> None:
+        self._given, self._folder, self._marked = list(given), folder, marked
+        self._next = self._asked = 0
+        self.files: list[ImageFile] = []
+
+    def turn(self, turn: object) -> object:
+        """A turn whose images are parts without data; others stay."""
+        if not isinstance(turn, dict):
+            return turn
+        content = turn.get("content")
+        if isinstance(content, str) and self._marked and PLACE in content:
+            return {**turn, "content": list(self._of_text(content))}
+        if isinstance(content, list):
+            return {**turn, "content": [self._part(part) for part in content]}
+        return turn
+
+    def _of_text(self, text: str) -> Iterator[JsonObject]:
+        for number, piece in enumerate(text.split(PLACE)):
+            if number:
+                self._take()
+                yield {"type": "image"}
+            if piece:
+                yield {"type": "text", "text": piece}
+
+    def _part(self, part: object) -> object:
+        require_text_or_image(part)
+        if not isinstance(part, dict) or part.get("type") not in IMAGES:
+            return part
+        if has_data(part):
+            self._asked += 1
+            self.files.append(image_file({**part, "type": None}, self._folder))
+        else:
+            self._take()
+        return {"type": "image"}
+
+    def _take(self) -> None:
+        self._asked += 1
+        if self._next < len(self._given):
+            self.files.append(image_file(self._given[self._next], self._folder))
+        self._next += 1
+
+    def require_all(self, columns: JsonObject) -> None:
+        """Has all images in their places.
+
+        Raises:
+            McaError: There are more images than places, or fewer.
+        """
+        if self._given and not self._asked and (turn := _first_words(columns)) is not None:
+            content = turn["content"]
+            words = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            turn["content"] = [*({"type": "image"} for _ in self._given), *words]
+            for _ in self._given:
+                self._take()
+        if self._next != len(self._given):
+            raise McaError(
+                f"{self._next} places for images ({PLACE}, or parts of type image) and {len(self._given)} images; "
+                "give as many of one as of the other"
+            )
+
+
+def _first_words(columns: JsonObject) -> JsonObject | None:
+    """The first turn of a user; it may be changed."""
+    for turns in columns.values():
+        for number, turn in enumerate(turns):
+            if isinstance(turn, dict) and turn.get("role") == "user":
+                words: JsonObject = dict(turn)
+                turns[number] = words
+                return words
+    return None
+
+
+def require_none(names: Sequence[str], arguments: DataArguments, told: str) -> None:
+    """Refuses rows with a column of images, where these would be left out without a word.
+
+    Raises:
+        UsageError: There is one.
+    """
+    if arguments.images_column in names:
+        raise UsageError(
+            f"{told} takes no images yet, and the rows have the column {arguments.images_column}; remove it"
+        )
+
+
+def undecoded(rows: "datasets.Dataset") -> "datasets.Dataset":
+    """``rows`` of which columns of images give bytes and paths instead of pixels."""
+    import datasets
+
+    for name, feature in rows.features.items():
+        if isinstance(feature, datasets.Image):
+            rows = rows.cast_column(name, datasets.Image(decode=False))
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
+            rows = rows.cast_column(name, type(feature)(datasets.Image(decode=False)))
+    return rows

@@ -1,0 +1,86 @@
+"""`SampleImages` are the images among a sample's tokens: where they stand, and what the vision model takes of them.
+
+Until somebody asks for that, no file is opened. `ImagesOfRows` has those of a dataset.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mca_config.errors import McaError
+from mca_models.images import ImagePlace
+from mca_train.data.image_rows import ImageRows
+from mca_train.data.image_tokens import Grid
+
+if TYPE_CHECKING:
+    import datasets
+
+
+@dataclass(frozen=True)
+class SampleImages:
+    """The images of one sample.
+
+    Args:
+        places: Among its tokens, in order.
+        tensors: Reads them.
+    """
+
+    places: tuple[ImagePlace, ...]
+    tensors: Callable[[], Mapping[str, Tensor]]
+
+    @property
+    def tokens(self) -> int:
+        """How many of the sample's tokens are images'."""
+        return sum(place.tokens for place in self.places)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagesOfRows:
+    """The images of a dataset, which stay where its rows say.
+
+    Args:
+        rows: Of the files.
+        numbers: The row of each sample.
+        grids: The images of each sample.
+        read: What a row means.
+        key: The argument that named the files, for errors.
+    """
+
+    rows: "datasets.Dataset"
+    numbers: Sequence[int]
+    grids: Sequence[Sequence[Grid]]
+    read: ImageRows
+    key: str
+
+    def of(self, index: int, tokens: NDArray[np.int32]) -> SampleImages | None:
+        """Those of the sample ``index``, which has these ``tokens``; None: it has none."""
+        grids = self.grids[index]
+        if not grids:
+            return None
+        where = np.flatnonzero(tokens == self.read.tokens.token)
+        first, places = 0, []
+        for rows, columns in grids:
+            places.append(ImagePlace(int(where[first]), rows, columns))
+            first += rows * columns
+        return SampleImages(tuple(places), lambda: self._tensors(index))
+
+    def _tensors(self, index: int) -> Mapping[str, Tensor]:
+        number, grids = int(self.numbers[index]), self.grids[index]
+        try:
+            return self.read.tokens.tensors(self.read.files(self.rows[number])[: len(grids)], grids)
+        except McaError as error:
+            raise McaError(f"{self.key}, row {number}: {error}") from error
+
+
+def within(grids: Sequence[Grid], count: int) -> list[Grid] | None:
+    """The images that ``count`` placeholders, the first ones of a sequence, are of; None: one of them is cut."""
+    kept = 0
+    for number, (rows, columns) in enumerate(grids):
+        if kept == count:
+            return list(grids[:number])
+        kept += rows * columns
+    return list(grids) if kept == count else None

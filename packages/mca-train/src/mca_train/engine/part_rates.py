@@ -1,0 +1,55 @@
+"""Learning rates of the parts of a vision-language model, as Megatron's groups of parameters.
+
+A group's own rate follows the run's schedule, as `lr_schedule` writes it.
+"""
+
+from typing import TYPE_CHECKING
+
+from mca_config.types import JsonObject
+from mca_train.config.parts import trained_parts
+from mca_train.types import TrainingArguments, Upstream
+
+if TYPE_CHECKING:
+    from mca_models import VirtualModels
+
+_MARK = "mca_part"
+
+
+def choose_parts(model: "VirtualModels", args: TrainingArguments) -> None:
+    """Freezes what ``freeze`` says, and has every parameter know its part; before the model is wrapped.
+
+    Raises:
+        McaError: The model has no such parts.
+    """
+    from mca_models.megatron.families.vision_model import part_of
+
+    if args.freeze is not None:
+        model.train_parts(trained_parts(args))
+    for item, tensor in model.held():
+        setattr(tensor, _MARK, part_of(item.param, model.config))
+
+
+def rates_of_parts(args: TrainingArguments, config: Upstream) -> JsonObject:
+    """``config_overrides`` of ``get_megatron_optimizer``; empty if no part has a rate of its own.
+
+    Args:
+        args: The rates.
+        config: Megatron's ``OptimizerConfig``, whose own overrides stay.
+    """
+    given = {"vision": args.vision_learning_rate, "projector": args.projector_learning_rate}
+    # groups that differ in nothing from the rest cannot be told apart in a checkpoint
+    rates = {part: rate for part, rate in given.items() if rate not in (None, args.learning_rate)}
+    if not rates:
+        return {}
+    from megatron.core.optimizer import get_standard_config_overrides
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+
+    found: JsonObject = {**(get_standard_config_overrides(config) or {})}
+    for part, rate in rates.items():
+        key = ParamKey(predicate=ParamPredicate(f"mca_{part}", _is(part)))
+        found[key] = {"max_lr": rate}
+    return {"config_overrides": found}
+
+
+def _is(part: str) -> Upstream:
+    return lambda parameter: getattr(parameter, _MARK, None) == part

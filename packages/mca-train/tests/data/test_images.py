@@ -1,0 +1,300 @@
+"""Rows with images become samples whose placeholders are as many as the images have tokens."""
+
+import base64
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import torch
+from drawn_images import MARKS, draw, image_token, image_tokenizer, processor
+from PIL import Image
+
+from mca_config.errors import McaError
+from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
+from mca_train.batching.image_batch import ImageBatching
+from mca_train.batching.packing import PackedDataset
+from mca_train.config.arguments import DataArguments
+from mca_train.data.image_files import image_file
+from mca_train.data.image_rows import ImageReader
+from mca_train.tasks.load import load_stream, load_tokenized
+from mca_train.tasks.table import TASKS
+
+ANSWER = {"role": "assistant", "content": "red"}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return image_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Pictures of 2 x 2, 2 x 3 and 4 x 4 tokens, one that is none, and a processor's directory."""
+    folder = tmp_path_factory.mktemp("pictures")
+    draw(folder / "small.png", 16, 16)
+    draw(folder / "wide.png", 24, 16, (10, 200, 30))
+    draw(folder / "large.png", 64, 64)
+    (folder / "broken.png").write_bytes(b"no picture")
+    processor().save_pretrained(folder / "model")
+    return folder
+
+
+def reader(tokenizer, folder, vision=True):
+    config = SimpleNamespace(
+        model_type="qwen2_5_vl", vision={"image_token_id": image_token(tokenizer)} if vision else None
+    )
+    return ImageReader(config=config, directories=(folder / "model",))
+
+
+def load(rows, tokenizer, folder, vision=True, kind="sft", **arguments):
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = DataArguments(model_name_or_path="m", **arguments)
+    images = reader(tokenizer, folder, vision)
+    return load_tokenized(TASKS[kind], [str(file)], tokenizer, given, images=images)
+
+
+def asked(*content):
+    return {"messages": [{"role": "user", "content": list(content)}, ANSWER]}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def placed(sample):
+    return [(place.start, place.rows, place.columns) for place in sample["images"].places]
+
+
+def in_base64(folder):
+    return base64.b64encode((folder / "wide.png").read_bytes()).decode()
+
+
+FORMS = {
+    "path": lambda folder: asked({"type": "image", "path": "wide.png"}, text("what?")),
+    "image": lambda folder: asked({"type": "image", "image": str(folder / "wide.png")}, text("what?")),
+    "base64": lambda folder: asked({"type": "image", "base64": in_base64(folder)}, text("what?")),
+    "url": lambda folder: asked({"type": "image", "url": f"file://{folder / 'wide.png'}"}, text("what?")),
+    "data-url": lambda folder: asked(
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{in_base64(folder)}"}},
+        text("what?"),
+    ),
+    "trl-parts": lambda folder: {**asked({"type": "image"}, text("what?")), "images": ["wide.png"]},
+    "trl-text": lambda folder: {
+        "prompt": [{"role": "user", "content": "what?"}],
+        "completion": [ANSWER],
+        "images": ["wide.png"],
+    },
+    "llama-factory": lambda folder: {
+        "conversations": [{"from": "human", "value": "<image>what?"}, {"from": "gpt", "value": "red"}],
+        "images": ["wide.png"],
+    },
+    "alpaca": lambda folder: {"instruction": "<image>what?", "output": "red", "images": ["wide.png"]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_row_makes_the_same_sample(form, tokenizer, folder):
+    sample = load([FORMS[form](folder)], tokenizer, folder)[0]
+    pads = MARKS[1] * 6
+    said = (
+        f"<|im_start|>user\n{MARKS[0]}{pads}{MARKS[2]}what?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n"
+    )
+    assert tokenizer.decode(sample["input_ids"]) == said
+    start = tokenizer("<|im_start|>user\n").input_ids
+    assert placed(sample) == [(len(start) + 1, 2, 3)]
+    learnt = sample["input_ids"][sample["labels"] != -100]
+    assert tokenizer.decode(learnt) == "red<|im_end|>\n"
+    made = sample["images"].tensors()
+    expected = processor()(images=[Image.open(folder / "wide.png")], return_tensors="pt")
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[name], expected[name]) for name in expected)
+
+
+def test_rows_of_parquet_bring_their_images_as_bytes_which_are_not_decoded_early(tokenizer, folder, tmp_path):
+    said = [{"from": "human", "value": "<image>what?"}, {"from": "gpt", "value": "red"}]
+    rows = {
+        "conversations": [said, said],
+        "images": [[str(folder / "small.png")], [str(folder / "wide.png")]],
+    }
+    features = datasets.Dataset.from_dict({"conversations": rows["conversations"]}).features
+    features["images"] = datasets.List(datasets.Image())
+    datasets.Dataset.from_dict(rows, features).to_parquet(tmp_path / "rows.parquet")
+    found = load_tokenized(
+        TASKS["sft"],
+        [str(tmp_path / "rows.parquet")],
+        tokenizer,
+        DataArguments(model_name_or_path="m"),
+        images=reader(tokenizer, folder),
+    )
+    assert [placed(found[index])[0][1:] for index in range(2)] == [(2, 2), (2, 3)]
+    assert found[1]["images"].tensors()["image_grid_thw"].tolist() == [[1, 4, 6]]
+
+
+def test_pixels_are_read_when_a_batch_is_made_and_the_row_is_named_then(tokenizer, folder):
+    draw(folder / "later.png", 24, 16)
+    samples = load([asked({"type": "image", "path": "later.png"}, text("what?"))], tokenizer, folder)
+    whole = (folder / "later.png").read_bytes()
+    (folder / "later.png").write_bytes(whole[:60])  # the header and a little more
+    with pytest.raises(McaError, match=r"^train_file, row 0: image .*later.png cannot be read: "):
+        samples[0]["images"].tensors()
+    draw(folder / "later.png", 16, 16)
+    with pytest.raises(McaError, match="had 2 x 3 tokens when rows were read, and has 2 x 2 now"):
+        samples[0]["images"].tensors()
+
+
+WRONG = {
+    "row 0: 1 places for images .* and 2 images": {
+        **asked({"type": "image"}, text("?")),
+        "images": ["small.png", "wide.png"],
+    },
+    "row 0: 2 places for images .* and 1 images": {
+        "messages": [{"role": "user", "content": "<image><image>?"}, ANSWER],
+        "images": ["small.png"],
+    },
+    "row 0: 1 places for images .* and 0 images": {
+        "messages": [{"role": "user", "content": "<image>?"}, ANSWER],
+        "images": [],
+    },
+    "row 0: image .*nowhere.png is not there": asked({"type": "image", "path": "nowhere.png"}),
+    "row 0: image .*broken.png is no image that PIL can read": asked({"type": "image", "path": "broken.png"}),
+    "row 0: an image in base64, 'no base64'..., cannot": asked({"type": "image", "base64": "no base64"}),
+    "row 0: a part of a message is a video; only text and images": asked({"type": "video", "path": "a.mp4"}),
+    "row 0: has videos, which are not trained on yet": {**asked(text("?")), "videos": ["a.mp4"]},
+    "row 0: the chat template makes 2 placeholders .* of 1 images": asked(
+        {"type": "image", "path": "small.png"}, text(MARKS[1])
+    ),
+}
+
+
+@pytest.mark.parametrize("told", WRONG)
+def test_what_is_wrong_with_a_row_is_told_in_one_line(told, tokenizer, folder):
+    with pytest.raises(McaError, match=f"^train_file, {told}") as caught:
+        load([WRONG[told]], tokenizer, folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_images_that_are_too_large_or_too_long_are_refused(tokenizer, folder, monkeypatch):
+    rows = [asked({"type": "image", "path": "large.png"})]
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(McaError, match=r"row 0: image .*large.png is too large: more than 1,000 pixels"):
+        load(rows, tokenizer, folder)
+    draw(folder / "long.png", 900, 1)
+    with pytest.raises(McaError, match=r"row 0: image .*long.png: an image of 900 x 1 pixels cannot be used"):
+        load([asked({"type": "image", "path": "long.png"})], tokenizer, folder)
+
+
+def test_images_lie_as_people_see_them(folder):
+    turned = Image.open(folder / "wide.png")
+    exif = turned.getexif()
+    exif[0x0112] = 6
+    turned.save(folder / "turned.jpg", exif=exif)
+    found = image_file("turned.jpg", folder)
+    assert found.size() == (24, 16)
+    assert found.pixels().size == (16, 24)
+
+
+def test_models_and_kinds_that_take_no_images_say_so(tokenizer, folder):
+    row = asked({"type": "image", "path": "small.png"}, text("?"))
+    with pytest.raises(McaError, match="row 0: a qwen2_5_vl model takes no images"):
+        load([row], tokenizer, folder, vision=False)
+    column = {"text": "hello there", "images": ["small.png"]}
+    with pytest.raises(
+        McaError, match="mca-train pretrain takes no images yet, and the rows have the column"
+    ):
+        load([column], tokenizer, folder, kind="pretrain")
+    arguments = DataArguments(model_name_or_path="m", streaming=True)
+    with pytest.raises(
+        McaError, match="row 0: a part of a message is an image; mca-train sft without streaming"
+    ):
+        (folder / "stream.jsonl").write_text(json.dumps(row) + "\n")
+        next(iter(load_stream(TASKS["sft"], [str(folder / "stream.jsonl")], tokenizer, arguments, seed=None)))
+    (folder / "stream.jsonl").write_text(json.dumps({**asked(text("?")), "images": []}) + "\n")
+    with pytest.raises(McaError, match="streaming takes no images yet"):
+        load_stream(TASKS["sft"], [str(folder / "stream.jsonl")], tokenizer, arguments, seed=None)
+
+
+def test_a_row_that_ends_within_an_image_is_left_out_and_counted(tokenizer, folder, caplog):
+    image = {"type": "image", "path": "small.png"}
+    answered = [{"role": "user", "content": [image]}, ANSWER, {"role": "user", "content": [image]}, ANSWER]
+    rows = [{"messages": answered}, asked(text("?"))]
+    whole = load(rows, tokenizer, folder)
+    (_, _, _), (second, _, _) = placed(whole[0])
+    cut = load(rows, tokenizer, folder, seq_length=second + 2)
+    assert "1 of 2 rows end within an image" in caplog.text
+    assert len(cut) == 1
+    assert "images" not in cut[0]
+    before = load(rows, tokenizer, folder, seq_length=second)
+    assert placed(before[0]) == placed(whole[0])[:1]
+    assert len(before[0]["images"].tensors()["image_grid_thw"]) == 1
+
+
+def batch(samples, picked, **options):
+    collator = StepCollator(collate=PadCollator(0), micro_batch_size=len(picked), **options)
+    return collator(CountedSamples(samples).__getitems__(picked)).micro_batches[0]
+
+
+@pytest.fixture(scope="module")
+def mixed(tokenizer, folder):
+    small, wide = ({"type": "image", "path": f"{name}.png"} for name in ("small", "wide"))
+    return load(
+        [asked(small, text("and"), wide, text("?")), asked(text("none")), asked(wide)], tokenizer, folder
+    )
+
+
+def test_a_micro_batch_has_rows_of_features_positions_and_pixels(mixed, tokenizer):
+    sections = ImageBatching(sections=True)
+    made = batch(mixed, [0, 1, 2], images=sections)
+    rows = made.feature_rows
+    assert torch.equal(rows >= 0, made.input_ids == image_token(tokenizer))
+    assert rows[rows >= 0].tolist() == [*range(16)]
+    assert made.image_tokens == 16
+    assert made.images["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 6], [1, 4, 6]]
+    assert made.sections.shape == (3, *made.input_ids.shape)
+    assert torch.equal(made.sections[:, 1], made.position_ids[1].expand(3, -1))
+    later = batch(mixed, [0, 1, 2], images=replace(sections, decodes=False))
+    assert later.images is None
+    assert later.feature_rows is None
+    assert torch.equal(later.sections, made.sections)
+    none = batch(mixed, [1], images=sections)
+    assert none.sections is None
+    assert none.images is None
+    uncounted = batch(mixed, [0, ~2], images=sections)
+    assert uncounted.image_tokens == 10
+    assert len(uncounted.images["image_grid_thw"]) == 3
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_context_ranks_have_their_parts_of_rows_and_the_whole_packs_positions(packed, mixed, tokenizer):
+    options = {"multiple": 4, "images": ImageBatching(sections=True), "packed": packed}
+    data = PackedDataset(mixed, 200, multiple=4) if packed else mixed
+    picked = [0] if packed else [0, 1, 2]
+    parts = [
+        batch(data, picked, context_parallel_size=2, context_parallel_rank=rank, **options) for rank in (0, 1)
+    ]
+    found = [part.feature_rows[part.feature_rows >= 0] for part in parts]
+    assert sorted(torch.cat(found).tolist()) == [*range(16)]
+    assert all(len(rows) for rows in found)
+    for part in parts:
+        assert torch.equal(part.feature_rows >= 0, part.input_ids == image_token(tokenizer))
+        assert part.image_tokens == 16
+        assert part.sections.shape[1:] == ((1, part.cu_seqlens[-1]) if packed else part.input_ids.shape)
+    if packed:
+        assert torch.equal(parts[0].sections, parts[1].sections)
+
+
+def test_sizes_are_told_by_the_processor(tokenizer, folder):
+    tokens = reader(tokenizer, folder).tokens
+    for height, width in ((16, 16), (5, 90), (64, 64), (37, 53)):
+        image = Image.new("RGB", (width, height))
+        _, high, wide = processor()(images=[image], return_tensors="pt")["image_grid_thw"][0].tolist()
+        assert tokens.grid(height, width) == (high // 2, wide // 2)
+    assert Path(folder / "model").is_dir()
