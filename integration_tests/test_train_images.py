@@ -136,10 +136,10 @@ SPLIT = (
 
 
 def _worst(found: Path, model: Any) -> tuple[float, str]:
-    """The largest difference of a parameter, relative to how far it was moved."""
+    """The largest difference of a parameter, and its name."""
     other = transformers.AutoModelForImageTextToText.from_pretrained(found)
     theirs = dict(other.named_parameters())
-    return max((float((theirs[name] - x).abs().max()), name) for name, x in model.named_parameters())
+    return max((float((theirs[name] - x).detach().abs().max()), name) for name, x in model.named_parameters())
 
 
 def test_all_parts_train_as_in_transformers(folder: Path) -> None:

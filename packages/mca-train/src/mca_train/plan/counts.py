@@ -4,7 +4,7 @@ They are counted once for a model (`ModelCounts`), by where in the model they st
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -98,6 +98,16 @@ class ModelCounts:
         rules = rules_for_training(config, adapter)
         saved = [(param, shape_of(param, config)) for param in rules.saved]
         return cls(config, [*adapter_shapes(config, rules.factors), *saved])
+
+    @classmethod
+    def of_frozen(cls, config: McaModelConfig, trained: Collection[str]) -> "ModelCounts | None":
+        """Those of the parts of a vision-language model that are not ``trained``; None: it has no parts."""
+        if config.vision is None:
+            return None
+        from mca_models.megatron.families.vision_model import part_of
+
+        frozen = [param for param in params_of(config) if part_of(param, config) not in trained]
+        return cls(config, ((param, shape_of(param, config)) for param in frozen))
 
     def by_stage(self, layout: ParallelLayout) -> list[Count]:
         """On the fullest rank of each pipeline stage, vocabulary padding included."""

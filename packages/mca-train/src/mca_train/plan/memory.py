@@ -11,6 +11,7 @@ from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_train.config.model import layout_of
+from mca_train.config.parts import trained_parts
 from mca_train.plan.chunks import Bytes, Implementation, Model, of_chunk
 from mca_train.plan.counts import Count, ModelCounts, shares
 from mca_train.plan.schedule import Order
@@ -74,7 +75,7 @@ class Plan:
     stages: tuple[StageNeeds, ...]
     total_parameters: int
     trained_parameters: int | None
-    """Of an adapter; None: all."""
+    """Of an adapter, or of the parts that are not frozen; None: all."""
     global_batch: int
     tokens_per_step: int
     bubble: float
@@ -90,6 +91,7 @@ class Subject:
         model: Its parameters.
         sequences: In a sample.
         adapter: Parameters of what is trained instead of the whole model.
+        frozen: Of the model that are not trained; None: there are none.
         reference: Of a frozen model that stands beside it.
         implementation: Whose layers.
         on_gpu: Whether it runs there.
@@ -100,9 +102,25 @@ class Subject:
     model: ModelCounts
     sequences: int = 1
     adapter: ModelCounts | None = None
+    frozen: ModelCounts | None = None
     reference: ModelCounts | None = None
     implementation: Implementation = "local"
     on_gpu: bool = False
+
+    def trained_by_stage(self, layout: ParallelLayout) -> list[Count]:
+        """Parameters that have gradients, on the fullest rank of each pipeline stage."""
+        whole = (self.adapter or self.model).by_stage(layout)
+        if self.adapter is not None or self.frozen is None:
+            return whole
+        left = zip(whole, self.frozen.by_stage(layout), strict=True)
+        return [Count(held.dense - none.dense, held.experts - none.experts) for held, none in left]
+
+    @property
+    def trained(self) -> int | None:
+        """Parameters that are trained; None: all."""
+        if self.adapter is not None:
+            return self.adapter.total
+        return None if self.frozen is None else self.model.total - self.frozen.total
 
 
 def make_plan(
@@ -138,6 +156,7 @@ def make_plan(
         sequences=sequences,
         model=ModelCounts.of(config),
         adapter=ModelCounts.of_adapter(config, adapter) if adapter else None,
+        frozen=ModelCounts.of_frozen(config, trained_parts(training)),
         reference=ModelCounts.of(replace(reference, layout=layout)) if reference else None,
         implementation=implementation,
         on_gpu=on_gpu,
@@ -161,7 +180,7 @@ def plan_of(subject: Subject, training: "TrainingArguments", layout: ParallelLay
         implementation=subject.implementation,
         stages=tuple(_stages(subject, model, grid)),
         total_parameters=subject.model.total,
-        trained_parameters=subject.adapter.total if subject.adapter else None,
+        trained_parameters=subject.trained,
         global_batch=batch,
         tokens_per_step=batch * subject.seq_length * subject.sequences,
         bubble=layout.bubble(accumulation),
@@ -177,7 +196,7 @@ def _stages(subject: Subject, model: Model, grid: RankGrid) -> list[StageNeeds]:
     share = shares(training.use_distributed_optimizer, grid)
     found = []
     for pp in range(layout.pp):
-        trained = adapter[pp] if adapter else held[pp]
+        trained = subject.trained_by_stage(layout)[pp]
         counts = _Counts(
             held[pp].total + (adapter[pp].total if adapter else 0),
             trained.total,

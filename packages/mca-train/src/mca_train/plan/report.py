@@ -12,9 +12,10 @@ _LAYERS = {"local": "Megatron's own", "transformer_engine": "Transformer Engine'
 def render(plan: Plan, settings: Settings, model: McaModelConfig, device: Device | None = None) -> str:
     """The plan as text; with ``device`` what does not fit there is marked."""
     training = settings.training
+    told = " (LoRA)" if settings.lora.wanted else ""
     lines = [
         f"model        {model.model_type}, {plan.total_parameters:,} parameters, {model.num_layers} layers"
-        + ("" if plan.trained_parameters is None else f"; {plan.trained_parameters:,} trained (LoRA)"),
+        + ("" if plan.trained_parameters is None else f"; {plan.trained_parameters:,} trained{told}"),
         f"ranks        {plan.world_size} = {plan.layout}, data parallel {plan.data_parallel_size}",
         f"global batch {plan.global_batch} samples, {plan.tokens_per_step:,} tokens = micro-batch "
         f"{training.per_device_train_batch_size} x accumulated {training.gradient_accumulation_steps} x data "

@@ -108,7 +108,7 @@ def predicted(
         config, training, subject.seq_length, sequences=subject.sequences, frozen=subject.adapter is not None
     )
     model = Model(config, training, sizes, subject.implementation, subject.on_gpu)
-    trained = (subject.adapter or subject.model).by_stage(layout)
+    trained = subject.trained_by_stage(layout)
     share = shares(training.use_distributed_optimizer, grid)
     return Speed(model, grid, hardware).step(trained, share, roughly=roughly)
 

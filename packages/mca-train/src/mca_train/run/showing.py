@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.errors import UsageError, checking_usage, raise_problems
+from mca_train.config.model import model_config
 from mca_train.config.run_config import Settings, given_values
 from mca_train.run.checks import data_problems, settings_of
 from mca_train.run.hub_paths import with_directories
-from mca_train.run.inputs import load_tokenizer
+from mca_train.run.inputs import image_reader, load_tokenizer
 from mca_train.run.logs import quiet_libraries
 from mca_train.tasks.load import load_mixture, load_tokenized
 from mca_train.tasks.table import task_of
@@ -75,6 +76,9 @@ def _print(task: Task, settings: Settings, tokenizer: "PreTrainedTokenizerBase",
         rows = min(data.max_train_samples or _ROWS_OF_A_STREAM, _ROWS_OF_A_STREAM)
         data = replace(data, streaming=False, max_train_samples=rows)
         sys.stdout.write(f"streaming: the first {rows:,} rows\n")
+    images = None
+    if Path(data.model_name_or_path).is_dir():  # else rows with images are refused
+        images = image_reader(settings, model_config(data.model_name_or_path))
     for key, files in (
         ("train_file", data.train_file),
         ("datasets", data.datasets),
@@ -84,11 +88,16 @@ def _print(task: Task, settings: Settings, tokenizer: "PreTrainedTokenizerBase",
             continue
         samples: Mixture | TokenDataset | PairDataset
         if key == "datasets":
-            mixture = samples = load_mixture(task, tokenizer, data, seed=seed)
+            mixture = samples = load_mixture(task, tokenizer, data, seed=seed, images=images)
             told.lines.append(mixture.described())
         else:
             samples = load_tokenized(
-                task, [str(file) for file in files], tokenizer, data, evaluation=key == "eval_file"
+                task,
+                [str(file) for file in files],
+                tokenizer,
+                data,
+                evaluation=key == "eval_file",
+                images=images,
             )
         sys.stdout.write(f"\n{key}, mca-train {task.name}\n" + survey(samples, tokenizer))
         if args.sequence_packing:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from mca_train.config.model import adapter_config, model_config
+from mca_train.config.parts import trained_parts
 from mca_train.plan.chunks import Implementation
 from mca_train.plan.counts import ModelCounts
 from mca_train.plan.memory import Subject
@@ -25,6 +26,7 @@ def subject_of(run: Run, implementation: Implementation, *, on_gpu: bool) -> Sub
         sequences=run.task.sequences_per_sample,
         model=ModelCounts.of(config),
         adapter=None if adapter is None else ModelCounts.of_adapter(config, adapter),
+        frozen=ModelCounts.of_frozen(config, trained_parts(settings.training)),
         reference=reference,
         implementation=implementation,
         on_gpu=on_gpu or platform.device_type() == "cuda",
