@@ -38,8 +38,8 @@ def part_problems(
     if lora.wanted and given:
         yield f"{', '.join(given)}: an adapter is trained alone, on the text part; remove the key"
         return
-    if not trained:
-        yield "freeze has all parts of the model; leave one out"
+    if "language" not in trained:
+        yield "freeze: language cannot be frozen yet, as ranks would be left with nothing to train; leave it out"
     for part in ("vision", "projector"):
         if getattr(training, f"{part}_learning_rate") is not None and part not in trained:
             yield f"{part}_learning_rate: {part} is frozen; set freeze to a list without it, or remove the key"
