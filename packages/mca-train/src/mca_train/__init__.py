@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from mca_train.data.token_dataset import TokenDataset
     from mca_train.losses.preference import PreferenceLoss
     from mca_train.trainer.dpo import DpoTrainer
+    from mca_train.trainer.kto import KtoTrainer
     from mca_train.trainer.scores import ClassificationTrainer, RewardTrainer
     from mca_train.trainer.trainer import McaTrainer
 
 __all__ = [
     "ClassificationTrainer",
     "DpoTrainer",
+    "KtoTrainer",
     "McaTrainer",
     "MicroBatch",
     "PairDataset",
@@ -28,6 +30,7 @@ __all__ = [
 _HOME = {
     "ClassificationTrainer": "trainer.scores",
     "DpoTrainer": "trainer.dpo",
+    "KtoTrainer": "trainer.kto",
     "McaTrainer": "trainer.trainer",
     "MicroBatch": "batching.micro_batch",
     "PairDataset": "data.preferences",
