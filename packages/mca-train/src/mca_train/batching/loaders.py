@@ -176,6 +176,8 @@ class Loaders:
             batch_sampler=None if stream else sampler,
             collate_fn=collator,
             num_workers=workers,
+            # or a copy to the GPU waits for all that was launched before it
+            pin_memory=args.dataloader_pin_memory and self.ranks.device.type == "cuda",
             prefetch_factor=args.dataloader_prefetch_factor if workers else None,
             # a loader draws a number whenever it starts: from here, not from the state that dropout goes on with
             generator=torch.Generator().manual_seed(args.seed),

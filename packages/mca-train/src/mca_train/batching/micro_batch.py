@@ -1,6 +1,6 @@
 """The tensors of a micro-batch and of a training step. How they are made is in `collate`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -57,13 +57,18 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on ``device``."""
+        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "MicroBatch":
+        """The same in memory that a GPU copies from by itself."""
+        return self._with(Tensor.pin_memory)
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
         values: JsonObject = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: JsonObject = {
-            k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)
-        }
+        changed: JsonObject = {k: change(v) for k, v in values.items() if isinstance(v, Tensor)}
         if self.images is not None:
-            moved["images"] = {k: v.to(device, non_blocking=True) for k, v in self.images.items()}
-        return replace(self, **moved)
+            changed["images"] = {k: change(v) for k, v in self.images.items()}
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +91,12 @@ class StepBatch:
     def image_tokens(self) -> int:
         """Tokens that are images', of this data-parallel rank."""
         return sum(batch.image_tokens for batch in self.micro_batches)
+
+    def pin_memory(self) -> "StepBatch":
+        """The same in memory that a GPU copies from by itself; data loaders call it."""
+        beside = None if self.beside is None else self.beside.pin_memory()
+        pinned = tuple(micro.pin_memory() for micro in self.micro_batches)
+        return replace(self, micro_batches=pinned, beside=beside)
 
     @property
     def micro_batch_size(self) -> int:

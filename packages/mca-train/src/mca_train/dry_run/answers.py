@@ -20,6 +20,8 @@ _GROUPED = (
     torch.ops.c10d.allreduce_coalesced_.default,
 )
 """Collectives for which torch has no answer of its own."""
+_HOST = torch.device("cpu")
+"""Where known values are, whatever device their tensors are on."""
 
 
 class Answers(TorchDispatchMode):
@@ -91,6 +93,8 @@ class Answers(TorchDispatchMode):
             true_args, true_options = _pytree.tree_map_only(
                 torch.Tensor, lambda tensor: self._known[tensor], (args, options)
             )
+            if "device" in true_options:
+                true_options["device"] = _HOST
             return func(*true_args, **true_options)
 
     def _gathered(self, out: torch.Tensor, part: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from mca_train.dry_run.passes import Passes
 from mca_train.dry_run.routing import known_as_arrays, route_evenly
 from mca_train.dry_run.samples import LongestSamples
 from mca_train.dry_run.tracker import GRADIENTS, KEPT, OPTIMIZER, REFERENCE, STEP, WEIGHTS, Message, Tracker
-from mca_train.dry_run.world import fake_world, without_moving
+from mca_train.dry_run.world import fake_world, moving_anew
 from mca_train.plan.schedule import Pass
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def step_needs(
     platform.prepare()
     with ExitStack() as stack:
         settings = _short(settings, stack.enter_context(tempfile.TemporaryDirectory()), micro_batches)
-        for context in (fake_world(rank, world_size), without_moving(), _norms()):
+        for context in (fake_world(rank, world_size), moving_anew(), _norms()):
             stack.enter_context(context)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         answers = Answers(fake)

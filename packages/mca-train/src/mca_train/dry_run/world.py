@@ -49,11 +49,36 @@ def _already_there(*_: object, **__: object) -> None:
 
 
 @contextmanager
-def without_moving() -> Iterator[None]:
-    """A block in which modules stay where they are made: tensors without memory cannot be exchanged in place."""
+def moving_anew() -> Iterator[None]:
+    """A block in which modules are moved by new parameters: those without memory cannot be exchanged in place."""
 
-    def stay(module: torch.nn.Module, *_: object, **__: object) -> torch.nn.Module:
+    def move(module: torch.nn.Module, *args: object, **__: object) -> torch.nn.Module:
+        if args and isinstance(args[0], torch.device):
+            _move(module, args[0])
         return module
 
-    with patch.object(torch.nn.Module, "to", stay):
+    with patch.object(torch.nn.Module, "to", move):
         yield
+
+
+def _move(module: torch.nn.Module, device: torch.device) -> None:
+    """What is on another kind of device is made anew on ``device``; what was shared still is."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for owner in module.modules():
+        for tensors in (owner._parameters, owner._buffers):
+            for name, tensor in list(tensors.items()):
+                if tensor is None or tensor.device.type == device.type:
+                    continue
+                if tensor not in moved:
+                    moved[tensor] = _on(tensor, device)
+                tensors[name] = moved[tensor]  # type: ignore[assignment]
+
+
+def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    made = tensor.detach().to(device)
+    if not isinstance(tensor, torch.nn.Parameter):
+        return made
+    parameter = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    marks = vars(tensor).keys() - vars(parameter).keys()  # Megatron's; not what fakes know of themselves
+    vars(parameter).update({name: vars(tensor)[name] for name in marks})
+    return parameter

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mca_config.types import JsonObject
+from mca_models.megatron.layers.attention import KNOWN_ENDS
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.losses import moe_aux, prediction
 from mca_train.losses.moe_tokens import hand_tokens
@@ -72,7 +73,8 @@ class Pipeline:
     def _forward_step(
         self, batches: Iterator[MicroBatch], model: Chunk, *, loss: LossFunction
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor | JsonObject, ...]]]:
-        batch = next(batches).to(self._device)
+        given = next(batches)
+        batch = given.to(self._device)
         output = model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids if batch.sections is None else batch.sections,
@@ -80,7 +82,7 @@ class Pipeline:
             labels=None if self._wants_logits else batch.labels,
             loss_mask=batch.loss_mask,
             padding_mask=hand_tokens(batch, model),
-            packed_seq_params=_packed_params(batch),
+            packed_seq_params=_packed_params(batch, given.cu_seqlens),
             **self._images(batch),
         )
         return output, megatron_loss(loss, batch)
@@ -99,16 +101,23 @@ class Pipeline:
         return parameter.device
 
 
-def _packed_params(batch: MicroBatch) -> Upstream:
-    """What keeps packed sequences apart; None for padded ones."""
-    if batch.cu_seqlens is None:
+def _packed_params(batch: MicroBatch, on_host: Tensor | None) -> Upstream:
+    """What keeps packed sequences apart; None for padded ones.
+
+    Args:
+        batch: On the device.
+        on_host: Its ``cu_seqlens`` before it was moved, so that no layer waits for the device to read them.
+    """
+    if batch.cu_seqlens is None or on_host is None:
         return None
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    return PackedSeqParams(
+    params: Upstream = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_kv=batch.cu_seqlens,
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_kv=batch.max_seqlen,
     )
+    setattr(params, KNOWN_ENDS, on_host.tolist())
+    return params

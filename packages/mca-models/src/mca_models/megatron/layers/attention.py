@@ -25,6 +25,8 @@ from mca_models.megatron.types import (
     ShardedState,
 )
 
+KNOWN_ENDS = "mca_ends"
+"""Of packed sequences' parameters: where they end, as numbers, if whoever made them knew."""
 _CAUSAL = ("causal", "padding_causal")
 
 
@@ -179,9 +181,15 @@ def _context_group(pg_collection: GroupCollection) -> ProcessGroup:
 
 def packed_lengths(packed_seq_params: PackedSeqParams, rows: int) -> tuple[int, ...]:
     """Tokens of each packed sequence over all context ranks; rows after the last one are one more."""
-    ends = packed_seq_params.cu_seqlens_q_padded
-    ends = packed_seq_params.cu_seqlens_q if ends is None else ends
-    ends = ends.tolist()
+    ends = list(vars(packed_seq_params).get(KNOWN_ENDS) or _read_ends(packed_seq_params))
     if ends[-1] < rows:
         ends.append(rows)
     return tuple(stop - start for start, stop in itertools.pairwise(ends) if stop > start)
+
+
+def _read_ends(packed_seq_params: PackedSeqParams) -> list[int]:
+    """A GPU is waited for."""
+    ends = packed_seq_params.cu_seqlens_q_padded
+    ends = packed_seq_params.cu_seqlens_q if ends is None else ends
+    found: list[int] = ends.tolist()
+    return found

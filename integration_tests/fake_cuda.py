@@ -1,0 +1,227 @@
+"""A rank's step for CUDA where there is no GPU: the run's own engine on tensors that have a device but no memory.
+
+    LD_PRELOAD=<no_driver.c, built> MCA_DEVICE=cuda python fake_cuda.py <folder of models> <CASES of test_cuda_paths>
+
+Prints what the step of each case did that a GPU would be waited for, as JSON. torch itself refuses operations on
+tensors of two devices; fake_cuda refuses collectives on the host's. Layers are Megatron's own: nothing is compiled.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree
+
+HERE = Path(__file__).parent
+_INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+
+waits: Counter[str] = Counter()
+
+
+class WithoutDevice(FakeTensorMode):
+    """Takes what torch is told of a GPU for what it is."""
+
+    avoid_device_init = True  # type: ignore[assignment]
+
+
+def where() -> str:
+    """The function of Megatron, or of mca, that called torch, as ``file:function``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        ours = "mca_models" in path.parts or "mca_train" in path.parts or path.name == "test_cuda_paths.py"
+        if ("megatron" in path.parts or ours) and path.parent.name not in ("dry_run", "platform"):
+            return f"{path.name}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
+def wait(kind: str) -> Callable[..., None]:
+    """A stand-in for a call that waits for the GPU."""
+    return lambda *args, **kwargs: waits.update([f"{kind} in {where()}"])
+
+
+def pin(tensor: torch.Tensor, *_: object) -> torch.Tensor:
+    """Stands in for page-locking."""
+    waits["pinned"] += 1
+    return tensor
+
+
+def plain_attention(*args: Any, **options: Any) -> Any:
+    """Attention by the kernel for which the driver is not asked."""
+    return torch.ops.aten._scaled_dot_product_attention_math(*args, **options)[0]
+
+
+def pretend() -> ExitStack:
+    """Has torch answer as if there were a GPU."""
+    from mca_models.megatron.platform.cuda_calls import IdleEvent, IdleStream
+
+    class Stream(IdleStream):
+        synchronize = wait("stream.synchronize")  # type: ignore[assignment]
+
+    class Event(IdleEvent):
+        synchronize = wait("event.synchronize")  # type: ignore[assignment]
+
+    @contextmanager
+    def streaming(_: object) -> Iterator[None]:
+        yield
+
+    def nothing(*args: object, **kwargs: object) -> None:
+        return None
+
+    answers: dict[str, Any] = {
+        "_lazy_init": nothing,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda *a, **k: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": nothing,
+        "synchronize": wait("torch.cuda.synchronize"),
+        "empty_cache": nothing,
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda *a, **k: Stream(),
+        "default_stream": lambda *a, **k: Stream(),
+        "stream": streaming,
+        "set_stream": nothing,
+        "get_device_name": lambda *a: "NVIDIA H100 80GB HBM3",
+        "get_device_capability": lambda *a: (9, 0),
+        "get_device_properties": lambda *a: SimpleNamespace(major=9, minor=0, multi_processor_count=132),
+        "get_rng_state": lambda *a, **k: torch.get_rng_state(),
+        "set_rng_state": lambda state, *a, **k: torch.set_rng_state(state),
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+        "manual_seed_all": nothing,
+        "is_current_stream_capturing": lambda: False,
+        "default_generators": (torch.default_generator,),
+    }
+    torch._C._ensureCUDADeviceGuardSet()
+    ctypes.CDLL(os.environ["LD_PRELOAD"]).pretend_device()
+    stack = ExitStack()
+    stack.enter_context(patch.multiple(torch.cuda, **answers))
+    stack.enter_context(patch.multiple(torch.cuda.nvtx, range_push=nothing, range_pop=nothing))
+    for name in ("get_rng_state", "set_rng_state"):
+        stack.enter_context(patch.object(torch.cuda.random, name, answers[name]))
+    stack.enter_context(patch.object(torch.Tensor, "record_stream", nothing))
+    stack.enter_context(patch.object(torch.Tensor, "pin_memory", pin))
+    return stack
+
+
+def wait_of(func: Any, args: Sequence[Any], options: Mapping[str, Any], out: Any) -> str | None:
+    """What a GPU would be waited for by ``func``; None if it would not be."""
+    tensors = [leaf for leaf in _pytree.tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)]
+    if func.namespace == "c10d":
+        if any(tensor.device.type != "cuda" for tensor in tensors):
+            raise AssertionError(f"{func}: a collective on the host's tensors in {where()}")
+        return None
+    if not any(tensor.is_cuda for tensor in [*tensors, *_pytree.tree_leaves(out)] if _is_tensor(tensor)):
+        return None
+    name = func._schema.name
+    if name in _INDEXING:
+        masks = (torch.bool, torch.uint8)
+        indices = [index for index in args[1] if index is not None]
+        return "mask" if any(i.dtype in masks or i.device.type == "cpu" for i in indices) else None
+    if torch.Tag.data_dependent_output in func.tags:
+        return "value"
+    if torch.Tag.dynamic_output_shape in func.tags and options.get("output_size") is None:
+        return "size"
+    if name in ("aten::_to_copy", "aten::copy_"):
+        target, source = (out, args[0]) if name == "aten::_to_copy" else args[:2]
+        if target.is_cuda and source.is_cuda:
+            return None
+        waits = not options.get("non_blocking") and not (len(args) > 2 and args[2])
+        return ("copy to the host" if source.is_cuda else "copy to the GPU") if waits else None
+    return None
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def step_of(folder: Path, kind: str, changes: dict[str, Any], planted: str) -> dict[str, int]:
+    """What one step of a run waits for."""
+    from mca_models import AutoModel
+    from mca_train.batching.loaders import steps_of
+    from mca_train.dry_run import step
+    from mca_train.dry_run.answers import Answers
+    from mca_train.dry_run.modules import ModuleNames
+    from mca_train.dry_run.routing import known_as_arrays, route_evenly
+    from mca_train.dry_run.tracker import Tracker
+    from mca_train.dry_run.world import fake_world, moving_anew
+    from test_cuda_paths import plant
+    from test_dry_run import prepared
+
+    class Watch(Tracker):
+        """Notes what waits, once `restart` was called."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            if (kind := wait_of(func, args, kwargs or {}, out)) is not None:
+                waits.update([f"{kind} in {where()}"])
+            return out
+
+        def restart(self) -> None:
+            super().restart()
+            waits.clear()
+
+    size = changes.get("tensor_model_parallel_size", 1) * changes.get("pipeline_model_parallel_size", 1)
+    size = max(size * changes.get("context_parallel_size", 1), 2)
+    run = prepared(folder, kind, changes | {"gradient_accumulation_steps": 1}, size)
+    with ExitStack() as stack:
+        for context in (fake_world(0, size), moving_anew(), step._norms()):
+            stack.enter_context(context)
+        fake = WithoutDevice(allow_non_fake_inputs=True)
+        answers = Answers(fake)
+        modes = step.Modes(Watch(ModuleNames()), fake, answers)
+        stack.enter_context(known_as_arrays(answers))
+        trainer, engine = step.build(run.task, run.settings, run.model, modes, AutoModel.unfilled)
+        for chunk in engine.models:
+            for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+                assert tensor.is_cuda, f"{name} is on {tensor.device}"
+        stack.enter_context(plant(planted))
+        route_evenly(engine.models, answers)
+        loader = trainer.get_train_dataloader()
+        waits.clear()
+        batch = next(steps_of(loader))
+        assert waits["pinned"] >= 6 * len(batch.micro_batches), "batches are not pinned"
+        step.measure(trainer, engine, modes, batch)
+        return dict(waits)
+
+
+def main() -> None:
+    """Runs the cases one after the other."""
+    from mca_models.megatron import platform
+    from mca_models.megatron.platform.compile_at_import import without_compile
+
+    for name in ("peft", "transformers", "torch._dynamo"):
+        importlib.import_module(name)  # which would take the stand-ins for torch's own
+    found: dict[str, Any] = {}
+    with pretend() as stack, without_compile():
+        platform.prepare()
+        stack.enter_context(
+            patch("mca_models.megatron.layers.sdpa.scaled_dot_product_attention", plain_attention)
+        )
+        for name, case in json.loads(sys.argv[2]).items():
+            try:
+                found[name] = step_of(Path(sys.argv[1]) / case["model"], *case["run"], case["planted"])
+            except Exception as error:
+                if os.environ.get("MCA_SHOW"):
+                    raise
+                found[name] = f"{type(error).__name__}: {error}"
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE))
+    main()
