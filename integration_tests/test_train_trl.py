@@ -22,7 +22,11 @@ MARGIN = 4e-5
 """Of preferences, absolute: they compare log-probabilities of some -200, whose last bit is 1.5e-5."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
-    "tp2-pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    "tp2-pp2": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "pipeline_model_parallel_size": 2,
+    },
     "cp2-dp2": {"context_parallel_size": 2, "replicas": 2},
 }
 TRAINED = {

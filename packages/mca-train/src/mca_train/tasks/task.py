@@ -189,7 +189,8 @@ class AnswerTask(Task):
             return answer_sequences(rows, encode, data, key, self.wanted, numbers)
         known = ImageRows(rows.column_names, images, data)
         encode = self.encoder(known.names, tokenizer, known.arguments, key)
-        return answer_sequences(undecoded(rows), encode, data, key, self.wanted, images=known)
+        numbers = self.numbers(known.names, data, key)
+        return answer_sequences(undecoded(rows), encode, data, key, self.wanted, numbers, known)
 
     def stream(
         self,
