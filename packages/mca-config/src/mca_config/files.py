@@ -22,8 +22,8 @@ _DEEPEST = 64  # levels of JSON; a configuration has five
 def inside(directory: Path, name: str) -> Path:
     """File ``name`` of ``directory``; neither its name nor a link may lead elsewhere.
 
-    A snapshot of the Hugging Face cache links to the ``blobs`` beside its ``snapshots``, which is allowed. The
-    directory itself may be a link.
+    A snapshot of the Hugging Face cache links to the ``blobs`` beside its ``snapshots``, and these may link to the
+    ``blobs`` that all models of a cache share: both are allowed. The directory itself may be a link.
 
     Raises:
         McaError: It leads out of the directory.
@@ -33,7 +33,12 @@ def inside(directory: Path, name: str) -> Path:
         resolved, root = file.resolve(), directory.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name with a NUL
         raise McaError(f"{directory}: {name!r:.200} cannot be a file of it ({error})") from None
-    allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parents[1] / "blobs")
+        shared = root.parents[2] / "blobs"
+        if (shared / ".huggingface-shared-blobs").is_file():
+            allowed.append(shared)
     if not any(resolved.is_relative_to(folder) for folder in allowed):
         raise McaError(f"{file}: leads out of the directory, to {resolved}; put the file itself there")
     return file

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mca_config.errors import McaError
+from mca_config.files import inside
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -87,7 +88,7 @@ def _headers(repository: str, revision: str | None, folder: Path) -> Path:
     if constants.HF_HUB_OFFLINE:
         return directory_of(_named(repository, revision))
     for file in chosen(_files(api, repository, revision), "all"):
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        inside(folder, file).parent.mkdir(parents=True, exist_ok=True)
         if file.endswith(".safetensors"):
             address = hf_hub_url(repository, file, revision=revision, endpoint=api.endpoint)
             _write_header(address, folder / file)
@@ -144,6 +145,7 @@ def _one_format(top: list[str]) -> list[str]:
         ("model", ".safetensors"),
         ("adapter_model", ".safetensors"),
         ("pytorch_model", ".bin"),
+        ("adapter_model", ".bin"),
     ):
         weights = [
             name for name in top if name.startswith(beginning) and name.endswith((end, f"{end}.index.json"))

@@ -26,6 +26,8 @@ def convert_adapter(
     refuse_no_adapter(adapter)
     if options.merge:
         return _merge(parser, options, adapter, destination, interrupts)
+    if options.fp8:
+        parser.error("--fp8 is for whole models; add --merge, or remove it")
     from mca_models.lora import convert_adapter as convert
     from mca_models.lora import is_mca_adapter, model_of
 
@@ -71,6 +73,8 @@ def _merge(
 ) -> int:
     if not options.checkpoint_path:
         parser.error("--merge needs the base model: --checkpoint_path")
+    if options.fp8 and options.to == "mca":
+        parser.error("--fp8 is for Hugging Face targets; remove it, or --to mca")
     if options.to != "mca" and (fault := layout_flags_for_hf(options, megatron=True)):
         parser.error(fault)
     refuse_taken(Path(options.checkpoint_path), destination, overwrite=options.overwrite)
@@ -82,6 +86,6 @@ def _merge(
         arguments = layout_arguments(parser, options)
         conversion = plan_to_mca(source, layout_of(parser, arguments, base.config.layout), options.cast)
     else:
-        conversion = plan_to_hf(source, options.cast, options.max_shard_size)
+        conversion = plan_to_hf(source, options.cast, options.max_shard_size, fp8=options.fp8)
     carry_out(conversion, destination, options, "merging", interrupts)
     return 0

@@ -38,6 +38,7 @@ def plan(parser: argparse.ArgumentParser, options: argparse.Namespace, called: M
             adapter=_path(options.adapter_path),
             merge=options.merge,
             overwrite=options.overwrite,
+            fp8=options.fp8,
         )
     )
     if result.target == "hf" and (fault := layout_flags_for_hf(options, megatron=True)):

@@ -109,8 +109,13 @@ def _plan(
         return None
     if request.cast == "F16":
         result.notes.append("values above 65504 overflow fp16; only the conversion itself finds them")
+    if request.fp8 and result.target == "mca":
+        result.refusals.append("--fp8 is for Hugging Face targets; remove it")
+        return None
     if result.target == "hf":
-        return result.attempt(lambda: plan_to_hf(source, request.cast, request.max_shard_bytes))
+        return result.attempt(
+            lambda: plan_to_hf(source, request.cast, request.max_shard_bytes, fp8=request.fp8)
+        )
     return result.attempt(lambda: plan_to_mca(source, layout or ParallelLayout(), request.cast))
 
 

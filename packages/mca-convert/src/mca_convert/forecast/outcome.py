@@ -74,6 +74,7 @@ class Request:
         adapter: A LoRA adapter to convert, or to fold into the checkpoint.
         merge: Fold it.
         overwrite: Replace a checkpoint that stands at the destination.
+        fp8: Write weights of linears as fp8 blocks.
     """
 
     path: Path | None
@@ -86,6 +87,7 @@ class Request:
     adapter: Path | None = None
     merge: bool = False
     overwrite: bool = False
+    fp8: bool = False
 
 
 def check_destination(request: Request, result: Forecast) -> None:

@@ -106,9 +106,10 @@ class HfLayout:
     def _shards(self, limit: int) -> dict[str, list[str]]:
         shards: list[list[str]] = [[]]
         filled = 0
+        scales = set(self.scales.values())  # each stands with its weight, and is written with it
         for name, (dtype, shape) in self.tensors.items():
             nbytes = prod(shape) * ITEM_SIZES[dtype]
-            if filled and filled + nbytes > limit:
+            if filled and filled + nbytes > limit and name not in scales:
                 shards.append([])
                 filled = 0
             shards[-1].append(name)

@@ -11,9 +11,11 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.checks import require_layout
 from mca_config.errors import McaError, checking_usage
 from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint.hf_directory import HfSource
 from mca_models.hub import directory_of
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.distributed.collectives import told_by_first
 from mca_models.megatron.factory import fill
 from mca_models.megatron.factory.transformer_config import DTYPES
 from mca_models.megatron.factory.vocabulary import growth_of, require_growth
@@ -68,6 +70,8 @@ class AutoModel:
             config = with_head(config, head)
         with checking_usage():
             models = _build(config, args, dtype, seed, folder)
+        if isinstance(source, HfSource):
+            told_by_first(source.check_duplicates)
         if config.vocab_size != source.config.vocab_size:
             growth = growth_of(source, config.vocab_size, seed)
         once = bool(vars(args).get("load_broadcast"))  # training arguments only

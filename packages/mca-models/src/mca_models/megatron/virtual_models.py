@@ -189,6 +189,10 @@ class VirtualModels(torch.nn.Module):
             ``log_probs`` and ``entropy`` (or None), fp32 of the shape of ``input_ids``; 0 for the first token of each
             sequence and for padding.
         """
+        if self.config.num_labels is not None:
+            raise McaError(
+                f"the model has a head for {self.config.head}, not a vocabulary: it has no log_probs"
+            )
         if to not in ("all", "replicas"):
             raise McaError(f"to={to!r} is none of all, replicas")
         packed = packed or cu_seqlens is not None

@@ -45,9 +45,9 @@ class TableOfTexts:
         return self.tables[config.text_model_type or ""].to_hf(config, architecture)
 
     def _of(self, hf: HfConfig) -> ConfigTable:
-        if len(self.tables) == 1:
-            return self._first
         text = hf.get("text_config")
+        if len(self.tables) == 1 and not (isinstance(text, dict) and text.get("model_type")):
+            return self._first
         kind = str(text.get("model_type") if isinstance(text, dict) else None)
         if kind not in self.tables:
             raise HfConfigError(

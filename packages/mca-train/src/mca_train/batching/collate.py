@@ -13,7 +13,7 @@ from mca_config.types import JsonObject
 from mca_models.megatron.layers.zigzag import take
 from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
-from mca_train.batching.packing import Row, count_samples, other_sequence, row_of, sequences_of
+from mca_train.batching.packing import Row, count_samples, other_sequence, row_of, sequences_of, values_of
 from mca_train.data.token_dataset import IGNORED, VALUES
 from mca_train.types import PreTrainedTokenizerBase, Sample, SampleSource
 
@@ -37,7 +37,7 @@ class PadCollator:
         ids = [torch.as_tensor(_tokens(feature)) for feature in features]
         labels = [torch.as_tensor(feature.get("labels", feature["input_ids"])) for feature in features]
         pad = torch.nn.utils.rnn.pad_sequence
-        values = [feature[VALUES] for feature in features if VALUES in feature]
+        values = values_of(features)
         return {
             "input_ids": pad(ids, batch_first=True, padding_value=self.pad_token_id),
             "labels": pad(labels, batch_first=True, padding_value=IGNORED),

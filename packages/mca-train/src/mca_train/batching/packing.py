@@ -241,5 +241,15 @@ def row_of(sequences: Sequence[tuple[Sample, bool]], multiple: int, pad_token_id
         ids.append(torch.nn.functional.pad(tokens, rest, value=pad_token_id))
         labels.append(torch.nn.functional.pad(targets, rest, value=ignored))
     own = [len(sequence["input_ids"]) * counts for sequence, counts in sequences]
-    values = [torch.as_tensor(sequence[VALUES]) for sequence, _ in sequences if VALUES in sequence]
+    values = values_of([sequence for sequence, _ in sequences])
     return Row(input_ids=ids, labels=labels, own_tokens=own, values=values)
+
+
+def values_of(sequences: Sequence[Sample]) -> list[torch.Tensor]:
+    """The numbers of each sequence, zeros for one that has none beside others that have; empty if none has."""
+    known = next((torch.as_tensor(each[VALUES]) for each in sequences if VALUES in each), None)
+    if known is None:
+        return []
+    return [
+        torch.as_tensor(each[VALUES]) if VALUES in each else torch.zeros_like(known) for each in sequences
+    ]

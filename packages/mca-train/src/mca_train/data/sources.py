@@ -5,7 +5,7 @@ How sources are mixed is decided in `mixture`.
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +13,7 @@ from mca_config.errors import McaError, UsageError, raise_problems
 from mca_config.types import Values
 from mca_train.config.arguments import DataArguments
 from mca_train.config.fields import build
-from mca_train.data.files import is_address, load_rows, named
+from mca_train.data.files import is_address, load_rows, named, reader_of
 
 if TYPE_CHECKING:
     import datasets
@@ -87,18 +87,25 @@ def rows_of(source: Source, key: str, arguments: DataArguments) -> "datasets.Dat
         raise UsageError(
             f"{key}: columns: no column {', '.join(absent)} (columns: {', '.join(rows.column_names)})"
         )
-    for ours, theirs in source.columns.items():
-        if ours != theirs:
-            rows = rows.remove_columns([ours]) if ours in rows.column_names else rows
-            rows = rows.rename_column(theirs, ours)
+    rows = _renamed(rows, source.columns, key)
     return rows if source.max_samples is None else rows.select(range(min(source.max_samples, len(rows))))
+
+
+def _renamed(rows: "datasets.Dataset", columns: Mapping[str, str], key: str) -> "datasets.Dataset":
+    """``rows`` with our names of ``columns``, all at once: two may change places."""
+    new = {theirs: ours for ours, theirs in columns.items()}
+    if len(new) < len(columns):
+        raise UsageError(f"{key}: columns: a column of the dataset is named twice; name each once")
+    replaced = [ours for ours in columns if ours in rows.column_names and ours not in new]
+    return rows.remove_columns(replaced).rename_columns(new)
 
 
 def _loaded(source: Source, key: str, arguments: DataArguments) -> "datasets.Dataset":
     import datasets
 
     path = Path(source.path)
-    if path.is_file() or is_address(source.path) or path.suffix:
+    is_named_file = not path.is_dir() and reader_of(source.path) != "a dataset"
+    if path.is_file() or is_address(source.path) or is_named_file:
         return load_rows([source.path], key, arguments)
     datasets.disable_progress_bars()
     logging.getLogger("datasets").setLevel(logging.CRITICAL)

@@ -142,11 +142,19 @@ class _Told(logging.Handler):
 def _listening() -> Iterator[list[str]]:
     """A block whose warnings are kept as well."""
     handler, room = _Told(), logging.getLogger("mca_train.data")
+    level, propagates = room.level, room.propagate
+    if not room.isEnabledFor(
+        logging.WARNING
+    ):  # a rank that prints nothing; what it finds is kept all the same
+        room.setLevel(logging.WARNING)
+        room.propagate = False
     room.addHandler(handler)
     try:
         yield handler.lines
     finally:
         room.removeHandler(handler)
+        room.setLevel(level)
+        room.propagate = propagates
 
 
 def _read(place: Path) -> Made | None:

@@ -76,7 +76,7 @@ class TokenDataset(Dataset[Sample]):
         offsets = np.arange(0, len(tokens), length, dtype=np.int64)
         tail = len(tokens) - int(offsets[-1]) if len(tokens) else 0
         if tail < 2:
-            return cls(tokens, offsets if len(tokens) else np.zeros(1, np.int64))
+            return cls(tokens[: len(tokens) - tail], offsets if len(tokens) else np.zeros(1, np.int64))
         return cls(tokens, np.append(offsets, len(tokens)).astype(np.int64))
 
     def __len__(self) -> int:

@@ -73,7 +73,8 @@ def _candidates(
         yield {"use_distributed_optimizer": True}
     if layout.tp > 1 and training.sequence_parallel is None:
         yield {"sequence_parallel": True}
-    if not training.loss_chunk_size and not subject.config.mtp_num_layers:
+    has_logits = subject.config.num_labels is None
+    if has_logits and not training.loss_chunk_size and not subject.config.mtp_num_layers:
         yield {"loss_chunk_size": 1024}
     if training.per_device_train_batch_size > 1:
         yield {"per_device_train_batch_size": 1}

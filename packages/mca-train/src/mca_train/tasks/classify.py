@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from mca_config.errors import McaError
 from mca_train.config.arguments import ClassifyArguments, DataArguments
 from mca_train.tasks.scores import ScoreTask
+from mca_train.tasks.task import data_format_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,6 +82,7 @@ class Classify(ScoreTask):
         from mca_train.losses.scores import METRICS
 
         yield from super().problems(settings)
+        yield from data_format_problems(self.name, settings)
         metric = (settings.training.metric_for_best_model or "").removeprefix("eval_")
         kind = _own(settings).problem_type
         if metric in self.signal_names and metric != METRICS[kind][0]:

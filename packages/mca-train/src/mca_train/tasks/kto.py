@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-from mca_config.errors import McaError
+from mca_config.errors import McaError, UsageError
 from mca_train.config.arguments import ClassifyArguments, DataArguments
 from mca_train.tasks.sft import Sft
 
@@ -60,10 +60,9 @@ class Kto(Sft):
 
     def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers":
         """See `AnswerTask`."""
-        from mca_train.data.files import require_column
-
         column = cast("ClassifyArguments", data).label_column
-        require_column(names, column, key)
+        if column not in names:
+            raise UsageError(f"{key}: no column '{column}' (columns: {', '.join(names)}); set label_column")
 
         def good(row: "Values") -> list[float]:
             if row[column] not in (True, False):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mca_config.errors import UsageError
 from mca_train.config.arguments import DataArguments
 from mca_train.tasks.task import Task
 
@@ -74,7 +75,7 @@ def _beside(
 
     if images is None or arguments.image_folder is not None:
         return images and replace(images, folder=Path(arguments.image_folder or ""))
-    folders = {path.parent if path.suffix else path for path in map(Path, files)}
+    folders = {path.parent if path.suffix and not path.is_dir() else path for path in map(Path, files)}
     one = len(folders) == 1 and not any(map(is_address, files))
     return replace(images, folder=folders.pop() if one else None)
 
@@ -108,6 +109,17 @@ def load_mixture(
     return Mixture(parts, [source.called for source in sources], weights or None, seed)
 
 
+def _require_plain(source: "Source", key: str) -> None:
+    """Refuses what has no meaning for one of Megatron's indexed datasets."""
+    names = ("max_samples", "columns", "subset", "revision", "data_format")
+    ignored = [name for name in names if getattr(source, name)]
+    ignored += ["split"] * (source.split != "train")
+    if ignored:
+        raise UsageError(
+            f"{key}: {', '.join(ignored)}: an indexed dataset has rows of tokens alone; remove it"
+        )
+
+
 def _samples_of(
     task: Task,
     source: "Source",
@@ -122,6 +134,7 @@ def _samples_of(
     from mca_train.data.token_cache import cached, key_of
 
     if (prefix := prefix_of(source.path)) is not None:
+        _require_plain(source, key)
         return task.indexed(prefix, tokenizer, arguments)
     rows = rows_of(source, key, arguments)
 

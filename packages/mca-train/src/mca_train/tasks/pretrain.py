@@ -1,10 +1,10 @@
 """``mca-train pretrain`` trains on the next tokens of plain text. The texts are cut into blocks in ``data``."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mca_train.config.arguments import DataArguments
-from mca_train.tasks.task import Task
+from mca_train.tasks.task import Task, data_format_problems
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch.utils.data import IterableDataset
     from transformers import PreTrainedTokenizerBase
 
+    from mca_train.config.run_config import Settings
     from mca_train.data.file_rows import FileRows
     from mca_train.data.image_rows import ImageReader
     from mca_train.data.token_dataset import Sample, TokenDataset
@@ -23,6 +24,10 @@ class Pretrain(Task):
 
     name = "pretrain"
     summary = "on plain text: all texts one after another, cut into blocks of seq_length tokens"
+
+    def problems(self, settings: "Settings") -> Iterator[str]:
+        """Shapes of rows, which it does not read."""
+        return data_format_problems(self.name, settings)
 
     def required_column(self, data: DataArguments) -> str | None:
         """The column with text: a file without it would add nothing."""

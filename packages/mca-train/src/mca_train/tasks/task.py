@@ -144,6 +144,15 @@ class Task(ABC):
         return McaTrainer(**options)
 
 
+def data_format_problems(kind: str, settings: "Settings") -> Iterator[str]:
+    """What a kind that reads columns alone says of shapes of rows."""
+    data = settings.data
+    asked = [data.data_format, *(entry.get("data_format") for entry in data.datasets)]
+    shapes = sorted({str(each) for each in asked} - {"None", "text"})
+    if shapes:
+        yield f"data_format {', '.join(shapes)}: mca-train {kind} reads columns, not shapes of rows; remove it"
+
+
 class AnswerTask(Task):
     """A kind whose samples are rows with answers: only answers count, and rows without one are left out.
 

@@ -4,7 +4,7 @@ The loss is in `losses.kto`. How far the model has moved is measured before each
 """
 
 from collections import deque
-from typing import TYPE_CHECKING, Unpack, cast
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor
@@ -93,7 +93,10 @@ class KtoTrainer(McaTrainer):
 
     def before_forward(self, batch: StepBatch) -> None:
         """Log-probabilities of the reference, and how far the model is from it, over the whole global batch."""
-        others = cast("StepBatch", batch.beside)
+        if (others := batch.beside) is None:
+            raise McaError(
+                "kto: this dataset was not there when the trainer was made; give it as eval_dataset"
+            )
         self._found = deque(sums for sums, _ in self._reference.log_probs(batch))
         total = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         known = self._reference.log_probs(others)

@@ -3,7 +3,7 @@
 How a factor lies on a linear is in `attach` and `linear`; directories are written by `mca_models.lora`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,6 +42,7 @@ from mca_models.megatron.state.export import (
     export_buckets,
     packed_buckets,
 )
+from mca_models.megatron.state.load import Weight
 from mca_models.megatron.state.save import save_hf
 from mca_models.megatron.state.stream import Piece
 from mca_models.megatron.tensors import to_torch
@@ -261,6 +262,12 @@ class PeftModels(VirtualModels):
         """Writes an MCA checkpoint of the model with the adapter folded in; collective."""
         with self._folded():
             super().save_pretrained(directory, overwrite=overwrite)
+
+    def load_weights(self, weights: Iterable[Weight]) -> None:
+        """See ``VirtualModels.load_weights``; of the base model, with which the adapter must not be merged."""
+        if self.merged:
+            raise McaError("the adapter is merged; call unmerge_adapter before load_weights")
+        super().load_weights(weights)
 
     def export_weights(
         self,

@@ -67,12 +67,13 @@ class _Arrived:
     Args:
         shape: That it must have.
         rows: How many of its rows have come.
+        ranges: First row of each piece that has come, and the row behind its last.
         parts: Where they came in pieces, those that this rank has to put together.
     """
 
     shape: Shape
     rows: int = 0
-    starts: list[int] = field(default_factory=list)
+    ranges: list[tuple[int, int]] = field(default_factory=list)
     parts: Tensor | None = None
 
 
@@ -124,10 +125,10 @@ class _Loading:
             rows = "" if start is None else f" from row {start} on"
             self._problems.append(f"{name} has shape {list(shape)}{rows}, expected {list(arrived.shape)}")
             arrived.rows = arrived.shape[0]  # not missing too
-        elif first in arrived.starts or arrived.rows + shape[0] > arrived.shape[0]:
+        elif any(first < stop and begin < first + shape[0] for begin, stop in arrived.ranges):
             self._problems.append(f"{name} came twice")
         else:
-            arrived.starts.append(first)
+            arrived.ranges.append((first, first + shape[0]))
             arrived.rows += shape[0]
             self._keep(name, tensor, arrived, first)
 
