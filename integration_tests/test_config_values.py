@@ -28,7 +28,7 @@ ORIGINAL = {"original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
 FULL, SLIDING = "full_attention", "sliding_attention"
 OWN_ROPE = ("gemma3_text", "olmo3", "phi3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-FROM_HIDDEN = ("olmo2", "olmo3", "olmoe", "granite", "smollm3", "phi3")  # no head_dim of their own
+FROM_HIDDEN = ("olmo2", "olmo3", "olmoe", "granite", "smollm3", "phi3", "helium")  # no head_dim of their own
 ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 2.0},

@@ -21,7 +21,7 @@ from train_cases import tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
-SAMPLE = 60  # of each kind
+SAMPLE = 4  # of each kind
 KINDS = ("save", "resume", "export")
 
 Found = dict[str, Any]

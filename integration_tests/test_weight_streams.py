@@ -101,8 +101,12 @@ def test_a_stream_is_the_written_checkpoint(tmp_path: Path) -> None:
             if isinstance(outcomes[0], str):
                 assert EVERY, outcomes[0]
                 continue
-            expected = stored(path)
-            assert stored(tmp_path / f"{path.name}-{layout}") == expected
+            source, expected = stored(path), stored(tmp_path / f"{path.name}-{layout}")
+            assert expected.keys() == source.keys()
+            # Megatron keeps the routers' biases in fp32, and so are they written, whatever the source had
+            widened = {name for name in source if name.endswith("e_score_correction_bias")}
+            assert [name for name in source if expected[name] != source[name] and name not in widened] == []
+            assert all(expected[name][:2] == ("F32", source[name][1]) for name in widened)
             order = [name for name, _ in outcomes[0][0]["all"]]
             assert sorted(order) == sorted(expected)
             for rank, (arrived, at) in enumerate(outcomes):

@@ -34,9 +34,8 @@ def draw(seed: int, number: int) -> Case:
 
 def _model_and_ranks(rng: random.Random, seed: int, number: int) -> Case:
     """A family and the sizes of a layout that stands on few enough ranks."""
-    base = rng.choice(
-        sorted(FAMILY_CASES) + [case for case in sorted(FAMILY_CASES) if models.is_sparse(case)]
-    )
+    bases = sorted(FAMILY_CASES.keys() - models.NOT_DRAWN)
+    base = rng.choice(bases + [case for case in bases if models.is_sparse(case)])
     prediction = models.prediction_layers(rng, base)
     lora = models.adapter(rng, base) if not prediction and rng.random() < 0.25 else None
     most = rng.choice((2, 4, 4, MAX_RANKS))  # ranks are what a case costs

@@ -17,16 +17,24 @@ _ENDS: dict[str, HeadKind] = {
     "ForTokenClassification": "token_classification",
 }
 _SEQUENCE = {
+    "arcee": "Arcee",
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "exaone4": "Exaone4",
+    "gemma": "Gemma",
     "gemma2": "Gemma2",
     "gemma3_text": "Gemma3Text",
+    "glm": "Glm",
     "glm4": "Glm4",
     "gpt_oss": "GptOss",
+    "helium": "Helium",
+    "hunyuan_v1_dense": "HunYuanDenseV1",
+    "hunyuan_v1_moe": "HunYuanMoEV1",
     "llama": "Llama",
+    "ministral": "Ministral",
     "mistral": "Mistral",
     "mixtral": "Mixtral",
+    "nemotron": "Nemotron",
     "olmo2": "Olmo2",
     "olmo3": "Olmo3",
     "phi3": "Phi3",
@@ -38,9 +46,16 @@ _SEQUENCE = {
     "qwen3_next": "Qwen3Next",
     "seed_oss": "SeedOss",
     "smollm3": "SmolLM3",
+    "stablelm": "StableLm",
+    "starcoder2": "Starcoder2",
 }
 """How the names of transformers' classes begin, of the families that have one for sequences."""
-_NOT_OF_TOKENS = frozenset({"deepseek_v2", "gemma3_text", "olmo2", "olmo3", "qwen3_5_text"})
+_NOT_OF_TOKENS = frozenset(
+    {
+        *("deepseek_v2", "gemma3_text", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+        *("olmo2", "olmo3", "qwen3_5_text"),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
