@@ -107,6 +107,10 @@ def spoil(path: Path) -> dict[str, str]:
         "shape": {**tensors, norm: embedding}.items(),
         "twice": [*tensors.items(), (norm, tensors[norm])],
         "rows missing": [*((n, t) for n, t in tensors.items() if n != ROWS), (ROWS, tensors[ROWS][:4], 0)],
+        "rows that overlap": [
+            *((n, t) for n, t in tensors.items() if n != ROWS),
+            *((ROWS, tensors[ROWS][start : start + 24], start) for start in (0, 12)),
+        ],
         "rows beyond": [*((n, t) for n, t in tensors.items() if n != ROWS), (ROWS, tensors[ROWS], 1)],
         "tied": [*tensors.items(), ("lm_head.weight", embedding)],
         "tied otherwise": [("lm_head.weight", embedding + 1), *tensors.items()],
@@ -129,6 +133,7 @@ def test_what_is_wrong_is_told_at_once_on_every_rank(tmp_path: Path) -> None:
         "shape": "model.norm.weight has shape [70, 32], expected [32]",
         "twice": "model.norm.weight came twice",
         "rows missing": f"1 missing tensor ({ROWS})",
+        "rows that overlap": f"2 problems\n  {ROWS} came twice\n  1 missing tensor ({ROWS})",
         "rows beyond": f"{ROWS} has shape [48, 32] from row 1 on, expected [48, 32]",
         "tied otherwise": "model.embed_tokens.weight differs from the tensor that it is tied to",
         "a rank": rank.format(1) + "ConnectionError: the sender is gone",

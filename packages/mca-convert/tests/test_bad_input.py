@@ -278,6 +278,21 @@ def test_links_of_the_hugging_face_cache_are_followed(tiny, tmp_path: Path) -> N
     assert main(["--checkpoint_path", str(snapshot), "--output_path", str(tmp_path / "out")]) == 0
 
 
+def test_blobs_that_all_models_of_the_cache_share_are_followed(tiny, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "abc", tmp_path / "models--a--b" / "blobs"
+    shared = tmp_path / "blobs"
+    for folder in (snapshot, blobs, shared):
+        folder.mkdir(parents=True)
+    for file in tiny("llama").iterdir():
+        shutil.copy(file, shared / file.name)
+        (blobs / file.name).symlink_to(shared / file.name)
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    command = ["--checkpoint_path", str(snapshot), "--output_path", str(tmp_path / "out")]
+    assert main(command) == 1  # any folder beside may be called so
+    (shared / ".huggingface-shared-blobs").touch()
+    assert main(command) == 0
+
+
 @pytest.mark.parametrize(("flags", "message"), [
     (["--tensor_model_parallel_size", "3"], "cannot be divided by tensor_model_parallel_size 3; change"),
     (["--pipeline_model_parallel_size", "3"], "pipeline_model_parallel_size"),

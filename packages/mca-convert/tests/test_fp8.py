@@ -107,3 +107,15 @@ def test_megatron_targets_are_refused(tmp_path: Path, capsys: pytest.CaptureFixt
         main([f"--checkpoint_path={source}", f"--output_path={tmp_path / 'x'}", "--fp8"])
     assert stopped.value.code == 2
     assert "--fp8 is for Hugging Face targets; add --to hf, or remove it" in capsys.readouterr().err
+    assert main(["plan", f"--checkpoint_path={source}", "--to=mca", "--fp8"]) == 1
+    assert "--fp8 is for Hugging Face targets" in capsys.readouterr().out
+
+
+def test_scales_stand_with_their_weights_in_small_files(tmp_path: Path) -> None:
+    source = save("llama", tmp_path / "hf", "bfloat16", **SIZES)
+    mca, made = tmp_path / "mca", tmp_path / "fp8"
+    assert main([f"--checkpoint_path={source}", f"--output_path={mca}", "--quiet"]) == 0
+    flags = ["--to=hf", "--fp8", "--max_shard_size=20K", "--quiet"]
+    assert main([f"--checkpoint_path={mca}", f"--output_path={made}", *flags]) == 0
+    assert len(list(made.glob("*.safetensors"))) > 3
+    _require_blocks(source, made)

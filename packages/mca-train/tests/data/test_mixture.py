@@ -108,6 +108,18 @@ def test_entries_that_are_wrong_are_one_line(entries, message):
         sources_of(entries)
 
 
+def test_columns_change_places_and_folders_have_dots(tmp_path):
+    rows = [{"prompt": "2", "completion": "1+1=", "text": "no"}]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "v1.0")
+    columns = {"prompt": "completion", "completion": "prompt"}
+    mixture = loaded([{"path": str(tmp_path / "v1.0"), "columns": columns}])
+    sample = mixture[0]
+    assert byte_tokenizer().decode(sample["input_ids"]) == "1+1=2<|eos|>"
+    assert byte_tokenizer().decode(sample["input_ids"][sample["labels"] != -100]) == "2<|eos|>"
+    with pytest.raises(McaError, match="a column of the dataset is named twice"):
+        loaded([{"path": str(tmp_path / "v1.0"), "columns": {"prompt": "text", "completion": "text"}}])
+
+
 def test_a_split_or_a_column_that_is_not_there_is_named(tmp_path):
     saved = datasets.Dataset.from_list([{"text": "x"}])
     datasets.DatasetDict({"train": saved}).save_to_disk(tmp_path / "splits")
