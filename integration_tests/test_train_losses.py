@@ -55,7 +55,7 @@ def leaking_losses(checkpoint: Path, output: Path) -> dict[str, list[float]]:
     """With a planted fault: attention is not told where sequences end."""
     from mca_train.engine import pipeline
 
-    pipeline._packed_params = lambda batch: None
+    pipeline._packed_params = lambda *_: None
     return train_losses(checkpoint, output, **PACKED)
 
 
