@@ -67,11 +67,8 @@ def pretend() -> ExitStack:
     """Has torch answer as if there were a GPU."""
     from mca_models.megatron.platform.cuda_calls import IdleEvent, IdleStream
 
-    class Stream(IdleStream):
-        synchronize = wait("stream.synchronize")  # type: ignore[assignment]
-
-    class Event(IdleEvent):
-        synchronize = wait("event.synchronize")  # type: ignore[assignment]
+    Stream = type("Stream", (IdleStream,), {"synchronize": wait("stream.synchronize")})
+    Event = type("Event", (IdleEvent,), {"synchronize": wait("event.synchronize")})
 
     @contextmanager
     def streaming(_: object) -> Iterator[None]:

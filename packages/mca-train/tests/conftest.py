@@ -49,3 +49,10 @@ def run(tmp_path):
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def own_threads(monkeypatch):
+    """What the command sets in its environment is gone after the test."""
+    for name in ("OMP_NUM_THREADS", "MCA_THREADS", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "1")

@@ -1,0 +1,91 @@
+"""``mca-train plan`` as a user runs it. Its figures are tested in ``plan``."""
+
+import json
+
+import pytest
+
+from mca_train.cli import main
+
+pytestmark = pytest.mark.usefixtures("own_threads")
+
+
+def test_plan_needs_no_weights(run, capsys):
+    path = run(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        gradient_accumulation_steps=4,
+        local_ranks=8,
+    )
+    assert main(["plan", path]) == 0
+    text = capsys.readouterr().out
+    assert "data parallel 2" in text
+    assert "bubble       20.0%" in text
+    assert "2-3 head" in text
+
+
+def test_plan_is_no_rank_and_fits_a_device(run, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    path = run(tensor_model_parallel_size=2)
+    assert main(["plan", "sft", path, "--gpus", "16", "--device", "gib:4.01"]) == 0
+    assert "data parallel 8" in capsys.readouterr().out
+    assert main(["plan", "sft", path, "--gpus", "16", "--device", "h200", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schema"], found["version"], found["world_size"]) == ("mca-train/plan", 1, 16)
+    assert [stage["fits"] for stage in found["stages"]] == [True]
+    assert main(["plan", "sft", path, "--gpus", "7", "--json"]) == 2
+    assert "7 processes cannot be divided" in json.loads(capsys.readouterr().out)["problems"][0]
+
+
+def test_a_search_finds_layouts_that_can_be_run(run, capsys):
+    path = run(tensor_model_parallel_size=2, gradient_accumulation_steps=4)
+    assert main(["plan", "sft", path, "--gpus", "8", "--search", "--device", "gib:40", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layouts"]
+    times = [layout["time"]["total"] for layout in found["layouts"]]
+    assert times == sorted(times)
+    for layout in found["layouts"]:
+        keys = [f"--{name}={json.dumps(value)}" for name, value in layout["changes"].items()]
+        assert main(["plan", "sft", path, "--gpus", "8", "--device", "gib:40", "--json", *keys]) == 0
+        planned = json.loads(capsys.readouterr().out)
+        assert planned["global_batch"] == found["samples_per_step"]
+        assert max(stage["total"] for stage in planned["stages"]) == layout["bytes"]
+    assert main(["plan", "sft", path, "--gpus", "8", "--search"]) == 0
+    assert "1. tp" in capsys.readouterr().out
+
+
+def test_plan_of_an_adapter_and_of_a_reference(run, capsys):
+    assert main(["plan", run(lora_rank=4)]) == 0
+    adapted = capsys.readouterr().out
+    assert "trained (LoRA)" in adapted
+    assert "on host" not in adapted
+    assert "reference" not in adapted
+    assert main(["plan", run(dpo_beta=0.2)]) == 0
+    assert "reference" in capsys.readouterr().out
+    assert main(["plan", run(dpo_beta=0.2, lora_rank=4, optimizer_cpu_offload=True)]) == 0
+    offloaded = capsys.readouterr().out
+    assert "on host" in offloaded
+    assert "reference" not in offloaded
+
+
+def test_an_impossible_plan_says_all_reasons(run, capsys):
+    assert main(["plan", run(tensor_model_parallel_size=3, pipeline_model_parallel_size=3)]) == 2
+    text = capsys.readouterr().out
+    assert text.count("  - ") >= 2
+
+
+def test_a_plan_names_positions_that_the_model_does_not_have(run, capsys):
+    assert main(["plan", run(seq_length=129)]) == 0
+    assert (
+        "seq_length 129: sequences of 129 tokens are longer than the model's 128 positions"
+        in capsys.readouterr().out
+    )
+    assert main(["plan", run(seq_length=128)]) == 0
+    assert "positions" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "dpo", "kto", "reward", "classify"])
+def test_a_plan_knows_the_kind_of_run(run, kind, capsys):
+    changes = {"num_labels": 3} if kind == "classify" else {}
+    assert main(["plan", kind, run(**changes)]) == 0
+    assert ("reference" in capsys.readouterr().out) == (kind in ("dpo", "kto"))
