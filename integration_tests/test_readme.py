@@ -90,19 +90,24 @@ def test_flags_of_mca_convert_exist():
     assert said and said <= known
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/training.md", "packages/mca-train/README.md"])
+KIND_OF = {"mixture": "sft", "lora": "sft", "tokens": "pretrain", "indexed": "pretrain"}
+"""The kind of run that a file is for, where its name does not say so."""
+CONFIGURED = [
+    page for page in PAGES if any(re.match(r"# \w+\.yaml\n", text) for text in blocks(page, "yaml"))
+]
+
+
+@pytest.mark.parametrize("page", CONFIGURED, ids=lambda page: page.name)
 def test_configuration_files_are_accepted(page, tmp_path, monkeypatch):
     from mca_train.config.run_config import given_values
     from mca_train.run.checks import settings_of
     from mca_train.tasks.table import TASKS
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    files = [text for text in blocks(ROOT / page, "yaml") if re.match(r"# (\w+)\.yaml\n", text)]
-    assert files
-    for text in files:
+    for text in [text for text in blocks(page, "yaml") if re.match(r"# (\w+)\.yaml\n", text)]:
         (tmp_path / "run.yaml").write_text(text)
         name = text[2:].partition(".")[0]
-        kind = {"mixture": "sft", "tokens": "pretrain", "indexed": "pretrain"}.get(name, name)
+        kind = KIND_OF.get(name, name)
         values, where = given_values(tmp_path / "run.yaml", ["--output_dir", str(tmp_path / "runs")])
         settings = settings_of(TASKS[kind], values, where)
         assert settings.data.train_file or settings.data.datasets
