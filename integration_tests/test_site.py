@@ -9,15 +9,15 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def _hook():
-    spec = importlib.util.spec_from_file_location("site_links", ROOT / "tools" / "site_links.py")
+def _tool(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def test_links_out_of_the_documentation_become_text():
-    read = _hook().on_page_markdown
+    read = _tool("site_links").on_page_markdown
     assert read("see [the script](../examples/train.slurm).") == "see the script (`examples/train.slurm`)."
     assert read("[`tools/lock.py`](../tools/lock.py)") == "`tools/lock.py`"
     assert read("[Training](training.md#data)") == "[Training](training.md#data)"
@@ -30,3 +30,12 @@ def test_every_page_has_a_place_in_the_site():
     settings = yaml.safe_load(site)
     assert settings["strict"] is True
     assert settings["theme"]["font"] is False  # nothing is fetched from elsewhere
+
+
+def test_the_page_of_commands_is_what_they_say(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    tool = _tool("commands_page")
+    text = tool.page()
+    assert "--dry_run" in text
+    assert "--checkpoint_path" in text
+    assert text == tool.PAGE.read_text(), "uv run tools/commands_page.py"

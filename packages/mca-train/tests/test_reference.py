@@ -11,7 +11,7 @@ import yaml
 from mca_train.cli import main
 from mca_train.config.renamed import RENAMED
 from mca_train.reference.keys import REQUIRED, keys_of
-from mca_train.reference.renamed_table import updated
+from mca_train.reference.pages import TABLES, updated
 from mca_train.reference.schema import schema
 from mca_train.reference.starter import starter
 from mca_train.tasks.table import TASKS
@@ -129,9 +129,20 @@ def test_other_programs_keys_are_no_keys_here_and_point_to_keys():
             assert told.split()[2] in names, told
 
 
-def test_the_table_of_other_programs_keys_is_up_to_date():
-    page = Path(__file__).parents[3] / "docs" / "moving.md"
-    assert updated(page.read_text()) == page.read_text(), (
-        f"python -m mca_train.reference.renamed_table {page}"
-    )
-    assert "`cutoff_len`" in page.read_text()
+def test_the_tables_of_the_documents_are_those_of_the_classes():
+    docs = Path(__file__).parents[3] / "docs"
+    texts = {page: page.read_text() for page in docs.glob("*.md")}
+    stale = [page.name for page, text in texts.items() if updated(text) != text]
+    assert not stale, f"python -m mca_train.reference.pages {' '.join(f'docs/{name}' for name in stale)}"
+    whole = "".join(texts.values())
+    shown = {name for name in TABLES if f"<!-- {name} -->" in whole}
+    assert shown == set(TABLES) - {"keys of pretrain", "keys of sft"}  # which have none of their own
+    assert "`cutoff_len`" in whole
+
+
+@pytest.mark.parametrize("name", ["plan", "data", "tokenize", "report", "init", "schema", "completion"])
+def test_help_of_a_command_is_its_own(name, capsys):
+    assert main([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: mca-train {name} ")
+    assert f"  mca-train {name} " in text.partition("examples:")[2]

@@ -17,6 +17,7 @@ usage: {usage}
        mca-train plan [KIND] CONFIG.yaml [--key value ...]
        mca-train data [KIND] CONFIG.yaml [--key value ...]
        mca-train tokenize CONFIG.yaml --output_prefix PREFIX
+       mca-train report RUN_DIR [--compare OTHER_DIR]
        mca-train init KIND MODEL [FILE]
        mca-train schema [KIND]
        mca-train completion bash|zsh|fish
@@ -25,16 +26,16 @@ Trains a Hugging Face or MCA checkpoint with Megatron, over tensor, pipeline, vi
 and data parallel ranks. Starts its own local ranks, unless torchrun did.
 
 {kinds}
-  plan       says what a run would need (ranks, layers, parameters, memory, bubble, batch); needs no GPU;
-             --gpus N plans for N ranks, --device h100-80|h200|b200|gib:N marks what does not fit there,
-             --search finds the fastest layouts of N devices, --dry_run runs one step by the real engine,
-             without memory and ranks, --plot DIR draws it; --json prints one object
+  plan       says what a run would need (ranks, layers, parameters, memory, bubble, batch), what fits a device,
+             and which layout is fastest; needs no GPU
   data       shows what a model would see: counts, lengths, fill, samples with their targets, rows left out
   tokenize   writes the texts of train_file as one of Megatron's indexed datasets, PREFIX.bin and PREFIX.idx
-  report     RUN_DIR [--compare OTHER]: one page of HTML about a run, or two beside each other
+  report     writes one page of HTML about a run, or two beside each other
   init       writes a commented configuration of a kind for a model, to the screen or to a new FILE
   schema     prints the JSON schema of a configuration, by which editors complete and check it
   completion prints a script that completes words: eval "$(mca-train completion bash)"
+
+mca-train COMMAND --help says more of each.
 
 CONFIG.yaml holds `key: value` lines; every key is also a flag, with - or _, and the flag wins. Keys are those of
 Hugging Face's TrainingArguments, the parallel arguments of mca, and:
@@ -45,7 +46,7 @@ Hugging Face's TrainingArguments, the parallel arguments of mca, and:
   lora_rank            train a LoRA adapter instead    lora_target_modules      all-linear, or names
   sequence_packing     several samples in a row        dpo_loss, dpo_beta       of dpo
 
-All keys, with their meaning: {helps}.
+All keys, with their meaning: mca-train KIND --help.
 
 examples:
   mca-train pretrain run.yaml
@@ -77,15 +78,17 @@ def _help() -> str:
     width = max(map(len, TASKS))
     usage = "\n       ".join(f"mca-train {name:<{width}} CONFIG.yaml [--key value ...]" for name in TASKS)
     kinds = "\n".join(f"  {task.name:<10} {task.summary}" for task in TASKS.values())
-    helps = ", ".join(f"mca-train {name} --help" for name in TASKS)
-    return _HELP.replace("{usage}", usage).replace("{kinds}", kinds).replace("{helps}", helps)
+    return _HELP.replace("{usage}", usage).replace("{kinds}", kinds)
 
 
 def _help_on(words: list[str]) -> str:
-    """The help that is asked for: of a kind of run all its keys, else the general one."""
-    task = TASKS.get(next(iter(words), ""))
+    """The help that is asked for: of a kind of run all its keys, of another command its flags, else the general one."""
+    from mca_train.reference.command_help import help_of_command
+
+    name = next(iter(words), "")
+    task = TASKS.get(name)
     if task is None:
-        return _help()
+        return help_of_command(name) or _help()
     from mca_train.reference.flags import help_of
 
     return help_of(task)

@@ -126,7 +126,10 @@ class ClassifyArguments(DataArguments):
     """The same of texts with labels."""
 
     label_column: str = field(
-        default="label", metadata={"help": "Column with the class, the labels, or the number(s)."}
+        default="label",
+        metadata={
+            "help": "classify: column with the class, the labels, or the number(s). kto: whether the answer is good."
+        },
     )
 
 

@@ -1,7 +1,7 @@
 """The flags that only ``mca-train plan`` has; all others are the run's."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -9,27 +9,35 @@ from mca_config.errors import UsageError
 from mca_train.config.source import parse_overrides
 
 
+def _flag(default: Any, value: str, text: str) -> Any:
+    return field(default=default, metadata={"value": value, "help": text})
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What to plan and how to say it.
+    """What to plan and how to say it; each field is a flag, and says its meaning itself."""
 
-    Args:
-        dry_run: Run a step without memory and ranks.
-        gpus: Ranks to plan for; None: those that ``local_ranks`` says, else the fewest that the layout stands on.
-        device: Of the table, or ``gib:N``; None: nothing is said of what fits.
-        hardware: A file that adds to the table.
-        search: Look for layouts.
-        plot: Folder for pictures.
-        json: One object instead of text.
-    """
-
-    dry_run: bool = False
-    gpus: int | None = None
-    device: str | None = None
-    hardware: Path | None = None
-    search: bool = False
-    plot: Path | None = None
-    json: bool = False
+    gpus: int | None = _flag(
+        None, "N", "ranks to plan for; else local_ranks, else the fewest that the layout stands on"
+    )
+    device: str | None = _flag(
+        None,
+        "NAME",
+        "h100-80, h200, b200, ... or gib:N: says which stages do not fit there, and what would make them fit",
+    )
+    hardware: Path | None = _flag(
+        None, "FILE", "TOML that adds devices to the table, or changes them (plan/hardware.toml has the form)"
+    )
+    search: bool = _flag(False, "", "look for the fastest layouts of --gpus devices")
+    dry_run: bool = _flag(
+        False,
+        "",
+        "run one step with the run's own engine on tensors without memory, for one rank of each stage",
+    )
+    plot: Path | None = _flag(
+        None, "DIR", "draw the dry run: schedule, memory, layers, messages, as SVG and PNG"
+    )
+    json: bool = _flag(False, "", "one object instead of text")
 
     def __post_init__(self) -> None:
         if self.gpus is not None and self.gpus < 1:
@@ -46,7 +54,7 @@ def own_options(words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
     Raises:
         UsageError: A value is missing or wrong.
     """
-    names = {field.name for field in fields(PlanOptions)}
+    names = {one.name for one in fields(PlanOptions)}
     mine: list[str] = []
     others: list[str] = []
     target = others

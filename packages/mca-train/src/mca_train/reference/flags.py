@@ -35,13 +35,14 @@ def help_of(task: Task) -> str:
 
 
 def _of_key(key: Key) -> Iterator[str]:
-    default = "" if key.default in (None, "", [], {}) else f" (default: {_shown(key.default)})"
+    default = "" if key.default in (None, "", [], {}) else f" (default: {shown(key.default)})"
     yield f"  --{key.name} {value_of(key.hint)}"
     text = textwrap.shorten(key.help, _LONGEST, placeholder=" ...") + default
     yield from textwrap.wrap(text, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
 
-def _shown(value: Typed) -> str:
+def shown(value: Typed) -> str:
+    """A default, as it is written in a file."""
     plain = getattr(value, "value", value)
     return str(plain).lower() if isinstance(plain, bool) else str(plain)
 

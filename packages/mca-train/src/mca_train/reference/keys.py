@@ -49,13 +49,19 @@ def keys_of(task: Task) -> tuple[Key, ...]:
     ]
     found: dict[str, Key] = {}
     for group, cls in groups:
-        for key in _declared(cls, group):
+        for key in declared(cls, group):
             if key.name not in REFUSED:
                 found.setdefault(key.name, key)
     return tuple(found.values())
 
 
-def _declared(cls: type, group: str) -> Iterator[Key]:
+def declared(cls: type, group: str) -> Iterator[Key]:
+    """The keys that a class of arguments declares.
+
+    Args:
+        cls: A dataclass.
+        group: The heading that they stand under.
+    """
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if field.init:

@@ -1,0 +1,94 @@
+"""The tables of keys in the documentation, made from the classes that a run is parsed with.
+
+Run as ``python -m mca_train.reference.pages docs/*.md``; a test says when that is due. A table stands between
+``<!-- NAME -->`` and ``<!-- end NAME -->``, where NAME is one of `TABLES`.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from pathlib import Path
+
+from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments
+from mca_train.config.renamed import RENAMED
+from mca_train.plan.options import PlanOptions
+from mca_train.reference.flags import shown, value_of
+from mca_train.reference.keys import Key, declared
+from mca_train.tasks.table import TASKS
+from mca_train.tasks.task import Task
+
+
+_VALUES = {"N": "integer", "X": "number", "TEXT": "text", "TEXT ...": "list", "JSON": "mapping"}
+
+
+def _renamed() -> str:
+    """Keys of other programs; those that are called the same here stand in one row."""
+    rows: dict[str, list[str]] = {}
+    for key, told in RENAMED.items():
+        words = told.split()
+        rows.setdefault(f"`{words[2]}`" if told.startswith("is called ") else told, []).append(f"`{key}`")
+    lines = [f"| {', '.join(keys)} | {told} |" for told, keys in rows.items()]
+    return "\n".join(["| elsewhere | here |", "|---|---|", *lines])
+
+
+def _plan_flags() -> str:
+    rows = [(f"--{one.name} {one.metadata['value']}", one.metadata["help"]) for one in fields(PlanOptions)]
+    lines = [f"| `{flag.rstrip()}` | {text} |" for flag, text in rows]
+    return "\n".join(["| flag | |", "|---|---|", *lines])
+
+
+def _keys(*classes: type) -> Callable[[], str]:
+    return lambda: _rows(key for cls in classes for key in declared(cls, ""))
+
+
+def _own(task: Task) -> Callable[[], str]:
+    """The keys that ``task`` has and plain text has not: its columns, and its own arguments."""
+
+    def table() -> str:
+        common = {one.name for one in fields(DataArguments)}
+        classes = [task.data_arguments, *([task.own_arguments] if task.own_arguments else [])]
+        return _rows(key for cls in classes for key in declared(cls, "") if key.name not in common)
+
+    return table
+
+
+def _rows(keys: Iterable[Key]) -> str:
+    lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    for key in keys:
+        default = "" if key.default in (None, "", [], {}) else f"`{shown(key.default)}`"
+        value = value_of(key.hint).replace("|", " or ").strip("[]{}").replace(",", ", ")
+        value = _VALUES.get(value, value)
+        text = re.sub(r"\bNone:", "unset:", key.help).replace("|", r"\|").replace("<", "&lt;")
+        lines.append(f"| `{key.name}` | {value} | {default} | {text} |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "renamed": _renamed,
+    "flags of plan": _plan_flags,
+    "keys of data": _keys(DataArguments, LaunchArguments),
+    "keys of lora": _keys(LoraArguments),
+    **{f"keys of {name}": _own(task) for name, task in TASKS.items()},
+}
+
+
+def updated(document: str) -> str:
+    """``document`` with every table made anew."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- {name} -->", f"<!-- end {name} -->"
+        if begin in document:
+            made = f"{begin}\n{table()}\n{end}"
+            document = re.sub(f"{begin}.*?{end}", lambda _, made=made: made, document, flags=re.DOTALL)
+    return document
+
+
+def main() -> None:
+    """Updates the files named on the command line."""
+    for name in sys.argv[1:]:
+        path = Path(name)
+        path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
