@@ -22,8 +22,8 @@ COMMANDS = (
 )
 _HEAD = """# Commands
 
-What each command answers to `--help`; `tools/commands_page.py` writes this page. The keys of the commands that train stand in
-[Keys of a run](arguments.md) and [Configuration](configuration.md).
+What each command answers to `--help`; `tools/commands_page.py` writes this page. The keys of the commands that train
+stand in [Keys of a run](arguments.md) and [Configuration](configuration.md).
 """
 
 

@@ -9,35 +9,43 @@ from mca_config.errors import UsageError
 from mca_train.config.source import parse_overrides
 
 
-def _flag(default: Any, value: str, text: str) -> Any:
-    return field(default=default, metadata={"value": value, "help": text})
+def _flag(value: str, text: str) -> dict[str, str]:
+    return {"value": value, "help": text}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """What to plan and how to say it; each field is a flag, and says its meaning itself."""
 
-    gpus: int | None = _flag(
-        None, "N", "ranks to plan for; else local_ranks, else the fewest that the layout stands on"
+    gpus: int | None = field(
+        default=None,
+        metadata=_flag("N", "ranks to plan for; else local_ranks, else the fewest that the layout stands on"),
     )
-    device: str | None = _flag(
-        None,
-        "NAME",
-        "h100-80, h200, b200, ... or gib:N: says which stages do not fit there, and what would make them fit",
+    device: str | None = field(
+        default=None,
+        metadata=_flag(
+            "NAME",
+            "h100-80, h200, b200, ... or gib:N: says which stages do not fit there, and what would make them fit",
+        ),
     )
-    hardware: Path | None = _flag(
-        None, "FILE", "TOML that adds devices to the table, or changes them (plan/hardware.toml has the form)"
+    hardware: Path | None = field(
+        default=None,
+        metadata=_flag(
+            "FILE", "TOML that adds devices to the table, or changes them (plan/hardware.toml has the form)"
+        ),
     )
-    search: bool = _flag(False, "", "look for the fastest layouts of --gpus devices")
-    dry_run: bool = _flag(
-        False,
-        "",
-        "run one step with the run's own engine on tensors without memory, for one rank of each stage",
+    search: bool = field(default=False, metadata=_flag("", "look for the fastest layouts of --gpus devices"))
+    dry_run: bool = field(
+        default=False,
+        metadata=_flag(
+            "", "run one step with the run's own engine on tensors without memory, for one rank of each stage"
+        ),
     )
-    plot: Path | None = _flag(
-        None, "DIR", "draw the dry run: schedule, memory, layers, messages, as SVG and PNG"
+    plot: Path | None = field(
+        default=None,
+        metadata=_flag("DIR", "draw the dry run: schedule, memory, layers, messages, as SVG and PNG"),
     )
-    json: bool = _flag(False, "", "one object instead of text")
+    json: bool = field(default=False, metadata=_flag("", "one object instead of text"))
 
     def __post_init__(self) -> None:
         if self.gpus is not None and self.gpus < 1:

@@ -18,7 +18,6 @@ from mca_train.reference.keys import Key, declared
 from mca_train.tasks.table import TASKS
 from mca_train.tasks.task import Task
 
-
 _VALUES = {"N": "integer", "X": "number", "TEXT": "text", "TEXT ...": "list", "JSON": "mapping"}
 
 
