@@ -77,8 +77,8 @@ def updated(document: str) -> str:
     for name, table in TABLES.items():
         begin, end = f"<!-- {name} -->", f"<!-- end {name} -->"
         if begin in document:
-            made = f"{begin}\n{table()}\n{end}"
-            document = re.sub(f"{begin}.*?{end}", lambda _, made=made: made, document, flags=re.DOTALL)
+            before, _, rest = document.partition(begin)
+            document = f"{before}{begin}\n{table()}\n{end}{rest.partition(end)[2]}"
     return document
 
 
