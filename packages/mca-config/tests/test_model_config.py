@@ -88,7 +88,7 @@ def test_what_is_no_number_is_named(name: str, value: Any) -> None:
     ("change", "words"),
     [
         (lambda d: d["model"].update(num_layer=4), ["model", "unknown key num_layer"]),
-        (lambda d: d["model"].pop("hidden_size"), ["model", "missing key hidden_size"]),
+        (lambda d: d["model"].pop("hidden_size"), ["model", "missing hidden_size"]),
         (lambda d: d["model"].update(num_layers="4"), ["num_layers must be an integer", "'4'"]),
         (lambda d: d["model"].update(num_layers=True), ["num_layers must be an integer"]),
         (lambda d: d["model"].update(num_layers=0), ["num_layers must be at least 1"]),

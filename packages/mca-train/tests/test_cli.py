@@ -36,7 +36,7 @@ def test_wrong_usage_is_one_line_and_2(words, message, capsys):
     [
         ({"learning_rte": 1}, [], "run.yaml: unknown key 'learning_rte'; did you mean 'learning_rate'?"),
         ({}, ["--tensor-model-paralel-size", "2"], "did you mean 'tensor_model_parallel_size'?"),
-        ({"learning_rate": "fast"}, [], "learning_rate is 'fast'; expected a number"),
+        ({"learning_rate": "fast"}, [], "learning_rate must be a number, not 'fast'"),
         ({"output_dir": ...}, [], "missing output_dir"),
         ({"overlap_param_gather": True}, [], "use_distributed_optimizer"),
         ({"seq_length": 1}, [], "seq_length is 1; expected at least 2"),
@@ -323,7 +323,7 @@ def test_wrong_keys_and_wrong_values_are_told_together(run, capsys):
     error = capsys.readouterr().err
     for words in (
         "unknown key 'seq_lenth'; did you mean 'seq_length'?",
-        "learning_rate is 'fast'; expected a number",
+        "learning_rate must be a number, not 'fast'",
         "lora_rank is 0; expected at least 1",
         "dpo_beta: for mca-train dpo, not sft; remove the key",
     ):

@@ -83,7 +83,7 @@ def test_its_keys_are_foreign_to_the_other_kinds_and_theirs_to_it(run, capsys):
     assert main(["plan", "echo", run(dpo_beta=0.5, echo_weight="much")]) == 2
     told = capsys.readouterr().err
     assert "dpo_beta: for mca-train dpo, not echo; remove the key" in told
-    assert "echo_weight is 'much'; expected a number" in told
+    assert "echo_weight must be a number, not 'much'" in told
 
 
 def test_its_rows_become_samples_in_memory_and_streamed(echo, tmp_path):

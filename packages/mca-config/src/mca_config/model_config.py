@@ -3,12 +3,13 @@
 How a family's ``config.json`` becomes one is written in `mca_models.templates`.
 """
 
+import dataclasses
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mca_config import _fields, _roll, files
+from mca_config import _roll, fields, files
 from mca_config.bounds import require_bounded
 from mca_config.errors import McaError, named
 from mca_config.layout import ParallelLayout
@@ -173,7 +174,7 @@ class McaModelConfig:
 
     def _require_numbers(self) -> None:
         """A ``config.json`` may hold anything, such as ``"4"``."""
-        for entry in fields(self):
+        for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
             if entry.type in (int, float, int | None, float | None) and isinstance(
                 value, str | list | tuple | dict
@@ -224,8 +225,8 @@ class McaModelConfig:
 
     def to_dict(self) -> JsonObject:
         """The contents of ``mca_config.json``."""
-        model = _fields.to_mapping(self)
-        layout = _fields.to_mapping(model.pop("layout"))
+        model = fields.to_json(self)
+        layout = fields.to_json(model.pop("layout"))
         hf_config = model.pop("hf_config")
         return {"mca_version": VERSION, "model": model, "layout": layout, "hf_config": hf_config}
 
@@ -256,10 +257,10 @@ class McaModelConfig:
             if not isinstance(document[key], dict):
                 raise McaError(f"{where}: {key} must be an object, not {document[key]!r:.80}")
         model = {**document["model"], "hf_config": document["hf_config"]}
-        model["layout"] = _fields.from_mapping(ParallelLayout, document["layout"], f"{where}: layout")
+        model["layout"] = fields.from_json(ParallelLayout, document["layout"], f"{where}: layout")
         cls = MlaMcaModelConfig if "kv_lora_rank" in model else McaModelConfig
         try:
-            config = _fields.from_mapping(cls, model, f"{where}: model")
+            config = fields.from_json(cls, model, f"{where}: model")
             require_rope(config.rope_scaling)
         except McaError as error:
             raise named(error, where) from None

@@ -6,7 +6,7 @@ Which options there are is said in `options`.
 from dataclasses import field
 from typing import get_args, get_type_hints
 
-from mca_config import _fields
+from mca_config.fields import cast
 from mca_config.types import Typed
 
 
@@ -31,7 +31,7 @@ def coerce_options(args: object, cls: type) -> None:
         value = getattr(args, name)
         if isinstance(value, str) and float in get_args(hints[name]):
             value = _number(value)
-        setattr(args, name, _fields.coerce(value, hints[name], name))
+        setattr(args, name, cast(name, value, hints[name], words=False))
 
 
 def _number(text: str) -> float | str:

@@ -5,8 +5,8 @@ import typing
 from collections.abc import Iterator
 from itertools import groupby
 
+from mca_config.fields import TypeHint, alternatives, is_enum, origin_of
 from mca_config.types import Typed
-from mca_train.config.fields import TypeHint, alternatives, is_enum, origin_of
 from mca_train.reference.keys import REQUIRED, Key, keys_of
 from mca_train.tasks.task import Task
 

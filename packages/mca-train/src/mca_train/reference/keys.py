@@ -5,9 +5,9 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mca_config.fields import TypeHint
 from mca_config.types import Typed
 from mca_train.config.arguments import LaunchArguments, LoraArguments
-from mca_train.config.fields import TypeHint
 from mca_train.tasks.task import Task
 
 REQUIRED = ("model_name_or_path", "train_file", "output_dir")

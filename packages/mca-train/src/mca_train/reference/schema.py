@@ -4,8 +4,8 @@ import json
 import typing
 from collections.abc import Iterable
 
+from mca_config.fields import TypeHint, alternatives, is_enum, origin_of
 from mca_config.types import JsonObject, Typed
-from mca_train.config.fields import TypeHint, alternatives, is_enum, origin_of
 from mca_train.reference.keys import REQUIRED, Key, keys_of
 from mca_train.tasks.task import Task
 
