@@ -11,7 +11,7 @@ from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import tokenize_answer
 from mca_train.tasks.load import load_stream, load_tokenized
 from mca_train.tasks.table import TASKS
-from mca_train.tasks.task import AnswerTask
+from mca_train.tasks.task import AnswerTask, Example
 
 
 @dataclass(kw_only=True)
@@ -30,6 +30,7 @@ class Echo(AnswerTask):
     data_arguments = EchoData
     own_arguments = EchoArguments
     wanted = "anything said"
+    example = Example(rows="rows with `said`", own="echo_weight: 0.5\n")
 
     @property
     def signal_names(self):
@@ -57,6 +58,13 @@ def test_the_help_names_it(capsys):
     told = capsys.readouterr().out
     assert "       mca-train echo     CONFIG.yaml [--key value ...]\n" in told
     assert "  echo       on what was said: said\n" in told
+
+
+def test_a_configuration_to_begin_with_says_what_its_rows_are(capsys):
+    assert main(["init", "echo", "m"]) == 0
+    written = capsys.readouterr().out
+    assert "# rows with `said`\n" in written
+    assert "\necho_weight: 0.5\n" in written
 
 
 def test_a_word_that_is_nearly_its_name_is_told_so(capsys):

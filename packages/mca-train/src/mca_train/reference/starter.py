@@ -40,33 +40,12 @@ save_total_limit: 2
 # save_hf_model: true                   # writes output_dir/hf, which transformers loads
 # report_to: tensorboard                # or wandb, mlflow; none without it
 """
-_PACKING = "sequence_packing: true                  # several samples in one row instead of padding\n"
-_PAIRS = """\
-dpo_beta: 0.1                           # how strongly answers are held to the reference
-# dpo_loss: sigmoid                     # or hinge, ipo, orpo
-"""
 _LORA = """
 # A LoRA adapter instead of the whole model: take the marks away.
 # lora_rank: 16
 # lora_alpha: 32
 # lora_target_modules: all-linear
 """
-_SCORE = "# lora_modules_to_save: [score]         # the new head\n"
-_OWN = {
-    "sft": _PACKING,
-    "dpo": _PAIRS,
-    "reward": "# center_rewards_coefficient: 0.01      # keeps rewards around 0\n",
-    "classify": "labels: [negative, positive]            # or num_labels: 2; problem_type: regression, ...\n",
-}
-_ROWS = {
-    "pretrain": "rows with `text`",
-    "sft": "rows with `messages`, or `prompt` and `completion`",
-    "dpo": "rows with `prompt`, `chosen` and `rejected`",
-    "reward": "rows with `prompt`, `chosen` and `rejected`, and perhaps `margin`",
-    "kto": "rows with `prompt`, `completion` and `label`, true or false",
-    "classify": "rows with `text` and `label`",
-}
-_RATES = {"pretrain": "3.0e-4", "sft": "1.0e-5", "dpo": "5.0e-7", "kto": "5.0e-7"}
 
 
 def starter(task: Task, model: str, *, gpu: bool) -> str:
@@ -77,18 +56,17 @@ def starter(task: Task, model: str, *, gpu: bool) -> str:
         model: The model's directory or Hub id.
         gpu: Whether this machine has one; half precision is on where it does.
     """
-    blocks = task.name == "pretrain"
-    own = _OWN.get(task.name, "")
+    example = task.example
     values = {
         "kind": task.name,
         "model": model,
-        "rows": _ROWS.get(task.name, "the rows"),
+        "rows": example.rows,
         "length": "2048",
-        "length_text": "tokens of a block" if blocks else "longest sequence; longer ones are cut",
-        "rate": _RATES.get(task.name, "1.0e-5"),
+        "length_text": example.length,
+        "rate": example.learning_rate,
         "bf16": "true" if gpu else "false",
         "bf16_text": "half precision" if gpu else "true on a GPU",
-        "own": own,
-        "lora": "" if blocks else _LORA + (_SCORE if task.name in ("reward", "classify") else ""),
+        "own": example.own,
+        "lora": "" if example.lora is None else _LORA + example.lora,
     }
     return (_HEAD + _BODY).format(**values)

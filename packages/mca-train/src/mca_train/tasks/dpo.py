@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments, PairArguments
-from mca_train.tasks.task import AnswerTask
+from mca_train.tasks.reference import ReferenceArguments, no_reference_left
+from mca_train.tasks.task import AnswerTask, Example
 
 if TYPE_CHECKING:
-    import datasets
     from megatron.core.transformer import TransformerConfig
     from transformers import PreTrainedTokenizerBase
 
@@ -20,15 +20,13 @@ if TYPE_CHECKING:
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder
     from mca_train.data.file_rows import Row
-    from mca_train.data.image_rows import ImageReader
-    from mca_train.data.preferences import PairDataset
     from mca_train.losses.preference import PreferenceLoss
     from mca_train.trainer.dpo import DpoTrainer
     from mca_train.trainer.parts import TrainerOptions
 
 
 @dataclass(kw_only=True)
-class DpoArguments:
+class DpoArguments(ReferenceArguments):
     """How ``mca-train dpo`` compares answers."""
 
     dpo_loss: Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "simpo", "orpo"] = field(
@@ -56,12 +54,6 @@ class DpoArguments:
             "no reference model is held in training."
         },
     )
-    reference_model_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Directory of the reference; None: the model as it begins (with LoRA: without adapter)."
-        },
-    )
 
     def __post_init__(self) -> None:
         if self.loss().needs_reference:
@@ -83,6 +75,12 @@ class DpoArguments:
         )
 
 
+_KEYS = """\
+dpo_beta: 0.1                           # how strongly answers are held to the reference
+# dpo_loss: sigmoid                     # or hinge, ipo, orpo
+"""
+
+
 class Dpo(AnswerTask):
     """A prompt with a better and a worse answer, compared with what a reference model thinks of them."""
 
@@ -94,6 +92,7 @@ class Dpo(AnswerTask):
     own_arguments = DpoArguments
     sides = ("chosen", "rejected")
     wanted = "both answers"
+    example = Example(rows="rows with `prompt`, `chosen` and `rejected`", learning_rate="5.0e-7", own=_KEYS)
 
     @property
     def signal_names(self) -> tuple[str, ...]:
@@ -118,20 +117,6 @@ class Dpo(AnswerTask):
 
         return surely_compared(cast("PairArguments", data))
 
-    def samples(
-        self,
-        rows: "datasets.Dataset",
-        tokenizer: "PreTrainedTokenizerBase",
-        data: DataArguments,
-        key: str,
-        images: "ImageReader | None" = None,
-    ) -> "PairDataset":
-        """See `AnswerTask`."""
-        from mca_train.data.preferences import PairDataset
-        from mca_train.data.token_dataset import TokenDataset
-
-        return PairDataset(cast("TokenDataset", super().samples(rows, tokenizer, data, key, images)))
-
     def problems(self, settings: "Settings") -> Iterator[str]:
         """Keys that say nothing of pairs, or that leave no reference."""
         from mca_train.losses.preference import key_problems
@@ -140,12 +125,8 @@ class Dpo(AnswerTask):
         yield from key_problems(settings.training)
         if own.precompute_ref_log_probs and settings.data.streaming:
             yield "precompute_ref_log_probs needs all rows before training; set streaming to false"
-        kept = own.loss().needs_reference and own.reference_model_name_or_path is None
-        if settings.lora.lora_modules_to_save and kept:
-            yield (
-                "lora_modules_to_save trains parts of the base model, which then is no reference; set "
-                "reference_model_name_or_path, or remove it"
-            )
+        if own.loss().needs_reference:
+            yield from no_reference_left(settings, own)
 
     def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
         """Losses that Megatron adds by tokens."""

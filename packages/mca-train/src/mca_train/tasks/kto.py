@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError, UsageError
 from mca_train.config.arguments import ClassifyArguments, DataArguments
+from mca_train.tasks.reference import ReferenceArguments, no_reference_left
 from mca_train.tasks.sft import Sft
+from mca_train.tasks.task import Example
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -21,18 +23,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class KtoArguments:
+class KtoArguments(ReferenceArguments):
     """How ``mca-train kto`` weighs answers."""
 
     kto_beta: float = field(default=0.1, metadata={"help": "How strongly answers are held to the reference."})
     desirable_weight: float = field(default=1.0, metadata={"help": "Weight of good answers in the loss."})
     undesirable_weight: float = field(default=1.0, metadata={"help": "Weight of bad answers in the loss."})
-    reference_model_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Directory of the reference; None: the model as it begins (with LoRA: without adapter)."
-        },
-    )
 
     def __post_init__(self) -> None:
         self.loss()
@@ -56,6 +52,9 @@ class Kto(Sft):
     summary = "on answers that are good or bad: prompt, completion and label"
     data_arguments = ClassifyArguments
     own_arguments = KtoArguments
+    example = Example(
+        rows="rows with `prompt`, `completion` and `label`, true or false", learning_rate="5.0e-7"
+    )
     signal_names = ("kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
 
     def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers":
@@ -77,11 +76,7 @@ class Kto(Sft):
 
         own, training = _own(settings), settings.training
         yield from key_problems(training)
-        if settings.lora.lora_modules_to_save and own.reference_model_name_or_path is None:
-            yield (
-                "lora_modules_to_save trains parts of the base model, which then is no reference; set "
-                "reference_model_name_or_path, or remove it"
-            )
+        yield from no_reference_left(settings, own)
         if settings.data.streaming:
             yield "kto needs all rows before training; set streaming to false"
         if training.moe_token_dispatcher_type == "allgather":

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mca_train.config.arguments import DataArguments
-from mca_train.tasks.task import Task, data_format_problems
+from mca_train.tasks.task import Example, Task, data_format_problems
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +24,7 @@ class Pretrain(Task):
 
     name = "pretrain"
     summary = "on plain text: all texts one after another, cut into blocks of seq_length tokens"
+    example = Example(rows="rows with `text`", length="tokens of a block", learning_rate="3.0e-4", lora=None)
 
     def problems(self, settings: "Settings") -> Iterator[str]:
         """Shapes of rows, which it does not read."""

@@ -6,19 +6,15 @@ from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments, RewardArguments
-from mca_train.tasks.scores import ScoreTask
+from mca_train.tasks.scores import ScoreTask, score_example
 
 if TYPE_CHECKING:
-    import datasets
     from transformers import PreTrainedTokenizerBase
 
     from mca_models import VirtualModels
     from mca_models.templates.heads import Head
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder, RowNumbers
-    from mca_train.data.image_rows import ImageReader
-    from mca_train.data.preferences import PairDataset
-    from mca_train.data.token_dataset import TokenDataset
     from mca_train.trainer.parts import TrainerOptions
     from mca_train.trainer.scores import RewardTrainer
 
@@ -50,6 +46,10 @@ class Reward(ScoreTask):
     own_arguments = RewardRunArguments
     sides = ("chosen", "rejected")
     wanted = "two tokens in both answers"
+    example = score_example(
+        rows="rows with `prompt`, `chosen` and `rejected`, and perhaps `margin`",
+        own="# center_rewards_coefficient: 0.01      # keeps rewards around 0\n",
+    )
     signal_names = ("accuracy", "margin", "mean_reward")
 
     def encoder(
@@ -65,19 +65,6 @@ class Reward(ScoreTask):
         from mca_train.data.scored import margins
 
         return margins(names, cast("RewardArguments", data))
-
-    def samples(
-        self,
-        rows: "datasets.Dataset",
-        tokenizer: "PreTrainedTokenizerBase",
-        data: DataArguments,
-        key: str,
-        images: "ImageReader | None" = None,
-    ) -> "PairDataset":
-        """See `AnswerTask`."""
-        from mca_train.data.preferences import PairDataset
-
-        return PairDataset(cast("TokenDataset", super().samples(rows, tokenizer, data, key, images)))
 
     def head(self, settings: "Settings") -> "Head":
         """One number."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from mca_train.config.arguments import DataArguments
-from mca_train.tasks.task import AnswerTask
+from mca_train.tasks.task import AnswerTask, Example
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -12,6 +12,11 @@ if TYPE_CHECKING:
 
     from mca_train.config.run_config import Settings
     from mca_train.data.file_rows import Row
+
+
+def score_example(rows: str, own: str) -> Example:
+    """A configuration to begin with, whose adapter trains the new head too."""
+    return Example(rows=rows, own=own, lora="# lora_modules_to_save: [score]         # the new head\n")
 
 
 class ScoreTask(AnswerTask):

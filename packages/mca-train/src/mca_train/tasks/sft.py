@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mca_train.config.arguments import DataArguments
-from mca_train.tasks.task import AnswerTask
+from mca_train.tasks.task import AnswerTask, Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,6 +18,10 @@ class Sft(AnswerTask):
 
     name = "sft"
     takes_images = True
+    example = Example(
+        rows="rows with `messages`, or `prompt` and `completion`",
+        own="sequence_packing: true                  # several samples in one row instead of padding\n",
+    )
     summary = "on answers: messages, prompt and completion, or text; only answers count in the loss"
 
     def encoder(

@@ -6,6 +6,7 @@ A kind is a subclass in a file of this room and one line of `table`. How a row i
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from mca_config.errors import UsageError
@@ -31,6 +32,25 @@ if TYPE_CHECKING:
     from mca_train.trainer.trainer import McaTrainer
 
 
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """What a configuration to begin with says of one kind, as ``mca-train init`` writes it.
+
+    Attributes:
+        rows: What the rows of its files have.
+        length: What ``seq_length`` is to it.
+        learning_rate: A common one.
+        own: Lines of its own keys.
+        lora: Lines beside those of an adapter; None: an adapter is no good to it.
+    """
+
+    rows: str = "the rows"
+    length: str = "longest sequence; longer ones are cut"
+    learning_rate: str = "1.0e-5"
+    own: str = ""
+    lora: str | None = ""
+
+
 class Task(ABC):
     """One kind of run.
 
@@ -40,6 +60,7 @@ class Task(ABC):
         data_arguments: The keys of its model and files: `DataArguments`, or a subclass with more columns.
         own_arguments: A dataclass of the keys that this kind alone understands; None: there are none.
         takes_images: Whether its rows may have images.
+        example: What a configuration to begin with says of it.
         sides: Names of the sequences of a sample, each of up to ``seq_length`` tokens, which its tensors begin with;
             none: it is one sequence.
     """
@@ -49,6 +70,7 @@ class Task(ABC):
     data_arguments: ClassVar[type[DataArguments]] = DataArguments
     own_arguments: ClassVar[type | None] = None
     takes_images: ClassVar[bool] = False
+    example: ClassVar[Example] = Example()
     sides: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -188,6 +210,7 @@ class AnswerTask(Task):
     ) -> "TokenDataset | PairDataset":
         """See `Task`."""
         from mca_train.data.image_rows import ImageRows, require_none, undecoded
+        from mca_train.data.preferences import PairDataset
         from mca_train.data.samples import answer_sequences
 
         if not self.takes_images:
@@ -195,7 +218,8 @@ class AnswerTask(Task):
         if images is None or not self.takes_images:
             encode = self.encoder(rows.column_names, tokenizer, data, key)
             numbers = self.numbers(rows.column_names, data, key)
-            return answer_sequences(rows, encode, data, key, self.wanted, numbers)
+            sequences = answer_sequences(rows, encode, data, key, self.wanted, numbers)
+            return PairDataset(sequences) if self.sides else sequences
         known = ImageRows(rows.column_names, images, data)
         encode = self.encoder(known.names, tokenizer, known.arguments, key)
         numbers = self.numbers(known.names, data, key)
