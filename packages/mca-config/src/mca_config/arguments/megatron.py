@@ -5,7 +5,7 @@ The arguments that Hugging Face declares are added to these in `mca_config.train
 
 from dataclasses import dataclass
 
-from mca_config.arguments import _constraints
+from mca_config.arguments import _training_constraints
 from mca_config.arguments._option import coerce_options
 from mca_config.arguments.distributing import DistributingParallelArguments
 from mca_config.arguments.options import TrainingOptions
@@ -53,7 +53,7 @@ class MegatronArguments(DistributingParallelArguments, TrainingOptions):
         super().__post_init__()
 
     def _problems(self) -> list[str]:
-        return super()._problems() + _constraints.of_training(self)
+        return super()._problems() + _training_constraints.of_training(self)
 
     def ddp_config_overrides(self) -> JsonObject:
         """What was asked for, under the names of Megatron's ``DistributedDataParallelConfig``."""

@@ -1,6 +1,7 @@
 """The options that users give, each with its help: data alone.
 
-What they may not say together is in `_constraints`, what they mean in `distributing` and `megatron`.
+What they may not say together is in `_constraints` and `_training_constraints`, what they mean in `distributing` and
+`megatron`.
 """
 
 from dataclasses import dataclass

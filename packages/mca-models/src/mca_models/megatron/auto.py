@@ -17,7 +17,7 @@ from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import told_by_first
 from mca_models.megatron.factory import fill
-from mca_models.megatron.factory.transformer_config import DTYPES
+from mca_models.megatron.factory.execution import DTYPES
 from mca_models.megatron.factory.vocabulary import growth_of, require_growth
 from mca_models.megatron.names import DtypeName, Implementation
 from mca_models.megatron.virtual_models import VirtualModels

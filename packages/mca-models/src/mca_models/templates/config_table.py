@@ -6,13 +6,14 @@ The tables of the families themselves are in their own files.
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from mca_config.bounds import require_bounded
 from mca_config.errors import HfConfigError, McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.rope import require_rope
 from mca_config.types import FamilyConfig, JsonObject, Typed, Values
+from mca_models.templates.nesting import PLAIN, Nesting
 
 HfConfig = JsonObject
 REQUIRED: Typed = object()
@@ -79,45 +80,6 @@ class Fixed:
             raise HfConfigError(
                 f"config.json: '{self.hf}' is {value!r}; supported: {_words(self.allowed)} ({self.why})"
             )
-
-
-class Nesting(Protocol):
-    """How a ``config.json`` says more than what the text model is."""
-
-    def text(self, hf: HfConfig) -> HfConfig:
-        """What it says of the text model, as a file of its own would."""
-
-    def beside(self, hf: HfConfig) -> Values:
-        """Fields of ``McaModelConfig`` that tell the rest."""
-
-    def changed(self, hf: HfConfig, changes: Values) -> HfConfig:
-        """``hf`` with what it says of the text model changed."""
-
-    def whole(self, text: HfConfig, config: McaModelConfig) -> HfConfig:
-        """The file for ``config``, whose text model ``text`` describes."""
-
-
-class Plain:
-    """A ``config.json`` that describes a text model and nothing else."""
-
-    def text(self, hf: HfConfig) -> HfConfig:
-        """See ``Nesting``."""
-        return hf
-
-    def beside(self, hf: HfConfig) -> Values:
-        """See ``Nesting``."""
-        return {}
-
-    def changed(self, hf: HfConfig, changes: Values) -> HfConfig:
-        """See ``Nesting``."""
-        return {**hf, **changes}
-
-    def whole(self, text: HfConfig, config: McaModelConfig) -> HfConfig:
-        """See ``Nesting``."""
-        return text
-
-
-PLAIN = Plain()
 
 
 @dataclass(frozen=True, kw_only=True)

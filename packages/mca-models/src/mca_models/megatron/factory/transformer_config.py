@@ -1,6 +1,6 @@
 """``McaModelConfig`` and arguments to Megatron's ``TransformerConfig``.
 
-What cannot be computed rightly is refused in `limits`, not here.
+How the model runs is said in `execution`. What cannot be computed rightly is refused in `limits`, not here.
 """
 
 import dataclasses
@@ -11,28 +11,28 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mca_config.arguments import DistributingParallelArguments, MegatronArguments
+from mca_config.arguments import DistributingParallelArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_config.types import Values
 from mca_models.megatron import families, platform
+from mca_models.megatron.factory.execution import (
+    grouped_experts,
+    kernel_settings,
+    layout_settings,
+    pipeline_settings,
+    precision_settings,
+)
 from mca_models.megatron.factory.limits import require_supported
 from mca_models.megatron.layers.rope import attention_factor, yarn_factor, yarn_scale
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, Settings
 
 _log = logging.getLogger(__name__)
-DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
 _ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -111,15 +111,15 @@ def transformer_config(
     implementation = implementation_of(args)
     settings = {
         **_architecture(config),
-        **_layout(config, args, layout),
-        **_precision(dtype),
-        **_machine(implementation),
+        **layout_settings(config, args, layout),
+        **precision_settings(dtype),
+        **kernel_settings(implementation),
         **families.settings(config),
-        **_pipeline(layout),
+        **pipeline_settings(layout),
         **_converted(args.transformer_config_overrides()),
     }
     settings["transformer_impl"] = implementation
-    settings["moe_grouped_gemm"] = _grouped(settings, implementation)
+    settings["moe_grouped_gemm"] = grouped_experts(settings, implementation)
     _require(config, layout, settings, implementation)
     _say_what_depends_on_ranks(settings)
     return _with_attention_factor(_construct(config, settings), config)
@@ -264,96 +264,6 @@ def _latent_mscale(on_rope: float, factor: float, of_scores: float) -> float:
             "supported: a factor above 1"
         )
     return 1.0
-
-
-_TRAINED_EXPERTS = "training a model with experts"
-
-
-def _needs_sequence_parallel(config: McaModelConfig, args: DistributingParallelArguments) -> str | None:
-    """What of the model needs it with more than one tensor rank; None: nothing."""
-    if config.num_moe_experts is not None and isinstance(args, MegatronArguments):
-        return _TRAINED_EXPERTS
-    return "latent attention" if isinstance(config, MlaMcaModelConfig) else None
-
-
-def _layout(config: McaModelConfig, args: DistributingParallelArguments, layout: ParallelLayout) -> Settings:
-    sequence_parallel = args.sequence_parallel_for(layout)
-    why = _needs_sequence_parallel(config, args) if layout.tp > 1 and not sequence_parallel else None
-    if why and args.sequence_parallel is None:
-        _say(f"sequence_parallel is on: {why} on several tensor ranks needs it")
-        sequence_parallel = True
-    elif why == _TRAINED_EXPERTS:
-        raise McaError(
-            f"sequence_parallel cannot be off: {why} on several tensor ranks needs it (Megatron refuses to go on "
-            "without); remove sequence_parallel"
-        )
-    return {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline_model_parallel_size,
-        "context_parallel_size": layout.cp,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp,
-        "sequence_parallel": sequence_parallel,
-        "num_layers_in_first_pipeline_stage": layout.num_layers_in_first_pipeline_stage,
-        "num_layers_in_last_pipeline_stage": layout.num_layers_in_last_pipeline_stage,
-        "account_for_embedding_in_pipeline_split": layout.account_for_embedding_in_pipeline_split,
-        "account_for_loss_in_pipeline_split": layout.account_for_loss_in_pipeline_split,
-        "pipeline_model_parallel_layout": layout.pipeline_model_parallel_layout,
-    }
-
-
-def _precision(dtype: str) -> Settings:
-    return {
-        "params_dtype": DTYPES[dtype],
-        "pipeline_dtype": DTYPES[dtype],
-        "bf16": dtype == "bfloat16",
-        "fp16": dtype == "float16",
-    }
-
-
-def _machine(implementation: Implementation) -> Settings:
-    """Fusions need CUDA kernels; weights are always filled by us, from a file or from a seed."""
-    fused = implementation == "transformer_engine"
-    return {
-        "perform_initialization": False,
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": fused,
-        "bias_dropout_fusion": fused,
-        "apply_rope_fusion": False,
-        "persist_layer_norm": fused,
-        "attention_softmax_in_fp32": True,
-    }
-
-
-def _pipeline(layout: ParallelLayout) -> Settings:
-    """Point-to-point sends overlap under virtual pipelining, where batched ones give wrong numbers.
-
-    Outputs are freed after sending on CUDA only: gloo reads them later.
-    """
-    interleaved = layout.vpp > 1
-    return {
-        "overlap_p2p_comm": interleaved,
-        "batch_p2p_comm": not interleaved,
-        "deallocate_pipeline_outputs": layout.pp > 1 and platform.device_type() == "cuda",
-    }
-
-
-def _grouped(settings: Settings, implementation: Implementation) -> bool:
-    """Grouped expert products: Transformer Engine's, unless refused; the local spec has none."""
-    wanted = settings.get("moe_grouped_gemm")
-    if implementation == "local":
-        if wanted and settings.get("num_moe_experts"):
-            _say("moe_grouped_gemm is off: the local layers run experts one after the other")
-        return False
-    return wanted is not False
-
-
-@functools.cache
-def _say(line: str) -> None:
-    """Logs ``line`` once: a configuration is made to be checked, and again for the model."""
-    _log.info(line)
 
 
 def _converted(overrides: Values) -> Settings:

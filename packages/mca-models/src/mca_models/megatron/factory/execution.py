@@ -1,0 +1,122 @@
+"""The settings of Megatron's ``TransformerConfig`` that say how a model runs, not what it computes.
+
+These are its layout, precision, kernels and sends. Settings of the architecture are made in `transformer_config`.
+"""
+
+import functools
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from mca_config.arguments import DistributingParallelArguments, MegatronArguments
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_models.megatron import platform
+from mca_models.megatron.names import Implementation
+from mca_models.megatron.types import Settings
+
+_log = logging.getLogger(__name__)
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+_TRAINED_EXPERTS = "training a model with experts"
+
+
+def _needs_sequence_parallel(config: McaModelConfig, args: DistributingParallelArguments) -> str | None:
+    """What of the model needs it with more than one tensor rank; None: nothing."""
+    if config.num_moe_experts is not None and isinstance(args, MegatronArguments):
+        return _TRAINED_EXPERTS
+    return "latent attention" if isinstance(config, MlaMcaModelConfig) else None
+
+
+def layout_settings(
+    config: McaModelConfig, args: DistributingParallelArguments, layout: ParallelLayout
+) -> Settings:
+    """The parallel sizes. Sequence parallelism is turned on where the model needs it.
+
+    Raises:
+        McaError: It was turned off there.
+    """
+    sequence_parallel = args.sequence_parallel_for(layout)
+    why = _needs_sequence_parallel(config, args) if layout.tp > 1 and not sequence_parallel else None
+    if why and args.sequence_parallel is None:
+        _say(f"sequence_parallel is on: {why} on several tensor ranks needs it")
+        sequence_parallel = True
+    elif why == _TRAINED_EXPERTS:
+        raise McaError(
+            f"sequence_parallel cannot be off: {why} on several tensor ranks needs it (Megatron refuses to go on "
+            "without); remove sequence_parallel"
+        )
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": sequence_parallel,
+        "num_layers_in_first_pipeline_stage": layout.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": layout.num_layers_in_last_pipeline_stage,
+        "account_for_embedding_in_pipeline_split": layout.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": layout.account_for_loss_in_pipeline_split,
+        "pipeline_model_parallel_layout": layout.pipeline_model_parallel_layout,
+    }
+
+
+def precision_settings(dtype: str) -> Settings:
+    """The dtype of parameters and of what stages send."""
+    return {
+        "params_dtype": DTYPES[dtype],
+        "pipeline_dtype": DTYPES[dtype],
+        "bf16": dtype == "bfloat16",
+        "fp16": dtype == "float16",
+    }
+
+
+def kernel_settings(implementation: Implementation) -> Settings:
+    """Fusions need CUDA kernels; weights are always filled by us, from a file or from a seed."""
+    fused = implementation == "transformer_engine"
+    return {
+        "perform_initialization": False,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": fused,
+        "attention_softmax_in_fp32": True,
+    }
+
+
+def pipeline_settings(layout: ParallelLayout) -> Settings:
+    """Point-to-point sends overlap under virtual pipelining, where batched ones give wrong numbers.
+
+    Outputs are freed after sending on CUDA only: gloo reads them later.
+    """
+    interleaved = layout.vpp > 1
+    return {
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "deallocate_pipeline_outputs": layout.pp > 1 and platform.device_type() == "cuda",
+    }
+
+
+def grouped_experts(settings: Settings, implementation: Implementation) -> bool:
+    """Grouped expert products: Transformer Engine's, unless refused; the local spec has none."""
+    wanted = settings.get("moe_grouped_gemm")
+    if implementation == "local":
+        if wanted and settings.get("num_moe_experts"):
+            _say("moe_grouped_gemm is off: the local layers run experts one after the other")
+        return False
+    return wanted is not False
+
+
+@functools.cache
+def _say(line: str) -> None:
+    """Logs ``line`` once: a configuration is made to be checked, and again for the model."""
+    _log.info(line)
