@@ -51,7 +51,7 @@ def test_wrong_usage_is_one_line_and_2(words, message, capsys):
         ({"adam_beta2": 1.5}, [], "adam_beta2 must be at least 0 and below 1, not 1.5"),
         ({"num_train_epochs": 0}, [], "num_train_epochs must be above 0"),
         ({}, ["--learning_rate", ".nan"], "learning_rate must be at least 0, not nan"),
-        ({}, ["--save_strategy", "never"], "save_strategy is 'never'; expected no or steps"),
+        ({}, ["--save_strategy", "never"], "save_strategy must be no or steps"),
         ({"ddp_backend": "mpi"}, [], "ddp_backend is 'mpi'; ranks of this machine talk over"),
         (
             {"lr_scheduler_type": "warmup_stable_decay"},
@@ -80,7 +80,7 @@ def test_wrong_usage_is_one_line_and_2(words, message, capsys):
             [],
             "is true, but eval_strategy is no: no model is",
         ),
-        ({}, ["--eval_file"], "eval_file is True; expected a list"),
+        ({}, ["--eval_file"], "eval_file must be a list, not True"),
     ],
 )
 def test_wrong_configurations_are_one_line_and_2(run, changes, flags, message, capsys, tmp_path, monkeypatch):
