@@ -1,7 +1,7 @@
 """These classes hold what a configuration says of the model, the data, the ranks and the adapter.
 
-A value that is wrong by itself is refused here. Keys that contradict one another are found in `config.checks`, and
-what one kind of run alone understands stands in its file in ``tasks``.
+A value that is wrong by itself is refused here. Keys that contradict one another are found in `config.checks`. What
+one kind of run alone understands stands in its file in ``tasks``, and columns that only some kinds read in `columns`.
 """
 
 from dataclasses import dataclass, field
@@ -101,36 +101,6 @@ class DataArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise McaError(f"{name} is {value}; expected a positive number or null")
-
-
-@dataclass(kw_only=True)
-class PairArguments(DataArguments):
-    """The same of a run on preference pairs."""
-
-    chosen_column: str = field(default="chosen", metadata={"help": "Column with the better answer."})
-    rejected_column: str = field(default="rejected", metadata={"help": "Column with the worse answer."})
-
-
-@dataclass(kw_only=True)
-class RewardArguments(PairArguments):
-    """The same of a reward model."""
-
-    margin_column: str = field(
-        default="margin",
-        metadata={"help": "Column with how much better the better answer is; may be missing."},
-    )
-
-
-@dataclass(kw_only=True)
-class ClassifyArguments(DataArguments):
-    """The same of texts with labels."""
-
-    label_column: str = field(
-        default="label",
-        metadata={
-            "help": "classify: column with the class, the labels, or the number(s). kto: whether the answer is good."
-        },
-    )
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError, UsageError
 from mca_config.types import Typed, Values
-from mca_train.config.arguments import ClassifyArguments, RewardArguments
+from mca_train.config.columns import ClassifyArguments, RewardArguments
 from mca_train.data.chat import tokenize_chat
 from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, check_messages, require_text
 from mca_train.data.long_texts import head_encoding

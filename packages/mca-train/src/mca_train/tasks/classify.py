@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import ClassifyArguments, DataArguments
+from mca_train.config.arguments import DataArguments
+from mca_train.config.columns import ClassifyArguments
 from mca_train.tasks.scores import ScoreTask, score_example
 from mca_train.tasks.task import data_format_problems
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import DataArguments, PairArguments
+from mca_train.config.arguments import DataArguments
+from mca_train.config.columns import PairArguments
 from mca_train.tasks.reference import ReferenceArguments, no_reference_left
 from mca_train.tasks.task import AnswerTask, Example
 

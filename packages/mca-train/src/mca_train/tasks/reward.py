@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import DataArguments, RewardArguments
+from mca_train.config.arguments import DataArguments
+from mca_train.config.columns import RewardArguments
 from mca_train.tasks.scores import ScoreTask, score_example
 
 if TYPE_CHECKING:
