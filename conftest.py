@@ -19,6 +19,10 @@ if os.environ.pop(
     sys.pycache_prefix, sys.dont_write_bytecode = os.environ["PYTHONPYCACHEPREFIX"], False
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("mca", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("mca")  # where others compute beside the tests, time says nothing of them
 
 _ON_GPU = os.environ["MCA_DEVICE"] == "cuda"
 _OTHER = {
