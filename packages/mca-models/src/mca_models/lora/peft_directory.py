@@ -8,7 +8,7 @@ Stacked expert parameters are kept by PEFT as two matrices for all experts:
 and are seen here as ``[experts, rank, in]`` and ``[experts, out, rank]``.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -19,17 +19,14 @@ from mca_config.types import Values
 from mca_models.checkpoint.hf_writer import METADATA
 from mca_models.checkpoint.mca_directory import is_mca
 from mca_models.checkpoint.side_files import copy_side_files
-from mca_models.lora.adapter import Adapter, check_shapes, expected_shapes
+from mca_models.lora.adapter import Adapter, check_shapes
 from mca_models.lora.config import FILE_NAME, AdapterConfig
-from mca_models.lora.rules import PREFIX, rules_as_found
+from mca_models.lora.rules import rules_as_found
 from mca_models.storage.atomic import atomic_directory, write_file
 from mca_models.storage.dtypes import code_of
-from mca_models.storage.moves import HF
 from mca_models.storage.safetensors import plan_file, read_header
-from mca_models.storage.source import require_same_names, shapes_of_parts
+from mca_models.storage.source import require_same_names
 from mca_models.storage.writer import SafetensorsWriter
-from mca_models.templates import family_of
-from mca_models.templates.shapes import whole_shape
 from mca_models.torch_checkpoint.hf_bin import tensors_of
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
@@ -55,41 +52,21 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
     refused = sorted(name for name in infos if ".lora_embedding_" in name)
     if refused:
         raise McaError(f"{file}: {refused[0]}: adapters on embeddings are not supported; use modules_to_save")
-    _require_no_vision(file, model, infos)
     rules = rules_as_found(model, config, infos.keys())
     expected = {name for param in rules.params for name in param.hf_names()}
     require_same_names(infos.keys(), expected, path)
-    stacks = PeftStacks(lambda name: infos[name].array(), model.num_moe_experts or 1)
-    return check_shapes(Adapter(model, config, rules, stacks.read), file)
+    stack = _Stacks(infos, model.num_moe_experts or 1)
+    return check_shapes(Adapter(model, config, rules, stack.read), file)
 
 
-def _require_no_vision(file: Path, model: McaModelConfig, names: Iterable[str]) -> None:
-    family = family_of(model.model_type)
-    if family.vision is None:
-        return
-    spelling = family.vision.spelling(family.as_modules(model))
-    seen = sorted(name for name in names if spelling.vision_name(name.removeprefix(PREFIX)) is not None)
-    if seen:
-        raise McaError(
-            f"{file}: {len(seen)} tensors adapt the vision model ({seen[0]}), which is not supported; train the "
-            "adapter with its modules in exclude_modules"
-        )
+class _Stacks:
+    """Reads whole tensors, seeing PEFT's matrices of all experts as stacks."""
 
-
-class PeftStacks:
-    """Reads whole tensors, seeing PEFT's matrices of all experts as stacks.
-
-    Args:
-        array: A tensor by its name, as PEFT stores it.
-        experts: Of the model.
-    """
-
-    def __init__(self, array: Callable[[str], Array], experts: int) -> None:
-        self._array, self._experts = array, experts
+    def __init__(self, infos: Values, experts: int) -> None:
+        self._infos, self._experts = infos, experts
 
     def read(self, param: Param) -> Array:
-        """The whole tensor of a rule."""
-        arrays = [self._array(name) for name in param.hf_names()]
+        arrays = [self._infos[name].array() for name in param.hf_names()]
         return param.to_whole([self._stack(param, x) for x in arrays] if param.stacked else arrays)
 
     def _stack(self, param: Param, x: Array) -> Array:
@@ -104,21 +81,6 @@ class PeftStacks:
 
 def _stacked_axis(param: Param) -> int:
     return 0 if ".lora_A." in param.mca else 1
-
-
-def peft_shapes(adapter: Adapter) -> Mapping[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a PEFT file; none is read."""
-    model, found = adapter.model, dict[str, tuple[int, ...]]()
-    for pair in adapter.rules.factors:
-        for param, shape in zip((pair.a, pair.b), expected_shapes(model, pair), strict=True):
-            stored = list(shape)
-            if param.stacked:
-                stored[_stacked_axis(param)] *= model.num_moe_experts or 1
-            found |= dict.fromkeys(param.hf_names(), tuple(stored))
-    for param in adapter.rules.saved:
-        shapes = shapes_of_parts(param, whole_shape(param, model), HF)
-        found |= zip(param.hf_names(), shapes, strict=True)
-    return found
 
 
 class PeftTensors:

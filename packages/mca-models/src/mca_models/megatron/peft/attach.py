@@ -19,11 +19,12 @@ from torch.utils.hooks import RemovableHandle
 
 from mca_config.errors import McaError
 from mca_models.lora.rules import AdapterRules, Factors, by_part
+from mca_models.megatron.families.images import sum_over_tensor_ranks
 from mca_models.megatron.names import Held
 from mca_models.megatron.peft.linear import Axis, Cut, LoraExperts, LoraLinear, LoraPart, LoraWeight
 from mca_models.megatron.types import HookOutput, MegatronModule
 from mca_models.storage.moves import HF, Rule, part_shapes
-from mca_models.weights import Param
+from mca_models.weights import Param, Stage
 
 CHILD = "lora"
 _BARE = (".router.weight", ".gate_weight")
@@ -54,7 +55,8 @@ class LinearGroups:
         """How the weight of ``param`` lies over them."""
         expert = param.expert is not None
         group = self.expert if expert else self.tensor
-        return Cut(_AXES[param.shard.axis], group, self.sequence_parallel and not expert, expert)
+        whole = expert or param.stage is Stage.VISION  # on each rank all of the sequence
+        return Cut(_AXES[param.shard.axis], group, self.sequence_parallel and not whole, expert)
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def attach(
         placed = _Placed(pairs, base, _lora(pairs, base, ranks, dropout))
         if grouped and item.param.expert is not None:
             experts.setdefault(place, []).append(placed)
+        elif pairs[0].target.sees:
+            attached.append(_hang_whole(chunk.get_submodule(place), placed, ranks.sequence_parallel))
         elif item.param.mca.endswith(_BARE):
             attached.append(_hang_bare(chunk.get_submodule(place), leaf, placed))
         else:
@@ -213,6 +217,15 @@ def _hang(owner: torch.nn.Module, placed: _Placed) -> Attached:
     return placed.attached(owner, placed.lora, [owner.register_forward_hook(_add)])
 
 
+def _hang_whole(owner: torch.nn.Module, placed: _Placed, sequence_parallel: bool) -> Attached:
+    """On a module of transformers, which gives its output alone; gradients come together as the vision model's."""
+    owner.add_module(CHILD, placed.lora)
+    for _, *factors in placed.lora.factors():
+        for factor in factors:
+            sum_over_tensor_ranks(factor, sequence_parallel=sequence_parallel)
+    return placed.attached(owner, placed.lora, [owner.register_forward_hook(_add_whole)])
+
+
 def _hang_bare(owner: torch.nn.Module, leaf: str, placed: _Placed) -> Attached:
     lora = placed.lora
 
@@ -253,6 +266,11 @@ def _add(owner: MegatronModule, args: tuple[Tensor, ...], output: HookOutput) ->
     y, x = first if isinstance(first, tuple) else (first, rest[1] if len(rest) == 2 else args[0])
     lora: LoraLinear = owner.lora
     return (y if lora.merged else y + lora(x)), rest[0]
+
+
+def _add_whole(owner: MegatronModule, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    lora: LoraLinear = owner.lora
+    return output if lora.merged else output + lora(args[0])
 
 
 def _add_grouped(owner: MegatronModule, args: tuple[Tensor, ...], output: HookOutput) -> HookOutput:

@@ -3,9 +3,8 @@
 How a factor lies on a linear is in `attach` and `linear`; directories are written by `mca_models.lora`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -24,19 +23,17 @@ from mca_models.lora import (
     write_peft,
 )
 from mca_models.lora.adapter import require_untied
-from mca_models.lora.rules import PREFIX
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import told_by_first
 from mca_models.megatron.factory.fill import cut_of, whole_shape
+from mca_models.megatron.families.vision_model import TEXT, Part
 from mca_models.megatron.names import DtypeName
 from mca_models.megatron.peft.attach import Attached, LinearGroups, attach, detach
 from mca_models.megatron.peft.exchange import whole_adapter
 from mca_models.megatron.peft.export import merged_piece, peft_tensors
-from mca_models.megatron.peft.received import received
 from mca_models.megatron.peft.settings import adapter_config
 from mca_models.megatron.peft.sharded import share, unshare
 from mca_models.megatron.peft.start import first_values, require_start
-from mca_models.megatron.state.arrivals import Weight, on_every_rank
 from mca_models.megatron.state.export import (
     BUCKET_BYTES,
     Destination,
@@ -46,7 +43,7 @@ from mca_models.megatron.state.export import (
     export_buckets,
     packed_buckets,
 )
-from mca_models.megatron.state.load import take_weights
+from mca_models.megatron.state.load import Weight
 from mca_models.megatron.state.save import save_hf
 from mca_models.megatron.state.stream import Piece
 from mca_models.megatron.tensors import to_torch
@@ -268,23 +265,10 @@ class PeftModels(VirtualModels):
             super().save_pretrained(directory, overwrite=overwrite)
 
     def load_weights(self, weights: Iterable[Weight]) -> None:
-        """Sets the adapter, from tensors under PEFT's names, or else the base model; collective.
-
-        Which of the two is told by the first name, and all that come must be of it. What may come, and how, is said by
-        ``VirtualModels.load_weights``. The adapter must not be merged.
-        """
+        """See ``VirtualModels.load_weights``; of the base model, with which the adapter must not be merged."""
         if self.merged:
             raise McaError("the adapter is merged; call unmerge_adapter before load_weights")
-        on_every_rank(lambda: self._take(iter(weights)))
-
-    def _take(self, weights: Iterator[Weight]) -> None:
-        first = list(islice(weights, 1))
-        every = chain(first, weights)
-        if not first or not first[0][0].startswith(PREFIX):
-            take_weights(self, every)
-            return
-        read = received(Adapter(self.config, self.adapter, self.rules, lambda param: None), every)
-        self.fill(lambda param, shape: read(param), saved=True)
+        super().load_weights(weights)
 
     def export_weights(
         self,
@@ -342,18 +326,25 @@ class PeftModels(VirtualModels):
         told_by_first(lambda: write(found) if found else None)
 
 
-def get_peft_model(models: VirtualModels, config: PeftConfig, *, seed: int = 1234) -> PeftModels:
+def get_peft_model(
+    models: VirtualModels,
+    config: PeftConfig,
+    *,
+    seed: int = 1234,
+    parts: Collection[Part] = TEXT,
+) -> PeftModels:
     """``models`` with a new LoRA adapter; its values are the same on every layout for the same seed.
 
     Args:
         models: The base model, which is frozen; it is shared, not copied.
         config: A ``peft.LoraConfig`` with HF module names, or the contents of an ``adapter_config.json``.
         seed: Of the adapter's random values.
+        parts: Of a vision-language model, those that are adapted; modules of others are excluded.
 
     Raises:
         McaError: A setting cannot be represented, or names nothing of this model.
     """
-    adapter = adapter_config(config, models)
+    adapter = adapter_config(config, models, parts)
     require_start(adapter)
     peft = attach_adapter(models, adapter)
     peft.fill(first_values(adapter, seed), saved=False)
