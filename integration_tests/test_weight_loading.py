@@ -1,6 +1,5 @@
 """A live model takes Hugging Face tensors in any order and in pieces: all of them, or one error on every rank."""
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,13 @@ import pytest
 import tiny_vision
 import torch
 from safetensors.torch import load_file
+from tiny_hf import save
 
 from harness import run_ranks
 from layouts import EVERY, arguments, world_size
 from mca_config.errors import McaError
 from reference import FAMILY_CASES, make_reference
-from test_weight_streams import checkpoint_of
+from test_weight_streams import checkpoint_of, in_disorder
 
 pytestmark = pytest.mark.ranks
 
@@ -33,23 +33,6 @@ GRID = (
     if EVERY
     else list(SAMPLE)
 )
-
-
-def in_disorder(tensors: dict[str, torch.Tensor]) -> Iterator[Any]:
-    """Each tensor whole, or its rows in up to three pieces, all in a random order."""
-    draw = random.Random(5)
-    pieces: list[Any] = []
-    for name, tensor in tensors.items():
-        if draw.random() < 0.5:
-            pieces.append((name, tensor))
-            continue
-        step = -(-len(tensor) // 3)
-        pieces += [(name, tensor[row : row + step], row) for row in range(0, len(tensor), step)]
-    draw.shuffle(pieces)
-    for name, tensor, *start in pieces:
-        lent = tensor.clone()
-        yield (name, lent, *start)
-        lent.fill_(float("nan"))  # the sender's buffer is used again
 
 
 def load_all(pairs: list[tuple[Path, str]]) -> int:
@@ -83,6 +66,38 @@ def test_any_order_and_pieces_give_the_same_weights(tmp_path: Path) -> None:
         assert run_ranks(size, load_all, pairs, timeout=3000 if EVERY else 120)[0] > len(pairs) // 2
 
 
+def load_fp8(pairs: list[tuple[Path, str]]) -> None:
+    """Loads what was exported as fp8, compared with the same numbers in bf16. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+
+    for path, layout in pairs:
+        models = AutoModel.from_pretrained(path, arguments(layout))
+        stream = dict(models.export_weights(fp8=True))
+        scaled = {name.removesuffix("_scale_inv") for name in stream if name.endswith("_scale_inv")}
+        assert any(stream[f"{name}_scale_inv"].numel() > 4 for name in scaled)
+        plain = {name: tensor for name, tensor in stream.items() if not name.endswith("_scale_inv")}
+        for name in scaled:
+            scales = stream[f"{name}_scale_inv"].repeat_interleave(128, -1).repeat_interleave(128, -2)
+            rows, columns = plain[name].shape[-2:]
+            plain[name] = (plain[name].float() * scales[..., :rows, :columns]).bfloat16()
+        found = []
+        for weights in (plain, stream):
+            with torch.no_grad():
+                for _, tensor in models.held():
+                    tensor.fill_(7.0)
+            models.load_weights(in_disorder(weights))
+            found.append([tensor.clone() for _, tensor in models.held()])
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_fp8_is_taken_with_its_scales(tmp_path: Path) -> None:
+    pairs = [("deepseek_v3", "tp2pp2sp"), ("gpt_oss", "ep2pp2dp2")]
+    sizes = {"hidden_size": 320, "intermediate_size": 272}
+    made = [(save(case, tmp_path / case, "bfloat16", **sizes), layout) for case, layout in pairs]
+    run_ranks(4, load_fp8, made)
+
+
 def spoil(path: Path) -> dict[str, str]:
     """What each way to give wrong weights is answered with. Runs on every rank."""
     from mca_models.megatron import AutoModel
@@ -94,6 +109,8 @@ def spoil(path: Path) -> dict[str, str]:
         "model.norm.weight",
         torch.distributed.get_rank(),
     )
+
+    eighths, scales = tensors[ROWS].to(torch.float8_e4m3fn), torch.ones(1, 1)
 
     def failing() -> Iterator[Any]:
         yield from list(tensors.items())[: 3 if rank else None]
@@ -112,6 +129,10 @@ def spoil(path: Path) -> dict[str, str]:
             *((ROWS, tensors[ROWS][start : start + 24], start) for start in (0, 12)),
         ],
         "rows beyond": [*((n, t) for n, t in tensors.items() if n != ROWS), (ROWS, tensors[ROWS], 1)],
+        "fp8 alone": {**tensors, ROWS: eighths}.items(),
+        "scales alone": [*tensors.items(), (f"{ROWS}_scale_inv", scales)],
+        "scales of another": {**tensors, ROWS: eighths, f"{ROWS}_scale_inv": embedding}.items(),
+        "scales of a norm": [*tensors.items(), (f"{norm}_scale_inv", scales)],
         "tied": [*tensors.items(), ("lm_head.weight", embedding)],
         "tied otherwise": [("lm_head.weight", embedding + 1), *tensors.items()],
         "a rank": failing(),
@@ -135,6 +156,11 @@ def test_what_is_wrong_is_told_at_once_on_every_rank(tmp_path: Path) -> None:
         "rows missing": f"1 missing tensor ({ROWS})",
         "rows that overlap": f"2 problems\n  {ROWS} came twice\n  1 missing tensor ({ROWS})",
         "rows beyond": f"{ROWS} has shape [48, 32] from row 1 on, expected [48, 32]",
+        "fp8 alone": f"{ROWS} is fp8, and {ROWS}_scale_inv is missing or incomplete",
+        "scales alone": f"{ROWS}_scale_inv came, but no {ROWS} in fp8",
+        "scales of another": f"2 problems\n  {ROWS}_scale_inv has shape [70, 32], expected [1, 1]"
+        f"\n  {ROWS} is fp8, and {ROWS}_scale_inv is missing or incomplete",
+        "scales of a norm": "model.norm.weight_scale_inv has shape [1, 1]; expected a plain [32]",
         "tied otherwise": "model.embed_tokens.weight differs from the tensor that it is tied to",
         "a rank": rank.format(1) + "ConnectionError: the sender is gone",
     }

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import random
 import time
 from collections.abc import Iterator
 from math import prod
@@ -66,6 +67,23 @@ def stored(path: Path) -> Facts:
             digest = hashlib.sha256(info.array().reshape(-1).view(np.uint8).data).hexdigest()
             found[name] = (info.dtype, info.shape, digest)
     return found
+
+
+def in_disorder(tensors: dict[str, torch.Tensor]) -> Iterator[Any]:
+    """Each tensor whole, or its rows in up to three pieces, all in a random order."""
+    draw = random.Random(5)
+    pieces: list[Any] = []
+    for name, tensor in tensors.items():
+        if draw.random() < 0.5:
+            pieces.append((name, tensor))
+            continue
+        step = -(-len(tensor) // 3)
+        pieces += [(name, tensor[row : row + step], row) for row in range(0, len(tensor), step)]
+    draw.shuffle(pieces)
+    for name, tensor, *start in pieces:
+        lent = tensor.clone()
+        yield (name, lent, *start)
+        lent.fill_(float("nan"))  # the sender's buffer is used again
 
 
 def stream_all(pairs: list[tuple[Path, str]], folder: Path) -> list[Any]:
@@ -312,6 +330,7 @@ def adapters(base: Path, layout: str, settings: dict[str, Any], folder: Path) ->
         arrived = list(models.export_weights(to=to, bucket_bytes=SMALL))
         assert [name for name, _ in arrived] == (sorted(theirs) if to == "all" or rank == 0 else [])
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in arrived)
+    _load_again(models, theirs)
     before = {name: tensor.clone() for name, tensor in models.canonical_parameters()}
     models.save_merged_as_hf(folder / "merged")
     arrived = list(models.export_weights(merged=True, bucket_bytes=SMALL))
@@ -323,6 +342,28 @@ def adapters(base: Path, layout: str, settings: dict[str, Any], folder: Path) ->
     saved = stored(folder / "merged")
     assert all(saved[name] == facts for name, facts in (_facts(*each) for each in merged))
     assert len(plain) == (len(merged) if rank == 0 else 0)
+
+
+def _load_again(models: Any, theirs: dict[str, torch.Tensor]) -> None:
+    """An adapter is taken under PEFT's names, and the base model under its own."""
+    before = [tensor.clone() for _, tensor in models.adapter_parameters()]
+    with torch.no_grad():
+        for _, tensor in models.adapter_parameters():
+            tensor.fill_(7.0)
+    models.load_weights(in_disorder(theirs))
+    for (name, tensor), wanted in zip(models.adapter_parameters(), before, strict=True):
+        assert torch.equal(tensor, wanted), name
+    first, *rest = theirs.items()
+    wrong = [*rest[1:], (rest[0][0], rest[0][1][:1]), ("model.norm.weight", first[1])]
+    with pytest.raises(McaError) as error:
+        models.load_weights(wrong)
+    shape = list(rest[0][1].shape)
+    assert str(error.value) == (
+        "rank 0 could not load the weights: the weights: 3 problems"
+        f"\n  {rest[0][0]} has shape {[1, *shape[1:]]}, expected {shape}"
+        "\n  1 unexpected tensor (model.norm.weight)"
+        f"\n  1 missing tensor ({first[0]})"
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from mca_convert.collect import Buffers, Collector, is_kept
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import SourceFiles
 from mca_convert.tasks import Fill, fill_item_size
-from mca_models.quantised.blocks import BLOCK, quantised, scale_shape
+from mca_models.quantised.blocks import quantised, scale_shape
+from mca_models.quantised.tile import BLOCK
 from mca_models.storage.cast import cast_into
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.manifest import FileRecord

@@ -19,14 +19,16 @@ from mca_config.types import Values
 from mca_models.checkpoint.hf_writer import METADATA
 from mca_models.checkpoint.mca_directory import is_mca
 from mca_models.checkpoint.side_files import copy_side_files
-from mca_models.lora.adapter import Adapter, check_shapes
+from mca_models.lora.adapter import Adapter, check_shapes, expected_shapes
 from mca_models.lora.config import FILE_NAME, AdapterConfig
 from mca_models.lora.rules import rules_as_found
 from mca_models.storage.atomic import atomic_directory, write_file
 from mca_models.storage.dtypes import code_of
+from mca_models.storage.moves import HF
 from mca_models.storage.safetensors import plan_file, read_header
-from mca_models.storage.source import require_same_names
+from mca_models.storage.source import require_same_names, shapes_of_parts
 from mca_models.storage.writer import SafetensorsWriter
+from mca_models.templates.shapes import whole_shape
 from mca_models.torch_checkpoint.hf_bin import tensors_of
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
@@ -55,18 +57,24 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
     rules = rules_as_found(model, config, infos.keys())
     expected = {name for param in rules.params for name in param.hf_names()}
     require_same_names(infos.keys(), expected, path)
-    stack = _Stacks(infos, model.num_moe_experts or 1)
-    return check_shapes(Adapter(model, config, rules, stack.read), file)
+    stacks = PeftStacks(lambda name: infos[name].array(), model.num_moe_experts or 1)
+    return check_shapes(Adapter(model, config, rules, stacks.read), file)
 
 
-class _Stacks:
-    """Reads whole tensors, seeing PEFT's matrices of all experts as stacks."""
+class PeftStacks:
+    """Reads whole tensors, seeing PEFT's matrices of all experts as stacks.
 
-    def __init__(self, infos: Values, experts: int) -> None:
-        self._infos, self._experts = infos, experts
+    Args:
+        array: A tensor by its name, as PEFT stores it.
+        experts: Of the model.
+    """
+
+    def __init__(self, array: Callable[[str], Array], experts: int) -> None:
+        self._array, self._experts = array, experts
 
     def read(self, param: Param) -> Array:
-        arrays = [self._infos[name].array() for name in param.hf_names()]
+        """The whole tensor of a rule."""
+        arrays = [self._array(name) for name in param.hf_names()]
         return param.to_whole([self._stack(param, x) for x in arrays] if param.stacked else arrays)
 
     def _stack(self, param: Param, x: Array) -> Array:
@@ -81,6 +89,21 @@ class _Stacks:
 
 def _stacked_axis(param: Param) -> int:
     return 0 if ".lora_A." in param.mca else 1
+
+
+def peft_shapes(adapter: Adapter) -> Mapping[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a PEFT file; none is read."""
+    model, found = adapter.model, dict[str, tuple[int, ...]]()
+    for pair in adapter.rules.factors:
+        for param, shape in zip((pair.a, pair.b), expected_shapes(model, pair), strict=True):
+            stored = list(shape)
+            if param.stacked:
+                stored[_stacked_axis(param)] *= model.num_moe_experts or 1
+            found |= dict.fromkeys(param.hf_names(), tuple(stored))
+    for param in adapter.rules.saved:
+        shapes = shapes_of_parts(param, whole_shape(param, model), HF)
+        found |= zip(param.hf_names(), shapes, strict=True)
+    return found
 
 
 class PeftTensors:

@@ -25,6 +25,7 @@ from mca_models.megatron.layers.tp_marks import mark_parameters
 from mca_models.megatron.log_probs.forward import Batch, LogProbs, model_log_probs
 from mca_models.megatron.log_probs.vocabulary import TokenValues
 from mca_models.megatron.names import DtypeName, Held, Implementation, Spelling, chunk_params
+from mca_models.megatron.state.arrivals import Weight
 from mca_models.megatron.state.export import (
     BUCKET_BYTES,
     Destination,
@@ -33,7 +34,7 @@ from mca_models.megatron.state.export import (
     each_tensor,
     export_buckets,
 )
-from mca_models.megatron.state.load import Weight, load_weights
+from mca_models.megatron.state.load import load_weights
 from mca_models.megatron.state.save import save_hf, save_mca
 from mca_models.megatron.state.torch_dist import PendingSave, save_torch_dist
 from mca_models.megatron.types import MegatronConfig

@@ -288,3 +288,17 @@ def detach(items: Sequence[Attached]) -> None:
             delattr(item.owner, CHILD)
         if "return_layernorm_output" in vars(item.owner):
             item.owner.return_layernorm_output = False  # type: ignore[assignment]
+
+
+def begin_gradients(chunk: torch.nn.Module) -> Iterator[RemovableHandle]:
+    """Lets gradients begin at the frozen embedding's output.
+
+    Recomputed layers and the pipeline's first stage have none otherwise.
+    """
+    if (embedding := dict(chunk.named_children()).get("embedding")) is not None:
+        yield embedding.register_forward_hook(_require_grad)
+
+
+def _require_grad(module: torch.nn.Module, args: tuple[object, ...], output: Tensor) -> None:
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_(True)

@@ -5,6 +5,7 @@ How a factor lies on a linear is in `attach` and `linear`; directories are writt
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -23,17 +24,20 @@ from mca_models.lora import (
     write_peft,
 )
 from mca_models.lora.adapter import require_untied
+from mca_models.lora.rules import PREFIX
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import told_by_first
 from mca_models.megatron.factory.fill import cut_of, whole_shape
 from mca_models.megatron.families.vision_model import TEXT, Part
 from mca_models.megatron.names import DtypeName
-from mca_models.megatron.peft.attach import Attached, LinearGroups, attach, detach
+from mca_models.megatron.peft.attach import Attached, LinearGroups, attach, begin_gradients, detach
 from mca_models.megatron.peft.exchange import whole_adapter
 from mca_models.megatron.peft.export import merged_piece, peft_tensors
+from mca_models.megatron.peft.received import received
 from mca_models.megatron.peft.settings import adapter_config
 from mca_models.megatron.peft.sharded import share, unshare
 from mca_models.megatron.peft.start import first_values, require_start
+from mca_models.megatron.state.arrivals import Weight, on_every_rank
 from mca_models.megatron.state.export import (
     BUCKET_BYTES,
     Destination,
@@ -43,7 +47,7 @@ from mca_models.megatron.state.export import (
     export_buckets,
     packed_buckets,
 )
-from mca_models.megatron.state.load import Weight
+from mca_models.megatron.state.load import take_weights
 from mca_models.megatron.state.save import save_hf
 from mca_models.megatron.state.stream import Piece
 from mca_models.megatron.tensors import to_torch
@@ -77,7 +81,7 @@ class PeftModels(VirtualModels):
         self.requires_grad_(False)
         for _, tensor in self._live():
             tensor.requires_grad_(True)
-        self._handles = list(self._watch_embeddings())
+        self._handles = [handle for chunk in self.chunks for handle in begin_gradients(chunk)]
         self._share_state_dicts()
         # the routers are frozen, so their balancing biases are too
         self._bias_rate = self.megatron.moe_router_bias_update_rate
@@ -106,15 +110,6 @@ class PeftModels(VirtualModels):
 
     def _live(self) -> list[tuple[Param, Tensor]]:
         return [*self._factors, *self._saved]
-
-    def _watch_embeddings(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        """Lets gradients begin at the frozen embedding's output.
-
-        Recomputed layers and the pipeline's first stage have none otherwise.
-        """
-        for chunk in self.chunks:
-            if (embedding := dict(chunk.named_children()).get("embedding")) is not None:
-                yield embedding.register_forward_hook(_require_grad)
 
     def _share_state_dicts(self) -> None:
         """Has Megatron's distributed checkpoints see the factors under their canonical names."""
@@ -265,10 +260,23 @@ class PeftModels(VirtualModels):
             super().save_pretrained(directory, overwrite=overwrite)
 
     def load_weights(self, weights: Iterable[Weight]) -> None:
-        """See ``VirtualModels.load_weights``; of the base model, with which the adapter must not be merged."""
+        """Sets the adapter, from tensors under PEFT's names, or else the base model; collective.
+
+        Which of the two is told by the first name, and all that come must be of it. What may come, and how, is said by
+        ``VirtualModels.load_weights``. The adapter must not be merged.
+        """
         if self.merged:
             raise McaError("the adapter is merged; call unmerge_adapter before load_weights")
-        super().load_weights(weights)
+        on_every_rank(lambda: self._take(iter(weights)))
+
+    def _take(self, weights: Iterator[Weight]) -> None:
+        first = list(islice(weights, 1))
+        every = chain(first, weights)
+        if not first or not first[0][0].startswith(PREFIX):
+            take_weights(self, every)
+            return
+        read = received(Adapter(self.config, self.adapter, self.rules, lambda param: None), every)
+        self.fill(lambda param, shape: read(param), saved=True)
 
     def export_weights(
         self,
@@ -383,8 +391,3 @@ def _copy(piece: Array, tensor: Tensor) -> None:
         if value.shape != tensor.shape:
             raise McaError(f"a piece of the adapter has shape {list(value.shape)}, here {list(tensor.shape)}")
         tensor.copy_(value)
-
-
-def _require_grad(module: torch.nn.Module, args: tuple[object, ...], output: Tensor) -> None:
-    if torch.is_grad_enabled() and not output.requires_grad:
-        output.requires_grad_(True)

@@ -6,7 +6,8 @@ What a block and its scale are is said there.
 import torch
 from torch import Tensor
 
-from mca_models.quantised.blocks import BLOCK, LARGEST, not_finite
+from mca_models.quantised.blocks import not_finite
+from mca_models.quantised.tile import BLOCK, LARGEST
 
 _STEP = 1 << 22
 """Elements that are fp32 at a time."""
