@@ -19,7 +19,6 @@ Each round takes three steps, in this order, on all ranks:
 import argparse
 import os
 import tempfile
-from collections import deque
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 LETTERS, ANSWER, GROUP, PROMPTS = 12, 4, 8, 12
 START, END = LETTERS, LETTERS + 1  # two more tokens: before the prompt and after it
 CLIP, UPDATES = 0.2, 2  # how far a probability may move; updates of one round
-ROWS = PROMPTS * GROUP
+ROWS, LENGTH = PROMPTS * GROUP, 3 + ANSWER
 
 
 def main() -> None:
@@ -64,19 +63,14 @@ def train(folder: str, tensor_parallel: int, pipeline_parallel: int, rounds: int
         token_values = TokenValues(temperature=1.0)  # what compute_loss is given of each token
         signal_names = ("clipped",)  # logged beside the loss
 
-        def before_forward(self, batch: object) -> None:
-            # what belongs to the rows of each micro-batch, in their order
-            size = self.args.per_device_train_batch_size
-            self.left = deque(zip(rollouts.old.split(size), rollouts.advantages.split(size), strict=True))
-
         def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
-            # output: log-probability of each *next* token [b, s]; old: of each token
-            old, advantages = self.left.popleft()
-            ratio = torch.exp(output[:, :-1] - old[:, 1:].to(output))
-            advantage = advantages.to(output)[:, None]
-            mask = batch.loss_mask[:, :-1]
+            # output: log-probability of each *next* token [b, s]; beside it what `Rollouts` keeps of each sample,
+            # wherever its tokens lie: packed, or cut over context-parallel ranks
+            advantage = batch.values[batch.segments, 0].to(output)
+            ratio = torch.exp(output - batch.next_values(1, LENGTH))
             clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
             loss = -torch.minimum(ratio * advantage, clipped * advantage)
+            mask = batch.loss_mask
             self.signals.add({"clipped": ((ratio != clipped).float() * mask).sum()}, mask.sum())
             return (loss * mask).sum(), mask.sum().int()
 
@@ -123,7 +117,9 @@ class Rollouts(Dataset[dict[str, Tensor]]):
         ids = self.tokens[index % ROWS]
         labels = ids.clone()
         labels[:-ANSWER] = -100  # the prompt is no target
-        return {"input_ids": ids, "labels": labels}
+        row = index % ROWS
+        known = torch.cat([self.advantages[row : row + 1], self.old[row].cpu()])
+        return {"input_ids": ids, "labels": labels, "values": known.double()}
 
     def refill(self) -> None:
         """A new round: collective, all ranks call it at the same point."""

@@ -38,7 +38,8 @@ FAMILIES = ("llama", "qwen3-tied", "gemma2", "granite", "qwen3_moe", "deepseek_v
 GRID = [(case, layout) for case in FAMILIES for layout in LAYOUTS] if EVERY else list(SAMPLE)
 TEMPERATURE = 0.7
 ALLOWED = {"qwen3_next": 3e-5}
-"""Where the logits themselves, of layers with a state, differ by 1e-5 from transformers'."""
+"""Where the logits themselves, of layers with a state, differ by 2e-5 from transformers' (docs/parity.md), in one
+process too: the state is summed in another order. Of these logits log-probabilities are within 1e-5, as is tested."""
 
 
 def expected(reference: Reference, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -91,6 +92,9 @@ def differences(models: Any, reference: Reference) -> dict[str, float]:
         "packed": (torch.stack(packed) - wanted).abs().max(),
         "row": (models.log_probs(in_row, cu_seqlens=ends, micro_batch_size=3).log_probs - of_row).abs().max(),
     }
+    if reference.case in ALLOWED:
+        own = Reference(reference.case, reference.path, ids, models.logits(ids).cpu(), reference.experts)
+        assert (models.log_probs(ids).log_probs - expected(own)[0]).abs().max() < 1e-5
     at = models.place.at
     first = models.log_probs(ids[: 1 + at.dp], to="replicas")  # replicas may have other batches
     assert (first is not None) == (at.tp == at.cp == at.pp == 0)

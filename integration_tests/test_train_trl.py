@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import trl_formulas
 from harness import prepare_parent, run_ranks
 from layouts import EVERY
 from loss_curves import SMALL
 from train_cases import quietly, tiny_checkpoint
-from trl_kinds import KINDS, LABELS, STEPS, Logged, mca_trained, mca_trainer, with_trl
+from trl_kinds import KINDS, LABELS, PLAIN, STEPS, Logged, Theirs, mca_trained, mca_trainer, with_trl
 
 pytestmark = pytest.mark.ranks
 
@@ -29,10 +31,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "cp2-dp2": {"context_parallel_size": 2, "replicas": 2},
 }
+_BY_FORMULA = ("ipo", "sigmoid_norm", "robust", "exo_pair", *PLAIN, "grpo-dapo")
+"""By default compared by their formulas alone, or as another of their kind."""
 TRAINED = {
-    "single": list(KINDS) if EVERY else [kind for kind in KINDS if kind not in ("ipo", "sigmoid_norm")],
-    "tp2-pp2": list(KINDS) if EVERY else ["sft", "reward"],
-    "cp2-dp2": list(KINDS) if EVERY else ["precomputed", "classes", "kto"],
+    "single": [kind for kind in KINDS if EVERY or kind not in _BY_FORMULA],
+    "tp2-pp2": list(KINDS) if EVERY else ["sft", "reward", "grpo-grpo"],
+    "cp2-dp2": list(KINDS) if EVERY else ["precomputed", "classes", "kto", "grpo-dapo"],
 }
 
 
@@ -90,7 +94,7 @@ def with_mca(folder: Path, layouts: list[str]) -> dict[tuple[str, str], Logged]:
 
 
 @pytest.fixture(scope="module")
-def theirs(folder: Path) -> dict[str, Logged]:
+def theirs(folder: Path) -> Theirs:
     kinds = sorted({kind for some in TRAINED.values() for kind in some})
     return run_ranks(1, with_trl, folder, kinds, process_group=False, timeout=300)[0]
 
@@ -111,8 +115,8 @@ def ours(folder: Path) -> Any:
     ("kind", "layout"),
     [(kind, layout) for layout, kinds in TRAINED.items() for kind in kinds],
 )
-def test_every_step_is_that_of_trl(kind: str, layout: str, theirs: dict[str, Logged], ours: Any) -> None:
-    right, found = theirs[kind], ours(kind, layout)
+def test_every_step_is_that_of_trl(kind: str, layout: str, theirs: Theirs, ours: Any) -> None:
+    right, found = theirs.logged[kind], ours(kind, layout)
     assert len(right["loss"]) == STEPS
     assert right["loss"][-1] != pytest.approx(right["loss"][0], rel=0.02)  # it learns
     assert found["loss"] == pytest.approx(right["loss"], rel=LOSS, abs=0.0 if kind == "sft" else MARGIN)
@@ -123,6 +127,15 @@ def test_every_step_is_that_of_trl(kind: str, layout: str, theirs: dict[str, Log
             2 if name == "rewards/accuracies" else 0
         )  # until the rate is above 0 there is nothing but noise
         assert found[name][first:] == pytest.approx(right[name][first:], rel=NORM, abs=absolute), name
+
+
+def test_losses_of_pairs_and_their_gradients_are_those_of_trl(theirs: Theirs) -> None:
+    ours = trl_formulas.by_mca()
+    assert ours.keys() == theirs.formulas.keys()
+    assert len({round(loss, 4) for loss, _ in ours.values()}) == len(ours)  # none stands for another
+    for kind, (loss, gradient) in theirs.formulas.items():
+        assert ours[kind][0] == pytest.approx(loss, rel=1e-6), kind
+        assert torch.allclose(ours[kind][1], gradient, rtol=1e-5, atol=1e-6), kind
 
 
 def again_without_reference(folder: Path) -> list[float]:

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import trl_formulas
+import trl_grpo
 from train_cases import history, quietly
 
-STEPS, BETA, ALPHA = 8, 0.3, 0.4
+STEPS, BETA, ALPHA, SMOOTHING = 8, 0.3, 0.4, 0.1
 PAIRS = (
     "rewards/chosen",
     "rewards/rejected",
@@ -64,6 +66,10 @@ class Kind:
     model: str = "model"
 
 
+PLAIN = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop")
+"""Losses of pairs that need nothing but ``beta``."""
+
+
 def _pairs(loss: str, *, trainer: str = "DPO", both: dict[str, Any] | None = None, **settings: Any) -> Kind:
     values = {"dpo_loss": loss, "dpo_beta": BETA}
     settings = {"loss_type": [loss], "beta": BETA} | settings
@@ -88,7 +94,7 @@ def _classified(problem: str, column: str, values: dict[str, Any], model: str) -
         trainer="",
         rows="classify",
         values={"problem_type": problem, "label_column": column} | values,
-        settings={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+        settings=AT_ONCE,
         model=model,
     )
 
@@ -96,6 +102,9 @@ def _classified(problem: str, column: str, values: dict[str, Any], model: str) -
 LABELS = ["bad", "fair", "good"]
 ONE_BY_ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
 """TRL takes the mean of this cross entropy over the tokens of a micro-batch, which is to be one pair then."""
+
+AT_ONCE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+"""Of means over micro-batches TRL logs the mean, which is that of all tokens if there is one."""
 
 KINDS = {
     "sft": Kind(task="sft", trainer="SFT", rows="sft"),
@@ -110,14 +119,17 @@ KINDS = {
         _pairs("sigmoid", both=ONE_BY_ONE, loss_type=["sigmoid", "sft"], loss_weights=[1.0, ALPHA]),
         rpo_alpha=ALPHA,
     ),
+    "robust": _and(_pairs("robust", label_smoothing=SMOOTHING), dpo_label_smoothing=SMOOTHING),
+    "exo_pair": _and(_pairs("exo_pair", label_smoothing=SMOOTHING), dpo_label_smoothing=SMOOTHING),
+    **{name: _pairs(name) for name in PLAIN},
     "kto": Kind(
         task="kto",
         trainer="KTO",
         rows="kto",
         values={"kto_beta": BETA},
-        settings={"beta": BETA, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+        settings={"beta": BETA} | AT_ONCE,
         both={"desirable_weight": 1.5},
-        metrics=("kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"),
+        metrics=("kl", *(name for name in PAIRS if name != "rewards/accuracies")),
     ),
     "reward": Kind(
         task="reward",
@@ -130,34 +142,68 @@ KINDS = {
     "classes": _classified("single_label_classification", "label", {"labels": LABELS}, "scores"),
     "several": _classified("multi_label_classification", "tags", {"labels": LABELS}, "scores"),
     "number": _classified("regression", "number", {}, "score"),
+    **{
+        f"grpo-{loss}": Kind(
+            task="grpo",
+            trainer="GRPO",
+            rows="",
+            values={"loss": loss},
+            settings=AT_ONCE,
+            metrics=trl_grpo.METRICS,
+        )
+        for loss in ("grpo", "dapo")
+    },
     "precomputed": _and(_pairs("ipo", precompute_ref_log_probs=True), precompute_ref_log_probs=True),
 }
 
 
-def with_trl(folder: Path, kinds: list[str]) -> dict[str, Logged]:
-    """What TRL's trainers log, of each kind."""
+@dataclass(frozen=True)
+class Theirs:
+    """What TRL says.
+
+    Args:
+        logged: By its trainers, of each kind.
+        formulas: Of the losses of pairs.
+    """
+
+    logged: dict[str, Logged]
+    formulas: trl_formulas.Found
+
+
+def with_trl(folder: Path, kinds: list[str]) -> Theirs:
+    """All that is asked of TRL."""
     import datasets
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     datasets.disable_progress_bars()
-    return {kind: quietly(lambda kind=kind: trl_trained(folder, kind)) for kind in kinds}
+    pairs = quietly(lambda: trl_trainer(folder, KINDS["sigmoid"], "sigmoid"))
+    formulas = quietly(lambda: trl_formulas.by_trl(pairs))
+    return Theirs({kind: quietly(lambda kind=kind: trl_trained(folder, kind)) for kind in kinds}, formulas)
 
 
 def trl_trained(folder: Path, name: str) -> Logged:
+    kind = KINDS[name]
+    if kind.task == "classify":
+        return classified(folder, kind, name)
+    if kind.task == "grpo":
+        return trl_grpo.by_trl(folder, RUN | kind.settings, kind.values["loss"])
+    trainer = trl_trainer(folder, kind, name)
+    trainer.train()
+    return {key: history(trainer, key) for key in ("loss", "grad_norm", *kind.metrics)}
+
+
+def trl_trainer(folder: Path, kind: Kind, name: str) -> Any:
     import datasets
     import trl
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
     from trl.experimental import cpo
 
-    kind = KINDS[name]
-    if kind.task == "classify":
-        return classified(folder, kind, name)
     library = cpo if kind.trainer == "CPO" else trl
     rows = datasets.Dataset.from_json(str(folder / f"{kind.rows}.jsonl"), cache_dir=str(folder / "cache"))
     common = RUN | kind.both | kind.settings | {"output_dir": str(folder / f"trl-{name}"), "max_length": 512}
     common |= {"bf16": False, "gradient_checkpointing": False}  # on, unless said
-    trainer = getattr(library, f"{kind.trainer}Trainer")(
+    return getattr(library, f"{kind.trainer}Trainer")(
         args=getattr(library, f"{kind.trainer}Config")(**common),
         model=(
             AutoModelForCausalLM if kind.model == "model" else AutoModelForSequenceClassification
@@ -165,8 +211,6 @@ def trl_trained(folder: Path, name: str) -> Logged:
         train_dataset=rows,
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
     )
-    trainer.train()
-    return {key: history(trainer, key) for key in ("loss", "grad_norm", *kind.metrics)}
 
 
 def classified(folder: Path, kind: Kind, name: str) -> Logged:
@@ -199,6 +243,11 @@ def classified(folder: Path, kind: Kind, name: str) -> Logged:
 
 def mca_trained(folder: Path, name: str, layout: str, sizes: dict[str, Any]) -> Logged:
     """What ``mca-train`` logs. Runs on every rank."""
+    kind = KINDS[name]
+    if kind.task == "grpo":
+        run = RUN | {key: value for key, value in sizes.items() if key != "replicas"}
+        run["gradient_accumulation_steps"] //= sizes.get("replicas", 1)
+        return trl_grpo.by_mca(folder, folder / f"{name}-{layout}", run, kind.values["loss"])
     trainer = mca_trainer(folder, name, layout, sizes)
     trainer.train()
     return {key: history(trainer, key) for key in ("loss", "grad_norm", *KINDS[name].metrics)}

@@ -78,6 +78,27 @@ def _require_blocks(source: Path, made: Path) -> None:
         assert np.array_equal(parts[name].info.array(), whole.astype(ml_dtypes.bfloat16)), name
 
 
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
+def test_transformers_loads_the_numbers_that_we_read(case: str, tmp_path: Path) -> None:
+    """On a CPU it makes bf16 of them, of weights whose sizes are multiples of a block or below it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128}
+    source = save(case, tmp_path / "hf", "bfloat16", **sizes)
+    made, plain = tmp_path / "fp8", tmp_path / "plain"
+    assert main([f"--checkpoint_path={source}", "--to=hf", "--fp8", f"--output_path={made}", "--quiet"]) == 0
+    assert main([f"--checkpoint_path={made}", "--to=hf", f"--output_path={plain}", "--quiet"]) == 0
+    theirs, ours = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, output_loading_info=True)
+        for path in (made, plain)
+    )
+    assert not any(theirs[1].values()), theirs[1]
+    found = theirs[0].state_dict()
+    for name, tensor in ours[0].state_dict().items():
+        assert torch.equal(found[name], tensor), name
+
+
 def test_rounding_is_to_the_nearest_even() -> None:
     exact = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
     exact = np.unique(exact[np.isfinite(exact)])

@@ -232,8 +232,11 @@ def test_a_metric_of_preferences_can_choose_the_best_model(run, tmp_path):
         ({"dpo_beta": 0}, "dpo_beta is 0.0; expected a positive number"),
         (
             {"dpo_label_smoothing": 0.1, "dpo_loss": "ipo"},
-            "dpo_label_smoothing is for dpo_loss sigmoid, not ipo",
+            "dpo_label_smoothing is for dpo_loss sigmoid, robust, exo_pair, not ipo",
         ),
+        ({"dpo_loss": "exo_pair"}, "dpo_loss exo_pair needs dpo_label_smoothing above 0"),
+        ({"dpo_loss": "aot"}, "dpo_loss is 'aot'; it compares sorted pairs of a micro-batch"),
+        ({"dpo_loss": "kto_pair"}, "each alone; run mca-train kto"),
         (
             {"dpo_loss": "orpo", "reference_model_name_or_path": "m"},
             "dpo_loss orpo has no reference; remove",

@@ -70,7 +70,7 @@ def build(
         problems.append(f"missing {', '.join(missing)}")
     built = []
     for cls, table in zip(classes, fields, strict=True):
-        found, unfit = _cast_all(table, values, words)
+        found, unfit = _cast_all(cls, table, values, words)
         problems += unfit
         if unfit or not {name for name, (_, needed) in table.items() if needed} <= found.keys():
             continue
@@ -87,16 +87,18 @@ def _is_empty(value: Typed) -> bool:
 
 
 def _cast_all(
-    table: Mapping[str, tuple[TypeHint, bool]], values: Values, words: bool
+    cls: type, table: Mapping[str, tuple[TypeHint, bool]], values: Values, words: bool
 ) -> tuple[JsonObject, list[str]]:
     """The values of a class's fields, and what is wrong with the others."""
     found: JsonObject = {}
     problems = []
+    refused = {f.name: f.metadata.get("refused", {}) for f in dataclasses.fields(cls)}
     for name in (name for name in table if name in values):
         try:
             found[name] = cast(name, values[name], table[name][0], words=words)
         except McaError as error:
-            problems.append(str(error))
+            why = refused[name].get(str(values[name]))
+            problems.append(f"{name} is {values[name]!r}; {why}" if why else str(error))
     return found, problems
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from mca_config.errors import McaError
 from mca_config.types import JsonObject
 
 
@@ -57,6 +58,21 @@ class MicroBatch:
     def targets_at(self, depth: int) -> Tensor:
         """``[b, s]`` bool: the targets with ``depth`` more tokens of their sequence before them."""
         return (self.loss_mask > 0) & (self.position_ids >= depth)
+
+    def next_values(self, start: int, count: int) -> Tensor:
+        """``[b, s]`` fp32: of ``count`` numbers, one for each token of a sequence, that of the *next* token.
+
+        On every layout, packed or not, so stand old log-probabilities beside those of a loss.
+
+        Args:
+            start: Which of a sequence's `values` its first token's is.
+            count: Tokens that have one; what stands behind them gets 0.
+        """
+        if self.values is None or self.values.shape[1] < start + count:
+            raise McaError(f"samples have no {start + count} numbers in 'values', {count} of them of tokens")
+        place = self.position_ids + 1
+        found = self.values[self.segments, start + place.clamp(max=count - 1)]
+        return found.float().masked_fill(place >= count, 0)
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on ``device``."""

@@ -1,12 +1,20 @@
 """Training on preferences: DPO's losses over pairs of answers, against a reference model or without one.
 
 With ``c`` and ``r`` the log-probabilities of the chosen and the rejected answer (sums over its tokens), ``c0`` and
-``r0`` those of the reference, and ``m = (c - c0) - (r - r0)``:
+``r0`` those of the reference, ``C = beta (c - c0)``, ``R = beta (r - r0)``, ``M = C - R`` and ``s`` the sigmoid:
 
-    sigmoid       -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)     e: dpo_label_smoothing
-    hinge         max(0, 1 - beta m)
-    sigmoid_norm  -log sigmoid(beta m), log-probabilities being means over the answer's tokens
-    ipo           (m - 1 / (2 beta))^2, means too
+    sigmoid       -(1 - e) log s(M) - e log s(-M)     e: dpo_label_smoothing
+    robust        (-(1 - e) log s(M) + e log s(-M)) / (1 - 2 e)
+    exo_pair      s(M) (log s(M) - log(1 - e)) + s(-M) (log s(-M) - log e)
+    hinge         max(0, 1 - M)
+    nca_pair      -log s(C) - log s(-C) / 2 - log s(-R) / 2
+    bco_pair      -log s(C) - log s(-R)
+    sppo_hard     (C - 1 / 2)^2 / beta^2 + (R + 1 / 2)^2 / beta^2
+    apo_zero      s(-C) + s(R)
+    apo_down      s(C) + s(-M)
+    discopop      -(1 - t) log s(M) + t exp(-M)     t = s(M / 0.05)
+    sigmoid_norm  -log s(M), log-probabilities being means over the answer's tokens
+    ipo           (M - 1 / 2)^2 / beta^2, means too
     simpo         -log sigmoid(beta (c - r) - gamma), means too, no reference     gamma: simpo_gamma
     orpo          -c - beta log sigmoid(log odds(c) - log odds(r)), means too, no reference
 
@@ -16,7 +24,7 @@ The loss of a step is the mean over all pairs of the global batch.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,13 +33,14 @@ from torch.nn.functional import logsigmoid
 from mca_config.errors import McaError
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch
+from mca_train.losses.compared import COMPARED, Gains
+from mca_train.losses.pair_kinds import REFUSED, LossType
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
     from mca_config.training import TrainingArguments
 
-LossType = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "simpo", "orpo"]
 SIGNAL_NAMES = (
     "rewards/chosen",
     "rewards/rejected",
@@ -44,6 +53,7 @@ SIGNAL_NAMES = (
 
 _MEANS = ("ipo", "sigmoid_norm", "simpo", "orpo")
 _ALONE = ("simpo", "orpo")
+_SMOOTHED = ("sigmoid", "robust", "exo_pair")
 _SIMPO_GAMMA = 0.5  # as in TRL
 
 
@@ -70,7 +80,7 @@ class PreferenceLoss:
     Args:
         kind: See the module.
         beta: How strongly answers are held to the reference; orpo: weight of the odds.
-        label_smoothing: Share of pairs that are taken to be the wrong way round (sigmoid).
+        label_smoothing: Share of pairs that are taken to be the wrong way round (sigmoid, robust, exo_pair).
         simpo_gamma: By how much the chosen answer shall be better (simpo).
         rpo_alpha: Weight of the chosen answer's cross entropy; None: it does not count.
     """
@@ -82,13 +92,12 @@ class PreferenceLoss:
     rpo_alpha: float | None = None
 
     def __post_init__(self) -> None:
+        if self.kind not in COMPARED and self.kind not in _ALONE:
+            why = REFUSED.get(self.kind, f"expected {', '.join((*COMPARED, *_ALONE))}")
+            raise McaError(f"dpo_loss is {self.kind!r}; {why}")
         if self.beta <= 0:
             raise McaError(f"dpo_beta is {self.beta}; expected a positive number")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise McaError(f"dpo_label_smoothing is {self.label_smoothing}; expected 0 or more and below 0.5")
-        if self.label_smoothing and self.kind != "sigmoid":
-            raise McaError(f"dpo_label_smoothing is for dpo_loss sigmoid, not {self.kind}; remove it")
-
+        self._require_smoothing()
         if self.simpo_gamma is not None and self.kind != "simpo":
             raise McaError(f"simpo_gamma is for dpo_loss simpo, not {self.kind}; remove it")
         if self.rpo_alpha is not None and self.kind == "orpo":
@@ -97,6 +106,18 @@ class PreferenceLoss:
             )
         if self.rpo_alpha is not None and self.rpo_alpha < 0:
             raise McaError(f"rpo_alpha is {self.rpo_alpha}; expected 0 or more")
+
+    def _require_smoothing(self) -> None:
+        if not 0 <= self.label_smoothing < 0.5:
+            raise McaError(f"dpo_label_smoothing is {self.label_smoothing}; expected 0 or more and below 0.5")
+        if self.label_smoothing and self.kind not in _SMOOTHED:
+            raise McaError(
+                f"dpo_label_smoothing is for dpo_loss {', '.join(_SMOOTHED)}, not {self.kind}; remove it"
+            )
+        if self.kind == "exo_pair" and not self.label_smoothing:
+            raise McaError(
+                "dpo_loss exo_pair needs dpo_label_smoothing above 0; set it, to 0.001 for example"
+            )
 
     @property
     def needs_reference(self) -> bool:
@@ -140,14 +161,7 @@ class PreferenceLoss:
     def _compared(self, gain: Answers, tokens: Answers) -> Tensor:
         if self.kind in _MEANS:
             gain = gain.per_token(tokens)
-        margin = gain.chosen - gain.rejected
-        if self.kind == "hinge":
-            return torch.relu(1 - self.beta * margin)
-        if self.kind == "ipo":
-            return (margin - 1 / (2 * self.beta)) ** 2
-        smoothing = self.label_smoothing
-        scaled = self.beta * margin
-        return -(1 - smoothing) * logsigmoid(scaled) - smoothing * logsigmoid(-scaled)
+        return COMPARED[self.kind](Gains(gain.chosen, gain.rejected, self.beta, self.label_smoothing))
 
 
 def key_problems(training: "TrainingArguments") -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Numbers beside the loss: of a custom loss, of experts' load balancing, of prediction layers."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -21,10 +22,16 @@ class Signals:
     Args:
         names: In the order of the log, the same on every rank.
         device: Where sums are kept.
+        differences: What is told too: of two means the first less the second.
     """
 
-    def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
-        self.names = names
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        device: torch.device,
+        differences: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+    ) -> None:
+        self.names, self._differences = names, differences
         self._sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
         self._steps = StepRows(2 * len(names))
 
@@ -49,7 +56,8 @@ class Signals:
         self.end_step()
         total = self._steps.flush(groups.sum_over_data).sum(0).reshape(-1, 2)
         values = (total[:, 0] / total[:, 1].clamp(min=1e-12)).tolist()
-        return dict(zip(self.names, values, strict=True))
+        means = dict(zip(self.names, values, strict=True))
+        return means | {name: means[a] - means[b] for name, (a, b) in self._differences.items()}
 
     def state(self) -> list[list[float]]:
         """The sums of every step since the last log, for a checkpoint; collective."""

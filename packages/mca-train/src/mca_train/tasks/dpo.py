@@ -5,11 +5,12 @@ This file names its keys and what does not go with them. The losses are computed
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
+from mca_train.losses.pair_kinds import REFUSED, LossType
 from mca_train.tasks.reference import ReferenceArguments, no_reference_left
 from mca_train.tasks.task import AnswerTask, Example
 
@@ -30,15 +31,17 @@ if TYPE_CHECKING:
 class DpoArguments(ReferenceArguments):
     """How ``mca-train dpo`` compares answers."""
 
-    dpo_loss: Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "simpo", "orpo"] = field(
-        default="sigmoid", metadata={"help": "The loss; simpo and orpo need no reference model."}
+    dpo_loss: LossType = field(
+        default="sigmoid",
+        metadata={"help": "The loss; simpo and orpo need no reference model.", "refused": REFUSED},
     )
     dpo_beta: float = field(
         default=0.1,
         metadata={"help": "How strongly answers are held to the reference; orpo: weight of the odds."},
     )
     dpo_label_smoothing: float = field(
-        default=0.0, metadata={"help": "Share of pairs taken to be the wrong way round (sigmoid)."}
+        default=0.0,
+        metadata={"help": "Share of pairs taken to be the wrong way round (sigmoid, robust, exo_pair)."},
     )
     simpo_gamma: float | None = field(
         default=None,

@@ -55,7 +55,14 @@ class Kto(Sft):
     example = Example(
         rows="rows with `prompt`, `completion` and `label`, true or false", learning_rate="5.0e-7"
     )
-    signal_names = ("kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
+    signal_names = (
+        "kl",
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/margins",
+        "logps/chosen",
+        "logps/rejected",
+    )
 
     def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers":
         """See `AnswerTask`."""

@@ -50,7 +50,8 @@ class WithEvaluation(WithStepLoaders):
     @contextlib.contextmanager
     def _other_signals(self) -> Iterator[Signals]:
         """A block in which `compute_loss` adds to other signals than those of training, which go on after it."""
-        of_training, self.signals = self.signals, Signals(self.signal_names, self.ranks.device)
+        of_training = self.signals
+        self.signals = Signals(self.signal_names, self.ranks.device, self.signal_differences)
         sources, self._sources = self._sources, None
         try:
             yield self.signals

@@ -4,6 +4,7 @@ The loss is in `losses.kto`. How far the model has moved is measured before each
 """
 
 from collections import deque
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Unpack
 
 import torch
@@ -31,7 +32,8 @@ class KtoTrainer(McaTrainer):
     """Trains on samples whose ``values`` are 1 for a good answer and 0 for a bad one.
 
     Logs ``kl``, ``rewards/chosen``, ``rewards/rejected``, ``logps/chosen`` and ``logps/rejected`` (means over the good
-    and over the bad answers) beside the loss, in evaluation too.
+    and over the bad answers) and ``rewards/margins`` (the difference of the first two) beside the loss, in evaluation
+    too.
 
     Args:
         reference: The frozen model to compare with, on the same layout. None: the model itself without its
@@ -41,6 +43,7 @@ class KtoTrainer(McaTrainer):
     """
 
     signal_names = ("kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
+    signal_differences = MappingProxyType({"rewards/margins": ("rewards/chosen", "rewards/rejected")})
 
     def __init__(
         self,

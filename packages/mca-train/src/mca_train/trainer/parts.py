@@ -3,7 +3,7 @@
 Nothing is computed or set here. `McaTrainer` sets the attributes when it is made, and `Training` when ``train`` begins.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
@@ -67,6 +67,7 @@ class TrainerParts(Trainer):  # type: ignore[misc]
         ranks: This rank among the others.
         signals: What `compute_loss` adds to, beside its loss.
         signal_names: The names of what it adds.
+        signal_differences: What is told beside their means.
         watch: What is looked after beside the steps.
         started_at_step: Steps that were done before `train`.
         output_lock: Of ``output_dir``, if whoever made the trainer has taken it; else `train` does.
@@ -86,6 +87,7 @@ class TrainerParts(Trainer):  # type: ignore[misc]
     started_at_step: int
     output_lock: OutputLock | None = None
     signal_names: tuple[str, ...]
+    signal_differences: Mapping[str, tuple[str, str]]
     _training: Training
     _pipeline: Pipeline
     """Runs the model forward; from the beginning of ``train`` on it is the engine."""

@@ -8,9 +8,10 @@ what is written in ``checkpoint``; this file calls them in order.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -89,6 +90,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
 
     Attributes:
         signal_names: Names of what `compute_loss` adds to ``signals``; their means are logged beside the loss.
+        signal_differences: What is logged too: of two such means the first less the second.
         wants_logits: `compute_loss` gets logits instead of the cross entropy of each token.
         token_values: `compute_loss` gets the log-probability of each token ``[b, s]``, at a temperature, or with the
             entropy ``[2, b, s]``, computed ``loss_chunk_size`` tokens at a time (1024 if that is not set).
@@ -96,6 +98,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
     """
 
     signal_names: tuple[str, ...] = ()
+    signal_differences: Mapping[str, tuple[str, str]] = MappingProxyType({})
     wants_logits: bool = False
     token_values: "TokenValues | None" = None
 
@@ -152,7 +155,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             pack_length=pack_length,
             images=image_batching(model.config, decodes=self.ranks.is_first_stage),
         )
-        self.signals = Signals(self.signal_names, self.ranks.device)
+        self.signals = Signals(self.signal_names, self.ranks.device, self.signal_differences)
         self._model_losses = ModelLosses(model.chunks)
         self._sources = self._losses_of_sources(train_dataset)
         self._set_output()
