@@ -1,19 +1,18 @@
 """Configuration, rank layout and checks of mca. Nothing here imports torch.
 
-``TrainingArguments`` and ``Seq2SeqTrainingArguments`` need the extra ``training`` (transformers) and are
-imported when first asked for.
+What is exported is imported when it is first asked for, so that a command's ``--help`` waits for nothing that it does
+not need. ``TrainingArguments`` and ``Seq2SeqTrainingArguments`` need the extra ``training`` (transformers).
 """
 
 from typing import TYPE_CHECKING, Any
 
-from mca_config.arguments import DistributingParallelArguments, MegatronArguments
-from mca_config.checks import check_layout, require_layout, sequence_multiple
-from mca_config.errors import McaError
-from mca_config.layout import Coordinates, ParallelLayout, RankGrid
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_config.pipeline import PipelineChunk, PipelinePlan, pipeline_plan
-
 if TYPE_CHECKING:
+    from mca_config.arguments import DistributingParallelArguments, MegatronArguments
+    from mca_config.checks import check_layout, require_layout, sequence_multiple
+    from mca_config.errors import McaError
+    from mca_config.layout import Coordinates, ParallelLayout, RankGrid
+    from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+    from mca_config.pipeline import PipelineChunk, PipelinePlan, pipeline_plan
     from mca_config.training import Seq2SeqTrainingArguments, TrainingArguments
 
 __all__ = [
@@ -35,10 +34,29 @@ __all__ = [
     "sequence_multiple",
 ]
 
+_HOME = {
+    "Coordinates": "layout",
+    "DistributingParallelArguments": "arguments",
+    "McaError": "errors",
+    "McaModelConfig": "model_config",
+    "MegatronArguments": "arguments",
+    "MlaMcaModelConfig": "model_config",
+    "ParallelLayout": "layout",
+    "PipelineChunk": "pipeline",
+    "PipelinePlan": "pipeline",
+    "RankGrid": "layout",
+    "Seq2SeqTrainingArguments": "training",
+    "TrainingArguments": "training",
+    "check_layout": "checks",
+    "pipeline_plan": "pipeline",
+    "require_layout": "checks",
+    "sequence_multiple": "checks",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name in ("Seq2SeqTrainingArguments", "TrainingArguments"):
-        import mca_config.training as training
+    if name in _HOME:
+        from importlib import import_module
 
-        return getattr(training, name)
+        return getattr(import_module(f"mca_config.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,6 @@ is fetched. A directory of that name on this machine comes first.
 
 import re
 import struct
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,6 +74,8 @@ def headers_of(name: str | Path) -> Iterator[Path]:
         yield Path(name)
         return
     repository, revision = _parts(name)
+    import tempfile  # imports much that a command's help does without
+
     with tempfile.TemporaryDirectory(prefix="mca-hub-") as root:
         with _naming(str(name)):
             folder = _headers(repository, revision, Path(root) / repository)

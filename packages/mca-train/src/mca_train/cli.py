@@ -4,7 +4,6 @@ It reads no configuration and imports no torch; what a command does is in ``run`
 """
 
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 from mca_config.errors import McaError, UsageError
@@ -83,15 +82,16 @@ def _help() -> str:
 
 def _help_on(words: list[str]) -> str:
     """The help that is asked for: of a kind of run all its keys, of another command its flags, else the general one."""
+    name = next(iter(words), "")
+    if name in TASKS:
+        from mca_train.reference.flags import help_of
+
+        return help_of(TASKS[name])
+    if name not in _commands():
+        return _help()
     from mca_train.reference.command_help import help_of_command
 
-    name = next(iter(words), "")
-    task = TASKS.get(name)
-    if task is None:
-        return help_of_command(name) or _help()
-    from mca_train.reference.flags import help_of
-
-    return help_of(task)
+    return help_of_command(name) or _help()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -108,6 +108,8 @@ def _main(words: list[str]) -> int:
         sys.stdout.write(_help_on(words))
         return 0 if words else 2
     if words[0] in ("-V", "--version"):
+        from importlib.metadata import version
+
         sys.stdout.write(f"mca-train {version('mca-train')}\n")
         return 0
     try:
