@@ -4,12 +4,11 @@ Run as ``python -m mca_config.reference docs/configuration.md``; a test says whe
 """
 
 import dataclasses
-import re
-import sys
 import types
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from mca_config import page_tables
 from mca_config.arguments import DistributingParallelArguments, MegatronArguments
 from mca_config.arguments.options import DistributingOptions, TrainingOptions
 
@@ -45,21 +44,8 @@ def _kind(hint: Any) -> str:
     return names.get(hint, "object")
 
 
-def updated(document: str) -> str:
-    """``document`` with every table between the marks ``<!-- NAME -->`` and ``<!-- end NAME -->`` made anew."""
-    for cls, options in LEVELS:
-        begin, end = f"<!-- {cls.__name__} -->", f"<!-- end {cls.__name__} -->"
-        table = f"{begin}\n{argument_table(options)}\n{end}"
-        document = re.sub(f"{begin}.*?{end}", table.replace("\\", r"\\"), document, flags=re.DOTALL)
-    return document
-
-
-def main() -> None:
-    """Updates the files named on the command line."""
-    for name in sys.argv[1:]:
-        path = Path(name)
-        path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")
+TABLES: page_tables.Tables = {cls.__name__: partial(argument_table, options) for cls, options in LEVELS}
 
 
 if __name__ == "__main__":
-    main()
+    page_tables.update_files(TABLES)

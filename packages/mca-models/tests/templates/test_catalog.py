@@ -6,6 +6,7 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mca_config.errors import McaError
+from mca_config.page_tables import updated
 from mca_models.templates import FAMILIES, config_from_hf, page
 from mca_models.templates.catalog import REFUSED, SUPPORTED
 
@@ -24,9 +25,9 @@ def test_what_is_supported_has_a_template_and_nothing_else_has() -> None:
 
 def test_the_documented_families_are_those_of_the_catalog() -> None:
     text = DOCUMENT.read_text()
-    assert page.updated(text) == text, "run: python -m mca_models.templates.page docs/families.md"
+    assert updated(text, page.TABLES) == text, "run: python -m mca_models.templates.page docs/families.md"
     assert page.supported_table() in text and page.refused_table() in text
-    assert page.updated(text.replace("| `llama` |", "| `lama` |")) == text
+    assert updated(text.replace("| `llama` |", "| `lama` |"), page.TABLES) == text
 
 
 @pytest.mark.parametrize("kind", ["mamba", "bert", "deepseek_v32"])

@@ -3,12 +3,10 @@
 Run as ``python -m mca_models.templates.page docs/families.md``; a test says when that is due.
 """
 
-import re
-import sys
 from collections.abc import Iterable
 from itertools import groupby
-from pathlib import Path
 
+from mca_config import page_tables
 from mca_models.templates.catalog import REFUSED, SUPPORTED
 
 
@@ -29,25 +27,12 @@ def refused_table() -> str:
     return "\n".join(lines)
 
 
-def updated(document: str) -> str:
-    """``document`` with both tables made anew, between ``<!-- supported -->`` and ``<!-- end supported -->``."""
-    for name, table in (("supported", supported_table()), ("not supported", refused_table())):
-        begin, end = f"<!-- {name} -->", f"<!-- end {name} -->"
-        text = f"{begin}\n{table}\n{end}".replace("\\", r"\\")
-        document = re.sub(f"{begin}.*?{end}", text, document, flags=re.DOTALL)
-    return document
+TABLES: page_tables.Tables = {"supported": supported_table, "not supported": refused_table}
 
 
 def _names(kinds: Iterable[str]) -> str:
     return ", ".join(f"`{kind}`" for kind in kinds)
 
 
-def main() -> None:
-    """Updates the files named on the command line."""
-    for name in sys.argv[1:]:
-        path = Path(name)
-        path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    page_tables.update_files(TABLES)

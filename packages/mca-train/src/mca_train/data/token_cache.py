@@ -23,6 +23,7 @@ import numpy as np
 from mca_config.errors import UsageError
 from mca_config.files import cannot_write
 from mca_train.config.arguments import DataArguments
+from mca_train.data.kept_warnings import KeptWarnings
 from mca_train.data.preferences import PairDataset
 from mca_train.data.token_dataset import TokenDataset
 
@@ -128,20 +129,10 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-class _Told(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keeps its text."""
-        self.lines.append(record.getMessage())
-
-
 @contextlib.contextmanager
 def _listening() -> Iterator[list[str]]:
     """A block whose warnings are kept as well."""
-    handler, room = _Told(), logging.getLogger("mca_train.data")
+    handler, room = KeptWarnings(), logging.getLogger("mca_train.data")
     level, propagates = room.level, room.propagate
     if not room.isEnabledFor(
         logging.WARNING

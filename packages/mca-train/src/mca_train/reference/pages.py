@@ -5,11 +5,10 @@ Run as ``python -m mca_train.reference.pages docs/*.md``; a test says when that 
 """
 
 import re
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from pathlib import Path
 
+from mca_config import page_tables
 from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments
 from mca_train.config.renamed import RENAMED
 from mca_train.plan.options import PlanOptions
@@ -63,7 +62,7 @@ def _rows(keys: Iterable[Key]) -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {
+TABLES: page_tables.Tables = {
     "renamed": _renamed,
     "flags of plan": _plan_flags,
     "keys of data": _keys(DataArguments, LaunchArguments),
@@ -72,22 +71,5 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def updated(document: str) -> str:
-    """``document`` with every table made anew."""
-    for name, table in TABLES.items():
-        begin, end = f"<!-- {name} -->", f"<!-- end {name} -->"
-        if begin in document:
-            before, _, rest = document.partition(begin)
-            document = f"{before}{begin}\n{table()}\n{end}{rest.partition(end)[2]}"
-    return document
-
-
-def main() -> None:
-    """Updates the files named on the command line."""
-    for name in sys.argv[1:]:
-        path = Path(name)
-        path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    page_tables.update_files(TABLES)

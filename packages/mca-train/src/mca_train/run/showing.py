@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from mca_config.errors import UsageError, checking_usage, raise_problems
 from mca_train.config.model import model_config
 from mca_train.config.run_config import Settings, given_values
+from mca_train.data.kept_warnings import KeptWarnings
 from mca_train.run.checks import data_problems, settings_of
 from mca_train.run.hub_paths import with_directories
 from mca_train.run.inputs import image_reader, load_tokenizer
@@ -27,18 +28,6 @@ if TYPE_CHECKING:
 _ROWS_OF_A_STREAM = 1000
 
 
-class _Told(logging.Handler):
-    """Keeps what is logged as a warning."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keeps its text."""
-        self.lines.append(record.getMessage())
-
-
 def print_data(task: Task | None, config: Path, overrides: list[str]) -> int:
     """Prints counts, lengths, fill and samples of a configuration's data.
 
@@ -54,7 +43,7 @@ def print_data(task: Task | None, config: Path, overrides: list[str]) -> int:
     raise_problems(data_problems(settings), where, kind=UsageError)
     with checking_usage():
         tokenizer = load_tokenizer(settings)
-    told = _Told()
+    told = KeptWarnings()
     logger = logging.getLogger("mca_train")
     logger.addHandler(told)
     logger.propagate = False
@@ -66,7 +55,7 @@ def print_data(task: Task | None, config: Path, overrides: list[str]) -> int:
     return 0
 
 
-def _print(task: Task, settings: Settings, tokenizer: "PreTrainedTokenizerBase", told: _Told) -> None:
+def _print(task: Task, settings: Settings, tokenizer: "PreTrainedTokenizerBase", told: KeptWarnings) -> None:
     from mca_train.batching.packing import PackedDataset
     from mca_train.data.survey import survey
 
