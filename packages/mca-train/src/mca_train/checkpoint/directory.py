@@ -23,9 +23,11 @@ _NAME = re.compile(rf"{PREFIX}-(\d+)")
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """The complete checkpoints in ``output_dir``, oldest step first."""
-    if not output_dir.is_dir():
+    try:
+        names = [path.name for path in output_dir.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [(int(m[1]), path) for path in output_dir.iterdir() if (m := _NAME.fullmatch(path.name))]
+    found = [(int(m[1]), output_dir / name) for name in names if (m := _NAME.fullmatch(name))]
     return [path for _, path in sorted(found) if (path / STATE_FILE).is_file()]
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from stat import S_ISDIR
 
 from mca_config.errors import McaError
 from mca_config.files import reading
@@ -34,12 +35,16 @@ def require_own(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
         McaError: It is one of ``sources`` or inside one, it holds a model or checkpoints that mca did not write, or
             cannot be read.
     """
+    sources = list(sources)
     with reading(output_dir):
-        _require_own(output_dir, sources)
+        try:
+            _require_own(output_dir, sources)
+        except FileNotFoundError:  # under torchrun the first rank makes it to try it, and takes it away again
+            _require_own(output_dir, sources)
 
 
 def _require_own(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
-    if output_dir.exists() and not output_dir.is_dir():
+    if _is_file(output_dir):
         raise McaError(f"output_dir: {output_dir} is a file; name a directory")
     if output_dir.is_symlink() and not output_dir.exists():
         raise McaError(f"output_dir: {output_dir} is a link to nothing; make its target, or name a directory")
@@ -65,6 +70,14 @@ def _require_own(output_dir: Path, sources: Iterable[str | Path | None]) -> None
             f"output_dir: {output_dir} holds {names}, which mca did not write and a run may replace; name a new "
             "directory"
         )
+
+
+def _is_file(path: Path) -> bool:
+    """Whether something else than a directory is there, by one look."""
+    try:
+        return not S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _marks(output_dir: Path) -> Iterator[bool]:

@@ -1,0 +1,36 @@
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mca_train.checkpoint.lineage import require_free
+from mca_train.checkpoint.output_dir import require_own
+
+
+@pytest.mark.parametrize(
+    "look",
+    [lambda folder: require_own(folder, []), lambda folder: require_free(folder, None, overwrite=False)],
+)
+def test_a_directory_that_another_rank_takes_away_is_one_that_is_not_there(
+    look: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, lost = tmp_path / "run", []
+
+    def just_before(name: str) -> Callable[..., Any]:
+        plain = getattr(os, name)
+
+        def read(path: Any) -> Any:
+            if Path(path) == folder and not lost:
+                folder.rmdir()
+                lost.append(name)
+            return plain(path)
+
+        return read
+
+    folder.mkdir()
+    for name in ("scandir", "listdir"):
+        monkeypatch.setattr(os, name, just_before(name))
+    look(folder)
+    assert lost
