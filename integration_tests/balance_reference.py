@@ -28,23 +28,19 @@ def samples() -> list[Sample]:
     return [(draw.integers(1, 64, length), np.arange(length) >= length // 3) for length in LENGTHS]
 
 
-def expected(folder: Path, kind: str, *, predicts: bool) -> Path:
+def expected(folder: Path, kind: str) -> Path:
     """A checkpoint with the gradients of the whole loss in the place of weights, and routers' biases as they move.
 
     Args:
         folder: For it.
         kind: Of balancing loss; ``none``: no loss of experts at all.
-        predicts: With the prediction layer.
     """
     model = deepseek_with_prediction()
-    watched, ahead = (model, model.layers) if predicts else (model.main, ())
-    routers = Routers(watched, model.main.config, ahead)
+    routers = Routers(model, model.main.config, model.layers)
     sums, routed = torch.zeros(2), []
     for batch in batched(samples()):
         with routers.watched() as found:
-            sums = sums + torch.stack(
-                [_entropies(model, *sample, predicts=predicts) for sample in batch]
-            ).sum(0)
+            sums = sums + torch.stack([_entropies(model, *sample) for sample in batch]).sum(0)
         routed.append(found)
     targets = [sum(int(mask[first:].sum()) for _, mask in samples()) for first in (1, 2)]
     loss = sums[0] / targets[0] + SCALE * sums[1] / targets[1]
@@ -52,7 +48,7 @@ def expected(folder: Path, kind: str, *, predicts: bool) -> Path:
         loss = loss + COEFFICIENTS["moe_aux_loss_coeff"] * routers.loss(kind, routed)
         loss = loss + COEFFICIENTS["moe_z_loss_coeff"] * routers.z_loss(routed)
     loss.backward()
-    return _save(model, folder, lambda: routers.move_biases(BIAS_RATE, routed), predicts=predicts)
+    return _save(model, folder, lambda: routers.move_biases(BIAS_RATE, routed))
 
 
 def batched(every: list[Sample]) -> list[list[Sample]]:
@@ -60,22 +56,19 @@ def batched(every: list[Sample]) -> list[list[Sample]]:
     return [every[first : first + PER_MICRO_BATCH] for first in range(0, len(every), PER_MICRO_BATCH)]
 
 
-def _entropies(model: WithPrediction, tokens: Any, mask: Any, *, predicts: bool) -> Tensor:
+def _entropies(model: WithPrediction, tokens: Any, mask: Any) -> Tensor:
     """Sums over the targets of the model and of the prediction layer."""
     ids = torch.as_tensor(tokens)[None]
     sums = []
-    for ahead, logits in enumerate(model.logits(ids) if predicts else [model.main(ids).logits], 1):
+    for ahead, logits in enumerate(model.logits(ids), 1):
         losses = cross_entropy(logits[0, :-ahead], ids[0, ahead:], reduction="none")
         sums.append((losses * torch.as_tensor(mask[ahead:])).sum())
-    return torch.stack(sums if predicts else [*sums, torch.zeros(())])
+    return torch.stack(sums)
 
 
 @torch.no_grad()
-def _save(model: WithPrediction, folder: Path, move_biases: Callable[[], None], *, predicts: bool) -> Path:
+def _save(model: WithPrediction, folder: Path, move_biases: Callable[[], None]) -> Path:
     for parameter in model.parameters():
         parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     move_biases()
-    if predicts:
-        return model.save(folder)
-    model.main.save_pretrained(folder)
-    return folder
+    return model.save(folder)

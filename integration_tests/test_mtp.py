@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from harness import run_ranks
+from harness import RanksFailed, run_ranks
 from layouts import arguments, sample, world_size
 from mca_models.megatron import platform
 from prediction import SCALE, WithPrediction, deepseek_with_prediction
@@ -72,6 +72,14 @@ def test_prediction_layers_are_exported_bit_for_bit(layout: str, folder: Path) -
     source, export = read(folder / "with"), read(folder / f"{layout}-hf")
     assert source.keys() == export.keys()
     assert all(torch.equal(source[name], export[name]) for name in source)
+
+
+@pytest.mark.skipif(platform.megatron_version() < (0, 17), reason="0.16 has it right as a sum over tokens")
+def test_megatrons_own_loss_over_context_ranks_is_refused(folder: Path) -> None:
+    plain = make_reference(CASE, folder, batch=BATCH)
+    reference = Reference(CASE, folder / "with", plain.input_ids, plain.logits)
+    with pytest.raises(RanksFailed, match="McaError: Megatron's own loss of prediction layers"):
+        run_ranks(2, export_gradient, reference, "cp2", folder / "never")
 
 
 def without(path: Path, folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ from harness import run_ranks
 from layouts import EVERY, selected
 from prediction import SCALE, deepseek_with_prediction
 from test_gradient_parity import TOLERANCE, read, worst_errors
-from train_cases import arguments, quietly
+from train_cases import arguments, history, quietly
 
 pytestmark = pytest.mark.ranks
 
@@ -31,7 +31,7 @@ def staged(layout: str, virtual: int = 1) -> Settings:
     return {"pipeline_model_parallel_layout": layout, "pipeline_model_parallel_size": ranks}
 
 
-# (kind of balancing loss, layout) -> ranks, settings; without the prediction layer where its size is 0
+# (kind of balancing loss, layout) -> ranks, settings
 CASES: dict[tuple[str, str], tuple[int, Settings]] = {
     ("aux_loss", "single"): (1, {}),
     ("aux_loss", "packed"): (1, PACKED),
@@ -91,19 +91,17 @@ def all_gradients(checkpoint: Path, folder: Path, cases: dict[str, Settings]) ->
 
 
 def settings_of(kind: str, settings: Settings) -> Settings:
-    without = {"mtp_num_layers": 0} if "context_parallel_size" in settings else {}
-    return COEFFICIENTS | {"moe_router_load_balancing_type": kind} | settings | without
+    return COEFFICIENTS | {"moe_router_load_balancing_type": kind} | settings
 
 
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The gradients of every case, and those expected with and without the prediction layer."""
+    """The gradients of every case, and those expected."""
     folder = tmp_path_factory.mktemp("balance")
     checkpoint = deepseek_with_prediction().save(folder / "model")
     chosen = selected(request, list(CASES))
     for kind in {kind for kind, _ in chosen}:
-        for predicts in (True, False):
-            expected(folder / f"{kind}-{predicts}", kind, predicts=predicts)
+        expected(folder / kind, kind)
     for size in (1, 2, 3, 4):
         cases = {
             f"{case}-{layout}": settings_of(case, CASES[case, layout][1])
@@ -125,37 +123,47 @@ LEFT_OUT = (
 
 @pytest.mark.parametrize("case,layout", [case for case in CASES if EVERY or case not in LEFT_OUT])
 def test_gradients_are_those_of_the_definition(case: str, layout: str, folder: Path) -> None:
-    predicts = "mtp_num_layers" not in settings_of(case, CASES[case, layout][1])
-    right, ours = folder / f"{case}-{predicts}", folder / f"{case}-{layout}" / "gradients"
+    right, ours = folder / case, folder / f"{case}-{layout}" / "gradients"
     worst = worst_errors(right, ours)
     assert worst[0][1] <= TOLERANCE, worst
     moved, found = read(right), read(ours)
     biases = [name for name in moved if "e_score_correction_bias" in name]
-    assert len(biases) == 3 + predicts
+    assert len(biases) == 4
     assert max(float((moved[name] - found[name]).abs().max()) for name in biases) < BIAS_RATE / 10
 
 
-def trained(checkpoint: Path, output: Path, settings: Settings) -> None:
-    """Exports what two steps made of the weights."""
+def trained(checkpoint: Path, output: Path, settings: Settings) -> list[float]:
+    """Exports what two steps made of the weights; their losses."""
     from mca_models import AutoModel
     from mca_train import McaTrainer, TokenDataset
 
-    args = arguments(output, max_steps=2, learning_rate=1e-3, decoupled_lr=2e-2, **settings)
+    args = arguments(output, max_steps=2, learning_rate=1e-3, **settings)
     model = AutoModel.from_pretrained(checkpoint, args)
-    quietly(McaTrainer(model=model, args=args, train_dataset=TokenDataset.from_samples(samples())).train)
+    trainer = McaTrainer(model=model, args=args, train_dataset=TokenDataset.from_samples(samples()))
+    quietly(trainer.train)
     model.save_pretrained_as_hf(output / "weights")
+    return history(trainer, "loss")
 
 
 def test_the_embedding_of_prediction_layers_learns_as_the_first(tmp_path: Path) -> None:
     checkpoint = deepseek_with_prediction().save(tmp_path / "model")
-    run_ranks(1, trained, checkpoint, tmp_path / "one", {})
-    run_ranks(2, trained, checkpoint, tmp_path / "two", PP)
+    rate = {"decoupled_lr": 2e-2}
+    run_ranks(1, trained, checkpoint, tmp_path / "one", rate)
+    run_ranks(2, trained, checkpoint, tmp_path / "two", rate | PP)
     before, one, two = (
         read(path) for path in (checkpoint, *(tmp_path / n / "weights" for n in ("one", "two")))
     )
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert (one[name] - before[name]).abs().max() > 1e-2
         assert (one[name] - two[name]).abs().max() < 1e-3
+
+
+def test_what_is_counted_before_a_step_draws_no_dropout(tmp_path: Path) -> None:
+    checkpoint = deepseek_with_prediction().save(tmp_path / "model")
+    dropped = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "gradient_accumulation_steps": 2}
+    counted = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1e-30}
+    plain = run_ranks(1, trained, checkpoint, tmp_path / "plain", dropped)
+    assert run_ranks(1, trained, checkpoint, tmp_path / "counted", dropped | counted) == plain
 
 
 DEALT = {

@@ -99,13 +99,6 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
         "lower it to 2, or remove moe_pad_expert_input_to_capacity",
     ),
     (TIED_PREDICTION, BETWEEN, {"overlap_p2p_comm": True}, "into the stage of L"),
-    (DENSE, CP2, {"mtp_num_layers": 1}, "calculate_per_token_loss"),
-    (
-        DENSE,
-        CP2,
-        {"mtp_num_layers": 1, "calculate_per_token_loss": True, "version": V19},
-        "mtp_num_layers to 0",
-    ),
     (DENSE, UNEVEN, UNIFORM, "cannot recompute the 3 layers of a pipeline stage 2 at a time"),
     (DENSE, TP2, {"gradient_accumulation_fusion": True}, "gradient_accumulation_fusion needs CUDA"),
     (DENSE, TP2, {"fp8": "hybrid"}, "fp8 needs CUDA"),
@@ -133,7 +126,8 @@ ACCEPTED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any]]] = [
     (DENSE, UNEVEN, UNIFORM | {"version": V19}),
     (MLA, TP2, {"sequence_parallel": True}),
     (MLA, TP2, {"version": V19}),
-    (DENSE, CP2, {"mtp_num_layers": 1, "calculate_per_token_loss": True}),
+    (DENSE, CP2, {"mtp_num_layers": 1}),
+    (DENSE, CP2, {"mtp_num_layers": 1, "version": V19}),
     (MOE, ParallelLayout(), {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}),
     (
         MOE,

@@ -6,12 +6,13 @@ Its weights are not filled here (`fill`), and no process group is made.
 import torch
 from torch import Tensor
 
-from mca_config.errors import raise_problems
+from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_models.megatron import families, platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.factory.kernel_choice import kernel_choice
+from mca_models.megatron.factory.limits import FIXED_IN_0_17
 from mca_models.megatron.layers.score import Score
 from mca_models.megatron.layers.spec import block_spec, mtp_spec
 from mca_models.megatron.names import Held, Implementation
@@ -60,6 +61,9 @@ def build_chunk(
         model.output_layer = Score(megatron, config.num_labels, bias=config.head == "token_classification")
     elif chunk.has_loss:
         _mask_padding(model.output_layer, config)
+    wrong = config.layout.cp > 1 and platform.megatron_version() >= FIXED_IN_0_17
+    if chunk.has_loss and config.mtp_num_layers and wrong:
+        model.register_forward_pre_hook(_refuse_own_prediction, with_kwargs=True)
     module: torch.nn.Module = model.to(platform.current_device())
     return module
 
@@ -82,6 +86,19 @@ def _mask_padding(output_layer: torch.nn.Module, config: McaModelConfig) -> None
         return logits.masked_fill(columns, torch.finfo(logits.dtype).min), bias
 
     output_layer.register_forward_hook(mask)
+
+
+def _refuse_own_prediction(model: GptModel, args: tuple[object, ...], options: dict[str, object]) -> None:
+    """Before a chunk's forward on several context ranks: Megatron's own loss of prediction layers is not trained.
+
+    Since megatron-core 0.17 it is divided by each context rank's own tokens.
+    """
+    own = model.config.mtp_num_layers and "mca_prediction" not in vars(model)  # mca_train computes it
+    if own and torch.is_grad_enabled() and options.get("labels") is not None:
+        raise McaError(
+            "Megatron's own loss of prediction layers is wrong on several context ranks; train with McaTrainer, which "
+            "computes it, or set context_parallel_size to 1 or mtp_num_layers to 0"
+        )
 
 
 def live_tensors(model: torch.nn.Module, held: list[Held]) -> dict[str, Tensor]:

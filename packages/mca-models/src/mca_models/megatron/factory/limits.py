@@ -41,7 +41,6 @@ def require_supported(
     problems = [
         *_pipeline(config, layout, settings, device),
         *_wrong_gradients(config, layout, settings, version),
-        *_wrong_losses(config, layout, settings, version),
         *_recomputation(config, layout, settings, version),
         *_machine(settings, device, implementation),
         *_routing(config, settings),
@@ -87,23 +86,6 @@ def _wrong_gradients(
         yield (
             "megatron-core 0.16 computes wrong gradients of latent attention with tensor_model_parallel_size "
             "above 1 and no sequence_parallel; set sequence_parallel to true"
-        )
-
-
-def _wrong_losses(
-    config: McaModelConfig, layout: ParallelLayout, settings: Values, version: Version
-) -> Iterator[str]:
-    if not settings.get("mtp_num_layers") or layout.cp == 1:
-        return
-    if version >= FIXED_IN_0_17:
-        yield (
-            "this megatron-core normalises the multi-token-prediction loss by each context rank's own tokens; "
-            "set context_parallel_size to 1 or mtp_num_layers to 0"
-        )
-    elif not settings.get("calculate_per_token_loss"):
-        yield (
-            "the multi-token-prediction loss is only right under context parallelism with "
-            "calculate_per_token_loss; set it to true, or set mtp_num_layers to 0"
         )
 
 
