@@ -17,14 +17,16 @@ Do several checks in one function: a fork costs 0.1 s, starting the groups 0.1 t
 more; ``mca_models.megatron.distributed.parallel.start(layout)`` may be called again with another layout of the same
 size.
 
-If a rank fails, all are killed and ``RanksFailed`` shows every rank's traceback; on a time-out it shows where
-each rank stood. Ranks also die with the process that forked them. Mark such tests ``ranks``: under pytest-xdist
-(``--dist loadgroup``) they then run one after the other in one worker, so that at most 8 processes run at once.
+If a rank fails, all are killed and ``RanksFailed`` shows the error of the first, then every rank's traceback; on a
+time-out it shows where each rank stood. Ranks also die with the process that forked them. Mark such tests ``ranks``:
+under pytest-xdist (``--dist loadgroup``) they then run one after the other in one worker, so that at most 8 processes
+run at once.
 """
 
 import contextlib
 import faulthandler
 import importlib
+import math
 import os
 import pickle
 import random
@@ -67,6 +69,7 @@ class _Rank:
     stacks: Path
     received: bytearray
     outcome: tuple[str, Any] | None = None
+    ended: float = 0.0
 
 
 @cache
@@ -238,6 +241,7 @@ def _collect(ranks: list[_Rank], deadline: float) -> None:
                     rank.received += data
                     continue
                 selector.unregister(rank.pipe)
+                rank.ended = time.monotonic()
                 rank.outcome = pickle.loads(bytes(rank.received)) if rank.received else ("died", None)
                 if rank.outcome[0] != "result":
                     # the other ranks hang in a collective or fail too: a moment for their tracebacks
@@ -253,7 +257,18 @@ def _results(ranks: list[_Rank], timeout: float) -> list[Any]:
             os.kill(rank.pid, signal.SIGUSR1)
     if unfinished:
         time.sleep(0.3)
-    raise RanksFailed("\n".join(_story(rank, len(ranks), timeout) for rank in ranks))
+    stories = [_story(rank, len(ranks), timeout) for rank in ranks]
+    raise RanksFailed("\n".join([_cause(ranks, stories), *stories]))
+
+
+def _cause(ranks: list[_Rank], stories: list[str]) -> str:
+    """What the rank says that failed first, in one line: all that a list of failed tests shows."""
+    failed = [rank for rank in ranks if rank.outcome is None or rank.outcome[0] != "result"]
+    first = min(failed, key=lambda rank: rank.ended or math.inf)
+    title, *said = stories[first.number].splitlines()
+    raised = first.outcome is not None and first.outcome[0] == "traceback"
+    errors = [line for line in said if raised and line[:1].strip()]
+    return f"rank {first.number} of {len(ranks)}: {errors[-1]}" if errors else title
 
 
 def _story(rank: _Rank, size: int, timeout: float) -> str:

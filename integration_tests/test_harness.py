@@ -33,7 +33,8 @@ def _one_fails() -> None:
 
 def test_a_failing_rank_brings_all_down_and_shows_its_traceback() -> None:
     start = time.monotonic()
-    with pytest.raises(RanksFailed, match=r"(?s)rank 1 of 2: raised.*ValueError: planted"):
+    told = r"(?s)^rank 1 of 2: ValueError: planted\n--- rank 0.*rank 1 of 2: raised.*ValueError: planted"
+    with pytest.raises(RanksFailed, match=told):
         run_ranks(2, _one_fails)
     assert time.monotonic() - start < 20
 
