@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear, one_hot
 
 DEFAULT_BIAS_RATE = 1e-3
-SIGMOID = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2")
+SIGMOID = ("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "kimi_k2", "minimax_m2", "solar_open")
 
 
 @dataclass

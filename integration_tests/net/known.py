@@ -16,6 +16,10 @@ _GATHERED = {"moe_token_dispatcher_type": "allgather", "sequence_packing": True}
 _STAGES = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
 _GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1}
 _FOUR = {"num_experts": 4, "num_experts_per_tok": 2}
+_SPLIT = {"use_distributed_optimizer": True}
+_OVERLAP = _SPLIT | {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 300}
+_RATES = {"decoupled_lr": 6e-3, "decoupled_min_lr": 1e-3, "lr_scheduler_type": "cosine"}
+_VIRTUAL = _STAGES | {"virtual_pipeline_model_parallel_size": 2}
 
 KNOWN: Mapping[str, Case] = {
     # losses of experts' scores, of which a router that is limited to groups saw only those of the groups
@@ -27,5 +31,17 @@ KNOWN: Mapping[str, Case] = {
     "packed-allgather": small_case(13, "qwen3_moe", options=_EXPERTS | _GATHERED, changes=_FOUR),
     # its first stage has a dense layer only, and did not take part in counting what each expert is sent
     "dense-stage": small_case(14, "deepseek_v2", options=_STAGES | _GLOBAL, changes=_GROUPS),
+    # the embedding of prediction layers had another rate than the first rank's
+    "prediction-rates": small_case(
+        15, "deepseek_v3", ranks=4, prediction=1, options=_STAGES | _SPLIT | _RATES, changes=_GROUPS
+    ),
+    # a pass that counts what experts are sent comes before parameters are gathered, and through all virtual stages
+    "counted-overlap": small_case(
+        16,
+        "qwen3_moe",
+        ranks=4,
+        options=_VIRTUAL | _GLOBAL | _OVERLAP,
+        changes=_FOUR | {"num_hidden_layers": 4},
+    ),
 }
 """By name."""

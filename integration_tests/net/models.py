@@ -8,26 +8,11 @@ from prediction import APART, NUMBERED
 from reference import FAMILY_CASES
 from test_lora_gradients import CASES as ADAPTED
 
-NOT_DRAWN = frozenset(
-    {
-        *(
-            "arcee",
-            "dots1",
-            "ernie4_5",
-            "exaone_moe",
-            "gemma",
-            "glm",
-            "glm4",
-            "granitemoe",
-            "granitemoeshared",
-        ),
-        *("helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder"),
-        *("jais2", "kimi_k2", "ministral", "nemotron", "solar_open", "stablelm", "starcoder2", "vaultgemma"),
-        "youtu",
-    }
-)
-"""Families of which not all is known that a drawing must know: how experts lie in memory, which sizes go together."""
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+NOT_DRAWN = frozenset({"exaone_moe", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3"})
+"""Families with experts whose tensors have other names in files than in transformers' modules."""
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu")
+WHOLE_HEADS = ("arcee", "deepseek_v2", "internlm3", "iquestcoder", "jais2", "vaultgemma")
+"""transformers asks of these that the heads divide the hidden size, which they need not fill."""
 PREDICTING = {
     "deepseek_v3": NUMBERED,
     "deepseek_v3-no-q-lora": NUMBERED,
@@ -65,7 +50,7 @@ def sizes(rng: random.Random, base: str) -> dict[str, Any]:
         found["head_dim"] = 8 if square else rng.choice((16, 8, 12, 24))
         if square:
             found["hidden_size"] = 8 * heads
-    elif kind == "deepseek_v2":  # transformers asks it of this one, whose heads have sizes of their own
+    if kind in WHOLE_HEADS:
         found["hidden_size"] = 8 * heads
     if "linear_num_key_heads" in given:
         kinds = ("linear_attention", "linear_attention", "full_attention")
