@@ -61,7 +61,8 @@ def test_nothing_is_left(stage, number, tiny, tmp_path: Path, capsys, monkeypatc
     capsys.readouterr()
     before = [signal.getsignal(each) for each in SIGNALS]
     raised = signalling(monkeypatch, STAGES[stage], number)
-    signalling(monkeypatch, "shutil.rmtree", number)  # again and again while it cleans up
+    others = [each for each in SIGNALS if each != number]
+    signalling(monkeypatch, "shutil.rmtree", others[0])  # again and again while it cleans up
     assert main(["--checkpoint_path", str(source), "--output_path", str(output)]) == 128 + number
     assert raised and not list(tmp_path.iterdir())
     assert capsys.readouterr().err == f"{SIGNALS[number]}; nothing was left behind\n"
@@ -86,6 +87,14 @@ def test_at_the_renaming_it_comes_too_late(exists, after, tiny, tmp_path: Path, 
         return
     assert code == 0 and "nothing was left" not in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert_same_tensors(source, output)
+
+
+def test_after_the_last_file_it_changes_nothing(tiny, tmp_path: Path, capsys, monkeypatch) -> None:
+    source, output = tiny("llama"), tmp_path / "out"
+    raised = signalling(monkeypatch, "mca_convert.commands.carry_out._summary", signal.SIGTERM)
+    assert main(["--checkpoint_path", str(source), "--output_path", str(output), "--to", "hf"]) == 0
+    assert raised and "nothing was left" not in capsys.readouterr().err
     assert_same_tensors(source, output)
 
 
