@@ -8,7 +8,15 @@ from mca_config.arguments.options import TrainingOptions
 
 def of_training(args: TrainingOptions) -> list[str]:
     """Contradictions among the arguments that `TrainingOptions` adds."""
-    return [*_overlap(args), *_optimizer(args), *_scale(args), *_offload(args), *_loss(args), *_saving(args)]
+    return [
+        *_overlap(args),
+        *_optimizer(args),
+        *_scale(args),
+        *_offload(args),
+        *_loss(args),
+        *_saving(args),
+        *_profile(args),
+    ]
 
 
 def _overlap(args: TrainingOptions) -> list[str]:
@@ -138,3 +146,17 @@ def _saving(args: TrainingOptions) -> list[str]:
             f"async_save needs ckpt_format torch_dist, not {args.ckpt_format}; change it or remove async_save"
         ]
     return []
+
+
+def _profile(args: TrainingOptions) -> list[str]:
+    problems = []
+    if not 1 <= args.profile_step_start <= args.profile_step_end:
+        problems.append(
+            f"profile_step_start {args.profile_step_start} and profile_step_end {args.profile_step_end} are the first "
+            "and the last step to profile, counted from 1; change one of them"
+        )
+    if args.profile_ranks is not None and not args.profile:
+        problems.append("profile_ranks needs profile; set it to true or remove profile_ranks")
+    if args.profile_ranks is not None and min(args.profile_ranks, default=-1) < 0:
+        problems.append(f"profile_ranks {args.profile_ranks} are numbers of ranks, from 0; remove it for all")
+    return problems

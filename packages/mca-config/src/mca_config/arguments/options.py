@@ -227,6 +227,12 @@ class TrainingOptions(DistributingOptions):
     peak_tflops: float | None = option(
         "Peak TFLOP/s of one device, for the logged mfu; unset: the bf16 peak of a known GPU."
     )
+    profile: bool = option(
+        "Record some steps with torch's profiler, for each rank, in output_dir/profile.", default=False
+    )
+    profile_step_start: int = option("First step to profile, counted from where the run begins.", default=10)
+    profile_step_end: int = option("Last step to profile.", default=12)
+    profile_ranks: list[int] | None = option("Ranks to profile; unset: all.")
     ckpt_format: Literal["mca", "torch_dist"] = option(
         "Format of the weights in training checkpoints: mca (safetensors by rank) or Megatron's torch_dist.",
         default="mca",

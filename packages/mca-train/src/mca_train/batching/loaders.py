@@ -34,7 +34,7 @@ class Loaders:
         collate: Makes padded tensors of samples.
         pad_token_id: Of the tokenizer.
         pack_length: With ``sequence_packing``, tokens of a pack; None: of the longest sample.
-        images: How images are taken.
+        sections: Whether tokens have three positions each where there are images.
     """
 
     args: TrainingArguments
@@ -43,7 +43,7 @@ class Loaders:
     collate: Collator
     pad_token_id: int
     pack_length: int | None = None
-    images: ImageBatching = field(default_factory=ImageBatching)
+    sections: bool = False
     _packs: dict[int, PackedDataset] = field(default_factory=dict)
     _read: dict[int, tuple[Sample, list[Sample]]] = field(default_factory=dict)
 
@@ -167,7 +167,7 @@ class Loaders:
             pad_token_id=self.pad_token_id,
             packed=self.args.sequence_packing,
             length=length,
-            images=self.images,
+            images=ImageBatching(decodes=self.ranks.is_first_stage, sections=self.sections),
         )
         stream = isinstance(sampler, StepStream)  # its items are steps already
         return DataLoader(

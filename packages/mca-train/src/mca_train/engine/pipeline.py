@@ -88,13 +88,12 @@ class Pipeline:
         return output, megatron_loss(loss, batch)
 
     def _images(self, batch: MicroBatch) -> JsonObject:
-        """What chunks take of images, on the first stage pixels in the weights' dtype."""
-        ends = {} if batch.attention_ends is None else {"attention_ends": batch.attention_ends}
+        """What the first stage takes of images, pixels in the weights' dtype."""
         if batch.images is None:
-            return ends
+            return {}
         dtype = next(self.chunks[0].parameters()).dtype
         images = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.images.items()}
-        return {"images": images, "feature_rows": batch.feature_rows, **ends}
+        return {"images": images, "feature_rows": batch.feature_rows}
 
     @property
     def _device(self) -> torch.device:

@@ -20,6 +20,7 @@ from mca_train.losses.token_loss import StepLoss
 from mca_train.metrics.meter import LossReport
 from mca_train.metrics.source_losses import SourceLosses
 from mca_train.metrics.step_lines import StepLines
+from mca_train.metrics.step_profile import StepProfile
 from mca_train.trainer.hf_shims import has_given_up
 from mca_train.trainer.parts import TrainerParts
 
@@ -85,10 +86,12 @@ class WithLogs(TrainerParts):
         return SourceLosses(names, self.ranks.device) if names else None
 
     def _print_lines(self) -> None:
-        """Has lines for people printed instead of the dictionaries of Hugging Face's callbacks."""
+        """Has lines for people printed instead of the dictionaries of Hugging Face's callbacks, and steps profiled."""
         removed = [self.pop_callback(kind) for kind in (ProgressCallback, PrinterCallback)]
         if any(removed):
             self.add_callback(StepLines(bar=not self.args.disable_tqdm and sys.stderr.isatty()))
+        if self.args.profile:
+            self.add_callback(StepProfile(self.ranks.rank))
 
     def _add_up(self, report: LossReport) -> None:
         self._totals.loss += sum(report.losses)

@@ -1,0 +1,60 @@
+"""The steps that are profiled, and what stands in the files."""
+
+import gzip
+import json
+import logging
+from types import SimpleNamespace
+
+import torch
+
+from mca_train.metrics.step_profile import StepProfile
+
+
+def run(callback, folder, steps, *, begin=0, ranks=None, first=2, last=3):
+    args = SimpleNamespace(
+        output_dir=str(folder), profile_step_start=first, profile_step_end=last, profile_ranks=ranks
+    )
+    state = SimpleNamespace(global_step=begin, max_steps=begin + steps)
+    callback.on_train_begin(args, state, None)
+    for step in range(begin + 1, begin + steps + 1):
+        callback.on_step_begin(args, state, None)
+        torch.ones(step, step) @ torch.ones(step, step)
+        state.global_step = step
+        callback.on_step_end(args, state, None)
+    callback.on_train_end(args, state, None)
+
+
+def sizes(folder, rank=0):
+    """The shapes of the products that stand in the trace: the step, as `run` makes them."""
+    trace = json.loads(gzip.decompress((folder / "profile" / f"rank_{rank:05d}.json.gz").read_bytes()))
+    events = [event for event in trace["traceEvents"] if event.get("name") == "aten::mm"]
+    return [event["args"]["Input Dims"][0][0] for event in events]
+
+
+def test_the_steps_that_are_asked_for_stand_in_the_trace(tmp_path, capsys):
+    run(StepProfile(0), tmp_path, 5)
+    assert sizes(tmp_path) == [2, 3]
+    told = capsys.readouterr().out
+    assert "aten::mm" in told
+    assert f"profile: {tmp_path}/profile/rank_00000.json.gz" in told
+    assert "aten::mm" in (tmp_path / "profile" / "rank_00000.txt").read_text()
+    assert not list((tmp_path / "profile").glob(".*"))
+
+
+def test_a_resumed_run_counts_its_own_steps_and_a_short_one_writes_what_it_has(tmp_path):
+    run(StepProfile(1), tmp_path, 2, begin=20)
+    assert sizes(tmp_path, 1) == [22]
+
+
+def test_other_ranks_record_nothing(tmp_path, capsys):
+    run(StepProfile(1), tmp_path, 5, ranks=[0])
+    assert not (tmp_path / "profile").exists()
+    run(StepProfile(3), tmp_path, 5, ranks=[0, 3])
+    assert sizes(tmp_path, 3) == [2, 3]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_that_is_too_short_is_told(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        run(StepProfile(0), tmp_path, 5, first=10, last=12)
+    assert "profile_step_start is 10, but this run makes 5 steps" in caplog.text

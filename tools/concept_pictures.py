@@ -1,0 +1,190 @@
+"""Draws the pictures of docs/concepts.md into docs/pictures. Run as ``uv run tools/concept_pictures.py``.
+
+Ranks and stages are those of `mca_config.RankGrid` and `mca_config.pipeline_plan`, not drawn by hand.
+"""
+
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from mca_config import ParallelLayout, RankGrid, pipeline_plan
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+_COLOURS = ("#bcd7f0", "#f6cfa8", "#c6e5bd", "#e3c7ea")
+_GREY, _INK = "#e6e6e6", "#222222"
+
+
+class Drawing:
+    """Boxes, words and arrows on white, in pixels.
+
+    Args:
+        width: Of the whole picture.
+        height: Of the whole picture.
+        title: For readers who cannot see it.
+    """
+
+    def __init__(self, width: int, height: int, title: str) -> None:
+        self.width, self.height, self.title = width, height, title
+        self._parts: list[str] = []
+
+    def box(self, x: float, y: float, width: float, height: float, colour: str, words: str = "") -> None:
+        """A rectangle with ``words`` in its middle."""
+        self._parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" '
+            f'fill="{colour}" stroke="{_INK}" stroke-width="1"/>'
+        )
+        for number, line in enumerate(lines := words.split("\n") if words else []):
+            above = (len(lines) - 1) * 8
+            self.words(x + width / 2, y + height / 2 + 4 - above + 16 * number, line, "middle")
+
+    def words(self, x: float, y: float, text: str, anchor: str = "start", bold: bool = False) -> None:
+        """One line of text; ``y`` is its base line."""
+        weight = ' font-weight="bold"' if bold else ""
+        self._parts.append(f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{weight}>{escape(text)}</text>')
+
+    def arrow(self, x0: float, y0: float, x1: float, y1: float) -> None:
+        """A line with a head at its end."""
+        self._parts.append(
+            f'<line x1="{x0:g}" y1="{y0:g}" x2="{x1:g}" y2="{y1:g}" stroke="{_INK}" '
+            'stroke-width="1.5" marker-end="url(#head)"/>'
+        )
+
+    def svg(self) -> str:
+        """The picture."""
+        head = (
+            '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
+            f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{_INK}"/></marker>'
+        )
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
+            f'width="{self.width}" height="{self.height}" font-family="sans-serif" font-size="13" '
+            f'fill="{_INK}"><title>{escape(self.title)}</title><defs>{head}</defs>'
+            f'<rect width="100%" height="100%" rx="8" fill="#ffffff"/>{"".join(self._parts)}</svg>\n'
+        )
+
+
+def layout() -> Drawing:
+    """Eight ranks at tp 2, pp 2, dp 2: who holds what, and who belongs together."""
+    grid = RankGrid(ParallelLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 8)
+    picture = Drawing(640, 300, "Eight ranks: tensor size 2, pipeline size 2, two replicas")
+    for stage in range(2):
+        picture.words(150 + 250 * stage + 100, 28, f"pipeline stage {stage}", "middle", bold=True)
+        if stage:
+            picture.arrow(352, 95, 396, 95)
+            picture.arrow(352, 215, 396, 215)
+    for replica in range(2):
+        picture.words(16, 90 + 120 * replica, f"replica {replica}", bold=True)
+        picture.words(16, 108 + 120 * replica, "its own samples")
+    for rank in range(8):
+        place = grid.coordinates(rank)
+        x, y = 150 + 250 * place.pp + 100 * place.tp, 45 + 120 * place.dp
+        picture.box(x, y, 98, 90, _COLOURS[place.tp], f"rank {rank}\nhalf {place.tp} of\neach matrix")
+    told = "side by side: a tensor group; below each other: a data group; along arrows: a pipeline group"
+    picture.words(320, 288, told, "middle")
+    return picture
+
+
+def stages() -> Drawing:
+    """Eight layers on two pipeline ranks, without and with virtual stages."""
+    picture = Drawing(640, 250, "Eight layers on two pipeline ranks, without and with virtual stages")
+    for row, virtual in enumerate((1, 2)):
+        sizes = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=virtual)
+        lines = [line for line in str(pipeline_plan(sizes, 8)).splitlines() if line.startswith("pp ")]
+        top = 40 + 110 * row
+        picture.words(16, top - 14, f"virtual size {virtual}", bold=True)
+        for rank, line in enumerate(lines):
+            held = [part.strip() for part in line.partition(f"pp {rank}")[2].split("  ") if part.strip()]
+            picture.words(16, top + 22 + 40 * rank, f"pipeline rank {rank}")
+            width = 500 / len(held)
+            for chunk, words in enumerate(held):
+                colour = _COLOURS[rank + 2 * chunk]
+                picture.box(125 + width * chunk, top + 40 * rank, width - 6, 34, colour, words)
+    return picture
+
+
+def packing() -> Drawing:
+    """The same five samples padded, and in packs."""
+    lengths = (7, 3, 12, 4, 5)
+    picture = Drawing(640, 250, "Five samples, padded to the longest and packed")
+    picture.words(16, 24, "padded: 31 of 60 places are used", bold=True)
+    for row, length in enumerate(lengths):
+        y = 34 + 20 * row
+        picture.box(16, y, 20 * length, 16, _COLOURS[row % 4], "")
+        picture.box(16 + 20 * length, y, 20 * (12 - length), 16, _GREY) if length < 12 else None
+    picture.words(330, 24, "packed: 31 of 36 places are used", bold=True)
+    for row, pack in enumerate(((2,), (0, 4), (1, 3))):
+        x = 330.0
+        for sample in pack:
+            picture.box(x, 34 + 20 * row, 20 * lengths[sample], 16, _COLOURS[sample % 4])
+            x += 20 * lengths[sample]
+        if x < 570:
+            picture.box(x, 34 + 20 * row, 570 - x, 16, _GREY)
+    for row, text in enumerate(
+        (
+            "Attention does not look from one sample of a pack into another, positions restart, and",
+            "no target reaches over an end. So a step on packs computes what a step on the padded",
+            "samples computes; it only leaves out the grey.",
+        )
+    ):
+        picture.words(16, 170 + 20 * row, text)
+    return picture
+
+
+def loss() -> Drawing:
+    """Three micro-batches with different numbers of targets."""
+    picture = Drawing(640, 230, "The loss of a step is one mean over all targets")
+    sums, counts = (12.0, 2.0, 4.0), (6, 2, 1)
+    for number, (total, count) in enumerate(zip(sums, counts, strict=True)):
+        x = 16 + 210 * number
+        picture.box(
+            x, 20, 190, 54, _COLOURS[number], f"micro-batch {number}\nsum {total:g} over {count} targets"
+        )
+        picture.arrow(x + 95, 78, 320 + (x + 95 - 320) * 0.3, 112)
+    mean = sum(sums) / sum(counts)
+    means = sum(total / count for total, count in zip(sums, counts, strict=True)) / 3
+    picture.box(
+        170, 116, 300, 40, _GREY, f"{sum(sums):g} / {sum(counts)} targets = {mean:g}: the loss of the step"
+    )
+    picture.words(
+        320, 186, f"The mean of the three means would be {means:.2f}: a target would weigh more", "middle"
+    )
+    picture.words(320, 204, "where there are few, and the result would depend on the layout.", "middle")
+    return picture
+
+
+def checkpoint() -> Drawing:
+    """Files of a Hugging Face checkpoint, of an MCA one at tp 2 and pp 2, and back."""
+    picture = Drawing(
+        640, 240, "Hugging Face files become a file for each pipeline and tensor rank, and back"
+    )
+    picture.words(16, 26, "Hugging Face", bold=True)
+    picture.words(250, 26, "MCA: tp 2, pp 2", bold=True)
+    picture.words(490, 26, "Hugging Face", bold=True)
+    for number in range(2):
+        for x in (16, 490):
+            name = f"model-0000{number + 1}-of-2\n.safetensors"
+            picture.box(x, 40 + 60 * number, 134, 50, _GREY, name)
+    for x in (16, 490):
+        picture.box(x, 160, 134, 40, _GREY, "config, tokenizer")
+    for stage in range(2):
+        for rank in range(2):
+            words = f"pp_00{stage}/tp_0{rank}"
+            picture.box(235, 40 + 56 * stage + 27 * rank, 170, 24, _COLOURS[rank], words)
+    picture.box(235, 160, 170, 40, _GREY, "mca_config.json,\nmanifest, side files")
+    picture.arrow(155, 110, 228, 110)
+    picture.arrow(410, 110, 483, 110)
+    picture.words(320, 226, "equal to the last bit, tensor by tensor", "middle")
+    return picture
+
+
+PICTURES = {"layout": layout, "stages": stages, "packing": packing, "loss": loss, "checkpoint": checkpoint}
+
+
+def main() -> None:
+    """Writes all pictures."""
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in PICTURES.items():
+        (FOLDER / f"{name}.svg").write_text(draw().svg(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
