@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,11 +65,28 @@ def report_failure(target: Callable[[], None], folder: Path | None, rank: int) -
         if folder is not None:
             done_mark(folder, rank).touch()
         return 0
-    if folder is None:
-        sys.stderr.write(text.rstrip() + "\n")
-    else:
-        _write_report(folder, _Report(time.time(), rank, text))
+    _say(folder, _Report(time.time(), rank, text))
     return code
+
+
+def _say(folder: Path | None, report: _Report) -> None:
+    """For the launcher to print; without its ``folder`` to stderr, where each thing is said once."""
+    if folder is not None:
+        _write_report(folder, report)
+    elif _is_first_to_say(report.text):
+        sys.stderr.write(report.text.rstrip() + "\n")
+
+
+def _is_first_to_say(text: str) -> bool:
+    """Whether no rank has said the same before: all find what is wrong with a configuration, one tells it."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_initialized():
+        return True
+    try:
+        store = distributed.distributed_c10d._get_default_store()
+        return bool(store.add(f"mca/said/{zlib.crc32(text.encode())}", 1) == 1)
+    except Exception:  # the store is gone with the rank or the launcher that kept it
+        return True
 
 
 def _write_report(folder: Path, report: _Report) -> None:

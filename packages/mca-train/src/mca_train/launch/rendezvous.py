@@ -1,6 +1,7 @@
 """Where the ranks of one machine meet: at a port that the launcher holds from the moment it is chosen.
 
-A port that is only looked up can be taken by another program before the first rank opens it.
+A port that is only looked up can be taken by another program before the first rank opens it. Ranks of another launcher
+(torchrun) meet where that says.
 """
 
 import os
@@ -8,6 +9,10 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mca_models.megatron.distributed.attempts import Attempt
 
 LISTENER = "MCA_TRAIN_LISTENER"
 """The variable with the first rank's descriptor of the listening socket."""
@@ -20,15 +25,20 @@ def listening() -> Iterator[socket.socket]:
         yield listener
 
 
-def join(backend: str, timeout: timedelta) -> None:
-    """Starts the default process group, with the ranks of this launcher or of another one (torchrun)."""
+def join(backend: str, timeout: timedelta) -> "Attempt | None":
+    """Starts the default process group, with the ranks of this launcher or of another one (torchrun).
+
+    Returns:
+        Which start of all ranks this is, if the launcher may start them again.
+    """
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
 
+    from mca_models.megatron.distributed import attempts
+
     listener = os.environ.get(LISTENER)
     if listener is None:
-        dist.init_process_group(backend, timeout=timeout)
-        return
+        return attempts.join(backend, timeout)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = TCPStore(
         os.environ["MASTER_ADDR"],
@@ -39,3 +49,4 @@ def join(backend: str, timeout: timedelta) -> None:
         master_listen_fd=int(listener) if rank == 0 else None,
     )
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return None

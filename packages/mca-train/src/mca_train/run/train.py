@@ -5,6 +5,7 @@ It decides the order of things. What is wrong is found in `checks`; model and tr
 
 import logging
 import os
+import signal
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,6 +32,7 @@ from mca_train.run.summary import best_step, summary
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
+    from mca_models.megatron.distributed.attempts import Attempt
     from mca_train.trainer.trainer import McaTrainer
 
 logger = logging.getLogger(__name__)
@@ -83,31 +85,36 @@ def _launch(task: Task, values: Values, where: str, command: list[str]) -> int:
             lock.release()
 
 
-def settings_on_rank(task: Task, values: Values, where: str) -> Settings:
-    """The settings on a rank: its process group stands first, so that Hugging Face starts none of its own."""
+def settings_on_rank(task: Task, values: Values, where: str) -> tuple[Settings, "Attempt | None"]:
+    """The settings on a rank: its process group stands first, so that Hugging Face starts none of its own.
+
+    Where torchrun has started the ranks anew they say to go on; which attempt it is comes with them.
+    """
     import torch.distributed as dist
 
     from mca_models.megatron import platform
+    from mca_train.run.restarts import continued
 
+    attempt = None
     if not dist.is_initialized():
         if platform.device_type() == "cuda":
             import torch
 
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         timeout = timedelta(seconds=float(values.get("ddp_timeout", 1800)))
-        join(platform.backend(), timeout)
-    return settings_of(task, values, where)
+        attempt = join(platform.backend(), timeout)
+    return settings_of(task, continued(values, attempt), where), attempt
 
 
 def _launched_rank(task: Task, values: Values, where: str) -> None:
     """In a process that a launcher started."""
     values = with_directories(values)  # ranks of a machine wait for the one that downloads
-    settings = settings_on_rank(task, values, where)
+    settings, attempt = settings_on_rank(task, values, where)
     run = check(task, settings, given_ranks).require()
     lock = OutputLock(Path(settings.training.output_dir))
     with scratch_folder():
         try:
-            _train_rank(prepare_inputs(run, lock))
+            _train_rank(prepare_inputs(run, lock), attempt)
         finally:
             lock.release()
 
@@ -119,26 +126,29 @@ def _forked_rank(inputs: Inputs) -> None:
     quiet_libraries(first=os.environ["RANK"] == "0")
     torch.set_num_threads(environment.threads_per_rank(int(os.environ["LOCAL_WORLD_SIZE"])))
     run = inputs.run
-    settings = settings_on_rank(run.task, run.settings.values, run.settings.where)
-    _train_rank(replace(inputs, run=replace(run, settings=settings)))
+    settings, _ = settings_on_rank(run.task, run.settings.values, run.settings.where)
+    _train_rank(replace(inputs, run=replace(run, settings=settings)), None)
 
 
-def _train_rank(inputs: Inputs) -> None:
-    """One rank's whole run."""
+def _train_rank(inputs: Inputs, attempt: "Attempt | None") -> None:
+    """One rank's whole run, or an attempt at it."""
     from mca_models.megatron import platform
 
     set_log_levels(inputs.run.settings.training)
     with inputs.lock.kept() if os.environ["RANK"] == "0" else nullcontext():
-        _train(inputs)
+        _train(inputs, attempt)
     platform.close()
 
 
-def _train(inputs: Inputs) -> None:
+def _train(inputs: Inputs, attempt: "Attempt | None") -> None:
     from mca_train import groups
     from mca_train.run.build import make_trainer
+    from mca_train.run.restarts import NotesStart, is_started_again
 
     args = inputs.run.settings.training
     trainer = make_trainer(inputs)
+    if attempt is not None:
+        trainer.add_callback(NotesStart(attempt))
     trainer.output_lock = inputs.lock
     if trainer.is_world_process_zero():
         write_record(inputs.run)
@@ -147,6 +157,8 @@ def _train(inputs: Inputs) -> None:
         if trainer.is_world_process_zero():
             sys.stdout.write(_stopped(trainer) + "\n")
         groups.barrier()
+        if is_started_again():
+            sys.exit(128 + signal.SIGTERM)
         return
     if inputs.evaluation is not None and not _evaluated(trainer):
         trainer.evaluate()

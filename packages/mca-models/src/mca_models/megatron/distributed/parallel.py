@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from mca_config.layout import Coordinates, ParallelLayout, RankGrid
 from mca_models.megatron import platform
+from mca_models.megatron.distributed import attempts
 
 _log = logging.getLogger(__name__)
 _RANK, _WORLD_SIZE, _LOCAL_RANK = "RANK", "WORLD_SIZE", "LOCAL_RANK"
@@ -78,7 +79,7 @@ def _start_torch() -> None:
     if torch.distributed.is_initialized():
         return
     if _RANK in os.environ and _WORLD_SIZE in os.environ:
-        torch.distributed.init_process_group(platform.backend(), timeout=_TIMEOUT)
+        attempts.join(platform.backend(), _TIMEOUT)
         return
     from torch._C._distributed_c10d import HashStore
 
