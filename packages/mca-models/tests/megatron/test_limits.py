@@ -99,6 +99,12 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
         "lower it to 2, or remove moe_pad_expert_input_to_capacity",
     ),
     (TIED_PREDICTION, BETWEEN, {"overlap_p2p_comm": True}, "into the stage of L"),
+    (
+        DENSE,
+        ParallelLayout(),
+        UNIFORM | {"mtp_num_layers": 1},
+        "cannot recompute prediction layers 2 layers at",
+    ),
     (DENSE, UNEVEN, UNIFORM, "cannot recompute the 3 layers of a pipeline stage 2 at a time"),
     (DENSE, TP2, {"gradient_accumulation_fusion": True}, "gradient_accumulation_fusion needs CUDA"),
     (DENSE, TP2, {"fp8": "hybrid"}, "fp8 needs CUDA"),

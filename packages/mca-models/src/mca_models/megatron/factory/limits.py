@@ -92,10 +92,17 @@ def _wrong_gradients(
 def _recomputation(
     config: McaModelConfig, layout: ParallelLayout, settings: Values, version: Version
 ) -> Iterator[str]:
-    """Megatron takes so many layers of a stage at a time, and 0.16 runs past the stage's last one."""
-    if settings.get("recompute_method") != "uniform" or version >= FIXED_IN_0_17:
-        return
+    """Megatron takes so many layers of a stage at a time, of prediction layers one; 0.16 runs past the stage's last."""
     count = settings.get("recompute_num_layers") or 1
+    if settings.get("recompute_method") != "uniform" or count == 1:
+        return
+    if settings.get("mtp_num_layers"):
+        yield (
+            f"megatron-core cannot recompute prediction layers {count} layers at a time; change recompute_num_layers "
+            "to 1, or use recompute_method block"
+        )
+    if version >= FIXED_IN_0_17:
+        return
     layers = [len(chunk.layers) for chunk in pipeline_plan(layout, config.num_layers, config.mtp_num_layers)]
     uneven = [number for number in layers if number % count]
     if uneven:
