@@ -60,17 +60,20 @@ def _with_gradient_buffers(models: Any) -> list[Any]:
 def _forward_backward(models: Any, wrapped: list[Any]) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from mca_models.megatron import platform
     from mca_models.megatron.distributed import parallel
     from mca_models.megatron.layers.zigzag import take
 
-    batch, size = tokens(), 2
+    batch, size = tokens().to(platform.current_device()), 2
     group, length = parallel.context_group(), batch.shape[1]
     whole = [
         {
             "ids": rows,
             "labels": rows.roll(-1, 1),
-            "positions": torch.arange(length).expand(size, -1),
-            "weights": (torch.arange(length) < length - 1).expand(size, -1) / (length - 1) / size,
+            "positions": torch.arange(length, device=batch.device).expand(size, -1),
+            "weights": (torch.arange(length, device=batch.device) < length - 1).expand(size, -1)
+            / (length - 1)
+            / size,
         }
         for rows in batch.split(size)
     ]

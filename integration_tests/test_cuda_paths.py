@@ -39,12 +39,9 @@ CASES: dict[str, dict[str, Any]] = {
 ONCE = {
     "value in finalize_model_grads.py:finalize_model_grads": 1,  # whether the step has targets
     "value in clip_grads.py:get_grad_norm_fp32": 1,  # the gradient norm, which is logged
-    "value in step_counts.py:count_step": 2,  # experts: targets and tokens of the step, ours
-    "copy to the GPU in step_counts.py:count_step": 1,
 }
 """What a step may wait for, and how often."""
 ALWAYS = {
-    "value in rope_utils.py:_apply_rotary_pos_emb_thd",  # lengths of packed sequences, without its fused kernel
     "size in moe_utils.py:permute",  # tokens of each expert, without its fused kernel
     "torch.cuda.synchronize in p2p_communication.py:_communicate",  # with batch_p2p_comm
 }

@@ -110,7 +110,7 @@ def compute(references: list[Reference], layout: str, folder: Path) -> list[Foun
         try:
             model = _model(reference, layout, attention_dropout=0.0, hidden_dropout=0.0)  # seed_oss has it
             compared = compare(model, reference)
-            _export_gradient(model, reference, folder / f"{reference.case}-{layout}")
+            export_gradient_of(model, reference, folder / f"{reference.case}-{layout}")
             found.append(compared.problem() or compared.difference)
         except Exception as error:  # the same on every rank: go on with the other models
             found.append(f"{type(error).__name__}: {error}")
@@ -119,7 +119,7 @@ def compute(references: list[Reference], layout: str, folder: Path) -> list[Foun
 
 def export_gradient(reference: Reference, layout: str, path: Path, **settings: Any) -> None:
     """The gradients of one forward and backward pass, exported as if they were weights."""
-    _export_gradient(_model(reference, layout, **settings), reference, path)
+    export_gradient_of(_model(reference, layout, **settings), reference, path)
 
 
 def _model(reference: Reference, layout: str, **settings: Any) -> Any:
@@ -129,7 +129,8 @@ def _model(reference: Reference, layout: str, **settings: Any) -> Any:
     return AutoModel.from_pretrained(reference.path, args)
 
 
-def _export_gradient(model: Any, reference: Reference, path: Path) -> None:
+def export_gradient_of(model: Any, reference: Reference, path: Path) -> None:
+    """`export_gradient` of a model that is made for gradients of sums."""
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,

@@ -79,7 +79,7 @@ Found = tuple[torch.Tensor, dict[str, torch.Tensor] | None] | str
 """Logits and gradients, or why there are none."""
 
 
-def gradients(jobs: list[tuple[Path, Path, str]]) -> list[Found]:
+def gradients(jobs: list[tuple[Path, Path, str]], **settings: Any) -> list[Found]:
     """Of each adapter on its base and layout. Runs on every rank."""
     from mca_models.megatron import AutoModel
     from mca_models.megatron.peft import load_adapter
@@ -87,7 +87,7 @@ def gradients(jobs: list[tuple[Path, Path, str]]) -> list[Found]:
     found: list[Found] = []
     for base, adapter, layout in jobs:
         try:
-            models = load_adapter(AutoModel.from_pretrained(base, arguments(layout)), adapter)
+            models = load_adapter(AutoModel.from_pretrained(base, arguments(layout, **settings)), adapter)
             found.append((models.logits(tokens()), megatron_gradients(models)))
         except Exception as error:  # the same on every rank: go on with the other models
             found.append(f"{type(error).__name__}: {error}")

@@ -21,13 +21,15 @@ def packed(models: Any, rows: list[torch.Tensor]) -> torch.Tensor:
     """The logits of ``rows`` packed into one, this rank's context part, and all of the vocabulary."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    from mca_models.megatron import platform
     from mca_models.megatron.distributed import parallel
     from mca_models.megatron.layers.zigzag import take
 
-    group = parallel.context_group()
+    group, device = parallel.context_group(), platform.current_device()
     ends = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()], dtype=torch.int32)
+    ends = ends.to(device)
     longest = max(len(row) for row in rows)
-    ids = torch.cat([take(row, 0, group.rank(), group.size()) for row in rows])[None]
+    ids = torch.cat([take(row, 0, group.rank(), group.size()) for row in rows])[None].to(device)
     params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=ends,
@@ -52,16 +54,16 @@ def logits_and_gradient(
     return logits.detach(), weight.grad.clone()
 
 
-def compare(reference: Reference, layout: str) -> tuple[float, float, float]:
+def compare(reference: Reference, layout: str, **settings: Any) -> tuple[float, float, float]:
     """Differences of packed and separate logits, of gradients, and to transformers."""
     from mca_models.megatron import AutoModel
 
-    models = AutoModel.from_pretrained(reference.path, arguments(layout))
+    models = AutoModel.from_pretrained(reference.path, arguments(layout, **settings))
     rows = [reference.input_ids[i % 3, :length] for i, length in enumerate(LENGTHS)]
     one, one_grad = logits_and_gradient(models, rows, together=True)
     many, many_grad = logits_and_gradient(models, rows, together=False)
     whole = max(
-        float((models.logits(row[None]) - reference.logits[i % 3, : len(row)]).abs().max())
+        float((models.logits(row[None]).cpu() - reference.logits[i % 3, : len(row)]).abs().max())
         for i, row in enumerate(rows)
     )
     scale = float(many_grad.abs().max())

@@ -192,6 +192,29 @@ def test_skipped_steps_are_counted_and_a_run_of_nothing_else_fails(checkpoint, t
     assert error.startswith("all 3 steps of the run were skipped")
 
 
+def resumed_before_the_first_update(checkpoint: Path, output_dir: Path) -> list[tuple[Any, Any]]:
+    """Logs of a run whose first steps are skipped, and of one that goes on from its first checkpoint."""
+    found = []
+    for number, changes in enumerate(({}, {"use_distributed_optimizer": True})):
+        run = {"fp16": True, "initial_loss_scale": 2.0**14, "hysteresis": 1, "loss_scale_window": 9}
+        run |= {"max_steps": 6} | changes
+        folder = output_dir / str(number)
+        straight = make_trainer(checkpoint, folder, save_strategy="steps", save_steps=1, **run)
+        quietly(straight.train)
+        resumed = make_trainer(checkpoint, folder, **run)
+        quietly(lambda: resumed.train(resume_from_checkpoint=str(folder / "checkpoint-1")))  # noqa: B023
+        keys = ("loss", "grad_norm", "loss_scale", "skipped_steps")
+        found += [tuple({key: history(each, key) for key in keys} for each in (straight, resumed))]
+    return found
+
+
+def test_a_checkpoint_before_the_first_update_resumes(checkpoint, tmp_path):
+    for straight, resumed in run_ranks(1, resumed_before_the_first_update, checkpoint, tmp_path)[0]:
+        assert straight["skipped_steps"][0] == 1
+        assert 0 in straight["skipped_steps"]
+        assert resumed == straight
+
+
 HOPELESS: dict[str, dict[str, Any]] = {
     "fixed scale": {"fp16": True, "loss_scale": 1e9},
     "large steps": {"fp16": True, "learning_rate": 1e5, "initial_loss_scale": 16.0},

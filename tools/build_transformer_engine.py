@@ -5,8 +5,8 @@
 
 The folder holds what the extra ``te`` of ``mca-models`` adds to the environment, in the locked versions. It lies in
 the user's cache by the versions it was built for, or where ``MCA_TRANSFORMER_ENGINE`` says; ``MAX_JOBS`` is the number
-of compilers at once. Progress goes to stderr, the folder to stdout. Nothing is optimised: to run kernels, install the
-package as its own documentation says.
+of compilers at once. Progress goes to stderr, the folder to stdout. Nothing is optimised, unless ``MCA_TE_OPTIMISE``
+says a level such as 2 (`tools/gpu_kit`); to train, install the package as its own documentation says.
 """
 
 import fcntl
@@ -27,11 +27,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 EXTENSION = "transformer-engine-torch"
 COMPILER = r"""#!/usr/bin/env bash
-# c++ without optimisation, with one precompiled header for all sources
+# c++ without optimisation unless it is asked for, with one precompiled header for all sources
 set -eu
 arguments=() shared=() skip= source=
 for each in "$@"; do
-    [[ $each == -O? ]] && each=-O0
+    [[ $each == -O? ]] && each=-O${MCA_TE_OPTIMISE:-0}
     arguments+=("$each")
     if [[ -n $skip ]]; then skip=; continue; fi
     case $each in
@@ -197,7 +197,9 @@ def place(version: str, torch: str) -> Path:
         return Path(chosen).absolute()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    return cache / "mca" / f"transformer-engine-{version}-torch-{torch}-{python}"
+    level = os.environ.get("MCA_TE_OPTIMISE")
+    built = f"-O{level}" if level else ""
+    return cache / "mca" / f"transformer-engine-{version}-torch-{torch}-{python}{built}"
 
 
 def make() -> Path:

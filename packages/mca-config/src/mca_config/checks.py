@@ -53,10 +53,26 @@ def require_layout(
     raise_problems(problems, f"{model.model_type} cannot be laid out as {layout}")
 
 
-def sequence_multiple(layout: ParallelLayout, sequence_parallel: bool | None = None) -> int:
-    """What the length of a sequence must be a multiple of: two slices per context rank, each cut by tp."""
+def sequence_multiple(
+    layout: ParallelLayout, sequence_parallel: bool | None = None, *, tokens: int = 1
+) -> int:
+    """What the length of a sequence must be a multiple of: two slices per context rank, each cut by tp.
+
+    Args:
+        layout: The sizes.
+        sequence_parallel: None: as Megatron needs it.
+        tokens: What those of a rank must be a multiple of (`tokens_of_fp8`).
+    """
     slices = 2 if layout.cp > 1 else 1
-    return layout.cp * math.lcm(slices, layout.tp if _is_sequence_parallel(layout, sequence_parallel) else 1)
+    cut = layout.tp if _is_sequence_parallel(layout, sequence_parallel) else 1
+    return layout.cp * math.lcm(slices, cut * tokens)
+
+
+def tokens_of_fp8(fp8: str | None, recipe: str | None) -> int:
+    """What the tokens of a rank must be a multiple of where products are computed in fp8; 1 where they are not."""
+    if fp8 is None:
+        return 1
+    return 32 if recipe == "mxfp8" else 16
 
 
 def positions_exceeded(model: McaModelConfig, length: int) -> str | None:

@@ -4,6 +4,7 @@ This module and `_hf_arguments` need transformers; no other one of the package d
 """
 
 import logging
+import os
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -40,6 +41,8 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # t
     def __post_init__(self) -> None:
         if self.bf16 and self.accumulate_allreduce_grads_in_fp32 is None:
             self.accumulate_allreduce_grads_in_fp32 = True
+        # Megatron orders communication by it; CUDA reads it when it starts, which Hugging Face's set-up makes it do
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if not torch.cuda.is_available():
             self.use_cpu = True  # else Hugging Face takes every rank for the only one, and says so on each
         self._take_over_checkpointing()

@@ -3,22 +3,42 @@
 import pytest
 import torch
 
-from mca_models.megatron.platform import FusedAdam
+from mca_models.megatron.platform import FusedAdam, fused_adam
+
+SHAPES = ((5, 3), (7,), (2, 2, 2))
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_matches_torch(decoupled: bool) -> None:
+@pytest.mark.parametrize("elements", [2**24, 8], ids=["together", "in-groups"])
+def test_matches_torch(decoupled: bool, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_adam, "_ELEMENTS", elements)
     torch.manual_seed(0)
-    start = torch.randn(5, 3)
-    mine, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    ours = FusedAdam([mine], lr=0.01, weight_decay=0.1, adam_w_mode=decoupled)
-    reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)([theirs], lr=0.01, weight_decay=0.1)
+    starts = [torch.randn(shape) for shape in SHAPES]
+    mine, theirs = ([torch.nn.Parameter(start.clone()) for start in starts] for _ in range(2))
+    idle = torch.nn.Parameter(torch.ones(2))  # has no gradient
+    ours = FusedAdam([*mine, idle], lr=0.01, weight_decay=0.1, adam_w_mode=decoupled)
+    reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, lr=0.01, weight_decay=0.1)
     for _ in range(10):
-        gradient = torch.randn(5, 3)
-        mine.grad, theirs.grad = gradient.clone(), gradient.clone()
+        for one, other in zip(mine, theirs, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
         ours.step()
         reference.step()
     torch.testing.assert_close(mine, theirs)
+    assert idle.tolist() == [1.0, 1.0]
+
+
+def test_parameters_share_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(30)]
+    for param in params:
+        param.grad = torch.ones(4)
+    launched: list[int] = []
+    kernel = torch._foreach_lerp_
+    monkeypatch.setattr(
+        torch, "_foreach_lerp_", lambda xs, *rest: (launched.append(len(xs)), kernel(xs, *rest))
+    )
+    FusedAdam(params).step()
+    assert launched == [30]
 
 
 def test_step_lives_in_the_group() -> None:

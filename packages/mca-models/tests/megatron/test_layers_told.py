@@ -1,20 +1,64 @@
 """Whoever has a GPU and no Transformer Engine is told so once."""
 
+import os
+import sys
+
 import pytest
 
+from mca_config.arguments import DistributingParallelArguments
+from mca_config.errors import McaError
 from mca_models.megatron.auto import slower_layers
+from mca_models.megatron.factory.transformer_config import implementation_of
+from mca_models.megatron.platform import _device
 
 
 @pytest.mark.parametrize(
-    ("built", "asked", "device", "told"),
+    ("built", "asked", "missing", "told"),
     [
-        ("local", None, "cuda", True),
-        ("local", "local", "cuda", False),
-        ("transformer_engine", None, "cuda", False),
-        ("local", None, "cpu", False),
+        ("local", None, "Transformer Engine is not installed", True),
+        ("local", "local", "Transformer Engine is not installed", False),
+        ("transformer_engine", None, None, False),
+        ("local", None, None, False),
     ],
 )
-def test_local_layers_on_a_gpu_are_told_unless_asked_for(built, asked, device, told):
-    said = slower_layers(built, asked, device)
+def test_local_layers_on_a_gpu_are_told_unless_asked_for(built, asked, missing, told):
+    said = slower_layers(built, asked, missing)
     assert (said is not None) == told
-    assert not told or "mca-models[te]" in said
+    assert not told or ("mca-models[te]" in said and said.startswith(missing))
+
+
+@pytest.fixture
+def broken_engine(tmp_path, monkeypatch):
+    """A GPU, and a Transformer Engine that was built for another torch."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "pytorch.py").write_text("raise ImportError('undefined symbol: _ZN3c10\\nmore')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(_device, "device_type", lambda: "cuda")
+    _device.no_engine.cache_clear()
+    yield
+    _device.no_engine.cache_clear()
+    sys.modules.pop("transformer_engine", None)
+
+
+def test_an_engine_that_does_not_load_is_none_and_says_why(broken_engine):
+    assert implementation_of(DistributingParallelArguments()) == "local"
+    assert _device.no_engine() == "Transformer Engine does not load (ImportError: undefined symbol: _ZN3c10)"
+    with pytest.raises(
+        McaError, match=r"does not load .*undefined symbol.*; mend that or set transformer_impl to"
+    ):
+        implementation_of(DistributingParallelArguments(transformer_impl="transformer_engine"))
+
+
+def test_megatrons_variable_stands_before_cuda_is_asked(monkeypatch):
+    monkeypatch.delenv("MCA_DEVICE", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    asked = []
+    monkeypatch.setattr(
+        "torch.cuda.is_available", lambda: asked.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+    )
+    _device.device_type.__wrapped__()
+    assert asked == ["1"]

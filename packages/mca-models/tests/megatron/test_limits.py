@@ -41,6 +41,10 @@ GROUPED = replace(
     moe_router_topk=3,
 )
 WINDOWED = replace(DENSE, window_size=8)
+YARN = replace(
+    DENSE, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+)
+INTERLEAVED = replace(DENSE, rotary_interleaved=True)
 SINKS = replace(DENSE, softmax_type="learnable")
 TIED_PREDICTION = replace(DENSE, mtp_num_layers=1, tie_word_embeddings=True)
 BETWEEN = ParallelLayout(
@@ -48,7 +52,8 @@ BETWEEN = ParallelLayout(
     virtual_pipeline_model_parallel_size=2,
     pipeline_model_parallel_layout="Et|t|t|t|m|L",
 )
-ENGINE = {"implementation": "transformer_engine", "device": "cuda"}
+ENGINE: dict[str, Any] = {"implementation": "transformer_engine", "device": "cuda"}
+HALF = ENGINE | {"bf16": True}
 TP2 = ParallelLayout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
 VPP = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
 PP2 = ParallelLayout(pipeline_model_parallel_size=2)
@@ -111,9 +116,13 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (DENSE, TP2, ENGINE | {"tp_comm_overlap": True}, "tp_comm_overlap needs buffers"),
     (MOE, ParallelLayout(), {"moe_token_dispatcher_type": "flex"}, "use alltoall or allgather"),
     (DENSE, CP2, {"cp_comm_type": "p2p"}, "all_gather"),
-    (WINDOWED, CP2, ENGINE, "no sliding window"),
-    (SINKS, CP2, {**ENGINE, "cp_comm_type": "all_gather"}, "attention sinks"),
-    (MLA, CP2, {**ENGINE, "cp_comm_type": "a2a"}, "no latent attention"),
+    (WINDOWED, CP2, HALF, "no sliding window"),
+    (SINKS, CP2, {**HALF, "cp_comm_type": "all_gather"}, "attention sinks"),
+    (MLA, CP2, {**HALF, "cp_comm_type": "a2a"}, "no latent attention"),
+    (DENSE, CP2, ENGINE, "no context parallelism in fp32"),
+    (DENSE, TP2, ENGINE | {"fp8": "hybrid", "fp8_param": True}, "fp8_param is not followed"),
+    (YARN, TP2, ENGINE | {"apply_rope_fusion": True}, "factor that rope_type yarn has on packed rows"),
+    (INTERLEAVED, TP2, ENGINE | {"apply_rope_fusion": True}, "does not interleave"),
 ]
 
 
@@ -142,11 +151,13 @@ ACCEPTED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any]]] = [
     ),
     (replace(TIED_PREDICTION, tie_word_embeddings=False), BETWEEN, {"overlap_p2p_comm": True}),
     (DENSE, TP2, {"gradient_accumulation_fusion": True, "device": "cuda"}),
-    (DENSE, CP2, {"cp_comm_type": "p2p", **ENGINE}),
+    (DENSE, CP2, {"cp_comm_type": "p2p", **HALF}),
     (WINDOWED, ParallelLayout(), ENGINE),
-    (WINDOWED, CP2, {"cp_comm_type": "a2a", **ENGINE}),
-    (SINKS, CP2, {"cp_comm_type": "a2a", **ENGINE}),
-    (MLA, CP2, ENGINE),
+    (WINDOWED, CP2, {"cp_comm_type": "a2a", **HALF}),
+    (SINKS, CP2, {"cp_comm_type": "a2a", **HALF}),
+    (MLA, CP2, HALF),
+    (DENSE, TP2, ENGINE | {"apply_rope_fusion": True}),
+    (INTERLEAVED, TP2, ENGINE | {"apply_rope_fusion": True, "version": V19}),
     *((model, CP2, {"attention_backend": "local", **ENGINE}) for model in (WINDOWED, SINKS, MLA)),
 ]
 

@@ -77,6 +77,16 @@ def sum_over_samples(values: Tensor) -> Tensor:
     return total
 
 
+def sum_over_samples_on_host(values: Tensor) -> Tensor:
+    """``values`` in the host's memory added as by `sum_over_samples`: nobody waits for what a GPU has yet to do."""
+    from megatron.core import parallel_state
+
+    total = values.clone()
+    if data_group_with_context().size() > 1:
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group_gloo(with_context_parallel=True))
+    return total
+
+
 def from_replicas(values: Tensor) -> Tensor:
     """``values`` of the last pipeline stage, of which each replica knows some and has 0 for the rest, on every rank."""
     from megatron.core import parallel_state

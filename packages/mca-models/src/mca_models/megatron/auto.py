@@ -132,18 +132,29 @@ def _build(
     require_layout(config, layout)
     place = parallel.start(layout, seed, embedding_ranks=_embedding_ranks(replace(config, layout=layout)))
     models = VirtualModels(config, args, place, dtype=trained_dtype(config, args, dtype), source=source)
-    if told := slower_layers(models.implementation, args.transformer_impl, platform.device_type()):
+    if told := slower_layers(models.implementation, args.transformer_impl, _missing()):
         _log.warning("%s", told)
     return models
 
 
-def slower_layers(built: Implementation, asked: str | None, device: str) -> str | None:
-    """What to say where a GPU runs Megatron's local layers and nobody asked for them."""
-    if device != "cuda" or built != "local" or asked == "local":
+def _missing() -> str | None:
+    """What a GPU lacks of Transformer Engine; nothing is missing where there is none."""
+    return platform.no_engine() if platform.device_type() == "cuda" else None
+
+
+def slower_layers(built: Implementation, asked: str | None, missing: str | None) -> str | None:
+    """What to say where a GPU runs Megatron's local layers and nobody asked for them.
+
+    Args:
+        built: Whose layers run.
+        asked: Whose were asked for.
+        missing: Why not Transformer Engine's; None on a CPU.
+    """
+    if missing is None or built != "local" or asked == "local":
         return None
     return (
-        "Transformer Engine is not installed, so Megatron's local layers run: slower, with more memory, without fp8; "
-        "install mca-models[te], or set transformer_impl to local if that is what you want"
+        f"{missing}, so Megatron's local layers run: slower, with more memory, without fp8; install mca-models[te], "
+        "or set transformer_impl to local if that is what you want"
     )
 
 

@@ -11,7 +11,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mca_config.checks import sequence_multiple
+from mca_config.checks import sequence_multiple, tokens_of_fp8
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.layers.zigzag import in_order, take
@@ -47,7 +47,11 @@ def _padded(models: LiveModel, tokens: Tensor) -> Tensor:
     """Token 0 after each row up to what the layout can cut; rows of it up to the micro-batches."""
     batch, length = tokens.shape
     layout = models.place.layout
-    multiple = sequence_multiple(layout, models.megatron.sequence_parallel)
+    multiple = sequence_multiple(
+        layout,
+        models.megatron.sequence_parallel,
+        tokens=tokens_of_fp8(models.megatron.fp8, models.megatron.fp8_recipe),
+    )
     columns = -length % multiple
     rows = -batch % _micro_batches(models)
     return torch.nn.functional.pad(tokens, (0, columns, 0, rows))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.utils.data import DataLoader
 
-from mca_config.checks import sequence_multiple
+from mca_config.checks import sequence_multiple, tokens_of_fp8
 from mca_config.errors import McaError, UsageError
 from mca_train.batching.collate import Collator, CountedSamples, StepCollator
 from mca_train.batching.image_batch import ImageBatching
@@ -161,7 +161,9 @@ class Loaders:
         collator = StepCollator(
             collate=self.collate,
             micro_batch_size=sampler.shape.micro_batch_size,
-            multiple=sequence_multiple(self.ranks.layout, self.sequence_parallel),
+            multiple=sequence_multiple(
+                self.ranks.layout, self.sequence_parallel, tokens=tokens_of_fp8(args.fp8, args.fp8_recipe)
+            ),
             context_parallel_size=self.ranks.layout.cp,
             context_parallel_rank=self.ranks.context_parallel_rank,
             pad_token_id=self.pad_token_id,

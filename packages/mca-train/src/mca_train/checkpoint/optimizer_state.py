@@ -101,6 +101,8 @@ def _sharded(optimizer: MegatronOptimizer, chunks: list[Chunk], *, loading: bool
     for single in getattr(optimizer, "chained_optimizers", [optimizer]):
         if single.init_state_fn is None:  # of sgd
             single.init_state_fn = _begin_momentum
+        if not loading and not single.optimizer.state:  # fp16: every step so far was skipped
+            single.init_state_fn(single.optimizer, single.config)
     with positions_without_padding(optimizer):
         state = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     for _, _, leaf in _leaves(state):

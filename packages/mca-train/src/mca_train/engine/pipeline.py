@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mca_config.types import JsonObject
-from mca_models.megatron.layers.attention import KNOWN_ENDS
+from mca_models.megatron.layers.attention import tell_lengths
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.losses import moe_aux, prediction
 from mca_train.losses.moe_tokens import hand_tokens
@@ -119,5 +119,5 @@ def _packed_params(batch: MicroBatch, on_host: Tensor | None) -> Upstream:
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_kv=batch.max_seqlen,
     )
-    setattr(params, KNOWN_ENDS, on_host.tolist())
+    tell_lengths(params, on_host)
     return params

@@ -32,6 +32,15 @@ def threads_per_rank(ranks: int) -> int:
     return int(asked) if asked.isdigit() else share if share >= 4 else 1
 
 
+def threads_beside_gpu(ranks: int) -> int:
+    """Threads for a rank that has a GPU: what the user asked for, else its share of the cores.
+
+    They are for what the host does: the optimizer of offloaded parameters, tokens, checksums of files.
+    """
+    asked = os.environ.get("MCA_THREADS", "")
+    return int(asked) if asked.isdigit() else max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
 def rank_environment(rank: int, num_ranks: int, listener: socket.socket) -> dict[str, str]:
     """The variables by which a rank finds the others, at the port of ``listener``."""
     return {

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from mca_train.launch.environment import rank_environment
+from mca_train.launch.environment import rank_environment, threads_beside_gpu
 from mca_train.launch.failures import End, done_mark, explain, report_failure
 from mca_train.launch.rendezvous import LISTENER, listening
 
@@ -57,6 +57,7 @@ def spawn_ranks(command: Sequence[str], num_ranks: int, folder: Path) -> int:
 
     def start(rank: int, environment: dict[str, str]) -> int:
         variables = {**os.environ, **environment, "MCA_TRAIN_REPORTS": str(folder)}
+        variables["OMP_NUM_THREADS"] = str(threads_beside_gpu(num_ranks))  # the launcher has one
         with (folder / f"output_{rank}.log").open("wb") as log:
             output = None if rank == 0 else log
             process = subprocess.Popen(

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mca_models.megatron import platform
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 
@@ -29,7 +28,7 @@ def count_step(batch: StepBatch, prediction_layers: int) -> StepCounts:
     """Counts ``batch`` of all ranks; collective."""
     depths = range(prediction_layers + 1)
     mine = torch.stack([_counts(micro, depths) for micro in batch.micro_batches]).sum(0)
-    targets, tokens = groups.sum_over_samples(mine.to(platform.current_device())).tolist()
+    targets, tokens = groups.sum_over_samples_on_host(mine).tolist()
     segments = max(micro.num_segments for micro in batch.micro_batches)
     return StepCounts(tuple(targets), tuple(tokens), segments)
 

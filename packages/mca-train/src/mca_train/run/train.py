@@ -97,10 +97,7 @@ def settings_on_rank(task: Task, values: Values, where: str) -> tuple[Settings, 
 
     attempt = None
     if not dist.is_initialized():
-        if platform.device_type() == "cuda":
-            import torch
-
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        platform.use_device(int(os.environ.get("LOCAL_RANK", "0")))
         timeout = timedelta(seconds=float(values.get("ddp_timeout", 1800)))
         attempt = join(platform.backend(), timeout)
     return settings_of(task, continued(values, attempt), where), attempt

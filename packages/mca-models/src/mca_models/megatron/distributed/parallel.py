@@ -74,8 +74,7 @@ def start(
 
 
 def _start_torch() -> None:
-    if platform.device_type() == "cuda":
-        torch.cuda.set_device(int(os.environ.get(_LOCAL_RANK, "0")))
+    platform.use_device(int(os.environ.get(_LOCAL_RANK, "0")))
     if torch.distributed.is_initialized():
         return
     if _RANK in os.environ and _WORLD_SIZE in os.environ:

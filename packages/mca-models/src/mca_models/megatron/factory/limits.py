@@ -13,6 +13,7 @@ from mca_config.pipeline import PipelinePlan, pipeline_plan
 from mca_config.rope import require_rope
 from mca_config.types import Values
 from mca_models.megatron.families.group_router import own_router
+from mca_models.megatron.layers.rope import attention_factor
 
 Version = tuple[int, ...]
 FIXED_IN_0_17: Version = (0, 17)
@@ -45,6 +46,7 @@ def require_supported(
         *_machine(settings, device, implementation),
         *_routing(config, settings),
         *_attention(config, layout, settings, implementation),
+        *_fused_rope(config, settings, version),
     ]
     raise_problems(problems, f"{config.model_type} at {layout}")
 
@@ -123,6 +125,8 @@ def _machine(settings: Values, device: str, implementation: str) -> Iterator[str
         settings = {name: value for name, value in settings.items() if name not in _OF_CUDA}
     elif settings.get("tp_comm_overlap"):
         yield "tp_comm_overlap needs buffers that are not set up here (Transformer Engine's initialize_ub); remove it"
+    if settings.get("fp8_param"):
+        yield "fp8_param is not followed: gradient buffers and optimizer would not know of weights in fp8; remove it"
     if implementation == "local":
         yield from needing_engine(settings)
 
@@ -164,6 +168,11 @@ def _attention(
         return
     if layout.cp == 1:
         return
+    if not settings.get("bf16") and not settings.get("fp16"):
+        yield (
+            "Transformer Engine's attention has no context parallelism in fp32; train in bf16 or fp16, or set "
+            "attention_backend to local"
+        )
     ring = kind in (None, "p2p", "a2a+p2p")
     if config.window_size is not None and ring:
         yield (
@@ -180,6 +189,17 @@ def _attention(
             f"Transformer Engine has no latent attention with cp_comm_type {kind}; set it to p2p, or "
             "attention_backend to local"
         )
+
+
+def _fused_rope(config: McaModelConfig, settings: Values, version: Version) -> Iterator[str]:
+    """Megatron's call of the fused kernel for packed rows leaves out what the plain one is told."""
+    if not settings.get("apply_rope_fusion"):
+        return
+    if not isinstance(config, MlaMcaModelConfig) and attention_factor(config) != 1.0:
+        kind = (config.rope_scaling or {})["rope_type"]
+        yield f"apply_rope_fusion leaves out the factor that rope_type {kind} has on packed rows; remove it"
+    if config.rotary_interleaved and version < FIXED_IN_0_17:
+        yield "apply_rope_fusion of megatron-core 0.16 does not interleave the channels of packed rows; remove it"
 
 
 def _is_own(config: McaModelConfig, settings: Values, implementation: str) -> bool:

@@ -5,7 +5,6 @@ How the model runs is said in `execution`. What cannot be computed rightly is re
 
 import dataclasses
 import functools
-import importlib.util
 import logging
 import math
 import warnings
@@ -85,13 +84,13 @@ def implementation_of(args: DistributingParallelArguments) -> Implementation:
     Raises:
         McaError: Transformer Engine was asked for and is missing.
     """
-    usable = importlib.util.find_spec("transformer_engine") is not None and platform.device_type() == "cuda"
-    if args.transformer_impl == "transformer_engine" and not usable:
+    missing = platform.no_engine()
+    if args.transformer_impl == "transformer_engine" and missing is not None:
         raise McaError(
-            "transformer_impl transformer_engine needs a GPU and the package transformer-engine "
-            "(mca-models[te]); install it or set transformer_impl to local"
+            "transformer_impl transformer_engine needs a GPU and the package transformer-engine (mca-models[te]), but "
+            f"{missing}; mend that or set transformer_impl to local"
         )
-    return args.transformer_impl or ("transformer_engine" if usable else "local")
+    return args.transformer_impl or ("local" if missing else "transformer_engine")
 
 
 def transformer_config(

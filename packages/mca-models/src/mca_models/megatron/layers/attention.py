@@ -27,6 +27,8 @@ from mca_models.megatron.types import (
 
 KNOWN_ENDS = "mca_ends"
 """Of packed sequences' parameters: where they end, as numbers, if whoever made them knew."""
+ON_HOST = "mca_on_host"
+"""Of ``cu_seqlens`` on a device: the same tensor in the host's memory."""
 _CAUSAL = ("causal", "padding_causal")
 
 
@@ -177,6 +179,17 @@ def _context_group(pg_collection: GroupCollection) -> ProcessGroup:
         parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
     )
     return found
+
+
+def tell_lengths(packed_seq_params: PackedSeqParams, on_host: Tensor) -> None:
+    """Makes known where packed sequences end, so that no layer waits for the device to read it.
+
+    Args:
+        packed_seq_params: Of those sequences; queries and keys have the same.
+        on_host: Their ``cu_seqlens`` in the host's memory.
+    """
+    setattr(packed_seq_params, KNOWN_ENDS, on_host.tolist())
+    setattr(packed_seq_params.cu_seqlens_q, ON_HOST, on_host.detach().clone())
 
 
 def packed_lengths(packed_seq_params: PackedSeqParams, rows: int) -> tuple[int, ...]:

@@ -14,11 +14,12 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from mca_config.checks import sequence_multiple
+from mca_config.checks import sequence_multiple, tokens_of_fp8
 from mca_config.errors import McaError
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.forward import gathered, inference
+from mca_models.megatron.layers.attention import tell_lengths
 from mca_models.megatron.layers.zigzag import ranges_of_rank
 from mca_models.megatron.live import LiveModel
 from mca_models.megatron.log_probs.chunks import ChunkedOutput, token_values
@@ -136,7 +137,11 @@ class _Rows:
         self._places = batch.places()
         size = batch.micro_batch_size
         self._groups = [self._places[i : i + size] for i in range(0, len(self._places), size)]
-        self._multiple = sequence_multiple(layout, models.megatron.sequence_parallel)
+        self._multiple = sequence_multiple(
+            layout,
+            models.megatron.sequence_parallel,
+            tokens=tokens_of_fp8(models.megatron.fp8, models.megatron.fp8_recipe),
+        )
         self.height = 1 if batch.packed else size
         lengths = [[self._padded(len(places)) for places in group] for group in self._groups]
         length = max([sum(each) if batch.packed else max(each) for each in lengths], default=self._multiple)
@@ -200,15 +205,17 @@ class _Rows:
     def _packed(self, lengths: Sequence[int]) -> PackedSeqParams:
         from megatron.core.packed_seq_params import PackedSeqParams as Params
 
-        ends = torch.tensor([0, *lengths], device=self._device).cumsum(0).int()
-        longest = max(lengths)
-        return Params(
+        on_host = torch.tensor([0, *lengths]).cumsum(0).int()
+        ends, longest = on_host.to(self._device), max(lengths)
+        params: PackedSeqParams = Params(
             qkv_format="thd",
             cu_seqlens_q=ends,
             cu_seqlens_kv=ends,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
+        tell_lengths(params, on_host)
+        return params
 
     def whole(self, output: Tensor) -> Tensor:
         """``[kinds, height, length]`` of all context ranks; their parts stay in the ranks' order until `spread`."""

@@ -6,7 +6,6 @@ small file of its own that says why; on a GPU only the repairs that no device ca
 
 import importlib
 import logging
-import os
 import re
 import sys
 import warnings
@@ -28,6 +27,7 @@ from mca_models.megatron.platform import (
     mla_down_projection,
     mla_flags,
     optimizer_te_version,
+    packed_rope,
     parameter_groups,
     recompute_without_te,
     rng_state,
@@ -35,7 +35,7 @@ from mca_models.megatron.platform import (
     split_sizes,
     uneven_collectives,
 )
-from mca_models.megatron.platform._device import backend, current_device, device_type
+from mca_models.megatron.platform._device import backend, current_device, device_type, no_engine, use_device
 from mca_models.megatron.platform._patch import Patch
 from mca_models.megatron.platform.compile_at_import import without_compile
 from mca_models.megatron.platform.fused_adam import FusedAdam
@@ -50,7 +50,9 @@ __all__ = [
     "current_device",
     "device_type",
     "megatron_version",
+    "no_engine",
     "prepare",
+    "use_device",
 ]
 
 _log = logging.getLogger(__name__)
@@ -74,6 +76,7 @@ PATCHES: tuple[Patch, ...] = (
     hybrid_views.PATCH,
     mla_flags.PATCH,
     optimizer_te_version.PATCH,
+    packed_rope.PATCH,
     parameter_groups.PATCH,
     mla_down_projection.PATCH,
     checkpoint_queue.PATCH,
@@ -113,7 +116,6 @@ def prepare() -> None:
             "megatron.core was imported before mca_models.megatron.platform.prepare(), which a machine without "
             "a GPU does not survive; import mca_models.megatron first"
         )
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron orders communication by it
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
     _make(BEFORE_IMPORT)

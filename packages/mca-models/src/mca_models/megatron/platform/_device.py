@@ -3,6 +3,8 @@
 Nothing is patched here.
 """
 
+import importlib
+import importlib.util
 import os
 from functools import cache
 
@@ -21,6 +23,9 @@ def device_type() -> Device:
     Raises:
         McaError: MCA_DEVICE names something else, or CUDA where there is none.
     """
+    if os.environ.get(_VARIABLE) != "cpu":
+        # Megatron orders communication by it, and CUDA reads it when it starts
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     chosen = os.environ.get(_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen == "cuda" and not torch.cuda.is_available():
         raise McaError(f"{_VARIABLE}=cuda, but torch sees no GPU; unset it or set {_VARIABLE}=cpu")
@@ -34,6 +39,28 @@ def current_device() -> torch.device:
     if device_type() == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def use_device(local_rank: int) -> None:
+    """Makes the GPU of that number this process's own; on a CPU there is nothing to choose."""
+    if device_type() == "cuda":
+        torch.cuda.set_device(local_rank)
+
+
+@cache
+def no_engine() -> str | None:
+    """Why Transformer Engine cannot be used; None if it can. A package that is there may not load."""
+    if device_type() != "cuda":
+        return "there is no GPU"
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # a library that is missing, or built for another torch
+        return (
+            f"Transformer Engine does not load ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+        )
+    return None
 
 
 def backend() -> str:

@@ -5,11 +5,14 @@ Megatron's distributed optimizer then takes the very code path, and writes the v
 a GPU; its path for ``torch.optim.AdamW`` cannot be resumed (see ``distributed_adam.py``).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from mca_models.megatron.types import Settings, Upstream
+
+_ELEMENTS = 2**24
+"""Of parameters that are updated together: their temporaries take 128 MiB."""
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -51,18 +54,38 @@ class FusedAdam(torch.optim.Optimizer):
         correction1 = correction2 = 1.0
         if group["bias_correction"]:
             correction1, correction2 = 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
-        for param in group["params"]:
-            if param.grad is None:
-                continue
+        for params in _together([param for param in group["params"] if param.grad is not None]):
+            means, squares = self._moments(params)
+            grads: list[Upstream] = [param.grad.to(param.dtype) for param in params]
+            if self.adam_w_mode:
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            else:
+                grads = torch._foreach_add(grads, torch._foreach_mul(params, group["weight_decay"]))
+            torch._foreach_lerp_(means, grads, 1 - beta1)
+            torch._foreach_mul_(squares, beta2)
+            torch._foreach_addcmul_(squares, grads, grads, value=1 - beta2)
+            roots = torch._foreach_div(squares, correction2)
+            torch._foreach_sqrt_(roots)
+            torch._foreach_add_(roots, group["eps"])
+            torch._foreach_addcdiv_(params, means, roots, value=-group["lr"] / correction1)
+
+    def _moments(self, params: list[Upstream]) -> tuple[list[Upstream], list[Upstream]]:
+        """Means of gradients and of their squares."""
+        for param in params:
             state = self.state[param]
             if "exp_avg" not in state:
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
-            grad = param.grad.to(param.dtype)
-            if self.adam_w_mode:
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-            else:
-                grad = grad + group["weight_decay"] * param
-            state["exp_avg"].lerp_(grad, 1 - beta1)
-            state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            denominator = (state["exp_avg_sq"] / correction2).sqrt_().add_(group["eps"])
-            param.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / correction1)
+        states = [self.state[param] for param in params]
+        return [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
+
+
+def _together(params: list[Upstream]) -> Iterator[list[Upstream]]:
+    """Parameters in groups for which one kernel is launched: each as large as temporaries may be, at least one."""
+    found: list[Upstream] = []
+    for param in params:
+        if found and sum(each.numel() for each in found) + param.numel() > _ELEMENTS:
+            yield found
+            found = []
+        found.append(param)
+    if found:
+        yield found

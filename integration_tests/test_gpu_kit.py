@@ -1,0 +1,149 @@
+"""The kit for a GPU that is lent, rehearsed on the CPU: it computes and compares, and keeps what it found.
+
+``MCA_GPU_KIT=1`` rehearses every step.
+"""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from harness import run_ranks
+from source_tree import ROOT
+
+sys.path.insert(0, str(ROOT))
+from tools.gpu_kit import device_code, run, summary
+from tools.gpu_kit.kit import Kit
+from tools.gpu_kit.steps import STEPS, Step, step_of
+
+pytestmark = [pytest.mark.ranks, pytest.mark.fork]
+
+
+def found_by(name: str, folder: Path, planted: bool) -> tuple[bool, list[str]]:
+    """Whether a step passes, and what it says is wrong. Runs on a rank."""
+    from mca_models.megatron import AutoModel
+
+    plain = AutoModel.from_pretrained
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        model = plain(*args, **kwargs)
+        with torch.no_grad():
+            next(tensor for name, tensor in model.canonical_parameters() if "linear_qkv" in name).mul_(1.1)
+        return model
+
+    kit = Kit("cpu", True, folder, folder / "found.json")
+    with patch.object(AutoModel, "from_pretrained", wrong if planted else plain):
+        step_of(name).run(kit)
+    kept = json.loads(kit.output.read_text())
+    assert [each["holds"] for each in kept["checks"]] == [check.holds for check in kit.checks]
+    return kit.passed, [check.name for check in kit.checks if not check.holds]
+
+
+def test_parity_compares_logits_and_gradients(tmp_path: Path) -> None:
+    for number, planted in enumerate((False, True)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ((passed, wrong),) = run_ranks(1, found_by, "parity-fp32-local", folder, planted)
+        assert passed != planted
+        assert {"qwen2-tied: logits", "qwen3_moe: logits"} <= {*wrong} or not planted
+        assert sum("gradients" in name for name in wrong) == 2 * planted
+
+
+def test_one_command_runs_steps_and_keeps_what_they_found(tmp_path: Path) -> None:
+    names = [step.name for step in STEPS] if os.environ.get("MCA_GPU_KIT") else ["smoke"]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.gpu_kit.run",
+        str(tmp_path / "results"),
+        "--device",
+        "cpu",
+        "--tiny",
+    ]
+    ran = subprocess.run(
+        [*command, "--seconds", "3000", "--only", *names],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=3000,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    kept = [json.loads(line) for line in (tmp_path / "results" / "results.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in kept] == names
+    for each in kept:
+        assert each["status"] in ("passed", "left out"), each
+        assert each["status"] == "left out" or (each["checks"] and "engine" not in each["step"])
+    table = (tmp_path / "results" / "summary.md").read_text()
+    assert "a rehearsal with tiny sizes" in table
+    assert "| smoke | passed |" in table
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> run.Place:
+    (tmp_path / "results").mkdir()
+    return run.Place(tmp_path / "results", tmp_path / "scratch", run.install(None, tmp_path), "cpu", True)
+
+
+def test_a_step_that_breaks_or_hangs_is_kept_and_the_next_goes_on(place: run.Place) -> None:
+    broken = run.run(Step("no-such-step", "nothing:nothing", 1, 5), place, 20)
+    assert broken["status"] == "failed"
+    assert "invalid choice: 'no-such-step'" in broken["log"]
+    assert run.run(step_of("memory"), place, 0.1)["status"] == "out of time"
+    summary.write_summary(place.results)
+    table = (place.results / "summary.md").read_text()
+    assert "| no-such-step | failed |" in table
+    assert "| memory | out of time |" in table
+    assert "invalid choice" in table
+
+
+def test_parts_fit_into_the_minutes_that_a_machine_is_lent() -> None:
+    parts = sorted({step.part for step in STEPS})
+    assert parts == [1, 2, 3]
+    assert run.SECONDS * len(parts) <= 27 * 60
+    assert run.SECONDS < 600
+    assert [step.part for step in STEPS] == sorted(step.part for step in STEPS)
+
+
+def test_a_check_that_found_no_number_does_not_hold(tmp_path: Path) -> None:
+    kit = Kit("cpu", True, tmp_path, tmp_path / "found.json")
+    assert not kit.passed
+    kit.check("fine", 1.0, 1.0)
+    assert kit.passed
+    kit.check("nothing", float("nan"), 1.0)
+    assert not kit.passed
+
+
+def library_of(architectures: list[int]) -> bytes:
+    """An ELF file of nothing but a section of device code and one of names."""
+    code = b""
+    for architecture in architectures:
+        entry = struct.pack("<HHIQ", 2, 1, 64, 16).ljust(28, b"\0") + struct.pack("<I", architecture)
+        code += entry.ljust(64, b"\0") + b"device code here"
+    fatbin = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(code)) + code + bytes(8)
+    names = b"\0.nv_fatbin\0.shstrtab\0"
+    headers = [
+        struct.pack("<IIQQQQIIQQ", 1, 1, 0, 0, 64, len(fatbin), 0, 0, 8, 0),
+        struct.pack("<IIQQQQIIQQ", 12, 3, 0, 0, 64 + len(fatbin), len(names), 0, 0, 1, 0),
+    ]
+    start = bytearray(64)
+    struct.pack_into("<Q", start, 40, 64 + len(fatbin) + len(names))
+    struct.pack_into("<HHH", start, 58, 64, 2, 1)
+    return bytes(start) + fatbin + names + b"".join(headers)
+
+
+def test_device_code_of_other_gpus_is_left_out(tmp_path: Path) -> None:
+    library = tmp_path / "lib.so"
+    library.write_bytes(library_of([80, 90, 100]))
+    assert device_code.keep_only(library, (90,)) == 32
+    data = library.read_bytes()
+    assert len(data) == len(library_of([80, 90, 100]))
+    kept = {entry.architecture: data[entry.start : entry.stop] for entry in device_code.entries(data)}
+    assert kept == {80: bytes(16), 90: b"device code here", 100: bytes(16)}

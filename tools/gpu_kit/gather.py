@@ -1,0 +1,106 @@
+"""Gathers what a machine with one GPU and no network needs to run the kit, into one folder of limited size.
+
+    python -m tools.gpu_kit.gather FOLDER [--engine FOLDER_OF_BUILD_TRANSFORMER_ENGINE]
+
+The machine brings Python 3.12, torch 2.11 and transformers 5.17; the repository travels by itself. The folder gets
+wheels of megatron-core and of what else is missing there, and our own, whose versions are read; of Transformer Engine,
+which must be built for that Python and torch, what it imports, with the device code of the named GPUs alone.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+from tools.gpu_kit.device_code import keep_only
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LIMIT = 64 * 2**20
+"""Bytes that travel at once, the repository among them."""
+PACKAGES = ("mca-config", "mca-models", "mca-train", "mca-convert")
+MISSING = (
+    "megatron-core==0.19.2",
+    "datasets==5.2.0",
+    "dill",
+    "multiprocess",
+    "importlib-metadata",
+    "ml-dtypes",
+)
+"""What such a machine lacks, or may."""
+PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17)), "manylinux2014_x86_64")
+ENGINE = ("transformer_engine", "transformer_engine_*", "nvdlfw_inspect*", "cudnn", "nvidia_cudnn_frontend*")
+"""What is taken of Transformer Engine's folder."""
+ARCHITECTURES = (90,)
+"""Hopper's: H100 and H200."""
+
+
+def run(*command: str | Path) -> None:
+    """Runs a command, or ends the program with its exit code."""
+    print("+", *command, file=sys.stderr)
+    if code := subprocess.run([str(part) for part in command], cwd=ROOT).returncode:
+        sys.exit(code)
+
+
+def fetch(wheels: Path) -> None:
+    """Our wheels, and those of others for Python 3.12."""
+    for package in PACKAGES:
+        run("uv", "build", "--quiet", "--wheel", "--package", package, "--out-dir", wheels)
+    target = ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
+    for platform in PLATFORMS:
+        target += ["--platform", platform]
+    run("uvx", "pip", "download", "--quiet", "--no-deps", *target, "--dest", wheels, *MISSING)
+    for left in wheels.glob(".gitignore"):
+        left.unlink()
+
+
+def pack_engine(source: Path, scratch: Path, target: Path) -> None:
+    """Writes Transformer Engine as one archive, its library without the device code of other GPUs."""
+    for pattern in ENGINE:
+        for found in source.glob(pattern):
+            if found.is_dir():
+                shutil.copytree(
+                    found, scratch / found.name, ignore=shutil.ignore_patterns("__pycache__", "*.h")
+                )
+            else:
+                shutil.copy(found, scratch / found.name)
+    for library in scratch.rglob("libtransformer_engine*.so"):
+        zeroed = keep_only(library, ARCHITECTURES)
+        print(f"{library.name}: {zeroed >> 20} MiB of device code are left out", file=sys.stderr)
+    with tarfile.open(target, "w:xz") as archive:
+        for each in sorted(scratch.iterdir()):
+            archive.add(each, each.name)
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def main() -> int:
+    """The command: 0, or 1 if the folder is there already or too large."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--engine", type=Path)
+    args = parser.parse_args()
+    folder: Path = args.folder.absolute()
+    if folder.exists():
+        print(f"gather: {folder} is there already; remove it, or name another", file=sys.stderr)
+        return 1
+    (folder / "wheels").mkdir(parents=True)
+    fetch(folder / "wheels")
+    if args.engine is not None:
+        scratch = folder / "engine"
+        scratch.mkdir()
+        pack_engine(args.engine, scratch, folder / "engine.tar.xz")
+        shutil.rmtree(scratch)
+    size = size_of(folder)
+    print(f"{folder}: {size / 2**20:.1f} MiB of {LIMIT >> 20}, which the repository shares")
+    return int(size > LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

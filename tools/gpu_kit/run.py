@@ -1,0 +1,198 @@
+"""Runs the kit where a GPU is: each step in a process of its own, its result kept at once, whatever becomes of it.
+
+    python -m tools.gpu_kit.run RESULTS --part N [--kit FOLDER]              # 1, then 2 and 3: each under ten minutes
+    python -m tools.gpu_kit.run RESULTS --device cpu --tiny [--only STEP ...]     # a rehearsal
+
+In RESULTS: ``results.jsonl``, one line a step; ``summary.md`` and ``summary.json``; ``logs.txt``; pictures. FOLDER is
+what `gather` made. Exit code 1 if a step failed.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.gpu_kit.steps import LEFT_OUT, STEPS, Step
+from tools.gpu_kit.summary import write_summary
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SECONDS = 540
+"""That a part may take together."""
+_LAST = 1500
+"""Letters of a log that a result keeps."""
+_SOURCES = (
+    ".",
+    *(f"packages/{name}/src" for name in ("mca-config", "mca-models", "mca-train", "mca-convert")),
+    *("integration_tests", "packages/mca-models/tests", "packages/mca-train/tests"),
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where steps run.
+
+    Args:
+        results: What is kept.
+        scratch: What is not.
+        paths: For PYTHONPATH.
+        device: ``cuda`` or ``cpu``.
+        tiny: Sizes for a rehearsal.
+    """
+
+    results: Path
+    scratch: Path
+    paths: tuple[str, ...]
+    device: str
+    tiny: bool
+
+    def environment(self, step: Step) -> dict[str, str]:
+        """The variables of a step's process."""
+        path = os.pathsep.join([*self.paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+        set_here = {
+            "PYTHONPATH": path,
+            "MCA_DEVICE": self.device,
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        if step.exact:
+            set_here["NVIDIA_TF32_OVERRIDE"] = (
+                "0"  # before CUDA starts: no library multiplies fp32 with fewer bits
+            )
+        return os.environ | set_here
+
+
+def install(kit: Path | None, target: Path) -> tuple[str, ...]:
+    """Folders for PYTHONPATH; the wheels of ``kit`` are installed into ``target``, its archives unpacked there."""
+    paths = [str((ROOT / source).resolve()) for source in _SOURCES]
+    if kit is None:
+        return tuple(paths)
+    if not (target / "complete").exists():
+        wheels = sorted(str(path) for path in (kit / "wheels").glob("*.whl"))
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-index",
+            "--no-deps",
+            "--no-compile",
+        ]
+        subprocess.run(
+            [*command, "--no-cache-dir", "--upgrade", "--target", str(target), *wheels], check=True
+        )
+        for archive in kit.glob("*.tar.xz"):
+            shutil.unpack_archive(archive, target, filter="data")
+        (target / "complete").touch()
+    return (*paths, str(target))
+
+
+def run(step: Step, place: Place, seconds: float) -> dict[str, Any]:
+    """Runs a step and keeps its result, which is returned."""
+    output, log = place.scratch / f"{step.name}.json", place.scratch / f"{step.name}.log"
+    folder = place.scratch / step.name
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "tools.gpu_kit.steps", step.name, str(folder), str(output), place.device]
+    command += ["--tiny"] * place.tiny
+    start = time.monotonic()
+    with log.open("w") as stream:
+        started = subprocess.Popen(
+            command,
+            env=place.environment(step),
+            stdout=stream,
+            stderr=stream,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        code = _wait(started, seconds)
+    found = json.loads(output.read_text()) if output.exists() else {"figures": {}, "checks": []}
+    result = {
+        "step": step.name,
+        "status": {0: "passed", LEFT_OUT: "left out", 124: "out of time"}.get(code, "failed"),
+        "seconds": round(time.monotonic() - start, 1),
+        "device": place.device,
+        "tiny": place.tiny,
+        **found,
+        "log": log.read_text(errors="replace")[-_LAST:] if code else "",
+    }
+    for picture in folder.glob("*.svg"):
+        shutil.copy(picture, place.results)
+    shutil.rmtree(folder, ignore_errors=True)
+    keep(result, place.results, log)
+    return result
+
+
+def _wait(started: subprocess.Popen[bytes], seconds: float) -> int:
+    """The exit code of a process; 124 if it and its children were ended."""
+    try:
+        return started.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return 124
+    finally:
+        try:
+            os.killpg(started.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        started.wait()
+
+
+def keep(result: dict[str, Any], results: Path, log: Path | None = None) -> None:
+    """Adds a result to the folder, and its log."""
+    with (results / "results.jsonl").open("a") as file:
+        print(json.dumps(result), file=file)
+    if log is not None:
+        with (results / "logs.txt").open("a") as file:
+            print(
+                f"=== {result['step']}: {result['status']}",
+                log.read_text(errors="replace"),
+                sep="\n",
+                file=file,
+            )
+    wrong = [check["name"] for check in result["checks"] if not check["holds"]]
+    told = f"; wrong: {', '.join(wrong)}" if wrong else ""
+    print(f"{result['step']}: {result['status']}, {result['seconds']} s{told}", flush=True)
+
+
+def chosen(part: int | None, only: list[str] | None) -> list[Step]:
+    """Steps of a part, or those named."""
+    return [step for step in STEPS if (part is None or step.part == part) and (not only or step.name in only)]
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--part", type=int, choices=sorted({step.part for step in STEPS}))
+    parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--kit", type=Path, help="what gather made")
+    parser.add_argument("--site", type=Path, default=Path(tempfile.gettempdir()) / "gpu-kit-site")
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    args = parser.parse_args()
+    start, results = time.monotonic(), args.results.absolute()
+    results.mkdir(parents=True, exist_ok=True)
+    found = []
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as scratch:
+        paths = install(args.kit and args.kit.absolute(), args.site)
+        place = Place(results, Path(scratch), paths, args.device, args.tiny)
+        for step in chosen(args.part, args.only):
+            left = args.seconds - (time.monotonic() - start)
+            found.append(run(step, place, max(min(step.seconds, left), 1)))
+            write_summary(results)
+    print((results / "summary.md").read_text())
+    return int(any(result["status"] in ("failed", "out of time") for result in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

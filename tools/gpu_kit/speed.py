@@ -1,0 +1,204 @@
+"""Seconds of a step and MFU of McaTrainer, in turns with a bare Megatron loop or with Hugging Face's Trainer.
+
+Both stand in one process and take turns, a round of steps each, so that a device that changes its clock changes it for
+both. Times go from the end of a step to the end of the next, after the device is done: data, callbacks and log count.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from tools.gpu_kit.kit import Kit
+from tools.gpu_kit.rivals import BareLoop, HuggingFace
+
+ROUNDS, EACH, WARM = 4, 3, 3
+ACCUMULATION = 4
+_QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072},
+    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144},
+    # layers of 8B, as many as fit beside a rival
+    "8b-shape": {
+        **{
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 4,
+        },
+        **{"vocab_size": 32768, "tie_word_embeddings": False},
+    },
+}
+TINY = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256},
+}
+LIMITS = {"bare": 1.05, "hf": 1.0}
+"""Seconds of ours for those of the rival, on a GPU."""
+
+
+class Rival(Protocol):
+    """What takes turns with ours."""
+
+    def take(self, steps: int) -> list[float]:
+        """Seconds of so many steps."""
+
+    def end(self) -> None:
+        """Gives up threads and memory."""
+
+    @property
+    def loss(self) -> float:
+        """Of the last step."""
+
+
+def document_of(size: str, tiny: bool) -> dict[str, Any]:
+    """The ``config.json`` of a model."""
+    return _QWEN3 | SIZES[size] | (TINY if tiny else {})
+
+
+def length_of(tiny: bool) -> int:
+    """Tokens of a sample."""
+    return 64 if tiny else 4096
+
+
+def tokens_of(count: int, length: int, vocabulary: int) -> list[torch.Tensor]:
+    """Random samples, all of one length."""
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(0, vocabulary, (length,), generator=generator) for _ in range(count)]
+
+
+def trainer_of(kit: Kit, size: str, steps: int, **changes: Any) -> Any:
+    """McaTrainer of a random model in bf16, on full samples."""
+    from mca_config import TrainingArguments
+    from mca_models import AutoModel
+    from mca_models.templates import config_from_hf
+    from mca_train import McaTrainer
+
+    document = document_of(size, kit.tiny)
+    settings: dict[str, Any] = {
+        "output_dir": str(kit.scratch / "ours"),
+        "max_steps": steps,
+        "learning_rate": 1e-4,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "bf16": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": steps,
+        "use_cpu": kit.device == "cpu",
+    }
+    args = TrainingArguments(**(settings | changes))
+    model = AutoModel.from_config(config_from_hf(document), args, dtype="bfloat16")
+    length = length_of(kit.tiny)
+    data = [{"input_ids": row} for row in tokens_of(4 * ACCUMULATION, length, document["vocab_size"])]
+    return McaTrainer(model=model, args=args, train_dataset=data)
+
+
+def turns(kit: Kit, trainer: Any, seconds: list[float], rival: Rival | None, theirs: list[float]) -> Any:
+    """A callback that times the trainer's steps, and gives the rival its turns."""
+    from transformers import TrainerCallback
+
+    class Turns(TrainerCallback):  # type: ignore[misc]
+        """Counts from the end of a step to the end of the next."""
+
+        since = 0.0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            kit.synchronise()
+            if state.global_step > WARM:
+                seconds.append(time.perf_counter() - self.since)
+            if rival is not None and state.global_step >= WARM and (state.global_step - WARM) % EACH == 0:
+                theirs.extend(rival.take(WARM if state.global_step == WARM else EACH))
+                kit.synchronise()
+            self.since = time.perf_counter()
+
+    return Turns()
+
+
+def speed(kit: Kit, size: str, rival: str) -> None:
+    """One size against one rival."""
+    document, length = document_of(size, kit.tiny), length_of(kit.tiny)
+    trainer = trainer_of(kit, size, WARM + ROUNDS * EACH)
+    kinds: dict[str, Callable[..., Rival]] = {"bare": BareLoop, "hf": HuggingFace}
+    rows = tokens_of(4 * ACCUMULATION, length, document["vocab_size"])
+    other = kinds[rival](kit, document, rows, ACCUMULATION)
+    ours: list[float] = []
+    theirs: list[float] = []
+    trainer.add_callback(turns(kit, trainer, ours, other, theirs))
+    try:
+        trainer.train()
+        loss = other.loss
+    finally:
+        other.end()
+    _report(kit, trainer, "mca", ours)
+    _report(kit, trainer, rival, theirs[WARM:])
+    ratio = statistics.median(ours) / statistics.median(theirs[WARM:])
+    kit.figure(f"seconds of mca for those of {rival}", ratio)
+    kit.check(f"seconds of mca for those of {rival}", ratio, LIMITS[rival] if kit.device == "cuda" else 100.0)
+    mine = next(log["loss"] for log in trainer.state.log_history if "loss" in log)
+    kit.figure("loss", mine)
+    kit.check("losses differ by", abs(mine - loss) / loss, 0.1)
+    if kit.device == "cuda":
+        kit.figure("GiB at most, of both", torch.cuda.max_memory_allocated() / 2**30)
+
+
+def _report(kit: Kit, trainer: Any, name: str, seconds: list[float]) -> None:
+    from mca_train.metrics.throughput import ModelFlops, peak_flops
+
+    length = length_of(kit.tiny)
+    median = statistics.median(seconds)
+    kit.figure(f"{name}: s a step", median)
+    kit.figure(f"{name}: spread", (max(seconds) - min(seconds)) / median)
+    kit.figure(f"{name}: tokens/s", ACCUMULATION * length / median)
+    flops = ModelFlops.of(trainer.model.config).of_tokens(ACCUMULATION * length, ACCUMULATION * length**2)
+    kit.figure(f"{name}: model TFLOP/s", flops / median / 1e12)
+    if peak := peak_flops(trainer.args, torch.device(kit.device)):
+        kit.figure(f"{name}: MFU", flops / median / peak)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "rope": {"apply_rope_fusion": True},
+    "cross entropy": {"cross_entropy_loss_fusion": True},
+    "cross entropy of te": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
+    "packed": {"sequence_packing": True},
+    "packed, rope": {"sequence_packing": True, "apply_rope_fusion": True},
+    "local layers": {"transformer_impl": "local"},
+    "local layers, packed": {"transformer_impl": "local", "sequence_packing": True},
+}
+_ON_CPU = ("none", "cross entropy")
+
+
+def fusions(kit: Kit) -> None:
+    """Doubt 16: what each fused kernel saves, one after the other; a fused loss is the plain one."""
+    losses: dict[str, float] = {}
+    for name in VARIANTS if kit.device == "cuda" else _ON_CPU:
+        seconds: list[float] = []
+        trainer = trainer_of(kit, "0.6b", WARM + EACH, **VARIANTS[name])
+        trainer.add_callback(turns(kit, trainer, seconds, None, []))
+        trainer.train()
+        losses[name] = next(log["loss"] for log in trainer.state.log_history if "loss" in log)
+        kit.figure(f"doubt 16, fused {name}: s a step", statistics.median(seconds))
+        kit.check(f"fused {name}: loss differs by", abs(losses[name] / losses["none"] - 1), 1e-2)
+        del trainer
+        gc.collect()
+        if kit.device == "cuda":
+            torch.cuda.empty_cache()
