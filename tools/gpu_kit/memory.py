@@ -4,12 +4,15 @@ import contextlib
 import gc
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tools.gpu_kit.kit import Kit, of_tests
 from tools.gpu_kit.speed import _QWEN3, SIZES, TINY
+
+if TYPE_CHECKING:
+    from mca_models.megatron.names import Implementation
 
 GIB = 2**30
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -54,7 +57,7 @@ def _one(kit: Kit, name: str, changes: dict[str, Any]) -> tuple[float, float]:
 
     run = _run_of(kit, name, changes)
     args = run.settings.training
-    model, trainer_of = _maker(kit, run)
+    model, trainer_of = _maker(run)
     plan = plan_of(subject_of(run, model, on_gpu=kit.device == "cuda"), args, run.layout, 1)
     planned = max(needs.total for needs in plan.stages)
     with measured_peak(kit) as peak:
@@ -95,7 +98,7 @@ def _run_of(kit: Kit, name: str, changes: dict[str, Any]) -> Any:
     return findings.run
 
 
-def _maker(kit: Kit, run: Any) -> tuple[str, Any]:
+def _maker(run: Any) -> tuple["Implementation", Any]:
     """Whose layers, and a function that makes the trainer of the run on full samples."""
     from mca_models import AutoModel
     from mca_models.megatron.factory.transformer_config import implementation_of
@@ -126,7 +129,8 @@ def measured_peak(kit: Kit) -> Iterator[list[int]]:
         return
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before, peak = torch.cuda.memory_allocated(), []
+    before = torch.cuda.memory_allocated()
+    peak: list[int] = []
     yield peak
     torch.cuda.synchronize()
     peak.append(torch.cuda.max_memory_allocated() - before)

@@ -175,7 +175,8 @@ class HuggingFace:
     @property
     def loss(self) -> float:
         """Of its steps so far, on average."""
-        return float(self._trainer._tr_loss) / max(self._trainer.state.global_step, 1)
+        total: float = float(self._trainer._tr_loss)
+        return total / int(max(self._trainer.state.global_step, 1))
 
     def take(self, steps: int) -> list[float]:
         """Seconds of so many steps."""

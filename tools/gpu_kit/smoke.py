@@ -5,6 +5,7 @@ import os
 import platform as system
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -101,7 +102,7 @@ def _adam(kit: Kit) -> None:
     generator = torch.Generator().manual_seed(3)
     starts = [torch.randn(5, 7, generator=generator).to(kit.device) for _ in range(64)]
     gradient = torch.randn(5, 7, generator=generator).to(kit.device)
-    settings = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
     found = []
     for kind in (optimizer.Adam, torch.optim.AdamW):
         parameters = [torch.nn.Parameter(start.clone()) for start in starts]
@@ -139,7 +140,7 @@ def _engine(kit: Kit) -> None:
         ),
     }
     for name, (module, plain) in made.items():
-        _compare(kit, f"te.{name}", module.to(kit.device), lambda x, m=module, f=plain: f(m, x))
+        _compare(kit, f"te.{name}", module.to(kit.device), partial(plain, module))
     attention = te.DotProductAttention(HEADS, WIDTH // HEADS, attn_mask_type="causal", qkv_format="sbhd")
     _compare(kit, "te.DotProductAttention", lambda x: attention(*[_heads(x)] * 3), _plain_attention)
     experts = te.GroupedLinear(2, WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16).to(kit.device)

@@ -60,7 +60,7 @@ class FusedAdam(torch.optim.Optimizer):
             if self.adam_w_mode:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             else:
-                grads = torch._foreach_add(grads, torch._foreach_mul(params, group["weight_decay"]))
+                grads = [*torch._foreach_add(grads, torch._foreach_mul(params, group["weight_decay"]))]
             torch._foreach_lerp_(means, grads, 1 - beta1)
             torch._foreach_mul_(squares, beta2)
             torch._foreach_addcmul_(squares, grads, grads, value=1 - beta2)
