@@ -42,6 +42,7 @@ _LATENT: Values = {
     "num_key_value_heads": 16,
     "moe_layer_freq": 1,
 }
+_SECTIONS: Values = {"rope_type": "default", "rope_theta": 1e4}
 MODELS: dict[str, Values] = {
     "dense": _BASE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "mlp_bias": False},
     "equal": _BASE
@@ -58,6 +59,49 @@ MODELS: dict[str, Values] = {
     | {"num_local_experts": 8, "num_experts_per_tok": 2},
     "latent": _BASE | _LATENT,
     "prediction": _BASE | _LATENT | {"num_nextn_predict_layers": 1},
+    "layer norms": _BASE
+    | {"model_type": "starcoder2", "architectures": ["Starcoder2ForCausalLM"], "use_bias": True}
+    | {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "sliding_window": None}
+    | {"embedding_dropout": 0.0, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "windows": _BASE
+    | {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "attention_bias": True}
+    | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 512, "attention_dropout": 0.0}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2, "swiglu_limit": 7.0},
+    "capped": _BASE
+    | {"model_type": "vaultgemma", "architectures": ["VaultGemmaForCausalLM"], "sliding_window": 512}
+    | {"query_pre_attn_scalar": 64, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    | {"hidden_activation": "gelu_pytorch_tanh", "attention_dropout": 0.0, "tie_word_embeddings": True}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "dropped": _BASE
+    | {"model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"], "attention_bias": True}
+    | {"attention_out_bias": False, "attention_dropout": 0.1, "residual_dropout": 0.1, "mlp_bias": False},
+    "delta net": _BASE
+    | {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "head_dim": 64}
+    | {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 64}
+    | {"linear_value_head_dim": 64, "linear_conv_kernel_dim": 4}
+    | {"layer_types": (["linear_attention"] * 3 + ["full_attention"])},
+    "images": {
+        "model_type": "qwen3_vl",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "image_token_id": 31990,
+        "video_token_id": 31991,
+        "vision_start_token_id": 31992,
+        "vision_end_token_id": 31993,
+        "tie_word_embeddings": False,
+        "text_config": _BASE
+        | {"model_type": "qwen3_vl_text", "rope_parameters": _SECTIONS | {"mrope_section": [12, 10, 10]}},
+        "vision_config": {
+            "model_type": "qwen3_vl_vision",
+            "depth": 12,
+            "hidden_size": 512,
+            "intermediate_size": 2048,
+            "num_heads": 8,
+            "patch_size": 16,
+            "out_hidden_size": 1024,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [1],
+        },
+    },
 }
 TP, PP, VPP, CP, EP, ETP = (
     "tensor_model_parallel_size",
@@ -147,8 +191,23 @@ CASES: dict[str, tuple[str, str, int, Values]] = {
     "latent full": ("latent", "sft", 8, {EP: 4} | FULL),
     "prediction": ("prediction", "sft", 8, {EP: 4}),
     "prediction pp": ("prediction", "pretrain", 8, {EP: 4, PP: 2}),
+    "norms again": ("dense", "sft", 8, MODULES | {"recompute_modules": ["layernorm"]}),
+    "norms again pp": (
+        "experts",
+        "pretrain",
+        8,
+        MODULES | {PP: 2, EP: 4, "recompute_modules": ["layernorm"]},
+    ),
+    "latent again": ("latent", "sft", 8, MODULES | {EP: 4, "recompute_modules": ["mla_up_proj"]}),
+    "layer norms": ("layer norms", "sft", 8, {}),
+    "windows": ("windows", "sft", 8, {EP: 4}),
+    "capped": ("capped", "sft", 8, {}),
+    "dropped": ("dropped", "sft", 8, {}),
+    "delta net": ("delta net", "sft", 8, {}),
+    "images": ("images", "sft", 8, {"freeze": []}),
+    "images frozen": ("images", "sft", 8, {PP: 2}),
 }
-SAMPLE = ("vpp sp", "chunked", "experts etp 1", "prediction")
+SAMPLE = ("vpp sp", "chunked", "experts etp 1", "prediction", "norms again", "windows", "images")
 
 
 def values_of(name: str, folder: str) -> Values:

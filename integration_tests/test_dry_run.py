@@ -59,7 +59,53 @@ EXPERTS = {
     "tie_word_embeddings": False,
     "attention_bias": False,
 }
-MODELS = {"dense": DENSE, "experts": EXPERTS}
+LATENT = EXPERTS | {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+IMAGES = {
+    "model_type": "qwen3_vl",
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "image_token_id": 500,
+    "video_token_id": 501,
+    "vision_start_token_id": 502,
+    "vision_end_token_id": 503,
+    "tie_word_embeddings": False,
+    "text_config": DENSE
+    | {
+        "model_type": "qwen3_vl_text",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+    },
+    "vision_config": {
+        "model_type": "qwen3_vl_vision",
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "patch_size": 8,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0],
+    },
+}
+MODELS = {"dense": DENSE, "experts": EXPERTS, "latent": LATENT, "images": IMAGES}
+OF_IMAGES = {"count": 2, "pixels": 96}
 TP, PP, VPP, CP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -68,6 +114,7 @@ TP, PP, VPP, CP = (
 )
 SPLIT = {"use_distributed_optimizer": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+AGAIN = {"recompute_granularity": "selective"}
 LORA = {"lora_rank": 4, "lora_target_modules": ["q_proj", "down_proj"]}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one rank": ("sft", 1, {}),
@@ -88,6 +135,24 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "experts": ("sft", 1, {}),
     "experts ep": ("sft", 2, {"expert_model_parallel_size": 2, "bf16": True} | SPLIT),
     "experts pp recompute": ("sft", 2, {PP: 2} | FULL),
+    "experts again": ("sft", 1, AGAIN | {"recompute_modules": ["moe"]}),
+    "experts lora ep": ("sft", 2, {"expert_model_parallel_size": 2} | LORA),
+    "experts tp": ("sft", 2, {TP: 2, "bf16": True}),
+    "packed": ("sft", 1, {"sequence_packing": True}),
+    "norms again": ("sft", 1, AGAIN | {"recompute_modules": ["layernorm"], "bf16": True}),
+    "mlp again sp": ("sft", 2, AGAIN | {"recompute_modules": ["mlp"], TP: 2, "sequence_parallel": True}),
+    "offloaded split": ("sft", 2, {"optimizer_cpu_offload": True, "bf16": True} | SPLIT),
+    "dpo pp": ("dpo", 2, {PP: 2}),
+    "latent": ("sft", 1, {}),
+    "latent again": ("sft", 1, AGAIN | {"recompute_modules": ["mla_up_proj", "layernorm"], "bf16": True}),
+    "latent pp": ("sft", 2, {PP: 2, "bf16": True} | SPLIT),
+    "latent tp": ("sft", 2, {TP: 2, "sequence_parallel": True}),
+    "latent cp": ("sft", 2, {CP: 2}),
+    "images": ("sft", 1, {"freeze": [], "bf16": True}),
+    "images frozen": ("sft", 1, {}),
+    "images tp": ("sft", 2, {TP: 2, "sequence_parallel": True, "freeze": ["vision"]}),
+    "images pp": ("sft", 2, {PP: 2, "freeze": []}),
+    "images cp packed": ("sft", 2, {CP: 2, "sequence_packing": True}),
 }
 SAMPLE = (
     "bf16",
@@ -95,6 +160,7 @@ SAMPLE = (
     "tp sp",
     "vpp",
     "experts ep",
+    "images",
 )
 CHOSEN = tuple(CASES) if os.environ.get("MCA_DRY_RUNS") else SAMPLE
 
@@ -119,7 +185,15 @@ def prepared(folder: Path, kind: str, changes: dict[str, Any], world_size: int) 
 
 
 def model_of(name: str) -> str:
-    return "experts" if name.startswith("experts") else "dense"
+    first = name.split()[0]
+    return first if first in MODELS else "dense"
+
+
+def images_in(run: Any) -> Any:
+    """Of each sequence, if the model takes any."""
+    from mca_train.run.subject import images_of_run
+
+    return images_of_run(run, **OF_IMAGES) if run.model.vision else None
 
 
 def without_memory(folder: Path, kind: str, changes: dict[str, Any], rank: int, world_size: int) -> StepNeeds:
@@ -129,7 +203,7 @@ def without_memory(folder: Path, kind: str, changes: dict[str, Any], rank: int, 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
     run = prepared(folder, kind, changes, world_size)
-    return step_needs(run.task, run.settings, run.model, rank, world_size, 4)
+    return step_needs(run.task, run.settings, run.model, rank, world_size, 4, images_in(run))
 
 
 def with_memory(folder: Path, names: list[str]) -> dict[str, StepNeeds]:
@@ -148,7 +222,8 @@ def with_memory(folder: Path, names: list[str]) -> dict[str, StepNeeds]:
         kind, _, changes = CASES[name]
         run = prepared(folder / model_of(name), kind, changes, dist.get_world_size())
         modes = Modes(Tracker(ModuleNames()))
-        trainer, engine = build(run.task, run.settings, run.model, modes, AutoModel.from_config)
+        made = AutoModel.from_config
+        trainer, engine = build(run.task, run.settings, run.model, modes, made, images_in(run))
         route_evenly(engine.models)
         found[name] = measure(trainer, engine, modes, next(steps_of(trainer.get_train_dataloader())))
     return found
@@ -170,9 +245,8 @@ def test_a_step_needs_what_it_needs_with_memory_and_ranks(size: int, folder: Pat
     for name in names:
         kind, _, changes = CASES[name]
         for rank in {0, size - 1 if PP in changes else 0}:
-            (planned,) = run_ranks(
-                1, without_memory, folder / model_of(name), kind, changes, rank, size, process_group=False
-            )
+            given = folder / model_of(name), kind, changes, rank, size
+            (planned,) = run_ranks(1, without_memory, *given, process_group=False, timeout=300)
             compare(f"{name}, rank {rank}", planned, real[rank][name])
 
 

@@ -38,14 +38,15 @@ def plan_and_dry_run(name: str, folder: str, stage: int) -> tuple[int, list[int]
     from mca_train.dry_run.stages import micro_batches_to_run
     from mca_train.dry_run.step import step_needs
     from mca_train.plan.memory import plan_of
-    from mca_train.run.subject import subject_of
+    from mca_train.run.subject import images_of_run, subject_of
 
     run = prepared(name, folder)
-    args = run.settings.training
-    plan = plan_of(subject_of(run, "local", on_gpu=False), args, run.layout, run.world_size)
+    args, images = run.settings.training, images_of_run(run)
+    subject = subject_of(run, "local", on_gpu=False, images=images)
+    plan = plan_of(subject, args, run.layout, run.world_size)
     count = micro_batches_to_run(args.gradient_accumulation_steps, run.layout, stage)
     rank = run.world_size // run.layout.pp * stage
-    found = step_needs(run.task, run.settings, run.model, rank, run.world_size, count)
+    found = step_needs(run.task, run.settings, run.model, rank, run.world_size, count, images)
     return found.peak, [needs.total for needs in plan.stages]
 
 

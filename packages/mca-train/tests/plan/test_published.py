@@ -1,7 +1,8 @@
-"""Predicted speeds against those that Megatron-Bridge publishes for H100, with the misses that docs/planning.md has.
+"""Predicted speeds against those that Megatron-Bridge publishes with the misses that docs/planning.md has.
 
-Source: docs/performance-summary.md and performance-summary-archive.md of NVIDIA-NeMo/Megatron-Bridge, releases 25.11
-and 26.02, tables DGX-H100, rows without FSDP whose tokens are not dropped. Products are in fp8 but for gpt-oss.
+Source: docs/performance-summary.md and performance-summary-archive.md of NVIDIA-NeMo/Megatron-Bridge, releases 25.09,
+25.11 and 26.02, tables DGX-H100 and DGX-B200, rows without FSDP. Products are in fp8 but for gpt-oss. What the rows do
+not say (recomputation, overlap) is in scripts/performance/configs of the same repository.
 """
 
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 
 from mca_config import TrainingArguments
 from mca_config.layout import ParallelLayout
+from mca_config.model_config import McaModelConfig
 from mca_models.templates import config_from_hf
 from mca_train.plan.counts import ModelCounts
-from mca_train.plan.fitting import over
+from mca_train.plan.fitting import changed, over
 from mca_train.plan.hardware import hardware_of
 from mca_train.plan.memory import Subject, plan_of
 from mca_train.plan.search import predicted
@@ -91,29 +93,68 @@ MODELS: dict[str, dict[str, Any]] = {
     }
     | _sizes(2880, 2880, 36, 64),
 }
-ROWS = [
-    # model, release, devices, batch, micro-batch, length, (tp, pp, cp, vpp, ep), published, predicted / published, fits
-    ("Llama-3 70B", "25.11", 64, 128, 1, 8192, (4, 8, 1, 5, 1), 1602, 0.92, True),
-    ("Llama-3 70B", "26.02", 64, 256, 1, 8192, (4, 8, 1, 5, 1), 1621, 0.92, True),
-    ("Llama-3.1 405B", "25.11", 1024, 512, 1, 8192, (8, 8, 2, 8, 1), 292, 1.03, True),
-    ("Llama-3.1 405B", "26.02", 1024, 1536, 1, 8192, (8, 8, 2, 8, 1), 311, 0.98, True),
-    ("gpt-oss 120B", "25.11", 64, 512, 4, 4096, (1, 4, 1, 1, 8), 5630, 1.01, False),
-    ("gpt-oss 120B", "26.02", 64, 1280, 1, 4096, (1, 4, 1, 1, 8), 5993, 1.19, True),
-    ("Qwen3 30B-A3B", "25.11", 16, 512, 2, 4096, (1, 2, 1, 24, 8), 5275, 2.02, False),
-    ("Qwen3 30B-A3B", "26.02", 16, 1024, 1, 4096, (1, 2, 1, 12, 8), 5113, 2.08, True),
-    ("Qwen3 235B-A22B", "25.11", 256, 2048, 1, 4096, (2, 8, 1, 4, 32), 1575, 0.77, True),
-    ("Qwen3 235B-A22B", "26.02", 256, 8192, 1, 4096, (2, 8, 1, 4, 32), 1633, 0.75, True),
+OVERLAPPED = {"overlap_moe_expert_parallel_comm": True}
+AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]}
+DROPPED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+H, B = "h100-80", "b200"
+ROWS: list[Any] = [
+    # model, release, device, how many, batch, micro-batch, length, (tp, pp, cp, vpp, ep), keys, published, ratio, fits
+    ("Llama-3 70B", "25.11", H, 64, 128, 1, 8192, (4, 8, 1, 5, 1), {}, 1602, 0.93, True),
+    ("Llama-3 70B", "26.02", H, 64, 256, 1, 8192, (4, 8, 1, 5, 1), {}, 1621, 0.93, True),
+    ("Llama-3.1 405B", "25.11", H, 1024, 512, 1, 8192, (8, 8, 2, 8, 1), {}, 292, 1.04, True),
+    ("Llama-3.1 405B", "26.02", H, 1024, 1536, 1, 8192, (8, 8, 2, 8, 1), {}, 311, 0.99, True),
+    ("gpt-oss 120B", "25.11", H, 64, 512, 4, 4096, (1, 4, 1, 1, 8), {}, 5630, 1.01, False),
+    ("gpt-oss 120B", "26.02", H, 64, 1280, 1, 4096, (1, 4, 1, 1, 8), AGAIN, 5993, 1.04, True),
+    ("Qwen3 30B-A3B", "25.09", H, 16, 512, 2, 4096, (1, 2, 1, 24, 8), DROPPED, 10494, 0.74, True),
+    ("Qwen3 30B-A3B", "25.11", H, 16, 512, 2, 4096, (1, 2, 1, 24, 8), {}, 5275, 1.42, True),
+    ("Qwen3 30B-A3B", "26.02", H, 16, 1024, 1, 4096, (1, 2, 1, 12, 8), {}, 5113, 0.94, True),
+    ("Qwen3 235B-A22B", "25.09", H, 256, 2048, 1, 4096, (2, 8, 1, 4, 32), DROPPED, 1204, 0.85, True),
+    ("Qwen3 235B-A22B", "25.11", H, 256, 2048, 1, 4096, (2, 8, 1, 4, 32), OVERLAPPED, 1575, 0.99, True),
+    ("Qwen3 235B-A22B", "26.02", H, 256, 8192, 1, 4096, (2, 8, 1, 4, 32), OVERLAPPED, 1633, 0.96, True),
+    ("Llama-3.1 405B", "25.11", B, 128, 64, 1, 8192, (4, 8, 2, 8, 1), {}, 661, 1.14, True),
+    ("Qwen3 30B-A3B", "25.11", B, 8, 512, 1, 4096, (1, 1, 1, 1, 8), {}, 9299, 0.85, True),
+    ("Qwen3 30B-A3B", "26.02", B, 8, 512, 1, 4096, (1, 1, 1, 1, 8), {}, 9691, 0.81, True),
+    ("Qwen3 235B-A22B", "25.11", B, 64, 1024, 1, 4096, (1, 8, 1, 2, 8), OVERLAPPED, 3269, 1.10, True),
+    ("Qwen3 235B-A22B", "26.02", B, 256, 8192, 1, 4096, (1, 8, 1, 1, 8), {}, 3805, 0.86, True),
 ]
-MISSED = ("Qwen3 30B-A3B",)
+MISSED = (("Qwen3 30B-A3B", "25.11", H),)
+DISORDERED = {("Qwen3 235B-A22B", "25.11", B)}
+"""Published slower than with release 26.02, where the overlap was given up as it costs the host more than it saves."""
+APART = 1.05
+"""Published speeds whose order is looked at; nearer ones say as much of the day as of the layout."""
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[f"{row[0]} {row[1]}" for row in ROWS])
-def test_a_published_speed_is_predicted_within_a_third_or_named_as_missed(row: Any, tmp_path: Path) -> None:
-    name, _, gpus, batch, micro_batch, length, sizes, published, ratio, fits = row
+def _args(row: Any, layout: ParallelLayout, folder: Path) -> TrainingArguments:
+    name, _, device, gpus, batch, micro_batch, _, _, keys, *_ = row
+    args = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to="none",
+        bf16=True,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=batch // micro_batch // (gpus // layout.model_parallel_size),
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=True if layout.tp > 1 else None,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        cross_entropy_loss_fusion=True,
+        cross_entropy_fusion_impl="te",
+        accumulate_allreduce_grads_in_fp32=False,
+        fp8=None if name.startswith("gpt") else "hybrid",
+        fp8_recipe=None
+        if name.startswith("gpt")
+        else "mxfp8"
+        if device == B and "Qwen" in name
+        else "tensorwise",
+    )
+    return changed(args, keys)
+
+
+def _layout(config: McaModelConfig, sizes: tuple[int, ...]) -> ParallelLayout:
     tp, pp, cp, vpp, ep = sizes
-    config, hardware = config_from_hf(MODELS[name]), hardware_of("h100-80")
     ends = config.num_layers % (pp * vpp) != 0
-    layout = ParallelLayout(
+    return ParallelLayout(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
@@ -123,30 +164,38 @@ def test_a_published_speed_is_predicted_within_a_third_or_named_as_missed(row: A
         account_for_embedding_in_pipeline_split=ends,
         account_for_loss_in_pipeline_split=ends,
     )
-    args = TrainingArguments(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        report_to="none",
-        bf16=True,
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=batch // micro_batch // (gpus // layout.model_parallel_size),
-        tensor_model_parallel_size=tp,
-        sequence_parallel=True if tp > 1 else None,
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        cross_entropy_loss_fusion=True,
-        cross_entropy_fusion_impl="te",
-        accumulate_allreduce_grads_in_fp32=False,
-        fp8=None if name.startswith("gpt") else "hybrid",
-    )
-    counts = ModelCounts.of(config)
+
+
+def _ran(row: Any, folder: Path) -> tuple[float, bool]:
+    """Predicted tokens a second and device, and whether the plan says that it fits."""
+    name, _, device, gpus, _, _, length, sizes, *_ = row
+    config, hardware = config_from_hf(MODELS[name]), hardware_of(device)
+    layout = _layout(config, sizes)
+    args = _args(row, layout, folder)
     subject = Subject(
-        config=config, seq_length=length, model=counts, implementation="transformer_engine", on_gpu=True
+        config=config,
+        seq_length=length,
+        model=ModelCounts.of(config),
+        implementation="transformer_engine",
+        on_gpu=True,
     )
-    time = predicted(subject, args, layout, gpus, hardware)
-    plan = plan_of(subject, args, layout, gpus)
-    found = plan.tokens_per_step / time.total / gpus / published
-    assert found == pytest.approx(ratio, abs=0.02)  # what docs/planning.md says
-    assert (abs(found - 1) <= 0.35) == (name not in MISSED)
-    assert (not over(plan, hardware.device)) == fits
+    time, plan = predicted(subject, args, layout, gpus, hardware), plan_of(subject, args, layout, gpus)
+    return plan.tokens_per_step / time.total / gpus, not over(plan, hardware.device)
+
+
+def test_published_speeds_are_predicted_within_a_third_and_in_their_order_or_named_as_missed(
+    tmp_path: Path,
+) -> None:
+    found: dict[Any, tuple[float, float]] = {}
+    for row in ROWS:
+        *_, published, ratio, fits = row
+        speed, fitted = _ran(row, tmp_path)
+        assert speed / published == pytest.approx(ratio, abs=0.02), row  # what docs/planning.md says
+        assert (abs(speed / published - 1) <= 0.35) == (row[:3] not in MISSED), row
+        assert fitted == fits, row
+        if row[:3] not in MISSED:
+            found[row[:3]] = published, speed
+    for one, (its, predicted_one) in found.items():
+        for other, (others, predicted_other) in found.items():
+            if one[2] == other[2] and its > APART * others and not {one, other} & DISORDERED:
+                assert predicted_one > predicted_other, (one, other)

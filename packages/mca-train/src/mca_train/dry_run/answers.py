@@ -52,6 +52,8 @@ class Answers(TorchDispatchMode):
             with _disable_current_modes():
                 count = int(self._known[args[1]].expand(args[0].shape).sum())
             return args[0].new_empty(count)
+        if func is torch.ops.aten.lift_fresh.default and type(args[0]) is torch.Tensor:
+            return self.fake_of(args[0], known=True)  # made of numbers that the host has
         values = self._values(func, args, options)
         if func is torch.ops.aten._local_scalar_dense.default:
             return _usual(args[0].dtype) if values is None else values

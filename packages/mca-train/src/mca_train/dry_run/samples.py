@@ -7,10 +7,14 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from mca_config.types import JsonObject
+from mca_models.images import ImagePlace
+from mca_train.data.sample_images import SampleImages
 from mca_train.data.token_dataset import VALUES
+from mca_train.plan.towers import Images
 
 
-class LongestSamples(Dataset[dict[str, torch.Tensor]]):
+class LongestSamples(Dataset[JsonObject]):
     """Samples of ``length`` tokens, all of which count.
 
     Args:
@@ -18,10 +22,19 @@ class LongestSamples(Dataset[dict[str, torch.Tensor]]):
         length: Tokens of each of their sequences.
         sides: Names of the sequences of a sample, as of a task; none: it is one sequence.
         numbers: That each sequence carries.
+        images: In each of them; None: there are none.
     """
 
-    def __init__(self, count: int, length: int, sides: Sequence[str] = (), numbers: int = 1) -> None:
+    def __init__(
+        self,
+        count: int,
+        length: int,
+        sides: Sequence[str] = (),
+        numbers: int = 1,
+        images: Images | None = None,
+    ) -> None:
         self._count, self._length, self._numbers = count, length, numbers
+        self._images = None if images is None else _blank(images)
         self._prefixes = [f"{side}_" for side in sides] or [""]
 
     def __len__(self) -> int:
@@ -33,8 +46,23 @@ class LongestSamples(Dataset[dict[str, torch.Tensor]]):
         shape = (self._count, len(self._prefixes)) if len(self._prefixes) > 1 else (self._count,)
         return np.full(shape, self._length, dtype=np.int64)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> JsonObject:
         ids = torch.ones(self._length, dtype=torch.int64)
         zeros = torch.zeros(self._numbers, dtype=torch.float64)
-        made = {"input_ids": ids, "labels": ids, VALUES: zeros}
+        made: JsonObject = {"input_ids": ids, "labels": ids, VALUES: zeros}
+        if self._images is not None:
+            made["images"] = self._images
         return {f"{prefix}{name}": value for prefix in self._prefixes for name, value in made.items()}
+
+
+def _blank(images: Images) -> SampleImages:
+    """Images without anything on them, one after another with a token between."""
+    step, side = images.tokens + 1, images.side
+    places = tuple(ImagePlace(number * step, side, side) for number in range(images.count))
+    grid = [[1, side * images.tower.merge, side * images.tower.merge]] * images.count
+
+    def tensors() -> dict[str, torch.Tensor]:
+        pixels = torch.zeros(images.patches, images.tower.values)
+        return {"pixel_values": pixels, "image_grid_thw": torch.tensor(grid)}
+
+    return SampleImages(places, tensors)

@@ -15,6 +15,7 @@ from mca_train.dry_run.step import StepNeeds, step_needs
 if TYPE_CHECKING:
     from mca_config.model_config import McaModelConfig
     from mca_train.config.run_config import Settings
+    from mca_train.plan.towers import Images
     from mca_train.tasks.task import Task
 
 
@@ -26,6 +27,7 @@ def needs_of_stages(
     world_size: int,
     *,
     alike: bool = False,
+    images: "Images | None" = None,
 ) -> list[StepNeeds]:
     """What the first rank of each pipeline stage needs for a step.
 
@@ -36,6 +38,7 @@ def needs_of_stages(
         layout: How the ranks stand.
         world_size: Their number.
         alike: Whether all stages run as many micro-batches, so that their passes make one timeline.
+        images: In each sequence; None: there are none.
     """
     from mca_models.megatron import platform
 
@@ -52,6 +55,7 @@ def needs_of_stages(
                 rank,
                 world_size,
                 micro_batches_to_run(accumulated, layout, 0 if alike else stage),
+                images,
             )
             for stage, rank in enumerate(_first_ranks(grid))
         ]

@@ -27,6 +27,7 @@ from mca_train.dry_run.samples import LongestSamples
 from mca_train.dry_run.tracker import GRADIENTS, KEPT, OPTIMIZER, REFERENCE, STEP, WEIGHTS, Message, Tracker
 from mca_train.dry_run.world import fake_world, moving_anew
 from mca_train.plan.schedule import Pass
+from mca_train.plan.towers import Images
 
 if TYPE_CHECKING:
     from mca_config.model_config import McaModelConfig
@@ -79,8 +80,9 @@ def step_needs(
     rank: int,
     world_size: int,
     micro_batches: int,
+    images: Images | None = None,
 ) -> StepNeeds:
-    """What ``rank`` of a run needs for a step of ``micro_batches``.
+    """What ``rank`` of a run needs for a step of ``micro_batches``, with ``images`` in each sequence.
 
     To be called in a process of its own, as Megatron's groups are the process's.
     """
@@ -96,7 +98,7 @@ def step_needs(
         answers = Answers(fake)
         modes = Modes(Tracker(ModuleNames()), fake, answers)
         stack.enter_context(known_as_arrays(answers))
-        trainer, engine = build(task, settings, model, modes, AutoModel.unfilled)
+        trainer, engine = build(task, settings, model, modes, AutoModel.unfilled, images)
         route_evenly(engine.models, answers)
         return measure(trainer, engine, modes, next(steps_of(trainer.get_train_dataloader())))
 
@@ -134,6 +136,7 @@ def build(
     config: "McaModelConfig",
     modes: Modes,
     make: "Callable[[McaModelConfig, TrainingArguments], VirtualModels]",
+    images: Images | None = None,
 ) -> "tuple[McaTrainer, Engine]":
     """The trainer and the engine of a run on this rank, as they are before the second step; collective.
 
@@ -143,6 +146,7 @@ def build(
         config: The architecture.
         modes: What operations go through.
         make: Makes the model.
+        images: In each sequence; None: there are none.
     """
     args, length = settings.training, settings.data.seq_length
     reference = None
@@ -157,7 +161,7 @@ def build(
     options: TrainerOptions = {
         "model": model,
         "args": args,
-        "train_dataset": LongestSamples(samples, length, task.sides, config.num_labels or 1),
+        "train_dataset": LongestSamples(samples, length, task.sides, config.num_labels or 1, images),
         "pack_length": length * task.sequences_per_sample,
     }
     with modes.entered(STEP):
@@ -198,7 +202,12 @@ def measure(trainer: "McaTrainer", engine: "Engine", modes: Modes, batch: StepBa
     """Runs one step and says what it needed; collective."""
     tracker = modes.tracker
     passes = Passes(tracker)
-    with modes.entered(STEP), passes.followed(), tracker.names.following():
+    with (
+        modes.entered(STEP),
+        passes.followed(),
+        tracker.names.following(),
+        tracker.following_storages(),
+    ):
         tracker.restart()
         given = batch if modes.answers is None else _without_memory(batch, modes.answers)
         trainer.before_forward(given)
@@ -238,7 +247,10 @@ def _without_memory(batch: StepBatch, answers: Answers) -> StepBatch:
             for k, v in values.items()
             if isinstance(v, torch.Tensor)
         }
-        return replace(micro_batch, **tensors)
+        images = micro_batch.images and {
+            k: answers.fake_of(v, known=not v.is_floating_point()) for k, v in micro_batch.images.items()
+        }
+        return replace(micro_batch, **tensors, images=images)
 
     return replace(batch, micro_batches=tuple(map(converted, batch.micro_batches)))
 

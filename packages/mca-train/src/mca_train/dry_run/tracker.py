@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -93,6 +94,18 @@ class Tracker(TorchDispatchMode):
         self._known: dict[int, tuple[Allocation, weakref.ref[Any]]] = {}
 
     @contextmanager
+    def following_storages(self) -> Iterator[None]:
+        """A block in which storages that Megatron empties and fills in place are followed: no operation tells of it."""
+        resize = torch.UntypedStorage.resize_
+
+        def told(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            self.resized(storage)
+
+        with patch.object(torch.UntypedStorage, "resize_", told):
+            yield
+
+    @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A block whose allocations are of ``name``."""
         before, self._phase = self._phase, name
@@ -145,10 +158,23 @@ class Tracker(TorchDispatchMode):
         key = storage._cdata
         if key in self._known or not storage.nbytes():
             return False
+        self._take(storage)
+        return True
+
+    def _take(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
         found = Allocation(storage.nbytes(), self._phase, self._pass)
         self._known[key] = found, weakref.ref(storage, lambda _: self._drop(key))
         self.tally.live += found.bytes
-        return True
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Counts ``storage`` anew, whose memory was given back or taken again in place."""
+        key = storage._cdata
+        if key not in self._known:
+            return
+        self._drop(key)
+        self._take(storage)
+        self._note("resize", torch._C._current_autograd_node() is not None)
 
     def _drop(self, key: int) -> None:
         found, _ = self._known.pop(key)

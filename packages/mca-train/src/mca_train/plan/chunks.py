@@ -8,6 +8,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_train.plan import local_layers, te_layers
 from mca_train.plan.sizes import SINGLE, Line, Sizes
+from mca_train.plan.towers import Images
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -43,6 +44,7 @@ class Model:
         sizes: Of a micro-batch.
         implementation: Whose layers.
         on_gpu: Whether outputs are freed once they are sent.
+        images: Of each sequence; None: there are none.
     """
 
     config: McaModelConfig
@@ -50,6 +52,7 @@ class Model:
     sizes: Sizes
     implementation: Implementation
     on_gpu: bool
+    images: Images | None = None
 
     def lines(self, number: int, *, worst: bool = False) -> list[Line]:
         """What decoder layer ``number`` keeps, nothing recomputed."""
@@ -74,6 +77,8 @@ class Model:
         dropped = sum(line.bytes for line in lines if line.module in again)
         if "core_attn" in again and self.implementation == "local":
             kept += self._inputs_of_attention(number)
+        if "layernorm" in again and self.implementation == "local" and self.sizes.width < SINGLE:
+            kept += 2 * self.between  # what both norms take, which else is kept in fp32 alone
         forward, backward = _LAYERS[self.implementation].running(self.config, self.sizes, number)
         return Bytes(kept, forward, backward + dropped)
 
@@ -100,6 +105,9 @@ def of_chunk(model: Model, chunk: PipelineChunk, *, worst: bool = False) -> Byte
     """Of all that stands on ``chunk``."""
     layers = [model.layer(number, worst=worst) for number in chunk.layers]
     parts = _in_full(model, layers) if model.training.recompute_granularity == "full" else layers
+    if chunk.has_embedding and model.images is not None:
+        kept = sum(line.bytes for line in model.images.lines(model.sizes))
+        parts = [Bytes(kept, 0.0 if kept else model.images.running(model.sizes)), *parts]
     parts = [*parts, *([_ends(model, chunk)] if chunk.has_loss or chunk.mtp_layers else [])]
     kept = sum(part.kept for part in parts) + _passed(model, chunk)
     if not parts:
@@ -165,12 +173,13 @@ def _whole_logits(model: Model) -> Bytes:
     logits, matrix = sizes.tokens * _rows(model), _rows(model) * model.config.hidden_size * sizes.width
     matrix = 0.0 if sizes.frozen else matrix
     inputs = sizes.tokens * model.config.hidden_size * sizes.width
+    capped = logits * sizes.width if model.config.final_logit_softcapping else 0.0
     if training.cross_entropy_loss_fusion and training.cross_entropy_fusion_impl == "te":
-        return Bytes(logits * sizes.width, 0.0, matrix + inputs)
+        return Bytes(capped + logits * sizes.width, 0.0, matrix + inputs)
     if sizes.width == SINGLE:
-        return Bytes(logits * SINGLE, 0.0, matrix + inputs)
+        return Bytes(capped + logits * SINGLE, 0.0, matrix + inputs)
     half = logits * sizes.width
-    return Bytes(logits * SINGLE, half, max(half, half - logits * SINGLE + matrix + inputs))
+    return Bytes(capped + logits * SINGLE, half, max(half, half - logits * SINGLE + matrix + inputs))
 
 
 def _chunked(model: Model) -> Bytes:
@@ -178,6 +187,7 @@ def _chunked(model: Model) -> Bytes:
     sizes = model.sizes
     tokens = min(model.training.loss_chunk_size or 0, sizes.tokens)
     matrix = 0.0 if sizes.frozen else _rows(model) * model.config.hidden_size * sizes.width
-    logits = tokens * _rows(model) * (sizes.width + (SINGLE if sizes.width < SINGLE else 0))
+    capped = sizes.width if model.config.final_logit_softcapping else 0
+    logits = tokens * _rows(model) * (sizes.width + capped + (SINGLE if sizes.width < SINGLE else 0))
     several = tokens < sizes.tokens
     return Bytes(0.0, logits, max(matrix + logits, matrix * (3 if several else 1)))

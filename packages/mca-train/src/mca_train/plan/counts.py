@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mca_models.weights import Param
 
 Shape = tuple[int, ...]
+_LAYERS = ("layer", "mtp")
 Place = tuple[str, int]
 """``("first" | "norm" | "last" | "layer" | "mtp", layer)``."""
 
@@ -109,12 +110,19 @@ class ModelCounts:
         frozen = [param for param in params_of(config) if part_of(param, config) not in trained]
         return cls(config, ((param, shape_of(param, config)) for param in frozen))
 
-    def by_stage(self, layout: ParallelLayout) -> list[Count]:
-        """On the fullest rank of each pipeline stage, vocabulary padding included."""
+    def by_stage(self, layout: ParallelLayout, *, layers_only: bool = False) -> list[Count]:
+        """On the fullest rank of each pipeline stage, vocabulary padding included.
+
+        Args:
+            layout: How the ranks stand.
+            layers_only: Leave out what stands before, behind and beside the layers.
+        """
         config = replace(self._config, layout=layout)
         plan = config.pipeline_plan()
         dense, experts = [0] * layout.pp, [0] * layout.pp
         for (place, kind), elements in self._elements.items():
+            if layers_only and place[0] not in _LAYERS:
+                continue
             size = config.padded_vocab_size * kind.row if kind.row else elements
             if kind.cut:
                 size //= layout.etp if kind.expert else layout.tp
@@ -137,7 +145,7 @@ def _place(param: "Param") -> Place:
 def _stages(place: Place, kind: Kind, plan: PipelinePlan) -> tuple[int, ...]:
     """The pipeline ranks that hold it: of an embedding also that of the prediction layers, which embed too."""
     name, layer = place
-    if name in ("layer", "mtp"):
+    if name in _LAYERS:
         return ((plan.chunk_of_mtp if name == "mtp" else plan.chunk_of_layer)(layer).pp,)
     if name == "first" and kind.row:
         return plan.embedding_ranks

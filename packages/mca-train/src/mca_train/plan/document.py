@@ -9,6 +9,7 @@ from mca_config.types import JsonObject
 from mca_train.plan.fitting import Remedy
 from mca_train.plan.hardware import Device
 from mca_train.plan.memory import GIB, Plan
+from mca_train.plan.towers import Images
 
 SCHEMA = "mca-train/plan"
 VERSION = 1
@@ -42,12 +43,19 @@ def document_of(
         "global_batch": plan.global_batch,
         "tokens_per_step": plan.tokens_per_step,
         "bubble": plan.bubble,
+        "images": _of_images(plan.images),
         "device": asdict(device) | {"usable_bytes": int(device.usable_gib * GIB)} if device else None,
         "stages": stages,
         "remedies": [
             {"changes": remedy.changes, "bytes": remedy.needs, "fits": remedy.fits} for remedy in remedies
         ],
     }
+
+
+def _of_images(images: Images | None) -> JsonObject | None:
+    if images is None:
+        return None
+    return {"in_each_sequence": images.count, "pixels": images.pixels, "tokens_of_each": images.tokens}
 
 
 def impossible(problems: Sequence[str]) -> JsonObject:

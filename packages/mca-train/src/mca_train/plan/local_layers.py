@@ -9,6 +9,11 @@ from mca_train.plan.sizes import SINGLE, Line, Sizes
 
 _NORM = "mca_models/megatron/layers/norm.py: Norm.forward"
 _SDPA = "mca_models/megatron/layers/sdpa.py: scaled_dot_product_attention"
+_CHUNK = 64
+"""Tokens of a chunk of the delta rule."""
+_BLOCK = 512
+"""Queries of a block of it."""
+_DROP = "megatron/core/fusions/fused_bias_dropout.py"
 _ROPE = "megatron/core/models/common/embeddings/rope_utils.py: apply_rotary_pos_emb"
 _MLP = "megatron/core/transformer/mlp.py: MLP.forward (glu)"
 _MOVE = "megatron/core/transformer/moe/token_dispatcher.py: dispatch"
@@ -20,9 +25,9 @@ def norm(
     tokens: float, channels: float, sizes: Sizes, *, output: bool = True, module: str = ""
 ) -> list[Line]:
     """Of one norm: it computes in fp32, so a half-precision input is kept as a copy."""
-    trained = not sizes.frozen
-    lines = [Line("norm: input in fp32", tokens * channels * SINGLE, _NORM, module)]
-    if trained:
+    trained, half = not sizes.frozen, sizes.width < SINGLE
+    lines = [Line("norm: input in fp32", tokens * channels * SINGLE, _NORM, module if half else "")]
+    if trained and sizes.rms:
         lines.append(Line("norm: normalised in fp32", tokens * channels * SINGLE, _NORM, module))
     if output:
         lines.append(Line("norm: output", tokens * channels * sizes.width, _NORM, module))
@@ -33,8 +38,11 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
     """All lines of decoder layer ``number``."""
     hidden = config.hidden_size
     count = 4 if config.norm_placement == "sandwich" else 2
-    lines = [line for _ in range(count) for line in norm(sizes.split, hidden, sizes)]
+    lines = [line for _ in range(2) for line in norm(sizes.split, hidden, sizes, module="layernorm")]
+    lines += [line for _ in range(count - 2) for line in norm(sizes.split, hidden, sizes)]
     lines += attention(config, sizes, number)
+    if config.hidden_dropout:
+        lines.append(Line("what was dropped", 2.0 * sizes.split * hidden, _DROP))
     if config.is_moe_layer(number):
         return lines + experts(config, sizes, worst=worst)
     return lines + gated(config, config.ffn_hidden_size / sizes.layout.tp, sizes.tokens, sizes, "mlp")
@@ -59,7 +67,7 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
         lines.append(Line("keys, and q, k, v as projected", tokens * (2 * key + query + key) * width, _SDPA))
     if config.attention_output_gate:
         lines.append(Line("output gate", tokens * query * 2 * width, _SDPA))
-    return lines + _scores(config, sizes, query)
+    return lines + _scores(config, sizes, query) + _window(config, sizes, number)
 
 
 def _seen(sizes: Sizes) -> float:
@@ -76,7 +84,20 @@ def _scores(config: McaModelConfig, sizes: Sizes, output: float) -> list[Line]:
     if cp > 1:
         mask = (sizes.length / 2) ** 2 * 2 * cp * sizes.width
         lines.append(Line("mask of a slice", mask, _SDPA, "core_attn"))
+    if sizes.materialised:
+        weights = sizes.tokens * sizes.length * heads  # softmax, mask and product, in fp32
+        lines.append(Line("weights of attention, dropped", weights * 3 * SINGLE, _SDPA, "core_attn"))
     return lines
+
+
+def _window(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
+    """The mask of a block of queries, which all blocks share."""
+    sliding = config.layer_types is None or config.layer_types[number] == "sliding_attention"
+    if not sliding or config.window_size is None or config.window_size >= sizes.length:
+        return []
+    rows = min(_BLOCK, sizes.length)
+    columns = min(sizes.length, rows + config.window_size - 1)
+    return [Line("mask of a window", float(rows * columns * sizes.width), _SDPA, "core_attn")]
 
 
 def _latent(config: MlaMcaModelConfig, sizes: Sizes) -> list[Line]:
@@ -85,7 +106,7 @@ def _latent(config: MlaMcaModelConfig, sizes: Sizes) -> list[Line]:
     key = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
     value = heads * config.v_head_dim
     lines = [
-        Line("queries and keys", tokens * key * 2 * width, _LATENT),
+        Line("queries and keys", tokens * key * 2 * width, _LATENT, "mla_up_proj"),
         Line("values, padded to the keys", tokens * key * width, _SDPA, "core_attn"),
         Line("attention's output, padded", tokens * key * width, _SDPA, "core_attn"),
         Line("attention's output", tokens * value * width, _SDPA),
@@ -100,14 +121,24 @@ def _latent(config: MlaMcaModelConfig, sizes: Sizes) -> list[Line]:
 
 
 def _linear(config: McaModelConfig, sizes: Sizes) -> list[Line]:
-    """A gated delta net, whose recurrence is chunked: its inputs in fp32, its projections and convolution."""
-    keys = (config.linear_num_key_heads or 0) * (config.linear_key_head_dim or 0)
-    values = (config.linear_num_value_heads or 0) * (config.linear_value_head_dim or 0)
-    channels = (2 * keys + 2 * values) / sizes.layout.tp
-    source = "mca_models/megatron/families/gated_delta_net.py: forward"
+    """A gated delta net: its recurrence runs in fp32, chunk by chunk, with keys repeated for every head of values."""
+    tp, tokens, width = sizes.layout.tp, sizes.tokens, sizes.width
+    key, value = config.linear_key_head_dim or 0, config.linear_value_head_dim or 0
+    heads = (config.linear_num_value_heads or 0) / tp
+    projected = 2 * (config.linear_num_key_heads or 0) * key / tp
+    keys, values = heads * key, heads * value
+    rule = "mca_models/megatron/families/delta_rule.py: gated_delta_rule"
+    net = "mca_models/megatron/families/gated_delta_net.py: forward"
     return [
-        Line("projections and their convolution", sizes.tokens * channels * 3 * sizes.width, source),
-        Line("queries, keys and values in fp32", sizes.tokens * channels * 2 * SINGLE, source),
+        Line("convolution: padded, and its output", tokens * (projected + values) * 2 * width, net),
+        Line("queries and keys in fp32", tokens * projected * SINGLE, net),
+        Line("gate, activated, and output", tokens * values * (2 * SINGLE + 2 * width), net),
+        *norm(tokens, values, sizes, output=False),
+        Line("queries, keys and values of chunks", tokens * (2 * keys + values) * SINGLE, rule),
+        Line("tokens of a chunk by one another", tokens * heads * _CHUNK * 6 * SINGLE, rule),
+        Line("solved, and corrections", tokens * (keys + 2 * values) * SINGLE, rule),
+        Line("faded queries and keys", tokens * 2 * keys * SINGLE, rule),
+        Line("states", tokens / _CHUNK * keys * value * SINGLE, rule),
     ]
 
 
@@ -126,6 +157,8 @@ def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> lis
     sent = sizes.dispatched(worst=worst)
     inner = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / sizes.layout.etp
     lines = [Line("router", sizes.split * (config.num_moe_experts or 0) * 10.0, _ROUTER)]
+    if config.activation_func_clamp_value is not None:
+        lines.append(Line("clamped, and moved by an offset", 2 * sent * inner * sizes.width, _MLP, "moe"))
     lines.append(Line("tokens sent to experts", sent * config.hidden_size * sizes.width, _MOVE, "moe"))
     lines += gated(config, inner, sent, sizes, "moe")
     lines.append(Line("product times probability", sent * inner * sizes.width, _MLP, "moe"))

@@ -15,7 +15,8 @@ from mca_train.config.parts import trained_parts
 from mca_train.plan.chunks import Bytes, Implementation, Model, of_chunk
 from mca_train.plan.counts import Count, ModelCounts, shares
 from mca_train.plan.schedule import Order
-from mca_train.plan.sizes import HALF, SINGLE, Sizes
+from mca_train.plan.sizes import EIGHTH, HALF, SINGLE, Sizes
+from mca_train.plan.towers import Images
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 GIB = 1024**3
 _ADAM_MOMENTS, _SGD_MOMENTS = 2, 1
 """Numbers in fp32 that Megatron's optimizers keep of a parameter; muon, which keeps fewer, is taken for Adam."""
+_FP8_COPIES = 2
+"""Of a weight: as forward passes take it and, turned round, backward passes; kept for all micro-batches of a step."""
 PARTS = ("weights", "gradients", "optimizer", "activations", "temporaries")
 
 
@@ -79,6 +82,10 @@ class Plan:
     global_batch: int
     tokens_per_step: int
     bubble: float
+    images: Images | None = None
+    """That each sequence was counted with."""
+    fp8: bool = False
+    """Whether products were counted in fp8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +102,7 @@ class Subject:
         reference: Of a frozen model that stands beside it.
         implementation: Whose layers.
         on_gpu: Whether it runs there.
+        images: Of each sequence; None: there are none.
     """
 
     config: McaModelConfig
@@ -106,6 +114,7 @@ class Subject:
     reference: ModelCounts | None = None
     implementation: Implementation = "local"
     on_gpu: bool = False
+    images: Images | None = None
 
     def trained_by_stage(self, layout: ParallelLayout) -> list[Count]:
         """Parameters that have gradients, on the fullest rank of each pipeline stage."""
@@ -171,8 +180,15 @@ def plan_of(subject: Subject, training: "TrainingArguments", layout: ParallelLay
     accumulation = training.gradient_accumulation_steps
     batch = training.per_device_train_batch_size * accumulation * grid.data_parallel_size
     frozen = subject.adapter is not None
-    sizes = Sizes.of(config, training, subject.seq_length, sequences=subject.sequences, frozen=frozen)
-    model = Model(config, training, sizes, subject.implementation, subject.on_gpu)
+    sizes = Sizes.of(
+        config,
+        training,
+        subject.seq_length,
+        sequences=subject.sequences,
+        frozen=frozen,
+        on_gpu=subject.on_gpu,
+    )
+    model = Model(config, training, sizes, subject.implementation, subject.on_gpu, subject.images)
     return Plan(
         layout=layout,
         world_size=world_size,
@@ -184,6 +200,8 @@ def plan_of(subject: Subject, training: "TrainingArguments", layout: ParallelLay
         global_batch=batch,
         tokens_per_step=batch * subject.seq_length * subject.sequences,
         bubble=layout.bubble(accumulation),
+        images=subject.images,
+        fp8=bool(training.fp8),
     )
 
 
@@ -193,6 +211,10 @@ def _stages(subject: Subject, model: Model, grid: RankGrid) -> list[StageNeeds]:
     held = subject.model.by_stage(layout)
     adapter = subject.adapter.by_stage(layout) if subject.adapter else None
     beside = subject.reference.by_stage(layout) if subject.reference else none
+    quantized = (
+        training.fp8 and not training.fp8_param
+    )  # else weights are in fp8 alone: as many bytes with both copies
+    copied = subject.model.by_stage(layout, layers_only=True) if quantized else none
     share = shares(training.use_distributed_optimizer, grid)
     found = []
     for pp in range(layout.pp):
@@ -202,6 +224,7 @@ def _stages(subject: Subject, model: Model, grid: RankGrid) -> list[StageNeeds]:
             trained.total,
             trained.dense // share.dense + trained.experts // share.experts,
             beside[pp].total,
+            copied[pp].total,
         )
         found.append(_needs(model, pp, counts, share))
     return found
@@ -215,6 +238,8 @@ class _Counts:
     trained: int
     stepped: int
     reference: int
+    quantized: int
+    """Of those held, whose copies in fp8 stand beside them."""
 
 
 def _needs(model: Model, pp: int, counts: _Counts, share: Count) -> StageNeeds:
@@ -236,7 +261,7 @@ def _needs(model: Model, pp: int, counts: _Counts, share: Count) -> StageNeeds:
     return StageNeeds(
         layers=" | ".join(layers_of(chunk) for chunk in chunks),
         parameters=counts.held,
-        weights=counts.held * width,
+        weights=counts.held * width + counts.quantized * _FP8_COPIES * EIGHTH,
         gradients=counts.trained * gradients,
         optimizer=int(counts.stepped * (moments * (1 - moved) + main * (1 - main_moved))),
         host=int(counts.stepped * moved * (moments + 2 * SINGLE)),  # with weights and gradients in fp32

@@ -46,10 +46,23 @@ class PlanOptions:
         metadata=_flag("DIR", "draw the dry run: schedule, memory, layers, messages, as SVG and PNG"),
     )
     json: bool = field(default=False, metadata=_flag("", "one object instead of text"))
+    images: int | None = field(
+        default=None,
+        metadata=_flag(
+            "N", "images in each sequence of a model with a vision tower; else one, where the run takes any"
+        ),
+    )
+    image_size: int | None = field(
+        default=None, metadata=_flag("PIXELS", "along a side of each image; else 448")
+    )
 
     def __post_init__(self) -> None:
         if self.gpus is not None and self.gpus < 1:
             raise UsageError(f"--gpus {self.gpus}: expected at least 1")
+        if self.images is not None and self.images < 0:
+            raise UsageError(f"--images {self.images}: expected 0 or more")
+        if self.image_size is not None and self.image_size < 1:
+            raise UsageError(f"--image_size {self.image_size}: expected at least 1")
         if self.search and self.gpus is None:
             raise UsageError("--search looks for layouts of a number of devices; add --gpus N")
         if self.hardware is not None and self.device is None:
@@ -77,7 +90,7 @@ def own_options(words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
 def _typed(name: str, value: object) -> Any:
     if name in ("dry_run", "search", "json"):
         expected, fits = "no value", isinstance(value, bool)
-    elif name == "gpus":
+    elif name in ("gpus", "images", "image_size"):
         expected, fits = "a whole number", isinstance(value, int) and not isinstance(value, bool)
     else:
         expected, fits = "a name or path", isinstance(value, str)

@@ -6,6 +6,7 @@ from mca_train.plan.fitting import Remedy
 from mca_train.plan.hardware import Device
 from mca_train.plan.memory import GIB, PARTS, Plan, StageNeeds
 
+_FP8 = "fp8          counted: two copies of layers' weights, inputs of products; not counted: their scales"
 _LAYERS = {"local": "Megatron's own", "transformer_engine": "Transformer Engine's"}
 
 
@@ -23,6 +24,8 @@ def render(plan: Plan, settings: Settings, model: McaModelConfig, device: Device
         f"bubble       {plan.bubble:.1%} of a step",
         f"layers       {_LAYERS[plan.implementation]}"
         + (f", on {device.name}: {device.usable_gib:.1f} GiB usable" if device else ""),
+        *([f"images       {plan.images}"] if plan.images else []),
+        *([_FP8] if plan.fp8 else []),
         "",
         *_table(plan, device),
         "",

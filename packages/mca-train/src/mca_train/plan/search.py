@@ -105,7 +105,12 @@ def predicted(
     """The time of a step on a layout; ``roughly``: without walking through its passes."""
     config, grid = replace(subject.config, layout=layout), RankGrid(layout, gpus)
     sizes = Sizes.of(
-        config, training, subject.seq_length, sequences=subject.sequences, frozen=subject.adapter is not None
+        config,
+        training,
+        subject.seq_length,
+        sequences=subject.sequences,
+        frozen=subject.adapter is not None,
+        on_gpu=subject.on_gpu,
     )
     model = Model(config, training, sizes, subject.implementation, subject.on_gpu)
     trained = subject.trained_by_stage(layout)

@@ -9,8 +9,8 @@ from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
 
-HALF, SINGLE = 2, 4
-"""Bytes of a number in bf16 or fp16, and in fp32."""
+EIGHTH, HALF, SINGLE = 1, 2, 4
+"""Bytes of a number in fp8, in bf16 or fp16, and in fp32."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Sizes:
 
     width: int
     """Bytes of a number."""
+    operand: int
+    """Those of a number that a product of Transformer Engine takes, as it is kept: fewer in fp8."""
     sequences: int
     length: int
     """Tokens of a sequence on this context rank."""
@@ -50,6 +52,10 @@ class Sizes:
     experts: int
     capacity: float | None
     """``moe_expert_capacity_factor``."""
+    rms: bool
+    """Whether norms only divide by a root mean square."""
+    materialised: bool
+    """Whether attention makes the whole matrix of its weights: on a CPU with dropout."""
 
     @classmethod
     def of(
@@ -60,6 +66,7 @@ class Sizes:
         *,
         sequences: int = 1,
         frozen: bool = False,
+        on_gpu: bool = False,
     ) -> "Sizes":
         """Of a model that stands on its ``layout``.
 
@@ -69,13 +76,16 @@ class Sizes:
             seq_length: Tokens of a sequence.
             sequences: In a sample.
             frozen: Whether only an adapter is trained.
+            on_gpu: Whether it runs there.
         """
         layout = config.layout
         length = seq_length // layout.cp
         count = training.per_device_train_batch_size * sequences
         tokens = count * length
+        width = HALF if training.bf16 or training.fp16 else SINGLE
         return cls(
-            width=HALF if training.bf16 or training.fp16 else SINGLE,
+            width=width,
+            operand=EIGHTH if training.fp8 else width,
             sequences=count,
             length=length,
             tokens=tokens,
@@ -85,6 +95,8 @@ class Sizes:
             topk=config.moe_router_topk,
             experts=config.num_moe_experts or 0,
             capacity=training.moe_expert_capacity_factor,
+            rms=config.normalization == "RMSNorm",
+            materialised=config.attention_dropout > 0 and not on_gpu,
         )
 
     @property

@@ -14,10 +14,20 @@ from mca_train.plan.chunks import Model, recomputed
 from mca_train.plan.counts import Count
 from mca_train.plan.hardware import Hardware
 from mca_train.plan.schedule import Order, Pass
+from mca_train.plan.sizes import HALF, SINGLE
 from mca_train.plan.timeline import timeline
 
 _KERNELS = 45
-"""Of a layer's forward pass; its backward pass has twice as many."""
+"""Of a layer's forward pass, those of each expert aside; its backward pass has twice as many."""
+_QUANTISING = {"tensorwise": 4, "blockwise": 1, "mxfp8": 1}
+"""Kernels that bring an expert's operand into fp8 (largest value, scale, cast); of delayed scales one does all experts.
+
+Transformer Engine, pytorch/csrc/extensions/cast.cpp: multi_tensor_quantize_impl.
+"""
+_CAST = 6
+"""Bytes read and written for a number that is brought into fp8: its largest value is found, it is cast and turned."""
+_PADDED = 4
+"""How often tokens of experts are copied so that each has a number of them that fp8 products take."""
 _REARRANGED = 16
 """How often the hidden states of tokens sent to experts are read or written: sorted, sent, and all that back."""
 _STEPPED = 30
@@ -144,17 +154,18 @@ class Speed:
         moe = config.is_moe_layer(number)
         attention, scores = self._attention()
         inner = self._mlp(config.ffn_hidden_size) / sizes.layout.tp
-        mlp = self._experts() if moe else self._products(2 * sizes.tokens * inner)
+        mlp = 0.0 if moe else self._products(2 * sizes.tokens * inner)
         products = self._products(2 * sizes.tokens * attention) + mlp
-        sent = sizes.dispatched() * config.hidden_size * sizes.width if moe else 0.0
-        moved = self._moved(2.5 * self.model.layer(number).kept + _REARRANGED * sent)
+        moved = self._moved(2.5 * self.model.layer(number).kept)
         launch = _KERNELS * (2 if moe else 1) * self.hardware.efficiency.launch_us * 1e-6
-        messages = self._tensor_messages() + (self._expert_messages() if moe else 0.0)
+        experts = self._experts() if moe else _Layer(0.0, 0.0, 0.0)
+        messages = self._tensor_messages()
         rest = self._context_messages(scores)
-        forward = max(products + scores + moved, launch) + messages + rest
-        again = self._again({"core_attn": scores, "moe" if moe else "mlp": mlp})
-        backward = max(2 * products + 2.5 * scores + again + moved, 2 * launch) + messages + 2 * rest
-        return _Layer(forward, backward, 2 * messages + 3 * rest)
+        again = self._again({"core_attn": scores, "moe" if moe else "mlp": experts.forward if moe else mlp})
+        forward = max(products + scores + moved, launch) + experts.forward
+        backward = max(2 * products + 2.5 * scores + moved, 2 * launch) + again + experts.backward
+        spent = messages + experts.messages
+        return _Layer(forward + spent + rest, backward + spent + 2 * rest, 2 * spent + 3 * rest)
 
     def _again(self, seconds: dict[str, float]) -> float:
         """What selective recomputation adds to a backward pass."""
@@ -184,15 +195,39 @@ class Speed:
         rate = self.hardware.device.tflops * 1e12 * self.hardware.efficiency.attention
         return weights, flops / rate
 
-    def _experts(self) -> float:
+    def _experts(self) -> _Layer:
+        """What a layer's experts add: tokens sent and sorted, their products, and shared experts.
+
+        The host waits for how many tokens each expert has, so that it is not ahead of the device when it begins with
+        their products: these take at least what launching them one by one takes.
+        """
         config, sizes = self.model.config, self.model.sizes
         inner = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / sizes.layout.etp
-        flops = 2 * sizes.dispatched() * self._mlp(inner)
-        share = self.hardware.efficiency.experts / self.hardware.efficiency.products
-        seconds = self._products(flops) / share
-        if shared := config.moe_shared_expert_intermediate_size:
-            seconds += self._products(2 * sizes.tokens * self._mlp(shared) / sizes.layout.tp)
-        return seconds
+        sent, share = sizes.dispatched(), self.hardware.efficiency.experts / self.hardware.efficiency.products
+        products = self._products(2 * sent * self._mlp(inner)) / share
+        copied, cast = _REARRANGED * sizes.width, 0.0
+        if self.model.training.fp8:
+            copied += _PADDED * sizes.width if sizes.capacity is None else 0
+            cast = _CAST * (config.hidden_size + inner)
+        moved = self._moved(sent * (copied * config.hidden_size + cast))
+        once, twice = self._launches()
+        shared = config.moe_shared_expert_intermediate_size or 0
+        beside = self._products(2 * sizes.tokens * self._mlp(shared) / sizes.layout.tp)
+        messages = self._expert_messages()
+        if self.model.training.overlap_moe_expert_parallel_comm:
+            messages *= 1 - self.hardware.efficiency.overlapped
+        return _Layer(
+            max(products, once) + moved + beside,
+            max(2 * products, twice) + moved + 2 * beside,
+            messages,
+        )
+
+    def _launches(self) -> tuple[float, float]:
+        """Seconds of the host for the products of a layer's experts here, forward and backward."""
+        experts = (self.model.config.num_moe_experts or 0) / self.grid.layout.ep
+        casts = _QUANTISING.get(self.model.training.fp8_recipe or "", 0) if self.model.training.fp8 else 0
+        each = 2 * experts * self.hardware.efficiency.launch_us * 1e-6
+        return each * (1 + casts), each * (2 + casts)
 
     def _products(self, flops: float, *, half: bool = False) -> float:
         device, efficiency = self.hardware.device, self.hardware.efficiency
@@ -262,7 +297,9 @@ class Speed:
         for parameters, ranks, stride in groups:
             if ranks > 1 and parameters:
                 far = ranks * stride > self.hardware.device.node
-                reduced = self._message(parameters * 4 * (ranks - 1) / ranks, far, ranks)
+                half = training.bf16 and training.accumulate_allreduce_grads_in_fp32 is False
+                width = HALF if half else SINGLE
+                reduced = self._message(parameters * width * (ranks - 1) / ranks, far, ranks)
                 gathered = self._message(
                     parameters * self.model.sizes.width * (ranks - 1) / ranks, far, ranks
                 )

@@ -28,14 +28,14 @@ def norm(tokens: float, channels: float, sizes: Sizes) -> list[Line]:
 
 def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = False) -> list[Line]:
     """All lines of decoder layer ``number``."""
-    between = sizes.split * config.hidden_size * sizes.width
-    lines = [Line("input of attention, and normalised", 2 * between, _NORM_LINEAR)]
+    both = sizes.split * config.hidden_size * (sizes.width + sizes.operand)
+    lines = [Line("input of attention, and normalised", both, _NORM_LINEAR)]
     if config.norm_placement == "sandwich":
         lines += [line for _ in range(2) for line in norm(sizes.split, config.hidden_size, sizes)]
     lines += attention(config, sizes)
     if config.is_moe_layer(number):
         return [*lines, *norm(sizes.split, config.hidden_size, sizes), *experts(config, sizes, worst=worst)]
-    lines.append(Line("input of the MLP, and normalised", 2 * between, _NORM_LINEAR))
+    lines.append(Line("input of the MLP, and normalised", both, _NORM_LINEAR))
     return lines + gated(config, config.ffn_hidden_size / sizes.layout.tp, sizes.tokens, sizes, "mlp")
 
 
@@ -52,13 +52,19 @@ def attention(config: McaModelConfig, sizes: Sizes) -> list[Line]:
     lines = [
         Line("queries, keys, values", tokens * (query + key + value) * width, _ATTENTION, "core_attn"),
         Line("sums of attention", tokens * heads * SINGLE, _ATTENTION, "core_attn"),
-        Line("attention's output", tokens * out * width, _LINEAR),
+        Line("attention's output", tokens * out * width, _ATTENTION),
     ]
+    if sizes.operand < width:  # else it is the same tensor
+        lines.append(Line("attention's output in fp8", tokens * out * sizes.operand, _LINEAR))
     if config.qk_layernorm and not isinstance(config, MlaMcaModelConfig):
         lines.append(Line("q, k, v as projected", tokens * (query + key + value) * width, _NORM))
     if isinstance(config, MlaMcaModelConfig):
         ranks = (config.q_lora_rank or 0) + config.kv_lora_rank
-        lines.append(Line("latent q and kv, and normalised", sizes.split * ranks * 2 * width, _NORM_LINEAR))
+        lines.append(
+            Line(
+                "latent q and kv, and normalised", sizes.split * ranks * (width + sizes.operand), _NORM_LINEAR
+            )
+        )
         lines.append(
             Line("keys and values as projected", tokens * (key + value) * width, _LINEAR, "mla_up_proj")
         )
@@ -70,7 +76,7 @@ def gated(config: McaModelConfig, inner: float, tokens: float, sizes: Sizes, mod
     first = 2 if config.gated_linear_unit else 1
     return [
         Line("gate and up as projected", tokens * inner * first * sizes.width, _SWIGLU, module),
-        Line("input of the second product", tokens * inner * sizes.width, _LINEAR, module),
+        Line("input of the second product", tokens * inner * sizes.operand, _LINEAR, module),
     ]
 
 
@@ -81,9 +87,11 @@ def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> lis
     first = 2 if config.gated_linear_unit else 1
     lines = [
         Line("router", sizes.split * (config.num_moe_experts or 0) * 10.0, _ROUTER),
-        Line("tokens sent to experts", sent * config.hidden_size * width, f"{_MOVE}; {_GROUPED}", "moe"),
+        Line(
+            "tokens sent to experts", sent * config.hidden_size * sizes.operand, f"{_MOVE}; {_GROUPED}", "moe"
+        ),
         Line("gate and up as projected", sent * inner * first * width, _WEIGHTED, "moe"),
-        Line("input of the second products", sent * inner * width, _GROUPED, "moe_act"),
+        Line("input of the second products", sent * inner * sizes.operand, _GROUPED, "moe_act"),
     ]
     if shared := config.moe_shared_expert_intermediate_size:
         lines += gated(config, shared / sizes.layout.tp, sizes.tokens, sizes, "shared_experts")

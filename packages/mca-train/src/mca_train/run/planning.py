@@ -25,9 +25,10 @@ from mca_train.plan.hardware import Hardware, hardware_of
 from mca_train.plan.memory import Plan, plan_of
 from mca_train.plan.options import PlanOptions, own_options
 from mca_train.plan.report import render, render_remedies
+from mca_train.plan.towers import Images
 from mca_train.run.checks import Findings, Run, check, settings_of
 from mca_train.run.hub_paths import with_directories
-from mca_train.run.subject import subject_of
+from mca_train.run.subject import images_of_run, subject_of
 from mca_train.tasks.table import task_of
 from mca_train.tasks.task import Task
 
@@ -59,8 +60,11 @@ def print_plan(task: Task | None, config: Path, overrides: list[str]) -> int:
     if findings.impossible or findings.run is None:
         _say_impossible(findings, options)
         return 2
-    planned = _Planned.of(findings.run, settings, hardware)
-    stages = _dry_run(findings.run, alike=options.plot is not None) if options.dry_run or options.plot else []
+    images = images_of_run(findings.run, options.images, options.image_size)
+    planned = _Planned.of(findings.run, settings, hardware, images)
+    stages: list[StepNeeds] = []
+    if options.dry_run or options.plot:
+        stages = _dry_run(findings.run, images, alike=options.plot is not None)
     if options.plot is not None:
         planned.draw(options.plot, stages)
     if options.json:
@@ -82,7 +86,8 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
     if findings.impossible or findings.run is None:
         _say_impossible(findings, options)
         return 2
-    subject = subject_of(findings.run, _implementation(settings, hardware), on_gpu=True)
+    images = images_of_run(findings.run, options.images, options.image_size)
+    subject = subject_of(findings.run, _implementation(settings, hardware), on_gpu=True, images=images)
     found = searching.best_layouts(task, values, findings.run, subject, batch, hardware)
     if options.json:
         sys.stdout.write(json.dumps(searching.document(found, batch, gpus, hardware), indent=2) + "\n")
@@ -123,9 +128,10 @@ class _Planned:
     remedies: list[Remedy]
 
     @classmethod
-    def of(cls, run: Run, settings: Settings, hardware: Hardware | None) -> "_Planned":
+    def of(cls, run: Run, settings: Settings, hardware: Hardware | None, images: Images | None) -> "_Planned":
         """The plan of ``run``, whose ``settings`` may ask for layers that this machine lacks."""
-        subject = subject_of(run, _implementation(settings, hardware), on_gpu=hardware is not None)
+        implementation = _implementation(settings, hardware)
+        subject = subject_of(run, implementation, on_gpu=hardware is not None, images=images)
         training = run.settings.training
         plan = plan_of(subject, training, run.layout, run.world_size)
         found: list[Remedy] = []
@@ -181,7 +187,9 @@ def _implementation(settings: Settings, hardware: Hardware | None) -> Implementa
     return "transformer_engine" if hardware is not None else implementation_of(settings.training)
 
 
-def _dry_run(run: Run, *, alike: bool) -> "list[StepNeeds]":
+def _dry_run(run: Run, images: Images | None, *, alike: bool) -> "list[StepNeeds]":
     from mca_train.dry_run.stages import needs_of_stages
 
-    return needs_of_stages(run.task, run.settings, run.model, run.layout, run.world_size, alike=alike)
+    return needs_of_stages(
+        run.task, run.settings, run.model, run.layout, run.world_size, alike=alike, images=images
+    )

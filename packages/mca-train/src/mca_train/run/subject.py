@@ -3,14 +3,35 @@
 from dataclasses import replace
 
 from mca_train.config.model import adapter_config, model_config
-from mca_train.config.parts import trained_parts
+from mca_train.config.parts import Part, trained_parts
 from mca_train.plan.chunks import Implementation
 from mca_train.plan.counts import ModelCounts
 from mca_train.plan.memory import Subject
+from mca_train.plan.towers import Images, images_of
 from mca_train.run.checks import Run
 
 
-def subject_of(run: Run, implementation: Implementation, *, on_gpu: bool) -> Subject:
+def images_of_run(run: Run, count: int | None = None, pixels: int | None = None) -> Images | None:
+    """The images that each sequence of ``run`` is planned with.
+
+    Args:
+        run: The run.
+        count: As asked for; None: one, where the run can have any.
+        pixels: As asked for.
+
+    Raises:
+        UsageError: What is asked for cannot be.
+    """
+    settings = run.settings
+    adapted = settings.lora.wanted
+    trained = frozenset[Part]() if adapted else trained_parts(settings.training)
+    length, takes = settings.data.seq_length, run.task.takes_images
+    return images_of(run.model, trained, length, takes=takes, count=count, pixels=pixels)
+
+
+def subject_of(
+    run: Run, implementation: Implementation, *, on_gpu: bool, images: Images | None = None
+) -> Subject:
     """What is planned of ``run`` on any layout."""
     from mca_models.megatron import platform
 
@@ -30,4 +51,5 @@ def subject_of(run: Run, implementation: Implementation, *, on_gpu: bool) -> Sub
         reference=reference,
         implementation=implementation,
         on_gpu=on_gpu or platform.device_type() == "cuda",
+        images=images,
     )
