@@ -43,7 +43,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "begins with an evaluation": (4, EVALUATED | SAVED | {"eval_on_start": True}),
 }
 """Runs, and the step at which they are interrupted; with MCA_EVERY_INTERRUPTION=1 at every step."""
-TIMES = ("runtime", "per_second", "step_time", "tflops", "memory", "time")
+TIMES = ("runtime", "per_second", "step_time", "tflops", "memory", "time", "slowest")
 
 
 class Killed(Exception):

@@ -1,7 +1,7 @@
 """Megatron's forward pipeline schedule over the chunks of a rank, for evaluating. Training is in `engine`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from mca_config.types import JsonObject
 from mca_models.megatron.layers.attention import tell_lengths
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
+from mca_train.engine.stopwatch import Stopwatch
 from mca_train.losses import moe_aux, prediction
 from mca_train.losses.moe_tokens import hand_tokens
 from mca_train.losses.token_loss import LossFunction, StepLoss, add_up, megatron_loss
@@ -29,6 +30,8 @@ class Pipeline:
         self.chunks = list(chunks)
         self._loss = loss
         self._wants_logits = wants_logits
+        self.measured: Stopwatch | None = None
+        """Measures the forward passes of training steps, where it is set."""
         self.configs = list({id(chunk.config): chunk.config for chunk in chunks}.values())
         for config in self.configs:
             config.calculate_per_token_loss = True
@@ -42,7 +45,9 @@ class Pipeline:
 
         iterators = [iter(batch.micro_batches) for _ in self.chunks]
         kept: list[Tensor] = get_forward_backward_func()(
-            forward_step_func=partial(self._forward_step, loss=loss or self._loss),
+            forward_step_func=partial(
+                self._forward_step, loss=loss or self._loss, measured=None if forward_only else self.measured
+            ),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(batch.micro_batches),
@@ -71,20 +76,26 @@ class Pipeline:
                 chunk.train(mode)
 
     def _forward_step(
-        self, batches: Iterator[MicroBatch], model: Chunk, *, loss: LossFunction
+        self,
+        batches: Iterator[MicroBatch],
+        model: Chunk,
+        *,
+        loss: LossFunction,
+        measured: Stopwatch | None = None,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor | JsonObject, ...]]]:
         given = next(batches)
         batch = given.to(self._device)
-        output = model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids if batch.sections is None else batch.sections,
-            attention_mask=None,
-            labels=None if self._wants_logits else batch.labels,
-            loss_mask=batch.loss_mask,
-            padding_mask=hand_tokens(batch, model),
-            packed_seq_params=_packed_params(batch, given.cu_seqlens),
-            **self._images(batch),
-        )
+        with nullcontext() if measured is None else measured.running():
+            output = model(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids if batch.sections is None else batch.sections,
+                attention_mask=None,
+                labels=None if self._wants_logits else batch.labels,
+                loss_mask=batch.loss_mask,
+                padding_mask=hand_tokens(batch, model),
+                packed_seq_params=_packed_params(batch, given.cu_seqlens),
+                **self._images(batch),
+            )
         return output, megatron_loss(loss, batch)
 
     def _images(self, batch: MicroBatch) -> JsonObject:

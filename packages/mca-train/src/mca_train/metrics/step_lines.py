@@ -21,6 +21,8 @@ _SHOWN = {
     "peak_memory_gib",
     "epoch",
     "mfu",
+    "slowest_rank",
+    "slowest_rank_behind",
 }
 """What has a place of its own in a step's line."""
 _IN_THE_FILE_ONLY = {"samples_per_second", "pipeline_bubble", "model_tflops", "total_flos", "step"}
@@ -122,6 +124,8 @@ def _of_step(logs: Mapping[str, object], left: int) -> Iterator[str]:
     for name, value in values.items():
         if name not in _SHOWN | _IN_THE_FILE_ONLY:
             yield f"{name} {value:.4g}"
+    if "slowest_rank" in values:
+        yield f"rank {values['slowest_rank']} is {values['slowest_rank_behind']:.2g} s behind"
     if "tokens_per_second" in values:
         yield f"{values['tokens_per_second']:,.0f} tokens/s"
     if "mfu" in values:

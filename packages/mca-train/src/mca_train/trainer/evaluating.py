@@ -64,6 +64,7 @@ class WithEvaluation(WithStepLoaders):
         meter = LossMeter(self.ranks.context_parallel_rank)
         with pipeline.at_rest():
             for batch in steps_of(loader):
+                self.watch.pulse.now("evaluating", self.state.global_step)
                 self.before_forward(batch)
                 meter.add(pipeline.evaluate(batch), batch)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

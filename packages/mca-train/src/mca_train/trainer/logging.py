@@ -61,6 +61,7 @@ class WithLogs(TrainerParts):
             if self.args.save_strategy == "best":
                 self.control.should_save = best
         if self.control.should_save:
+            self.watch.pulse.now("saving", self.state.global_step)
             with self._meter.pause(), self._checkpoint_completed():
                 self._save_checkpoint()
             self.control.should_save = False

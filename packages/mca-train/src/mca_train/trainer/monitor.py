@@ -1,4 +1,4 @@
-"""`Watch` looks after a run: signals to stop, gradients that are no numbers, skipped steps, speed.
+"""`Watch` looks after a run: signals to stop, gradients that are no numbers, skipped steps, speed, ranks that hang.
 
 It neither trains nor saves. The trainer asks it after each step, and an error that it raises ends the run.
 """
@@ -19,7 +19,9 @@ from mca_train.engine.finite import require_finite, require_finite_weights
 from mca_train.groups import Ranks
 from mca_train.losses.token_loss import StepLoss
 from mca_train.metrics.meter import LossReport
+from mca_train.metrics.stragglers import Stragglers
 from mca_train.metrics.throughput import Throughput
+from mca_train.trainer.pulse import Pulse
 from mca_train.trainer.stop_signal import StopSignal
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ class Watch:
 
     def __init__(self, args: TrainingArguments, model: "VirtualModels", ranks: Ranks) -> None:
         self.signal = StopSignal()
+        self.pulse = Pulse()
+        self.stragglers = Stragglers(ranks)
         self._args = args
         self._model = model
         self._throughput = Throughput(args, model, ranks)
@@ -127,6 +131,7 @@ class Watch:
         if not self._args.fp16:
             require_finite(report.mean, None, step, self._model.held())
         found = report.speed() | self._throughput.report(report)
+        found |= self.stragglers.report(len(report.losses), found.get("step_time", 0.0), step)
         if self._args.fp16:
             found |= {"loss_scale": float(optimizer.get_loss_scale()), "skipped_steps": self._skipped}
         self._skipped = 0

@@ -215,7 +215,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
                 with reading(output_dir):
                     checkpoint = directory.find(resume_from_checkpoint, output_dir, self.ranks)
                     lineage.require_free(output_dir, checkpoint, overwrite=self.args.overwrite_output_dir)
-                with self.watch.signal:
+                with self.watch.signal, self.watch.pulse:
                     return self._train(checkpoint)
         finally:
             self._checkpoints.abandon()
@@ -262,6 +262,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
                 load_weights(self.model, checkpoint)
         engine, rate = self.new_engine(), LearningRate(self.args, length.schedule_steps)
         self._training, self._pipeline = Training(engine, rate), engine
+        engine.measured = self.watch.stragglers.forward
         self.optimizer, self.lr_scheduler = engine.optimizer, rate.scheduler
         training = self._training_state()
         if checkpoint is not None:
@@ -309,7 +310,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         sampler.set_epoch(epoch, 0 if self.args.ignore_data_skip else self._place.samples)
         self.callback_handler.train_dataloader = loader
         self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
-        for batch in steps_of(loader):
+        for batch in self.watch.stragglers.reading(steps_of(loader)):
             self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
             self.training_step(batch)
             self.state.global_step += 1
@@ -319,6 +320,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             self._due = self.watch.stop_if_asked(self.control, self.state.global_step)
             self._checkpoints.advance()
             self._log_evaluate_save()
+            self.watch.pulse.now("reading the batch", self.state.global_step + 1)
             if self.control.should_epoch_stop or self.control.should_training_stop:
                 break
         if not self.watch.stopped:
@@ -327,12 +329,15 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
     def training_step(self, batch: StepBatch, *_: object, **__: object) -> StepResult:
         """One optimizer step on one step's batch."""
         engine, rate = self._training.engine, self._training.rate
+        step = self.state.global_step + 1
         rate.write(engine.optimizer.param_groups)
+        self.watch.pulse.now("forward and backward", step)
         self.before_forward(batch)
         loss = engine.forward_backward(batch)
         self._model_losses.add_step()
         self._meter.add(loss, batch)
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
+        self.watch.pulse.now("the optimizer", step)
         result = engine.optimizer_step()
         self._after_update(result, loss, rate.value)
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
@@ -347,6 +352,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
 
     def _finish(self, first: int, started: float) -> TrainOutput:
         """The run's own metrics, the best model if asked for, and the last callback."""
+        self.watch.pulse.now("finishing", self.state.global_step)
         with self._pipeline.at_rest():
             pass  # the last step's parameters have arrived
         self._checkpoints.finish()

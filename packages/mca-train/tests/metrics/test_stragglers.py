@@ -1,0 +1,42 @@
+"""Which rank is called slow."""
+
+import pytest
+import torch
+
+from mca_train.metrics.stragglers import slowest
+
+
+def times(*pairs: tuple[float, float]) -> torch.Tensor:
+    return torch.tensor(pairs, dtype=torch.float64)
+
+
+def test_ranks_that_differ_little_are_not_slow():
+    assert slowest(times((0.01, 0.5), (0.012, 0.55), (0.01, 0.52), (0.011, 0.5)), 1, 2.0) is None
+
+
+def test_much_more_of_little_is_not_slow():
+    assert slowest(times((0.001, 0.5), (0.02, 0.5)), 1, 2.0) is None
+
+
+def test_a_rank_that_waits_for_its_data_is_slow():
+    found = slowest(times((0.01, 0.5), (0.9, 0.5), (0.01, 0.5), (0.02, 0.5)), 2, 2.0)
+    assert found is not None
+    assert (found.rank, found.what, found.alike) == (1, 0, 0)
+    assert (found.seconds, found.usual) == pytest.approx((0.9, 0.01))
+
+
+def test_forward_passes_are_compared_within_a_stage():
+    uneven = times((0, 0.2), (0, 0.2), (0, 0.9), (0, 0.9))
+    assert slowest(uneven, 2, 2.0) is None
+    assert slowest(uneven, 4, 2.0) is None, "a rank alone in its stage is compared with nobody"
+    uneven[3, 1] = 1.6
+    found = slowest(uneven, 2, 2.0)
+    assert found is not None
+    assert (found.rank, found.what) == (3, 1)
+
+
+def test_neighbours_that_wait_for_each_other_are_counted():
+    slow = times(*[(0, 0.9)] * 2, *[(0, 0.3)] * 6)
+    found = slowest(slow, 1, 1.0)
+    assert found is not None
+    assert (found.rank, found.alike) == (0, 1)
