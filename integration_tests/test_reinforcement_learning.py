@@ -14,7 +14,7 @@ from layouts import EVERY
 from mca_models.megatron.log_probs.vocabulary import TokenValues
 from reference import make_reference
 from test_readme import ROOT, blocks
-from train_cases import make_trainer, quietly, samples
+from train_cases import history, make_trainer, quietly, samples
 
 pytestmark = pytest.mark.ranks
 
@@ -89,6 +89,28 @@ def test_losses_of_log_probs_are_those_of_cross_entropies(
     assert len(plain) == 2
     for other in others:
         assert torch.allclose(torch.tensor(other), torch.tensor(plain), rtol=2e-5), (plain, other)
+
+
+def in_rounds(checkpoint: Path, folder: Path) -> list[list[float]]:
+    """Losses of four steps at once, and of two rounds of two steps each on what the dataset then holds."""
+    data = samples(16, longest=24)
+    changes = {"lr_scheduler_type": "constant", "warmup_steps": 0, "gradient_accumulation_steps": 4}
+    changes |= {"train_sampling_strategy": "sequential", "train_dataset": data}
+    whole = make_trainer(checkpoint, folder / "whole", max_steps=4, **changes)
+    quietly(whole.train)
+    trainer = make_trainer(checkpoint, folder / "rounds", max_steps=2, **changes)
+    found: list[float] = []
+    for first in (0, 8):
+        trainer.train_dataset = torch.utils.data.Subset(data, range(first, first + 8))
+        quietly(trainer.train)
+        found += history(trainer, "loss")
+    return [history(whole, "loss"), found]
+
+
+def test_a_loop_outside_trains_round_by_round(checkpoint: Path, tmp_path: Path) -> None:
+    whole, rounds = run_ranks(1, in_rounds, checkpoint, tmp_path)[0]
+    assert len(whole) == 4
+    assert rounds == pytest.approx(whole, rel=1e-6)
 
 
 def learn(rounds: int, folder: Path) -> list[float]:

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from mca_config.errors import McaError
 from mca_models.megatron.layers.zigzag import take
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
 from mca_train.data.token_dataset import TokenDataset
@@ -90,3 +91,31 @@ def test_a_hugging_face_collator_does():
     step = StepCollator(collate=features, micro_batch_size=2)(CountedSamples(dataset()).__getitems__([0, 2]))
     assert step.micro_batches[0].loss_mask.tolist() == [[1, 0], [0, 0]]
     assert step.num_tokens == 3
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_numbers_of_tokens_stand_beside_the_token_before(packed: bool, size: int) -> None:
+    lengths, longest = (5, 8, 3), 8
+    samples = []
+    for length in lengths:
+        ids = torch.arange(length) + 10 * length
+        numbers = torch.nn.functional.pad(ids.double() + 0.5, (0, longest - length), value=-1)
+        values = torch.cat([torch.tensor([0.25], dtype=torch.float64), numbers])
+        samples.append(({"input_ids": ids, "labels": ids, "values": values}, True))
+    for rank in range(size):
+        made = StepCollator(
+            collate=PadCollator(0),
+            micro_batch_size=3,
+            packed=packed,
+            multiple=2 * size,
+            context_parallel_size=size,
+            context_parallel_rank=rank,
+        )(samples)
+        batch = made.micro_batches[0]
+        targets = batch.loss_mask > 0
+        assert targets.any()
+        found = batch.next_values(1, longest)
+        assert torch.equal(found[targets], batch.labels[targets] + 0.5)
+        with pytest.raises(McaError, match="samples have no 10 numbers in 'values', 9 of them of tokens"):
+            batch.next_values(1, 9)
