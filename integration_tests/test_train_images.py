@@ -100,7 +100,7 @@ def _inputs(folder: Path, asked: str, pictures: tuple[str, ...], said: str) -> d
 
 
 @cache
-def _expected(folder: Path) -> tuple[list[float], Any]:
+def _expected(folder: Path, frozen: str = "none") -> tuple[list[float], Any]:
     """The losses of steps that transformers makes in one process, and its model after them."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(
         folder / "model", attn_implementation="eager"
@@ -110,7 +110,9 @@ def _expected(folder: Path) -> tuple[list[float], Any]:
     for name, parameter in model.named_parameters():
         part = "vision" if "visual" in name else "language"
         groups["projector" if "merger" in name else part].append(parameter)
-    steps = [{"params": groups[part], "lr": rate} for part, rate in rates.items()]
+    for parameter in groups.get(frozen, ()):
+        parameter.requires_grad_(False)
+    steps = [{"params": groups[part], "lr": rate} for part, rate in rates.items() if part != frozen]
     optimizer = torch.optim.AdamW(steps, weight_decay=0.0)
     rows, losses = [_inputs(folder, *row) for row in ROWS], []
     for _ in range(STEPS):

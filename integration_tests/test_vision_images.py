@@ -18,7 +18,7 @@ from vision_reference import LENGTH, ROWS, Mixed, batch_of, mixed
 
 pytestmark = pytest.mark.ranks
 
-DENSE = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "internvl", "mistral3", "glm4v")
+DENSE = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "internvl", "mistral3", "glm4v", "gemma3")
 SPARSE = ("qwen3_5_moe", "qwen3_vl_moe", "glm4v_moe")
 COMMON = (
     "tp1",
@@ -36,7 +36,12 @@ DENSE_LAYOUTS = (*COMMON, "tp2cp2sp", "pp2vpp2")
 SPARSE_LAYOUTS = (*(layout for layout in COMMON if layout != "tp2"), "ep2", "tp2ep2etp1", "cp2ep2pp2")
 STACKED = ("qwen3_vl", "qwen3_vl_moe")
 """Their features enter after each of the first two layers, so a first stage of one is refused."""
-ALWAYS = (("qwen2_vl", "pp2vpp2"), ("qwen3_5_moe", "tp2ep2etp1"))
+ALWAYS = (
+    ("qwen2_vl", "pp2vpp2"),
+    ("gemma3", "tp2cp2packed-sp"),
+    ("gemma3", "pp2recompute"),
+    ("qwen3_5_moe", "tp2ep2etp1"),
+)
 STEPS, RATE, CLIP = 3, 1e-3, 0.05
 GRID = [
     (case, layout)
@@ -67,11 +72,11 @@ def compute(work: list[Mixed], layout: str, folder: Path) -> list[str | list[flo
 
 
 def _one(reference: Mixed, layout: str, path: Path) -> list[float]:
-    model, chunks = _wrapped(reference, layout)
+    model, chunks = of_all_parts(reference, layout)
     losses: list[float] = []
     for _ in range(2 if "overlap" in layout else 1):
         losses.clear()
-        _forward_backward(reference, layout, model, chunks, losses)
+        forward_backward(reference, layout, model, chunks, losses)
     with torch.no_grad():
         for _, tensor in model.held():
             if isinstance(tensor, torch.nn.Parameter):
@@ -80,14 +85,8 @@ def _one(reference: Mixed, layout: str, path: Path) -> list[float]:
     return losses
 
 
-def _wrapped(reference: Mixed, layout: str, **of_ddp: Any) -> tuple[Any, list[Any]]:
+def of_all_parts(reference: Mixed, layout: str, **of_ddp: Any) -> tuple[Any, list[Any]]:
     """A model all of which trains, and its chunks in Megatron's wrapper."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-
     from mca_models.megatron import AutoModel
 
     settings: dict[str, Any] = {"calculate_per_token_loss": True, "moe_aux_loss_coeff": 0.0}
@@ -99,16 +98,27 @@ def _wrapped(reference: Mixed, layout: str, **of_ddp: Any) -> tuple[Any, list[An
         }
     model = AutoModel.from_pretrained(reference.path, arguments(sizes(layout), **settings))
     model.train_parts({"language", "vision", "projector"})
+    return model, wrapped(model, layout, **of_ddp)
+
+
+def wrapped(model: Any, layout: str, **of_ddp: Any) -> list[Any]:
+    """Its chunks in Megatron's wrapper."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
     overlap = "overlap" in layout
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, **of_ddp)
     chunks = [DistributedDataParallel(model.megatron, ddp, chunk) for chunk in model.chunks]
     model.megatron.finalize_model_grads_func = finalize_model_grads
     if overlap:
         model.megatron.no_sync_func = chunks[0].no_sync
-    return model, chunks
+    return chunks
 
 
-def _forward_backward(
+def forward_backward(
     reference: Mixed, layout: str, model: Any, chunks: list[Any], losses: list[float]
 ) -> None:
     """The gradients of all rows, from zero on."""
@@ -132,7 +142,7 @@ def stepped(reference: Mixed, layout: str, path: Path, *, shared: bool) -> list[
     """Three steps of Megatron's Adam with clipping, exported; the norms. Runs on every rank."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    model, chunks = _wrapped(reference, layout, use_distributed_optimizer=shared)
+    model, chunks = of_all_parts(reference, layout, use_distributed_optimizer=shared)
     config = OptimizerConfig(
         optimizer="adam", lr=RATE, weight_decay=0.0, clip_grad=CLIP, use_distributed_optimizer=shared
     )
@@ -141,7 +151,7 @@ def stepped(reference: Mixed, layout: str, path: Path, *, shared: bool) -> list[
     for _ in range(STEPS):
         for parameter in model.parameters():  # the plain optimizer hangs its gradients there
             parameter.grad = None
-        _forward_backward(reference, layout, model, chunks, [])
+        forward_backward(reference, layout, model, chunks, [])
         _, norm, _ = optimizer.step()
         norms.append(float(norm))
     model.save_pretrained_as_hf(path)
@@ -258,7 +268,7 @@ def _averaged() -> None:
     def average(parameter: Any, *, sequence_parallel: bool) -> None:
         parameter.average_gradients_across_tp_domain = True
 
-    images._sum_over_tensor_ranks = average
+    images.sum_over_tensor_ranks = average
 
 
 def _one_position() -> None:

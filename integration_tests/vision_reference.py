@@ -13,7 +13,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parent.parent / "packages" / "mca-models" / "tests"))
 import tiny_vision
 
-from mca_models.images import ImagePlace, feature_rows, positions
+from mca_models.images import ImagePlace, attention_ends, feature_rows, positions
 
 LENGTH, IMAGE = 24, 65
 SMALL, WIDE = (2, 2), (2, 4)
@@ -49,8 +49,8 @@ class Mixed:
 
 
 def places(case: str) -> tuple[tuple[ImagePlace, ...], ...]:
-    """Where the images of each row are; InternVL's tiles are all of one size."""
-    tiled = case.startswith("internvl")
+    """Where the images of each row are; InternVL's tiles and Gemma's images are all of one size."""
+    tiled = case.startswith(("internvl", "gemma"))
     return tuple(tuple(ImagePlace(start, *(SMALL if tiled else size)) for start, size in row) for row in ROWS)
 
 
@@ -59,7 +59,7 @@ def pixels(case: str, row: tuple[ImagePlace, ...], seed: int) -> dict[str, torch
     if not row:
         return {}
     generator = torch.Generator().manual_seed(seed)
-    if case.startswith("internvl"):
+    if case.startswith(("internvl", "gemma")):
         return {"pixel_values": torch.randn(len(row), 3, 16, 16, generator=generator)}
     if case == "mistral3":
         sizes = torch.tensor([(each.rows * 8, each.columns * 8) for each in row])
@@ -102,7 +102,7 @@ def mixed(case: str, folder: Path) -> Mixed:
         for each in row:
             ids[each.start : each.start + each.tokens] = IMAGE
     images = tuple(pixels(case, row, number) for number, row in enumerate(where))
-    losses = _losses(model, input_ids, images)
+    losses = losses_of(model, input_ids, images)
     losses.mean().backward()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -111,9 +111,12 @@ def mixed(case: str, folder: Path) -> Mixed:
     return Mixed(path, gradients, input_ids, images, where, losses.sum(1).detach())
 
 
-def _losses(model: Any, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]) -> torch.Tensor:
+def losses_of(
+    model: Any, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
+) -> torch.Tensor:
     """Of each row, of each token but the last."""
-    logits = model(input_ids=input_ids, use_cache=False, **_for_transformers(input_ids, images)).logits
+    inputs = _for_transformers(model.config.model_type, input_ids, images)
+    logits = model(input_ids=input_ids, use_cache=False, **inputs).logits
     targets = input_ids[:, 1:].flatten()
     losses = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="none")
     return losses.view(len(input_ids), -1)
@@ -126,18 +129,20 @@ def stepped(case: str, reference: Mixed, steps: int, rate: float, clip: float) -
     norms = []
     for _ in range(steps):
         optimizer.zero_grad()
-        _losses(model, reference.input_ids, reference.images).mean().backward()
+        losses_of(model, reference.input_ids, reference.images).mean().backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
         optimizer.step()
     return model, norms
 
 
 def _for_transformers(
-    input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
+    model_type: str, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
 ) -> dict[str, torch.Tensor]:
     found = joined(images)
     if "image_grid_thw" in found:
         found["mm_token_type_ids"] = (input_ids == IMAGE).int()
+    elif model_type.startswith("gemma"):
+        found["token_type_ids"] = (input_ids == IMAGE).int()
     return found
 
 
@@ -175,5 +180,8 @@ def batch_of(reference: Mixed, rows: range, *, sections: bool) -> dict[str, Any]
         for row in where:
             found.append(torch.from_numpy(feature_rows(LENGTH, row, first)))
             first += sum(each.tokens for each in row)
+        batch["attention_ends"] = torch.stack(
+            [torch.from_numpy(attention_ends(LENGTH, row)) for row in where]
+        )
         batch |= {"images": images, "feature_rows": torch.stack(found)}
     return batch

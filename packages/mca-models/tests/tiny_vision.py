@@ -82,7 +82,11 @@ CASES: dict[str, Case] = {
     ),
     "gemma3": (
         "gemma3",
-        {"sliding_window": 8, "query_pre_attn_scalar": 24},
+        {
+            "sliding_window": 3,  # an image of four tokens is longer
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 24,
+        },
         {**_SIGLIP, "vision_use_head": False},
         {"mm_tokens_per_image": 4, "image_token_index": 65},
     ),

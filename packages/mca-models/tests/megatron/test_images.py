@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,16 @@ from mca_models.templates import config_from_hf, family_of
 VIRTUAL = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 
 
+def megatron(**settings: Any) -> SimpleNamespace:
+    plain = {"apply_rope_fusion": False, "transformer_impl": "local", "attention_backend": None}
+    return SimpleNamespace(**{**plain, **settings})
+
+
 @pytest.mark.parametrize(
     ("case", "layout", "change", "message"),
     [
         ("qwen3_vl", {}, {"vision": None}, "has no vision model"),
-        ("gemma3", {}, {}, "images of gemma3 attend both ways"),
+        ("gemma3", {}, {"attn_logit_softcapping": 30.0}, "softcapping does not go with images"),
         ("qwen3_5", {}, {"mtp_num_layers": 1}, "set mtp_num_layers to 0"),
         ("qwen3_vl", VIRTUAL, {}, "the first pipeline stage has 1 layers; .* the first 2"),
     ],
@@ -29,14 +35,24 @@ def test_what_cannot_take_images_says_why(
     case: str, layout: dict[str, int], change: dict[str, Any], message: str
 ) -> None:
     config = replace(config_from_hf(tiny_vision.described(case)), **change)
-    (problem,) = image_problems(config, ParallelLayout(**layout), apply_rope_fusion=False)
+    (problem,) = image_problems(config, ParallelLayout(**layout), megatron())
     assert re.search(message, problem)
 
 
 def test_fused_rope_has_one_position_for_each_token() -> None:
     config = config_from_hf(tiny_vision.described("qwen2_vl"))
-    assert "apply_rope_fusion" in image_problems(config, ParallelLayout(), apply_rope_fusion=True)[0]
-    assert not image_problems(config, ParallelLayout(), apply_rope_fusion=False)
+    assert (
+        "apply_rope_fusion" in image_problems(config, ParallelLayout(), megatron(apply_rope_fusion=True))[0]
+    )
+    assert not image_problems(config, ParallelLayout(), megatron())
+
+
+def test_images_that_attend_both_ways_need_our_attention() -> None:
+    config = config_from_hf(tiny_vision.described("gemma3"))
+    engine = megatron(transformer_impl="transformer_engine")
+    assert "set attention_backend to local" in image_problems(config, ParallelLayout(), engine)[0]
+    local = megatron(transformer_impl="transformer_engine", attention_backend=SimpleNamespace(name="local"))
+    assert not image_problems(config, ParallelLayout(), local)
 
 
 @pytest.mark.parametrize("case", sorted(tiny_vision.CASES))

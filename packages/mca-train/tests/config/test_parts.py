@@ -16,8 +16,9 @@ def arguments(**given):
     return SimpleNamespace(**({key: None for key in keys} | given))
 
 
-def problems(config=BOTH, lora_rank=None, **given):
-    return list(part_problems(arguments(**given), LoraArguments(lora_rank=lora_rank), config, None))
+def problems(config=BOTH, lora_rank=None, adapter=None, **given):
+    lora = LoraArguments(lora_rank=lora_rank, adapter_name_or_path=adapter)
+    return list(part_problems(arguments(**given), lora, config, None))
 
 
 def test_vision_and_projector_are_frozen_unless_told():
@@ -32,7 +33,11 @@ def test_vision_and_projector_are_frozen_unless_told():
     [
         ("freeze: a llama model has no vision part; remove the key", {"config": TEXT, "freeze": ["vision"]}),
         ("vision_learning_rate: vision is frozen; set freeze", {"vision_learning_rate": 1e-5}),
-        ("freeze: an adapter is trained alone, on the text part", {"lora_rank": 4, "freeze": []}),
+        (
+            "vision_learning_rate: an adapter has one learning rate",
+            {"lora_rank": 4, "vision_learning_rate": 1.0},
+        ),
+        ("freeze: the adapter of adapter_name_or_path says", {"adapter": "there", "freeze": []}),
         ("freeze: language cannot be frozen yet", {"freeze": ["vision", "projector", "language"]}),
     ],
 )

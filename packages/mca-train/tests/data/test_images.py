@@ -1,15 +1,14 @@
 """Rows with images become samples whose placeholders are as many as the images have tokens."""
 
 import base64
-import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
 from drawn_images import MARKS, draw, image_token, image_tokenizer, processor
+from image_samples import ANSWER, asked, load, pictures, placed, reader, streamed, text
 from PIL import Image
 
 from mca_config.errors import McaError
@@ -18,11 +17,9 @@ from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.packing import PackedDataset
 from mca_train.config.arguments import DataArguments
 from mca_train.data.image_files import image_file
-from mca_train.data.image_rows import ImageReader
-from mca_train.tasks.load import load_stream, load_tokenized
+from mca_train.tasks.classify import Labels
+from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS
-
-ANSWER = {"role": "assistant", "content": "red"}
 
 
 @pytest.fixture(autouse=True)
@@ -39,39 +36,8 @@ def tokenizer():
 def folder(tmp_path_factory):
     """Pictures of 2 x 2, 2 x 3 and 4 x 4 tokens, one that is none, and a processor's directory."""
     folder = tmp_path_factory.mktemp("pictures")
-    draw(folder / "small.png", 16, 16)
-    draw(folder / "wide.png", 24, 16, (10, 200, 30))
-    draw(folder / "large.png", 64, 64)
-    (folder / "broken.png").write_bytes(b"no picture")
-    processor().save_pretrained(folder / "model")
+    pictures(folder)
     return folder
-
-
-def reader(tokenizer, folder, vision=True):
-    config = SimpleNamespace(
-        model_type="qwen2_5_vl", vision={"image_token_id": image_token(tokenizer)} if vision else None
-    )
-    return ImageReader(config=config, directories=(folder / "model",))
-
-
-def load(rows, tokenizer, folder, vision=True, kind="sft", **arguments):
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = DataArguments(model_name_or_path="m", **arguments)
-    images = reader(tokenizer, folder, vision)
-    return load_tokenized(TASKS[kind], [str(file)], tokenizer, given, images=images)
-
-
-def asked(*content):
-    return {"messages": [{"role": "user", "content": list(content)}, ANSWER]}
-
-
-def text(words):
-    return {"type": "text", "text": words}
-
-
-def placed(sample):
-    return [(place.start, place.rows, place.columns) for place in sample["images"].places]
 
 
 def in_base64(folder):
@@ -206,20 +172,13 @@ def test_models_and_kinds_that_take_no_images_say_so(tokenizer, folder):
     row = asked({"type": "image", "path": "small.png"}, text("?"))
     with pytest.raises(McaError, match="row 0: a qwen2_5_vl model takes no images"):
         load([row], tokenizer, folder, vision=False)
-    column = {"text": "hello there", "images": ["small.png"]}
+    column = {"text": "hello there <image>", "images": ["small.png"]}
+    with pytest.raises(McaError, match="mca-train pretrain with streaming takes no images yet"):
+        streamed([column], tokenizer, folder, kind="pretrain")
     with pytest.raises(
-        McaError, match="mca-train pretrain takes no images yet, and the rows have the column"
+        McaError, match="row 0: a part of a message is an image; mca-train sft, dpo and kto take"
     ):
-        load([column], tokenizer, folder, kind="pretrain")
-    arguments = DataArguments(model_name_or_path="m", streaming=True)
-    with pytest.raises(
-        McaError, match="row 0: a part of a message is an image; mca-train sft without streaming"
-    ):
-        (folder / "stream.jsonl").write_text(json.dumps(row) + "\n")
-        next(iter(load_stream(TASKS["sft"], [str(folder / "stream.jsonl")], tokenizer, arguments, seed=None)))
-    (folder / "stream.jsonl").write_text(json.dumps({**asked(text("?")), "images": []}) + "\n")
-    with pytest.raises(McaError, match="streaming takes no images yet"):
-        load_stream(TASKS["sft"], [str(folder / "stream.jsonl")], tokenizer, arguments, seed=None)
+        load([{**row, "label": 1}], tokenizer, folder, kind="classify", arguments=Labels, num_labels=2)
 
 
 def test_a_row_that_ends_within_an_image_is_left_out_and_counted(tokenizer, folder, caplog):
@@ -292,7 +251,7 @@ def test_context_ranks_have_their_parts_of_rows_and_the_whole_packs_positions(pa
 
 
 def test_sizes_are_told_by_the_processor(tokenizer, folder):
-    tokens = reader(tokenizer, folder).tokens
+    tokens = reader(tokenizer, folder).tokens(tokenizer)
     for height, width in ((16, 16), (5, 90), (64, 64), (37, 53)):
         image = Image.new("RGB", (width, height))
         _, high, wide = processor()(images=[image], return_tensors="pt")["image_grid_thw"][0].tolist()

@@ -1,5 +1,5 @@
 """Where images stand among tokens. No pixel is touched, and no model."""
 
-from mca_models.images.positions import ImagePlace, feature_rows, positions
+from mca_models.images.positions import ImagePlace, attention_ends, feature_rows, positions
 
-__all__ = ["ImagePlace", "feature_rows", "positions"]
+__all__ = ["ImagePlace", "attention_ends", "feature_rows", "positions"]

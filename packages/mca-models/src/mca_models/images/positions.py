@@ -68,3 +68,19 @@ def feature_rows(length: int, images: Sequence[ImagePlace], first: int = 0) -> N
         found[image.start : image.start + image.tokens] = np.arange(image.tokens) + first
         first += image.tokens
     return found
+
+
+def attention_ends(length: int, images: Sequence[ImagePlace]) -> NumpyArray:
+    """``[length]`` int64: how many tokens there are up to the last that a token sees, where images see both ways.
+
+    Args:
+        length: Tokens of the sequence.
+        images: Those in it.
+    """
+    import numpy as np
+
+    found = np.arange(1, length + 1)
+    for image in images:
+        end = image.start + image.tokens
+        found[image.start : end] = end
+    return found

@@ -8,7 +8,7 @@ Stacked expert parameters are kept by PEFT as two matrices for all experts:
 and are seen here as ``[experts, rank, in]`` and ``[experts, out, rank]``.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -21,14 +21,13 @@ from mca_models.checkpoint.mca_directory import is_mca
 from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.lora.adapter import Adapter, check_shapes, expected_shapes
 from mca_models.lora.config import FILE_NAME, AdapterConfig
-from mca_models.lora.rules import PREFIX, rules_as_found
+from mca_models.lora.rules import rules_as_found
 from mca_models.storage.atomic import atomic_directory, write_file
 from mca_models.storage.dtypes import code_of
 from mca_models.storage.moves import HF
 from mca_models.storage.safetensors import plan_file, read_header
 from mca_models.storage.source import require_same_names, shapes_of_parts
 from mca_models.storage.writer import SafetensorsWriter
-from mca_models.templates import family_of
 from mca_models.templates.shapes import whole_shape
 from mca_models.torch_checkpoint.hf_bin import tensors_of
 from mca_models.weights import Param
@@ -55,25 +54,11 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
     refused = sorted(name for name in infos if ".lora_embedding_" in name)
     if refused:
         raise McaError(f"{file}: {refused[0]}: adapters on embeddings are not supported; use modules_to_save")
-    _require_no_vision(file, model, infos)
     rules = rules_as_found(model, config, infos.keys())
     expected = {name for param in rules.params for name in param.hf_names()}
     require_same_names(infos.keys(), expected, path)
     stacks = PeftStacks(lambda name: infos[name].array(), model.num_moe_experts or 1)
     return check_shapes(Adapter(model, config, rules, stacks.read), file)
-
-
-def _require_no_vision(file: Path, model: McaModelConfig, names: Iterable[str]) -> None:
-    family = family_of(model.model_type)
-    if family.vision is None:
-        return
-    spelling = family.vision.spelling(family.as_modules(model))
-    seen = sorted(name for name in names if spelling.vision_name(name.removeprefix(PREFIX)) is not None)
-    if seen:
-        raise McaError(
-            f"{file}: {len(seen)} tensors adapt the vision model ({seen[0]}), which is not supported; train the "
-            "adapter with its modules in exclude_modules"
-        )
 
 
 class PeftStacks:

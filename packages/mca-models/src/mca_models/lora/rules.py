@@ -73,11 +73,14 @@ def rules_as_found(config: McaModelConfig, adapter: AdapterConfig, names: Collec
     """The tensors of the adapter that holds tensors ``names`` (PEFT's or canonical).
 
     Names decide what the configuration leaves open: whether ``gate_proj`` meant the routed experts too
-    (not with transformers 5), and whether PEFT added embeddings that it saw resized.
+    (not with transformers 5), whether the vision model was there, and whether PEFT added embeddings that it saw
+    resized.
     """
     linear = _linear_factors(config, adapter, experts=True)
     if not any(_is_in(pair.a, names) for pair in linear if pair.target.base.expert is not None):
         linear = [pair for pair in linear if pair.target.base.expert is None]
+    if not any(_is_in(pair.a, names) for pair in linear if pair.target.sees):
+        linear = [pair for pair in linear if not pair.target.sees]
     saved = [*_saved(config, adapter), *_extra_saved(config, adapter, names)]
     return _checked(
         config, adapter, AdapterRules((*linear, *_stacked_factors(config, adapter)), tuple(saved))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import family_of
+from mca_models.templates.vision import PREFIX
 from mca_models.weights import Param, Stage
 from mca_models.weights.layouts import Layout, Transposed
 
@@ -16,6 +17,8 @@ _LINEARS = frozenset(
     "linear_kv_down_proj linear_kv_up_proj in_proj out_proj".split()
 )
 """Megatron modules that are linears in HF models too."""
+_TABLES = ("pos_embed", "position_embedding")
+"""Modules of vision models that are embeddings."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ class Target:
         return len(self.base.hf) == 1
 
     @property
+    def sees(self) -> bool:
+        """Whether it is the vision model's: HF's own module, whole on each tensor rank."""
+        return self.base.stage is Stage.VISION
+
+    @property
     def transposed(self) -> bool:
         """Whether the HF tensor is ``[in, out]``."""
         return isinstance(self.base.hf_layout, Transposed)
@@ -63,7 +71,7 @@ def linear_targets(config: McaModelConfig) -> list[Target]:
     """All modules of the HF model that can be named in ``target_modules``, in checkpoint order.
 
     Routed experts appear as modules of their own, as files and transformers 4 name them.
-    Multi-token-prediction layers are not part of HF models; vision models carry no adapters here.
+    Multi-token-prediction layers are not part of HF models.
     """
     params = family_of(config.model_type).params
     loaded = {param.mca_name(): param for param in params(_with_experts(config, fused=True))}
@@ -71,7 +79,7 @@ def linear_targets(config: McaModelConfig) -> list[Target]:
         loaded[param.mca_name()] if ".shared_experts." in param.mca else param
         for param in params(_with_experts(config, fused=False))
     )
-    return [target for param in shared for target in _targets_of(param)]
+    return [target for param in shared for target in (*_targets_of(param), *_vision_targets(param, config))]
 
 
 def stacked_targets(config: McaModelConfig) -> list[Target]:
@@ -102,6 +110,20 @@ def _targets_of(param: Param) -> Iterator[Target]:
     for part, name in enumerate(param.hf_names()):
         linear = not (head or router or param.expert is not None)
         yield Target(name.removesuffix(".weight"), param, part, linear)
+
+
+def _vision_targets(param: Param, config: McaModelConfig) -> Iterator[Target]:
+    """A linear of the vision model: what has a weight of two axes and is no table of positions."""
+    vision = family_of(config.model_type).vision
+    if vision is None or param.stage is not Stage.VISION or len(param.shape or ()) != 2:
+        return
+    owner, _, leaf = param.mca.rpartition(".")
+    if (
+        leaf == "weight"
+        and not owner.endswith(_TABLES)
+        and vision.part_of(owner.removeprefix(PREFIX)) != "unused"
+    ):
+        yield Target(param.hf_names()[0].removesuffix(".weight"), param, 0)
 
 
 def _stacked(param: Param) -> Target:

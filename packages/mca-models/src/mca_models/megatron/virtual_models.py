@@ -134,7 +134,7 @@ class VirtualModels(torch.nn.Module):
         Raises:
             McaError: Some stand against it.
         """
-        problems = image_problems(self.config, self.place.layout, self.megatron.apply_rope_fusion)
+        problems = image_problems(self.config, self.place.layout, self.megatron)
         raise_problems(problems, f"images for {self.config.model_type} at {self.place.layout}")
 
     def __len__(self) -> int:

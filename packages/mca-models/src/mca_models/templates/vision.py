@@ -114,6 +114,12 @@ class VisionPart:
     projector: tuple[str, ...]
     unused: tuple[str, ...] = ()
 
+    def part_of(self, name: str) -> str:
+        """Which part of a model the vision model's ``name`` is: ``vision``, ``projector``, or ``unused``."""
+        if name.startswith(self.unused):
+            return "unused"
+        return "projector" if name.startswith(self.projector) else "vision"
+
     def spelling(self, config: McaModelConfig) -> Spelling:
         """That of the checkpoint that ``config`` was read from; the published one if of none."""
         return self.spellings[config.extra.get(SPELLING, 0)]

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mca_models.images import feature_rows, positions
+from mca_config.model_config import McaModelConfig
+from mca_models.images import attention_ends, feature_rows, positions
+from mca_models.megatron.families.image_limits import image_reach
 from mca_train.batching.micro_batch import MicroBatch
 from mca_train.types import Sample
 
@@ -24,10 +26,12 @@ class ImageBatching:
     Args:
         decodes: It holds the first stage, which has the vision model: only there pixels are read.
         sections: The model's tokens have three positions each.
+        both_ways: The tokens of an image see one another.
     """
 
     decodes: bool = True
     sections: bool = False
+    both_ways: bool = False
 
     def added(
         self, batch: MicroBatch, sequences: Sequence[tuple[Sample, bool]], lengths: Sequence[int], cut: Cut
@@ -54,6 +58,12 @@ class ImageBatching:
             ]
             by_row = torch.cat(whole, 1)[:, None] if packed else cut(torch.stack(whole, 1), 2)
             made = replace(made, sections=by_row)
+        if self.both_ways:
+            ends = [
+                cut(torch.from_numpy(attention_ends(length, images.places if images else ()))[None], 1)
+                for images, length in zip(found, lengths, strict=True)
+            ]
+            made = replace(made, attention_ends=torch.cat(ends, 1 if packed else 0))
         if not self.decodes:
             return made
         first, rows = 0, []
@@ -64,9 +74,26 @@ class ImageBatching:
         return replace(
             made,
             feature_rows=torch.cat(rows, 1 if packed else 0),
-            images={name: torch.cat([each[name] for each in read]) for name in read[0]},
+            images={name: torch.cat(_of_one_size([each[name] for each in read])) for name in read[0]},
         )
+
+
+def image_batching(config: McaModelConfig, *, decodes: bool) -> ImageBatching:
+    """How the ranks of a stage take the images of a model; ``decodes`` see there."""
+    return ImageBatching(
+        decodes=decodes, sections=config.mrope_section is not None, both_ways=image_reach(config) > 0
+    )
 
 
 def _rows(images: Sample | None, length: int, first: int) -> Sample:
     return feature_rows(length, () if images is None else images.places, first)
+
+
+def _of_one_size(read: Sequence[Tensor]) -> list[Tensor]:
+    """Pixels of whole images ``[images, channels, height, width]``, filled up to the largest; other tensors stay."""
+    if read[0].dim() != 4:
+        return list(read)
+    high, wide = (max(each.shape[axis] for each in read) for axis in (2, 3))
+    return [
+        torch.nn.functional.pad(each, (0, wide - each.shape[3], 0, high - each.shape[2])) for each in read
+    ]

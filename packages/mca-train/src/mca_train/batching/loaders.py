@@ -34,7 +34,7 @@ class Loaders:
         collate: Makes padded tensors of samples.
         pad_token_id: Of the tokenizer.
         pack_length: With ``sequence_packing``, tokens of a pack; None: of the longest sample.
-        sections: Whether tokens have three positions each where there are images.
+        images: How images are taken.
     """
 
     args: TrainingArguments
@@ -43,7 +43,7 @@ class Loaders:
     collate: Collator
     pad_token_id: int
     pack_length: int | None = None
-    sections: bool = False
+    images: ImageBatching = field(default_factory=ImageBatching)
     _packs: dict[int, PackedDataset] = field(default_factory=dict)
     _read: dict[int, tuple[Sample, list[Sample]]] = field(default_factory=dict)
 
@@ -169,7 +169,7 @@ class Loaders:
             pad_token_id=self.pad_token_id,
             packed=self.args.sequence_packing,
             length=length,
-            images=ImageBatching(decodes=self.ranks.is_first_stage, sections=self.sections),
+            images=self.images,
         )
         stream = isinstance(sampler, StepStream)  # its items are steps already
         return DataLoader(

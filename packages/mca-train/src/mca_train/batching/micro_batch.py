@@ -41,6 +41,9 @@ class MicroBatch:
     sections: Tensor | None = None
     """``[3, b, s]``: time, row and column of each token where there are images; of packed sequences ``[3, 1, tokens]``
     of the whole pack. None: positions are those of text."""
+    attention_ends: Tensor | None = None
+    """``[b, s]``: how many tokens of its sequence there are up to the last that a token sees, where there are images
+    that see both ways; None: each sees itself and what is before it."""
     feature_rows: Tensor | None = None
     """``[b, s]``: of which feature of `images` a token is the placeholder, or -1; only on the first stage."""
     images: Mapping[str, Tensor] | None = None

@@ -3,6 +3,7 @@
 import torch
 from torch.utils.data import Dataset
 
+from mca_config.errors import McaError
 from mca_train.batching.packing import sequence_lengths
 from mca_train.data.token_dataset import IGNORED
 from mca_train.types import Sample, SampleSource
@@ -31,6 +32,13 @@ class Mismatched(Dataset[Sample]):
             f"other_{name}": torch.cat([sample[name][:own], other[name][its:]])[: self._length]
             for name in ("input_ids", "labels")
         }
+        if (images := sample.get("images")) is not None:
+            made["other_images"] = images
+        for item, start in ((sample, own), (other, its)):
+            if _has_image_from(item, start):
+                raise McaError(
+                    "kto exchanges answers, and an answer has an image; give images to prompts alone"
+                )
         return {**sample, **made}
 
     def _before(self, index: int) -> int:
@@ -45,3 +53,8 @@ def _answer_of(labels: torch.Tensor) -> int:
     """Where the answer begins."""
     found = (torch.as_tensor(labels) != IGNORED).nonzero()
     return int(found[0]) if len(found) else len(labels)
+
+
+def _has_image_from(sample: Sample, start: int) -> bool:
+    images = sample.get("images")
+    return images is not None and any(place.start >= start for place in images.places)

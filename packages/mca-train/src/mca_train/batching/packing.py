@@ -15,7 +15,7 @@ from mca_config.errors import McaError
 from mca_train.data.token_dataset import VALUES
 from mca_train.types import Sample, SampleSource
 
-_PARTS = ("input_ids", "labels", VALUES)
+_PARTS = ("input_ids", "labels", VALUES, "images")
 
 OPEN_PACKS = 256
 """Packs that are tried for a sample, the oldest first; when none has room, the fullest is closed."""
@@ -192,7 +192,7 @@ def other_sequence(sample: Sample) -> Sample:
         return found if all(found) else []
     if "other_input_ids" not in sample:
         return {}
-    return {name: sample[f"other_{name}"] for name in ("input_ids", "labels")}
+    return {name: sample[f"other_{name}"] for name in _PARTS if f"other_{name}" in sample}
 
 
 def count_samples(sample: Sample) -> int:

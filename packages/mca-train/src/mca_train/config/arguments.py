@@ -56,7 +56,7 @@ class DataArguments:
     messages_column: str = field(default="messages", metadata={"help": "Column with chat messages (sft)."})
     images_column: str = field(
         default="images",
-        metadata={"help": "Column with the images of a row, for <image> and parts of type image (sft)."},
+        metadata={"help": "Column with the images of a row, for <image> and parts of type image."},
     )
     image_folder: str | None = field(
         default=None,

@@ -35,8 +35,11 @@ def part_problems(
             yield f"{', '.join(given)}: a {config.model_type} model has no vision part; remove the key"
         return
     trained = trained_parts(training)
-    if lora.wanted and given:
-        yield f"{', '.join(given)}: an adapter is trained alone, on the text part; remove the key"
+    if lora.adapter_name_or_path is not None and given:
+        yield f"{', '.join(given)}: the adapter of adapter_name_or_path says what it adapts; remove the key"
+        return
+    if lora.wanted and (rates := [key for key in given if key != "freeze"]):
+        yield f"{', '.join(rates)}: an adapter has one learning rate; remove the key"
         return
     if "language" not in trained:
         yield "freeze: language cannot be frozen yet, as ranks would be left with nothing to train; leave it out"
@@ -46,4 +49,4 @@ def part_problems(
     if trained - {"language"}:
         from mca_models.megatron.families.image_limits import image_problems
 
-        yield from image_problems(config, config.layout, megatron.apply_rope_fusion)
+        yield from image_problems(config, config.layout, megatron)

@@ -10,21 +10,25 @@ How large images are is told by `image_files`, how many tokens that is by `image
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
+from mca_train.config.columns import PairArguments
 from mca_train.data.encoding import Encoded, RowEncoder
 from mca_train.data.formats import converted
 from mca_train.data.image_files import ImageFile, image_file
-from mca_train.data.image_tokens import Grid, ImageTokens, image_tokens
+from mca_train.data.image_kinds import image_tokens, with_image_marks
+from mca_train.data.image_tokens import Grid, ImageTokens
 from mca_train.data.message_parts import IMAGES, has_data, require_text_or_image
 
 if TYPE_CHECKING:
     import datasets
+    from transformers import PreTrainedTokenizerBase
 
+Rows = TypeVar("Rows", "datasets.Dataset", "datasets.IterableDataset")
 PLACE = "<image>"
 _OTHER_COLUMNS = ("videos", "audios")
 
@@ -44,11 +48,10 @@ class ImageReader:
     folder: Path | None = None
     _made: list[ImageTokens] = field(default_factory=list)
 
-    @property
-    def tokens(self) -> ImageTokens:
+    def tokens(self, tokenizer: "PreTrainedTokenizerBase") -> ImageTokens:
         """Made when the first image is met: rows without images need no processor."""
         if not self._made:
-            self._made.append(image_tokens(self.config, self.directories))
+            self._made.append(image_tokens(self.config, self.directories, tokenizer))
         return self._made[0]
 
 
@@ -59,18 +62,27 @@ class ImageRows:
         names: Their columns.
         reader: Of images.
         arguments: Columns, and the format if it is named.
+        tokenizer: The model's.
 
     Attributes:
         names: The columns of the rows that are tokenized.
         arguments: The same for them.
+        tokenizer: The one that tokenizes them.
     """
 
-    def __init__(self, names: Sequence[str], reader: ImageReader, arguments: DataArguments) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        reader: ImageReader,
+        arguments: DataArguments,
+        tokenizer: "PreTrainedTokenizerBase",
+    ) -> None:
         self._reader = reader
         self.arguments = arguments
+        self.tokenizer = with_image_marks(tokenizer, reader.config)
         self._column = arguments.images_column if arguments.images_column in names else None
         self._others = [name for name in _OTHER_COLUMNS if name in names]
-        self._converted = converted(names, arguments)
+        self._converted = converted(names, arguments, pairs=isinstance(arguments, PairArguments))
         self.names = list(names)
         if self._converted is not None:
             self.names, self.arguments = list(self._converted.names), replace(arguments, data_format=None)
@@ -78,51 +90,79 @@ class ImageRows:
     @property
     def tokens(self) -> ImageTokens:
         """Of the model."""
-        return self._reader.tokens
+        return self._reader.tokens(self.tokenizer)
 
-    def files(self, row: Values) -> list[ImageFile]:
-        """The images of a row, in the order of their placeholders."""
-        return self._read(row)[1]
+    def files(self, row: Values, side: int = 0) -> list[ImageFile]:
+        """The images of one of a row's sequences, in the order of their placeholders."""
+        return self._read(row)[1][side]
 
-    def encoded(self, row: Values, encode: RowEncoder) -> tuple[Sequence[Encoded], list[Grid]]:
-        """The sequences of a row with every placeholder as often as its image has tokens; the images' grids.
+    def encoded(self, row: Values, encode: RowEncoder) -> tuple[Sequence[Encoded], list[list[Grid]]]:
+        """The sequences of a row with what stands for every placeholder in its place; the grids of each's images.
 
         Args:
             row: As it stands in the file.
             encode: Makes tokens of a row with the columns `names`, one placeholder for an image.
         """
         plain, files = self._read(row)
-        if not files:
-            return encode(plain), []
-        tokens = self.tokens
-        grids = [self._grid(file) for file in files]
-        return [tokens.expanded(*sequence, grids) for sequence in encode(plain)], grids
+        if not any(files):
+            return encode(plain), [[] for _ in files]
+        expanded = self.tokens.expanded
+        grids = [[self.grid(file) for file in of_side] for of_side in files]
+        sequences = encode(plain)
+        return [expanded(*sequence, own) for sequence, own in zip(sequences, grids, strict=True)], grids
 
-    def _grid(self, file: ImageFile) -> Grid:
+    def text(self, row: Values) -> tuple[object, list[ImageFile]]:
+        """The text of a row of plain text, one placeholder for each ``<image>`` in it, and the images."""
+        self._require_no_others(row)
+        given = _listed(row.get(self._column)) if self._column is not None else []
+        text = row.get(self.arguments.text_column)
+        places = text.count(PLACE) if isinstance(text, str) and self._column is not None else 0
+        _require_as_many(places, len(given))
+        if not isinstance(text, str) or not given:
+            return text, []
+        marked = text.replace(PLACE, self.tokens.mark(self.tokenizer))
+        return marked, [image_file(each, self._reader.folder) for each in given]
+
+    def grid(self, file: ImageFile) -> Grid:
+        """Of an image, whose header is read.
+
+        Raises:
+            McaError: It cannot be read, or the processor does not take it.
+        """
         try:
             return self.tokens.grid(*file.size())
         except McaError as error:
             told = str(error)
             raise McaError(told if file.place in told else f"image {file.place}: {told}") from error
 
-    def _read(self, row: Values) -> tuple[Values, list[ImageFile]]:
+    def _read(self, row: Values) -> tuple[Values, list[list[ImageFile]]]:
+        """The row with places for images, and the images of each of its sequences."""
+        self._require_no_others(row)
+        given = _listed(row.get(self._column)) if self._column is not None else []
+        plain = row if self._converted is None else self._converted.convert(row)
+        found: JsonObject = {}
+        files = []
+        for columns in self._sides:
+            places = _Places(given, self._reader.folder, marked=self._column is not None)
+            turns = {name: plain[name] for name in columns if isinstance(plain.get(name), list)}
+            read = {name: [places.turn(turn) for turn in some] for name, some in turns.items()}
+            places.require_all(read)
+            found |= read
+            files.append(places.files)
+        return ({**plain, **found} if any(files) else plain), files
+
+    def _require_no_others(self, row: Values) -> None:
         for name in self._others:
             if row.get(name):
                 raise McaError(f"has {name}, which are not trained on yet; leave the row out")
-        given = _listed(row.get(self._column)) if self._column is not None else []
-        plain = row if self._converted is None else self._converted.convert(row)
-        places = _Places(given, self._reader.folder, marked=self._column is not None)
-        found: JsonObject = {}
-        for name in self._columns:
-            if isinstance(turns := plain.get(name), list):
-                found[name] = [places.turn(turn) for turn in turns]
-        places.require_all(found)
-        return ({**plain, **found} if places.files else plain), places.files
 
     @property
-    def _columns(self) -> tuple[str, ...]:
-        arguments = self.arguments
-        return arguments.messages_column, arguments.prompt_column, arguments.completion_column
+    def _sides(self) -> tuple[tuple[str, ...], ...]:
+        """The columns of each sequence."""
+        own = self.arguments
+        if isinstance(own, PairArguments):
+            return (own.prompt_column, own.chosen_column), (own.prompt_column, own.rejected_column)
+        return ((own.messages_column, own.prompt_column, own.completion_column),)
 
 
 def _listed(given: object) -> list[object]:
@@ -193,11 +233,15 @@ class _Places:
             turn["content"] = [*({"type": "image"} for _ in self._given), *words]
             for _ in self._given:
                 self._take()
-        if self._next != len(self._given):
-            raise McaError(
-                f"{self._next} places for images ({PLACE}, or parts of type image) and {len(self._given)} images; "
-                "give as many of one as of the other"
-            )
+        _require_as_many(self._next, len(self._given))
+
+
+def _require_as_many(places: int, images: int) -> None:
+    if places != images:
+        raise McaError(
+            f"{places} places for images ({PLACE}, or parts of type image) and {images} images; "
+            "give as many of one as of the other"
+        )
 
 
 def _first_words(columns: JsonObject) -> JsonObject | None:
@@ -223,11 +267,11 @@ def require_none(names: Sequence[str], arguments: DataArguments, told: str) -> N
         )
 
 
-def undecoded(rows: "datasets.Dataset") -> "datasets.Dataset":
+def undecoded(rows: Rows) -> Rows:
     """``rows`` of which columns of images give bytes and paths instead of pixels."""
     import datasets
 
-    for name, feature in rows.features.items():
+    for name, feature in (rows.features or {}).items():
         if isinstance(feature, datasets.Image):
             rows = rows.cast_column(name, datasets.Image(decode=False))
         elif isinstance(getattr(feature, "feature", None), datasets.Image):

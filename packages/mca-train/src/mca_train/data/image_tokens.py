@@ -1,87 +1,85 @@
 """`ImageTokens` knows how many tokens an image of some size is, and makes what the vision model takes of its pixels.
 
-It asks the checkpoint's own image processor. Nothing is known here of rows or of batches.
+It asks the checkpoint's own image processor; how those of the families differ is in `image_kinds`. Nothing is known
+here of rows or of batches.
 """
 
-import inspect
-import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from mca_config.errors import McaError, UsageError
-from mca_config.model_config import McaModelConfig
+from mca_config.errors import McaError
+from mca_models.images import ImagePlace
 from mca_train.types import ImageProcessor
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from mca_train.data.image_files import ImageFile
 
 Grid = tuple[int, int]
-"""Rows and columns of an image's tokens."""
+"""Rows and columns of an image's placeholders; of tiles their number, and the placeholders of one."""
 
 
-class ImageTokens:
+class ImageTokens(ABC):
     """The tokens of images for one model.
 
     Args:
-        processor: Of Hugging Face; one that cuts images into a grid of patches, as Qwen's and GLM's do.
+        processor: Of Hugging Face.
         token: The placeholder's id.
-
-    Raises:
-        UsageError: The processor is of another kind.
+        options: What the processor is told of every image.
     """
 
-    def __init__(self, processor: ImageProcessor, token: int) -> None:
+    taken: tuple[str, ...] = ("pixel_values",)
+    """What the vision model takes of what the processor makes."""
+
+    def __init__(self, processor: ImageProcessor, token: int, **options: object) -> None:
         self.token = token
-        self._processor = processor
-        resize = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
-        if resize is None or not hasattr(processor, "merge_size"):
-            raise UsageError(
-                f"{type(processor).__name__}: images of this kind are not read yet; those of Qwen2-VL, Qwen2.5-VL, "
-                "Qwen3-VL, Qwen3.5 and GLM-4V are"
-            )
-        self._resize, self._takes = resize, set(inspect.signature(resize).parameters)
+        self.before: Sequence[int] = ()
+        """Marks that chat templates write before a placeholder."""
+        self.after: Sequence[int] = ()
+        self.options = options
+        self.processor = processor
         self._grid = lru_cache(maxsize=1 << 16)(self._computed)
 
     def grid(self, height: int, width: int) -> Grid:
-        """Rows and columns of tokens of an image of ``height`` times ``width`` pixels.
+        """Rows and columns of placeholders of an image of ``height`` times ``width`` pixels.
 
         Raises:
             McaError: The processor does not take images of this shape.
         """
         return self._grid(height, width)
 
-    def _computed(self, height: int, width: int) -> Grid:
-        own = self._processor
-        known = {
-            "height": height,
-            "width": width,
-            "factor": own.patch_size * own.merge_size,
-            "min_pixels": own.size["shortest_edge"],
-            "max_pixels": own.size["longest_edge"],
-            "num_frames": own.temporal_patch_size,
-            "temporal_factor": own.temporal_patch_size,
-        }
-        try:
-            high, wide = self._resize(**{key: value for key, value in known.items() if key in self._takes})
-            patches = own.get_number_of_image_patches(height, width, {})
-        except ValueError as error:
-            raise McaError(f"an image of {width} x {height} pixels cannot be used: {error}") from error
-        rows, columns = high // known["factor"], wide // known["factor"]
-        if rows * columns * own.merge_size**2 != patches:
-            raise McaError(
-                f"{type(own).__name__} makes {patches} patches of {width} x {height} pixels, which are not "
-                f"{rows} x {columns} tokens; report it"
-            )
-        return rows, columns
+    @abstractmethod
+    def _computed(self, height: int, width: int) -> Grid: ...
+
+    @abstractmethod
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        """The grids of the images that the processor ``made`` something of."""
+
+    def spelled(self, grid: Grid) -> list[int]:
+        """The tokens that stand for one placeholder of the chat template."""
+        return [self.token] * (grid[0] * grid[1])
+
+    def mark(self, tokenizer: "PreTrainedTokenizerBase") -> str:
+        """What stands for an image in plain text: a placeholder, and the family's marks around it."""
+        return "".join(tokenizer.convert_ids_to_tokens([*self.before, self.token, *self.after]))
+
+    def places(self, where: Sequence[int], grids: Sequence[Grid]) -> list[ImagePlace]:
+        """Where images are, of placeholders at ``where``: runs of placeholders that follow one another."""
+        first, found = 0, []
+        for rows, columns in grids:
+            found.append(ImagePlace(int(where[first]), rows, columns))
+            first += rows * columns
+        return found
 
     def expanded(
         self, tokens: Sequence[int], targets: Sequence[bool], grids: Sequence[Grid]
     ) -> tuple[list[int], list[bool]]:
-        """``tokens`` with each placeholder so many times as its image has tokens; none of them is a target.
+        """``tokens`` with what stands for each placeholder in its place; none of that is a target.
 
         Raises:
             McaError: There are not as many placeholders as images.
@@ -95,48 +93,23 @@ class ImageTokens:
         learnt: list[bool] = []
         sizes = iter(grids)
         for token, target in zip(tokens, targets, strict=True):
-            rows, columns = next(sizes) if token == self.token else (1, 1)
-            ids += [token] * (rows * columns)
-            learnt += [target and token != self.token] * (rows * columns)
+            spelled = self.spelled(next(sizes)) if token == self.token else [token]
+            ids += spelled
+            learnt += [target and token != self.token] * len(spelled)
         return ids, learnt
 
     def tensors(self, files: "Sequence[ImageFile]", grids: Sequence[Grid]) -> dict[str, Tensor]:
-        """What the vision model takes of ``files``, whose tokens are ``grids``.
+        """What the vision model takes of ``files``, whose placeholders are ``grids``.
 
         Raises:
-            McaError: One cannot be read, or is not as large as when its tokens were counted.
+            McaError: One cannot be read, or is not as large as when its placeholders were counted.
         """
-        made = dict(self._processor(images=[file.pixels() for file in files], return_tensors="pt").data)
-        merge = self._processor.merge_size
-        found = [(rows // merge, columns // merge) for _, rows, columns in made["image_grid_thw"].tolist()]
-        for file, grid, now in zip(files, grids, found, strict=True):
+        pixels = [file.pixels() for file in files]
+        made = dict(self.processor(images=pixels, return_tensors="pt", **self.options).data)
+        for file, grid, now in zip(files, grids, self._made(made), strict=True):
             if tuple(grid) != now:
                 raise McaError(
                     f"image {file.place} had {grid[0]} x {grid[1]} tokens when rows were read, and has {now[0]} x "
                     f"{now[1]} now; leave files alone while they are trained on"
                 )
-        return made
-
-
-def image_tokens(config: McaModelConfig, directories: Sequence[Path]) -> ImageTokens:
-    """Those of a model, whose image processor is in one of ``directories``.
-
-    Raises:
-        UsageError: The model takes no images, or there is no processor.
-    """
-    if config.vision is None:
-        raise UsageError(f"a {config.model_type} model takes no images; leave them out of the rows")
-    token = config.vision.get("image_token_id")
-    if token is None:
-        raise UsageError(f"images of {config.model_type} are not read yet; leave them out of the rows")
-    from transformers import AutoImageProcessor
-
-    reasons = []
-    for directory in directories:
-        try:
-            processor = AutoImageProcessor.from_pretrained(directory)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            reasons.append(f"{directory}: {' '.join(str(error).split())[:200]}")
-            continue
-        return ImageTokens(processor, token)
-    raise UsageError(f"rows have images, and there is no image processor: {'; '.join(reasons)}")
+        return {name: made[name] for name in self.taken}

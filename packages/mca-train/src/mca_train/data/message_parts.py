@@ -36,4 +36,4 @@ def require_no_data(content: object) -> None:
     for part in content if isinstance(content, list) else ():
         require_text_or_image(part)
         if isinstance(part, dict) and part.get("type") in IMAGES and has_data(part):
-            raise McaError("a part of a message is an image; mca-train sft without streaming takes images")
+            raise McaError("a part of a message is an image; mca-train sft, dpo and kto take images")

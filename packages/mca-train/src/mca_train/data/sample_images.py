@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mca_config.errors import McaError
+from mca_config.types import Values
 from mca_models.images import ImagePlace
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.image_tokens import Grid
@@ -48,6 +49,7 @@ class ImagesOfRows:
         grids: The images of each sample.
         read: What a row means.
         key: The argument that named the files, for errors.
+        sides: Samples of a row, which follow one another.
     """
 
     rows: "datasets.Dataset"
@@ -55,25 +57,54 @@ class ImagesOfRows:
     grids: Sequence[Sequence[Grid]]
     read: ImageRows
     key: str
+    sides: int = 1
 
     def of(self, index: int, tokens: NDArray[np.int32]) -> SampleImages | None:
         """Those of the sample ``index``, which has these ``tokens``; None: it has none."""
         grids = self.grids[index]
         if not grids:
             return None
-        where = np.flatnonzero(tokens == self.read.tokens.token)
-        first, places = 0, []
-        for rows, columns in grids:
-            places.append(ImagePlace(int(where[first]), rows, columns))
-            first += rows * columns
-        return SampleImages(tuple(places), lambda: self._tensors(index))
+        return SampleImages(placed(self.read, tokens, grids), lambda: self._tensors(index))
 
     def _tensors(self, index: int) -> Mapping[str, Tensor]:
         number, grids = int(self.numbers[index]), self.grids[index]
         try:
-            return self.read.tokens.tensors(self.read.files(self.rows[number])[: len(grids)], grids)
+            files = self.read.files(self.rows[number], index % self.sides)
+            return self.read.tokens.tensors(files[: len(grids)], grids)
         except McaError as error:
             raise McaError(f"{self.key}, row {number}: {error}") from error
+
+
+def placed(read: ImageRows, tokens: NDArray[np.int32], grids: Sequence[Grid]) -> tuple[ImagePlace, ...]:
+    """Where the images with these ``grids`` are among ``tokens``."""
+    where = np.flatnonzero(np.asarray(tokens) == read.tokens.token)
+    return tuple(read.tokens.places(where.tolist(), grids))
+
+
+def images_in_stream(
+    read: ImageRows, row: Values, side: int, tokens: Sequence[int], grids: Sequence[Grid], told: str
+) -> SampleImages | None:
+    """Those of one sequence of a row that nobody keeps; None: the sequence ends within one.
+
+    Args:
+        read: What a row means.
+        row: Of the stream.
+        side: Which of its sequences.
+        tokens: Of the sequence.
+        grids: Its images, those that were cut off too.
+        told: Where the row stands, for errors.
+    """
+    whole = within(grids, list(tokens).count(read.tokens.token))
+    if whole is None:
+        return None
+
+    def tensors() -> Mapping[str, Tensor]:
+        try:
+            return read.tokens.tensors(read.files(row, side)[: len(whole)], whole)
+        except McaError as error:
+            raise McaError(f"{told}: {error}") from error
+
+    return SampleImages(placed(read, np.asarray(tokens, np.int32), whole), tensors)
 
 
 def within(grids: Sequence[Grid], count: int) -> list[Grid] | None:

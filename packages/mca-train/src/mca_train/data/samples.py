@@ -106,7 +106,7 @@ def answer_sequences(
     if lacking := len(tokenized) - len(answered):
         logger.warning("%s", told_of_lacking(key, lacking, len(tokenized), wanted, length))
     kept = answered
-    has_images = images is not None and any(tokenized["grids"])
+    has_images = images is not None and any(any(sides) for sides in tokenized["grids"])
     if images is not None and has_images:
         kept, grids = _whole_images(answered, tokenized["grids"], images, f"{key}: {{}} seq_length {length}")
     made = TokenDataset.from_samples(sequence for _, row in kept for sequence in row)
@@ -114,8 +114,9 @@ def answer_sequences(
         said = tokenized["numbers"]
         made.values = np.array([said[number] for number, row in kept for _ in row], np.float64)
     if images is not None and has_images:
-        places = [number for number, _ in kept]
-        made.images = ImagesOfRows(rows=rows, numbers=places, grids=grids, read=images, key=key)
+        sides = len(kept[0][1])
+        places = [number for number, _ in kept for _ in range(sides)]
+        made.images = ImagesOfRows(rows=rows, numbers=places, grids=grids, read=images, key=key, sides=sides)
     return made
 
 
@@ -134,7 +135,7 @@ def _tokenized(
 
     def tokenize(row: Values, index: int) -> JsonObject:
         try:
-            encoded, grids = (encode(row), []) if images is None else images.encoded(row, encode)
+            encoded, grids = (encode(row), None) if images is None else images.encoded(row, encode)
             said = [] if numbers is None else numbers(row)
         except McaError as error:
             raise McaError(f"{key}, row {index}: {error}") from error
@@ -143,13 +144,14 @@ def _tokenized(
             "is_target": [targets[:length] for _, targets in encoded],
             "is_cut": any(len(tokens) > length for tokens, _ in encoded),
             "numbers": [float(number) for number in said],
-            "grids": grids,
+            "grids": grids or [],
         }
 
     def lists(kind: str) -> "datasets.Sequence":
         return datasets.Sequence(datasets.Sequence(value(kind)))
 
-    features = {"input_ids": lists("int32"), "is_target": lists("bool"), "grids": lists("int32")}
+    features = {"input_ids": lists("int32"), "is_target": lists("bool")}
+    features["grids"] = datasets.Sequence(lists("int32"))
     features["numbers"] = datasets.Sequence(value("float64"))
     return rows.map(
         tokenize,
@@ -162,16 +164,20 @@ def _tokenized(
 
 
 def _whole_images(
-    rows: Sequence[tuple[int, list[Encoded]]], grids: Sequence[Sequence[Grid]], images: ImageRows, told: str
+    rows: Sequence[tuple[int, list[Encoded]]],
+    grids: Sequence[Sequence[Sequence[Grid]]],
+    images: ImageRows,
+    told: str,
 ) -> tuple[list[tuple[int, list[Encoded]]], list[list[Grid]]]:
-    """Without the rows that end within an image, which are counted; and the images that are left of each."""
+    """Without the rows that end within an image, which are counted; and the images left of each sequence of others."""
     kept, left = [], []
     for number, row in rows:
-        count = row[0][0].count(images.tokens.token) if grids[number] else 0
-        whole = within(grids[number], count)
-        if whole is not None:
+        token = images.tokens.token
+        sides = zip(grids[number], row, strict=True)
+        whole = [within(own, tokens.count(token) if own else 0) for own, (tokens, _) in sides]
+        if None not in whole:
             kept.append((number, row))
-            left.append(whole)
+            left += [own for own in whole if own is not None]
     if not kept:
         raise McaError(told.format("all rows end within an image at"))
     if lost := len(rows) - len(kept):

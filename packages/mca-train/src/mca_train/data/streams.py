@@ -18,6 +18,8 @@ from mca_train.data.answered import AnsweredRows, SampleMaker
 from mca_train.data.encoding import BlockTokenizer, Encoded, RowEncoder, RowNumbers
 from mca_train.data.file_rows import FileRows, Row
 from mca_train.data.files import check_file, column_names, joined, named, require_column, require_shallow
+from mca_train.data.image_rows import ImageRows, undecoded
+from mca_train.data.sample_images import images_in_stream
 from mca_train.data.token_dataset import IGNORED, VALUES, Sample
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class AnswerStream(IterableDataset[Sample]):
         wanted: What a row without a target lacks.
         sides: Names of the sequences, which a sample's tensors begin with; none: there is one.
         numbers: From a row to the numbers of its sequences; None: it has none.
+        images: What to make of rows with images; None: there are none.
     """
 
     def __init__(
@@ -54,11 +57,15 @@ class AnswerStream(IterableDataset[Sample]):
         wanted: str,
         sides: Sequence[str] = (),
         numbers: RowNumbers | None = None,
+        images: ImageRows | None = None,
     ) -> None:
         prefixes = [f"{side}_" for side in sides] or [""]
 
         def make(row: Values) -> Sample:
-            sample = _sample(encode(row), prefixes, length)
+            if images is None:
+                sample = _sample(encode(row), prefixes, length)
+            else:
+                sample = _with_images(images, row, encode, prefixes, length, key)
             if numbers is not None:
                 said = torch.tensor(numbers(row), dtype=torch.float64)
                 sample |= {prefix + VALUES: said for prefix in prefixes}
@@ -152,6 +159,7 @@ def _parts(
             part = datasets.load_dataset(
                 reader, data_files=str(file), split="train", streaming=True, **options
             )
+            part = undecoded(part)
             first = next(iter(part), None)
         if first is None:
             raise McaError(f"{key}: {file} has no rows")
@@ -173,4 +181,23 @@ def _sample(sequences: Sequence[Encoded], prefixes: Sequence[str], length: int) 
         ids = torch.tensor(tokens[:length])
         sample[f"{prefix}input_ids"] = ids
         sample[f"{prefix}labels"] = ids.where(torch.tensor(targets[:length]), IGNORED)
+    return sample
+
+
+def _with_images(
+    images: ImageRows, row: Values, encode: RowEncoder, prefixes: Sequence[str], length: int, key: str
+) -> Sample:
+    """The sample of a row that may have images; without a target if it ends within one."""
+    sequences, grids = images.encoded(row, encode)
+    sample = _sample(sequences, prefixes, length)
+    place = getattr(row, "place", "")
+    told = f"{key}{place and ', ' + place}"
+    for side, (prefix, own) in enumerate(zip(prefixes, grids, strict=True)):
+        if not own:
+            continue
+        found = images_in_stream(images, row, side, sample[f"{prefix}input_ids"].tolist(), own, told)
+        if found is None:
+            sample[f"{prefix}labels"] = torch.full_like(sample[f"{prefix}labels"], IGNORED)
+        elif found.places:
+            sample[f"{prefix}images"] = found
     return sample

@@ -4,7 +4,7 @@ It does not pad, pack or shift: that comes later, in ``batching``.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Protocol, Union
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from mca_config.types import JsonObject
 if TYPE_CHECKING:
     import datasets
 
-    from mca_train.data.sample_images import ImagesOfRows
+    from mca_train.data.sample_images import SampleImages
 
 IGNORED = -100  # the label of a token that is not a target, as in Hugging Face
 VALUES = "values"
@@ -28,6 +28,13 @@ Sample = JsonObject
 All are tensors but ``images`` (`SampleImages`), which samples of text do not have."""
 Samples = Union[Dataset[Sample], Sequence[Sample], "datasets.Dataset", "datasets.IterableDataset"]
 """The samples of a run, in memory or made as they are iterated (torch's ``IterableDataset`` is a ``Dataset``)."""
+
+
+class ImagesOfSamples(Protocol):
+    """The images of the samples of a dataset."""
+
+    def of(self, index: int, tokens: NDArray[np.int32]) -> "SampleImages | None":
+        """Those of the sample ``index``, which has these ``tokens``; None: it has none."""
 
 
 class TokenDataset(Dataset[Sample]):
@@ -50,7 +57,7 @@ class TokenDataset(Dataset[Sample]):
         offsets: NDArray[np.int64],
         is_target: NDArray[np.bool_] | None = None,
         values: NDArray[np.float64] | None = None,
-        images: "ImagesOfRows | None" = None,
+        images: ImagesOfSamples | None = None,
     ) -> None:
         self.tokens = tokens
         self.offsets = offsets

@@ -22,8 +22,9 @@ def choose_parts(model: "VirtualModels", args: TrainingArguments) -> None:
         McaError: The model has no such parts.
     """
     from mca_models.megatron.families.vision_model import part_of
+    from mca_models.megatron.peft import PeftModels
 
-    if args.freeze is not None:
+    if args.freeze is not None and not isinstance(model, PeftModels):  # an adapter leaves them out itself
         model.train_parts(trained_parts(args))
     for item, tensor in model.held():
         setattr(tensor, _MARK, part_of(item.param, model.config))

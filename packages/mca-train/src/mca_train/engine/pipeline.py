@@ -99,12 +99,13 @@ class Pipeline:
         return output, megatron_loss(loss, batch)
 
     def _images(self, batch: MicroBatch) -> JsonObject:
-        """What the first stage takes of images, pixels in the weights' dtype."""
+        """What chunks take of images, on the first stage pixels in the weights' dtype."""
+        ends = {} if batch.attention_ends is None else {"attention_ends": batch.attention_ends}
         if batch.images is None:
-            return {}
+            return ends
         dtype = next(self.chunks[0].parameters()).dtype
         images = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.images.items()}
-        return {"images": images, "feature_rows": batch.feature_rows}
+        return {"images": images, "feature_rows": batch.feature_rows, **ends}
 
     @property
     def _device(self) -> torch.device:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.errors import UsageError, checking_usage
+from mca_train.config.parts import trained_parts
 from mca_train.config.run_config import Settings
 from mca_train.data.scored import padding_of
 from mca_train.run.inputs import Inputs
@@ -87,7 +88,10 @@ def _with_adapter(model: "VirtualModels", settings: Settings) -> "VirtualModels"
     else:
         with checking_usage():
             adapted = get_peft_model(
-                model, lora.config(_PEFT_TASKS[model.config.head]), seed=settings.training.seed
+                model,
+                lora.config(_PEFT_TASKS[model.config.head]),
+                seed=settings.training.seed,
+                parts=trained_parts(settings.training),
             )
     logger.info("%s", adapted.print_trainable_parameters())
     return adapted

@@ -81,7 +81,8 @@ def _training_data(
     if data.streaming:
         seed = args.seed if args.data_seed is None else args.data_seed
         in_order = str(args.train_sampling_strategy) == "sequential"
-        rows = load_stream(run.task, data.train_file, tokenizer, data, seed=None if in_order else seed)
+        order = None if in_order else seed
+        rows = load_stream(run.task, data.train_file, tokenizer, data, seed=order, images=images)
         return rows, data.seq_length
     if data.datasets:
         seed = args.seed if args.data_seed is None else args.data_seed

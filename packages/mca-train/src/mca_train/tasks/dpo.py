@@ -89,6 +89,7 @@ class Dpo(AnswerTask):
     """A prompt with a better and a worse answer, compared with what a reference model thinks of them."""
 
     name = "dpo"
+    takes_images = True
     summary = (
         "on preferences: prompt, chosen and rejected; losses sigmoid, ipo, simpo, orpo and more (dpo_loss)"
     )

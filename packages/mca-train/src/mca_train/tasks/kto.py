@@ -49,7 +49,6 @@ class Kto(Sft):
     """Rows as of sft that also say whether the answer is good."""
 
     name = "kto"
-    takes_images = False
     summary = "on answers that are good or bad: prompt, completion and label"
     data_arguments = ClassifyArguments
     own_arguments = KtoArguments

@@ -157,6 +157,7 @@ def load_stream(
     arguments: DataArguments,
     *,
     seed: int | None,
+    images: "ImageReader | None" = None,
 ) -> "IterableDataset[Sample]":
     """The samples of ``files``, read as they are iterated. Rows without a target are left out.
 
@@ -166,9 +167,10 @@ def load_stream(
         tokenizer: Hugging Face tokenizer.
         arguments: Columns, lengths and limits.
         seed: Of the order, drawn from a buffer of ``shuffle_buffer_size`` rows; None: the files' own.
+        images: Of the model; None: rows have none.
     """
     from mca_train.data.streams import open_rows
 
     key = "train_file"
     rows, names = open_rows(files, key, arguments, task.required_column(arguments), seed=seed)
-    return task.stream(rows, names, tokenizer, arguments, key)
+    return task.stream(rows, names, tokenizer, arguments, key, _beside(images, arguments, files))

@@ -51,11 +51,15 @@ class Pretrain(Task):
         images: "ImageReader | None" = None,
     ) -> "TokenDataset":
         """See `Task`."""
-        from mca_train.data.image_rows import require_none
+        from mca_train.data.image_blocks import image_blocks
+        from mca_train.data.image_rows import ImageRows, undecoded
         from mca_train.data.samples import pretrain_blocks
 
-        if images is not None and images.config.vision is not None:
-            require_none(rows.column_names, data, f"{key}: mca-train {self.name}")
+        sees = images is not None and images.config.vision is not None
+        if images is not None and sees and data.images_column in rows.column_names:
+            return image_blocks(
+                undecoded(rows), ImageRows(rows.column_names, images, data, tokenizer), data, key
+            )
         return pretrain_blocks(rows, tokenizer, data, key)
 
     def stream(
@@ -65,9 +69,13 @@ class Pretrain(Task):
         tokenizer: "PreTrainedTokenizerBase",
         data: DataArguments,
         key: str,
+        images: "ImageReader | None" = None,
     ) -> "IterableDataset[Sample]":
         """See `Task`."""
         from mca_train.data.encoding import block_tokenizer
+        from mca_train.data.image_rows import require_none
         from mca_train.data.streams import BlockStream
 
+        if images is not None and images.config.vision is not None:
+            require_none(names, data, f"{key}: mca-train {self.name} with streaming")
         return BlockStream(rows, block_tokenizer(names, tokenizer, data, key), data.seq_length)

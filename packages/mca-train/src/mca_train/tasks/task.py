@@ -120,6 +120,7 @@ class Task(ABC):
         tokenizer: "PreTrainedTokenizerBase",
         data: DataArguments,
         key: str,
+        images: "ImageReader | None" = None,
     ) -> "IterableDataset[Sample]":
         """The same, made as it is iterated; ``names`` are the rows' columns."""
 
@@ -220,10 +221,11 @@ class AnswerTask(Task):
             numbers = self.numbers(rows.column_names, data, key)
             sequences = answer_sequences(rows, encode, data, key, self.wanted, numbers)
             return PairDataset(sequences) if self.sides else sequences
-        known = ImageRows(rows.column_names, images, data)
-        encode = self.encoder(known.names, tokenizer, known.arguments, key)
+        known = ImageRows(rows.column_names, images, data, tokenizer)
+        encode = self.encoder(known.names, known.tokenizer, known.arguments, key)
         numbers = self.numbers(known.names, data, key)
-        return answer_sequences(undecoded(rows), encode, data, key, self.wanted, numbers, known)
+        sequences = answer_sequences(undecoded(rows), encode, data, key, self.wanted, numbers, known)
+        return PairDataset(sequences) if self.sides else sequences
 
     def stream(
         self,
@@ -232,21 +234,28 @@ class AnswerTask(Task):
         tokenizer: "PreTrainedTokenizerBase",
         data: DataArguments,
         key: str,
+        images: "ImageReader | None" = None,
     ) -> "IterableDataset[Sample]":
         """See `Task`."""
-        from mca_train.data.image_rows import require_none
+        from mca_train.data.image_rows import ImageRows, require_none
         from mca_train.data.streams import AnswerStream
 
-        require_none(names, data, f"{key}: streaming")
-        encode = self.encoder(names, tokenizer, data, key)
+        known, column = None, data.images_column
         is_sure = self.surely_has_target(tokenizer, data)
+        if images is None or images.config.vision is None or not self.takes_images:
+            require_none(names, data, f"{key}: mca-train {self.name}")
+        else:
+            known = ImageRows(names, images, data, tokenizer)
+            names, tokenizer, data = known.names, known.tokenizer, known.arguments
+        encode = self.encoder(names, tokenizer, data, key)
         return AnswerStream(
             rows,
             encode,
-            is_sure,
+            lambda row: not row.get(column) and is_sure(row),  # an image is longer than its text
             data.seq_length,
             key,
             wanted=self.wanted,
             sides=self.sides,
             numbers=self.numbers(names, data, key),
+            images=known,
         )

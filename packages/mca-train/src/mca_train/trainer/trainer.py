@@ -24,6 +24,7 @@ from mca_config.files import reading
 from mca_config.training import TrainingArguments
 from mca_train import groups
 from mca_train.batching.collate import Collator, PadCollator, pad_token
+from mca_train.batching.image_batch import image_batching
 from mca_train.batching.loaders import Loaders, continued, steps_of
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.position import Length, RunPosition
@@ -152,7 +153,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             collate=self.data_collator,
             pad_token_id=pad_token(processing_class),
             pack_length=pack_length,
-            sections=model.config.mrope_section is not None,
+            images=image_batching(model.config, decodes=self.ranks.is_first_stage),
         )
         self.signals = Signals(self.signal_names, self.ranks.device, self.signal_differences)
         self._model_losses = ModelLosses(model.chunks)

@@ -5,22 +5,29 @@ from collections.abc import Iterator
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import pipeline_plan
+from mca_models.megatron.types import MegatronConfig
 
 
-def image_problems(config: McaModelConfig, layout: ParallelLayout, apply_rope_fusion: bool) -> list[str]:
+def image_reach(config: McaModelConfig) -> int:
+    """How many tokens behind it a token of an image sees; 0 where images see what is before them alone."""
+    tokens: int = (config.vision or {}).get("mm_tokens_per_image", 1)
+    return tokens - 1
+
+
+def image_problems(config: McaModelConfig, layout: ParallelLayout, megatron: MegatronConfig) -> list[str]:
     """Every reason why ``config`` on ``layout`` cannot take images; empty if it can."""
-    return list(_problems(config, layout, apply_rope_fusion))
+    return list(_problems(config, layout, megatron))
 
 
-def _problems(config: McaModelConfig, layout: ParallelLayout, apply_rope_fusion: bool) -> Iterator[str]:
+def _problems(config: McaModelConfig, layout: ParallelLayout, megatron: MegatronConfig) -> Iterator[str]:
     if config.vision is None:
         yield f"a {config.model_type} model has no vision model; train it on text"
         return
-    if "mm_tokens_per_image" in config.vision:
-        yield f"images of {config.model_type} attend both ways, which is not computed here yet; train it on text"
+    if image_reach(config):
+        yield from _both_ways_problems(config, megatron)
     if config.mtp_num_layers:
         yield "prediction layers cannot be trained beside images; set mtp_num_layers to 0"
-    if apply_rope_fusion and config.mrope_section:
+    if megatron.apply_rope_fusion and config.mrope_section:
         yield "apply_rope_fusion has one position for each token, images have three; remove it"
     first = len(pipeline_plan(layout, config.num_layers, config.mtp_num_layers).first.layers)
     if first < config.deepstack_layers:
@@ -28,3 +35,14 @@ def _problems(config: McaModelConfig, layout: ParallelLayout, apply_rope_fusion:
             f"the first pipeline stage has {first} layers; features of images enter after each of the first "
             f"{config.deepstack_layers}: give it more, or use fewer stages"
         )
+
+
+def _both_ways_problems(config: McaModelConfig, megatron: MegatronConfig) -> Iterator[str]:
+    local = megatron.attention_backend is not None and megatron.attention_backend.name == "local"
+    if megatron.transformer_impl == "transformer_engine" and not local:
+        yield (
+            f"images of {config.model_type} attend both ways, which Transformer Engine's attention does not; set "
+            "attention_backend to local"
+        )
+    if config.attn_logit_softcapping is not None:
+        yield "attn_logit_softcapping does not go with images that attend both ways; train it on text"

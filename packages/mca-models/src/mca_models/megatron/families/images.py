@@ -1,9 +1,10 @@
 """Images of a micro-batch: from pixels to the embeddings of their placeholders.
 
-A chunk of a model with vision takes three arguments more than Megatron's: ``images`` (what the vision model takes, by
-name), ``feature_rows`` (``[b, s]``: of which feature a token is the placeholder, or -1) and, as ``position_ids``, the
-three positions of each token. Only the first stage needs the first two. Nobody counts here: rows say what goes where,
-and are cut as the tokens are.
+A chunk of a model with vision takes arguments beside Megatron's: ``images`` (what the vision model takes, by name),
+``feature_rows`` (``[b, s]``: of which feature a token is the placeholder, or -1); as ``position_ids`` the three
+positions of each token; ``attention_ends``, where images attend both ways (``[b, s]``: how many tokens of its sequence
+there are up to the last that a token sees). Only the first stage needs the first two. Nobody counts here: rows
+say what goes where, and are cut as the tokens are.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.megatron.families.image_limits import image_problems
+from mca_models.megatron.families.image_limits import image_problems, image_reach
 from mca_models.megatron.layers.sectioned_rope import SectionedRope
 from mca_models.megatron.types import GptModel, HfModel, MegatronModule, Upstream
 
@@ -33,10 +34,10 @@ def take_images(model: GptModel, config: McaModelConfig) -> None:
     for number, layer in enumerate(model.decoder.layers[: config.deepstack_layers]):
         layer.register_forward_hook(_with_inner_features(number))
     for parameter in model.vision_model.parameters():
-        _sum_over_tensor_ranks(parameter, sequence_parallel=model.config.sequence_parallel)
+        sum_over_tensor_ranks(parameter, sequence_parallel=model.config.sequence_parallel)
 
 
-def _sum_over_tensor_ranks(parameter: Upstream, *, sequence_parallel: bool) -> None:
+def sum_over_tensor_ranks(parameter: Upstream, *, sequence_parallel: bool) -> None:
     """Tells Megatron how a replicated parameter's gradient comes together.
 
     With sequence parallelism each tensor rank has the gradient of its own tokens: they are summed. Without, each has
@@ -64,6 +65,9 @@ class _Intake:
         """Runs the vision model and hands on what Megatron understands."""
         kwargs = dict(kwargs)
         images, rows = kwargs.pop("images", None), kwargs.pop("feature_rows", None)
+        ends = kwargs.pop("attention_ends", None)
+        if image_reach(self._config):  # the way to the core attention, through recomputation too
+            args, kwargs = args[:2], {**kwargs, "attention_mask": ends}
         positions = kwargs.get("position_ids")
         if isinstance(model.rotary_pos_emb, SectionedRope) and positions is not None and positions.dim() == 3:
             model.rotary_pos_emb.positions = positions
@@ -71,7 +75,7 @@ class _Intake:
             return args, kwargs
         if images is None:
             return args, kwargs
-        if problems := image_problems(self._config, self._config.layout, model.config.apply_rope_fusion):
+        if problems := image_problems(self._config, self._config.layout, model.config):
             raise McaError("; ".join(problems))
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self._trained())):
             features, inner = image_features(model.vision_model, images)
@@ -129,9 +133,9 @@ def _with_part(output: Tensor, trained: Sequence[torch.nn.Parameter]) -> Tensor:
     """``output``, on which the vision model depends in name only.
 
     Megatron reduces the gradients of a bucket once all of them are there, and stops where some never come: a
-    micro-batch without images has to give them too.
+    micro-batch without images has to give them too. Where the text model is frozen its loss has no other gradient.
     """
-    if not (trained and torch.is_grad_enabled() and output.requires_grad):
+    if not (trained and torch.is_grad_enabled()):
         return output
     taking_part: Tensor = _TakesPart.apply(output, *trained)
     return taking_part

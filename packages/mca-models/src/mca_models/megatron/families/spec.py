@@ -10,11 +10,12 @@ from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_models.megatron.families.checkpoint_keys import keys_map
 from mca_models.megatron.families.gated_delta_net import delta_net_spec
 from mca_models.megatron.families.group_router import own_router
+from mca_models.megatron.families.image_limits import image_reach
 from mca_models.megatron.families.latent import with_plain_query
 from mca_models.megatron.families.norms import LateNorm, WideKeyNorm, WideNorm
 from mca_models.megatron.families.scales import scaled_residual
 from mca_models.megatron.families.two_ropes import with_own_rope
-from mca_models.megatron.layers.attention import CoreAttention, capped_attention
+from mca_models.megatron.layers.attention import CoreAttention, capped_attention, image_attention
 from mca_models.megatron.layers.rope import attention_factor
 from mca_models.megatron.layers.spec import engine_attention, rebuilt
 from mca_models.megatron.names import Implementation
@@ -83,6 +84,8 @@ def _classes(config: McaModelConfig, implementation: Implementation) -> dict[typ
         classes[CoreAttention] = capped
         if implementation == "transformer_engine":  # whose attention cannot cap scores
             classes[engine_attention()] = capped
+    elif reach := image_reach(config):
+        classes[CoreAttention] = image_attention(reach)
     if isinstance(config, MlaMcaModelConfig) and not config.q_lora_rank:
         from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 

@@ -23,6 +23,8 @@ _OF_LAYERS = ("layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_laye
 
 Part = Literal["language", "vision", "projector"]
 """What can be trained or left as it is: the text model, the tower, and what brings its features into the text."""
+TEXT: tuple[Part, ...] = ("language",)
+"""What adapters are for unless told otherwise."""
 
 
 def part_of(param: Param, config: McaModelConfig) -> str:
@@ -30,10 +32,7 @@ def part_of(param: Param, config: McaModelConfig) -> str:
     if param.stage is not Stage.VISION:
         return "language"
     vision = family_of(config.model_type).vision
-    name = param.mca.removeprefix(PREFIX)
-    if vision is None or name.startswith(vision.unused):
-        return "unused"
-    return "projector" if name.startswith(vision.projector) else "vision"
+    return "unused" if vision is None else vision.part_of(param.mca.removeprefix(PREFIX))
 
 
 def add_vision_model(model: GptModel, config: McaModelConfig) -> None:

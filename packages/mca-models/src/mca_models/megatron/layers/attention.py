@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mca_config.errors import McaError
+from mca_models.megatron.layers.both_ways import both_ways_attention
 from mca_models.megatron.layers.sdpa import causal_attention
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.layers.zigzag import in_order, ranges_of_rank
@@ -37,6 +38,8 @@ class CoreAttention(torch.nn.Module):
 
     softcap: float | None = None
     """See ``causal_attention``; Megatron's configuration does not know it."""
+    reach: int = 0
+    """How many tokens behind it one of an image may see; 0: none, as text."""
 
     def __init__(
         self,
@@ -82,13 +85,14 @@ class CoreAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams = None,
         **_: object,
     ) -> Tensor:
-        """Attends; a mask is not looked at, because padding on the right is not seen by what is before it.
+        """Attends; only of images a mask is looked at, because padding on the right is not seen by what is before.
 
         Args:
             query: ``[q, b, h, d]``, or ``[t, h, d]`` if packed; q or t are this context rank's tokens.
             key: ``[q, b, g, d]`` or ``[t, g, d]``.
             value: ``[q, b, g, dv]`` or ``[t, g, dv]``.
-            attention_mask: Ignored.
+            attention_mask: Of a model whose images see both ways ``[b, q]``: how many tokens of its sequence there are
+                up to the last that a token sees; None where there are no images. Of others ignored.
             attn_mask_type: Ignored: causal.
             attention_bias: Must be None.
             packed_seq_params: Megatron's ``PackedSeqParams``, or None.
@@ -103,7 +107,7 @@ class CoreAttention(torch.nn.Module):
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         rows = query.shape[0] * self.cp_group.size()
         lengths = packed_lengths(packed_seq_params, rows) if packed else (rows,)
-        out = self._attend(query, key, value, lengths)
+        out = self._attend(query, key, value, lengths, attention_mask if self.reach else None)
         return out.flatten(1) if packed else out.flatten(2)
 
     def sharded_state_dict(
@@ -112,26 +116,54 @@ class CoreAttention(torch.nn.Module):
         """For Megatron's distributed checkpoint."""
         return sharded_state(self, prefix, sharded_offsets, {"softmax_offset": 0})
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], ends: Tensor | None
+    ) -> Tensor:
         keys, values = self._sequences(key, lengths), self._sequences(value, lengths)
         outputs, row = [], 0
         for chunk in ranges_of_rank(lengths, self.cp_group.rank(), self.cp_group.size()):
-            stop = chunk.start + chunk.length
+            own = slice(row, row + chunk.length)
             with self._draws():
-                out = causal_attention(
-                    query[row : row + chunk.length].permute(1, 2, 0, 3),
-                    keys[chunk.sequence][:stop].permute(1, 2, 0, 3),
-                    values[chunk.sequence][:stop].permute(1, 2, 0, 3),
-                    start=chunk.start,
-                    window=self.window,
-                    scale=self.scale,
-                    dropout=self.dropout if self.training else 0.0,
-                    sink=self.softmax_offset,
-                    softcap=self.softcap,
+                out = self._of_queries(
+                    _heads_first(query[own]),
+                    _heads_first(keys[chunk.sequence]),
+                    _heads_first(values[chunk.sequence]),
+                    chunk.start,
+                    None if ends is None else ends[:, own],
                 )
             outputs.append(out.permute(2, 0, 1, 3))
             row += chunk.length
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _of_queries(
+        self, query: Tensor, key: Tensor, value: Tensor, start: int, ends: Tensor | None
+    ) -> Tensor:
+        """What the queries from ``start`` on see of a whole sequence; heads stand before tokens."""
+        dropout = self.dropout if self.training else 0.0
+        if ends is not None:
+            return both_ways_attention(
+                query,
+                key,
+                value,
+                ends,
+                start=start,
+                reach=self.reach,
+                window=self.window,
+                scale=self.scale,
+                dropout=dropout,
+            )
+        stop = start + query.shape[2]
+        return causal_attention(
+            query,
+            key[:, :, :stop],
+            value[:, :, :stop],
+            start=start,
+            window=self.window,
+            scale=self.scale,
+            dropout=dropout,
+            sink=self.softmax_offset,
+            softcap=self.softcap,
+        )
 
     def _draws(self) -> AbstractContextManager[None]:
         """The random state that tensor ranks do not share: each has heads of its own.
@@ -160,6 +192,17 @@ class CoreAttention(torch.nn.Module):
 def capped_attention(softcap: float) -> type[CoreAttention]:
     """``CoreAttention`` with capped scores."""
     return type("CappedAttention", (CoreAttention,), {"softcap": softcap})
+
+
+@cache
+def image_attention(reach: int) -> type[CoreAttention]:
+    """``CoreAttention`` in which images see both ways."""
+    return type("ImageAttention", (CoreAttention,), {"reach": reach})
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """``[s, b, h, d]`` as ``[b, h, s, d]``."""
+    return x.permute(1, 2, 0, 3)
 
 
 def _window(config: MegatronConfig, layer_number: int) -> int | None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 QUERY_BLOCK = 512
 """Queries that share one mask where torch's own causal mask does not fit; bounds the mask's rows."""
-_ALIGNED = 8
+ALIGNED = 8
 """Elements: CUDA's kernels want rows of a mask, and its first element, at multiples of it."""
 
 _Block = tuple[int, int, int]
@@ -50,7 +50,7 @@ def causal_attention(
     """
     length, channels = query.shape[2], value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    key, value = _every_head(key, query), _every_head(value, query)
+    key, value = every_head(key, query), every_head(value, query)
     if window is not None and window >= start + length:
         window = None
     if softcap is not None:
@@ -88,7 +88,7 @@ def _masked_attention(
     mask = torch.zeros(allowed.shape, dtype=query.dtype, device=query.device)
     mask.masked_fill_(~allowed, float("-inf"))  # torch would make one of these of each boolean one
     pieces = []
-    for first, last, low in _blocks(query.shape[2], start, window):
+    for first, last, low in blocks(query.shape[2], start, window):
         seen = _part(mask, last - first, start + last - low)
         k, v = key[:, :, low : start + last], value[:, :, low : start + last]
         if sink is not None:
@@ -119,7 +119,7 @@ def _capped_attention(
                 use_reentrant=False,
                 preserve_rng_state=settings[-1] > 0,
             )
-            for first, last, low in _blocks(query.shape[2], start, window)
+            for first, last, low in blocks(query.shape[2], start, window)
         ],
         2,
     )
@@ -161,13 +161,13 @@ def _after_sink(key: Tensor, value: Tensor, sink: Tensor) -> tuple[Tensor, Tenso
     return torch.cat([sink, key], 2), pad(value, (0, 0, 1, 0))
 
 
-def _every_head(x: Tensor, query: Tensor) -> Tensor:
+def every_head(x: Tensor, query: Tensor) -> Tensor:
     """``x`` with its heads repeated to the number of query heads."""
     repeats = query.shape[1] // x.shape[1]
     return x if repeats == 1 else x.repeat_interleave(repeats, 1)
 
 
-def _blocks(length: int, start: int, window: int | None) -> Iterator[_Block]:
+def blocks(length: int, start: int, window: int | None) -> Iterator[_Block]:
     """(first query, end of queries, first key) of each block; the first one is the short one."""
     size = min(QUERY_BLOCK, length)
     for last in range(length % size or size, length + 1, size):
@@ -181,7 +181,7 @@ def _mask(query: Tensor, start: int, window: int | None) -> Tensor:
     length = query.shape[2]
     rows = min(QUERY_BLOCK, length)
     columns = start + length if window is None else min(start + length, rows + window - 1)
-    width = -(-columns // _ALIGNED) * _ALIGNED
+    width = -(-columns // ALIGNED) * ALIGNED
     places = torch.arange(columns - rows, columns, device=query.device)[:, None]
     keys = torch.arange(width, device=query.device)[None, :]
     seen = keys <= places
@@ -193,4 +193,4 @@ def _mask(query: Tensor, start: int, window: int | None) -> Tensor:
 def _part(mask: Tensor, queries: int, keys: int) -> Tensor:
     """The last ``queries`` rows and ``keys`` columns of ``_mask``: a view wherever CUDA's kernels take one."""
     part = mask[mask.shape[0] - queries :, mask.shape[1] - keys :]
-    return part if part.storage_offset() % _ALIGNED == 0 else part.clone()
+    return part if part.storage_offset() % ALIGNED == 0 else part.clone()

@@ -19,11 +19,12 @@ from torch.utils.hooks import RemovableHandle
 
 from mca_config.errors import McaError
 from mca_models.lora.rules import AdapterRules, Factors, by_part
+from mca_models.megatron.families.images import sum_over_tensor_ranks
 from mca_models.megatron.names import Held
 from mca_models.megatron.peft.linear import Axis, Cut, LoraExperts, LoraLinear, LoraPart, LoraWeight
 from mca_models.megatron.types import HookOutput, MegatronModule
 from mca_models.storage.moves import HF, Rule, part_shapes
-from mca_models.weights import Param
+from mca_models.weights import Param, Stage
 
 CHILD = "lora"
 _BARE = (".router.weight", ".gate_weight")
@@ -54,7 +55,8 @@ class LinearGroups:
         """How the weight of ``param`` lies over them."""
         expert = param.expert is not None
         group = self.expert if expert else self.tensor
-        return Cut(_AXES[param.shard.axis], group, self.sequence_parallel and not expert, expert)
+        whole = expert or param.stage is Stage.VISION  # on each rank all of the sequence
+        return Cut(_AXES[param.shard.axis], group, self.sequence_parallel and not whole, expert)
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def attach(
         placed = _Placed(pairs, base, _lora(pairs, base, ranks, dropout))
         if grouped and item.param.expert is not None:
             experts.setdefault(place, []).append(placed)
+        elif pairs[0].target.sees:
+            attached.append(_hang_whole(chunk.get_submodule(place), placed, ranks.sequence_parallel))
         elif item.param.mca.endswith(_BARE):
             attached.append(_hang_bare(chunk.get_submodule(place), leaf, placed))
         else:
@@ -213,6 +217,15 @@ def _hang(owner: torch.nn.Module, placed: _Placed) -> Attached:
     return placed.attached(owner, placed.lora, [owner.register_forward_hook(_add)])
 
 
+def _hang_whole(owner: torch.nn.Module, placed: _Placed, sequence_parallel: bool) -> Attached:
+    """On a module of transformers, which gives its output alone; gradients come together as the vision model's."""
+    owner.add_module(CHILD, placed.lora)
+    for _, *factors in placed.lora.factors():
+        for factor in factors:
+            sum_over_tensor_ranks(factor, sequence_parallel=sequence_parallel)
+    return placed.attached(owner, placed.lora, [owner.register_forward_hook(_add_whole)])
+
+
 def _hang_bare(owner: torch.nn.Module, leaf: str, placed: _Placed) -> Attached:
     lora = placed.lora
 
@@ -255,6 +268,11 @@ def _add(owner: MegatronModule, args: tuple[Tensor, ...], output: HookOutput) ->
     return (y if lora.merged else y + lora(x)), rest[0]
 
 
+def _add_whole(owner: MegatronModule, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    lora: LoraLinear = owner.lora
+    return output if lora.merged else output + lora(args[0])
+
+
 def _add_grouped(owner: MegatronModule, args: tuple[Tensor, ...], output: HookOutput) -> HookOutput:
     y, bias = output
     lora: LoraExperts = owner.lora
@@ -270,3 +288,17 @@ def detach(items: Sequence[Attached]) -> None:
             delattr(item.owner, CHILD)
         if "return_layernorm_output" in vars(item.owner):
             item.owner.return_layernorm_output = False  # type: ignore[assignment]
+
+
+def begin_gradients(chunk: torch.nn.Module) -> Iterator[RemovableHandle]:
+    """Lets gradients begin at the frozen embedding's output.
+
+    Recomputed layers and the pipeline's first stage have none otherwise.
+    """
+    if (embedding := dict(chunk.named_children()).get("embedding")) is not None:
+        yield embedding.register_forward_hook(_require_grad)
+
+
+def _require_grad(module: torch.nn.Module, args: tuple[object, ...], output: Tensor) -> None:
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_(True)

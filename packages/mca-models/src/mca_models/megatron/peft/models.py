@@ -3,7 +3,7 @@
 How a factor lies on a linear is in `attach` and `linear`; directories are written by `mca_models.lora`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
@@ -28,8 +28,9 @@ from mca_models.lora.rules import PREFIX
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import told_by_first
 from mca_models.megatron.factory.fill import cut_of, whole_shape
+from mca_models.megatron.families.vision_model import TEXT, Part
 from mca_models.megatron.names import DtypeName
-from mca_models.megatron.peft.attach import Attached, LinearGroups, attach, detach
+from mca_models.megatron.peft.attach import Attached, LinearGroups, attach, begin_gradients, detach
 from mca_models.megatron.peft.exchange import whole_adapter
 from mca_models.megatron.peft.export import merged_piece, peft_tensors
 from mca_models.megatron.peft.received import received
@@ -80,7 +81,7 @@ class PeftModels(VirtualModels):
         self.requires_grad_(False)
         for _, tensor in self._live():
             tensor.requires_grad_(True)
-        self._handles = list(self._watch_embeddings())
+        self._handles = [handle for chunk in self.chunks for handle in begin_gradients(chunk)]
         self._share_state_dicts()
         # the routers are frozen, so their balancing biases are too
         self._bias_rate = self.megatron.moe_router_bias_update_rate
@@ -109,15 +110,6 @@ class PeftModels(VirtualModels):
 
     def _live(self) -> list[tuple[Param, Tensor]]:
         return [*self._factors, *self._saved]
-
-    def _watch_embeddings(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        """Lets gradients begin at the frozen embedding's output.
-
-        Recomputed layers and the pipeline's first stage have none otherwise.
-        """
-        for chunk in self.chunks:
-            if (embedding := dict(chunk.named_children()).get("embedding")) is not None:
-                yield embedding.register_forward_hook(_require_grad)
 
     def _share_state_dicts(self) -> None:
         """Has Megatron's distributed checkpoints see the factors under their canonical names."""
@@ -342,18 +334,25 @@ class PeftModels(VirtualModels):
         told_by_first(lambda: write(found) if found else None)
 
 
-def get_peft_model(models: VirtualModels, config: PeftConfig, *, seed: int = 1234) -> PeftModels:
+def get_peft_model(
+    models: VirtualModels,
+    config: PeftConfig,
+    *,
+    seed: int = 1234,
+    parts: Collection[Part] = TEXT,
+) -> PeftModels:
     """``models`` with a new LoRA adapter; its values are the same on every layout for the same seed.
 
     Args:
         models: The base model, which is frozen; it is shared, not copied.
         config: A ``peft.LoraConfig`` with HF module names, or the contents of an ``adapter_config.json``.
         seed: Of the adapter's random values.
+        parts: Of a vision-language model, those that are adapted; modules of others are excluded.
 
     Raises:
         McaError: A setting cannot be represented, or names nothing of this model.
     """
-    adapter = adapter_config(config, models)
+    adapter = adapter_config(config, models, parts)
     require_start(adapter)
     peft = attach_adapter(models, adapter)
     peft.fill(first_values(adapter, seed), saved=False)
@@ -392,8 +391,3 @@ def _copy(piece: Array, tensor: Tensor) -> None:
         if value.shape != tensor.shape:
             raise McaError(f"a piece of the adapter has shape {list(value.shape)}, here {list(tensor.shape)}")
         tensor.copy_(value)
-
-
-def _require_grad(module: torch.nn.Module, args: tuple[object, ...], output: Tensor) -> None:
-    if torch.is_grad_enabled() and not output.requires_grad:
-        output.requires_grad_(True)

@@ -5,23 +5,27 @@ What the contents mean is said in `mca_models.lora.config`.
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Typed
 from mca_models.lora import AdapterConfig
+from mca_models.megatron.families.vision_model import TEXT, Part
 from mca_models.megatron.types import PeftConfig
 from mca_models.megatron.virtual_models import VirtualModels
 from mca_models.templates import family_of
 
 
-def adapter_config(config: PeftConfig, models: VirtualModels) -> AdapterConfig:
+def adapter_config(
+    config: PeftConfig, models: VirtualModels, parts: Collection[Part] = TEXT
+) -> AdapterConfig:
     """The checked configuration of a new adapter on ``models``.
 
     Args:
         config: A ``peft.LoraConfig``, a mapping as in ``adapter_config.json``, or an ``AdapterConfig``.
         models: The base model; ``target_modules`` left out are PEFT's for its family.
+        parts: Of a vision-language model, those that are adapted.
     """
     if isinstance(config, AdapterConfig):
         return config
@@ -32,22 +36,32 @@ def adapter_config(config: PeftConfig, models: VirtualModels) -> AdapterConfig:
         document["target_modules"] = _usual_targets(models.config.model_type)
     if not document.get("base_model_name_or_path") and models.source is not None:
         document["base_model_name_or_path"] = str(models.source)
-    without_vision(document, models.config)
+    exclude_parts(document, models.config, parts)
     document["inference_mode"] = True  # what is saved is to be used; PEFT writes the same
     return AdapterConfig.from_dict(document, "LoraConfig")
 
 
-def without_vision(document: JsonObject, config: McaModelConfig) -> None:
-    """Excludes the vision model, whose modules share names with the text's: PEFT would adapt them too."""
+def exclude_parts(document: JsonObject, config: McaModelConfig, adapted: Collection[Part]) -> None:
+    """Excludes the parts that are not adapted; they share names of modules, so PEFT would adapt them too."""
     family = family_of(config.model_type)
     if family.vision is None:
         return
-    parts = [
-        re.escape(name) + ".*" for name in family.vision.spelling(family.as_modules(config)).vision.values()
-    ]
+    spelling = family.vision.spelling(family.as_modules(config))
+    sees = _beginning_with(spelling.vision.values())
+    joins = _beginning_with(map(spelling.of_vision, family.vision.projector))
+    parts: Mapping[Part, str] = {
+        "language": f"(?!{sees}).*",
+        "vision": f"(?!{joins}){sees}.*",
+        "projector": f"{joins}.*",
+    }
     given = document.get("exclude_modules") or []
     own = [given] if isinstance(given, str) else [rf"(.*\.)?{re.escape(name)}" for name in given]
-    document["exclude_modules"] = "|".join([*own, *parts])
+    left = [pattern for part, pattern in parts.items() if part not in adapted]
+    document["exclude_modules"] = "|".join([*own, *left]) or None
+
+
+def _beginning_with(names: Iterable[str]) -> str:
+    return f"(?:{'|'.join(map(re.escape, names))})"
 
 
 def _plain(value: Typed) -> Typed:

@@ -1,0 +1,172 @@
+"""Texts with images for pre-training: one after another, cut into blocks that hold every image whole.
+
+A row's ``<image>`` are the places of the images in its column. How text alone is cut is in `samples`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mca_config.errors import McaError
+from mca_config.types import JsonObject, Values
+from mca_train.config.arguments import DataArguments
+from mca_train.data.encoding import block_tokenizer
+from mca_train.data.image_rows import ImageRows
+from mca_train.data.image_tokens import Grid
+from mca_train.data.sample_images import SampleImages, placed
+from mca_train.data.token_dataset import TokenDataset
+
+if TYPE_CHECKING:
+    import datasets
+
+Span = tuple[int, int]
+"""The first token of an image among all, and the one behind its last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagesOfBlocks:
+    """The images of blocks, which stay where their rows say.
+
+    Args:
+        rows: Of the files.
+        origins: For each block its images: the row of each, and which of the row's images it is.
+        grids: Of the same.
+        read: What a row means.
+        key: The argument that named the files, for errors.
+    """
+
+    rows: "datasets.Dataset"
+    origins: Sequence[Sequence[tuple[int, int]]]
+    grids: Sequence[Sequence[Grid]]
+    read: ImageRows
+    key: str
+
+    def of(self, index: int, tokens: NDArray[np.int32]) -> SampleImages | None:
+        """Those of the block ``index``, which has these ``tokens``; None: it has none."""
+        if not self.grids[index]:
+            return None
+        return SampleImages(placed(self.read, tokens, self.grids[index]), lambda: self._tensors(index))
+
+    def _tensors(self, index: int) -> Mapping[str, Tensor]:
+        files = []
+        for number, which in self.origins[index]:
+            try:
+                files.append(self.read.text(self.rows[number])[1][which])
+            except McaError as error:
+                raise McaError(f"{self.key}, row {number}: {error}") from error
+        try:
+            return self.read.tokens.tensors(files, self.grids[index])
+        except McaError as error:
+            numbers = ", ".join(str(number) for number, _ in dict.fromkeys(self.origins[index]))
+            raise McaError(f"{self.key}, rows {numbers}: {error}") from error
+
+
+def image_blocks(
+    rows: "datasets.Dataset", read: ImageRows, arguments: DataArguments, key: str
+) -> TokenDataset:
+    """All texts one after another, each ended by EOS, cut into blocks of up to ``seq_length`` tokens.
+
+    Args:
+        rows: Of the files.
+        read: What a row means.
+        arguments: Columns and lengths.
+        key: The argument that named the files, for errors.
+
+    Raises:
+        McaError: A row is of another form, or an image is longer than a block.
+    """
+    tokenized = _tokenized(rows, read, arguments, key)
+    tokens = np.concatenate(
+        [np.asarray(ids, np.int32) for ids in tokenized["input_ids"]] or [np.zeros(0, np.int32)]
+    )
+    learnt = np.concatenate(
+        [np.asarray(side, np.bool_) for side in tokenized["is_target"]] or [np.zeros(0, np.bool_)]
+    )
+    if len(tokens) < 2:
+        raise McaError(f"{key}: the texts have fewer than two tokens together")
+    origins = [(row, which) for row, grids in enumerate(tokenized["grids"]) for which in range(len(grids))]
+    grids: list[Grid] = [(high, wide) for of_row in tokenized["grids"] for high, wide in of_row]
+    spans = _spans(tokens == read.tokens.token, grids) if grids else []
+    offsets = _cuts(len(tokens), spans, arguments.seq_length, key)
+    if offsets[-1] - offsets[-2] < 2:  # a last token alone has nothing to learn
+        offsets = offsets[:-1]
+    made = TokenDataset(tokens[: offsets[-1]], np.array(offsets, np.int64), learnt[: offsets[-1]])
+    if grids:
+        firsts = np.searchsorted([start for start, _ in spans], offsets)
+        slices = [slice(first, last) for first, last in pairwise(firsts.tolist())]
+        made.images = ImagesOfBlocks(
+            rows=rows,
+            origins=[origins[some] for some in slices],
+            grids=[grids[some] for some in slices],
+            read=read,
+            key=key,
+        )
+    return made
+
+
+def _tokenized(
+    rows: "datasets.Dataset", read: ImageRows, arguments: DataArguments, key: str
+) -> "datasets.Dataset":
+    import datasets
+
+    tokenize = block_tokenizer(rows.column_names, read.tokenizer, arguments, key)
+
+    def made(row: Values, index: int) -> JsonObject:
+        try:
+            text, files = read.text(row)
+            (tokens,) = tokenize([{arguments.text_column: text}], [f"row {index}"]) or ([],)
+            targets = [True] * len(tokens)
+            if not files:
+                return {"input_ids": tokens, "is_target": targets, "grids": []}
+            grids = [read.grid(file) for file in files]
+            tokens, targets = read.tokens.expanded(tokens, targets, grids)
+        except McaError as error:
+            told = str(error).removeprefix(f"{key}, row {index}: ")
+            raise McaError(f"{key}, row {index}: {told}") from error
+        return {"input_ids": tokens, "is_target": targets, "grids": grids}
+
+    def lists(kind: str) -> "datasets.Sequence":
+        return datasets.Sequence(datasets.Value(kind))
+
+    features = {"input_ids": lists("int32"), "is_target": lists("bool")}
+    return rows.map(
+        made,
+        with_indices=True,
+        remove_columns=rows.column_names,
+        num_proc=arguments.preprocessing_num_workers,
+        keep_in_memory=True,
+        features=datasets.Features({**features, "grids": datasets.Sequence(lists("int32"))}),
+    )
+
+
+def _spans(is_placeholder: NDArray[np.bool_], grids: Sequence[Grid]) -> list[Span]:
+    where = np.flatnonzero(is_placeholder)
+    ends = np.cumsum([high * wide for high, wide in grids])
+    return [
+        (int(where[end - high * wide]), int(where[end - 1]) + 1)
+        for end, (high, wide) in zip(ends, grids, strict=True)
+    ]
+
+
+def _cuts(total: int, spans: Sequence[Span], length: int, key: str) -> list[int]:
+    """Where blocks begin, and the end of the last: before an image that would be cut."""
+    cuts, next_span = [0], 0
+    while cuts[-1] < total:
+        end = min(cuts[-1] + length, total)
+        while next_span < len(spans) and spans[next_span][1] <= end:
+            next_span += 1
+        if next_span < len(spans) and spans[next_span][0] < end:
+            start, stop = spans[next_span]
+            if start == cuts[-1]:
+                raise McaError(
+                    f"{key}: an image has {stop - start} tokens, more than a block's seq_length {length}; raise it, or "
+                    "have the image processor make images smaller"
+                )
+            end = start
+        cuts.append(end)
+    return cuts

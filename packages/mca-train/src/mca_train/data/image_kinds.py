@@ -1,0 +1,247 @@
+"""How the families cut an image into tokens, told from its size; what a checkpoint's own processor makes is held to it.
+
+Qwen, GLM    a grid of patches, of which some together are a token
+InternVL     tiles of equally many tokens, between two marks
+Mistral 3    rows of tokens, each with a mark at its end
+Gemma 3      as many tokens for every image, between two marks and empty lines
+"""
+
+import copy
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from mca_config.errors import McaError, UsageError
+from mca_config.model_config import McaModelConfig
+from mca_config.types import Values
+from mca_models.images import ImagePlace
+from mca_train.data.image_tokens import Grid, ImageTokens
+from mca_train.types import ImageProcessor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PatchTokens(ImageTokens):
+    """Of Qwen and GLM.
+
+    Args:
+        processor: Of Hugging Face.
+        token: The placeholder's id.
+
+    Raises:
+        UsageError: The processor is of another kind.
+    """
+
+    taken = ("pixel_values", "image_grid_thw")
+
+    def __init__(self, processor: ImageProcessor, token: int) -> None:
+        super().__init__(processor, token)
+        resize = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
+        if resize is None or not hasattr(processor, "merge_size"):
+            raise UsageError(
+                f"{type(processor).__name__}: images of this kind are not read; those of Qwen2-VL, Qwen2.5-VL, "
+                "Qwen3-VL, Qwen3.5, GLM-4V, InternVL, Mistral 3 and Gemma 3 are"
+            )
+        self._resize, self._takes = resize, set(inspect.signature(resize).parameters)
+
+    def _computed(self, height: int, width: int) -> Grid:
+        own = self.processor
+        known = {
+            "height": height,
+            "width": width,
+            "factor": own.patch_size * own.merge_size,
+            "min_pixels": own.size["shortest_edge"],
+            "max_pixels": own.size["longest_edge"],
+            "num_frames": own.temporal_patch_size,
+            "temporal_factor": own.temporal_patch_size,
+        }
+        try:
+            high, wide = self._resize(**{key: value for key, value in known.items() if key in self._takes})
+            patches = own.get_number_of_image_patches(height, width, {})
+        except ValueError as error:
+            raise McaError(f"an image of {width} x {height} pixels cannot be used: {error}") from error
+        rows, columns = high // known["factor"], wide // known["factor"]
+        if rows * columns * own.merge_size**2 != patches:
+            raise McaError(
+                f"{type(own).__name__} makes {patches} patches of {width} x {height} pixels, which are not "
+                f"{rows} x {columns} tokens; report it"
+            )
+        return rows, columns
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        merge = self.processor.merge_size
+        return [(rows // merge, columns // merge) for _, rows, columns in made["image_grid_thw"].tolist()]
+
+
+class TileTokens(ImageTokens):
+    """Of InternVL.
+
+    Args:
+        processor: Of Hugging Face.
+        token: The placeholder's id.
+        length: Placeholders of a tile.
+        marks: The ids before and after the placeholders of an image.
+    """
+
+    def __init__(self, processor: ImageProcessor, token: int, length: int, marks: tuple[int, int]) -> None:
+        # as InternVL's processor tells that of its images
+        super().__init__(processor, token, crop_to_patches=True)
+        self._length, self._marks = length, marks
+
+    def _computed(self, height: int, width: int) -> Grid:
+        return self.processor.get_number_of_image_patches(height, width, self.options), self._length
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        return [(int(tiles), self._length) for tiles in made["num_patches"]]
+
+    def spelled(self, grid: Grid) -> list[int]:
+        """See `ImageTokens`."""
+        return [self._marks[0], *super().spelled(grid), self._marks[1]]
+
+
+class LineTokens(ImageTokens):
+    """Of Mistral 3.
+
+    Args:
+        processor: Of Hugging Face.
+        token: The placeholder's id.
+        side: Pixels of a token's side.
+        marks: The ids at the end of a row, and of the last row.
+    """
+
+    taken = ("pixel_values", "image_sizes")
+
+    def __init__(self, processor: ImageProcessor, token: int, side: int, marks: tuple[int, int]) -> None:
+        super().__init__(processor, token, patch_size={"height": side, "width": side})
+        self._side, self._marks = side, marks
+
+    def _computed(self, height: int, width: int) -> Grid:
+        longest = self.processor.size["longest_edge"]
+        ratio = max(height / longest, width / longest, 1.0)
+        sides = (height, width) if ratio == 1 else (int(height / ratio), int(width / ratio))
+        if not min(sides):
+            raise McaError(f"an image of {width} x {height} pixels cannot be used: it is too narrow")
+        return (sides[0] - 1) // self._side + 1, (sides[1] - 1) // self._side + 1
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        return [
+            (int(high) // self._side, int(wide) // self._side) for high, wide in made["image_sizes"].tolist()
+        ]
+
+    def spelled(self, grid: Grid) -> list[int]:
+        """See `ImageTokens`."""
+        ids = ([self.token] * grid[1] + [self._marks[0]]) * grid[0]
+        return [*ids[:-1], self._marks[1]]
+
+    def places(self, where: Sequence[int], grids: Sequence[Grid]) -> list[ImagePlace]:
+        """See `ImageTokens`: one for each row."""
+        return super().places(where, [(1, columns) for rows, columns in grids for _ in range(rows)])
+
+
+class FixedTokens(ImageTokens):
+    """Of Gemma 3.
+
+    Args:
+        processor: Of Hugging Face.
+        token: The placeholder's id.
+        length: Placeholders of an image.
+        written: What its processor writes into a text for an image, with one placeholder.
+    """
+
+    def __init__(self, processor: ImageProcessor, token: int, length: int, written: str) -> None:
+        # as Gemma's processor tells that of its images
+        super().__init__(processor, token, do_pan_and_scan=False)
+        self._length, self._written = length, written
+
+    def _computed(self, height: int, width: int) -> Grid:
+        return 1, self._length
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        return [(1, self._length) for _ in made["pixel_values"]]
+
+    def mark(self, tokenizer: "PreTrainedTokenizerBase") -> str:
+        """See `ImageTokens`."""
+        return self._written
+
+
+def image_tokens(
+    config: McaModelConfig, directories: Sequence[Path], tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    """Those of a model, whose image processor is in one of ``directories``.
+
+    Raises:
+        UsageError: The model takes no images, or there is no processor.
+    """
+    if config.vision is None:
+        raise UsageError(f"a {config.model_type} model takes no images; leave them out of the rows")
+    vision, processor = config.vision, _processor(directories)
+    token = vision.get("image_token_id", vision.get("image_token_index"))
+    if token is None:
+        raise UsageError(f"config.json: image_token_id is missing, the placeholder of {config.model_type}")
+    if config.model_type == "internvl":
+        marks = _ids(tokenizer, "<img>", "</img>")
+        return TileTokens(processor, token, vision.get("image_seq_length", 256), marks)
+    if config.model_type == "mistral3":
+        side = vision["vision_config"].get("patch_size", 16) * vision.get("spatial_merge_size", 2)
+        return LineTokens(processor, token, side, _ids(tokenizer, "[IMG_BREAK]", "[IMG_END]"))
+    if config.model_type == "gemma3":
+        written = _of_gemma(tokenizer, vision)[1]
+        return FixedTokens(processor, token, vision.get("mm_tokens_per_image", 256), written)
+    patches = PatchTokens(processor, token)
+    patches.before, patches.after = (
+        [vision[key] for key in (f"vision_{side}_token_id", f"image_{side}_token_id") if key in vision]
+        for side in ("start", "end")
+    )
+    return patches
+
+
+def _processor(directories: Sequence[Path]) -> ImageProcessor:
+    from transformers import AutoImageProcessor
+
+    reasons = []
+    for directory in directories:
+        try:
+            return AutoImageProcessor.from_pretrained(directory)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            reasons.append(f"{directory}: {' '.join(str(error).split())[:200]}")
+    raise UsageError(f"rows have images, and there is no image processor: {'; '.join(reasons)}")
+
+
+def _ids(tokenizer: "PreTrainedTokenizerBase", *marks: str) -> tuple[int, int]:
+    known = tokenizer.get_vocab()
+    if missing := [mark for mark in marks if mark not in known]:
+        raise UsageError(f"the tokenizer has no token {', '.join(missing)}, which stands around images")
+    first, last = (known[mark] for mark in marks)
+    return first, last
+
+
+def _of_gemma(tokenizer: "PreTrainedTokenizerBase", vision: Values) -> tuple[str, str]:
+    """The mark that stands for an image in Gemma's texts, and what its processor makes of it, with one placeholder."""
+    ids = [
+        vision.get("boi_token_index", 255999),
+        vision.get("image_token_id", vision.get("image_token_index", 262144)),
+        vision.get("eoi_token_index", 256000),
+    ]
+    first, placeholder, last = tokenizer.convert_ids_to_tokens(ids)
+    return first, f"\n\n{first}{placeholder}{last}\n\n"
+
+
+def with_image_marks(
+    tokenizer: "PreTrainedTokenizerBase", config: McaModelConfig
+) -> "PreTrainedTokenizerBase":
+    """A tokenizer whose chat template writes what stands around an image, and a placeholder.
+
+    Gemma's templates write the first mark alone, and its processor the rest into the text, where line breaks become
+    one token with those beside them.
+    """
+    template = tokenizer.chat_template
+    if config.model_type != "gemma3" or config.vision is None or not isinstance(template, str):
+        return tokenizer
+    changed = copy.copy(tokenizer)
+    changed.chat_template = template.replace(*_of_gemma(tokenizer, config.vision))
+    return changed

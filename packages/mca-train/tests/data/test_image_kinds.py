@@ -1,0 +1,186 @@
+"""Images that are not cut into one grid: tiles, rows with marks, as many tokens for every image; as processors do."""
+
+import json
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import torch
+from drawn_images import draw
+from PIL import Image
+from tokenizers_for_tests import byte_tokenizer
+from transformers import Gemma3Processor
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+from mca_config.errors import McaError
+from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
+from mca_train.batching.image_batch import ImageBatching
+from mca_train.config.arguments import DataArguments
+from mca_train.data.image_rows import ImageReader
+from mca_train.tasks.load import load_tokenized
+from mca_train.tasks.table import TASKS
+
+SIZES = {"small": (16, 16), "wide": (40, 16), "tall": (24, 50)}
+SIDE = {"height": 16, "width": 16}
+
+
+class Kind:
+    """A family: its tokenizer, its image processor, and what its own processor makes of a text."""
+
+    def __init__(self, model_type, marks, image_processor, vision, mark):
+        self.tokenizer = byte_tokenizer(
+            "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}"
+            "{% else %}{% for part in m['content'] %}{% if part['type'] == 'image' %}"
+            f"{{{{ '{mark}' }}}}"
+            "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        )
+        self.tokenizer.add_tokens([*marks, "\n\n\n"], special_tokens=True)
+        self.processor, self.mark = image_processor, mark
+        ids = self.tokenizer.convert_tokens_to_ids(list(marks))
+        self.config = SimpleNamespace(model_type=model_type, vision=vision(ids))
+
+
+def internvl():
+    kind = Kind(
+        "internvl",
+        ("<IMG_CONTEXT>", "<img>", "</img>"),
+        GotOcr2ImageProcessorPil(size=SIDE, max_patches=6),
+        lambda ids: {"image_token_id": ids[0], "image_seq_length": 4, "vision_config": {}},
+        "<IMG_CONTEXT>",
+    )
+
+    def expected(text, images):  # its own processor needs torchvision for videos
+        made = kind.processor(images=images, return_tensors="pt", crop_to_patches=True)
+        for tiles in made["num_patches"]:
+            text = text.replace("@", "<img>" + "<IMG_CONTEXT>" * 4 * int(tiles) + "</img>", 1)
+        return kind.tokenizer(text)["input_ids"], {"pixel_values": made["pixel_values"]}
+
+    return kind, expected
+
+
+def mistral3():
+    kind = Kind(
+        "mistral3",
+        ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=4),
+        lambda ids: {
+            "image_token_index": ids[0],
+            "spatial_merge_size": 2,
+            "vision_config": {"patch_size": 4},
+        },
+        "[IMG]",
+    )
+
+    def expected(text, images):  # its own processor needs torchvision, though it reads no videos
+        made = kind.processor(images=images, return_tensors="pt", patch_size={"height": 8, "width": 8})
+        for high, wide in made["image_sizes"].tolist():
+            rows = ["[IMG]" * (wide // 8)] * (high // 8)
+            text = text.replace("@", "[IMG_BREAK]".join(rows) + "[IMG_END]", 1)
+        return kind.tokenizer(text)["input_ids"], dict(made)
+
+    return kind, expected
+
+
+def gemma3():
+    kind = Kind(
+        "gemma3",
+        ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+        Gemma3ImageProcessorPil(size=SIDE),
+        lambda ids: {
+            "image_token_index": ids[0],
+            "boi_token_index": ids[1],
+            "eoi_token_index": ids[2],
+            "mm_tokens_per_image": 4,
+            "vision_config": {},
+        },
+        "<start_of_image>",
+    )
+    names = ("image_token", "boi_token", "eoi_token")
+    for name, mark in zip(names, ("<image_soft_token>", "<start_of_image>", "<end_of_image>"), strict=True):
+        setattr(kind.tokenizer, name, mark)
+        setattr(kind.tokenizer, f"{name}_id", kind.tokenizer.convert_tokens_to_ids(mark))
+    whole = Gemma3Processor(kind.processor, kind.tokenizer, image_seq_length=4)
+
+    def expected(text, images):
+        made = whole(images=[images], text=[text.replace("@", "<start_of_image>")], return_tensors="pt")
+        return made["input_ids"][0].tolist(), {"pixel_values": made["pixel_values"]}
+
+    return kind, expected
+
+
+KINDS = {"internvl": internvl, "mistral3": mistral3, "gemma3": gemma3}
+
+
+@pytest.fixture(params=KINDS)
+def made(request, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    kind, expected = KINDS[request.param]()
+    kind.processor.save_pretrained(tmp_path / "model")
+    for name, size in SIZES.items():
+        draw(tmp_path / f"{name}.png", *size)
+    return kind, expected, tmp_path
+
+
+def load(kind, folder, *rows):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    images = ImageReader(config=kind.config, directories=(folder / "model",))
+    given = DataArguments(model_name_or_path="m")
+    return load_tokenized(TASKS["sft"], [str(folder / "rows.jsonl")], kind.tokenizer, given, images=images)
+
+
+def row(question, *names):
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "red"}]
+    return {"messages": turns, "images": [f"{name}.png" for name in names]}
+
+
+def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
+    kind, expected, folder = made
+    sample = load(kind, folder, row("<image>and <image>\n<image>?", *SIZES))[0]
+    text = "<|im_start|>user\n@and @\n@?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n"
+    ids, pixels = expected(text, [Image.open(folder / f"{name}.png").convert("RGB") for name in SIZES])
+    assert sample["input_ids"].tolist() == ids
+    found = sample["images"].tensors()
+    assert found.keys() == pixels.keys()
+    assert all(torch.equal(torch.as_tensor(found[name]), torch.as_tensor(pixels[name])) for name in pixels)
+    placeholder = sample["input_ids"] == kind.tokenizer.convert_tokens_to_ids(
+        {"internvl": "<IMG_CONTEXT>", "mistral3": "[IMG]", "gemma3": "<image_soft_token>"}[
+            kind.config.model_type
+        ]
+    )
+    told = torch.zeros_like(placeholder)
+    for place in sample["images"].places:
+        told[place.start : place.start + place.tokens] = True
+    assert torch.equal(placeholder, told)
+    assert kind.tokenizer.decode(sample["input_ids"][sample["labels"] != -100]) == "red<|im_end|>\n"
+
+
+def test_a_batch_joins_images_of_several_rows(made):
+    kind, _, folder = made
+    samples = load(kind, folder, row("<image>?", "wide"), row("none?"), row("<image>?", "tall"))
+    images = ImageBatching(both_ways=kind.config.model_type == "gemma3")
+    collator = StepCollator(collate=PadCollator(0), micro_batch_size=3, images=images)
+    (batch,) = collator(CountedSamples(samples).__getitems__([0, 1, 2])).micro_batches
+    rows = batch.feature_rows
+    assert rows[rows >= 0].tolist() == [*range(batch.image_tokens)]
+    assert not (rows[1] >= 0).any()
+    apart = [samples[index]["images"].tensors()["pixel_values"] for index in (0, 2)]
+    assert len(batch.images["pixel_values"]) == sum(map(len, apart))
+    if images.both_ways:
+        positions = torch.arange(rows.shape[1])
+        assert torch.equal(batch.attention_ends[1], positions + 1)
+        (place,) = samples[0]["images"].places
+        assert batch.attention_ends[0, place.start : place.start + 4].tolist() == [place.start + 4] * 4
+        others = (rows[0] < 0).nonzero()[:, 0]
+        assert torch.equal(batch.attention_ends[0, others], others + 1)
+
+
+def test_a_tokenizer_without_the_marks_is_told(tmp_path, monkeypatch):
+    kind, _ = mistral3()
+    kind.processor.save_pretrained(tmp_path / "model")
+    draw(tmp_path / "small.png", 16, 16)
+    kind.tokenizer = byte_tokenizer(kind.tokenizer.chat_template)
+    with pytest.raises(McaError, match=r"the tokenizer has no token \[IMG_BREAK\], \[IMG_END\]"):
+        load(kind, tmp_path, row("<image>?", "small"))
