@@ -179,6 +179,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
         }.items()
     ),
     ({"ddp_bucket_size": 0}, ["ddp_bucket_size must be at least 1"]),
+    ({"profile_step_start": 0}, ["profile_step_start 0 and profile_step_end 12"]),
+    ({"profile": True, "profile_step_end": 3}, ["profile_step_start 10 and profile_step_end 3"]),
+    ({"profile_ranks": [0]}, ["profile_ranks needs profile"]),
+    ({"profile": True, "profile_ranks": [-1]}, [r"profile_ranks [-1] are numbers of ranks"]),
     ({"optimizer_offload_fraction": 0.5}, ["optimizer_offload_fraction needs optimizer_cpu_offload"]),
     ({"optimizer_offload_fraction": 2, "optimizer_cpu_offload": True}, ["must be between 0 and 1"]),
     ({"overlap_cpu_optimizer_d2h_h2d": True}, ["overlap_cpu_optimizer_d2h_h2d needs optimizer_cpu_offload"]),
