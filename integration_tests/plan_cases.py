@@ -207,7 +207,7 @@ CASES: dict[str, tuple[str, str, int, Values]] = {
     "images": ("images", "sft", 8, {"freeze": []}),
     "images frozen": ("images", "sft", 8, {PP: 2}),
 }
-SAMPLE = ("vpp sp", "chunked", "experts etp 1", "prediction", "norms again", "windows", "images")
+SAMPLE = ("vpp sp", "chunked", "experts etp 1", "prediction", "windows", "images")
 
 
 def values_of(name: str, folder: str) -> Values:

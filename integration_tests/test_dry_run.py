@@ -155,12 +155,12 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "images cp packed": ("sft", 2, {CP: 2, "sequence_packing": True}),
 }
 SAMPLE = (
-    "bf16",
     "dpo of an adapter",
     "tp sp",
     "vpp",
     "experts ep",
     "images",
+    "latent again",
 )
 CHOSEN = tuple(CASES) if os.environ.get("MCA_DRY_RUNS") else SAMPLE
 

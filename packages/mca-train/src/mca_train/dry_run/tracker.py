@@ -7,7 +7,7 @@ A storage is counted from the operation that returns it until nothing refers to 
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -95,14 +95,22 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def following_storages(self) -> Iterator[None]:
-        """A block in which storages that Megatron empties and fills in place are followed: no operation tells of it."""
-        resize = torch.UntypedStorage.resize_
+        """A block in which storages that Megatron empties and fills in place are followed: no operation tells of it.
+
+        What has no memory is not filled: torch's fakes would keep both storages as a key of their cache.
+        """
+        resize, copy = torch.UntypedStorage.resize_, torch.UntypedStorage.copy_
 
         def told(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
             self.resized(storage)
 
-        with patch.object(torch.UntypedStorage, "resize_", told):
+        def filled(storage: torch.UntypedStorage, source: Any, *rest: Any) -> Any:
+            return storage if storage.device.type == "meta" else copy(storage, source, *rest)
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(torch.UntypedStorage, "resize_", told))
+            stack.enter_context(patch.object(torch.UntypedStorage, "copy_", filled))
             yield
 
     @contextmanager

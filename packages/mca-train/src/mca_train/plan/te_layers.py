@@ -1,17 +1,22 @@
 """What a decoder layer of Transformer Engine's modules keeps for its backward pass, by what those modules save.
 
-Each line names the file and the ``save_for_backward`` that was read (Transformer Engine 1.x and 2.x agree in these).
-Nothing here could be measured without a GPU.
+Each line names the file and what is saved there (Transformer Engine 2.20): `integration_tests/test_te_saved.py` reads
+the installed source. Nothing here could be measured without a GPU.
 """
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_train.plan.sizes import SINGLE, Line, Sizes
 
-_NORM_LINEAR = "transformer_engine/pytorch/module/layernorm_linear.py: _LayerNormLinear (inputmat, ln_out)"
+_NORM_LINEAR = (
+    "transformer_engine/pytorch/module/layernorm_linear.py: _LayerNormLinear (inputmat, ln_out_to_save)"
+)
 _NORM = "transformer_engine/pytorch/ops/basic/rmsnorm.py: forward (x, rstdevs)"
-_LINEAR = "transformer_engine/pytorch/module/linear.py: _Linear (inputmat)"
+_LINEAR = "transformer_engine/pytorch/module/linear.py: _linear_setup_ctx (saved_inputmat)"
 _GROUPED = "transformer_engine/pytorch/module/grouped_linear.py: _GroupedLinear (inputmats)"
-_ATTENTION = "transformer_engine/pytorch/attention: FusedAttnFunc, flash_attn (q, k, v, out, softmax_lse)"
+_ATTENTION = (
+    "transformer_engine/pytorch/attention/dot_product_attention/backends.py: _fused_attn_forward_impl "
+    "(q, k, v, out, softmax_stats)"
+)
 _SWIGLU = "megatron/core/fusions/fused_bias_swiglu.py: SwiGLUFunction (input)"
 _WEIGHTED = "megatron/core/fusions/fused_bias_swiglu.py: WeightedSwiGLUFunction (input, weights)"
 _MOVE = "megatron/core/transformer/moe/token_dispatcher.py: dispatch"
