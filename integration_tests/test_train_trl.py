@@ -12,7 +12,7 @@ import trl_formulas
 from harness import prepare_parent, run_ranks
 from layouts import EVERY
 from loss_curves import SMALL
-from train_cases import quietly, tiny_checkpoint
+from train_cases import history, quietly, tiny_checkpoint
 from trl_kinds import KINDS, LABELS, PLAIN, STEPS, Logged, Theirs, mca_trained, mca_trainer, with_trl
 
 pytestmark = pytest.mark.ranks
@@ -178,3 +178,38 @@ def evaluated(folder: Path) -> list[tuple[dict[str, float], dict[str, float]]]:
 def test_packing_changes_no_score(folder: Path) -> None:
     for padded, packed in run_ranks(1, evaluated, folder)[0]:
         assert padded == pytest.approx(packed, rel=1e-5, abs=MARGIN)
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "kto": {"sequence_packing": True, "seq_length": 160},
+    "classes": {"sequence_packing": True, "seq_length": 160, "lora_modules_to_save": ["score"]},
+    "reward": {"lora_modules_to_save": ["score"]},
+}
+"""What is trained as an adapter, stopped, and gone on with on another layout; the last by test_train_kinds too."""
+
+
+def resumed(folder: Path, kinds: list[str]) -> list[tuple[Logged, Logged]]:
+    """Of each kind a whole run, and one that goes on from its middle on another layout. Runs on every rank."""
+    found = []
+    for kind in kinds:
+        run = RESUMED[kind] | {"lora_rank": 4, "lora_alpha": 8}
+        sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "save_strategy": "steps"}
+        first = mca_trainer(folder, kind, "whole", run | sizes | {"save_steps": STEPS // 2})
+        quietly(first.train)
+        middle = folder / f"{kind}-whole" / f"checkpoint-{STEPS // 2}"
+        second = mca_trainer(folder, kind, "resumed", run | {"pipeline_model_parallel_size": 2})
+        quietly(lambda second=second, middle=middle: second.train(resume_from_checkpoint=str(middle)))
+        assert second.started_at_step == STEPS // 2
+        names = ("loss", "grad_norm", *KINDS[kind].metrics)
+        both = [{name: history(trainer, name) for name in names} for trainer in (first, second)]
+        found.append((both[0], both[1]))
+    return found
+
+
+def test_an_adapter_goes_on_as_if_it_had_not_stopped(folder: Path) -> None:
+    kinds = list(RESUMED) if EVERY else ["kto"]
+    for kind, (whole, again) in zip(kinds, run_ranks(2, resumed, folder, kinds)[0], strict=True):
+        assert whole["loss"][0] != pytest.approx(whole["loss"][-1], rel=1e-3), kind
+        for name, values in whole.items():
+            assert len(values) == STEPS
+            assert again[name] == pytest.approx(values, rel=NORM, abs=MARGIN), (kind, name)

@@ -13,7 +13,7 @@ VOCAB = 130  # not a multiple of 4: padded rows take part
 
 
 def tiny_checkpoint(folder: Path, config_class: Any = None, model_class: Any = None, **changes: Any) -> Path:
-    """A random Qwen3 (or another model) of 4 layers with norms that are not all one."""
+    """A random Qwen3 (or another model) of 4 layers, norms that are not all one, and a head's bias that is not 0."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -34,7 +34,7 @@ def tiny_checkpoint(folder: Path, config_class: Any = None, model_class: Any = N
     model = (model_class or Qwen3ForCausalLM)(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name == "score.bias":
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return folder

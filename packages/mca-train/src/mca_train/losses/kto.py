@@ -49,3 +49,8 @@ class KtoLoss:
         away = self.beta * (gain - kl)
         liked = self.desirable_weight * (1 - torch.sigmoid(away))
         return torch.where(good, liked, self.undesirable_weight * (1 - torch.sigmoid(-away)))
+
+
+def divergence(gains: Tensor) -> Tensor:
+    """The ``kl`` of a step, from the sum of the mismatched answers' gains and their number."""
+    return (gains[0] / gains[1].clamp(min=1)).clamp(min=0).float()

@@ -16,7 +16,7 @@ from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.mismatched import Mismatched
 from mca_train.batching.step_stream import is_stream
 from mca_train.data.token_dataset import Samples
-from mca_train.losses.kto import KtoLoss
+from mca_train.losses.kto import KtoLoss, divergence
 from mca_train.losses.preference import counted_sequences, key_problems, model_problems, sequence_logps
 from mca_train.losses.token_loss import of_sequences
 from mca_train.trainer.parts import TrainerOptions
@@ -106,8 +106,7 @@ class KtoTrainer(McaTrainer):
         for (mine, micro), (its, _) in zip(self._policy.log_probs(others), known, strict=True):
             real = counted_sequences(micro)
             total += torch.stack([((mine - its) * real).sum().double(), real.sum().double()])
-        total = groups.sum_over_data(total)
-        self._kl = (total[0] / total[1].clamp(min=1)).clamp(min=0).float()
+        self._kl = divergence(groups.sum_over_data(total))
 
     def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
         """The sum over this micro-batch's answers, and their number. Context-parallel ranks share both."""
