@@ -37,6 +37,18 @@ def test_plan_is_no_rank_and_fits_a_device(run, capsys, monkeypatch):
     assert "7 processes cannot be divided" in json.loads(capsys.readouterr().out)["problems"][0]
 
 
+def test_fp8_of_a_device_is_planned_on_a_machine_without(run, capsys):
+    path, needs = run(bf16=True), {}
+    for name, words in {"bf16": [], "fp8": ["--fp8", "hybrid"]}.items():
+        assert main(["plan", "sft", path, "--device", "h100-80", "--json", *words]) == 0
+        (needs[name],) = json.loads(capsys.readouterr().out)["stages"]
+    layers = needs["bf16"]["parameters"] - 264 * 64 - 64  # a tied embedding and the last norm
+    assert needs["fp8"]["weights"] == needs["bf16"]["weights"] + 2 * layers
+    assert needs["fp8"]["activations"] < needs["bf16"]["activations"]
+    assert main(["plan", "sft", path, "--fp8", "hybrid"]) == 2
+    assert "fp8 needs CUDA" in capsys.readouterr().out
+
+
 def test_a_search_finds_layouts_that_can_be_run(run, capsys):
     path = run(tensor_model_parallel_size=2, gradient_accumulation_steps=4)
     assert main(["plan", "sft", path, "--gpus", "8", "--search", "--device", "gib:40", "--json"]) == 0

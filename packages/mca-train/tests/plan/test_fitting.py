@@ -98,6 +98,8 @@ def test_the_plans_own_words_are_told_from_the_runs() -> None:
         (["--gpus", "0"], "expected at least 1"),
         (["--search"], "add --gpus N"),
         (["--json", "file"], "--json takes no value"),
+        (["--images", "-1"], "--images -1: expected 0 or more"),
+        (["--image_size", "big"], "--image_size takes a whole number"),
     ]:
         with pytest.raises(UsageError, match=said):
             own_options(words)

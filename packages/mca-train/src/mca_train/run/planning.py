@@ -20,7 +20,7 @@ from mca_train.config.model import planned_ranks
 from mca_train.config.run_config import Settings, given_values
 from mca_train.plan.chunks import Implementation
 from mca_train.plan.document import document_of, impossible
-from mca_train.plan.fitting import Remedy, over, remedies
+from mca_train.plan.fitting import OF_DEVICES, Remedy, changed, over, remedies
 from mca_train.plan.hardware import Hardware, hardware_of
 from mca_train.plan.memory import Plan, plan_of
 from mca_train.plan.options import PlanOptions, own_options
@@ -56,12 +56,12 @@ def print_plan(task: Task | None, config: Path, overrides: list[str]) -> int:
     settings = settings_of(task, values, where)
     if options.search:
         return _search(task, values, settings, options)
-    findings = check(task, _checkable(settings), _ranks_of(options))
+    findings = check(task, _checkable(settings, hardware), _ranks_of(options))
     if findings.impossible or findings.run is None:
         _say_impossible(findings, options)
         return 2
     images = images_of_run(findings.run, options.images, options.image_size)
-    planned = _Planned.of(findings.run, settings, hardware, images)
+    planned = _Planned.of(_as_asked(findings.run, settings), settings, hardware, images)
     stages: list[StepNeeds] = []
     if options.dry_run or options.plot:
         stages = _dry_run(findings.run, images, alike=options.plot is not None)
@@ -82,13 +82,14 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
     hardware = hardware_of(options.device or "h100-80", options.hardware)
     batch = searching.batch_of(settings, gpus)
     settings = settings_of(task, searching.without_layout(values), settings.where)
-    findings = check(task, _checkable(settings), lambda *_: gpus)
+    findings = check(task, _checkable(settings, hardware), lambda *_: gpus)
     if findings.impossible or findings.run is None:
         _say_impossible(findings, options)
         return 2
     images = images_of_run(findings.run, options.images, options.image_size)
-    subject = subject_of(findings.run, _implementation(settings, hardware), on_gpu=True, images=images)
-    found = searching.best_layouts(task, values, findings.run, subject, batch, hardware)
+    run = _as_asked(findings.run, settings)
+    subject = subject_of(run, _implementation(settings, hardware), on_gpu=True, images=images)
+    found = searching.best_layouts(task, values, run, subject, batch, hardware)
     if options.json:
         sys.stdout.write(json.dumps(searching.document(found, batch, gpus, hardware), indent=2) + "\n")
     else:
@@ -96,12 +97,20 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
     return 0
 
 
-def _checkable(settings: Settings) -> Settings:
-    """The same for checks on this machine, which need not have Transformer Engine to plan for one that has."""
+def _checkable(settings: Settings, hardware: Hardware | None) -> Settings:
+    """The same for checks on this machine, which need not have what a plan for another asks for."""
     training = copy.copy(settings.training)
     if training.transformer_impl == "transformer_engine":
         training.transformer_impl = None
+    if hardware is not None:
+        training = changed(training, dict.fromkeys(OF_DEVICES))
     return replace(settings, training=training)
+
+
+def _as_asked(run: Run, settings: Settings) -> Run:
+    """The checked ``run`` with what a device computes in, as ``settings`` have it."""
+    asked = {name: getattr(settings.training, name) for name in OF_DEVICES}
+    return replace(run, settings=replace(run.settings, training=changed(run.settings.training, asked)))
 
 
 def _ranks_of(options: PlanOptions) -> Callable[[LaunchArguments, ParallelLayout], int]:

@@ -9,6 +9,7 @@ import yaml
 from mca_config.layout import SIZE_FIELDS
 from mca_config.types import JsonObject, Values
 from mca_train.config.run_config import Settings
+from mca_train.plan.fitting import OF_DEVICES, changed
 from mca_train.plan.hardware import Hardware
 from mca_train.plan.memory import GIB, Subject
 from mca_train.plan.search import LAYOUT_KEYS, Found, search
@@ -65,6 +66,7 @@ def batch_of(settings: Settings, gpus: int) -> int:
 def _problems(task: "Task", values: Values, one: Found, gpus: int) -> tuple[str, ...]:
     settings = settings_of(task, {**without_layout(values), **one.changes}, "--search")
     settings.training.transformer_impl = None  # what this machine has does not matter
+    settings = replace(settings, training=changed(settings.training, dict.fromkeys(OF_DEVICES)))
     return check(task, settings, lambda *_: gpus).impossible
 
 

@@ -23,7 +23,7 @@ def images_of_run(run: Run, count: int | None = None, pixels: int | None = None)
         UsageError: What is asked for cannot be.
     """
     settings = run.settings
-    adapted = settings.lora.wanted
+    adapted = settings.lora.wanted and settings.training.freeze is None  # then it is on the text part alone
     trained = frozenset[Part]() if adapted else trained_parts(settings.training)
     length, takes = settings.data.seq_length, run.task.takes_images
     return images_of(run.model, trained, length, takes=takes, count=count, pixels=pixels)
