@@ -195,6 +195,14 @@ def test_what_a_page_shows_runs(page, place, tmp_path, monkeypatch):
         run_ranks(1, _execute, "\n".join(snippets), name, process_group=False, timeout=240)
 
 
+@pytest.mark.skipif(not os.environ.get("MCA_EVERY_DOCUMENT"), reason="MCA_EVERY_DOCUMENT=1 runs it")
+def test_a_model_learns_to_see(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "vision.py"), "--output_dir", str(tmp_path / "vision")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "[ok]" in done.stdout
+
+
 def test_a_command_that_fails_and_a_snippet_that_does_not_run_are_caught(place, monkeypatch):
     monkeypatch.chdir(place)
     with pytest.raises(AssertionError, match="no-such-directory"):

@@ -53,13 +53,24 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             file.write(
                 json.dumps({"conversations": turns, "images": [f"{name}.png" for name in pictures]}) + "\n"
             )
+    with (folder / "pairs.jsonl").open("w") as file:
+        for asked, pictures, said in ROWS:
+            turns = {"prompt": [{"role": "user", "content": asked}]}
+            turns |= {
+                side: [{"role": "assistant", "content": answer}] for side, answer in _answers(said).items()
+            }
+            file.write(json.dumps({**turns, "images": [f"{name}.png" for name in pictures]}) + "\n")
     return folder
 
 
-def _trained(folder: Path, name: str, *words: str) -> list[dict[str, float]]:
+def _answers(said: str) -> dict[str, str]:
+    return {"chosen": said, "rejected": f"not {said} at all"}
+
+
+def _trained(folder: Path, name: str, *words: str, kind: str = "sft") -> list[dict[str, float]]:
     run = {
         "model_name_or_path": str(folder / "model"),
-        "train_file": str(folder / "rows.jsonl"),
+        "train_file": str(folder / ("rows.jsonl" if kind == "sft" else "pairs.jsonl")),
         "output_dir": str(folder / name),
         "seq_length": 128,
         "max_steps": STEPS,
@@ -73,7 +84,7 @@ def _trained(folder: Path, name: str, *words: str) -> list[dict[str, float]]:
         "save_hf_model": True,
     }
     (folder / f"{name}.yaml").write_text(json.dumps(run))
-    command = [sys.executable, "-m", "mca_train", "sft", str(folder / f"{name}.yaml"), *words]
+    command = [sys.executable, "-m", "mca_train", kind, str(folder / f"{name}.yaml"), *words]
     done = forked_cli.launched(command)
     assert done.returncode == 0, done.stderr
     lines = (folder / name / "train_log.jsonl").read_text().splitlines()
@@ -131,10 +142,8 @@ def _expected(folder: Path, frozen: str = "none") -> tuple[list[float], Any]:
 
 
 ALL = ("--freeze", "[]", "--vision_learning_rate", str(VISION), "--projector_learning_rate", str(PROJECTOR))
-SPLIT = (
-    *("--tensor_model_parallel_size", "2", "--pipeline_model_parallel_size", "2", "--sequence_parallel"),
-    *("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2"),
-)
+SPLIT = ("--tensor_model_parallel_size", "2", "--pipeline_model_parallel_size", "2", "--sequence_parallel")
+PACKS = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2")
 
 
 def _worst(found: Path, model: Any) -> tuple[float, str]:
@@ -154,12 +163,52 @@ def test_all_parts_train_as_in_transformers(folder: Path) -> None:
 
 def test_the_same_on_four_ranks_packed_and_resumed(folder: Path) -> None:
     losses, model = _expected(folder)
-    packed = ("--sequence_packing", "true", "--seq_length", "96")
+    packed = (*PACKS, "--sequence_packing", "true", "--seq_length", "96")
     saving = ("--save_strategy", "steps", "--save_steps", "2")
     _trained(folder, "four", *ALL, *SPLIT, *packed, *saving, "--max_steps", "2")
     logs = _trained(folder, "four", *ALL, *SPLIT, *packed, *saving, "--resume_from_checkpoint", "auto")
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
     assert _worst(folder / "four" / "hf", model)[0] < 2e-5
+
+
+def _pair_losses(folder: Path) -> list[float]:
+    """The losses of steps of DPO that transformers makes in one process."""
+    model, frozen = (
+        transformers.AutoModelForImageTextToText.from_pretrained(
+            folder / "model", attn_implementation="eager"
+        )
+        for _ in range(2)
+    )
+
+    def said(model: Any, row: dict[str, torch.Tensor]) -> torch.Tensor:
+        labels = row["labels"][0, 1:]
+        logits = model(**{k: v for k, v in row.items() if k != "labels"}).logits[0, :-1]
+        return -torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+    optimizer, losses = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0), []
+    rows = [(asked, pictures, _answers(answer)) for asked, pictures, answer in ROWS]
+    for _ in range(STEPS):
+        total = torch.zeros(())
+        for asked, pictures, answers in rows:
+            both = [_inputs(folder, asked, pictures, answers[side]) for side in ("chosen", "rejected")]
+            with torch.no_grad():
+                before = [said(frozen, each) for each in both]
+            better, worse = (said(model, each) - old for each, old in zip(both, before, strict=True))
+            total = total - torch.nn.functional.logsigmoid(0.1 * (better - worse)) / len(rows)
+        optimizer.zero_grad()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(total.detach()))
+    return losses
+
+
+def test_pairs_with_pictures_are_compared_as_in_transformers(folder: Path) -> None:
+    split = ("--tensor_model_parallel_size", "2", "--sequence_parallel")
+    logs = _trained(folder, "pairs", "--freeze", "[]", *split, "--save_hf_model", "false", kind="dpo")
+    losses = _pair_losses(folder)
+    assert abs(losses[-1] - losses[0]) > 0.01
+    assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
 
 
 def test_vision_and_projector_are_frozen_unless_told(folder: Path) -> None:

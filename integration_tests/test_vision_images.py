@@ -38,7 +38,6 @@ STACKED = ("qwen3_vl", "qwen3_vl_moe")
 """Their features enter after each of the first two layers, so a first stage of one is refused."""
 ALWAYS = (
     ("qwen2_vl", "pp2vpp2"),
-    ("gemma3", "tp2cp2packed-sp"),
     ("gemma3", "pp2recompute"),
     ("qwen3_5_moe", "tp2ep2etp1"),
 )
@@ -310,7 +309,19 @@ def _no_part_without_images() -> None:
     images._with_part = lambda output, trained: output
 
 
+def _shared_gradients_stay_apart() -> None:
+    from mca_models.megatron.families import image_features
+
+    shared = image_features._Shared
+
+    def own_alone(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient[ctx.own], None, None
+
+    shared.backward = staticmethod(own_alone)
+
+
 FAULTS = {
+    "gradients of shared images stay apart": (_shared_gradients_stay_apart, "qwen2_5_vl", "cp2"),
     "averaged over tensor ranks": (_averaged, "qwen2_5_vl", "tp2sp"),
     "one position for each token": (_one_position, "qwen2_5_vl", "tp1"),
     "inner features in a closure": (_features_in_a_closure, "qwen3_vl", "pp2recompute"),

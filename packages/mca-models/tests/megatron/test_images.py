@@ -9,6 +9,7 @@ import pytest
 import tiny_vision
 
 from mca_config.layout import ParallelLayout
+from mca_models.megatron.families.image_features import dealt
 from mca_models.megatron.families.image_limits import image_problems
 from mca_models.megatron.families.vision_model import part_of
 from mca_models.megatron.layers.sectioned_rope import axis_of_channels
@@ -67,3 +68,14 @@ def test_every_parameter_belongs_to_a_part(case: str) -> None:
 def test_channels_follow_time_rows_and_columns() -> None:
     assert axis_of_channels((2, 1, 1), 4, interleaved=False).tolist() == [0, 0, 1, 2]
     assert axis_of_channels((4, 2, 2), 8, interleaved=True).tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
+
+
+@pytest.mark.parametrize("loads", [[5], [3, 3, 3], [8, 1, 1, 1, 1, 4], [2, 7, 7, 2, 9, 1, 1]])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_images_are_dealt_evenly(loads: list[int], ranks: int) -> None:
+    owners = dealt(loads, ranks)
+    busy = [
+        sum(load for load, owner in zip(loads, owners, strict=True) if owner == rank) for rank in range(ranks)
+    ]
+    assert sum(busy) == sum(loads)
+    assert max(busy) <= max(max(loads), sum(loads) / ranks + max(loads) * (1 - 1 / ranks))

@@ -1,5 +1,8 @@
 """Images beside sft in memory: in streams, in texts of pretrain, in pairs of dpo, in prompts of kto."""
 
+import json
+from types import SimpleNamespace
+
 import datasets
 import pytest
 import torch
@@ -11,6 +14,7 @@ from mca_train.batching.collate import PadCollator, StepCollator
 from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.mismatched import Mismatched
 from mca_train.config.columns import ClassifyArguments
+from mca_train.run.inputs import load_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -163,3 +167,61 @@ def test_kto_measures_other_answers_on_the_same_images(tokenizer, folder):
     )
     with pytest.raises(McaError, match="an answer has an image; give images to prompts alone"):
         Mismatched(samples, 2, None)[0]
+
+
+CACHED = {
+    "sft": [ROW, asked(text("none?")), {**ROW, "messages": [*ROW["messages"], *ROW["messages"]]}],
+    "dpo": [
+        PAIRS["trl"](ROW["messages"][:1]),
+        PAIRS["trl"](asked(text("?"))["messages"][:1]),
+    ],
+    "pretrain": TEXTS,
+}
+
+
+@pytest.mark.parametrize("kind", CACHED)
+def test_samples_with_images_are_cached(kind, tokenizer, folder, tmp_path, caplog):
+    def flat(samples):
+        return [
+            {
+                name: (x.places, x.tensors()) if name.endswith("images") else x
+                for name, x in samples[index].items()
+            }
+            for index in range(len(samples))
+        ]
+
+    rows, cache = CACHED[kind], str(tmp_path / "tokens")
+    expected = flat(load(rows, tokenizer, folder, kind=kind))
+    assert any(name.endswith("images") for sample in expected for name in sample)
+    for told in (False, True):
+        with caplog.at_level("INFO"):
+            found = flat(load(rows, tokenizer, folder, kind=kind, tokenized_cache=cache))
+        assert ("tokenized before" in caplog.text) == told
+        for mine, its in zip(found, expected, strict=True):
+            assert mine.keys() == its.keys()
+            for name, value in its.items():
+                if name.endswith("images"):
+                    assert mine[name][0] == value[0]
+                    assert all(torch.equal(mine[name][1][each], value[1][each]) for each in value[1])
+                else:
+                    assert torch.equal(mine[name], value)
+
+
+def test_a_processors_chat_template_serves_the_tokenizer(tmp_path):
+    bare = image_tokenizer()
+    template, bare.chat_template = bare.chat_template, None
+    bare.save_pretrained(tmp_path)
+    settings = SimpleNamespace(
+        data=SimpleNamespace(tokenizer_name_or_path=None, model_name_or_path=str(tmp_path))
+    )
+    assert load_tokenizer(settings).chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert load_tokenizer(settings).chat_template == template
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": 3}))
+    with pytest.raises(
+        McaError, match=r"chat_template.json: 'chat_template' is 3; expected a template's text"
+    ):
+        load_tokenizer(settings)
+    (tmp_path / "chat_template.json").write_text('{"chat_')
+    with pytest.raises(McaError, match=r"chat_template.json"):
+        load_tokenizer(settings)

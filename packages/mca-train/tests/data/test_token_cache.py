@@ -110,6 +110,10 @@ def test_the_sources_of_a_mixture_are_kept_each(tmp_path):
         assert len(entries(tmp_path / "cache")) == 2
 
 
+def _no_images():
+    raise AssertionError("there are no images")
+
+
 def _slowly(folder, made):
     def make():
         with Path(made).open("a") as file:
@@ -117,7 +121,7 @@ def _slowly(folder, made):
         time.sleep(0.3)
         return PairDataset(TokenDataset.from_samples([([1, 2], [True, True])] * 2))
 
-    assert len(cached(Path(folder), "key", make)) == 1
+    assert len(cached(Path(folder), "key", make, _no_images)) == 1
 
 
 def test_of_several_processes_one_makes_and_the_others_wait(tmp_path):

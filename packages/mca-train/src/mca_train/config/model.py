@@ -5,6 +5,7 @@ No weights are read.
 
 import math
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,14 +66,26 @@ def layout_of(arguments: MegatronArguments, config: McaModelConfig) -> ParallelL
     return arguments.layout(config.layout)
 
 
-def adapter_config(lora: LoraArguments) -> "AdapterConfig | None":
+def adapter_config(
+    lora: LoraArguments, config: McaModelConfig, parts: Collection[str]
+) -> "AdapterConfig | None":
     """The adapter that is trained; its values are not read. None: the whole model is.
+
+    Args:
+        lora: What is asked for.
+        config: Of the model.
+        parts: Of a vision-language model, those that are trained.
 
     Raises:
         McaError: The adapter's directory has no usable configuration.
     """
     from mca_models.lora.config import AdapterConfig
+    from mca_models.lora.parts import exclude_parts
 
     if lora.adapter_name_or_path is not None:
         return AdapterConfig.load(Path(lora.adapter_name_or_path))
-    return AdapterConfig.from_dict(lora.config()) if lora.wanted else None
+    if not lora.wanted:
+        return None
+    document = {**lora.config()}
+    exclude_parts(document, config, parts)
+    return AdapterConfig.from_dict(document)

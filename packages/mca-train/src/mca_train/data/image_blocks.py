@@ -3,14 +3,12 @@
 A row's ``<image>`` are the places of the images in its column. How text alone is cut is in `samples`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
@@ -18,7 +16,7 @@ from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import block_tokenizer
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.image_tokens import Grid
-from mca_train.data.sample_images import SampleImages, placed
+from mca_train.data.sample_images import ImagesOfRows, ImageTable
 from mca_train.data.token_dataset import TokenDataset
 
 if TYPE_CHECKING:
@@ -26,44 +24,6 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 """The first token of an image among all, and the one behind its last."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImagesOfBlocks:
-    """The images of blocks, which stay where their rows say.
-
-    Args:
-        rows: Of the files.
-        origins: For each block its images: the row of each, and which of the row's images it is.
-        grids: Of the same.
-        read: What a row means.
-        key: The argument that named the files, for errors.
-    """
-
-    rows: "datasets.Dataset"
-    origins: Sequence[Sequence[tuple[int, int]]]
-    grids: Sequence[Sequence[Grid]]
-    read: ImageRows
-    key: str
-
-    def of(self, index: int, tokens: NDArray[np.int32]) -> SampleImages | None:
-        """Those of the block ``index``, which has these ``tokens``; None: it has none."""
-        if not self.grids[index]:
-            return None
-        return SampleImages(placed(self.read, tokens, self.grids[index]), lambda: self._tensors(index))
-
-    def _tensors(self, index: int) -> Mapping[str, Tensor]:
-        files = []
-        for number, which in self.origins[index]:
-            try:
-                files.append(self.read.text(self.rows[number])[1][which])
-            except McaError as error:
-                raise McaError(f"{self.key}, row {number}: {error}") from error
-        try:
-            return self.read.tokens.tensors(files, self.grids[index])
-        except McaError as error:
-            numbers = ", ".join(str(number) for number, _ in dict.fromkeys(self.origins[index]))
-            raise McaError(f"{self.key}, rows {numbers}: {error}") from error
 
 
 def image_blocks(
@@ -99,13 +59,8 @@ def image_blocks(
     if grids:
         firsts = np.searchsorted([start for start, _ in spans], offsets)
         slices = [slice(first, last) for first, last in pairwise(firsts.tolist())]
-        made.images = ImagesOfBlocks(
-            rows=rows,
-            origins=[origins[some] for some in slices],
-            grids=[grids[some] for some in slices],
-            read=read,
-            key=key,
-        )
+        table = ImageTable.of((grids[some], origins[some]) for some in slices)
+        made.images = ImagesOfRows(rows=rows, table=table, read=read, key=key)
     return made
 
 

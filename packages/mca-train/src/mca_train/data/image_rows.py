@@ -63,6 +63,7 @@ class ImageRows:
         reader: Of images.
         arguments: Columns, and the format if it is named.
         tokenizer: The model's.
+        texts: Rows are plain text.
 
     Attributes:
         names: The columns of the rows that are tokenized.
@@ -76,8 +77,10 @@ class ImageRows:
         reader: ImageReader,
         arguments: DataArguments,
         tokenizer: "PreTrainedTokenizerBase",
+        *,
+        texts: bool = False,
     ) -> None:
-        self._reader = reader
+        self._reader, self._texts = reader, texts
         self.arguments = arguments
         self.tokenizer = with_image_marks(tokenizer, reader.config)
         self._column = arguments.images_column if arguments.images_column in names else None
@@ -94,7 +97,7 @@ class ImageRows:
 
     def files(self, row: Values, side: int = 0) -> list[ImageFile]:
         """The images of one of a row's sequences, in the order of their placeholders."""
-        return self._read(row)[1][side]
+        return self.text(row)[1] if self._texts else self._read(row)[1][side]
 
     def encoded(self, row: Values, encode: RowEncoder) -> tuple[Sequence[Encoded], list[list[Grid]]]:
         """The sequences of a row with what stands for every placeholder in its place; the grids of each's images.

@@ -3,7 +3,7 @@
 Until somebody asks for that, no file is opened. `ImagesOfRows` has those of a dataset.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,39 +40,70 @@ class SampleImages:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImageTable:
+    """Which images each sample of a dataset has; plain arrays, which can be kept.
+
+    Args:
+        starts: Where the images of each sample begin, and the end of the last: ``[samples + 1]``.
+        grids: Of all images, ``[images, 2]``.
+        origins: The row of each image, and which of the row's images it is, ``[images, 2]``.
+    """
+
+    starts: NDArray[np.int64]
+    grids: NDArray[np.int32]
+    origins: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, samples: Iterable[tuple[Sequence[Grid], Sequence[tuple[int, int]]]]) -> "ImageTable":
+        """From the grids and the origins of each sample's images."""
+        kept = list(samples)
+        counts = [len(grids) for grids, _ in kept]
+        return cls(
+            starts=np.cumsum([0, *counts], dtype=np.int64),
+            grids=np.array([grid for grids, _ in kept for grid in grids], np.int32).reshape(-1, 2),
+            origins=np.array([origin for _, origins in kept for origin in origins], np.int64).reshape(-1, 2),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ImagesOfRows:
     """The images of a dataset, which stay where its rows say.
 
     Args:
         rows: Of the files.
-        numbers: The row of each sample.
-        grids: The images of each sample.
+        table: Which images each sample has.
         read: What a row means.
         key: The argument that named the files, for errors.
-        sides: Samples of a row, which follow one another.
+        sides: Samples that a row makes, which follow one another.
     """
 
     rows: "datasets.Dataset"
-    numbers: Sequence[int]
-    grids: Sequence[Sequence[Grid]]
+    table: ImageTable
     read: ImageRows
     key: str
     sides: int = 1
 
     def of(self, index: int, tokens: NDArray[np.int32]) -> SampleImages | None:
         """Those of the sample ``index``, which has these ``tokens``; None: it has none."""
-        grids = self.grids[index]
-        if not grids:
+        own = slice(int(self.table.starts[index]), int(self.table.starts[index + 1]))
+        if own.start == own.stop:
             return None
-        return SampleImages(placed(self.read, tokens, grids), lambda: self._tensors(index))
+        grids: list[Grid] = [(int(high), int(wide)) for high, wide in self.table.grids[own]]
+        origins = self.table.origins[own].tolist()
+        return SampleImages(
+            placed(self.read, tokens, grids), lambda: self._tensors(index % self.sides, grids, origins)
+        )
 
-    def _tensors(self, index: int) -> Mapping[str, Tensor]:
-        number, grids = int(self.numbers[index]), self.grids[index]
+    def _tensors(
+        self, side: int, grids: Sequence[Grid], origins: Sequence[tuple[int, int]]
+    ) -> Mapping[str, Tensor]:
+        numbers = list(dict.fromkeys(row for row, _ in origins))
         try:
-            files = self.read.files(self.rows[number], index % self.sides)
-            return self.read.tokens.tensors(files[: len(grids)], grids)
+            files = {row: self.read.files(self.rows[row], side) for row in numbers}
+            return self.read.tokens.tensors([files[row][which] for row, which in origins], grids)
         except McaError as error:
-            raise McaError(f"{self.key}, row {number}: {error}") from error
+            told = f"row{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+            raise McaError(f"{self.key}, {told}: {error}") from error
 
 
 def placed(read: ImageRows, tokens: NDArray[np.int32], grids: Sequence[Grid]) -> tuple[ImagePlace, ...]:

@@ -16,7 +16,7 @@ from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, block_tokenizer, warn_truncated
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.image_tokens import Grid
-from mca_train.data.sample_images import ImagesOfRows, within
+from mca_train.data.sample_images import ImagesOfRows, ImageTable, within
 from mca_train.data.token_dataset import TokenDataset
 
 if TYPE_CHECKING:
@@ -115,8 +115,12 @@ def answer_sequences(
         made.values = np.array([said[number] for number, row in kept for _ in row], np.float64)
     if images is not None and has_images:
         sides = len(kept[0][1])
-        places = [number for number, _ in kept for _ in range(sides)]
-        made.images = ImagesOfRows(rows=rows, numbers=places, grids=grids, read=images, key=key, sides=sides)
+        places = (number for number, _ in kept for _ in range(sides))
+        table = ImageTable.of(
+            (own, [(number, which) for which in range(len(own))])
+            for own, number in zip(grids, places, strict=True)
+        )
+        made.images = ImagesOfRows(rows=rows, table=table, read=images, key=key, sides=sides)
     return made
 
 

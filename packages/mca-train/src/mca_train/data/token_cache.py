@@ -20,21 +20,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mca_config.errors import UsageError
 from mca_config.files import cannot_write
 from mca_train.config.arguments import DataArguments
+from mca_train.data.image_rows import ImageRows
 from mca_train.data.kept_warnings import KeptWarnings
 from mca_train.data.preferences import PairDataset
+from mca_train.data.sample_images import ImagesOfRows, ImageTable
 from mca_train.data.token_dataset import TokenDataset
 
 if TYPE_CHECKING:
+    import datasets
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
 Made = TokenDataset | PairDataset
-_VERSION = 1  # of what samples are made of; raised whenever the same rows make others
+Images = Callable[[], "tuple[datasets.Dataset, ImageRows, str]"]
+"""The rows that samples were made of, what they mean, and the argument that named them."""
+_VERSION = 2  # of what samples are made of; raised whenever the same rows make others
 _ARRAYS = ("tokens", "offsets", "is_target", "values")
+_TABLE = ("starts", "grids", "origins")
 _PIECE = 1 << 20
 _NOT_OF_SAMPLES = {
     *(
@@ -55,13 +60,14 @@ _NOT_OF_SAMPLES = {
 }
 
 
-def cached(folder: Path, key: str, make: Callable[[], Made]) -> Made:
+def cached(folder: Path, key: str, make: Callable[[], Made], images: Images) -> Made:
     """The samples of ``key`` in ``folder``, made if they are not there yet.
 
     Args:
         folder: The cache.
         key: Of :func:`key_of`.
         make: Makes them.
+        images: Where pixels are read, of samples with images.
 
     Raises:
         McaError: The cache cannot be written.
@@ -70,12 +76,10 @@ def cached(folder: Path, key: str, make: Callable[[], Made]) -> Made:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder / f"{key}.lock"):
-            if (found := _read(place)) is not None:
+            if (found := _read(place, images)) is not None:
                 return found
             with _listening() as told:
                 made = make()
-            if isinstance(made, TokenDataset) and made.images is not None:
-                raise UsageError("tokenized_cache does not keep images yet; remove it")
             _write(place, made, told)
             return made
     except OSError as error:
@@ -148,7 +152,7 @@ def _listening() -> Iterator[list[str]]:
         room.propagate = propagates
 
 
-def _read(place: Path) -> Made | None:
+def _read(place: Path, images: Images) -> Made | None:
     """What is there; None: nothing that can be used."""
     try:
         said = json.loads((place / "told.json").read_text())
@@ -158,6 +162,10 @@ def _read(place: Path) -> Made | None:
         )
         if int(sequences.offsets[-1]) != len(sequences.tokens):
             return None
+        if "starts" in arrays:
+            rows, read, key = images()
+            table = ImageTable(**{name: arrays[name] for name in _TABLE})
+            sequences.images = ImagesOfRows(rows=rows, table=table, read=read, key=key, sides=said["sides"])
     except (OSError, ValueError, KeyError, IndexError):
         return None
     for line in said["told"]:
@@ -175,7 +183,12 @@ def _write(place: Path, made: Made, told: Sequence[str]) -> None:
         kept = [name for name in _ARRAYS if getattr(sequences, name) is not None]
         for name in kept:
             np.save(beside / f"{name}.npy", getattr(sequences, name))
-        (beside / "told.json").write_text(json.dumps({"arrays": kept, "pairs": pairs, "told": list(told)}))
+        said = {"arrays": kept, "pairs": pairs, "told": list(told)}
+        if isinstance(images := sequences.images, ImagesOfRows):
+            for name in _TABLE:
+                np.save(beside / f"{name}.npy", getattr(images.table, name))
+            said |= {"arrays": [*kept, *_TABLE], "sides": images.sides}
+        (beside / "told.json").write_text(json.dumps(said))
         shutil.rmtree(place, ignore_errors=True)  # what is there could not be read
         beside.rename(place)
     finally:

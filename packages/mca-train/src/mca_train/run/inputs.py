@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mca_config.checks import positions_exceeded
 from mca_config.errors import UsageError, checking_usage
+from mca_config.files import read_json
 from mca_config.model_config import McaModelConfig
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.config.run_config import Settings
@@ -104,7 +105,14 @@ def load_tokenizer(settings: Settings) -> "PreTrainedTokenizerBase":
 
     path = settings.data.tokenizer_name_or_path or settings.data.model_name_or_path
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UsageError(f"no tokenizer in {path} (set tokenizer_name_or_path): {reason}") from error
+    beside = Path(path) / "chat_template.json"  # of processors, which tokenizers do not read
+    if tokenizer.chat_template is None and beside.is_file():
+        template = read_json(beside, "a processor's chat template").get("chat_template")
+        if not isinstance(template, str):
+            raise UsageError(f"{beside}: 'chat_template' is {template!r:.80}; expected a template's text")
+        tokenizer.chat_template = template
+    return tokenizer

@@ -36,7 +36,8 @@ def subject_of(
     from mca_models.megatron import platform
 
     settings, config = run.settings, replace(run.model, layout=run.layout)
-    adapter, path = adapter_config(settings.lora), run.task.reference(settings)
+    parts, path = trained_parts(settings.training), run.task.reference(settings)
+    adapter = adapter_config(settings.lora, run.model, parts)
     reference = None
     if path is not None:
         other = run.model if path == settings.data.model_name_or_path else model_config(path)
@@ -47,7 +48,7 @@ def subject_of(
         sequences=run.task.sequences_per_sample,
         model=ModelCounts.of(config),
         adapter=None if adapter is None else ModelCounts.of_adapter(config, adapter),
-        frozen=ModelCounts.of_frozen(config, trained_parts(settings.training)),
+        frozen=ModelCounts.of_frozen(config, parts),
         reference=reference,
         implementation=implementation,
         on_gpu=on_gpu or platform.device_type() == "cuda",

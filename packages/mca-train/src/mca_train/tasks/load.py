@@ -3,7 +3,7 @@
 Files are read in ``data``, and the kind says what a row means; this file brings the two together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,13 +13,15 @@ from mca_train.config.arguments import DataArguments
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
+    import datasets
     from torch.utils.data import IterableDataset
     from transformers import PreTrainedTokenizerBase
 
-    from mca_train.data.image_rows import ImageReader
+    from mca_train.data.image_rows import ImageReader, ImageRows
     from mca_train.data.mixture import Mixture
     from mca_train.data.preferences import PairDataset
     from mca_train.data.sources import Source
+    from mca_train.data.token_cache import Images
     from mca_train.data.token_dataset import Sample, TokenDataset
 
 
@@ -48,12 +50,16 @@ def load_tokenized(
     key = "eval_file" if evaluation else "train_file"
     limit = arguments.max_eval_samples if evaluation else arguments.max_train_samples
 
+    own = _beside(images, arguments, files)
+
+    def load() -> "datasets.Dataset":
+        return load_rows(files, key, arguments, limit, task.required_column(arguments))
+
     def make() -> "TokenDataset | PairDataset":
-        rows = load_rows(files, key, arguments, limit, task.required_column(arguments))
         with named_files(
             key, ", ".join(files), "text", UnicodeDecodeError
         ):  # parquet's is decoded when looked at
-            return task.samples(rows, tokenizer, arguments, key, _beside(images, arguments, files))
+            return task.samples(load(), tokenizer, arguments, key, own)
 
     if arguments.tokenized_cache is None or any(map(is_address, files)):
         return make()
@@ -61,10 +67,44 @@ def load_tokenized(
 
     for file in files:
         check_file(file, key)
-    contents = [key, *(digest_of(Path(file)) for file in files)]
+    contents = [key, *(digest_of(Path(file)) for file in files), *_processors(own)]
     return cached(
-        Path(arguments.tokenized_cache), key_of(task.name, contents, tokenizer, arguments, limit), make
+        Path(arguments.tokenized_cache),
+        key_of(task.name, contents, tokenizer, arguments, limit),
+        make,
+        _again(task, load, tokenizer, arguments, key, own),
     )
+
+
+def _processors(images: "ImageReader | None") -> list[str]:
+    """What the image processors are, by which images become tokens."""
+    from mca_train.data.token_cache import digest_of
+
+    if images is None or images.config.vision is None:
+        return []
+    names = ("preprocessor_config.json", "processor_config.json")
+    found = (directory / name for directory in images.directories for name in names)
+    return [str(images.config.vision), *(digest_of(file) for file in found if file.is_file())]
+
+
+def _again(
+    task: Task,
+    load: "Callable[[], datasets.Dataset]",
+    tokenizer: "PreTrainedTokenizerBase",
+    arguments: DataArguments,
+    key: str,
+    images: "ImageReader | None",
+) -> "Images":
+    """What reads the pixels of samples that were tokenized before."""
+
+    def again() -> "tuple[datasets.Dataset, ImageRows, str]":
+        from mca_train.data.image_rows import undecoded
+
+        assert images is not None, "samples with images are cached for a model with a vision part"
+        rows = undecoded(load())
+        return rows, task.image_rows(rows.column_names, images, arguments, tokenizer), key
+
+    return again
 
 
 def _beside(
@@ -144,9 +184,12 @@ def _samples_of(
 
     if arguments.tokenized_cache is None:
         return make()
-    contents = [key, rows._fingerprint, str(len(rows))]
+    contents = [key, rows._fingerprint, str(len(rows)), *_processors(images)]
     return cached(
-        Path(arguments.tokenized_cache), key_of(task.name, contents, tokenizer, arguments, None), make
+        Path(arguments.tokenized_cache),
+        key_of(task.name, contents, tokenizer, arguments, None),
+        make,
+        _again(task, lambda: rows, tokenizer, arguments, key, images),
     )
 
 

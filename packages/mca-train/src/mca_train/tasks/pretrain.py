@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from mca_train.config.run_config import Settings
     from mca_train.data.file_rows import FileRows
-    from mca_train.data.image_rows import ImageReader
+    from mca_train.data.image_rows import ImageReader, ImageRows
     from mca_train.data.token_dataset import Sample, TokenDataset
 
 
@@ -52,15 +52,26 @@ class Pretrain(Task):
     ) -> "TokenDataset":
         """See `Task`."""
         from mca_train.data.image_blocks import image_blocks
-        from mca_train.data.image_rows import ImageRows, undecoded
+        from mca_train.data.image_rows import undecoded
         from mca_train.data.samples import pretrain_blocks
 
         sees = images is not None and images.config.vision is not None
         if images is not None and sees and data.images_column in rows.column_names:
-            return image_blocks(
-                undecoded(rows), ImageRows(rows.column_names, images, data, tokenizer), data, key
-            )
+            known = self.image_rows(rows.column_names, images, data, tokenizer)
+            return image_blocks(undecoded(rows), known, data, key)
         return pretrain_blocks(rows, tokenizer, data, key)
+
+    def image_rows(
+        self,
+        names: Sequence[str],
+        images: "ImageReader",
+        data: DataArguments,
+        tokenizer: "PreTrainedTokenizerBase",
+    ) -> "ImageRows":
+        """See `Task`."""
+        from mca_train.data.image_rows import ImageRows
+
+        return ImageRows(names, images, data, tokenizer, texts=True)
 
     def stream(
         self,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder, RowNumbers
     from mca_train.data.file_rows import FileRows, Row
-    from mca_train.data.image_rows import ImageReader
+    from mca_train.data.image_rows import ImageReader, ImageRows
     from mca_train.data.preferences import PairDataset
     from mca_train.data.token_dataset import Sample, TokenDataset
     from mca_train.trainer.parts import TrainerOptions
@@ -111,6 +111,18 @@ class Task(ABC):
             key: The argument that named the files, for errors.
             images: Of the model; None: there are none.
         """
+
+    def image_rows(
+        self,
+        names: Sequence[str],
+        images: "ImageReader",
+        data: DataArguments,
+        tokenizer: "PreTrainedTokenizerBase",
+    ) -> "ImageRows":
+        """What rows with the columns ``names`` mean, of which some have images."""
+        from mca_train.data.image_rows import ImageRows
+
+        return ImageRows(names, images, data, tokenizer)
 
     @abstractmethod
     def stream(
@@ -210,7 +222,7 @@ class AnswerTask(Task):
         images: "ImageReader | None" = None,
     ) -> "TokenDataset | PairDataset":
         """See `Task`."""
-        from mca_train.data.image_rows import ImageRows, require_none, undecoded
+        from mca_train.data.image_rows import require_none, undecoded
         from mca_train.data.preferences import PairDataset
         from mca_train.data.samples import answer_sequences
 
@@ -221,7 +233,7 @@ class AnswerTask(Task):
             numbers = self.numbers(rows.column_names, data, key)
             sequences = answer_sequences(rows, encode, data, key, self.wanted, numbers)
             return PairDataset(sequences) if self.sides else sequences
-        known = ImageRows(rows.column_names, images, data, tokenizer)
+        known = self.image_rows(rows.column_names, images, data, tokenizer)
         encode = self.encoder(known.names, known.tokenizer, known.arguments, key)
         numbers = self.numbers(known.names, data, key)
         sequences = answer_sequences(undecoded(rows), encode, data, key, self.wanted, numbers, known)
@@ -237,7 +249,7 @@ class AnswerTask(Task):
         images: "ImageReader | None" = None,
     ) -> "IterableDataset[Sample]":
         """See `Task`."""
-        from mca_train.data.image_rows import ImageRows, require_none
+        from mca_train.data.image_rows import require_none
         from mca_train.data.streams import AnswerStream
 
         known, column = None, data.images_column
@@ -245,7 +257,7 @@ class AnswerTask(Task):
         if images is None or images.config.vision is None or not self.takes_images:
             require_none(names, data, f"{key}: mca-train {self.name}")
         else:
-            known = ImageRows(names, images, data, tokenizer)
+            known = self.image_rows(names, images, data, tokenizer)
             names, tokenizer, data = known.names, known.tokenizer, known.arguments
         encode = self.encoder(names, tokenizer, data, key)
         return AnswerStream(

@@ -15,6 +15,7 @@ from torch import Tensor
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
+from mca_models.megatron.families.image_features import TakesPart, features_of_images
 from mca_models.megatron.families.image_limits import image_problems, image_reach
 from mca_models.megatron.layers.sectioned_rope import SectionedRope
 from mca_models.megatron.types import GptModel, HfModel, MegatronModule, Upstream
@@ -77,8 +78,9 @@ class _Intake:
             return args, kwargs
         if problems := image_problems(self._config, self._config.layout, model.config):
             raise McaError("; ".join(problems))
-        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self._trained())):
-            features, inner = image_features(model.vision_model, images)
+        trained = self._trained()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(trained)):
+            features, inner = features_of_images(model.vision_model, images, self._config, trained)
         self._rows = self._local(rows)
         self._features = features
         if inner:
@@ -111,24 +113,6 @@ class _Intake:
         return part
 
 
-class _TakesPart(torch.autograd.Function):
-    """Its first argument; the others get gradients of zero."""
-
-    @staticmethod
-    def forward(ctx: Upstream, output: Tensor, *parameters: Tensor) -> Tensor:
-        """See torch."""
-        ctx.shapes = [(each.shape, each.dtype, each.device) for each in parameters]
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Upstream, gradient: Tensor) -> tuple[Tensor, ...]:
-        """See torch."""
-        zeros = (
-            torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.shapes
-        )
-        return gradient, *zeros
-
-
 def _with_part(output: Tensor, trained: Sequence[torch.nn.Parameter]) -> Tensor:
     """``output``, on which the vision model depends in name only.
 
@@ -137,22 +121,8 @@ def _with_part(output: Tensor, trained: Sequence[torch.nn.Parameter]) -> Tensor:
     """
     if not (trained and torch.is_grad_enabled()):
         return output
-    taking_part: Tensor = _TakesPart.apply(output, *trained)
+    taking_part: Tensor = TakesPart.apply(output, *trained)
     return taking_part
-
-
-def image_features(vision: HfModel, images: JsonObject) -> tuple[Tensor, Sequence[Tensor]]:
-    """The features of all images one after the other ``[rows, hidden]``, and those of inner layers."""
-    found = vision.get_image_features(**images, return_dict=True)
-    inner = getattr(found, "deepstack_features", None) or ()
-    return _joined(found.pooler_output), [_joined(each) for each in inner]
-
-
-def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
-    whole = (
-        features if isinstance(features, Tensor) else torch.cat([each.flatten(0, -2) for each in features])
-    )
-    return whole.flatten(0, -2)
 
 
 def _placed(features: Tensor, rows: Tensor) -> Tensor:

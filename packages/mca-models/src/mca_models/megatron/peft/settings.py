@@ -4,17 +4,15 @@ What the contents mean is said in `mca_models.lora.config`.
 """
 
 import enum
-import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from mca_config.errors import McaError
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject, Typed
+from mca_config.types import Typed
 from mca_models.lora import AdapterConfig
+from mca_models.lora.parts import exclude_parts
 from mca_models.megatron.families.vision_model import TEXT, Part
 from mca_models.megatron.types import PeftConfig
 from mca_models.megatron.virtual_models import VirtualModels
-from mca_models.templates import family_of
 
 
 def adapter_config(
@@ -39,29 +37,6 @@ def adapter_config(
     exclude_parts(document, models.config, parts)
     document["inference_mode"] = True  # what is saved is to be used; PEFT writes the same
     return AdapterConfig.from_dict(document, "LoraConfig")
-
-
-def exclude_parts(document: JsonObject, config: McaModelConfig, adapted: Collection[Part]) -> None:
-    """Excludes the parts that are not adapted; they share names of modules, so PEFT would adapt them too."""
-    family = family_of(config.model_type)
-    if family.vision is None:
-        return
-    spelling = family.vision.spelling(family.as_modules(config))
-    sees = _beginning_with(spelling.vision.values())
-    joins = _beginning_with(map(spelling.of_vision, family.vision.projector))
-    parts: Mapping[Part, str] = {
-        "language": f"(?!{sees}).*",
-        "vision": f"(?!{joins}){sees}.*",
-        "projector": f"{joins}.*",
-    }
-    given = document.get("exclude_modules") or []
-    own = [given] if isinstance(given, str) else [rf"(.*\.)?{re.escape(name)}" for name in given]
-    left = [pattern for part, pattern in parts.items() if part not in adapted]
-    document["exclude_modules"] = "|".join([*own, *left]) or None
-
-
-def _beginning_with(names: Iterable[str]) -> str:
-    return f"(?:{'|'.join(map(re.escape, names))})"
 
 
 def _plain(value: Typed) -> Typed:

@@ -1,0 +1,173 @@
+"""From the pixels of a micro-batch to the features of its placeholders, each image on one of the ranks that need it.
+
+Tensor and context ranks of the first stage all need the features of all images. So images are dealt to them, the
+largest first to whoever has least; each rank computes its own, and all get all. Backward, a rank gets the gradients of
+its own images' features, summed over the ranks: each rank's tokens have a part of them, or, on tensor ranks without
+sequence parallelism, each has the whole, and Megatron averages the vision model's gradients over those.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.megatron.types import HfModel, Upstream
+
+
+@dataclass(frozen=True)
+class _Image:
+    """One image, or one tile.
+
+    Args:
+        arguments: What the vision model takes of it.
+        load: How much there is to compute.
+        rows: Of its features.
+    """
+
+    arguments: JsonObject
+    load: int
+    rows: int
+
+
+def features_of_images(
+    vision: HfModel, images: JsonObject, config: McaModelConfig, trained: Sequence[torch.nn.Parameter]
+) -> tuple[Tensor, list[Tensor]]:
+    """The features of all images one after the other ``[rows, hidden]``, and those of inner layers.
+
+    Collective over the tensor and context ranks, if there are several images.
+
+    Args:
+        vision: The model's.
+        images: What it takes, by name.
+        config: Of the model.
+        trained: Its parameters that get gradients.
+    """
+    from megatron.core.parallel_state import get_tensor_and_context_parallel_group
+
+    group: ProcessGroup = get_tensor_and_context_parallel_group()
+    apart = _apart(images, config) if group.size() > 1 else []
+    if len(apart) < 2:
+        features = _computed(vision, images)
+    else:
+        owners = dealt([image.load for image in apart], group.size())
+        own = [image for image, owner in zip(apart, owners, strict=True) if owner == group.rank()]
+        mine = (
+            _computed(vision, _joined([image.arguments for image in own])) if own else _none(vision, config)
+        )
+        if not own and trained and torch.is_grad_enabled():
+            mine = TakesPart.apply(mine, *trained)
+        places = _places([image.rows for image in apart], owners, group.size())
+        features = _Shared.apply(mine, places, group)
+    found = features.split(config.hidden_size, 1)
+    return found[0], list(found[1:])
+
+
+def dealt(loads: Sequence[int], ranks: int) -> list[int]:
+    """Which rank computes which image, so that the busiest has little more than its share."""
+    busy, owners = [0] * ranks, [0] * len(loads)
+    for number in sorted(range(len(loads)), key=lambda each: -loads[each]):
+        owners[number] = busy.index(min(busy))
+        busy[owners[number]] += loads[number]
+    return owners
+
+
+def _apart(images: JsonObject, config: McaModelConfig) -> list[_Image]:
+    pixels: Tensor = images["pixel_values"]
+    vision = config.vision or {}
+    merge = vision["vision_config"].get("spatial_merge_size", 2)
+    if (grids := images.get("image_grid_thw")) is not None:
+        loads = [time * high * wide for time, high, wide in grids.tolist()]
+        parts = zip(pixels.split(loads), grids.split(1), loads, strict=True)
+        return [
+            _Image({"pixel_values": part, "image_grid_thw": grid}, load, load // merge**2)
+            for part, grid, load in parts
+        ]
+    if (sizes := images.get("image_sizes")) is not None:
+        side = vision["vision_config"].get("patch_size", 16) * vision.get("spatial_merge_size", 2)
+        rows = [(high // side) * (wide // side) for high, wide in sizes.tolist()]
+        return [
+            _Image({"pixel_values": part, "image_sizes": size}, count, count)
+            for part, size, count in zip(pixels.split(1), sizes.split(1), rows, strict=True)
+        ]
+    count = vision.get("mm_tokens_per_image") or vision.get("image_seq_length", 256)
+    return [_Image({"pixel_values": part}, 1, count) for part in pixels.split(1)]
+
+
+def _joined(arguments: Sequence[JsonObject]) -> JsonObject:
+    return {name: torch.cat([each[name] for each in arguments]) for name in arguments[0]}
+
+
+def _computed(vision: HfModel, images: JsonObject) -> Tensor:
+    """``[rows, hidden * (1 + inner layers)]``."""
+    found = vision.get_image_features(**images, return_dict=True)
+    inner = getattr(found, "deepstack_features", None) or ()
+    return torch.cat([_one_after_the_other(each) for each in (found.pooler_output, *inner)], 1)
+
+
+def _one_after_the_other(features: Tensor | Sequence[Tensor]) -> Tensor:
+    whole = (
+        features if isinstance(features, Tensor) else torch.cat([each.flatten(0, -2) for each in features])
+    )
+    return whole.flatten(0, -2)
+
+
+def _none(vision: HfModel, config: McaModelConfig) -> Tensor:
+    parameter: Tensor = next(vision.parameters())
+    return parameter.new_zeros(0, config.hidden_size * (1 + config.deepstack_layers))
+
+
+def _places(rows: Sequence[int], owners: Sequence[int], ranks: int) -> list[Tensor]:
+    """For each rank the rows of all features that its own ones are."""
+    found: list[list[Tensor]] = [[] for _ in range(ranks)]
+    start = 0
+    for count, owner in zip(rows, owners, strict=True):
+        found[owner].append(torch.arange(start, start + count))
+        start += count
+    return [torch.cat(some) if some else torch.zeros(0, dtype=torch.long) for some in found]
+
+
+class _Shared(torch.autograd.Function):
+    """The features of all ranks, from one's own."""
+
+    @staticmethod
+    def forward(ctx: Upstream, own: Tensor, places: list[Tensor], group: ProcessGroup) -> Tensor:
+        """See torch."""
+        ctx.group, ctx.own = group, places[group.rank()].to(own.device)
+        most = max(len(some) for some in places)
+        padded = own.new_zeros(most, own.shape[1])
+        padded[: len(own)] = own
+        everyone = own.new_empty(most * group.size(), own.shape[1])
+        torch.distributed.all_gather_into_tensor(everyone, padded, group=group)
+        features = own.new_empty(sum(len(some) for some in places), own.shape[1])
+        for rank, some in enumerate(places):
+            features[some.to(own.device)] = everyone[rank * most : rank * most + len(some)]
+        return features
+
+    @staticmethod
+    def backward(ctx: Upstream, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """See torch."""
+        whole = gradient.contiguous()
+        torch.distributed.all_reduce(whole, group=ctx.group)
+        return whole[ctx.own], None, None
+
+
+class TakesPart(torch.autograd.Function):
+    """Its first argument; the others get gradients of zero."""
+
+    @staticmethod
+    def forward(ctx: Upstream, output: Tensor, *parameters: Tensor) -> Tensor:
+        """See torch."""
+        ctx.shapes = [(each.shape, each.dtype, each.device) for each in parameters]
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Upstream, gradient: Tensor) -> tuple[Tensor, ...]:
+        """See torch."""
+        zeros = (
+            torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.shapes
+        )
+        return gradient, *zeros

@@ -1,0 +1,46 @@
+"""Which modules of a vision-language model an adapter is on, by the parts that are adapted."""
+
+import copy
+from itertools import chain, combinations
+
+import pytest
+import tiny_vision
+import torch
+import transformers
+
+from mca_models.lora.config import AdapterConfig
+from mca_models.lora.parts import exclude_parts
+from mca_models.lora.targets import linear_targets
+from mca_models.megatron.families.vision_model import part_of
+from mca_models.templates import config_from_hf
+
+PARTS = ("language", "vision", "projector")
+SOME = list(chain.from_iterable(combinations(PARTS, count) for count in (1, 2, 3)))
+
+
+@pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "mistral3", "glm4v_moe"])
+def test_the_parts_that_are_not_adapted_are_excluded(case: str) -> None:
+    config = config_from_hf(tiny_vision.described(case))
+    for adapted in SOME:
+        document = {"peft_type": "LORA", "target_modules": "all-linear", "exclude_modules": ["1.mlp.fc1"]}
+        exclude_parts(document, config, adapted)
+        adapter = AdapterConfig.from_dict(document)
+        found = [
+            target
+            for target in linear_targets(config)
+            if adapter.targets(target.module, linear=target.linear)
+        ]
+        bare = {"projector"} if case == "gemma3" else set()  # a weight without a module
+        assert {part_of(target.base, config) for target in found} == set(adapted) - bare
+        assert not any(target.module.endswith("1.mlp.fc1") for target in found)
+
+
+@pytest.mark.parametrize("case", sorted(tiny_vision.CASES))
+def test_targets_in_the_vision_model_are_its_linears(case: str) -> None:
+    described = transformers.AutoConfig.for_model(**copy.deepcopy(tiny_vision.described(case)))
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(described)
+    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    theirs = {name for name in linears if "language_model" not in name and "lm_head" not in name}
+    config = config_from_hf(described.to_dict())
+    assert {target.module for target in linear_targets(config) if target.sees} == theirs
