@@ -85,6 +85,10 @@ class Reference:
     experts: Experts = field(default_factory=dict)
 
 
+SCALES = ("norm", ".ln_", "layer_scalar")
+"""In names of tensors that multiply: near 1 they change what they should, and not all else."""
+
+
 @cache
 def hf_model(case: str) -> Any:
     """The model of ``case`` in fp32, its weights random and far from their initial ones."""
@@ -97,7 +101,7 @@ def hf_model(case: str) -> Any:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name in saved:
                 noise = torch.randn(tensor.shape, generator=generator)
-                tensor.copy_(noise * 0.15 + (1 if tensor.dim() < 2 and "norm" in name else 0))
+                tensor.copy_(noise * 0.15 + (tensor.dim() < 2 and any(part in name for part in SCALES)))
     return model
 
 

@@ -26,11 +26,22 @@ def recorded_experts(model: Any, batch: int) -> Iterator[Experts]:
 
         return hook
 
+    def record_scores(layer: int) -> Any:
+        def hook(module: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+            found[layer] = (output[0] > 0).unflatten(0, (batch, -1))
+
+        return hook
+
     named = [(name.split("."), module) for name, module in model.named_modules()]
     hooks = [
         module.register_forward_pre_hook(record(int(name[2])))
         for name, module in named
-        if type(module).__name__.endswith("Experts")
+        if type(module).__name__.endswith("Experts") and not hasattr(module, "expert_dim")
+    ]
+    hooks += [  # Llama 4's experts are given all tokens, most of them times 0
+        module.register_forward_hook(record_scores(int(name[2])))
+        for name, module in named
+        if type(module).__name__ == "Llama4Router"
     ]
     try:
         yield found

@@ -53,6 +53,7 @@ GRID = spread([case for case in CASES if case not in SPARSE], LAYOUTS) + spread(
 EXPERTS: dict[str, Any] = {"target_modules": LINEAR[:4], "target_parameters": STACKED}
 FUSED_MLP: dict[str, Any] = {"target_modules": [*LINEAR[:4], "gate_up_proj", "down_proj"]}
 NO_GATE: dict[str, Any] = {"target_modules": [*LINEAR[:4], "up_proj", "down_proj"]}
+FUSED_QKV: dict[str, Any] = {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]}
 BLOCK = [name.replace("mlp.", "block_sparse_moe.") for name in STACKED]
 ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     **{case: (case, EXPERTS if is_sparse(case) else ALL) for case in tiny_hf.ALIKE},
@@ -67,10 +68,18 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", {"target_modules": [*LINEAR[:4], "c_fc", "c_proj"]}),
     "kimi_k2": ("kimi_k2", {"target_modules": LATENT, "target_parameters": STACKED}),
     "youtu": ("youtu", {"target_modules": [*LATENT, *LINEAR[4:]]}),
+    "apertus": ("apertus", NO_GATE),
+    "nanochat": ("nanochat", {"target_modules": [*LINEAR[:4], "fc1", "fc2"]}),
+    **{case: (case, FUSED_QKV) for case in ("persimmon", "gpt_neox", "gpt_neox-sequential")},
+    **{case: (case, FUSED_QKV) for case in ("falcon", "falcon-one-norm")},
+    "phi": ("phi", {"target_modules": [*LINEAR[:3], "dense", "fc1", "fc2"]}),
+    "gptj": ("gptj", {"target_modules": [*LINEAR[:3], "out_proj", "fc_in", "fc_out"]}),
+    "granitemoe_swa": ("granitemoe_swa", {"target_modules": LINEAR[:4], "target_parameters": BLOCK}),
+    "llama4_text": ("llama4_text", {"target_modules": [*LINEAR[:4], "shared_expert.up_proj"]}),
 }
 CASES |= ALIKE
 # by default those that name a linear otherwise than others
-BY_NAME = sample(ALIKE, "glm", "granitemoe", "granitemoeshared", "hy_v3")
+BY_NAME = sample(ALIKE, "falcon", "glm", "granitemoe", "granitemoeshared", "hy_v3", "phi")
 GRID += spread([case for case in BY_NAME if not is_sparse(case)], LAYOUTS if EVERY else LAYOUTS[:1])
 GRID += spread([case for case in BY_NAME if is_sparse(case)], EXPERT_LAYOUTS)
 TOLERANCE = 1e-4  # of the largest element of a tensor's gradient

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import conversion_mapping
+from transformers.models.auto import modeling_auto
 
 SIZE: dict[str, Any] = {
     "vocab_size": 70,
@@ -109,6 +110,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3-no-q-lora": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": None}),
 }
 GRANITE: dict[str, Any] = CASES["granite"][1]
+INDEXED: dict[str, Any] = {
+    **{key: value for key, value in GROUPED.items() if key != "first_k_dense_replace"},
+    **LATENT,
+    **{"head_dim": 4, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+    **{"index_topk": 6, "index_n_heads": 8, "index_head_dim": 8},
+}
 ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_k2": ("kimi_k2", {**GROUPED, **LATENT, "head_dim": 4}),
     "iquestcoder": ("iquestcoder", {}),
@@ -147,6 +154,142 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoeshared",
         {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
     ),
+    "flex_olmo": ("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+    "ernie4_5_moe": ("ernie4_5_moe", {**EXPERTS, "moe_num_shared_experts": 2, "tie_word_embeddings": False}),
+    "ministral3": (
+        "ministral3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+                "beta_fast": 2.0,
+                "llama_4_scaling_beta": 0.5,
+            }
+        },
+    ),
+    "cohere": ("cohere", {"layer_norm_eps": 1e-3, "head_dim": 8, "logit_scale": 1.5, "use_qk_norm": True}),
+    "cohere2": ("cohere2", {"layer_norm_eps": 1e-3, "head_dim": 8, "logit_scale": 1.5, "sliding_window": 8}),
+    "afmoe": (
+        "afmoe",
+        {
+            **EXPERTS,
+            "sliding_window": 8,
+            "global_attn_every_n_layers": 2,
+            "mup_enabled": True,
+            "route_scale": 1.5,
+        },
+    ),
+    "flint": ("flint", {**EXPERTS, **SHARED, "sliding_window": 8, "mlp_only_layers": [0]}),
+    "granite_swa": (
+        "granite_swa",
+        {
+            **GRANITE,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "layer_rope_theta": [1e5, 1e4, 0, 1e4],
+        },
+    ),
+    "granitemoe_swa": (
+        "granitemoe_swa",
+        {
+            **GRANITE,
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+            "sliding_window": 8,
+        },
+    ),
+    "mellum": (
+        "mellum",
+        {
+            **EXPERTS,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+        },
+    ),
+    "gemma4_text": (
+        "gemma4_text",
+        {
+            **{"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
+            **{"global_head_dim": 24, "final_logit_softcapping": 3.0, "num_key_value_heads": 4},
+            **{"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2},
+        },
+    ),
+    "gemma4_unified_text": (
+        "gemma4_unified_text",
+        {
+            **{"global_head_dim": 24, "final_logit_softcapping": 3.0, "num_key_value_heads": 4},
+            **{"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2},
+        },
+    ),
+    "aria_text": (
+        "aria_text",
+        {"num_local_experts": 4, "moe_num_experts": 4, "moe_topk": 2, "intermediate_size": 16},
+    ),
+    "cohere2_moe": (
+        "cohere2_moe",
+        {
+            **{"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16, "sliding_window": 8},
+            **{"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 40, "layer_norm_eps": 1e-3},
+            **{"rms_norm_eps": None, "logit_scale": 1.5, "sliding_window_pattern": 2},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        {
+            **{
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 16,
+                "v_head_dim": 12,
+            },
+            **{"head_dim": 24, "sliding_window": 8, "num_key_value_heads": 2},
+        },
+    ),
+    "deepseek_v32": ("deepseek_v32", INDEXED),
+    "glm_moe_dsa": ("glm_moe_dsa", INDEXED),
+    "mistral4": (
+        "mistral4",
+        {
+            **{**GROUPED, **LATENT, "n_group": 1, "head_dim": 12},
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0, "mscale": 1.0},
+                **{"original_max_position_embeddings": 8, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+            },
+        },
+    ),
+    "apertus": ("apertus", {"hidden_act": "xielu"}),
+    "olmo": ("olmo", {"clip_qkv": 0.8, "head_dim": 8}),
+    "nanochat": ("nanochat", {"hidden_act": "relu2", "final_logit_softcapping": 3.0}),
+    "persimmon": ("persimmon", {"layer_norm_eps": 1e-3, "head_dim": 8}),
+    "gpt_neox": ("gpt_neox", {"layer_norm_eps": 1e-3, "head_dim": 8}),
+    "gpt_neox-sequential": (
+        "gpt_neox",
+        {"layer_norm_eps": 1e-3, "head_dim": 8, "use_parallel_residual": False},
+    ),
+    "phi": ("phi", {"layer_norm_eps": 1e-3, "head_dim": 8}),
+    "gptj": (
+        "gptj",
+        {
+            **{"layer_norm_epsilon": 1e-3, "rotary_dim": 4},
+            **{"n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 64},  # as its files say
+        },
+    ),
+    "falcon": (
+        "falcon",
+        {"layer_norm_epsilon": 1e-3, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "falcon-one-norm": ("falcon", {"layer_norm_epsilon": 1e-3, "bias": True}),
+    "llama4_text": (
+        "llama4_text",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
+            **{"intermediate_size_mlp": 40, "no_rope_layers": [1, 0, 1, 1], "attention_chunk_size": 8},
+            **{"floor_scale": 8, "attn_scale": 0.5},
+        },
+    ),
 }
 """Families of parts that those above have too, put together otherwise: not every test takes them by default."""
 ALL = {**CASES, **ALIKE}
@@ -165,6 +308,12 @@ class KimiK2ForCausalLM(transformers.DeepseekV3ForCausalLM):  # type: ignore[mis
     config_class = KimiK2Config
 
 
+# it has a property of that name, which no size can be given for
+transformers.FalconConfig.head_dim = property(
+    lambda self: self.hidden_size // self.num_attention_heads, lambda self, size: None
+)
+# it has this one among those with images only
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["mistral4"] = "Mistral4ForCausalLM"
 transformers.AutoConfig.register("kimi_k2", KimiK2Config)
 transformers.AutoModelForCausalLM.register(KimiK2Config, KimiK2ForCausalLM)
 conversion_mapping.register_checkpoint_conversion_mapping(

@@ -114,6 +114,12 @@ CASES: dict[str, Case] = {
         {**_SIGLIP, "model_type": "pixtral", "head_dim": 8},
         {"image_token_index": 65, "tie_word_embeddings": False},
     ),
+    "mistral3-ministral3": (
+        "mistral3",
+        {"model_type": "ministral3", **tiny_hf.ALIKE["ministral3"][1]},
+        {**_SIGLIP, "model_type": "pixtral", "head_dim": 8},
+        {"image_token_index": 65, "tie_word_embeddings": False},
+    ),
 }
 
 

@@ -31,7 +31,8 @@ def check_layout(
         seq_length: Tokens in a sequence, if known.
         sequence_parallel: None: as Megatron needs it, on with both tensor and expert parallelism.
     """
-    problems = [*_layers(model, layout), *_heads(model, layout), *_dense_mlp(model, layout)]
+    heads = dict.fromkeys(problem for kind in model.kinds() for problem in _heads(kind, layout))
+    problems = [*_layers(model, layout), *heads, *_dense_mlp(model, layout)]
     problems += _experts(model, layout)
     if world_size is not None:
         problems += _message_of(lambda: RankGrid(layout, world_size))
@@ -143,6 +144,8 @@ def _few_groups(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     without = {
         "attention_output_gate": model.attention_output_gate,
         "qk_layernorm_full_width": model.qk_layernorm_full_width,
+        "qk_layernorm_per_head": model.qk_layernorm_per_head,
+        "heads of its own kind": model.has_own_heads,
     }
     tp, groups = layout.tp, model.num_query_groups
     return [

@@ -5,7 +5,7 @@ How a family's ``config.json`` becomes one is written in `mca_models.templates`.
 
 import dataclasses
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -52,16 +52,45 @@ class McaModelConfig:
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     layernorm_epsilon: float = 1e-6
     layernorm_zero_centered_gamma: bool = False
+    norm_weight: bool = True
+    """Norms around attention and MLP, and the last one, have weights."""
+    norm_bias: bool = True
+    """They have biases too if they are LayerNorms."""
+    embedding_norm: bool = False
+    """The embeddings are normalised before the first layer, without weights."""
+    parallel_block: Literal["none", "one_norm", "two_norms"] = "none"
+    """Attention and MLP take the same input and are added together, after one norm, or each after its own."""
     gated_linear_unit: bool = True
     hidden_act: str = "silu"
     """HF activation name."""
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
+    add_bias_attention: bool | None = None
+    """Biases on the linears of attention, its output included; None: as ``add_bias_linear`` says."""
+    output_bias: bool = False
+    """The output layer adds a bias to the logits."""
     qk_layernorm: bool = False
     qk_layernorm_full_width: bool = False
     """The norms of q and k span all heads together and have a weight for each channel of each head."""
     qk_layernorm_after_rope: bool = False
-    """q and k are normalised after they are rotated, not before."""
+    """q and k are normalised after they are rotated, not before; in layers without a rope they are not."""
+    qk_layernorm_per_head: bool = False
+    """The norms of q and k have weights for each head of its own, without biases."""
+    qk_layernorm_weight: bool = True
+    value_channels: int | None = None
+    """Channels of a head's values; None: ``kv_channels``."""
+    values_are_keys: bool = False
+    """The values are what the keys are before their norm: there is no projection of their own."""
+    value_norm: bool = False
+    """Values are normalised, without weights."""
+    value_scale: float = 1.0
+    """Factor on values."""
+    layer_scalar: bool = False
+    """What a layer gives is multiplied by a number of its own, which is not trained."""
+    of_kind: JsonObject | None = None
+    """What layers of a kind (see ``layer_types``) have otherwise, by names of these fields; None: nothing."""
+    clip_qkv: float | None = None
+    """Queries, keys and values are clipped to its size before they are rotated; None: they stay."""
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     """Norms before attention and MLP, after them (before the residual is added), or both."""
     attention_output_gate: bool = False
@@ -72,6 +101,11 @@ class McaModelConfig:
     """``learnable``: each head has a logit of its own beside its keys' (an attention sink)."""
     attn_logit_softcapping: float | None = None
     """Attention scores x become ``c * tanh(x / c)``; None: they stay."""
+    attn_temperature: JsonObject | None = None
+    """``beta``, ``length``, ``first``: queries at position p are multiplied by
+    ``1 + beta ln(1 + floor((p + first) / length))``, where some layers have no rope in those only; None: they stay."""
+    attention_chunk_size: int | None = None
+    """Positions that see each other in ``chunked_attention`` layers, which are cut into such chunks."""
     final_logit_softcapping: float | None = None
     """The same for the output layer's logits."""
     glu_linear_offset: float = 0.0
@@ -100,6 +134,8 @@ class McaModelConfig:
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
+    rotary_backwards: bool = False
+    """Pairs of channels turn the other way round."""
     rope_scaling: JsonObject | None = None
     """HF's rope parameters without ``rope_theta`` (``rope_type``, ``factor``, ...); None: unscaled."""
     rotary_base_local: float | None = None
@@ -109,8 +145,8 @@ class McaModelConfig:
     window_size: int | None = None
     """Tokens each query sees in a sliding-window layer, itself included; None: all before it."""
     layer_types: tuple[str, ...] | None = None
-    """HF's kind of each decoder layer (``full_attention``, ``sliding_attention``, ``linear_attention``);
-    None: all alike (sliding if ``window_size``)."""
+    """HF's kind of each decoder layer (``full_attention``, ``sliding_attention``, ``chunked_attention``,
+    ``linear_attention``); None: all alike (sliding if ``window_size``)."""
 
     linear_conv_kernel_dim: int | None = None
     """Width of the causal convolution in ``linear_attention`` layers (gated delta net); None: there are none."""
@@ -132,6 +168,8 @@ class McaModelConfig:
     moe_router_group_score: Literal["top_sum", "max"] = "top_sum"
     """A group's score: the sum of its two best experts', or its best one's."""
     moe_router_topk_scaling_factor: float | None = None
+    moe_apply_probs_on_input: bool = False
+    """An expert's input is multiplied by its weight, not its output."""
     moe_shared_expert_intermediate_size: int | None = None
     moe_shared_expert_gate: bool = False
     moe_aux_loss_coeff: float = 0.0
@@ -186,6 +224,40 @@ class McaModelConfig:
                 raise McaError(
                     f"{entry.name} must be a whole number, not {value!r}; correct the model's config.json"
                 )
+
+    @property
+    def has_own_norms(self) -> bool:
+        """Whether the norms around attention and MLP are modules of our own, which no linear can hold."""
+        biased = self.normalization == "RMSNorm" or self.norm_bias
+        return self.parallel_block != "none" or not self.norm_weight or not biased
+
+    @property
+    def attention_biases(self) -> bool:
+        """Whether all linears of attention have biases."""
+        return self.add_bias_linear if self.add_bias_attention is None else self.add_bias_attention
+
+    def of_layer(self, layer: int) -> "McaModelConfig":
+        """This model, as its decoder ``layer`` is."""
+        kind = self.layer_types[layer] if self.layer_types and self.of_kind else ""
+        own = (self.of_kind or {}).get(kind)
+        return replace(self, of_kind=None, **own) if own else self
+
+    def kinds(self) -> list["McaModelConfig"]:
+        """This model as its layers of each kind are."""
+        if not self.of_kind or not self.layer_types:
+            return [self]
+        return [self.of_layer(self.layer_types.index(kind)) for kind in dict.fromkeys(self.layer_types)]
+
+    @property
+    def value_width(self) -> int:
+        """Channels of a head's values."""
+        return self.kv_channels if self.value_channels is None else self.value_channels
+
+    @property
+    def has_own_heads(self) -> bool:
+        """Whether queries, keys and values are made otherwise than Megatron makes them, or by layer."""
+        other = self.values_are_keys or self.value_norm or self.value_scale != 1.0 or self.of_kind is not None
+        return other or self.value_width != self.kv_channels
 
     def is_linear_layer(self, layer: int) -> bool:
         """Whether decoder ``layer`` has linear attention (a gated delta net)."""
@@ -308,3 +380,9 @@ class MlaMcaModelConfig(McaModelConfig):
     """No-rope channels of a query or key head."""
     qk_pos_emb_head_dim: int
     v_head_dim: int
+    index_topk: int | None = None
+    """Keys that an indexer chooses for each query; None: a query sees all before it."""
+    index_num_heads: int | None = None
+    index_head_dim: int | None = None
+    index_rotary_interleaved: bool = False
+    """The indexer rotates pairs of neighbours."""

@@ -14,6 +14,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (),
+    "proportional": (),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
 """HF's ``rope_type``, and the parameters without which it says nothing."""

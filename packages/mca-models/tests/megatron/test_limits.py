@@ -40,6 +40,8 @@ GROUPED = replace(
     moe_router_group_topk=1,
     moe_router_topk=3,
 )
+INDEXED = replace(MLA, q_lora_rank=8, index_topk=4, index_num_heads=2, index_head_dim=8)
+PARALLEL = replace(DENSE, parallel_block="one_norm")
 WINDOWED = replace(DENSE, window_size=8)
 YARN = replace(
     DENSE, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -81,6 +83,18 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
         VPP,
         {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": True},
         "deallocate_pipeline_outputs",
+    ),
+    (
+        INDEXED,
+        PP2,
+        {"recompute_granularity": "selective"},
+        "remove core_attn from recompute_modules",
+    ),
+    (
+        PARALLEL,
+        PP2,
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+        "remove layernorm from recompute_modules",
     ),
     (DENSE, VPP, {"overlap_p2p_comm": True, "batch_p2p_comm": True}, "remove overlap_p2p_comm and batch_p2p"),
     (DENSE, PP2, {"overlap_p2p_comm": True}, "virtual_pipeline_model_parallel_size of at least 2"),

@@ -114,6 +114,7 @@ def test_unknown_fields_and_transformers_4_spelling_survive() -> None:
 
 MUST_BE_SAID: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},  # transformers too needs it
+    "gemma4_text": {"hidden_size_per_layer_input": 0},  # the default is a size that is refused
     "dots1": {
         "num_experts_per_tok": 6,
         "n_routed_experts": 128,

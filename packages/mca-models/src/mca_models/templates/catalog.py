@@ -79,7 +79,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "InternVL 3 in HF's format: `qwen2`, `qwen3`, `qwen3_moe`, `llama` or `gpt_oss` with a vision model",
         "as of the text part",
     ),
-    "mistral3": ("`mistral` with a vision model", "as of the text part"),
+    "mistral3": ("`mistral` or `ministral3` with a vision model", "as of the text part"),
     "kimi_k2": ("DeepSeek V3 under its own type", "Megatron's"),
     "iquestcoder": ("Llama under its own type", "Megatron's"),
     "internlm3": ("Llama under its own type", "Megatron's"),
@@ -110,18 +110,79 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     "stablelm": ("LayerNorms, partial rope", "our norms"),
     "starcoder2": ("LayerNorms, biases everywhere, an MLP without a gate", "our norms"),
     "jais2": ("LayerNorms, biases everywhere, squared ReLUs", "our norms"),
+    "ernie4_5_moe": (
+        "softmax routing with a bias that only chooses; neighbouring channels are rotated",
+        "Megatron's, our router",
+    ),
+    "flex_olmo": ("OLMo 2's attention, OLMoE's experts", "our norms"),
+    "ministral3": ("queries beyond the first context grow with their position", "our core attention"),
+    "cohere": (
+        "Command R: attention and MLP side by side after one LayerNorm without a bias; a norm for each head",
+        "our norms",
+    ),
+    "cohere2": ("Command A, R7B: the same; layers with a window rotate, others do not", "our norms"),
+    "afmoe": (
+        "Trinity: gated attention, norms before and after, sigmoid routing with a bias; layers with a window rotate",
+        "our norms",
+    ),
+    "flint": (
+        "sinks in all layers, sigmoid routing without a bias; layers with a window rotate",
+        "our core attention",
+    ),
+    "granite_swa": ("Granite with windows and sinks; a rope that layers may lack", "our core attention"),
+    "granitemoe_swa": ("the same with experts", "our core attention"),
+    "mellum": ("Qwen 3's experts, windows, a rope for each kind of layer", "our ropes"),
+    "apertus": (
+        "xIELU, an activation with weights; no gate, norms on the heads of q and k",
+        "our activation",
+    ),
+    "olmo": ("LayerNorms without weights; q, k and v may be clipped", "our norms"),
+    "nanochat": ("norms without weights, of embeddings too; squared ReLUs, capped logits", "our norms"),
+    "persimmon": (
+        "LayerNorms, on the heads of q and k too; biases everywhere, squared ReLUs, partial rope",
+        "our norms",
+    ),
+    "gpt_neox": ("Pythia: attention and MLP side by side, each after a LayerNorm; partial rope", "our norms"),
+    "phi": (
+        "Phi 1, 1.5, 2: attention and MLP side by side after one LayerNorm; a bias on logits",
+        "our norms",
+    ),
+    "gptj": ("the same; biases in the MLP only, neighbouring channels are rotated", "our norms"),
+    "falcon": ("with a rope: attention and MLP side by side after one or two LayerNorms", "our norms"),
+    "llama4_text": (
+        "attention in chunks, layers without a rope whose queries grow with their position, one expert a token",
+        "our core attention and norms",
+    ),
+    "gemma4_text": (
+        "31B: wider heads in full layers, whose keys may be their values too; values are normalised",
+        "our heads, norms and ropes",
+    ),
+    "mimo_v2_flash": (
+        "layers with a window have sinks and twice the keys; values are narrower than keys",
+        "our heads and core attention",
+    ),
+    "deepseek_v32": (
+        "DeepSeek V3 with sparse attention: an indexer chooses the keys of each query",
+        "our core attention",
+    ),
+    "glm_moe_dsa": ("GLM 5: the same with another rope in the indexer", "our core attention"),
+    "mistral4": (
+        "latent attention, softmax routing; queries beyond the first context grow with their position",
+        "our core attention",
+    ),
+    "gemma4_unified_text": ("12B: the same with another window", "our heads, norms and ropes"),
+    "aria_text": ("stacked experts in every layer, shared ones beside them", "Megatron's"),
+    "cohere2_moe": ("Command A with experts, dense first layers", "our norms"),
 }
 """What sets a family apart, and whose layers compute it."""
 
-NO_TEMPLATE = "a decoder like others here, for which nobody has written a template yet"
 INDEXER = "sparse attention: an indexer chooses the keys of each query"
 
 _REASONS: Mapping[str, str] = {
-    NO_TEMPLATE: (
-        "afmoe apertus aria_text axk1 ernie4_5_moe flex_olmo flint granite_swa granitemoe_swa "
-        "mellum minicpm3 ministral3 olmo persimmon phimoe "
-        ""
-    ),
+    "a norm after layers with experts only": "axk1",
+    "norms with a gate that is computed from their input": "axk2",
+    "longrope with latent attention, whose rope here is yarn's or unscaled": "minicpm3",
+    "experts are drawn at random in training, with a gradient of their own (SparseMixer)": "phimoe",
     "an encoder that can be asked to look back only; trained with a head and positions of its own kind": (
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert "
         "roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xmod"
@@ -134,11 +195,10 @@ _REASONS: Mapping[str, str] = {
         "biogpt ctrl gpt-sw3 gpt2 gpt_bigcode gpt_neo openai-gpt opt xglm"
     ),
     "scores are shifted by the distance of tokens (ALiBi or learned); only rotary positions are built here": (
-        "bloom cpmant falcon mpt"
+        "bloom cpmant mpt"
     ),
-    "attention and MLP side by side on the same input; Megatron's layer is one after the other": (
-        "codegen cohere cohere2 cohere2_moe gpt_neox gpt_neox_japanese gptj phi"
-    ),
+    "attention and MLP side by side, and one tensor for q, k, v that lies in shares of tensor ranks": "codegen",
+    "scores beside attention and MLP that have biases of another kind": "gpt_neox_japanese",
     "state-space or recurrent layers, alone or between attention layers": (
         "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h recurrent_gemma rwkv "
         "xlstm zamba zamba2"
@@ -149,7 +209,8 @@ _REASONS: Mapping[str, str] = {
     "short convolutions in the place of attention, or before it": (
         "inkling2_text inkling_text lfm2 lfm2_moe lfm3 zaya"
     ),
-    INDEXER: "axk2 deepseek_v32 dots3_note_text glm_moe_dsa minimax_m3_vl_text",
+    "sparse attention: an indexer chooses blocks of keys for each group of heads": "minimax_m3_vl_text",
+    "latent attention of two kinds, with an indexer and with a window": "dots3_note_text",
     INDEXER + ", and several residual streams": "hy_v4",
     INDEXER + ", n-gram embeddings and gated residuals": "qwen4_exp_text",
     "compressed keys chosen by an indexer, experts chosen by hashes, several residual streams": (
@@ -159,16 +220,12 @@ _REASONS: Mapping[str, str] = {
         "cohere_compass_text dots3_note emu3 fuyu gemma3n gemma4 gemma4_unified git got_ocr2 "
         "llama4 mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
     ),
-    "full layers have wider heads than those with a window": "gemma4_text gemma4_unified_text",
     "it reads the keys and values of the larger model that it drafts for": (
         "gemma4_assistant gemma4_unified_assistant"
     ),
     "several residual streams, and inputs of each layer's own": "gemma3n_text",
-    "attention within chunks, queries and keys normalised after the rope": "llama4_text",
+    "attention within chunks, queries and keys normalised after the rope": "",
     "each layer holds two attentions and two MLPs, with experts beside them": "longcat_flash",
-    "windows and full layers have different numbers of heads, and values are narrower than keys": (
-        "mimo_v2_flash"
-    ),
     "layers have different numbers of attention heads": "laguna",
     "experts inside attention": "jetmoe",
     "differences of two attentions": "diffllama",
@@ -179,7 +236,7 @@ _REASONS: Mapping[str, str] = {
     "layers that run several times over": "hrm_text",
     "residuals are weighed anew in each layer": "beam",
     "experts are chosen by logits with a bias and weighed by their sigmoid": "kolibri1",
-    "embeddings are normalised, and norms have no weights": "nanochat",
+    "embeddings are normalised, and norms have no weights": "",
     "a projection and a norm between the last layer and the head": "modernbert-decoder",
     "not a decoder that predicts the next token from all before it": "reformer xlnet",
 }

@@ -3,13 +3,13 @@
 What a single family does otherwise is in that family's own file.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
 from mca_models.templates.heads import SCORE
-from mca_models.templates.names import HF, HF_ATTN, HF_EMBEDDING, HF_HEAD, HF_MLP
+from mca_models.templates.names import HF, HF_ATTN, HF_EMBEDDING, HF_HEAD, HF_HEAD_BIAS, HF_MLP
 from mca_models.weights import (
     COLUMN,
     GATED,
@@ -21,6 +21,7 @@ from mca_models.weights import (
     GroupedHeads,
     Layout,
     Param,
+    Shaped,
     Stage,
     each,
 )
@@ -43,22 +44,33 @@ def qkv(config: McaModelConfig) -> list[Param]:
     its queries, then all its gates: ``[q..q gate..gate k v]``.
     """
     heads, width = config.num_attention_heads // config.num_query_groups, config.kv_channels
-    layout: Layout = GroupedHeads((heads, 1, 1), width)
+    parts = "qk" if config.values_are_keys else "qkv"
+    # rows of different heads count one by one
+    rows = (heads * width, width, config.value_width)[: len(parts)]
+    layout: Layout = GroupedHeads(rows, 1) if config.has_own_heads else GroupedHeads((heads, 1, 1), width)
     hf_layout: Layout = SEPARATE
     if config.attention_output_gate:
         layout = GroupedHeads((heads, heads, 1, 1), width)
         hf_layout = Each(((GroupedHeads((1, 1), width), 2), (SEPARATE, 1), (SEPARATE, 1)))
-    kinds = ("weight", "bias") if config.add_qkv_bias or config.add_bias_linear else ("weight",)
+    kinds = ("weight", "bias") if config.add_qkv_bias or config.attention_biases else ("weight",)
     return [
         Param(
             mca=f"{ATTN}linear_qkv.{kind}",
-            hf=tuple(f"{HF_ATTN}{x}_proj.{kind}" for x in "qkv"),
+            hf=tuple(f"{HF_ATTN}{x}_proj.{kind}" for x in parts),
             layout=layout,
             hf_layout=hf_layout,
             shard=COLUMN,
         )
         for kind in kinds
     ]
+
+
+def gated_qkv(config: McaModelConfig) -> list[Param]:
+    """``linear_qkv`` where HF has the output gate in a tensor of its own, ``gate_proj``."""
+    heads = config.num_attention_heads // config.num_query_groups
+    names = tuple(f"{HF_ATTN}{part}_proj.weight" for part in ("q", "gate", "k", "v"))
+    layout = GroupedHeads((heads, heads, 1, 1), config.kv_channels)
+    return [Param(mca=f"{ATTN}linear_qkv.weight", hf=names, layout=layout, shard=COLUMN)]
 
 
 def fused_qkv(config: McaModelConfig) -> list[Param]:
@@ -76,25 +88,31 @@ def attention(config: McaModelConfig, projections: Sequence[Param] | None = None
         config: The model.
         projections: Rules of ``linear_qkv``; None: from ``qkv``.
     """
-    # over all heads together the norm's weight is cut like the heads it belongs to
-    norm = COLUMN if config.qk_layernorm_full_width else REPLICATED
-    norms = [
-        inner("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", shard=norm),
-        inner("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", shard=norm),
-    ]
-    before = [inner("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")]
+    own = "input_layernorm." if config.has_own_norms else "self_attention.linear_qkv.layer_norm_"
+    before = [inner(f"{own}weight", "input_layernorm.weight")]
     after = [inner("self_attention.post_layernorm.weight", "post_attention_layernorm.weight")]
     bias = [inner("self_attention.linear_proj.bias", "self_attn.o_proj.bias")]
     sink = [inner("self_attention.core_attention.softmax_offset", "self_attn.sinks", shard=COLUMN)]
     return [
         *with_norm_biases(config, before if config.norm_placement != "post" else []),
         *(qkv(config) if projections is None else projections),
-        *(norms if config.qk_layernorm else []),
+        *qk_norms(config),
         *(sink if config.softmax_type == "learnable" else []),
         inner("self_attention.linear_proj.weight", "self_attn.o_proj.weight", shard=ROW),
-        *(bias if config.add_bias_linear else []),
+        *(bias if config.attention_biases else []),
         *(after if config.norm_placement != "pre" else []),
     ]
+
+
+def qk_norms(config: McaModelConfig) -> list[Param]:
+    """The norms of q and of k, whose weights are cut like the heads if each head has its own."""
+    if not config.qk_layernorm or not config.qk_layernorm_weight:
+        return []
+    own = config.qk_layernorm_full_width or config.qk_layernorm_per_head
+    lies = Shaped((-1, config.kv_channels)) if config.qk_layernorm_per_head else SEPARATE
+    names = ((f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in "qk")
+    norms = [inner(mca, hf, shard=COLUMN if own else REPLICATED, hf_layout=lies) for mca, hf in names]
+    return norms if own else with_norm_biases(config, norms)
 
 
 def gate_up(mca: str, hf: str) -> Param:
@@ -117,14 +135,19 @@ def dense_mlp(config: McaModelConfig, projections: Sequence[Param] | None = None
         config: The model.
         projections: Rules of ``linear_fc1`` and ``linear_fc2``; None: from separate gate and up.
     """
-    own = "post_attention_layernorm" if config.norm_placement == "pre" else "pre_feedforward_layernorm"
-    before = [inner("mlp.linear_fc1.layer_norm_weight", f"{own}.weight")]
-    after = [inner("mlp.post_layernorm.weight", "post_feedforward_layernorm.weight")]
-    return [
-        *with_norm_biases(config, before if config.norm_placement != "post" else []),
-        *(mlp_linears(config) if projections is None else projections),
-        *with_norm_biases(config, after if config.norm_placement != "pre" else []),
-    ]
+    own = "pre_mlp_layernorm." if config.has_own_norms else "mlp.linear_fc1.layer_norm_"
+    before, after = norms_around_mlp(config, f"{own}weight")
+    return [*before, *(mlp_linears(config) if projections is None else projections), *after]
+
+
+def norms_around_mlp(config: McaModelConfig, before: str) -> tuple[list[Param], list[Param]]:
+    """The norm before an MLP, which Megatron calls ``before``, and that after it, as far as the family has them."""
+    pre = config.norm_placement == "pre"
+    own = "post_attention_layernorm" if pre else "pre_feedforward_layernorm"
+    after = inner("mlp.post_layernorm.weight", "post_feedforward_layernorm.weight")
+    none = config.norm_placement == "post" or config.parallel_block == "one_norm"
+    first = [] if none else [inner(before, f"{own}.weight")]
+    return with_norm_biases(config, first), with_norm_biases(config, [] if pre else [after])
 
 
 def mlp_linears(config: McaModelConfig) -> list[Param]:
@@ -139,14 +162,23 @@ def mlp_linears(config: McaModelConfig) -> list[Param]:
 
 
 def with_norm_biases(config: McaModelConfig, rules: Iterable[Param]) -> list[Param]:
-    """``rules``, with the bias after the weight of every norm if it is a LayerNorm."""
-    kinds = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+    """``rules`` of norms as far as these have weights, with the bias after each weight if they have some."""
+    if not config.norm_weight:
+        return []
+    kinds = ("weight", "bias") if config.normalization == "LayerNorm" and config.norm_bias else ("weight",)
 
     def of(rule: Param, kind: str) -> Param:
         hf = tuple(name.removesuffix("weight") + kind for name in rule.hf)
         return replace(rule, mca=rule.mca.removesuffix("weight") + kind, hf=hf)
 
     return [of(rule, kind) for rule in rules for kind in kinds]
+
+
+def grouped_qkv(config: McaModelConfig, name: str) -> list[Param]:
+    """``linear_qkv`` where HF too has one tensor, ``name``, that lies as Megatron's."""
+    kinds = ("weight", "bias") if config.attention_biases else ("weight",)
+    rules = [(f"self_attention.linear_qkv.{kind}", f"self_attn.{name}.{kind}") for kind in kinds]
+    return [inner(mca, hf, shard=COLUMN) for mca, hf in rules]
 
 
 def fused_mlp() -> list[Param]:
@@ -167,8 +199,16 @@ def renamed(rules: Iterable[Param], names: Mapping[str, str]) -> list[Param]:
 
 def dense_layers(config: McaModelConfig) -> list[Param]:
     """Every parameter of a model whose layers all have attention and one MLP, in checkpoint order."""
-    layers = each([*attention(config), *dense_mlp(config)], layers=range(config.num_layers))
-    return [embedding(), *layers, *head(config)]
+    return [embedding(), *in_layers(config, lambda own: [*attention(own), *dense_mlp(own)]), *head(config)]
+
+
+def in_layers(config: McaModelConfig, rules: Callable[[McaModelConfig], Sequence[Param]]) -> Iterator[Param]:
+    """What ``rules`` has for every decoder layer as it is."""
+    if config.of_kind is None:
+        yield from each(rules(config), layers=range(config.num_layers))
+        return
+    for layer in range(config.num_layers):
+        yield from each(rules(config.of_layer(layer)), layers=[layer])
 
 
 def embedding() -> Param:
@@ -185,14 +225,13 @@ def head(config: McaModelConfig) -> list[Param]:
         kinds = ("weight", "bias") if config.head == "token_classification" else ("weight",)
         names = [(f"output_layer.{kind}", f"{SCORE}.{kind}") for kind in kinds]
         return [*norms, *(Param(mca=mca, hf=(hf,), stage=Stage.LAST) for mca, hf in names)]
-    return [
-        *norms,
-        Param(
-            mca="output_layer.weight",
-            hf=(HF_EMBEDDING if tied else HF_HEAD,),
-            shard=COLUMN,
-            stage=Stage.LAST,
-            vocab=True,
-            alias_of=EMBEDDING if tied else None,
-        ),
-    ]
+    last = Param(
+        mca="output_layer.weight",
+        hf=(HF_EMBEDDING if tied else HF_HEAD,),
+        shard=COLUMN,
+        stage=Stage.LAST,
+        vocab=True,
+        alias_of=EMBEDDING if tied else None,
+    )
+    bias = replace(last, mca="output_layer.bias", hf=(HF_HEAD_BIAS,), alias_of=None)
+    return [*norms, last, *([bias] if config.output_bias else [])]

@@ -14,14 +14,13 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 
-_ROPE = {
+LLAMA3 = {
     "rope_type": "llama3",
-    "rope_theta": 1e6,
-    "factor": 16.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_ROPE = {**LLAMA3, "rope_theta": 1e6, "factor": 16.0}
 """What transformers takes where ``config.json`` names no rope."""
 
 

@@ -1,11 +1,13 @@
 """EXAONE 4: HF ``Exaone4ForCausalLM``: norms after each block; layers with a window rotate, others do not."""
 
+from collections.abc import Sequence
+
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.two_ropes import FULL, SLIDING
+from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
 
 
 def pattern(hf: HfConfig) -> list[str]:
@@ -20,18 +22,17 @@ def derive(hf: HfConfig) -> JsonObject:
     window = hf.get("sliding_window")
     if window is None:
         return {"window_size": None, "layer_types": None, "no_rope_freq": None}
-    kinds = hf.get("layer_types") or pattern(hf)
-    return {
-        "window_size": window,
-        "layer_types": tuple(kinds),
-        "no_rope_freq": tuple(int(kind == FULL) for kind in kinds),
-    }
+    return {"window_size": window, **rotated_windows(hf.get("layer_types") or pattern(hf))}
+
+
+def rotated_windows(kinds: Sequence[str]) -> JsonObject:
+    """Layers of ``kinds``, of which those with a window rotate."""
+    return {"layer_types": tuple(kinds), "no_rope_freq": tuple(int(kind == FULL) for kind in kinds)}
 
 
 def restore(config: McaModelConfig) -> HfConfig:
     """See ``ConfigTable.restore``."""
-    kinds = {"layer_types": list(config.layer_types)} if config.layer_types else {}
-    return {"sliding_window": config.window_size, **kinds}
+    return {"sliding_window": config.window_size, **restore_kinds(config)}
 
 
 CONFIG = ConfigTable(

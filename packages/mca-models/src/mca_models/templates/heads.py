@@ -17,26 +17,35 @@ _ENDS: dict[str, HeadKind] = {
     "ForTokenClassification": "token_classification",
 }
 _SEQUENCE = {
+    "apertus": "Apertus",
     "arcee": "Arcee",
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "exaone4": "Exaone4",
+    "falcon": "Falcon",
     "gemma": "Gemma",
     "gemma2": "Gemma2",
     "gemma3_text": "Gemma3Text",
     "glm": "Glm",
     "glm4": "Glm4",
+    "gpt_neox": "GPTNeoX",
     "gpt_oss": "GptOss",
+    "gptj": "GPTJ",
     "helium": "Helium",
     "hunyuan_v1_dense": "HunYuanDenseV1",
     "hunyuan_v1_moe": "HunYuanMoEV1",
     "llama": "Llama",
     "ministral": "Ministral",
+    "ministral3": "Ministral3",
     "mistral": "Mistral",
+    "mistral4": "Mistral4",
     "mixtral": "Mixtral",
     "nemotron": "Nemotron",
+    "olmo": "Olmo",
     "olmo2": "Olmo2",
     "olmo3": "Olmo3",
+    "persimmon": "Persimmon",
+    "phi": "Phi",
     "phi3": "Phi3",
     "qwen2": "Qwen2",
     "qwen2_moe": "Qwen2Moe",
@@ -49,13 +58,14 @@ _SEQUENCE = {
     "stablelm": "StableLm",
     "starcoder2": "Starcoder2",
 }
-"""How the names of transformers' classes begin, of the families that have one for sequences."""
+"""How the names of transformers' classes begin, of the families that have one for sequences or tokens."""
 _NOT_OF_TOKENS = frozenset(
     {
-        *("deepseek_v2", "gemma3_text", "hunyuan_v1_dense", "hunyuan_v1_moe"),
-        *("olmo2", "olmo3", "qwen3_5_text"),
+        *("deepseek_v2", "gemma3_text", "gptj", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+        *("olmo", "olmo2", "olmo3", "qwen3_5_text"),
     }
 )
+_NOT_OF_SEQUENCES = frozenset({"apertus"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +93,8 @@ def class_name(model_type: str, kind: HeadKind) -> str:
         McaError: It has none.
     """
     end = next(end for end, known in _ENDS.items() if known == kind)
-    if model_type not in _SEQUENCE or (kind == "token_classification" and model_type in _NOT_OF_TOKENS):
+    without = _NOT_OF_TOKENS if kind == "token_classification" else _NOT_OF_SEQUENCES
+    if model_type not in _SEQUENCE or model_type in without:
         raise McaError(f"transformers has no {end} of {model_type} models; choose a model of another family")
     return _SEQUENCE[model_type] + end
 

@@ -9,7 +9,18 @@ from dataclasses import replace
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.templates.common import MLP, attention, dense_mlp, down, embedding, gate_up, head, inner
+from mca_models.templates.common import (
+    MLP,
+    attention,
+    dense_mlp,
+    down,
+    embedding,
+    gate_up,
+    head,
+    in_layers,
+    inner,
+    norms_around_mlp,
+)
 from mca_models.templates.config_table import Field, Fixed, HfConfig
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.names import FUSED, HF, MoeNames
@@ -60,17 +71,15 @@ def require_sigmoid_choice(hf: HfConfig) -> None:
 
 
 def router(config: McaModelConfig, names: MoeNames) -> list[Param]:
-    """The norm before an expert layer, its router, and the bias that only chooses experts."""
+    """The norms around an expert layer, its router, and the bias that only chooses experts."""
     weight, bias = names.router, names.router_bias
     if config.extra.get("fused_experts"):
         weight, bias = names.loaded(weight), names.loaded(bias)
-    rules = [
-        inner("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
-        inner("mlp.router.weight", weight),
-    ]
+    before, after = norms_around_mlp(config, "pre_mlp_layernorm.weight")
+    rules = [*before, inner("mlp.router.weight", weight)]
     if config.moe_router_enable_expert_bias:
-        rules.append(inner("mlp.router.expert_bias", bias, keep_fp32=True))
-    return rules
+        rules.append(inner("mlp.router.expert_bias", bias, hf_layout=names.bias_layout, keep_fp32=True))
+    return [*rules, *after]
 
 
 def experts(config: McaModelConfig, names: MoeNames) -> list[Param]:
@@ -112,7 +121,7 @@ def moe_params(
         attention_rules: One layer's attention with its norms; None: from ``attention``.
     """
     rules = attention(config) if attention_rules is None else attention_rules
-    layers = each(rules, layers=range(config.num_layers))
+    layers = in_layers(config, attention if attention_rules is None else lambda own: rules)
     mtp = mtp_params(config, last_layer(config, names, rules)) if config.mtp_num_layers else []
     return [embedding(), *layers, *mlp_layers(config, names), *mtp, *head(config)]
 

@@ -5,9 +5,12 @@ Megatron's names are in the rules, those of its live modules in `live_names`.
 
 from dataclasses import dataclass
 
+from mca_models.weights import SEPARATE, Layout
+
 HF = "model.layers.{layer}."
 HF_ATTN, HF_MLP = HF + "self_attn.", HF + "mlp."
 HF_EMBEDDING, HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HF_HEAD_BIAS = "lm_head.bias"
 
 # where transformers' modules (5.x) have all experts of a layer in one tensor
 FUSED = "mlp.experts."
@@ -19,6 +22,7 @@ class MoeNames:
 
     router: str = "mlp.gate.weight"
     router_bias: str = "mlp.gate.e_score_correction_bias"
+    bias_layout: Layout = SEPARATE
     experts: str = "mlp.experts."
     gate: str = "gate_proj.weight"
     up: str = "up_proj.weight"

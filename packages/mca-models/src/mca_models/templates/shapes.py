@@ -10,7 +10,7 @@ from functools import cache
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_config.types import FamilyConfig
-from mca_models.weights import Layout, Param
+from mca_models.weights import Layout, Param, Stage
 
 Shape = tuple[int, ...]
 
@@ -19,6 +19,8 @@ def whole_shape(param: Param, config: McaModelConfig) -> Shape:
     """Shape of the unsharded Megatron parameter, without vocabulary padding."""
     if param.shape is not None:
         return param.shape
+    if param.stage is Stage.LAYER and param.layer is not None:
+        config = config.of_layer(param.layer)
     inside = param.mca.rpartition("{layer}.")[2].removeprefix("transformer_layer.")
     try:
         return _TABLES[type(config)][inside](config)
@@ -67,12 +69,15 @@ def _first(shape: Callable[[FamilyConfig], Shape]) -> Callable[[FamilyConfig], S
 
 
 def _qkv(c: McaModelConfig) -> Shape:
-    heads = c.num_attention_heads * (1 + c.attention_output_gate) + 2 * c.num_query_groups
-    return heads * c.kv_channels, c.hidden_size
+    queries = c.num_attention_heads * (1 + c.attention_output_gate) * c.kv_channels
+    values = 0 if c.values_are_keys else c.value_width
+    return queries + c.num_query_groups * (c.kv_channels + values), c.hidden_size
 
 
 def _head_norm(heads: Callable[[FamilyConfig], int]) -> Callable[[FamilyConfig], Shape]:
-    return lambda c: (c.kv_channels * (heads(c) if c.qk_layernorm_full_width else 1),)
+    return lambda c: (
+        c.kv_channels * (heads(c) if c.qk_layernorm_full_width or c.qk_layernorm_per_head else 1),
+    )
 
 
 def _delta_widths(c: FamilyConfig) -> tuple[int, int, int]:
@@ -100,10 +105,16 @@ _MLP = {
     "mlp.linear_fc2.weight": _fc2(lambda c: c.ffn_hidden_size),
     "mlp.linear_fc2.bias": _hidden,
     "mlp.post_layernorm.weight": _hidden,
+    "layer_scalar": lambda c: (1,),
+    "mlp.activation_func.alpha_p": lambda c: (1,),
+    "mlp.activation_func.alpha_n": lambda c: (1,),
+    "mlp.activation_func.beta": lambda c: (1,),
+    "mlp.activation_func.eps": lambda c: (1,),
 }
 _EXPERT_1, _EXPERT_2 = _fc1(lambda c: c.moe_ffn_hidden_size), _fc2(lambda c: c.moe_ffn_hidden_size)
 _EXPERTS = {
     "pre_mlp_layernorm.weight": _hidden,
+    "pre_mlp_layernorm.bias": _hidden,
     "mlp.router.weight": lambda c: (c.num_moe_experts, c.hidden_size),
     "mlp.router.bias": lambda c: (c.num_moe_experts,),
     "mlp.router.expert_bias": lambda c: (c.num_moe_experts,),
@@ -120,21 +131,25 @@ _ENDS = {
     "decoder.final_layernorm.weight": _hidden,
     "decoder.final_layernorm.bias": _hidden,
     "output_layer.weight": lambda c: (c.num_labels or c.vocab_size, c.hidden_size),
-    "output_layer.bias": lambda c: (c.num_labels,),
+    "output_layer.bias": lambda c: (c.num_labels or c.vocab_size,),
     "enorm.weight": _hidden,
     "hnorm.weight": _hidden,
     "eh_proj.weight": lambda c: (c.hidden_size, 2 * c.hidden_size),
     "final_layernorm.weight": _hidden,
 }
 _ATTENTION = {
+    "input_layernorm.weight": _hidden,
+    "input_layernorm.bias": _hidden,
     "self_attention.linear_qkv.layer_norm_weight": _hidden,
     "self_attention.linear_qkv.layer_norm_bias": _hidden,
     "self_attention.linear_qkv.weight": _qkv,
     "self_attention.linear_qkv.bias": _first(_qkv),
     "self_attention.q_layernorm.weight": _head_norm(lambda c: c.num_attention_heads),
     "self_attention.k_layernorm.weight": _head_norm(lambda c: c.num_query_groups),
+    "self_attention.q_layernorm.bias": lambda c: (c.kv_channels,),
+    "self_attention.k_layernorm.bias": lambda c: (c.kv_channels,),
     "self_attention.core_attention.softmax_offset": lambda c: (c.num_attention_heads,),
-    "self_attention.linear_proj.weight": lambda c: (c.hidden_size, c.num_attention_heads * c.kv_channels),
+    "self_attention.linear_proj.weight": lambda c: (c.hidden_size, c.num_attention_heads * c.value_width),
     "self_attention.linear_proj.bias": _hidden,
     "self_attention.post_layernorm.weight": _hidden,
 }
@@ -167,8 +182,18 @@ _LATENT = {
     ),
     "self_attention.linear_proj.weight": lambda c: (c.hidden_size, c.num_attention_heads * c.v_head_dim),
 }
+_INDEXER = {
+    f"self_attention.core_attention.indexer.{name}": shape
+    for name, shape in {
+        "wq_b": lambda c: (c.index_num_heads * c.index_head_dim, c.q_lora_rank),
+        "wk": lambda c: (c.index_head_dim, c.hidden_size),
+        "k_norm_weight": lambda c: (c.index_head_dim,),
+        "k_norm_bias": lambda c: (c.index_head_dim,),
+        "weights_proj": lambda c: (c.index_num_heads, c.hidden_size),
+    }.items()
+}
 _Table = Mapping[str, Callable[[FamilyConfig], Shape]]
 _TABLES: Mapping[type[McaModelConfig], _Table] = {
     McaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_ATTENTION, **_DELTA_NET},
-    MlaMcaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_LATENT},
+    MlaMcaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_LATENT, **_INDEXER},
 }

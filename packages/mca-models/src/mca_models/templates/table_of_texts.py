@@ -18,9 +18,11 @@ class TableOfTexts:
 
     Args:
         tables: By HF's ``model_type`` of that part.
+        assumed: A part without a type is of the first.
     """
 
     tables: Mapping[str, ConfigTable]
+    assumed: bool = False
 
     @cached_property
     def _first(self) -> ConfigTable:
@@ -46,7 +48,7 @@ class TableOfTexts:
 
     def _of(self, hf: HfConfig) -> ConfigTable:
         text = hf.get("text_config")
-        if len(self.tables) == 1 and not (isinstance(text, dict) and text.get("model_type")):
+        if self.assumed and not (isinstance(text, dict) and text.get("model_type")):
             return self._first
         kind = str(text.get("model_type") if isinstance(text, dict) else None)
         if kind not in self.tables:

@@ -34,3 +34,8 @@ def restore_ropes(config: McaModelConfig) -> HfConfig:
     full = {"rope_theta": config.rotary_base, "rope_type": "default", **(config.rope_scaling or {})}
     local = {"rope_theta": config.rotary_base_local, "rope_type": "default"}
     return {"rope_parameters": {FULL: full, SLIDING: local}}
+
+
+def restore_kinds(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    return {"layer_types": list(config.layer_types)} if config.layer_types else {}

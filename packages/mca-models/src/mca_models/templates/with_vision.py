@@ -15,7 +15,13 @@ from mca_models.weights import Param
 
 
 def with_vision(
-    model_type: str, architecture: str, texts: Mapping[str, Family], vision: VisionPart, inside: TextInside
+    model_type: str,
+    architecture: str,
+    texts: Mapping[str, Family],
+    vision: VisionPart,
+    inside: TextInside,
+    *,
+    assumed: bool = False,
 ) -> Family:
     """A family of text and vision.
 
@@ -25,6 +31,7 @@ def with_vision(
         texts: The families of its text part, by HF's ``model_type`` of that part.
         vision: Its vision model.
         inside: How its ``config.json`` holds that of the text part; the ``model_type`` is filled in.
+        assumed: A text part without a type is of the first family, as it is where there is but one.
     """
     tables = {
         kind: replace(_table_of(text), nesting=replace(inside, text_model_type=kind))
@@ -44,7 +51,7 @@ def with_vision(
     return Family(
         model_type=model_type,
         architecture=architecture,
-        config=TableOfTexts(tables),
+        config=TableOfTexts(tables, assumed or len(tables) == 1),
         params=params,
         ignored_hf=ignored,
         texts=texts,

@@ -1,6 +1,15 @@
 """The weight algebra: pure array operations, exact inverses, no rank state, no torch import."""
 
-from mca_models.weights.layouts import SEPARATE, Concat, Each, GroupedHeads, Layout, Separate, Transposed
+from mca_models.weights.layouts import (
+    SEPARATE,
+    Concat,
+    Each,
+    GroupedHeads,
+    Layout,
+    Separate,
+    Shaped,
+    Transposed,
+)
 from mca_models.weights.rules import COLUMN, GATED, REPLICATED, ROW, Param, Shard, Stage, each
 
 __all__ = [
@@ -15,6 +24,7 @@ __all__ = [
     "Layout",
     "Param",
     "Separate",
+    "Shaped",
     "Shard",
     "Stage",
     "Transposed",

@@ -109,6 +109,25 @@ class Transposed:
 
 
 @dataclass(frozen=True)
+class Shaped:
+    """Numbers in a row that are stored in another shape, e.g. ``[heads, channels]`` for the weight of a norm.
+
+    Args:
+        shape: Of the stored tensors; one size may be -1.
+    """
+
+    shape: tuple[int, ...]
+
+    def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
+        """See ``Layout.pack``."""
+        return tuple(part.reshape(self.shape) for part in parts)
+
+    def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        """See ``Layout.unpack``."""
+        return tuple(x.reshape((-1,)) for x in stored)
+
+
+@dataclass(frozen=True)
 class Each:
     """Every stored tensor holds some of the parts, in a layout of its own.
 

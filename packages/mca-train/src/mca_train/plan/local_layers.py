@@ -36,6 +36,7 @@ def norm(
 
 def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = False) -> list[Line]:
     """All lines of decoder layer ``number``."""
+    config = config.of_layer(number)
     hidden = config.hidden_size
     count = 4 if config.norm_placement == "sandwich" else 2
     lines = [line for _ in range(2) for line in norm(sizes.split, hidden, sizes, module="layernorm")]

@@ -33,6 +33,7 @@ def norm(tokens: float, channels: float, sizes: Sizes) -> list[Line]:
 
 def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = False) -> list[Line]:
     """All lines of decoder layer ``number``."""
+    config = config.of_layer(number)
     both = sizes.split * config.hidden_size * (sizes.width + sizes.operand)
     lines = [Line("input of attention, and normalised", both, _NORM_LINEAR)]
     if config.norm_placement == "sandwich":

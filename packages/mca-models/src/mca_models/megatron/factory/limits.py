@@ -12,7 +12,8 @@ from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_config.pipeline import PipelinePlan, pipeline_plan
 from mca_config.rope import require_rope
 from mca_config.types import Values
-from mca_models.megatron.families.group_router import own_router
+from mca_models.megatron.families.core_attention import own_core
+from mca_models.megatron.families.router import own_router
 from mca_models.megatron.layers.rope import attention_factor
 
 Version = tuple[int, ...]
@@ -95,6 +96,7 @@ def _recomputation(
     config: McaModelConfig, layout: ParallelLayout, settings: Values, version: Version
 ) -> Iterator[str]:
     """Megatron takes so many layers of a stage at a time, of prediction layers one; 0.16 runs past the stage's last."""
+    yield from _selective(config, settings)
     count = settings.get("recompute_num_layers") or 1
     if settings.get("recompute_method") != "uniform" or count == 1:
         return
@@ -111,6 +113,23 @@ def _recomputation(
         yield (
             f"megatron-core 0.16 cannot recompute the {max(uneven)} layers of a pipeline stage {count} at a time; "
             "change recompute_num_layers to 1, or use recompute_method block"
+        )
+
+
+def _selective(config: McaModelConfig, settings: Values) -> Iterator[str]:
+    """Parts that look at what another part of the layer was given, which is gone when they are computed again."""
+    if settings.get("recompute_granularity") != "selective":
+        return
+    modules = settings.get("recompute_modules") or ["core_attn"]
+    if "core_attn" in modules and isinstance(config, MlaMcaModelConfig) and config.index_topk is not None:
+        yield (
+            "attention to chosen keys cannot be computed again on its own; remove core_attn from "
+            "recompute_modules, or set recompute_granularity to full"
+        )
+    if "layernorm" in modules and config.parallel_block != "none":
+        yield (
+            "norms cannot be computed again on their own where attention and MLP stand side by side; remove "
+            "layernorm from recompute_modules, or set recompute_granularity to full"
         )
 
 
@@ -136,9 +155,8 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
         yield "moe_apply_probs_on_input needs num_experts_per_tok 1; remove it"
     if settings.get("moe_router_fusion") and own_router(config) is not None:
         yield (
-            f"the fused router chooses groups of experts otherwise than {config.model_type} with "
-            f"num_experts_per_tok {config.moe_router_topk} and topk_group {config.moe_router_group_topk}; remove "
-            "moe_router_fusion"
+            f"the fused router chooses experts otherwise than {config.model_type} with num_experts_per_tok "
+            f"{config.moe_router_topk} and topk_group {config.moe_router_group_topk}; remove moe_router_fusion"
         )
     if settings.get("moe_router_load_balancing_type") == "sinkhorn" and settings.get("moe_aux_loss_coeff"):
         yield "moe_router_load_balancing_type sinkhorn has no auxiliary loss; set moe_aux_loss_coeff to 0"
@@ -206,4 +224,4 @@ def _is_own(config: McaModelConfig, settings: Values, implementation: str) -> bo
     """Whether attention is computed by our own core attention."""
     backend = settings.get("attention_backend")
     chosen = backend is not None and getattr(backend, "name", backend) == "local"
-    return implementation == "local" or chosen or config.attn_logit_softcapping is not None
+    return implementation == "local" or chosen or own_core(config) is not None

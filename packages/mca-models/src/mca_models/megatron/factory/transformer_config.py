@@ -32,11 +32,15 @@ from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, Settings
 
 _log = logging.getLogger(__name__)
+_TANH_GELU = functools.partial(functional.gelu, approximate="tanh")
 _ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "relu": functional.relu,
-    "gelu_pytorch_tanh": functools.partial(functional.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": _TANH_GELU,
+    "gelu_new": _TANH_GELU,
+    "gelu_fast": _TANH_GELU,
+    "xielu": functional.silu,  # exchanged once the layers stand
 }
 
 _SAME_NAME = (
@@ -69,6 +73,7 @@ _SAME_NAME_MOE = (
     "moe_router_num_groups",
     "moe_router_group_topk",
     "moe_router_topk_scaling_factor",
+    "moe_apply_probs_on_input",
     "moe_shared_expert_intermediate_size",
     "moe_shared_expert_gate",
     "moe_aux_loss_coeff",

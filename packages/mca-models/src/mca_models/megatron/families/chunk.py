@@ -8,14 +8,18 @@ from torch.distributed import ProcessGroup
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_models.megatron.families.biased_experts import own_expert_outputs
-from mca_models.megatron.families.embedding import train_embedding_like_hf
+from mca_models.megatron.families.embedding import normalise_embedding, train_embedding_like_hf
 from mca_models.megatron.families.images import take_images
 from mca_models.megatron.families.latent import set_latent_epsilon, set_yarn_ramp
+from mca_models.megatron.families.layer_scalar import add_layer_scalars
 from mca_models.megatron.families.norms import add_post_norms, normalise_after_rope
+from mca_models.megatron.families.output_bias import add_output_bias
+from mca_models.megatron.families.parallel_block import set_side_by_side
 from mca_models.megatron.families.scales import add_scales
 from mca_models.megatron.families.settings import after_building
 from mca_models.megatron.families.two_ropes import TwoRopes
 from mca_models.megatron.families.vision_model import add_vision_model
+from mca_models.megatron.families.xielu import use_xielu
 from mca_models.megatron.layers.rope import rotary_module
 from mca_models.megatron.layers.sectioned_rope import SectionedRope
 from mca_models.megatron.types import GptModel
@@ -26,12 +30,22 @@ def finish(model: GptModel, config: McaModelConfig) -> None:
     if config.norm_placement != "pre":
         add_post_norms(model)
     if config.qk_layernorm_after_rope:
-        normalise_after_rope(model)
+        normalise_after_rope(model, config.no_rope_freq)
+    if config.parallel_block != "none":
+        set_side_by_side(model)
     if config.num_moe_experts and config.add_bias_linear:
         own_expert_outputs(model)
     if isinstance(config, MlaMcaModelConfig):
         set_latent_epsilon(model)
         set_yarn_ramp(model, config.rope_scaling)
+    if config.layer_scalar:
+        add_layer_scalars(model)
+    if config.hidden_act == "xielu":
+        use_xielu(model)
+    if config.output_bias and config.num_labels is None:
+        add_output_bias(model)
+    if config.embedding_norm:
+        normalise_embedding(model, config.layernorm_epsilon)
     add_scales(model, config)
     train_embedding_like_hf(model, config)
     add_vision_model(model, config)

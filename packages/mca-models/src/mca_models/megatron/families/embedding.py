@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.types import GptModel, MegatronModule
@@ -24,6 +25,16 @@ def train_embedding_like_hf(model: GptModel, config: McaModelConfig) -> None:
     if config.pad_token_id is not None:
         row = config.pad_token_id % config.vocab_size  # torch counts a negative one from the end
         model.embedding.word_embeddings.register_forward_hook(_without_gradient(row))
+
+
+def normalise_embedding(model: GptModel, epsilon: float) -> None:
+    """Has a chunk's embeddings normalised, without weights."""
+    if hasattr(model, "embedding"):
+
+        def normalise(module: MegatronModule, args: tuple[object, ...], output: Tensor) -> Tensor:
+            return rms_norm(output.float(), output.shape[-1:], None, epsilon).to(output.dtype)
+
+        model.embedding.register_forward_hook(normalise)
 
 
 def _without_gradient(row: int) -> Callable[[MegatronModule, tuple[Tensor], Tensor], Tensor]:

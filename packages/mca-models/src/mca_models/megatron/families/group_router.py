@@ -13,7 +13,7 @@ from torch import Tensor
 from mca_config.model_config import McaModelConfig
 
 
-def own_router(config: McaModelConfig) -> Callable[[type], type] | None:
+def own_groups(config: McaModelConfig) -> Callable[[type], type] | None:
     """What makes a router class choose groups as the model does; None where Megatron's own does."""
     groups, kept = config.moe_router_num_groups, config.moe_router_group_topk or 1
     if not groups:

@@ -1,6 +1,6 @@
 """Norms where Megatron has none: over all heads of q or k together, and after attention and MLP."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -53,6 +53,35 @@ class WideKeyNorm(WideNorm):
     heads = "num_query_groups"
 
 
+class HeadNorm(Norm):
+    """Normalises each head on its own, with a weight for each channel of each head of this rank."""
+
+    heads = "num_attention_heads"
+    has_weight = has_bias = False
+
+    def __init__(self, config: MegatronConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(config, hidden_size, eps)
+        share = getattr(config, self.heads) * hidden_size // config.tensor_model_parallel_size
+        self.weight = cut_parameter((share,), config.params_dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., heads / tp, channels]``, in its own dtype."""
+        normal = self.normal(x.float(), None)
+        return (normal * self.weight.float().view(-1, *self.shape)).to(x.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
+    ) -> ShardedState:
+        """For Megatron's distributed checkpoint: cut over tensor ranks."""
+        return sharded_state(self, prefix, sharded_offsets, {"weight": 0})
+
+
+class KeyHeadNorm(HeadNorm):
+    """``HeadNorm`` of the keys."""
+
+    heads = "num_query_groups"
+
+
 class LateNorm(Norm):
     """A norm of q or k that waits for the rope: Megatron normalises before it rotates."""
 
@@ -65,10 +94,23 @@ class LateNorm(Norm):
         return super().forward(x)
 
 
-def normalise_after_rope(model: GptModel) -> None:
-    """Has the ``LateNorm`` of every attention of a chunk applied to what its core attention is given."""
+class PlainLateNorm(LateNorm):
+    """``LateNorm`` without a weight."""
+
+    has_weight = has_bias = False
+
+
+def normalise_after_rope(model: GptModel, skips: Sequence[int] | None) -> None:
+    """Has the ``LateNorm`` of every attention of a chunk applied to what its core attention is given.
+
+    Args:
+        model: The chunk.
+        skips: 1 for each decoder layer that has no rope, and then no norm; None: all have it.
+    """
     for layer in model.decoder.layers:
         attention = layer.self_attention
+        if skips is not None and skips[layer.layer_number - 1]:
+            continue
         attention.core_attention.register_forward_pre_hook(
             partial(_normalise_rotated, attention.q_layernorm.late, attention.k_layernorm.late)
         )

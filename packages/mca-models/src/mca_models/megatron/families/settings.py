@@ -4,11 +4,12 @@ Those that all families share are in `factory.transformer_config`.
 """
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.families.group_router import own_router
+from mca_models.megatron.families.biased_router import has_biased_softmax
+from mca_models.megatron.families.group_router import own_groups
 from mca_models.megatron.types import MegatronConfig, Settings
 
-_FUSED = ("silu", "gelu", "quick_gelu")
-"""Activations that Megatron has a fused kernel for."""
+_FUSED = ("silu", "quick_gelu")
+"""Activations that Megatron has a fused kernel for; that for ``gelu`` computes an approximation."""
 
 
 def settings(config: McaModelConfig) -> Settings:
@@ -36,21 +37,24 @@ def settings(config: McaModelConfig) -> Settings:
             "linear_value_head_dim": config.linear_value_head_dim,
         }
     chosen = {name: value for name, value in found.items() if value is not None}
-    if own_router(config) is not None:  # it chooses the groups
+    if own_groups(config) is not None:
         chosen |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    if has_biased_softmax(config):  # which Megatron refuses; it builds one nevertheless
+        chosen["moe_router_enable_expert_bias"] = False
     return chosen
 
 
 def before_building(config: McaModelConfig, megatron: MegatronConfig) -> None:
     """Sets what building a chunk looks at, which ``after_building`` of the chunk before it changed."""
     megatron.qk_layernorm = config.qk_layernorm
+    megatron.moe_router_enable_expert_bias = config.moe_router_enable_expert_bias
 
 
 def after_building(config: McaModelConfig, megatron: MegatronConfig) -> None:
     """Corrects what Megatron reads from its configuration during training, once the modules stand.
 
     It sums the gradients of all ``q_layernorm`` and ``k_layernorm`` over tensor ranks where ``qk_layernorm`` is
-    set; norms over all heads together are cut like the heads, and their gradients are whole.
+    set; norms with weights for each head are cut like the heads, and their gradients are whole.
     """
-    if config.qk_layernorm_full_width:
+    if config.qk_layernorm_full_width or config.qk_layernorm_per_head:
         megatron.qk_layernorm = False

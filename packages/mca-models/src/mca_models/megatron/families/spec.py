@@ -7,15 +7,28 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_models.megatron.families.attention import with_biases, with_clipped_heads
 from mca_models.megatron.families.checkpoint_keys import keys_map
+from mca_models.megatron.families.core_attention import own_core
 from mca_models.megatron.families.gated_delta_net import delta_net_spec
-from mca_models.megatron.families.group_router import own_router
 from mca_models.megatron.families.image_limits import image_reach
 from mca_models.megatron.families.latent import with_plain_query
-from mca_models.megatron.families.norms import LateNorm, WideKeyNorm, WideNorm
+from mca_models.megatron.families.norms import (
+    HeadNorm,
+    KeyHeadNorm,
+    LateNorm,
+    PlainLateNorm,
+    WideKeyNorm,
+    WideNorm,
+)
+from mca_models.megatron.families.own_heads import heads_by_layer, with_own_heads
+from mca_models.megatron.families.parallel_block import SharedNorm, second_norm
+from mca_models.megatron.families.router import own_router
 from mca_models.megatron.families.scales import scaled_residual
-from mca_models.megatron.families.two_ropes import with_own_rope
-from mca_models.megatron.layers.attention import CoreAttention, capped_attention, image_attention
+from mca_models.megatron.families.sparse_attention import with_indexer
+from mca_models.megatron.families.two_ropes import rope_widths, with_own_rope
+from mca_models.megatron.layers.attention import CoreAttention, image_attention
+from mca_models.megatron.layers.norm import Norm, norm_with
 from mca_models.megatron.layers.rope import attention_factor
 from mca_models.megatron.layers.spec import engine_attention, rebuilt
 from mca_models.megatron.names import Implementation
@@ -63,11 +76,16 @@ def _adapted(spec: Spec, config: McaModelConfig, implementation: Implementation)
     """``spec`` (of a block, or of prediction layers) with everything that holds for all layers alike."""
     changes: dict[str, Change] = {}
     if config.norm_placement == "post":
-        changes |= _without_norms_before(implementation)
+        changes |= dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), _nothing)
+    elif config.has_own_norms:
+        changes |= _own_norms(config)
     if config.qk_layernorm_full_width:
         changes |= {"q_layernorm": lambda norm: WideNorm, "k_layernorm": lambda norm: WideKeyNorm}
+    if config.qk_layernorm_per_head:
+        changes |= {"q_layernorm": lambda norm: HeadNorm, "k_layernorm": lambda norm: KeyHeadNorm}
     if config.qk_layernorm_after_rope:
-        changes |= dict.fromkeys(("q_layernorm", "k_layernorm"), lambda norm: LateNorm)
+        late = LateNorm if config.qk_layernorm_weight else PlainLateNorm
+        changes |= dict.fromkeys(("q_layernorm", "k_layernorm"), lambda norm: late)
     if config.residual_multiplier != 1.0:
         factor = config.residual_multiplier
         changes |= dict.fromkeys(("self_attn_bda", "mlp_bda"), lambda add: scaled_residual(add, factor))
@@ -78,36 +96,60 @@ def _adapted(spec: Spec, config: McaModelConfig, implementation: Implementation)
 
 def _classes(config: McaModelConfig, implementation: Implementation) -> dict[type, type]:
     """Modules to exchange wherever they stand."""
-    classes: dict[type, type] = {}
-    if config.attn_logit_softcapping is not None:
-        capped = capped_attention(config.attn_logit_softcapping)
-        classes[CoreAttention] = capped
-        if implementation == "transformer_engine":  # whose attention cannot cap scores
-            classes[engine_attention()] = capped
+    classes = _without_norms_inside(config, implementation)
+    if (core := own_core(config)) is not None:
+        classes[CoreAttention] = core
+        if implementation == "transformer_engine":
+            classes[engine_attention()] = core
     elif reach := image_reach(config):
         classes[CoreAttention] = image_attention(reach)
-    if isinstance(config, MlaMcaModelConfig) and not config.q_lora_rank:
+    if isinstance(config, MlaMcaModelConfig):
         from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-        classes[MLASelfAttention] = with_plain_query(MLASelfAttention)
-    if config.rotary_base_local is not None:
-        from megatron.core.transformer.attention import SelfAttention
+        latent = MLASelfAttention if config.q_lora_rank else with_plain_query(MLASelfAttention)
+        classes[MLASelfAttention] = latent if config.index_topk is None else with_indexer(latent)
+    from megatron.core.transformer.attention import SelfAttention
 
-        classes[SelfAttention] = with_own_rope(
-            SelfAttention, config.layer_types or (), attention_factor(config)
-        )
+    classes[SelfAttention] = _self_attention(SelfAttention, config)
     return classes
 
 
-def _without_norms_before(implementation: Implementation) -> dict[str, Change]:
-    if implementation == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+def _self_attention(attention: type, config: McaModelConfig) -> type:
+    """Megatron's class with what this model's attention does besides."""
+    if config.rotary_base_local is not None:
+        attention = with_own_rope(
+            attention, config.layer_types or (), attention_factor(config), rope_widths(config)
+        )
+    if config.has_own_heads:
+        attention = with_own_heads(attention, heads_by_layer(config))
+    if config.clip_qkv is not None:
+        attention = with_clipped_heads(attention, config.clip_qkv)
+    if config.add_bias_attention is not None:
+        attention = with_biases(attention, biased=config.add_bias_attention)
+    return attention
 
-        return {
-            "linear_qkv": lambda linear: TEColumnParallelLinear,
-            "linear_fc1": lambda linear: TEColumnParallelLinear,
-        }
-    return {"input_layernorm": _nothing, "pre_mlp_layernorm": _nothing}
+
+def _own_norms(config: McaModelConfig) -> dict[str, Change]:
+    has = {"weight": config.norm_weight, "bias": config.norm_bias}
+    mlp = {"none": norm_with, "one_norm": lambda **_: SharedNorm, "two_norms": second_norm}
+    before, between = norm_with(**has), mlp[config.parallel_block](**has)
+    return {"input_layernorm": lambda norm: before, "pre_mlp_layernorm": lambda norm: between}
+
+
+def _without_norms_inside(config: McaModelConfig, implementation: Implementation) -> dict[type, type]:
+    """The linears of Transformer Engine that have a norm inside, and those without; and the last norm."""
+    classes: dict[type, type] = {}
+    own = norm_with(weight=config.norm_weight, bias=config.norm_bias)
+    if implementation == "transformer_engine" and (config.has_own_norms or config.norm_placement == "post"):
+        from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelLinear,
+            TELayerNormColumnParallelLinear,
+            TENorm,
+        )
+
+        classes[TELayerNormColumnParallelLinear] = TEColumnParallelLinear
+        classes |= {TENorm: own} if config.has_own_norms else {}
+    return {**classes, Norm: own} if config.has_own_norms else classes
 
 
 def _nothing(module: Spec) -> Spec:

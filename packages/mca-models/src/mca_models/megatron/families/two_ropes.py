@@ -1,7 +1,7 @@
 """Layers with a sliding window rotate in a way of their own (Gemma 3, OLMo 3).
 
 Megatron computes one rotation for all layers and hands it through. Here both are handed through, side by side on
-the second axis, and each layer's attention takes its own.
+the last axis, and each layer's attention takes its own.
 """
 
 from dataclasses import replace
@@ -12,22 +12,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.layers.rope import rotary_module
+from mca_models.megatron.layers.rope import rotary_dim, rotary_module
 from mca_models.megatron.types import MegatronConfig, MegatronModule
 
 _SLIDING = "sliding_attention"
 
 
 class TwoRopes(torch.nn.Module):
-    """The rotation of full layers and that of layers with a window, ``[seq, 2, 1, channels]``."""
+    """The rotation of full layers and that of layers with a window, ``[seq, 1, 1, channels of both]``."""
 
     def __init__(self, config: McaModelConfig, cp_group: ProcessGroup) -> None:
         super().__init__()
-        base = config.rotary_base_local or config.rotary_base
-        self.full: MegatronModule = rotary_module(config, cp_group)
-        self.local: MegatronModule = rotary_module(
-            replace(config, rotary_base=base, rope_scaling=None), cp_group
-        )
+        full, sliding = _of_kinds(config)
+        self.full: MegatronModule = rotary_module(full, cp_group)
+        self.local: MegatronModule = rotary_module(sliding, cp_group)
 
     def get_rotary_seq_len(self, *args: object, **kwargs: object) -> int:
         """See Megatron's ``RotaryEmbedding``."""
@@ -36,17 +34,35 @@ class TwoRopes(torch.nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         """See Megatron's ``RotaryEmbedding``."""
-        return torch.cat([self.full(*args, **kwargs), self.local(*args, **kwargs)], 1)
+        return torch.cat([self.full(*args, **kwargs), self.local(*args, **kwargs)], -1)
+
+
+def _of_kinds(config: McaModelConfig) -> tuple[McaModelConfig, McaModelConfig]:
+    """The model as full layers are, and as those with a window are, which have an unscaled rope."""
+    full, sliding = (
+        replace(config, of_kind=None, **(config.of_kind or {}).get(kind, {}))
+        for kind in ("full_attention", _SLIDING)
+    )
+    return full, replace(
+        sliding, rotary_base=config.rotary_base_local or config.rotary_base, rope_scaling=None
+    )
+
+
+def rope_widths(config: McaModelConfig) -> tuple[int, int]:
+    """Channels of a head that are rotated in full layers, and in layers with a window."""
+    full, sliding = _of_kinds(config)
+    return rotary_dim(full), rotary_dim(sliding)
 
 
 @cache
-def with_own_rope(attention: type, kinds: tuple[str, ...], factor: float) -> type:
+def with_own_rope(attention: type, kinds: tuple[str, ...], factor: float, widths: tuple[int, int]) -> type:
     """An attention class whose layers take one of two ropes.
 
     Args:
         attention: Megatron's class.
         kinds: HF's kind of each decoder layer.
         factor: On cosine and sine in full layers (yarn's): scores grow by its square.
+        widths: Rotated channels in full layers, and in layers with a window.
     """
 
     class OwnRope(attention):  # type: ignore[misc]
@@ -66,8 +82,8 @@ def with_own_rope(attention: type, kinds: tuple[str, ...], factor: float) -> typ
         ) -> MegatronModule:
             """See Megatron's attention."""
             if rotary_pos_emb is not None:
-                which = int(kinds[self.layer_number - 1] == _SLIDING)
-                rotary_pos_emb = rotary_pos_emb[:, which : which + 1]
+                full, local = rotary_pos_emb.split(widths, -1)
+                rotary_pos_emb = local if kinds[self.layer_number - 1] == _SLIDING else full
             return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
     return OwnRope

@@ -6,7 +6,9 @@ rank computes its own queries.
 """
 
 import itertools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -26,6 +28,27 @@ from mca_models.megatron.types import (
     ShardedState,
 )
 
+
+@dataclass(frozen=True)
+class Special:
+    """What core attention can do that Megatron's configuration does not know of.
+
+    Args:
+        softcap: See ``causal_attention``.
+        temperature: Queries at position p are multiplied by ``1 + beta ln(1 + floor((p + first) / length))``, for
+            these ``(beta, length, first)``; None: they stay.
+        heated: Layers (from 0) whose queries are; None: all.
+        chunk: A query sees the keys of its own chunk of so many positions only; None: all before it.
+        chunked: Layers (from 0) with chunks.
+    """
+
+    softcap: float | None = None
+    temperature: tuple[float, int, int] | None = None
+    heated: frozenset[int] | None = None
+    chunk: int | None = None
+    chunked: frozenset[int] = frozenset()
+
+
 KNOWN_ENDS = "mca_ends"
 """Of packed sequences' parameters: where they end, as numbers, if whoever made them knew."""
 ON_HOST = "mca_on_host"
@@ -36,8 +59,7 @@ _CAUSAL = ("causal", "padding_causal")
 class CoreAttention(torch.nn.Module):
     """softmax(scale * q k^T) v over the keys at or before each query; takes what Megatron's spec gives."""
 
-    softcap: float | None = None
-    """See ``causal_attention``; Megatron's configuration does not know it."""
+    special = Special()
     reach: int = 0
     """How many tokens behind it one of an image may see; 0: none, as text."""
 
@@ -67,6 +89,9 @@ class CoreAttention(torch.nn.Module):
         self.scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.window = _window(config, layer_number)
+        own, layer = self.special, layer_number - 1
+        self.chunk = own.chunk if layer in own.chunked else None
+        self.temperature = own.temperature if own.heated is None or layer in own.heated else None
         self.cp_group = _context_group(pg_collection)
         if config.softmax_type != "vanilla":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -122,16 +147,17 @@ class CoreAttention(torch.nn.Module):
         keys, values = self._sequences(key, lengths), self._sequences(value, lengths)
         outputs, row = [], 0
         for chunk in ranges_of_rank(lengths, self.cp_group.rank(), self.cp_group.size()):
-            own = slice(row, row + chunk.length)
-            with self._draws():
-                out = self._of_queries(
-                    _heads_first(query[own]),
-                    _heads_first(keys[chunk.sequence]),
-                    _heads_first(values[chunk.sequence]),
-                    chunk.start,
-                    None if ends is None else ends[:, own],
-                )
-            outputs.append(out.permute(2, 0, 1, 3))
+            for first, start, stop in self._seen(chunk.start, chunk.start + chunk.length):
+                own = slice(row + start - chunk.start, row + stop - chunk.start)
+                with self._draws():
+                    out = self._of_queries(
+                        _heads_first(self._heated(query[own], start)),
+                        _heads_first(keys[chunk.sequence][first:]),
+                        _heads_first(values[chunk.sequence][first:]),
+                        start - first,
+                        None if ends is None else ends[:, own],
+                    )
+                outputs.append(out.permute(2, 0, 1, 3))
             row += chunk.length
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -162,8 +188,23 @@ class CoreAttention(torch.nn.Module):
             scale=self.scale,
             dropout=dropout,
             sink=self.softmax_offset,
-            softcap=self.softcap,
+            softcap=self.special.softcap,
         )
+
+    def _seen(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(first key, first query, end of queries) of each part of the queries ``start .. stop`` of a sequence."""
+        size = self.chunk or stop
+        for first in range(start - start % size, stop, size):
+            yield first, max(start, first), min(stop, first + size)
+
+    def _heated(self, query: Tensor, start: int) -> Tensor:
+        """``[q, b, h, d]`` at positions from ``start``, multiplied by their temperature."""
+        if self.temperature is None:
+            return query
+        beta, length, offset = self.temperature
+        places = torch.arange(start + offset, start + offset + len(query), device=query.device)
+        factors = 1 + beta * torch.log1p(torch.floor(places.float() / length))
+        return query * factors.to(query.dtype).view(-1, 1, 1, 1)
 
     def _draws(self) -> AbstractContextManager[None]:
         """The random state that tensor ranks do not share: each has heads of its own.
@@ -189,9 +230,9 @@ class CoreAttention(torch.nn.Module):
 
 
 @cache
-def capped_attention(softcap: float) -> type[CoreAttention]:
-    """``CoreAttention`` with capped scores."""
-    return type("CappedAttention", (CoreAttention,), {"softcap": softcap})
+def special_attention(special: Special) -> type[CoreAttention]:
+    """``CoreAttention`` that does ``special``."""
+    return type("SpecialAttention", (CoreAttention,), {"special": special})
 
 
 @cache

@@ -4,6 +4,8 @@ Megatron's ``WrappedTorchNorm`` refuses both, and its RMSNorm weight is not mark
 tensor ranks that sequence parallelism needs.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
@@ -17,13 +19,16 @@ class Norm(torch.nn.Module):
     With ``layernorm_zero_centered_gamma`` the stored weight is the deviation from 1.
     """
 
+    has_weight, has_bias = True, True
+
     def __init__(self, config: MegatronConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         self.eps = eps
         self.shape = (hidden_size,)
         self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
-        self.weight = self._parameter(config, 1.0 - self.offset)
-        self.bias = self._parameter(config, 0.0) if config.normalization == "LayerNorm" else None
+        self.centred = config.normalization == "LayerNorm"
+        self.weight = self._parameter(config, 1.0 - self.offset) if self.has_weight else None
+        self.bias = self._parameter(config, 0.0) if self.centred and self.has_bias else None
 
     def _parameter(self, config: MegatronConfig, value: float) -> torch.nn.Parameter:
         weight: MarkedParameter = torch.nn.Parameter(torch.full(self.shape, value, dtype=config.params_dtype))
@@ -33,9 +38,17 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` normalised, in its own dtype."""
-        weight = self.weight.float()
-        if self.offset:
-            weight = weight + self.offset
-        if self.bias is None:
-            return rms_norm(x.float(), self.shape, weight, self.eps).to(x.dtype)
-        return layer_norm(x.float(), self.shape, weight, self.bias.float(), self.eps).to(x.dtype)
+        weight = None if self.weight is None else self.weight.float() + self.offset
+        return self.normal(x.float(), weight).to(x.dtype)
+
+    def normal(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """``x`` normalised, and multiplied by ``weight``."""
+        if not self.centred:
+            return rms_norm(x, self.shape, weight, self.eps)
+        return layer_norm(x, self.shape, weight, None if self.bias is None else self.bias.float(), self.eps)
+
+
+@cache
+def norm_with(*, weight: bool, bias: bool) -> type[Norm]:
+    """``Norm`` with or without a weight, and a bias if it is a LayerNorm."""
+    return type("OwnNorm", (Norm,), {"has_weight": weight, "has_bias": bias and weight})

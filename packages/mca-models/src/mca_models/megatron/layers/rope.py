@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mca_config.model_config import McaModelConfig
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_config.rope import require_rope
 from mca_models.megatron.types import MegatronModule, Settings
 
@@ -20,6 +20,8 @@ Rope = Settings
 
 def rotary_dim(config: McaModelConfig) -> int:
     """Channels of a head that are rotated."""
+    if isinstance(config, MlaMcaModelConfig):
+        return config.qk_pos_emb_head_dim
     return int(config.kv_channels * config.rotary_percent)
 
 
@@ -74,6 +76,14 @@ def _longrope(config: McaModelConfig, rope: Rope) -> Tensor:
     return inverse_frequencies(config.rotary_base, rotary_dim(config)) / torch.tensor(rope["short_factor"])
 
 
+def _proportional(config: McaModelConfig, rope: Rope) -> Tensor:
+    """All channels of a head are rotated, those beyond a share of them by nothing."""
+    dim = config.kv_channels
+    turning = int(rope.get("partial_rotary_factor", 1.0) * dim // 2)
+    whole = inverse_frequencies(config.rotary_base, dim) / rope.get("factor", 1.0)
+    return torch.where(torch.arange(dim // 2) < turning, whole, 0.0)
+
+
 def yarn_factor(config: McaModelConfig, rope: Rope) -> float:
     """How many times longer the context is than the original one."""
     original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
@@ -86,6 +96,7 @@ _KINDS: dict[str, Callable[[McaModelConfig, Rope], Tensor]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 
 
@@ -157,11 +168,11 @@ def rotary_module(config: McaModelConfig, cp_group: ProcessGroup) -> torch.nn.Mo
         def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
             inv_freq = self.inv_freq
             if max_seq_len > original:
-                inv_freq = beyond(config, max_seq_len).to(inv_freq)
+                inv_freq = beyond(config, max_seq_len).to(inv_freq) * sign
             positions = torch.arange(max_seq_len, device=inv_freq.device, dtype=inv_freq.dtype) + offset
             return torch.outer(positions, inv_freq)
 
-    rope = config.rope_scaling or {}
+    rope, sign = config.rope_scaling or {}, -1 if config.rotary_backwards else 1
     beyond = _BEYOND.get(rope.get("rope_type", "default"), dynamic_frequencies)
     longrope = rope.get("rope_type") == "longrope"
     original = rope["original_max_position_embeddings"] if longrope else config.max_position_embeddings
@@ -172,6 +183,6 @@ def rotary_module(config: McaModelConfig, cp_group: ProcessGroup) -> torch.nn.Mo
         rotary_base=config.rotary_base,
         cp_group=cp_group,
     )
-    rotary.inv_freq = frequencies(config).to(rotary.inv_freq)
+    rotary.inv_freq = frequencies(config).to(rotary.inv_freq) * sign
     module: torch.nn.Module = rotary
     return module

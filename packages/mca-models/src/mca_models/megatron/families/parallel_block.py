@@ -1,0 +1,60 @@
+"""Attention and MLP side by side, on Megatron's layer, in which the MLP takes what attention was added to.
+
+Megatron's layer calls the norm before the MLP with that sum. Here that norm looks at what attention was given
+instead: the output of the norm before attention (one norm), or its input (two norms). What the MLP gives is added to
+the sum, as ever.
+"""
+
+import torch
+from torch import Tensor
+
+from mca_models.megatron.layers.norm import Norm, norm_with
+from mca_models.megatron.types import GptModel, MegatronConfig
+
+
+class SharedNorm(torch.nn.Module):
+    """Gives the MLP what the norm before attention gave attention."""
+
+    kept: Tensor | None = None
+
+    def __init__(self, config: MegatronConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What was kept, once."""
+        kept, self.kept = self.kept, None
+        return x if kept is None else kept
+
+    def keep(self, before: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        """Called after the norm ``before`` attention."""
+        self.kept = output
+
+
+def second_norm(*, weight: bool, bias: bool) -> type[Norm]:
+    """A norm of its own before the MLP, of what the norm before attention normalised."""
+    return _second(norm_with(weight=weight, bias=bias))
+
+
+def _second(norm: type[Norm]) -> type[Norm]:
+    class SecondNorm(norm):  # type: ignore[misc, valid-type]
+        """Normalises what was kept, whatever it is called with."""
+
+        kept: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            """What was kept, normalised."""
+            kept, self.kept = self.kept, None
+            normal: Tensor = super().forward(x if kept is None else kept)
+            return normal
+
+        def keep(self, before: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+            """Called after the norm ``before`` attention."""
+            self.kept = args[0]
+
+    return SecondNorm
+
+
+def set_side_by_side(model: GptModel) -> None:
+    """Has every layer of a chunk keep for its MLP what its attention is given."""
+    for layer in model.decoder.layers:
+        layer.input_layernorm.register_forward_hook(layer.pre_mlp_layernorm.keep)

@@ -1,0 +1,12 @@
+"""Which routers choose experts otherwise than Megatron's."""
+
+from collections.abc import Callable
+
+from mca_config.model_config import McaModelConfig
+from mca_models.megatron.families.biased_router import biased_router, has_biased_softmax
+from mca_models.megatron.families.group_router import own_groups
+
+
+def own_router(config: McaModelConfig) -> Callable[[type], type] | None:
+    """What makes a router class choose as the model does; None where Megatron's own does."""
+    return biased_router if has_biased_softmax(config) else own_groups(config)

@@ -1,0 +1,105 @@
+"""What chooses the keys of each query in sparse attention (DeepSeek V3.2, GLM 5), in plain torch.
+
+Names of axes: n tokens of this rank, b batch, h heads of the indexer, d their channels, q queries, k keys. As in
+transformers it is not trained: its weights are buffers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm, linear
+
+_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class IndexSizes:
+    """What an indexer is made of.
+
+    Args:
+        heads: How many.
+        channels: Of each head.
+        hidden: Channels of the layer's input.
+        compressed: Channels of the compressed queries.
+        topk: Keys that it chooses for a query.
+        interleaved: It rotates pairs of neighbours; otherwise channels half a rope apart.
+    """
+
+    heads: int
+    channels: int
+    hidden: int
+    compressed: int
+    topk: int
+    interleaved: bool
+
+
+class Indexer(torch.nn.Module):
+    """Scores each key for each query: the weighed sum over heads of what is positive of their products."""
+
+    wq_b: Tensor
+    wk: Tensor
+    k_norm_weight: Tensor
+    k_norm_bias: Tensor
+    weights_proj: Tensor
+    inverse_frequencies: Tensor
+
+    def __init__(self, sizes: IndexSizes, frequencies: Tensor, factor: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.sizes, self.factor = sizes, factor
+        shapes = {
+            "wq_b": (sizes.heads * sizes.channels, sizes.compressed),
+            "wk": (sizes.channels, sizes.hidden),
+            "k_norm_weight": (sizes.channels,),
+            "k_norm_bias": (sizes.channels,),
+            "weights_proj": (sizes.heads, sizes.hidden),
+        }
+        for name, shape in shapes.items():
+            self.register_buffer(name, torch.empty(shape, dtype=dtype))
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
+
+    def queries(self, compressed: Tensor, places: Tensor) -> Tensor:
+        """``[n, b, h, d]`` of compressed queries ``[n, b, r]`` at ``places`` ``[n]``."""
+        return self._rotated(linear(compressed, self.wq_b).unflatten(-1, (self.sizes.heads, -1)), places)
+
+    def keys(self, hidden: Tensor, places: Tensor) -> Tensor:
+        """``[n, b, d]`` of the layer's input ``[n, b, hidden]``."""
+        keys = linear(hidden, self.wk).float()
+        normal = layer_norm(
+            keys, keys.shape[-1:], self.k_norm_weight.float(), self.k_norm_bias.float(), _EPSILON
+        )
+        return self._rotated(normal.to(hidden.dtype).unsqueeze(2), places).squeeze(2)
+
+    def weights(self, hidden: Tensor) -> Tensor:
+        """``[n, b, h]``, fp32."""
+        return linear(hidden, self.weights_proj).float() * (self.sizes.heads * self.sizes.channels) ** -0.5
+
+    def chosen(self, queries: Tensor, weights: Tensor, keys: Tensor, start: int) -> Tensor:
+        """Which keys each query sees, ``[b, q, k]``: of those not after it the highest.
+
+        Args:
+            queries: ``[q, b, h, d]``, the first at position ``start``.
+            weights: ``[q, b, h]``.
+            keys: ``[k, b, d]``, positions from 0.
+            start: See above.
+        """
+        products = torch.einsum("qbhd,kbd->bqhk", queries.float(), keys.float()).relu()
+        scores = torch.einsum("bqhk,qbh->bqk", products, weights)
+        places = torch.arange(start, start + len(queries), device=keys.device)
+        seen = torch.arange(len(keys), device=keys.device) <= places[:, None]
+        scores = scores.masked_fill(~seen, -torch.inf)
+        best = scores.topk(min(self.sizes.topk, len(keys)), -1).indices
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & seen
+
+    def _rotated(self, x: Tensor, places: Tensor) -> Tensor:
+        """``[n, b, h, d]`` with its first channels turned."""
+        angles = torch.outer(places.float(), self.inverse_frequencies)[:, None, None]
+        cos, sin = (f(angles) * self.factor for f in (torch.cos, torch.sin))
+        width = 2 * self.inverse_frequencies.numel()
+        turning, rest = x[..., :width], x[..., width:]
+        if self.sizes.interleaved:
+            first, second = turning[..., ::2], turning[..., 1::2]
+        else:
+            first, second = turning.chunk(2, -1)
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)

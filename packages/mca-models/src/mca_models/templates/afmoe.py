@@ -1,0 +1,73 @@
+"""Arcee Trinity: HF ``AfmoeForCausalLM``: gated attention, norms around each block, sigmoid routing with a bias."""
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates.common import attention, gated_qkv, renamed
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    SILU,
+    ConfigTable,
+    Field,
+    HfConfig,
+    dense_fields,
+)
+from mca_models.templates.exaone4 import rotated_windows
+from mca_models.templates.family import Family
+from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields, moe_params, require_sigmoid_choice
+from mca_models.templates.names import MoeNames
+from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
+from mca_models.weights import Param
+
+NAMES = MoeNames(router="mlp.router.gate.weight", router_bias="mlp.expert_bias")
+NORMS = {"pre_feedforward_layernorm": "pre_mlp_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm"}
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Kinds of layers, which have experts, the shared ones as one wide one, and the factor on embeddings."""
+    require_sigmoid_choice(hf)
+    count, step = hf["num_hidden_layers"], hf.get("global_attn_every_n_layers", 4)
+    kinds = hf.get("layer_types") or [FULL if (i + 1) % step == 0 else SLIDING for i in range(count)]
+    return {
+        **rotated_windows(kinds),
+        "moe_layer_freq": tuple(int(i >= hf.get("num_dense_layers", 1)) for i in range(count)),
+        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * hf.get("num_shared_experts", 2)
+        or None,
+        "embedding_multiplier": hf["hidden_size"] ** 0.5 if hf.get("mup_enabled") else 1.0,
+    }
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    shared, width = config.moe_shared_expert_intermediate_size or 0, config.moe_ffn_hidden_size or 1
+    dense = [layer for layer in range(config.num_layers) if not config.is_moe_layer(layer)]
+    scaled = config.embedding_multiplier != 1.0
+    counts = {"num_dense_layers": len(dense), "num_shared_experts": shared // width}
+    return {**counts, "mup_enabled": scaled, **restore_kinds(config)}
+
+
+CONFIG = ConfigTable(
+    fields=(
+        *dense_fields(eps=1e-5),
+        *expert_fields(count="num_experts", default=64),
+        Field("moe_router_topk_scaling_factor", "route_scale", 1.0),
+        Field("window_size", "sliding_window", 1024),
+    ),
+    defaults={"head_dim": 128, "num_experts_per_tok": 6},
+    constants={
+        "qk_layernorm": True,
+        "attention_output_gate": True,
+        "norm_placement": "sandwich",
+        **SIGMOID_ROUTER,
+    },
+    fixed=(SILU, NO_ATTENTION_BIAS),
+    derive=derive,
+    restore=restore,
+)
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    return renamed(moe_params(config, NAMES, attention(config, gated_qkv(config))), NORMS)
+
+
+FAMILY = Family(model_type="afmoe", architecture="AfmoeForCausalLM", config=CONFIG, params=params, moe=NAMES)

@@ -1,0 +1,71 @@
+"""Command A with experts: HF ``Cohere2MoeForCausalLM``: experts beside attention, dense first layers."""
+
+from dataclasses import replace
+from functools import partial
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates import cohere, cohere2
+from mca_models.templates.config_table import Fixed, HfConfig
+from mca_models.templates.moe import expert_fields, listed_layers, moe_params, restore_listed_layers
+from mca_models.templates.names import MoeNames
+from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
+
+NAMES = MoeNames()
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Kinds of layers, which have experts, their weights, and the factor on logits."""
+    dense, count = hf.get("first_k_dense_replace", 0), hf["num_hidden_layers"]
+    steps = [hf.get("prefix_dense_sliding_window_pattern", 1)] * dense
+    steps += [hf.get("sliding_window_pattern", 4)] * (count - dense)
+    places = [*range(dense), *range(count - dense)]
+    kinds = hf.get("layer_types") or [
+        SLIDING if (i + 1) % step else FULL for i, step in zip(places, steps, strict=True)
+    ]
+    sparse = listed_layers({"first_k_dense_replace": 0, **hf})["moe_layer_freq"]
+    forced = hf.get("prefix_dense_sliding_window_pattern", 1) == 1
+    plain = zip(kinds, sparse, strict=True)
+    return {
+        **cohere.scale(hf),
+        "layer_types": tuple(kinds),
+        "no_rope_freq": tuple(int(kind == FULL and (yes or not forced)) for kind, yes in plain),
+        "moe_layer_freq": sparse,
+        "moe_router_score_function": hf.get("expert_selection_fn", "softmax"),
+        "ffn_hidden_size": hf.get("prefix_dense_intermediate_size") or hf["intermediate_size"],
+    }
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    kinds = {**restore_kinds(config), **restore_listed_layers(config)}
+    dense = {"prefix_dense_intermediate_size": config.ffn_hidden_size}
+    score = {"expert_selection_fn": config.moe_router_score_function, "num_shared_experts": 0}
+    return {"logit_scale": 1 / config.logits_scaling, **kinds, **dense, **score}
+
+
+CONFIG = replace(
+    cohere2.CONFIG,
+    fields=(
+        *(field for field in cohere2.CONFIG.fields if field.mca != "ffn_hidden_size"),
+        *expert_fields(count="num_experts", default=8, ffn="intermediate_size"),
+    ),
+    defaults={**cohere2.CONFIG.defaults, "num_experts_per_tok": 2, "head_dim": 128},
+    fixed=(
+        *cohere2.CONFIG.fixed,
+        Fixed("num_shared_experts", (0,), "their mean with the chosen ones is not Megatron's sum"),
+        Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores over the chosen experts"),
+        Fixed("rms_norm_eps", (None,), "no model with RMSNorms is published"),
+    ),
+    derive=derive,
+    restore=restore,
+)
+
+FAMILY = replace(
+    cohere2.FAMILY,
+    model_type="cohere2_moe",
+    architecture="Cohere2MoeForCausalLM",
+    config=CONFIG,
+    params=partial(moe_params, names=NAMES),
+    moe=NAMES,
+)

@@ -1,0 +1,62 @@
+"""DeepSeek V3.2: HF ``DeepseekV32ForCausalLM``: DeepSeek V3 with an indexer that chooses the keys of each query."""
+
+from dataclasses import replace
+
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates import deepseek_v3, glm4_moe_lite
+from mca_models.templates.common import inner
+from mca_models.templates.config_table import Field, HfConfig
+from mca_models.templates.moe import listed_layers, moe_params
+from mca_models.templates.mtp import left_behind, predictions_left_behind
+from mca_models.weights import Param
+
+INDEX_FIELDS = (
+    Field("index_topk", "index_topk", 2048),
+    Field("index_num_heads", "index_n_heads", 64),
+    Field("index_head_dim", "index_head_dim", 128),
+)
+NAMES = {
+    **{"wq_b": "wq_b.weight", "wk": "wk.weight", "weights_proj": "weights_proj.weight"},
+    **{"k_norm_weight": "k_norm.weight", "k_norm_bias": "k_norm.bias"},
+}
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """What DeepSeek V3's table says, and which layers have experts; prediction layers are left behind."""
+    return {
+        **deepseek_v3.derive(hf),
+        **listed_layers({"first_k_dense_replace": 3, **hf}),
+        "mtp_num_layers": 0,
+    }
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    return glm4_moe_lite.restore(config)
+
+
+def params(config: MlaMcaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    mca, hf = "self_attention.core_attention.indexer.", "self_attn.indexer."
+    indexer = [inner(mca + own, hf + its) for own, its in NAMES.items()]
+    return moe_params(config, deepseek_v3.NAMES, [*deepseek_v3.latent_attention(config), *indexer])
+
+
+CONFIG = replace(
+    deepseek_v3.CONFIG,
+    fields=(*deepseek_v3.MLA_FIELDS, *INDEX_FIELDS),
+    fixed=tuple(fixed for fixed in deepseek_v3.CONFIG.fixed if fixed is not deepseek_v3.INTERLEAVED),
+    derive=derive,
+    restore=restore,
+)
+
+FAMILY = replace(
+    deepseek_v3.FAMILY,
+    model_type="deepseek_v32",
+    architecture="DeepseekV32ForCausalLM",
+    config=CONFIG,
+    params=params,
+    ignored_hf=left_behind,
+    found=predictions_left_behind,
+)

@@ -1,0 +1,69 @@
+"""ERNIE 4.5 with experts: HF ``Ernie4_5_MoeForCausalLM``: softmax routing with a bias that only chooses."""
+
+from functools import partial
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates import ernie4_5
+from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
+from mca_models.templates.family import Family
+from mca_models.templates.moe import aux_loss, moe_params, restore_aux_loss
+from mca_models.templates.mtp import left_behind, predictions_left_behind
+from mca_models.templates.names import MoeNames
+from mca_models.weights import Shaped
+
+BIAS = "moe_statics.e_score_correction_bias"
+NAMES = MoeNames(
+    router_bias=f"mlp.{BIAS}", bias_layout=Shaped((1, -1)), in_memory=((f"mlp.{BIAS}", f"mlp.gate.{BIAS}"),)
+)
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Which layers have experts, and the shared ones as one wide one."""
+    layers, step = hf["num_hidden_layers"], hf.get("moe_layer_interval", 1)
+    last = hf.get("moe_layer_end_index", -1) % layers
+    sparse = range(hf.get("moe_layer_start_index", 1), last + 1)
+    width = hf["moe_intermediate_size"] * hf.get("moe_num_shared_experts", 2)
+    return {
+        "moe_layer_freq": tuple(int(i in sparse and (i + 1) % step == 0) for i in range(layers)),
+        "moe_shared_expert_intermediate_size": width or None,
+        **aux_loss(hf),
+    }
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    shared, width = config.moe_shared_expert_intermediate_size or 0, config.moe_ffn_hidden_size or 1
+    sparse = [layer for layer in range(config.num_layers) if config.is_moe_layer(layer)]
+    ends = {"moe_layer_start_index": sparse[0], "moe_layer_end_index": sparse[-1]}
+    return {"moe_num_shared_experts": shared // width, **ends, **restore_aux_loss(config)}
+
+
+CONFIG = ConfigTable(
+    fields=(
+        *dense_fields(tied=True, eps=1e-5),
+        Field("num_moe_experts", "moe_num_experts", lambda hf: hf.get("num_experts", 64)),
+        Field("moe_ffn_hidden_size", "moe_intermediate_size"),
+        Field("moe_router_topk", "moe_k", lambda hf: hf.get("num_experts_per_tok", 6)),
+    ),
+    defaults={
+        **ernie4_5.CONFIG.defaults,
+        "num_key_value_heads": 4,
+        "router_aux_loss_coef": 0.001,
+        "moe_intermediate_size": 1536,
+    },
+    constants={"rotary_interleaved": True, "moe_router_enable_expert_bias": True},
+    fixed=(SILU, ernie4_5.NO_BIAS, Fixed("moe_norm_min", (1e-12,), "a bound that no published model meets")),
+    derive=derive,
+    restore=restore,
+)
+
+FAMILY = Family(
+    model_type="ernie4_5_moe",
+    architecture="Ernie4_5_MoeForCausalLM",
+    config=CONFIG,
+    params=partial(moe_params, names=NAMES),
+    moe=NAMES,
+    ignored_hf=left_behind,
+    found=predictions_left_behind,
+)

@@ -1,0 +1,66 @@
+"""Falcon with a rope: HF ``FalconForCausalLM``: attention and MLP side by side after one or two LayerNorms."""
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates import persimmon
+from mca_models.templates.common import renamed
+from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, dense_fields, norm_epsilon
+from mca_models.templates.family import Family
+from mca_models.templates.gpt_neox import token_head
+from mca_models.weights import Param
+
+OUTER = {
+    "model.layers.{layer}.self_attn": "transformer.h.{layer}.self_attention",
+    "model.layers": "transformer.h",
+    "model.embed_tokens": "transformer.word_embeddings",
+    "model.final_layernorm": "transformer.ln_f",
+}
+TWO_NORMS = {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Where the MLP stands, the norms, and how many heads share keys and values."""
+    heads, new = hf["num_attention_heads"], hf.get("new_decoder_architecture", False)
+    two = (hf.get("num_ln_in_parallel_attn") or (2 if new else 1)) == 2
+    block = ("two_norms" if two else "one_norm") if hf.get("parallel_attn", True) else "none"
+    groups = 1 if hf.get("multi_query", True) and not new else hf.get("num_kv_heads") or heads
+    return {"parallel_block": block, "num_query_groups": groups, "kv_channels": hf["hidden_size"] // heads}
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    new = config.num_query_groups > 1
+    norms = 2 if config.parallel_block == "two_norms" else 1
+    side = {"parallel_attn": config.parallel_block != "none", "num_ln_in_parallel_attn": norms}
+    act = {"activation": config.hidden_act, "alibi": False}
+    return {**side, **act, "new_decoder_architecture": new, "num_kv_heads": config.num_query_groups}
+
+
+OTHERS = ("pad_token_id", "num_query_groups", "kv_channels", "ffn_hidden_size", "attention_dropout")
+CONFIG = ConfigTable(
+    fields=(
+        *(
+            field
+            for field in norm_epsilon(dense_fields(tied=True, eps=1e-5), "layer_norm_epsilon")
+            if field.mca not in OTHERS
+        ),
+        Field("ffn_hidden_size", "ffn_hidden_size", lambda hf: 4 * hf["hidden_size"]),
+        Field("add_bias_linear", "bias", False),
+        Field("hidden_act", "activation", "gelu"),
+        Field("hidden_dropout", "hidden_dropout", 0.0),
+    ),
+    defaults={"max_position_embeddings": 2048},
+    constants={"normalization": "LayerNorm", "gated_linear_unit": False},
+    fixed=(Fixed("alibi", (False,), "only rotary positions are built here"),),
+    derive=derive,
+    restore=restore,
+)
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    rules = renamed(persimmon.params(config), OUTER | token_head(config))
+    return renamed(rules, TWO_NORMS) if config.parallel_block == "two_norms" else rules
+
+
+FAMILY = Family(model_type="falcon", architecture="FalconForCausalLM", config=CONFIG, params=params)

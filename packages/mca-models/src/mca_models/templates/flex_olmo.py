@@ -1,0 +1,17 @@
+"""FlexOlmo: HF ``FlexOlmoForCausalLM``: OLMo 2's attention and norms after each block, OLMoE's experts."""
+
+from dataclasses import replace
+
+from mca_models.templates import olmoe
+from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, dense_fields
+from mca_models.templates.moe import expert_fields
+
+CONFIG = replace(
+    olmoe.CONFIG,
+    fields=(*dense_fields(), *expert_fields(count="num_experts", default=7, ffn="intermediate_size")),
+    defaults={"pad_token_id": 100277, "num_experts_per_tok": 5, "rope_theta": 5e5},
+    constants={**olmoe.CONFIG.constants, "norm_placement": "post"},
+    fixed=(SILU, NO_ATTENTION_BIAS),
+)
+
+FAMILY = replace(olmoe.FAMILY, model_type="flex_olmo", architecture="FlexOlmoForCausalLM", config=CONFIG)

@@ -1,0 +1,64 @@
+"""Flint: HF ``FlintForCausalLM``: sinks in all layers, sigmoid routing, a rope in layers with a window only."""
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates import qwen3_moe
+from mca_models.templates.common import renamed
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    SILU,
+    ConfigTable,
+    Field,
+    Fixed,
+    HfConfig,
+    dense_fields,
+)
+from mca_models.templates.exaone4 import rotated_windows
+from mca_models.templates.family import Family
+from mca_models.templates.moe import expert_fields, moe_params
+from mca_models.templates.names import MoeNames
+from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
+from mca_models.weights import Param
+
+NAMES = MoeNames(shared="mlp.shared_expert.")
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Kinds of layers, and which have experts."""
+    last = hf["num_hidden_layers"] - 1
+    kinds = [FULL if i < 2 or i % 4 == 1 or i == last else SLIDING for i in range(last + 1)]
+    return qwen3_moe.sparse_layers(hf) | rotated_windows(hf.get("layer_types") or kinds)
+
+
+CONFIG = ConfigTable(
+    fields=(
+        *dense_fields(),
+        *expert_fields(count="num_experts", default=256),
+        Field("window_size", "sliding_window", 513),
+        Field("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", 1024),
+    ),
+    defaults={"num_key_value_heads": 4, "head_dim": 128, "mlp_only_layers": [0, 1], "norm_topk_prob": True},
+    constants={
+        "qk_layernorm": True,
+        "softmax_type": "learnable",
+        "moe_router_score_function": "sigmoid",
+    },
+    fixed=(SILU, NO_ATTENTION_BIAS, Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores")),
+    derive=derive,
+    restore=lambda config: qwen3_moe.restore_sparse(config) | restore_kinds(config),
+)
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    rules = moe_params(config, NAMES)
+    return rules if config.extra.get("fused_experts") else renamed(rules, {"sinks": "softmax_offset"})
+
+
+FAMILY = Family(
+    model_type="flint",
+    architecture="FlintForCausalLM",
+    config=CONFIG,
+    params=params,
+    moe=NAMES,
+)

@@ -1,0 +1,99 @@
+"""Gemma 4, the text model: HF ``Gemma4ForCausalLM``: wider heads in full layers, whose keys may be their values too."""
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates.common import dense_layers, inner
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    ConfigTable,
+    Field,
+    Fixed,
+    HfConfig,
+    dense_fields,
+)
+from mca_models.templates.family import Family
+from mca_models.templates.gemma3_text import GELU, GELU_ONLY
+from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
+from mca_models.weights import Param, each
+
+NO = {
+    "hidden_size_per_layer_input": "E2B, E4B: each layer takes embeddings of its own",
+    "num_kv_shared_layers": "E2B, E4B: late layers take keys and values of earlier ones",
+    "enable_moe_block": "26B A4B: experts stand beside the MLP, with a router that has norms and factors of its own",
+    "use_double_wide_mlp": "MLPs of two widths",
+}
+"""What other sizes have, and is not built here."""
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Kinds of layers, their heads and ropes, and the scale of embeddings."""
+    count = hf["num_hidden_layers"]
+    kinds = hf.get("layer_types") or [SLIDING if (i + 1) % 6 else FULL for i in range(count)]
+    kinds = [*kinds[:-1], FULL]  # transformers has the last one see everything
+    ropes = hf.get("rope_parameters") or {}
+    full, local = ropes.get(FULL) or {}, ropes.get(SLIDING) or {}
+    turning = {"rope_type": "proportional", "partial_rotary_factor": full.get("partial_rotary_factor", 0.25)}
+    Fixed("rope_type", ("proportional",), "the rope of full layers").check(full)
+    Fixed("rope_type", ("default",), "the rope of layers with a window").check(local)
+    shared = bool(hf.get("attention_k_eq_v"))
+    groups = hf.get("num_global_key_value_heads") if shared else None
+    own = {"kv_channels": hf.get("global_head_dim", 512), "values_are_keys": shared}
+    own |= {"num_query_groups": groups or hf.get("num_key_value_heads", 4)}
+    by_layer = hf.get("per_layer_config") or {}
+    if said := next((its for layer, its in by_layer.items() if kinds[int(layer)] == FULL), None):
+        own |= {"kv_channels": said["head_dim"]}
+        own |= {"num_query_groups": said.get("num_key_value_heads", own["num_query_groups"])}
+    return {
+        "layer_types": tuple(kinds),
+        "of_kind": {FULL: own},
+        "rotary_base": float(full.get("rope_theta", 1e6)),
+        "rotary_base_local": float(local.get("rope_theta", 1e4)),
+        "rope_scaling": {**turning, **({"factor": full["factor"]} if "factor" in full else {})},
+        "embedding_multiplier": hf["hidden_size"] ** 0.5,
+    }
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    own = (config.of_kind or {})[FULL]
+    full = {"rope_theta": config.rotary_base, **(config.rope_scaling or {})}
+    local = {"rope_theta": config.rotary_base_local, "rope_type": "default"}
+    sizes = {"global_head_dim": own["kv_channels"], "num_global_key_value_heads": own["num_query_groups"]}
+    shared = {"attention_k_eq_v": own["values_are_keys"], "hidden_activation": GELU, **restore_kinds(config)}
+    return {**dict.fromkeys(NO, 0), **shared, **sizes, "rope_parameters": {FULL: full, SLIDING: local}}
+
+
+CONFIG = ConfigTable(
+    fields=(
+        *dense_fields(tied=True),
+        Field("window_size", "sliding_window", 512),
+        Field("final_logit_softcapping", "final_logit_softcapping", None),
+    ),
+    defaults={
+        "hidden_size_per_layer_input": 256,
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "pad_token_id": 0,
+    },
+    constants={
+        **{"hidden_act": GELU, "norm_placement": "sandwich", "qk_layernorm": True},
+        **{"softmax_scale": 1.0, "value_norm": True, "layer_scalar": True},
+    },
+    fixed=(
+        *(Fixed(key, (0, False, None), why) for key, why in NO.items()),
+        NO_ATTENTION_BIAS,
+        GELU_ONLY,
+        Fixed("use_bidirectional_attention", (None, "vision"), "Megatron's decoder is causal"),
+    ),
+    derive=derive,
+    restore=restore,
+)
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    scalar = [inner("layer_scalar", "layer_scalar")]
+    return [*dense_layers(config), *each(scalar, layers=range(config.num_layers))]
+
+
+FAMILY = Family(model_type="gemma4_text", architecture="Gemma4ForCausalLM", config=CONFIG, params=params)

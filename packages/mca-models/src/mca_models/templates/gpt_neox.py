@@ -1,0 +1,64 @@
+"""GPT-NeoX and Pythia: HF ``GPTNeoXForCausalLM``: attention and MLP side by side, each after a LayerNorm."""
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates import persimmon
+from mca_models.templates.common import renamed
+from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, read_rope
+from mca_models.templates.family import Family
+from mca_models.templates.jais2 import BOTH
+from mca_models.weights import Param
+
+OUTER = {
+    "model.layers.{layer}.self_attn": "gpt_neox.layers.{layer}.attention",
+    "model.embed_tokens": "gpt_neox.embed_in",
+    "model.final_layernorm": "gpt_neox.final_layer_norm",
+    "model.": "gpt_neox.",
+    "lm_head": "embed_out",
+}
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Where the MLP stands, and the rope under this family's names."""
+    base, share = hf.get("rotary_emb_base", 1e4), hf.get("rotary_pct", 0.25)
+    rope = {"rope_theta": base, "partial_rotary_factor": share, **hf}
+    side_by_side = hf.get("use_parallel_residual", True)
+    return {
+        **persimmon.heads(hf),
+        **read_rope(rope),
+        "parallel_block": "two_norms" if side_by_side else "none",
+    }
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    return {"use_parallel_residual": config.parallel_block != "none"}
+
+
+def token_head(config: McaModelConfig) -> dict[str, str]:
+    """What scores of tokens are called."""
+    return {"score.": "classifier."} if config.head == "token_classification" else {}
+
+
+CONFIG = ConfigTable(
+    fields=(
+        *(field for field in persimmon.FIELDS if field.mca != "pad_token_id"),  # its row is trained
+        Field("hidden_act", "hidden_act", "gelu"),
+    ),
+    constants={"normalization": "LayerNorm", "add_bias_linear": True, "gated_linear_unit": False},
+    fixed=(
+        Fixed("attention_bias", (True,), BOTH),
+        Fixed("hidden_dropout", (0.0,), "embeddings have no dropout here"),
+    ),
+    derive=derive,
+    restore=restore,
+    partial_rotary=True,
+)
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    return renamed(persimmon.params(config), OUTER | token_head(config))
+
+
+FAMILY = Family(model_type="gpt_neox", architecture="GPTNeoXForCausalLM", config=CONFIG, params=params)

@@ -1,0 +1,66 @@
+"""GPT-J: HF ``GPTJForCausalLM``: attention and MLP side by side after one LayerNorm, biases in the MLP only."""
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates.common import dense_layers, renamed
+from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig
+from mca_models.templates.family import Family
+from mca_models.weights import Param
+
+INNER = {
+    **{"self_attn.o_proj": "attn.out_proj", "self_attn.": "attn.", "input_layernorm": "ln_1"},
+    **{"up_proj": "fc_in", "down_proj": "fc_out"},
+}
+OUTER = {
+    **{"model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f"},
+    "model.layers": "transformer.h",
+}
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Sizes of a head, and how much of it is rotated."""
+    width = hf["n_embd"] // hf["n_head"]
+    sizes = {"num_query_groups": hf["n_head"], "kv_channels": width}
+    return {**sizes, "rotary_percent": (hf.get("rotary_dim") or width) / width}
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    rotated = round(config.kv_channels * config.rotary_percent)
+    return {"rotary_dim": rotated, "activation_function": config.hidden_act}
+
+
+CONFIG = ConfigTable(
+    fields=(
+        Field("num_layers", "n_layer"),
+        Field("hidden_size", "n_embd"),
+        Field("num_attention_heads", "n_head"),
+        Field("ffn_hidden_size", "n_inner", lambda hf: 4 * hf["n_embd"]),
+        Field("vocab_size", "vocab_size"),
+        Field("max_position_embeddings", "n_positions"),
+        Field("layernorm_epsilon", "layer_norm_epsilon", 1e-5),
+        Field("init_method_std", "initializer_range", 0.02),
+        Field("tie_word_embeddings", "tie_word_embeddings", False),
+        Field("hidden_act", "activation_function", "gelu_new"),
+        Field("hidden_dropout", "resid_pdrop", 0.0),
+        Field("attention_dropout", "attn_pdrop", 0.0),
+    ),
+    defaults={"rotary_dim": 64},
+    constants={
+        **{"normalization": "LayerNorm", "parallel_block": "one_norm", "rotary_interleaved": True},
+        **{"add_bias_linear": True, "add_bias_attention": False, "output_bias": True},
+        "gated_linear_unit": False,
+    },
+    fixed=(Fixed("embd_pdrop", (0.0,), "embeddings have no dropout here"),),
+    derive=derive,
+    restore=restore,
+    partial_rotary=True,
+)
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    return renamed(renamed(dense_layers(config), INNER), OUTER)
+
+
+FAMILY = Family(model_type="gptj", architecture="GPTJForCausalLM", config=CONFIG, params=params)

@@ -1,0 +1,60 @@
+"""Granite with windows: HF ``GraniteSWAForCausalLM``: sinks in all layers, a rope that each layer may lack."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mca_config.errors import HfConfigError
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates import granite
+from mca_models.templates.config_table import Field, HfConfig, read_rope
+from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
+
+WINDOW = Field("window_size", "sliding_window", 128)
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Kinds of layers, and the ropes: one base, or one for each kind; 0 is no rope."""
+    count, base = hf["num_hidden_layers"], read_rope(hf)["rotary_base"]
+    kinds = hf.get("layer_types") or [SLIDING if i % 4 else FULL for i in range(count)]
+    thetas = hf.get("layer_rope_theta") or [base] * count
+    by_kind = {kind: _bases(thetas, kinds, kind) or [base] for kind in (FULL, SLIDING)}
+    full, sliding = (by_kind[kind][0] for kind in (FULL, SLIDING))
+    if any(len(bases) > 1 for bases in by_kind.values()) or (hf.get("rope_scaling") and full != sliding):
+        raise HfConfigError(
+            f"config.json: 'layer_rope_theta' is {thetas!r:.80}; supported: one base for full layers, one for "
+            "those with a window, both without scaling; 0 for layers without a rope"
+        )
+    return {
+        "layer_types": tuple(kinds),
+        "rotary_base": full,
+        "rotary_base_local": sliding if sliding != full else None,
+        "no_rope_freq": None if all(thetas) else tuple(int(not theta) for theta in thetas),
+    }
+
+
+def _bases(thetas: Sequence[float], kinds: Sequence[str], kind: str) -> list[float]:
+    return sorted({float(theta) for theta, its in zip(thetas, kinds, strict=True) if theta and its == kind})
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    local = config.rotary_base_local or config.rotary_base
+    bases = [local if kind == SLIDING else config.rotary_base for kind in config.layer_types or ()]
+    skips = config.no_rope_freq or (0,) * config.num_layers
+    thetas = [0 if skip else base for base, skip in zip(bases, skips, strict=True)]
+    return {"layer_rope_theta": thetas, **restore_kinds(config)}
+
+
+CONFIG = replace(
+    granite.CONFIG,
+    fields=(*granite.CONFIG.fields, WINDOW),
+    defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    constants={"softmax_type": "learnable"},
+    derive=derive,
+    restore=restore,
+)
+
+FAMILY = replace(
+    granite.FAMILY, model_type="granite_swa", architecture="GraniteSWAForCausalLM", config=CONFIG
+)

@@ -1,0 +1,17 @@
+"""Granite with experts and windows: HF ``GraniteMoeSWAForCausalLM``."""
+
+from dataclasses import replace
+
+from mca_models.templates import granite_swa, granitemoe, granitemoeshared
+
+CONFIG = replace(
+    granitemoe.CONFIG,
+    fields=(*granitemoe.CONFIG.fields, granite_swa.WINDOW),
+    constants=granite_swa.CONFIG.constants,
+    derive=lambda hf: granitemoeshared.derive(hf) | granite_swa.derive(hf),
+    restore=lambda config: granitemoeshared.restore(config) | granite_swa.restore(config),
+)
+
+FAMILY = replace(
+    granitemoe.FAMILY, model_type="granitemoe_swa", architecture="GraniteMoeSWAForCausalLM", config=CONFIG
+)

@@ -1,0 +1,92 @@
+"""Llama 4, the text model: HF ``Llama4ForCausalLM``: attention in chunks, layers without a rope, one expert a token."""
+
+from dataclasses import replace
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates.common import renamed
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    SILU,
+    ConfigTable,
+    Field,
+    Fixed,
+    HfConfig,
+    dense_fields,
+)
+from mca_models.templates.family import Family
+from mca_models.templates.moe import NO_JITTER, TRANSPOSED, aux_loss, moe_params, restore_aux_loss
+from mca_models.templates.names import MoeNames
+from mca_models.templates.two_ropes import FULL, restore_kinds
+from mca_models.weights import Param
+
+NAMES = MoeNames(router="mlp.router.weight", shared="mlp.shared_expert.")
+CHUNKED = "chunked_attention"
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Layers with a rope (which HF lists under ``no_rope_layers``), with chunks, with experts."""
+    count, step = hf["num_hidden_layers"], hf.get("interleave_moe_layer_step", 1)
+    every = hf.get("no_rope_layer_interval", 4)
+    rotated = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]
+    sparse = hf.get("moe_layers")
+    heat = {"beta": hf.get("attn_scale", 0.1), "length": hf.get("floor_scale", 8192), "first": 1}
+    norms = bool(hf.get("use_qk_norm", True))
+    return {
+        "no_rope_freq": tuple(1 - int(yes) for yes in rotated),
+        "layer_types": tuple(hf.get("layer_types") or [CHUNKED if yes else FULL for yes in rotated]),
+        "moe_layer_freq": tuple(
+            int(i in (range(step - 1, count, step) if sparse is None else sparse)) for i in range(count)
+        ),
+        "attn_temperature": heat if hf.get("attn_temperature_tuning", True) else None,
+        **dict.fromkeys(("qk_layernorm", "qk_layernorm_after_rope"), norms),
+        **aux_loss(hf),
+    }
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    heat = config.attn_temperature
+    scales = {"attn_scale": heat["beta"], "floor_scale": heat["length"]} if heat else {}
+    return {
+        "no_rope_layers": [1 - skip for skip in config.no_rope_freq or ()],
+        "moe_layers": [layer for layer in range(config.num_layers) if config.is_moe_layer(layer)],
+        "use_qk_norm": config.qk_layernorm,
+        "attn_temperature_tuning": heat is not None,
+        **{**scales, **restore_kinds(config), **restore_aux_loss(config)},
+    }
+
+
+CONFIG = ConfigTable(
+    fields=(
+        *(field for field in dense_fields(eps=1e-5) if field.mca != "ffn_hidden_size"),
+        Field("ffn_hidden_size", "intermediate_size_mlp"),
+        Field("num_moe_experts", "num_local_experts", 16),
+        Field("moe_ffn_hidden_size", "intermediate_size"),
+        Field("moe_shared_expert_intermediate_size", "intermediate_size"),
+        Field("attention_chunk_size", "attention_chunk_size", 8192),
+    ),
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e5, "intermediate_size_mlp": 16384},
+    constants={
+        "rotary_interleaved": True,
+        "qk_layernorm_weight": False,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk": 1,
+        "moe_apply_probs_on_input": True,
+    },
+    fixed=(
+        *(SILU, NO_ATTENTION_BIAS, NO_JITTER),
+        Fixed("num_experts_per_tok", (1,), "Megatron weighs the input of a single expert only"),
+    ),
+    derive=derive,
+    restore=restore,
+)
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    stacked = replace(config, extra={**config.extra, "fused_experts": True, TRANSPOSED: True})
+    return renamed(moe_params(stacked, NAMES), {"mlp.": "feed_forward."})
+
+
+FAMILY = Family(model_type="llama4_text", architecture="Llama4ForCausalLM", config=CONFIG, params=params)

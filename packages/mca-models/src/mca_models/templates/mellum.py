@@ -1,0 +1,43 @@
+"""Mellum 2: HF ``MellumForCausalLM``: Qwen 3's experts, windows, a rope for each kind of layer."""
+
+from dataclasses import replace
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates import qwen3_moe
+from mca_models.templates.config_table import Field, HfConfig
+from mca_models.templates.moe import listed_layers, restore_listed_layers
+from mca_models.templates.mtp import left_behind, predictions_left_behind
+from mca_models.templates.two_ropes import FULL, restore_kinds, restore_ropes, two_ropes
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Kinds of layers and their ropes, and which have experts."""
+    sparse = listed_layers({"first_k_dense_replace": 0, **hf})
+    kinds = hf.get("layer_types") or [FULL] * hf["num_hidden_layers"]
+    ropes = two_ropes(hf, 5e5, 1e4)
+    return {**qwen3_moe.sparse_layers(hf), **sparse, **ropes, "layer_types": tuple(kinds)}
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    sparse = qwen3_moe.restore_sparse(config) | restore_listed_layers(config)
+    return {**sparse, **restore_ropes(config), **restore_kinds(config)}
+
+
+CONFIG = replace(
+    qwen3_moe.CONFIG,
+    fields=(*qwen3_moe.CONFIG.fields, Field("window_size", "sliding_window", 1024)),
+    defaults={"num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True, "num_local_experts": 64},
+    derive=derive,
+    restore=restore,
+)
+
+FAMILY = replace(
+    qwen3_moe.FAMILY,
+    model_type="mellum",
+    architecture="MellumForCausalLM",
+    config=CONFIG,
+    ignored_hf=left_behind,
+    found=predictions_left_behind,
+)

@@ -1,0 +1,97 @@
+"""MiMo V2 Flash: HF ``MiMoV2FlashForCausalLM``: sinks and more keys in layers with a window, narrow values."""
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates.common import renamed
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    SILU,
+    ConfigTable,
+    Field,
+    HfConfig,
+    dense_fields,
+    read_rope,
+)
+from mca_models.templates.deepseek_v3 import NORMALISED, grouped_experts
+from mca_models.templates.family import Family
+from mca_models.templates.moe import (
+    SIGMOID_ROUTER,
+    expert_fields,
+    listed_layers,
+    moe_params,
+    require_sigmoid_choice,
+    restore_listed_layers,
+)
+from mca_models.templates.names import MoeNames
+from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
+from mca_models.weights import Param
+
+NAMES = MoeNames()
+SHARE = 0.334
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Kinds of layers, their heads and ropes, and which have experts."""
+    require_sigmoid_choice(hf)
+    count = hf["num_hidden_layers"]
+    kinds = hf.get("layer_types") or [SLIDING if i and (i + 1) % 6 else FULL for i in range(count)]
+    ropes = hf.get("rope_parameters") or {}
+    full, local = (
+        read_rope({"rope_theta": base, "partial_rotary_factor": SHARE, "rope_parameters": ropes.get(kind)})
+        for kind, base in ((FULL, 5e6), (SLIDING, 1e4))
+    )
+    window = hf.get("sliding_window_size")
+    experts = grouped_experts({**hf, "first_k_dense_replace": 1}) | listed_layers(hf)
+    return {
+        **experts,
+        **full,
+        "rotary_base_local": local["rotary_base"],
+        "layer_types": tuple(kinds),
+        "window_size": window + 1 if window else hf.get("sliding_window", 129),
+        "of_kind": {
+            SLIDING: {"num_query_groups": 2 * hf.get("num_key_value_heads", 4), "softmax_type": "learnable"}
+        },
+        "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor") or 1.0,
+    }
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    shared = {"partial_rotary_factor": config.rotary_percent, "rope_type": "default"}
+    bases = {FULL: config.rotary_base, SLIDING: config.rotary_base_local}
+    ropes = {kind: {"rope_theta": base, **shared} for kind, base in bases.items()}
+    scale = {"routed_scaling_factor": config.moe_router_topk_scaling_factor}
+    sizes = {"sliding_window": config.window_size, "rope_parameters": ropes, **scale}
+    groups = {"n_group": config.moe_router_num_groups or 1, "topk_group": config.moe_router_group_topk or 1}
+    return {**sizes, **groups, **restore_kinds(config), **restore_listed_layers(config)}
+
+
+CONFIG = ConfigTable(
+    fields=(
+        *dense_fields(eps=1e-5),
+        *expert_fields(count="n_routed_experts", default=256),
+        Field("value_channels", "v_head_dim", 128),
+        Field("value_scale", "attention_value_scale", 1.0),
+    ),
+    defaults={"num_key_value_heads": 4, "head_dim": 192, "attention_value_scale": 0.707},
+    constants=SIGMOID_ROUTER,
+    fixed=(SILU, NO_ATTENTION_BIAS, NORMALISED),
+    derive=derive,
+    restore=restore,
+    partial_rotary=True,
+)
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    rules = moe_params(config, NAMES)
+    return rules if config.extra.get("fused_experts") else renamed(rules, {"sinks": "attention_sink_bias"})
+
+
+FAMILY = Family(
+    model_type="mimo_v2_flash",
+    architecture="MiMoV2FlashForCausalLM",
+    config=CONFIG,
+    params=params,
+    moe=NAMES,
+)

@@ -1,0 +1,45 @@
+"""Mistral 4: HF ``Mistral4ForCausalLM``: latent attention, softmax routing, queries that grow with their position."""
+
+from dataclasses import replace
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates import deepseek_v3, ministral3
+from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, Fixed, HfConfig
+
+ROPE = {
+    **ministral3.ROPE,
+    **{"rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192},
+}
+"""What transformers takes where ``config.json`` names no rope."""
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Experts and heads, the rope and how queries grow."""
+    heated = ministral3.heated(hf, ROPE)
+    return {**deepseek_v3.mla(hf), **heated, "rotary_percent": 1.0}
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    return {**deepseek_v3.restore_groups(config), **ministral3.restore(config)}
+
+
+CONFIG = replace(
+    deepseek_v3.CONFIG,
+    defaults={"q_lora_rank": 1024, "n_shared_experts": 1, "n_routed_experts": 128, "pad_token_id": 11},
+    constants={"qk_layernorm": True},
+    fixed=(
+        *(SILU, NO_ATTENTION_BIAS, deepseek_v3.INTERLEAVED),
+        Fixed("norm_topk_prob", (True,), "the softmax is over the chosen experts"),
+        Fixed(
+            "n_group",
+            (1, None),
+            "groups are chosen by their two best experts, whose chances Megatron has not",
+        ),
+    ),
+    derive=derive,
+    restore=restore,
+)
+
+FAMILY = replace(deepseek_v3.FAMILY, model_type="mistral4", architecture="Mistral4ForCausalLM", config=CONFIG)

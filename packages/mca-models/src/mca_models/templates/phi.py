@@ -1,0 +1,43 @@
+"""Phi 1, 1.5, 2: HF ``PhiForCausalLM``: attention and MLP side by side after one LayerNorm, biases everywhere."""
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates.common import dense_layers, renamed
+from mca_models.templates.config_table import ConfigTable, Field, Fixed, dense_fields, norm_epsilon
+from mca_models.templates.family import Family
+from mca_models.weights import Param
+
+NAMES = {
+    "o_proj": "dense",
+    "q_norm": "q_layernorm",
+    "k_norm": "k_layernorm",
+    "up_proj": "fc1",
+    "down_proj": "fc2",
+    "model.norm": "model.final_layernorm",
+}
+
+CONFIG = ConfigTable(
+    fields=(
+        *norm_epsilon(dense_fields(eps=1e-5), "layer_norm_eps"),
+        Field("hidden_act", "hidden_act", "gelu_new"),
+        Field("hidden_dropout", "resid_pdrop", 0.0),
+        Field("qk_layernorm", "qk_layernorm", False),
+    ),
+    defaults={"partial_rotary_factor": 0.5},
+    constants={
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+        "output_bias": True,
+        "gated_linear_unit": False,
+        "parallel_block": "one_norm",
+    },
+    fixed=(Fixed("embd_pdrop", (0.0,), "embeddings have no dropout here"),),
+    partial_rotary=True,
+)
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    return renamed(dense_layers(config), NAMES)
+
+
+FAMILY = Family(model_type="phi", architecture="PhiForCausalLM", config=CONFIG, params=params)

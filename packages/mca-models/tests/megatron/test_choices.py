@@ -1,0 +1,76 @@
+"""What chooses keys and experts, and what attention can besides, piece by piece, without ranks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mca_models.megatron.families.biased_router import BiasedChoice
+from mca_models.megatron.layers.attention import CoreAttention, Special
+from mca_models.megatron.layers.indexer import Indexer, IndexSizes
+
+
+def test_an_indexer_chooses_the_highest_of_the_keys_before() -> None:
+    torch.manual_seed(0)
+    sizes = IndexSizes(heads=2, channels=4, hidden=8, compressed=6, topk=3, interleaved=False)
+    indexer = Indexer(sizes, torch.tensor([1.0]), 1.0, torch.float32)
+    queries, keys, weights = torch.randn(5, 1, 2, 4), torch.randn(9, 1, 4), torch.randn(5, 1, 2)
+    chosen = indexer.chosen(queries, weights, keys, 4)
+    for row, place in enumerate(range(4, 9)):
+        scores = [
+            sum(
+                float(weights[row, 0, head] * (queries[row, 0, head] @ keys[key, 0]).relu())
+                for head in range(2)
+            )
+            for key in range(place + 1)
+        ]
+        picked = chosen[0, row].nonzero()[:, 0].tolist()  # of equal ones any
+        assert sorted(scores[key] for key in picked) == pytest.approx(sorted(scores)[-3:])
+    assert not list(indexer.parameters())  # it is not trained
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_an_indexer_turns_pairs_by_their_place(interleaved: bool) -> None:
+    sizes = IndexSizes(heads=1, channels=6, hidden=6, compressed=6, topk=3, interleaved=interleaved)
+    indexer = Indexer(sizes, torch.tensor([1.0, 0.1]), 2.0, torch.float32)
+    x, places = torch.randn(3, 1, 1, 6), torch.tensor([0, 4, 7])
+    turned = indexer._rotated(x, places)
+    assert torch.equal(turned[..., 4:], x[..., 4:])
+    torch.testing.assert_close(turned[..., :4].norm(dim=-1), 2 * x[..., :4].norm(dim=-1))
+    first, second = ((0, 1), (2, 3)) if interleaved else ((0, 2), (1, 3))
+    pairs = torch.view_as_complex(
+        torch.stack([x[..., [first[0], second[0]]], x[..., [first[1], second[1]]]], -1)
+    )
+    angles = torch.polar(torch.full((3, 2), 2.0), torch.outer(places.float(), torch.tensor([1.0, 0.1])))
+    expected = torch.view_as_real(pairs * angles[:, None, None])
+    torch.testing.assert_close(turned[..., :2], expected[..., 0])
+    torch.testing.assert_close(turned[..., 2:4], expected[..., 1])
+
+
+def test_a_bias_chooses_experts_and_weighs_none() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    router = SimpleNamespace(expert_bias=torch.tensor([-1.0, 0.0, 0.0, 1.0]))
+    values, chosen = BiasedChoice(router).get_replay_topk(logits, 2)
+    assert chosen.tolist() == [[3, 1]]
+    assert values.tolist() == [[-1.0, 1.0]]
+
+
+def attention(special: Special, layer: int) -> Any:
+    made = object.__new__(CoreAttention)
+    torch.nn.Module.__init__(made)
+    made.chunk = special.chunk if layer in special.chunked else None
+    made.temperature = special.temperature
+    return made
+
+
+def test_chunks_cut_what_queries_see() -> None:
+    special = Special(chunk=4, chunked=frozenset({1}))
+    assert list(attention(special, 0)._seen(3, 10)) == [(0, 3, 10)]
+    assert list(attention(special, 1)._seen(3, 10)) == [(0, 3, 4), (4, 4, 8), (8, 8, 10)]
+
+
+def test_queries_grow_with_their_place() -> None:
+    heated = attention(Special(temperature=(0.5, 4, 1)), 0)._heated(torch.ones(6, 1, 1, 1), 2)
+    steps = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 2.0])  # of places 3 to 8 in fours
+    torch.testing.assert_close(heated.flatten(), 1 + 0.5 * torch.log1p(steps))

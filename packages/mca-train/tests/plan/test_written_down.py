@@ -1,0 +1,28 @@
+"""Published sizes of every family are planned from what their config.json says."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mca_config import TrainingArguments
+from mca_models.templates import config_from_hf
+from mca_train.plan.memory import make_plan
+
+DATA = Path(__file__).parents[3] / "mca-models/tests/data/published.json"
+SIZES: dict[str, Any] = json.loads(DATA.read_text())
+SAMPLE = ("gemma-4-31b", "command-r-plus")  # heads by kind of layer, and a parallel block
+NAMES = list(SIZES) if os.environ.get("MCA_EVERY_LAYOUT") else SAMPLE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stage_holds_the_published_parameters(name: str, tmp_path: Path) -> None:
+    config = config_from_hf(SIZES[name]["config"])
+    training = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    plan = make_plan(config, training, 2048, 1)
+    assert plan.total_parameters / 1e9 == pytest.approx(SIZES[name]["billions"], rel=0.002)
+    (stage,) = plan.stages
+    assert stage.parameters == plan.total_parameters
+    assert stage.activations > 0
