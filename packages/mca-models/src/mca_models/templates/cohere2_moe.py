@@ -7,7 +7,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import cohere, cohere2
 from mca_models.templates.config_table import Fixed, HfConfig
-from mca_models.templates.moe import expert_fields, listed_layers, moe_params, restore_listed_layers
+from mca_models.templates.moe import expert_fields, moe_params, restore_listed_layers
 from mca_models.templates.names import MoeNames
 from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
 
@@ -23,7 +23,8 @@ def derive(hf: HfConfig) -> JsonObject:
     kinds = hf.get("layer_types") or [
         SLIDING if (i + 1) % step else FULL for i, step in zip(places, steps, strict=True)
     ]
-    sparse = listed_layers({"first_k_dense_replace": 0, **hf})["moe_layer_freq"]
+    listed = hf.get("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (count - dense)
+    sparse = tuple(int(kind == "sparse") for kind in listed)
     forced = hf.get("prefix_dense_sliding_window_pattern", 1) == 1
     plain = zip(kinds, sparse, strict=True)
     return {

@@ -8,7 +8,7 @@ the sum, as ever.
 import torch
 from torch import Tensor
 
-from mca_models.megatron.layers.norm import Norm, norm_with
+from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.types import GptModel, MegatronConfig
 
 
@@ -30,12 +30,9 @@ class SharedNorm(torch.nn.Module):
         self.kept = output
 
 
-def second_norm(*, weight: bool, bias: bool) -> type[Norm]:
-    """A norm of its own before the MLP, of what the norm before attention normalised."""
-    return _second(norm_with(weight=weight, bias=bias))
+def second_norm(norm: type[Norm]) -> type[Norm]:
+    """A norm of its own before the MLP, of what the ``norm`` before attention normalised."""
 
-
-def _second(norm: type[Norm]) -> type[Norm]:
     class SecondNorm(norm):  # type: ignore[misc, valid-type]
         """Normalises what was kept, whatever it is called with."""
 

@@ -130,9 +130,10 @@ def _self_attention(attention: type, config: McaModelConfig) -> type:
 
 
 def _own_norms(config: McaModelConfig) -> dict[str, Change]:
-    has = {"weight": config.norm_weight, "bias": config.norm_bias}
-    mlp = {"none": norm_with, "one_norm": lambda **_: SharedNorm, "two_norms": second_norm}
-    before, between = norm_with(**has), mlp[config.parallel_block](**has)
+    before = norm_with(weight=config.norm_weight, bias=config.norm_bias)
+    between = {"none": before, "one_norm": SharedNorm, "two_norms": second_norm(before)}[
+        config.parallel_block
+    ]
     return {"input_layernorm": lambda norm: before, "pre_mlp_layernorm": lambda norm: between}
 
 

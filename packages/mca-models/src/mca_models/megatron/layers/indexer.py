@@ -72,7 +72,8 @@ class Indexer(torch.nn.Module):
 
     def weights(self, hidden: Tensor) -> Tensor:
         """``[n, b, h]``, fp32."""
-        return linear(hidden, self.weights_proj).float() * (self.sizes.heads * self.sizes.channels) ** -0.5
+        factor: float = (self.sizes.heads * self.sizes.channels) ** -0.5
+        return linear(hidden, self.weights_proj).float() * factor
 
     def chosen(self, queries: Tensor, weights: Tensor, keys: Tensor, start: int) -> Tensor:
         """Which keys each query sees, ``[b, q, k]``: of those not after it the highest.
@@ -83,13 +84,14 @@ class Indexer(torch.nn.Module):
             keys: ``[k, b, d]``, positions from 0.
             start: See above.
         """
-        products = torch.einsum("qbhd,kbd->bqhk", queries.float(), keys.float()).relu()
-        scores = torch.einsum("bqhk,qbh->bqk", products, weights)
+        products: Tensor = torch.einsum("qbhd,kbd->bqhk", queries.float(), keys.float()).relu()
+        scores: Tensor = torch.einsum("bqhk,qbh->bqk", products, weights)
         places = torch.arange(start, start + len(queries), device=keys.device)
         seen = torch.arange(len(keys), device=keys.device) <= places[:, None]
         scores = scores.masked_fill(~seen, -torch.inf)
         best = scores.topk(min(self.sizes.topk, len(keys)), -1).indices
-        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & seen
+        chosen: Tensor = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & seen
+        return chosen
 
     def _rotated(self, x: Tensor, places: Tensor) -> Tensor:
         """``[n, b, h, d]`` with its first channels turned."""

@@ -27,7 +27,10 @@ class Norm(torch.nn.Module):
         self.shape = (hidden_size,)
         self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         self.centred = config.normalization == "LayerNorm"
-        self.weight = self._parameter(config, 1.0 - self.offset) if self.has_weight else None
+        if self.has_weight:
+            self.weight = self._parameter(config, 1.0 - self.offset)
+        else:
+            self.register_parameter("weight", None)
         self.bias = self._parameter(config, 0.0) if self.centred and self.has_bias else None
 
     def _parameter(self, config: MegatronConfig, value: float) -> torch.nn.Parameter:
@@ -38,7 +41,7 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` normalised, in its own dtype."""
-        weight = None if self.weight is None else self.weight.float() + self.offset
+        weight = self.weight.float() + self.offset if self.has_weight else None
         return self.normal(x.float(), weight).to(x.dtype)
 
     def normal(self, x: Tensor, weight: Tensor | None) -> Tensor:
