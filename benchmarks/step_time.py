@@ -5,7 +5,8 @@
 Both are built once per process and take turns, ``--steps / --rounds`` steps at a time, so that a busy machine slows
 both. A step has 8 samples of 8 to ``--longest`` tokens, one a micro-batch. Four ranks are tensor 2 x pipeline 2. Says
 the median step of each and their ratio, on the slowest rank. The loop by hand reads ready batches and calls schedule
-and optimizer, nothing else: no sampler, callbacks or log.
+and optimizer, nothing else: no sampler, callbacks or log. On the CPU, whose ranks are forked; on a GPU the steps
+``speed-*`` of `tools/gpu_kit` say the same.
 """
 
 import argparse

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness import prepare_parent, run_ranks
-from test_train_layouts import OVERLAP, TP
+from test_train_layouts import OVERLAP, TP, ZERO
 from train_cases import arguments, make_trainer, quietly, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -18,34 +18,61 @@ def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
-def saved_positions(checkpoint: Path, output_dir: Path) -> tuple[int, bool]:
-    from mca_train.checkpoint.bucket_padding import positions_without_padding
+def states_held(checkpoint: Path, output_dir: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    """Elements of the means of gradients, by name, that this rank writes, and those it asks for."""
+    from mca_train.checkpoint import optimizer_state, split_state
 
-    trainer = make_trainer(checkpoint, output_dir, max_steps=1, **OVERLAP)
+    trainer = make_trainer(checkpoint, output_dir, max_steps=1, **changes)
     quietly(trainer.train)
-    optimizer = trainer.engine.optimizer
-    before = [
-        dict(buffer.param_index_map) for part in optimizer.chained_optimizers for buffer in part.buffers
+    engine = trainer.engine
+    padding, over = 0, 0
+    for buffer in (each for part in engine.optimizer.chained_optimizers for each in part.buffers):
+        padding += sum(bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets)
+        for start, stop, bucket in buffer.param_index_map.values():
+            over += len(split_state.shares_of(buffer.buckets[bucket], start, stop, 2)) > 1
+    found: dict[str, Any] = {"padding": padding, "over a border": over}
+    for name, loading in (("written", False), ("asked", True)):
+        state = optimizer_state._sharded(engine.optimizer, engine.chunks, loading=loading)
+        leaves = [leaf for _, _, leaf in optimizer_state._leaves(state)]
+        built = [
+            leaf.build() if hasattr(leaf, "build") else leaf for leaf in leaves if ".exp_avg." in leaf.key
+        ]
+        means = [part for _, _, part in optimizer_state._leaves(built)]
+        found[name] = {f"{leaf.key} {leaf.global_offset}": leaf.data.numel() for leaf in means}
+    return found
+
+
+def both_kinds(checkpoint: Path, output_dir: Path) -> list[dict[str, Any]]:
+    """`states_held` in one bucket, and in small ones."""
+    return [
+        states_held(checkpoint, output_dir / str(number), changes)
+        for number, changes in enumerate((ZERO, OVERLAP))
     ]
-    with positions_without_padding(optimizer) as moved:
-        pass
-    after = [dict(buffer.param_index_map) for part in optimizer.chained_optimizers for buffer in part.buffers]
-    return moved, [list(b.values()) for b in before] == [list(a.values()) for a in after]
 
 
-def test_padded_buckets_move_parameters_and_all_is_put_back(checkpoint, tmp_path):
-    for moved, restored in run_ranks(2, saved_positions, checkpoint, tmp_path):
-        assert moved > 0
-        assert restored
+def test_a_rank_holds_its_share_of_a_split_optimizer_when_it_saves(checkpoint, tmp_path):
+    found = run_ranks(2, both_kinds, checkpoint, tmp_path)
+    for one, other in zip(*found, strict=True):
+        assert not one["written"].keys() & other["written"].keys()
+        assert one["asked"].keys() | other["asked"].keys() == one["written"].keys() | other["written"].keys()
+        both = one["asked"].keys() & other["asked"].keys()
+        assert one["over a border"] <= len(both) <= 2 * one["over a border"]  # gate and up are one's
+    whole = sum(of_rank[0]["written"][name] for of_rank in found for name in of_rank[0]["written"])
+    for in_one, in_small in found:
+        assert in_small["padding"] > 0
+        assert in_small["over a border"] > 0
+        assert sum(in_one["written"].values()) < 0.6 * whole
+        assert sum(in_one["asked"].values()) < 0.6 * whole
 
 
-def test_megatron_still_counts_the_padding_it_has_removed():
-    """Fails when Megatron has mended it: then mca_train.checkpoint.bucket_padding can go."""
+def test_megatron_still_gathers_all_and_counts_the_padding_it_has_removed():
+    """Fails when Megatron has mended it: then mca_train.checkpoint.split_state can go."""
     prepare_parent()
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     gather = inspect.getsource(DistributedOptimizer.get_parameter_state_dp_zero)
     cut = inspect.getsource(DistributedOptimizer.sharded_param_state_fully_reshardable)
+    assert "torch.distributed.all_gather(" in gather
     assert "offset_in_world_tensors += gbuf_world_numel_unpadded" in gather
     assert "buffer.param_index_map.items()" in cut
 

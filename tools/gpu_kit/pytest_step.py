@@ -1,5 +1,6 @@
 """The tests that are marked ``gpu``, in a process of their own; in a rehearsal, those of two models on the CPU."""
 
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,8 @@ def gpu_tests(kit: Kit) -> None:
     command += ["integration_tests/test_gpu.py", "--timeout", "120", "--tb", "short", "--maxfail", "8"]
     if kit.tiny:
         command += ["-k", "local and (qwen2-tied or bfloat16)"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    rehearsal = {"MCA_GPU_REHEARSAL": "1"} if kit.device == "cpu" else {}
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | rehearsal)
     sys.stderr.write(ran.stdout[-6000:] + ran.stderr[-2000:])
     found = {
         kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|error|skipped)", ran.stdout)

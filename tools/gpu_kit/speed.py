@@ -180,6 +180,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cross entropy": {"cross_entropy_loss_fusion": True},
     "cross entropy of te": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
     "packed": {"sequence_packing": True},
+    "fp8": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "packed, rope": {"sequence_packing": True, "apply_rope_fusion": True},
     "local layers": {"transformer_impl": "local"},
     "local layers, packed": {"transformer_impl": "local", "sequence_packing": True},

@@ -12,7 +12,7 @@ from mca_config import (
     require_layout,
     sequence_multiple,
 )
-from mca_config.checks import positions_exceeded
+from mca_config.checks import positions_exceeded, tokens_of_fp8
 
 DENSE: dict[str, Any] = {
     "model_type": "llama",
@@ -143,6 +143,23 @@ def test_the_multiple_of_a_sequence(
     sizes: ParallelLayout, sequence_parallel: bool | None, multiple: int
 ) -> None:
     assert sequence_multiple(sizes, sequence_parallel) == multiple
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sequence_parallel", "recipe", "multiple"),
+    [
+        (layout(), None, "delayed", 16),
+        (layout(tp=4), None, None, 16),
+        (layout(tp=4), True, "mxfp8", 128),
+        (layout(cp=2), None, "tensorwise", 32),
+        (layout(tp=2, cp=2), True, "blockwise", 64),
+    ],
+)
+def test_products_in_fp8_want_multiples_of_tokens_on_each_rank(
+    sizes: ParallelLayout, sequence_parallel: bool | None, recipe: str | None, multiple: int
+) -> None:
+    assert sequence_multiple(sizes, sequence_parallel, tokens=tokens_of_fp8("hybrid", recipe)) == multiple
+    assert tokens_of_fp8(None, recipe) == 1
 
 
 def test_all_problems_come_at_once() -> None:

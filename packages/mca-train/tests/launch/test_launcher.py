@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mca_train.launch import environment
 from mca_train.launch.failures import report_failure
 
 
@@ -163,6 +164,19 @@ def test_wrong_usage_ends_with_2_and_words_of_an_exit_are_told():
     assert run("raise UsageError('no such key')").returncode == 2
     done = run("sys.exit('no more')")
     assert (done.returncode, done.stderr) == (1, "error: no more\n")
+
+
+@pytest.mark.parametrize(("asked", "threads"), [("", len(os.sched_getaffinity(0)) // 2 or 1), ("3", 3)])
+def test_ranks_with_a_gpu_do_not_get_the_launchers_one_thread(asked, threads, monkeypatch):
+    monkeypatch.setenv("MCA_THREADS", asked)
+    assert environment.threads_beside_gpu(2) == threads
+    assert environment.threads_beside_gpu(10_000) == (3 if asked else 1)
+    body = "print('ready', flush=True)\nprint(os.environ['OMP_NUM_THREADS'], flush=True)\ntime.sleep(60)"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    process = _started(body, spawned=True)
+    assert process.stdout.readline() == f"{threads}\n"
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=10)
 
 
 def _started(body, spawned=False):

@@ -23,7 +23,7 @@ from mca_models.megatron.distributed.reader import read_state, shapes_in
 from mca_models.megatron.distributed.writer import Writing, write_state
 from mca_models.torch_checkpoint.forms import global_spellings
 from mca_train import groups
-from mca_train.checkpoint.bucket_padding import positions_without_padding
+from mca_train.checkpoint.split_state import by_parameter
 from mca_train.engine.offload import as_plain
 from mca_train.types import Chunk, MegatronOptimizer, OptimizerState
 
@@ -103,7 +103,7 @@ def _sharded(optimizer: MegatronOptimizer, chunks: list[Chunk], *, loading: bool
             single.init_state_fn = _begin_momentum
         if not loading and not single.optimizer.state:  # fp16: every step so far was skipped
             single.init_state_fn(single.optimizer, single.config)
-    with positions_without_padding(optimizer):
+    with by_parameter(optimizer):
         state = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     for _, _, leaf in _leaves(state):
         if leaf.key.startswith(_MASTER_WHERE_SPLIT):

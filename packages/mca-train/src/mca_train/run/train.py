@@ -111,9 +111,19 @@ def _launched_rank(task: Task, values: Values, where: str) -> None:
     lock = OutputLock(Path(settings.training.output_dir))
     with scratch_folder():
         try:
+            if told := _tokenized_by_each(settings):
+                logger.info("%s", told)
             _train_rank(prepare_inputs(run, lock), attempt)
         finally:
             lock.release()
+
+
+def _tokenized_by_each(settings: Settings) -> str | None:
+    """What to say where ranks of a machine that are no forks of one process each make all samples."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks == 1 or settings.data.streaming or settings.data.tokenized_cache is not None:
+        return None
+    return f"each of the {ranks} ranks here tokenizes all rows; with tokenized_cache DIR one does it for all"
 
 
 def _forked_rank(inputs: Inputs) -> None:
