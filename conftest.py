@@ -27,7 +27,10 @@ settings.load_profile("mca")  # where others compute beside the tests, time says
 _ON_GPU = os.environ["MCA_DEVICE"] == "cuda"
 _OTHER = {
     "ranks": (_ON_GPU, "forked ranks compute on the CPU; unset MCA_DEVICE"),
-    "gpu": (not _ON_GPU and not os.environ.get("MCA_GPU_REHEARSAL"), "needs a CUDA device: MCA_DEVICE=cuda pytest -m gpu"),
+    "gpu": (
+        not _ON_GPU and not os.environ.get("MCA_GPU_REHEARSAL"),
+        "needs a CUDA device: MCA_DEVICE=cuda pytest -m gpu",
+    ),
 }
 
 _LONGEST = (
