@@ -1,0 +1,42 @@
+"""The recipes of docs/recipes.md are runs that can be made, and need what the page says.
+
+By default two are planned, with ``MCA_EVERY_DOCUMENT=1`` all. Whether they are the fastest is not searched again.
+"""
+
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+SAMPLE = ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B")
+_SHOWN = re.compile(r"\*\*.*?\*\* on (\d+) devices?: ([\d.]+) GiB.*?```yaml\n(.*?)```", re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("recipes_page", ROOT / "tools" / "recipes_page.py")
+    sys.modules["recipes_page"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_recipes_need_what_the_page_says(tool):
+    sections = {part.partition("\n")[0]: part for part in tool.PAGE.read_text().split("\n## ")[1:]}
+    assert list(sections) == [recipe.model for recipe in tool.RECIPES]
+    every = os.environ.get("MCA_EVERY_DOCUMENT") == "1"
+    for recipe in tool.RECIPES:
+        if not every and recipe.model not in SAMPLE:
+            continue
+        shown = _SHOWN.findall(sections[recipe.model])
+        assert [int(gpus) for gpus, _, _ in shown] == [recipe.whole, recipe.adapter]
+        for gpus, gib, text in shown:
+            values = yaml.safe_load(text)
+            assert values.pop("model_name_or_path") == recipe.model
+            needs = tool.fullest(recipe, values, int(gpus)) / 2**30
+            assert needs == pytest.approx(float(gib), abs=0.06)  # a tenth is shown
+            assert needs <= 75.1  # what an H100 leaves
