@@ -114,7 +114,7 @@ INDEXED: dict[str, Any] = {
     **{key: value for key, value in GROUPED.items() if key != "first_k_dense_replace"},
     **LATENT,
     **{"head_dim": 4, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
-    **{"index_topk": 6, "index_n_heads": 8, "index_head_dim": 8},
+    **{"index_topk": 6, "index_n_heads": 16, "index_head_dim": 8},
 }
 ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_k2": ("kimi_k2", {**GROUPED, **LATENT, "head_dim": 4}),
