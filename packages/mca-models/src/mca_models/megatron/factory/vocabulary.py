@@ -43,10 +43,10 @@ class Growth:
     statistics: Statistics
 
     def rows(self, name: str) -> Tensor:
-        """All new rows of parameter ``name``: fp64 ``[new - old, hidden]``."""
+        """All new rows of parameter ``name``: fp64 ``[new - old, hidden]``, or ``[new - old]`` of a bias on logits."""
         mean, deviation = self.statistics[name]
         generator = seeded_generator(f"vocabulary/{self.seed}/{name}")
-        noise = torch.randn(self.new - self.old, len(mean), generator=generator, dtype=torch.float64)
+        noise = torch.randn(self.new - self.old, *mean.shape, generator=generator, dtype=torch.float64)
         return mean + _NOISE * deviation * noise
 
 
