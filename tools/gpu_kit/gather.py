@@ -30,7 +30,7 @@ MISSING = (
 )
 """What such a machine lacks, or may."""
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17)), "manylinux2014_x86_64")
-ENGINE = ("transformer_engine", "transformer_engine_*", "nvdlfw_inspect*", "cudnn", "nvidia_cudnn_frontend*")
+ENGINE = ("transformer_engine", "transformer_engine_*", "nvdlfw_inspect*")
 """What is taken of Transformer Engine's folder."""
 ARCHITECTURES = (90,)
 """Hopper's: H100 and H200."""
