@@ -34,7 +34,7 @@ def kinds(kit: Kit) -> None:
     chosen = TINY if kit.tiny else tuple(KINDS)
     started = {name: _start(kit, name, KINDS[name]) for name in chosen}
     for name, process in started.items():
-        printed = process.communicate(timeout=110)[0]
+        printed = process.communicate(timeout=110 if kit.device == "cuda" else 1000)[0]
         if process.returncode:
             print(f"--- {name}", printed[-3000:], sep="\n", file=sys.stderr)
         kit.check(f"mca-train {name}: exit code", process.returncode, 0)

@@ -26,6 +26,8 @@ from tools.gpu_kit.summary import write_summary
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 540
 """That a part may take together."""
+_PATIENCE = 10
+"""How many times longer a step may take on a CPU that others use too."""
 _LAST = 1500
 """Letters of a log that a result keeps."""
 _SOURCES = (
@@ -188,7 +190,8 @@ def main() -> int:
         place = Place(results, Path(scratch), paths, args.device, args.tiny)
         for step in chosen(args.part, args.only):
             left = args.seconds - (time.monotonic() - start)
-            found.append(run(step, place, max(min(step.seconds, left), 1)))
+            limit = step.seconds * (_PATIENCE if args.device == "cpu" else 1)
+            found.append(run(step, place, max(min(limit, left), 1)))
             write_summary(results)
     print((results / "summary.md").read_text())
     return int(any(result["status"] in ("failed", "out of time") for result in found))
