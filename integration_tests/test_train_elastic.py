@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from ctypes import CDLL
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ __all__ = ["folder"]
 
 pytestmark = pytest.mark.ranks
 
+_PR_SET_PDEATHSIG = 1
 _KILLED_AT = 3
 _STEPS = 6
 
@@ -45,6 +47,9 @@ def rank_of_attempt(words: list[str], mark: Path) -> int:
     from mca_train.cli import main
     from mca_train.engine.engine import Engine
 
+    CDLL(None).prctl(
+        _PR_SET_PDEATHSIG, signal.SIGKILL
+    )  # torchrun's agent leaves ranks behind when it is killed
     step, counted = Engine.optimizer_step, [0]
 
     def killed(engine: Engine) -> Any:
@@ -73,11 +78,11 @@ def test_a_killed_rank_is_started_anew_and_the_curve_is_that_of_a_whole_run(fold
     }
     mark = tmp_path / "killed"
     _, _, _, *words = config(folder, "elastic", **changes)
-    (codes,) = run_ranks(1, elastic, words, mark, 1, process_group=False, timeout=200)
+    (codes,) = run_ranks(1, elastic, words, mark, 1, process_group=False, timeout=90)
     assert mark.exists()
     assert codes == {0: 0, 1: 0}
     _, _, _, *words = config(folder, "whole", **changes)
-    (codes,) = run_ranks(1, elastic, words, mark, 0, process_group=False, timeout=200)
+    (codes,) = run_ranks(1, elastic, words, mark, 0, process_group=False, timeout=90)
     assert codes == {0: 0, 1: 0}
     assert curve(folder / "elastic") == curve(folder / "whole")
     assert [step for step, _ in curve(folder / "elastic")] == list(range(1, _STEPS + 1))

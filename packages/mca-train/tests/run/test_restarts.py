@@ -1,0 +1,70 @@
+"""Where a run goes on whose ranks torchrun started anew: from what it wrote itself, else from where it was told to."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import HashStore
+
+from mca_models.megatron.distributed.attempts import Attempt
+from mca_train.run.restarts import NotesStart, continued, is_started_again
+
+
+def checkpoint(folder: Path, step: int) -> None:
+    path = folder / f"checkpoint-{step}"
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    (path / "trainer_state.json").write_text("{}")
+
+
+def begins(store: HashStore, folder: Path, *, first: bool = True) -> None:
+    args, state = SimpleNamespace(output_dir=str(folder)), SimpleNamespace(is_world_process_zero=first)
+    NotesStart(Attempt(1, store)).on_train_begin(args, state, None)
+
+
+@pytest.fixture
+def values(tmp_path):
+    return {"output_dir": str(tmp_path), "resume_from_checkpoint": "elsewhere/checkpoint-7"}
+
+
+def test_the_first_attempt_and_the_only_one_are_as_they_were_told(values):
+    assert continued(values, None) == values
+    assert continued(values, Attempt(1, HashStore())) == values
+
+
+def test_an_attempt_before_which_nothing_was_written_begins_as_the_first(values, tmp_path):
+    store = HashStore()
+    checkpoint(tmp_path, 4)  # of a run before
+    assert continued(values, Attempt(2, store)) == values, "the first attempt died before it trained"
+    begins(store, tmp_path)
+    assert continued(values, Attempt(2, store)) == values
+    (tmp_path / "checkpoint-5.partial-00000000").mkdir()
+    assert continued(values, Attempt(3, store)) == values
+
+
+@pytest.mark.parametrize("step", [4, 5])
+def test_what_the_run_wrote_itself_is_gone_on_from(values, tmp_path, step):
+    store = HashStore()
+    checkpoint(tmp_path, 4)
+    begins(store, tmp_path)
+    keep = tmp_path / "checkpoint-4.set-aside"
+    (tmp_path / "checkpoint-4").rename(keep)  # what stood there is another directory than what is written now
+    checkpoint(tmp_path, step)
+    begins(store, tmp_path)  # the second attempt finds it noted
+    assert continued(values, Attempt(3, store)) == values | {"resume_from_checkpoint": "auto"}
+
+
+def test_one_rank_notes_what_stands_there(values, tmp_path):
+    store = HashStore()
+    begins(store, tmp_path, first=False)
+    checkpoint(tmp_path, 1)
+    assert continued(values, Attempt(2, store)) == values
+
+
+def test_a_stopped_run_counts_as_failed_where_torchrun_starts_it_again(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
+    assert not is_started_again()
+    for restarts, again in (("0", False), ("3", True)):
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        assert is_started_again() is again
