@@ -58,12 +58,12 @@ def patience(trainer: Any) -> set[float]:
     import torch.distributed as dist
     from megatron.core import parallel_state as state
 
-    watch = trainer.watch.signal._group
+    watch = trainer.watch.signal._groups
     groups = [
         dist.group.WORLD,
         state.get_tensor_model_parallel_group(),
         state.get_data_parallel_group(),
-        *([watch] if watch else []),
+        *watch,
     ]
     return {
         group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups if group

@@ -12,7 +12,7 @@ import zlib
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_models.megatron.distributed.collectives import all_gather, together
+from mca_models.megatron.distributed.collectives import all_gather, on_first, together
 from mca_models.storage.atomic import write_file
 from mca_models.storage.manifest import FILE_NAME as OF_MODEL
 from mca_models.storage.manifest import Manifest
@@ -41,13 +41,14 @@ class Checksums:
         self._checkpoint = checkpoint
         self._ranks = ranks
         self._thread: threading.Thread | None = None
+        self._names: list[str] = []
         self._records: dict[str, _Record] = {}
         self._fault: Exception | None = None
 
     def done(self) -> bool:
         """Whether all ranks have read their files; the first call has them begin. Collective."""
         if self._thread is None:
-            groups.barrier()
+            self._list()
             self._thread = threading.Thread(target=self._sum, daemon=True)
             self._thread.start()
         return not groups.largest(float(self._thread.is_alive()), self._ranks.device)
@@ -55,7 +56,7 @@ class Checksums:
     def finish(self) -> None:
         """Waits for them and writes the manifest; collective."""
         if self._thread is None:
-            groups.barrier()
+            self._list()
             self._sum()
         else:
             self._thread.join()
@@ -70,11 +71,16 @@ class Checksums:
             write_file(self._checkpoint / MANIFEST, document)
         groups.barrier()
 
+    def _list(self) -> None:
+        """The first rank looks once all have written; there are files of every rank, and as many ranks to look."""
+        groups.barrier()
+        self._names = on_first(lambda: _covered_files(self._checkpoint))
+
     def _sum(self) -> None:
         try:
-            for path in _covered_files(self._checkpoint):
-                if _writer(path) % self._ranks.world_size == self._ranks.rank:
-                    self._records[str(path.relative_to(self._checkpoint))] = _checksum(path, sync=True)
+            for name in self._names:
+                if _writer(name) % self._ranks.world_size == self._ranks.rank:
+                    self._records[name] = _checksum(self._checkpoint / name, sync=True)
         except Exception as error:  # raised by finish, on every rank
             self._fault = error
 
@@ -100,21 +106,22 @@ def faults(checkpoint: Path, ranks: Ranks) -> list[str]:
     return sorted({fault for part in all_gather(mine) for fault in part})
 
 
-def _covered_files(checkpoint: Path) -> list[Path]:
-    """All but the Hugging Face model and what a manifest of the model's own covers."""
+def _covered_files(checkpoint: Path) -> list[str]:
+    """All but the Hugging Face model and what a manifest of the model's own covers; no file is looked at."""
     own = [path.parent for path in checkpoint.glob(f"iter_*/{OF_MODEL}")]
     found = []
-    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
-        inside = path.relative_to(checkpoint).parts[0] == HF_FOLDER
-        covered = any(folder in path.parents and path.name != OF_MODEL for folder in own)
-        if not inside and not covered and path != checkpoint / MANIFEST:
-            found.append(path)
-    return found
+    for folder, _, names in os.walk(checkpoint):
+        for path in (Path(folder) / name for name in names):
+            inside = path.relative_to(checkpoint).parts[0] == HF_FOLDER
+            covered = any(parent in path.parents and path.name != OF_MODEL for parent in own)
+            if not inside and not covered and path != checkpoint / MANIFEST:
+                found.append(str(path.relative_to(checkpoint)))
+    return sorted(found)
 
 
-def _writer(path: Path) -> int:
+def _writer(name: str) -> int:
     """Which rank wrote a file: it still has it in its cache, and only it can make it durable everywhere."""
-    match = _OF_RANK.match(path.name)
+    match = _OF_RANK.match(Path(name).name)
     return int(match[1]) if match else 0
 
 

@@ -3,6 +3,7 @@
 It does not save and does not end the run: `monitor` tells the trainer's control to do so.
 """
 
+import math
 import os
 import signal
 import threading
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _AGAIN = 1.0  # seconds; launchers and schedulers may both deliver the same signal
 _EVERY = 1.0  # seconds between the exchanges of steps that are shorter
 _LONGEST = 1000  # steps, in case that a step takes no time
+_WIDEST = 64  # ranks of a group: gloo connects each with each, and keeps a list of all for every rank
 
 
 class StopSignal:
@@ -28,14 +30,16 @@ class StopSignal:
 
     The first one asks for a stop; one that comes a second or more later ends the process at once, as does SIGINT.
     Ranks tell each other in the background: what a step began to exchange, the next step reads, so that no step
-    waits for it and all ranks stop after the same one. Steps that take less than a second do so about once a second:
-    each exchange also settles how many steps go by before the next. Only the main thread can listen.
+    waits for it and all ranks stop after the same one. Many ranks stand in a grid and exchange along one axis after
+    the other, a step for each. Steps that take less than a second do so about once a second: each exchange also settles
+    how many steps go by before the next. Only the main thread can listen.
     """
 
     def __init__(self) -> None:
         self._received: float | None = None
         self._before: _HANDLER = None
-        self._group: dist.ProcessGroup | None = None
+        self._groups: list[dist.ProcessGroup] = []
+        self._left: list[dist.ProcessGroup] = []
         self._work: dist.Work | None = None
         self._box = torch.zeros(2)
         self._pause = 0
@@ -47,10 +51,8 @@ class StopSignal:
     def __enter__(self) -> "StopSignal":
         self._received, self.stopped = None, False
         self._pause, self._interval, self._since = 0, 1, time.monotonic()
-        if dist.get_world_size() > 1 and self._group is None:
-            self._group = cast(
-                "dist.ProcessGroup", dist.new_group(backend="gloo", timeout=parallel.timeout())
-            )
+        if dist.get_world_size() > 1 and not self._groups:
+            self._groups = [_own_group(ranks) for ranks in lines_of(dist.get_rank(), dist.get_world_size())]
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._handle)
         return self
@@ -64,15 +66,18 @@ class StopSignal:
 
     def agreed(self) -> bool:
         """Whether all ranks stop after this step; every rank asks after every step."""
-        if self._group is None:
+        if not self._groups:
             self.stopped = self._received is not None
             return self.stopped
         if self._work is not None:
             self._work.wait()
             self._work = None
+            if self._left:
+                self._tell()
+                return self.stopped
             stop, pause = self._box.tolist()
             self.stopped, self._pause = stop > 0, -int(pause)
-            self._interval = self._pause + 1
+            self._interval = self._pause + len(self._groups)
         if self._pause > 0:
             self._pause -= 1
         else:
@@ -83,10 +88,16 @@ class StopSignal:
         """Begins to tell the others whether to stop, and how many steps may go by before the next exchange."""
         now = time.monotonic()
         step_time = max((now - self._since) / self._interval, 1e-6)
-        pause = min(max(int(_EVERY / step_time) - 1, 0), _LONGEST)
+        pause = min(max(int(_EVERY / step_time) - len(self._groups), 0), _LONGEST)
         self._since = now
         self._box = torch.tensor([float(self._received is not None), -float(pause)])  # the shortest wins
-        self._work = dist.all_reduce(self._box, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._left = list(self._groups)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Begins to exchange along the next axis."""
+        group = self._left.pop(0)
+        self._work = dist.all_reduce(self._box, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
@@ -94,3 +105,42 @@ class StopSignal:
             os._exit(128 + number)
         if self._received is None:
             self._received = now
+
+
+def _own_group(ranks: list[int]) -> dist.ProcessGroup:
+    group = dist.new_group(ranks, backend="gloo", timeout=parallel.timeout(), use_local_synchronization=True)
+    return cast("dist.ProcessGroup", group)
+
+
+def lines_of(rank: int, size: int) -> list[list[int]]:
+    """The ranks with which ``rank`` stands in a line, along each axis of a grid of ``size`` ranks.
+
+    Axes are as few as there can be with none longer than 64, or than the largest prime in ``size``.
+    """
+    lines, stride = [], 1
+    for length in _axes(size):
+        first = rank - rank // stride % length * stride
+        lines.append([first + number * stride for number in range(length)])
+        stride *= length
+    return lines
+
+
+def _axes(size: int) -> list[int]:
+    axes: list[int] = []
+    for prime in sorted(_primes(size), reverse=True):
+        fitting = [number for number, axis in enumerate(axes) if axis * prime <= _WIDEST]
+        if fitting:
+            axes[fitting[0]] *= prime
+        else:
+            axes.append(prime)
+    return axes
+
+
+def _primes(size: int) -> list[int]:
+    found, divisor = [], 2
+    while divisor <= math.isqrt(size):
+        while size % divisor == 0:
+            found.append(divisor)
+            size //= divisor
+        divisor += 1
+    return found + [size] * (size > 1)

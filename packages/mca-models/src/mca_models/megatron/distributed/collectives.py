@@ -41,18 +41,20 @@ def together(work: Callable[[], Result]) -> list[Result]:
     Raises:
         RankFailed: Names the first rank that failed, and why.
     """
-    result: Result | None = None
-    fault: McaError | None = None
-    try:
-        result = work()
-    except Exception as error:
-        _log.debug("failed", exc_info=True)
-        fault = as_mca_error(error)
-    outcomes = all_gather((result, fault))
+    outcomes = all_gather(_outcome(work))
     for rank, (_, failed) in enumerate(outcomes):
         if failed is not None:
             raise RankFailed(rank, failed)
     return [cast("Result", outcome) for outcome, _ in outcomes]
+
+
+def _outcome(work: Callable[[], Result]) -> tuple[Result | None, McaError | None]:
+    """What ``work`` returns, or why it failed."""
+    try:
+        return work(), None
+    except Exception as error:
+        _log.debug("failed", exc_info=True)
+        return None, as_mca_error(error)
 
 
 def as_mca_error(error: BaseException) -> McaError:
@@ -86,8 +88,15 @@ def on_first(work: Callable[[], Result]) -> Result:
     Raises:
         RankFailed: Says why.
     """
-    first = torch.distributed.get_rank() == 0
-    return cast("Result", together(work if first else lambda: None)[0])
+    box: list[tuple[Result | None, McaError | None]] = [(None, None)]
+    if torch.distributed.get_rank() == 0:
+        box = [_outcome(work)]
+    torch.distributed.broadcast_object_list(box, src=0)  # to gather would send it once for every rank
+    torch.distributed.barrier()
+    result, fault = box[0]
+    if fault is not None:
+        raise RankFailed(0, fault)
+    return cast("Result", result)
 
 
 def told_by_first(work: Callable[[], Result]) -> Result:

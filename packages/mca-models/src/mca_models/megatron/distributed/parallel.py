@@ -6,6 +6,7 @@ and patches, which stand below, ask Megatron for their groups themselves.
 
 import logging
 import os
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +22,7 @@ from mca_models.megatron.distributed import attempts
 _log = logging.getLogger(__name__)
 _RANK, _WORLD_SIZE, _LOCAL_RANK = "RANK", "WORLD_SIZE", "LOCAL_RANK"
 _TIMEOUT = timedelta(minutes=30)
+_FEW = 256  # ranks; over gloo each is connected with each of its groups
 
 _SEEDS_OF_A_RANK = 2**20
 """More than all that Megatron adds to a seed: 2718 + tp, and 1024 + 100 ep + etp."""
@@ -67,6 +69,8 @@ def start(
     platform.prepare()
     _start_torch()
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if world_size > _FEW:
+        _allow_connections()
     place = Place(layout, rank, world_size, RankGrid(layout, world_size).coordinates(rank))
     _start_megatron(layout, embedding_ranks or (0, layout.pp - 1))
     _seed(seed, place)
@@ -84,6 +88,12 @@ def _start_torch() -> None:
 
     store = HashStore()
     torch.distributed.init_process_group(platform.backend(), store=store, rank=0, world_size=1)
+
+
+def _allow_connections() -> None:
+    """Lets this process open as many files as it may; many systems allow 1,024 until they are asked."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _start_megatron(layout: ParallelLayout, embedding_ranks: tuple[int, ...]) -> None:
@@ -233,6 +243,14 @@ def replica_group(expert: bool) -> ProcessGroup:
 def replicas(expert: bool) -> list[int]:
     """Global ranks of `replica_group`, the one that speaks for all first."""
     return sorted(torch.distributed.get_process_group_ranks(replica_group(expert)))
+
+
+def whole_model_group() -> ProcessGroup:
+    """Ranks that hold all stages, and all experts, between them: with this one, as few as there can be."""
+    from megatron.core import parallel_state
+
+    group: ProcessGroup = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+    return group
 
 
 def expert_tensor_group() -> ProcessGroup:

@@ -110,6 +110,7 @@ def write_state(state: ShardedState, folder: Path, *, background: bool = False) 
     from megatron.core import dist_checkpointing
 
     options = {"async_sharded_save": True, "content_metadata": METADATA}
+    options["validate_access_integrity"] = False  # the same; torch compares the plans on the first rank
     if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
         options["async_strategy"] = "mcore"  # the other one is a package of its own
     strategy = _strategy()
@@ -125,9 +126,13 @@ def _strategy() -> DcpObject:
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    return FullyParallelSaveStrategyWrapper(
+    strategy: DcpObject = FullyParallelSaveStrategyWrapper(
         TorchDistSaveShardedStrategy("torch_dist", 1), parallel.replica_group(expert=False)
     )
+    strategy.cached_distribution = (
+        False  # of None it would send what each rank holds to every rank, to compare it
+    )
+    return strategy
 
 
 def _filesystem_writer() -> Upstream:

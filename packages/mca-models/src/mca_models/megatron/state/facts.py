@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, HfLayout
 from mca_models.checkpoint.placement import stored
+from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import all_gather
 from mca_models.megatron.factory.fill import whole_shape
 from mca_models.megatron.live import LiveModel
@@ -32,7 +33,7 @@ def facts_of(models: LiveModel) -> Facts:
         if not item.copy
     }
     facts: dict[str, tuple[str, Shape]] = {}
-    for part in all_gather(mine):
+    for part in all_gather(mine, parallel.whole_model_group()):
         facts |= part
     return facts
 

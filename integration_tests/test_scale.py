@@ -1,0 +1,79 @@
+"""What a rank does when a run starts and when it saves grows no faster than the number of ranks."""
+
+import importlib.util
+import os
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from harness import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+FEW, MANY = 64, 512
+
+
+def _benchmark() -> ModuleType:
+    path = Path(__file__).parent.parent / "benchmarks" / "scale.py"
+    spec = importlib.util.spec_from_file_location("scale", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["scale"] = module  # its dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def costs() -> list[dict[str, Any]]:
+    measure = _benchmark().measure
+    return [vars(measure(world)) for world in (FEW, MANY)]
+
+
+def test_nothing_grows_faster_than_the_world():
+    ((few, many),) = run_ranks(1, costs, process_group=False)
+    times = MANY // FEW
+    for count in ("groups", "listed", "coordinated"):
+        assert 0 < many[count] <= times * few[count], count
+    assert many["tensors"] == few["tensors"]
+    assert many["connections"] <= 150, "gloo connects each rank of a group with each"
+    assert many["received"] <= 5 * few["received"], "what each rank holds is not sent to every rank"
+
+
+@pytest.mark.parametrize("size", [1, 2, 64, 65, 72, 512, 1024, 16384, 1000, 131 * 8])
+def test_ranks_that_agree_stand_in_short_lines(size):
+    from mca_train.trainer.stop_signal import lines_of
+
+    reached = {0}
+    for axis in range(len(lines_of(0, size))):
+        reached = {other for rank in reached for other in lines_of(rank, size)[axis]}
+    assert reached == set(range(size)), "what one rank knows comes to all"
+    for line in lines_of(size - 1, size):
+        assert size - 1 in line
+        assert len(line) <= (131 if size % 131 == 0 else 64)
+        assert all(lines_of(other, size)[lines_of(size - 1, size).index(line)] == line for other in line)
+
+
+def stopped_at(signalled: int) -> tuple[int, int]:
+    """Lines that this rank exchanges in, and the step after which it stops; rank 2 gets SIGTERM in one."""
+    from mca_train.trainer import stop_signal
+
+    stop_signal._WIDEST, stop_signal._EVERY = 2, 0.0
+    with stop_signal.StopSignal() as stop:
+        for step in range(20):
+            if step == signalled and os.environ["RANK"] == "2":
+                os.kill(os.getpid(), signal.SIGTERM)
+            if stop.agreed():
+                return len(stop._groups), step
+    return len(stop._groups), -1
+
+
+def test_ranks_of_a_grid_stop_after_the_same_step():
+    found = run_ranks(4, stopped_at, 3)
+    assert len(set(found)) == 1, found
+    lines, step = found[0]
+    assert lines == 2
+    assert 3 < step <= 3 + 2 * lines
