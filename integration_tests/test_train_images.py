@@ -211,6 +211,15 @@ def test_pairs_with_pictures_are_compared_as_in_transformers(folder: Path) -> No
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
 
 
+def test_the_text_part_may_be_frozen(folder: Path) -> None:
+    """The last stage has nothing to train then, and one row in four has no image."""
+    losses, model = _expected(folder, "language")
+    rates = ("--vision_learning_rate", str(VISION), "--projector_learning_rate", str(PROJECTOR))
+    logs = _trained(folder, "seeing", "--freeze", "[language]", *rates, *SPLIT)
+    assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
+    assert _worst(folder / "seeing" / "hf", model)[0] < 2e-5
+
+
 def test_vision_and_projector_are_frozen_unless_told(folder: Path) -> None:
     before = transformers.AutoModelForImageTextToText.from_pretrained(folder / "model")
     losses, _ = _expected(folder)

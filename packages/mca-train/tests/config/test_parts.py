@@ -43,7 +43,7 @@ def test_vision_and_projector_are_frozen_unless_told():
             {"lora_rank": 4, "vision_learning_rate": 1.0},
         ),
         ("freeze: the adapter of adapter_name_or_path says", {"adapter": "there", "freeze": []}),
-        ("freeze: language cannot be frozen yet", {"freeze": ["vision", "projector", "language"]}),
+        ("freeze: vision, projector, language are all", {"freeze": ["vision", "projector", "language"]}),
     ],
 )
 def test_keys_that_cannot_be_followed_are_told(told, given):

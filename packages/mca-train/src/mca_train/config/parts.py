@@ -41,8 +41,8 @@ def part_problems(
     if lora.wanted and (rates := [key for key in given if key != "freeze"]):
         yield f"{', '.join(rates)}: an adapter has one learning rate; remove the key"
         return
-    if "language" not in trained and not lora.wanted:
-        yield "freeze: language cannot be frozen yet, as ranks would be left with nothing to train; leave it out"
+    if not trained:
+        yield f"freeze: {', '.join(PARTS)} are all parts, and nothing is left to train; leave one out"
     for part in ("vision", "projector"):
         if getattr(training, f"{part}_learning_rate") is not None and part not in trained:
             yield f"{part}_learning_rate: {part} is frozen; set freeze to a list without it, or remove the key"
