@@ -9,7 +9,7 @@ from types import FrameType
 _SHOWN = 4
 _WAITING_FILES = ("p2p_communication.py", "param_and_grad_buffer.py", "stop_signal.py")
 """Where ranks wait for others by methods that are not written in Python."""
-_WRAPPERS = ("wrapper", "decorate_context")
+_WRAPPERS = ("wrapper", "decorate_context", "__enter__", "__exit__")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Sign:
 def doing(frame: FrameType | None) -> tuple[str, bool]:
     """What a thread does, from its innermost frame, and whether that is a wait for other ranks."""
     operation, waits = "", False
-    while frame is not None and _is_of_torch_distributed(frame):
+    while frame is not None and (_is_of_torch_distributed(frame) or (waits and _is_a_with_block(frame))):
         name = frame.f_code.co_name
         operation, waits = (operation if name in _WRAPPERS else name), True
         frame = frame.f_back
@@ -52,6 +52,10 @@ def doing(frame: FrameType | None) -> tuple[str, bool]:
 def _is_of_torch_distributed(frame: FrameType) -> bool:
     parts = PurePath(frame.f_code.co_filename).parts
     return ("torch", "distributed") in pairwise(parts)
+
+
+def _is_a_with_block(frame: FrameType) -> bool:
+    return PurePath(frame.f_code.co_filename).name == "contextlib.py"
 
 
 def told(signs: Sequence[Sign | None], silent: Sequence[int]) -> str:
@@ -70,8 +74,8 @@ def _parts(signs: Sequence[Sign | None], silent: Sequence[int]) -> Iterator[str]
         yield f"{_ranks(unheard)}: training has not begun there"
     for sign in [sign for sign in signs if sign is not None and sign.rank in silent][:_SHOWN]:
         yield (
-            f"rank {sign.rank} on {sign.host} gives no sign of life (stopped, or its machine is lost); it was in "
-            f"{sign.what} of step {sign.step}, {sign.place}"
+            f"rank {sign.rank} on {sign.host} gives no sign of life (stopped, or its machine is lost); its last "
+            f"was in {sign.what} of step {sign.step}, {sign.place}"
         )
     lively = [sign for sign in signs if sign is not None and sign.rank not in silent]
     groups: dict[tuple[int, str, bool], list[Sign]] = {}
