@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ class BareLoop:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         self._kit, self._rows, self._accumulation = kit, rows, accumulation
-        config = _config_of(document, engine=kit.device == "cuda")
-        model = _model_of(config, document, len(rows[0]), engine=kit.device == "cuda").to(kit.device)
+        engine = kit.device == "cuda" and find_spec("transformer_engine") is not None
+        config = _config_of(document, engine=engine)
+        model = _model_of(config, document, len(rows[0]), engine=engine).to(kit.device)
         settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
         self._chunk = DistributedDataParallel(config, settings, model)
         self._optimizer = get_megatron_optimizer(
