@@ -171,6 +171,18 @@ def test_the_same_on_four_ranks_packed_and_resumed(folder: Path) -> None:
     assert _worst(folder / "four" / "hf", model)[0] < 2e-5
 
 
+def test_replicas_with_and_without_an_image_reduce_gradients_in_one_order(folder: Path) -> None:
+    losses, model = _expected(folder)
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    late = folder / "late.jsonl"  # the row without an image is in the last micro-batch of one replica
+    late.write_text("".join(lines[number] + "\n" for number in (0, 2, 1, 3)))
+    overlap = ("--train_file", str(late), "--local_ranks", "2", "--overlap_grad_reduce")
+    small = ("--ddp_bucket_size", "500", "--ddp_timeout", "40")
+    logs = _trained(folder, "overlap", *ALL, *PACKS, *overlap, *small)
+    assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
+    assert _worst(folder / "overlap" / "hf", model)[0] < 2e-5
+
+
 def _pair_losses(folder: Path) -> list[float]:
     """The losses of steps of DPO that transformers makes in one process."""
     model, frozen = (

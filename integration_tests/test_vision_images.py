@@ -306,7 +306,7 @@ def _features_in_a_closure() -> None:
 def _no_part_without_images() -> None:
     from mca_models.megatron.families import images
 
-    images._with_part = lambda output, trained: output
+    images.no_features = lambda vision, config, trained: None
 
 
 def _shared_gradients_stay_apart() -> None:

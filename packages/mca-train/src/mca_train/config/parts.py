@@ -49,4 +49,9 @@ def part_problems(
     if trained - {"language"}:
         from mca_models.megatron.families.image_limits import image_problems
 
+        if training.overlap_param_gather:
+            yield (
+                "overlap_param_gather: ranks without an image do not run the vision model, and would gather weights in "
+                "another order than those with one; set it to false, or freeze vision and projector"
+            )
         yield from image_problems(config, config.layout, megatron)

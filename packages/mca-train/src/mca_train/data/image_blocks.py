@@ -76,6 +76,8 @@ def _tokenized(
             text, files = read.text(row)
             (tokens,) = tokenize([{arguments.text_column: text}], [f"row {index}"]) or ([],)
             targets = [True] * len(tokens)
+            if not files and read.tokens.token in tokens:
+                raise McaError("the text spells the image placeholder, and the row has no image; take it out")
             if not files:
                 return {"input_ids": tokens, "is_target": targets, "grids": []}
             grids = [read.grid(file) for file in files]

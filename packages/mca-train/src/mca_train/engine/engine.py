@@ -11,6 +11,7 @@ from torch import Tensor
 from mca_config.types import JsonObject
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.engine.finite import telling_nan
+from mca_train.engine.late_buckets import reduce_vision_late
 from mca_train.engine.offload import rebuild_hybrids
 from mca_train.engine.part_rates import rates_of_parts
 from mca_train.engine.pipeline import Pipeline
@@ -97,10 +98,14 @@ class Engine(Pipeline):
         half = self.params_dtype != torch.float32
         settings = {"grad_reduce_in_fp32": half} | self._args.ddp_config_overrides()
         config = DistributedDataParallelConfig(**settings)
-        return [
+        wrapped = [
             DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(chunks)
         ]
+        if self._args.overlap_grad_reduce:
+            for one, chunk in zip(wrapped, chunks, strict=True):
+                reduce_vision_late(one, chunk)
+        return wrapped
 
     def _build_optimizer(self) -> MegatronOptimizer:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer

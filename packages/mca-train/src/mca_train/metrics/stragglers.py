@@ -78,17 +78,18 @@ class Stragglers:
 
         Args:
             steps: Since the last time.
-            step_time: Seconds of a step.
+            step_time: Seconds of a step, by this rank's clock.
             step: The last one.
         """
-        mine = [self._reading / max(steps, 1), self.forward.read(steps)]
+        mine = [self._reading / max(steps, 1), self.forward.read(steps), step_time]
         self._reading = 0.0
         if self._ranks.world_size == 1 or not steps:
             return {}
-        box = torch.zeros(self._ranks.world_size, 2, dtype=torch.float64, device=self._ranks.device)
+        box = torch.zeros(self._ranks.world_size, 3, dtype=torch.float64, device=self._ranks.device)
         box[self._ranks.rank] = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(box)
-        found = slowest(box.cpu(), self._ranks.layout.pp, step_time)
+        times = box.cpu()  # clocks differ: all ranks must find the same one, as it speaks to the others
+        found = slowest(times[:, :2], self._ranks.layout.pp, float(times[:, 2].max()))
         if found is None:
             self._told = None
             return {}

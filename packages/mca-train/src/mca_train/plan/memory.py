@@ -211,10 +211,7 @@ def _stages(subject: Subject, model: Model, grid: RankGrid) -> list[StageNeeds]:
     held = subject.model.by_stage(layout)
     adapter = subject.adapter.by_stage(layout) if subject.adapter else None
     beside = subject.reference.by_stage(layout) if subject.reference else none
-    quantized = (
-        training.fp8 and not training.fp8_param
-    )  # else weights are in fp8 alone: as many bytes with both copies
-    copied = subject.model.by_stage(layout, layers_only=True) if quantized else none
+    copied = subject.model.by_stage(layout, layers_only=True) if training.fp8 else none
     share = shares(training.use_distributed_optimizer, grid)
     found = []
     for pp in range(layout.pp):

@@ -61,8 +61,7 @@ def build_chunk(
         model.output_layer = Score(megatron, config.num_labels, bias=config.head == "token_classification")
     elif chunk.has_loss:
         _mask_padding(model.output_layer, config)
-    wrong = config.layout.cp > 1 and platform.megatron_version() >= FIXED_IN_0_17
-    if chunk.has_loss and config.mtp_num_layers and wrong:
+    if chunk.has_loss and config.mtp_num_layers and config.layout.cp > 1:
         model.register_forward_pre_hook(_refuse_own_prediction, with_kwargs=True)
     module: torch.nn.Module = model.to(platform.current_device())
     return module
@@ -91,10 +90,12 @@ def _mask_padding(output_layer: torch.nn.Module, config: McaModelConfig) -> None
 def _refuse_own_prediction(model: GptModel, args: tuple[object, ...], options: dict[str, object]) -> None:
     """Before a chunk's forward on several context ranks: Megatron's own loss of prediction layers is not trained.
 
-    Since megatron-core 0.17 it is divided by each context rank's own tokens.
+    It is divided by each context rank's own tokens: since megatron-core 0.17 always, before that unless
+    ``calculate_per_token_loss`` is on.
     """
+    divided = platform.megatron_version() >= FIXED_IN_0_17 or not model.config.calculate_per_token_loss
     own = model.config.mtp_num_layers and "mca_prediction" not in vars(model)  # mca_train computes it
-    if own and torch.is_grad_enabled() and options.get("labels") is not None:
+    if divided and own and torch.is_grad_enabled() and options.get("labels") is not None:
         raise McaError(
             "Megatron's own loss of prediction layers is wrong on several context ranks; train with McaTrainer, which "
             "computes it, or set context_parallel_size to 1 or mtp_num_layers to 0"

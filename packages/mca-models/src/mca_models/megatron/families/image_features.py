@@ -47,6 +47,7 @@ def features_of_images(
         trained: Its parameters that get gradients.
     """
     from megatron.core.parallel_state import get_tensor_and_context_parallel_group
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     group: ProcessGroup = get_tensor_and_context_parallel_group()
     apart = _apart(images, config) if group.size() > 1 else []
@@ -55,11 +56,13 @@ def features_of_images(
     else:
         owners = dealt([image.load for image in apart], group.size())
         own = [image for image, owner in zip(apart, owners, strict=True) if owner == group.rank()]
-        mine = (
-            _computed(vision, _joined([image.arguments for image in own])) if own else _none(vision, config)
-        )
-        if not own and trained and torch.is_grad_enabled():
-            mine = TakesPart.apply(mine, *trained)
+        if own:
+            with (
+                get_cuda_rng_tracker().fork()
+            ):  # ranks drop other numbers of values, and stay alike elsewhere
+                mine = _computed(vision, _joined([image.arguments for image in own]))
+        else:
+            mine = no_features(vision, config, trained)
         places = _places([image.rows for image in apart], owners, group.size())
         features = _Shared.apply(mine, places, group)
     found = features.split(config.hidden_size, 1)
@@ -115,9 +118,18 @@ def _one_after_the_other(features: Tensor | Sequence[Tensor]) -> Tensor:
     return whole.flatten(0, -2)
 
 
-def _none(vision: HfModel, config: McaModelConfig) -> Tensor:
+def no_features(vision: HfModel, config: McaModelConfig, trained: Sequence[torch.nn.Parameter]) -> Tensor:
+    """What there is without an image ``[0, hidden * (1 + inner layers)]``; it depends on ``trained`` in name only.
+
+    Megatron reduces the gradients of a bucket once all of them are there, and stops where some never come: who computes
+    no image has to give them too, at the same place of the backward pass as who does.
+    """
     parameter: Tensor = next(vision.parameters())
-    return parameter.new_zeros(0, config.hidden_size * (1 + config.deepstack_layers))
+    none = parameter.new_zeros(0, config.hidden_size * (1 + config.deepstack_layers))
+    if not (trained and torch.is_grad_enabled()):
+        return none
+    taking_part: Tensor = TakesPart.apply(none, *trained)
+    return taking_part
 
 
 def _places(rows: Sequence[int], owners: Sequence[int], ranks: int) -> list[Tensor]:

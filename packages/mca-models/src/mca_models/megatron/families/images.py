@@ -7,15 +7,13 @@ there are up to the last that a token sees). Only the first stage needs the firs
 say what goes where, and are cut as the tokens are.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.megatron.families.image_features import TakesPart, features_of_images
+from mca_models.megatron.families.image_features import features_of_images, no_features
 from mca_models.megatron.families.image_limits import image_problems, image_reach
 from mca_models.megatron.layers.sectioned_rope import SectionedRope
 from mca_models.megatron.types import GptModel, HfModel, MegatronModule, Upstream
@@ -74,11 +72,13 @@ class _Intake:
             model.rotary_pos_emb.positions = positions
         if not model.pre_process:
             return args, kwargs
+        trained = self._trained()
         if images is None:
+            if trained and torch.is_grad_enabled():  # the same way to the embeddings, with nothing on it
+                self._features = no_features(model.vision_model, self._config, trained)
             return args, kwargs
         if problems := image_problems(self._config, self._config.layout, model.config):
             raise McaError("; ".join(problems))
-        trained = self._trained()
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(trained)):
             features, inner = features_of_images(model.vision_model, images, self._config, trained)
         self._rows = self._local(rows)
@@ -89,12 +89,14 @@ class _Intake:
         return args, kwargs
 
     def after_embedding(self, embedding: MegatronModule, args: Arguments, output: Tensor) -> Tensor:
-        """Exchanges the embeddings of placeholders ``[s, b, hidden]``; lets an unused vision model take part."""
+        """Exchanges the embeddings of placeholders ``[s, b, hidden]``."""
         features, rows = self._features, self._rows
         self._features = self._rows = None
-        if features is None or rows is None:
-            return _with_part(output, self._trained())
-        placed = _placed(features.to(output.dtype), rows)
+        if features is None:
+            return output
+        if rows is None:
+            rows = torch.full(output.shape[:2], -1, device=output.device)
+        placed = _placed(features[:, : output.shape[-1]].to(output.dtype), rows)
         return torch.where((rows >= 0).unsqueeze(-1), placed, output)
 
     def _trained(self) -> list[torch.nn.Parameter]:
@@ -111,18 +113,6 @@ class _Intake:
         group = get_tensor_model_parallel_group()
         part: Tensor = own.chunk(group.size())[group.rank()]
         return part
-
-
-def _with_part(output: Tensor, trained: Sequence[torch.nn.Parameter]) -> Tensor:
-    """``output``, on which the vision model depends in name only.
-
-    Megatron reduces the gradients of a bucket once all of them are there, and stops where some never come: a
-    micro-batch without images has to give them too. Where the text model is frozen its loss has no other gradient.
-    """
-    if not (trained and torch.is_grad_enabled()):
-        return output
-    taking_part: Tensor = TakesPart.apply(output, *trained)
-    return taking_part
 
 
 def _placed(features: Tensor, rows: Tensor) -> Tensor:
