@@ -17,7 +17,7 @@ BOTH = SimpleNamespace(vision={"image_token_id": 5}, model_type="qwen2_5_vl")
 
 
 def arguments(**given):
-    keys = ("freeze", "vision_learning_rate", "projector_learning_rate")
+    keys = ("freeze", "vision_learning_rate", "projector_learning_rate", "overlap_param_gather")
     return SimpleNamespace(**({key: None for key in keys} | given))
 
 
@@ -49,6 +49,13 @@ def test_vision_and_projector_are_frozen_unless_told():
 def test_keys_that_cannot_be_followed_are_told(told, given):
     (found,) = problems(**given)
     assert found.startswith(told)
+
+
+def test_weights_of_a_trained_part_are_not_gathered_while_it_runs():
+    given = arguments(overlap_param_gather=True, freeze=["vision"])
+    first = next(part_problems(given, LoraArguments(), BOTH, None))
+    assert first.startswith("overlap_param_gather: ranks without an image do not run the vision model")
+    assert problems(overlap_param_gather=True) == []  # text alone is trained
 
 
 @pytest.mark.parametrize("parts", [{"language"}, {"vision", "projector"}])

@@ -101,6 +101,9 @@ def test_blocks_of_texts_name_what_is_wrong(tokenizer, folder):
     wrong = [TEXTS[1], {"text": "none", "images": ["small.png"]}]
     with pytest.raises(McaError, match=r"^train_file, row 1: 0 places for images .* and 1 images"):
         load(wrong, tokenizer, folder, kind="pretrain")
+    spelt = [TEXTS[0], {"text": f"what is {MARKS[1]}?", "images": []}]  # it would move every later image
+    with pytest.raises(McaError, match=r"^train_file, row 1: the text spells the image placeholder"):
+        load(spelt, tokenizer, folder, kind="pretrain")
 
 
 PAIRS = {

@@ -110,6 +110,7 @@ class ImageTokens(ABC):
             if tuple(grid) != now:
                 raise McaError(
                     f"image {file.place} had {grid[0]} x {grid[1]} tokens when rows were read, and has {now[0]} x "
-                    f"{now[1]} now; leave files alone while they are trained on"
+                    f"{now[1]} now; leave files alone while they are trained on, and empty tokenized_cache, "
+                    "which keeps sizes"
                 )
         return {name: made[name] for name in self.taken}

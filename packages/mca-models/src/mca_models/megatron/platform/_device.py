@@ -57,9 +57,8 @@ def no_engine() -> str | None:
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # a library that is missing, or built for another torch
-        return (
-            f"Transformer Engine does not load ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
-        )
+        first = (str(error).splitlines() or [""])[0][:200]
+        return f"Transformer Engine does not load ({type(error).__name__}: {first})"
     return None
 
 
