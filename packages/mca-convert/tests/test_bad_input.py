@@ -296,6 +296,8 @@ def test_output_that_is_taken(source: Path, tmp_path: Path, capsys) -> None:
     (["--checkpoint_path", "a", "--output_path", "b", "--workers", "0"], "at least 1"),
     (["--checkpoint_path", "a", "--output_path", "b", "--memory_limit", "lots"], "expected a size such as"),
     (["verify", "a"], "the following arguments are required: B"),
+    (["verfy", "a", "b"], "unknown command verfy, did you mean verify?"),
+    (["Qwen3-8B", "qwen3-mca"], "a checkpoint is named by --checkpoint_path"),
     (["verify", "a", "b", "--tolerance", "-1"], "at least 0"),
 ])  # fmt: skip
 def test_wrong_usage_exits_2(arguments: list[str], message: str, capsys) -> None:

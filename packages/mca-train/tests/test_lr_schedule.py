@@ -58,6 +58,24 @@ def test_rates_are_hugging_faces_and_survive_a_checkpoint(name, tmp_path):
         ours.step()
 
 
+def test_a_run_that_goes_on_follows_its_own_rate_and_length(tmp_path):
+    from mca_train.lr_schedule import LearningRate
+
+    first = LearningRate(arguments(tmp_path, "linear"), STEPS)
+    for _ in range(STEPS):
+        first.step()
+    assert first.value == 0.0
+    args = arguments(tmp_path, "linear")
+    args.learning_rate = 1e-2
+    longer, whole = LearningRate(args, 2 * STEPS), LearningRate(args, 2 * STEPS)
+    longer.load_state_dict(first.state_dict())
+    whole.move(STEPS)
+    for _ in range(3):
+        assert longer.value == whole.value > 0.0
+        longer.step()
+        whole.step()
+
+
 def test_warm_up_stable_decay(tmp_path):
     from mca_train.lr_schedule import LearningRate
 

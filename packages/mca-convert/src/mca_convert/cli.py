@@ -52,12 +52,14 @@ def _attempt(argv: Sequence[str], interrupts: Interrupts) -> int:
     from mca_config.errors import McaError
     from mca_convert import __version__
     from mca_convert.commands.sources import local_sources
-    from mca_convert.flags import build_parser, command_of
+    from mca_convert.flags import DEFAULT_COMMAND, build_parser, command_of
     from mca_convert.mapped import cut_files_told
     from mca_convert.output import printable
 
     command, rest = command_of(list(argv))
     parser = build_parser(command, __version__)
+    if command == DEFAULT_COMMAND and rest and not rest[0].startswith("-"):
+        parser.unknown_command(rest[0])
     options = parser.parse_args(rest)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the workers are threads enough
     level = logging.WARNING if getattr(options, "quiet", False) else logging.INFO

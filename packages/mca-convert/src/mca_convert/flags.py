@@ -58,6 +58,12 @@ class Parser(argparse.ArgumentParser):
         sys.stderr.write(f"error: {printable(message)}; see {self.prog} --help\n")
         sys.exit(2)
 
+    def unknown_command(self, word: str) -> NoReturn:
+        """Says which command was probably meant; exits 2."""
+        close = difflib.get_close_matches(word, COMMANDS, 1)
+        known = f"it is one of {', '.join(COMMANDS)}; a checkpoint is named by --checkpoint_path"
+        self.error(f"unknown command {word}, {f'did you mean {close[0]}?' if close else known}")
+
     def _suggestion(self, given: str) -> str:
         flag = given.partition("=")[0]
         name = flag.lstrip("-").replace("-", "_")

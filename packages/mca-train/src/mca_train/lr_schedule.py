@@ -81,6 +81,10 @@ class LearningRate:
         if steps == 0 or self._by_metric:
             return
         self.scheduler.last_epoch = max(self.scheduler.last_epoch + steps, 0)
+        self._compute()
+
+    def _compute(self) -> None:
+        """Sets the coming step's rate to what the schedule has at its place."""
         rate = self._base * cast("LambdaLR", self.scheduler).lr_lambdas[0](self.scheduler.last_epoch)
         self._carrier.param_groups[0]["lr"] = rate
         self.scheduler._last_lr = [rate]
@@ -90,10 +94,19 @@ class LearningRate:
         return dict(self.scheduler.state_dict()) | {"mca_rate": self._carrier.param_groups[0]["lr"]}
 
     def load_state_dict(self, state: Values) -> None:
-        """Restores `state_dict`; a scheduler leaves its optimizer's rate to the optimizer's own state."""
+        """Restores the place in the schedule; its rates are those of this run, also where it was another's.
+
+        A schedule that follows a metric has no place but its rate, which is restored.
+        """
         rest = dict(state)
-        self._carrier.param_groups[0]["lr"] = rest.pop("mca_rate")
+        rate = rest.pop("mca_rate")
+        if self._by_metric:
+            self._carrier.param_groups[0]["lr"] = rate
+            self.scheduler.load_state_dict(rest)
+            return
+        rest.pop("base_lrs", None)
         self.scheduler.load_state_dict(rest)
+        self._compute()
 
 
 _STEPS = 1000  # of a schedule that is only tried

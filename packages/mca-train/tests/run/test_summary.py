@@ -26,8 +26,8 @@ def test_the_summary_says_what_was_done_how_fast_and_where_it_is():
     result = SimpleNamespace(global_step=25, metrics={"train_runtime": 31.0}, training_loss=1.5)
     text = summary(SimpleNamespace(args=args, state=state, started_at_step=10), result)
     words = (
-        "15 (11 to 25) in 31.0 s, 2 s each",
-        "1,234,567, 60 per second",
+        "15 (11 to 25) in 31.0 s; 2 s for each, without saving and evaluating",
+        "1,234,567 (60 per second)",
         "1 model TFLOP/s, MFU 10.0%",
         "1.500000",
     )
@@ -46,5 +46,5 @@ def test_the_evaluation_is_of_the_model_that_is_written():
     result = SimpleNamespace(global_step=25, metrics={"train_runtime": 31.0}, training_loss=1.5)
     text = summary(SimpleNamespace(args=args, state=state, started_at_step=0), result)
     assert "1.500000 (the best, of step 20)" in text
-    assert "25 in 31.0 s, " in text
+    assert "25 in 31.0 s; " in text
     assert "8.0" not in text

@@ -26,9 +26,9 @@ def summary(trainer: "McaTrainer", result: "TrainOutput") -> str:
         return "\n".join(f"{name:<5}  {value}" for name, value in lines.items())
     lines = {
         "steps": f"{_steps(trainer.started_at_step, result.global_step)} in {result.metrics['train_runtime']:.1f} s"
-        + (f", {speed['step_time']:.3g} s each" if speed else ""),
+        + (f"; {speed['step_time']:.3g} s for each, without saving and evaluating" if speed else ""),
         "tokens in all" if trainer.started_at_step else "tokens": f"{trainer.state.num_input_tokens_seen:,}"
-        + (f", {speed['tokens_per_second']:,.0f} per second" if speed else ""),
+        + (f" ({speed['tokens_per_second']:,.0f} per second)" if speed else ""),
         **({"speed": _flops(speed)} if "model_tflops" in speed else {}),
         "training loss": f"{result.training_loss:.4f} (mean of the run)",
         **({"evaluation loss": evaluated} if evaluated else {}),
@@ -43,7 +43,9 @@ def summary(trainer: "McaTrainer", result: "TrainOutput") -> str:
 
 def _steps(before: int, last: int) -> str:
     """How many this run made, and which, if others were made before."""
-    return f"{last - before} ({before + 1} to {last})" if before else str(last)
+    if not before:
+        return str(last)
+    return f"{last - before} ({before + 1} to {last})" if last - before > 1 else f"1 (step {last})"
 
 
 def best_step(trainer: "McaTrainer") -> int | None:
