@@ -106,6 +106,7 @@ IMAGES = {
 }
 MODELS = {"dense": DENSE, "experts": EXPERTS, "latent": LATENT, "images": IMAGES}
 OF_IMAGES = {"count": 2, "pixels": 96}
+EVALUATED = {"eval_file": "held_out.jsonl", "eval_strategy": "steps", "eval_steps": 5}
 TP, PP, VPP, CP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -202,7 +203,7 @@ def without_memory(folder: Path, kind: str, changes: dict[str, Any], rank: int, 
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
-    run = prepared(folder, kind, changes, world_size)
+    run = prepared(folder, kind, changes | EVALUATED, world_size)
     return step_needs(run.task, run.settings, run.model, rank, world_size, 4, images_in(run))
 
 

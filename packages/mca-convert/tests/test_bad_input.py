@@ -276,7 +276,12 @@ def test_output_that_is_taken(source: Path, tmp_path: Path, capsys) -> None:
     taken.mkdir()
     (taken / "precious").write_text("x")
     assert main(["--checkpoint_path", str(source), "--output_path", str(taken)]) == 1
-    assert "exists and is not empty" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "exists and is not empty" in told and "--overwrite" not in told
+    (taken / "config.json").write_text("{}")
+    assert main(["--checkpoint_path", str(source), "--output_path", str(taken)]) == 1
+    assert "--overwrite replaces the checkpoint there" in capsys.readouterr().err
+    (taken / "config.json").unlink()
     assert (taken / "precious").read_text() == "x"
     assert main(["--checkpoint_path", str(source), "--output_path", str(source / "inside")]) == 1
     assert "lies inside the source" in capsys.readouterr().err

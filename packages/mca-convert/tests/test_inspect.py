@@ -16,7 +16,8 @@ def inspected(path: Path, capsys, code: int = 0) -> dict:
     assert main(["inspect", "--json", str(path)]) == code
     found = json.loads(capsys.readouterr().out)
     assert main(["inspect", str(path)]) == code
-    assert f"{path}: {found['kind']}" in capsys.readouterr().out
+    head = capsys.readouterr().out.partition("\n")[0]
+    assert head == f"{path}: {found['kind']}{', not readable' if code else ''}"
     return found
 
 

@@ -169,9 +169,11 @@ def refuse_taken(source: Path, destination: Path, *, overwrite: bool = False) ->
     try:
         require_absent(destination)
     except McaError as error:
+        replaceable = destination.is_dir() and any(present(destination, name) for name in _CHECKPOINT)
         if not overwrite or not destination.is_dir():
-            raise McaError(f"--output_path {error}") from None
-        if not any(present(destination, name) for name in _CHECKPOINT):
+            hint = "; --overwrite replaces the checkpoint there" if replaceable else ""
+            raise McaError(f"--output_path {error}{hint}") from None
+        if not replaceable:
             raise McaError(
                 f"--output_path {destination}: holds no checkpoint, so --overwrite does not replace it; remove it "
                 "or name another directory"

@@ -32,7 +32,7 @@ and data parallel ranks. Starts its own local ranks, unless torchrun did.
   report     writes one page of HTML about a run, or two beside each other
   init       writes a commented configuration of a kind for a model, to the screen or to a new FILE
   schema     prints the JSON schema of a configuration, by which editors complete and check it
-  completion prints a script that completes words: eval "$(mca-train completion bash)"
+  completion prints a script by which a shell completes words; mca-train completion --help says where to keep it
 
 mca-train COMMAND --help says more of each.
 

@@ -29,7 +29,7 @@ def inspect(options: argparse.Namespace, called: Mapping[str, str]) -> int:
 
 def report(found: Inspection) -> str:
     """The findings, for people."""
-    lines = [(found.kind, found.path)]
+    lines = [(f"{found.kind}, not readable" if found.problem else found.kind, found.path)]
     lines += [(name, str(value)) for name, value in found.facts.items()]
     if found.files:
         nbytes = sum(found.files.values())

@@ -105,9 +105,10 @@ def step_needs(
 
 
 def _short(settings: "Settings", folder: str, micro_batches: int) -> "Settings":
-    """The same run with another number of micro-batches, elsewhere."""
+    """The same run with another number of micro-batches, elsewhere, without what is evaluated in between."""
     args = copy.copy(settings.training)
     args.output_dir, args.gradient_accumulation_steps = folder, micro_batches
+    args.eval_strategy = "no"
     return replace(settings, training=args)
 
 

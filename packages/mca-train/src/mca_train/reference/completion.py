@@ -27,7 +27,7 @@ complete -o default -F _mca_train mca-train
 
 
 def completion(shell: str, commands: Iterable[str], tasks: Mapping[str, Task]) -> str:
-    """The script; ``eval "$(mca-train completion bash)"`` takes it into use.
+    """The script, to be kept in a file: making it imports Hugging Face's arguments, which takes seconds.
 
     Args:
         shell: Its name.
