@@ -81,7 +81,12 @@ def test_bad_overrides(words):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: [", "not valid YAML"), ("- a", "top level is list"), ("a: 1\na: 2", "key 'a' is given twice")],
+    [
+        ("a: [", "not valid YAML"),
+        ("a: b\n  c: d", "not allowed here in line 2, column 4: c: d$"),
+        ("- a", "top level is list"),
+        ("a: 1\na: 2", "key 'a' is given twice"),
+    ],
 )
 def test_bad_yaml(tmp_path, text, message):
     file = tmp_path / "c.yaml"

@@ -84,4 +84,5 @@ def _is_plain(word: str) -> bool:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    text = str(error).replace('"<unicode string>", ', "")  # what PyYAML calls a text that was read before
+    return " ".join(text.split()).removesuffix(" ^")
