@@ -143,6 +143,16 @@ def computed(references: list[Reference]) -> dict[str, str]:
     return found
 
 
+def of_transformers(name: str, folder: Path) -> Reference | None:
+    """What transformers computes; None where a drawn model fails in it, whose keys do not go together."""
+    try:
+        return make_reference(name, folder)
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError):
+        if not name.startswith("drawn"):
+            raise
+        return None
+
+
 def test_every_value_is_computed_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = {}
     for name, case, different in models():
@@ -150,7 +160,9 @@ def test_every_value_is_computed_or_refused(tmp_path: Path, monkeypatch: pytest.
         fixed = {"head_dim": 4} if "kv_lora_rank" in base else {}
         monkeypatch.setitem(reference.CASES, name, (kind, {**base, **fixed, **different}))
         changed[name] = (case, different)
-    (found,) = run_ranks(1, computed, [make_reference(name, tmp_path) for name in changed], timeout=500)
+    references = [made for name in changed if (made := of_transformers(name, tmp_path)) is not None]
+    assert len(changed) - len(references) <= COUNT / 10  # what transformers itself cannot compute
+    (found,) = run_ranks(1, computed, references, timeout=500)
     wrong = {
         name: (*changed[name], what) for name, what in found.items() if what[:7] not in ("same", "refused")
     }

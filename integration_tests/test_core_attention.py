@@ -80,7 +80,7 @@ def ours(kind: Kind, group: Any) -> list[Tensor]:
     """The same from ``CoreAttention``: this context rank's tokens; of the sinks' gradient its part."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from mca_models.megatron.layers.attention import CoreAttention, capped_attention
+    from mca_models.megatron.layers.attention import CoreAttention, Special, special_attention
 
     config = SimpleNamespace(
         softmax_type="learnable" if kind.sink else "vanilla",
@@ -91,7 +91,7 @@ def ours(kind: Kind, group: Any) -> list[Tensor]:
         tensor_model_parallel_size=1,
         params_dtype=torch.float64,
     )
-    attention = (capped_attention(kind.softcap) if kind.softcap else CoreAttention)(
+    attention = (special_attention(Special(softcap=kind.softcap)) if kind.softcap else CoreAttention)(
         config,
         1,
         SimpleNamespace(name="causal"),

@@ -78,9 +78,10 @@ def test_ranks_that_hold_up_the_others_are_named(checkpoint, tmp_path):
     assert "gives no sign of life (stopped, or its machine is lost)" in ended
     assert f"(waited for {_PATIENCE} s, ddp_timeout)" in ended
     lines = (tmp_path / "told.0").read_text().splitlines()
-    (slow,) = [line for line in lines if "holds up the others" in line]
-    assert slow.startswith(f"step {_SLOW[0]}: rank 1 on ")
-    assert "to read its batches" in slow
+    slow = [line for line in lines if "holds up the others" in line]  # a busy machine may add some of its own
+    assert any(
+        line.startswith(f"step {_SLOW[0]}: rank 1 on ") and "to read its batches" in line for line in slow
+    )
     asleep = next(line for line in lines if "so far" in line)
     assert f"of step {_SLEEPS} has taken" in asleep
     assert "rank 1 on " in asleep

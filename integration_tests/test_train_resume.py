@@ -191,7 +191,7 @@ def test_a_failed_save_leaves_the_checkpoint_before(checkpoint, tmp_path):
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, fail_while_saving, checkpoint, tmp_path)
     told = "checkpoint-2: cannot be written: rank 1 could not save: OSError: the cable is loose"
-    assert str(failed.value).count(told) == 2, "every rank says which one failed, and why"
+    assert str(failed.value).partition("\n")[2].count(told) == 2, "every rank says which one failed, and why"
     from mca_train.checkpoint.directory import checkpoints
 
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]

@@ -15,12 +15,13 @@ WINDOW = Field("window_size", "sliding_window", 128)
 
 def derive(hf: HfConfig) -> JsonObject:
     """Kinds of layers, and the ropes: one base, or one for each kind; 0 is no rope."""
-    count, base = hf["num_hidden_layers"], read_rope(hf)["rotary_base"]
+    count, rope = hf["num_hidden_layers"], read_rope(hf)
+    base = rope["rotary_base"]
     kinds = hf.get("layer_types") or [SLIDING if i % 4 else FULL for i in range(count)]
     thetas = hf.get("layer_rope_theta") or [base] * count
     by_kind = {kind: _bases(thetas, kinds, kind) or [base] for kind in (FULL, SLIDING)}
     full, sliding = (by_kind[kind][0] for kind in (FULL, SLIDING))
-    if any(len(bases) > 1 for bases in by_kind.values()) or (hf.get("rope_scaling") and full != sliding):
+    if any(len(bases) > 1 for bases in by_kind.values()) or (rope["rope_scaling"] and full != sliding):
         raise HfConfigError(
             f"config.json: 'layer_rope_theta' is {thetas!r:.80}; supported: one base for full layers, one for "
             "those with a window, both without scaling; 0 for layers without a rope"
