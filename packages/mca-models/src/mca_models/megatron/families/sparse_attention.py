@@ -91,8 +91,8 @@ class IndexedAttention(CoreAttention):
             mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
             mask.masked_fill_(~seen, -torch.inf)
         channels = value.shape[-1]
-        value = pad(value, (0, query.shape[-1] - channels))  # torch's kernels want equal sizes
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        width = max(query.shape[-1], channels)  # torch's kernels want equal sizes
+        q, k, v = (pad(x, (0, width - x.shape[-1])).permute(1, 2, 0, 3) for x in (query, key, value))
         with self._draws():
             dropout = self.dropout if self.training else 0.0
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=self.scale)
