@@ -116,7 +116,10 @@ MOE_LAYOUTS = ("tp2ep2etp1", "cp2ep2pp2", "tp1", "ep2", "cp2", "pp2vpp2ep2", "tp
 ALIKE_DENSE = [case for case in ALIKE if not is_sparse(case)]
 ALIKE_MOE = [case for case in ALIKE if is_sparse(case)]
 UNCUT = ("gpt_oss",)  # experts with biases cannot be cut
-GRID = spread(DENSE, DENSE_LAYOUTS[:1]) + spread(MOE, MOE_LAYOUTS[:1])
+# where context parallelism cuts what is a family's own: windows, states, ropes of several kinds
+ALONG_THE_SEQUENCE = ("gemma2", "exaone4", "qwen3_5_text", "gemma3-two-ropes", "phi3-long", "smollm3-windows")
+GRID = spread(DENSE if EVERY else ALONG_THE_SEQUENCE, DENSE_LAYOUTS[:1]) + spread(MOE, MOE_LAYOUTS[:1])
+GRID += [] if EVERY else [(case, "tp2sp") for case in DENSE if case not in ALONG_THE_SEQUENCE]
 OTHERS = ("qwen3_5_text", "gemma3-two-ropes", "olmo2", "exaone4")
 MOE_OTHERS = ("deepseek_v2", "gpt_oss", "deepseek_v3-choice", "minimax_m2", "qwen3_next", "glm4_moe_lite")
 GRID += spread(DENSE if EVERY else OTHERS, DENSE_LAYOUTS[1:])

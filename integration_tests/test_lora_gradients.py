@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", ALL),
     "smollm3": ("smollm3", ALL),
 }
-LAYOUTS = ("tp2pp2", "tp1", "tp2cp2sp")
+LAYOUTS = ("tp2pp2", "tp1", "tp2cp2sp") if EVERY else ("pp2", "tp1", "tp2sp", "tp2pp2", "cp2")
 EXPERT_LAYOUTS = ("cp2ep2", "tp1", "tp2ep2etp1sp")
 SPARSE = [case for case, (_, settings) in CASES.items() if settings.get("target_parameters")]
 GRID = spread([case for case in CASES if case not in SPARSE], LAYOUTS) + spread(SPARSE, EXPERT_LAYOUTS)
@@ -80,7 +80,7 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
 CASES |= ALIKE
 # by default those that name a linear otherwise than others
 BY_NAME = sample(ALIKE, "falcon", "glm", "granitemoe", "granitemoeshared", "hy_v3", "phi")
-GRID += spread([case for case in BY_NAME if not is_sparse(case)], LAYOUTS if EVERY else LAYOUTS[:1])
+GRID += spread([case for case in BY_NAME if not is_sparse(case)], LAYOUTS if EVERY else ("tp2sp",))
 GRID += spread([case for case in BY_NAME if is_sparse(case)], EXPERT_LAYOUTS)
 TOLERANCE = 1e-4  # of the largest element of a tensor's gradient
 

@@ -61,7 +61,7 @@ def both_losses(checkpoint: Path, folder: Path, changes: dict[str, Any]) -> list
             train_dataset=samples(16, longest=24),
             max_steps=2,
             logging_steps=1,
-            **changes,
+            **{"gradient_accumulation_steps": 2, **changes},
         )
         quietly(trainer.train)
         found.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log])

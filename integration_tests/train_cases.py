@@ -150,12 +150,12 @@ def train_losses(checkpoint: Path, output_dir: Path, **changes: Any) -> dict[str
     return {key: history(trainer, key) for key in ("loss", "grad_norm", "learning_rate", "eval_loss")}
 
 
-def stop_and_resume(checkpoint: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
-    """Trains with a checkpoint at step 5, then again from there with a new trainer; what both logged."""
-    straight = make_trainer(checkpoint, output_dir, save_strategy="steps", save_steps=5, **changes)
+def stop_and_resume(checkpoint: Path, output_dir: Path, at: int = 5, **changes: Any) -> dict[str, Any]:
+    """Trains with a checkpoint at step ``at``, then again from there with a new trainer; what both logged."""
+    straight = make_trainer(checkpoint, output_dir, save_strategy="steps", save_steps=at, **changes)
     quietly(straight.train)
     resumed = make_trainer(checkpoint, output_dir, save_strategy="no", **changes)
-    quietly(lambda: resumed.train(resume_from_checkpoint=str(output_dir / "checkpoint-5")))
+    quietly(lambda: resumed.train(resume_from_checkpoint=str(output_dir / f"checkpoint-{at}")))
     keys = ("loss", "grad_norm", "learning_rate", "epoch")
     return {
         "straight": {key: history(straight, key) for key in keys},
