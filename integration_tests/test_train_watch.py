@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ def resumed_before_the_first_update(checkpoint: Path, output_dir: Path) -> list[
         straight = make_trainer(checkpoint, folder, save_strategy="steps", save_steps=1, **run)
         quietly(straight.train)
         resumed = make_trainer(checkpoint, folder, **run)
-        quietly(lambda: resumed.train(resume_from_checkpoint=str(folder / "checkpoint-1")))  # noqa: B023
+        quietly(partial(resumed.train, resume_from_checkpoint=str(folder / "checkpoint-1")))
         keys = ("loss", "grad_norm", "loss_scale", "skipped_steps")
         found += [tuple({key: history(each, key) for key in keys} for each in (straight, resumed))]
     return found
