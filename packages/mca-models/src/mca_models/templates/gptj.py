@@ -18,10 +18,11 @@ OUTER = {
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Sizes of a head, and how much of it is rotated."""
+    """Sizes of a head, and how much of it is rotated, by a rope that transformers has no keys for."""
     width = hf["n_embd"] // hf["n_head"]
     sizes = {"num_query_groups": hf["n_head"], "kv_channels": width}
-    return {**sizes, "rotary_percent": (hf.get("rotary_dim") or width) / width}
+    rope = {"rotary_base": 10000.0, "rope_scaling": None}
+    return {**sizes, **rope, "rotary_percent": (hf.get("rotary_dim") or width) / width}
 
 
 def restore(config: McaModelConfig) -> HfConfig:

@@ -1,5 +1,6 @@
 """Persimmon: HF ``PersimmonForCausalLM``: LayerNorms, on the heads of q and k too, biases, squared ReLUs."""
 
+from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.arcee import CONSTANTS, RELU2
@@ -27,7 +28,12 @@ FIELDS = tuple(
 def heads(hf: HfConfig) -> JsonObject:
     """As many keys as queries, of equal shares of the hidden size."""
     count = hf["num_attention_heads"]
-    return {"num_query_groups": count, "kv_channels": hf["hidden_size"] // count}
+    share = hf["hidden_size"] // count
+    if hf.get("head_dim") not in (None, share):
+        raise HfConfigError(
+            f"config.json: 'head_dim' is {hf['head_dim']!r:.80}; heads are shares of the hidden size here, of {share}"
+        )
+    return {"num_query_groups": count, "kv_channels": share}
 
 
 CONFIG = ConfigTable(
