@@ -127,7 +127,8 @@ def export_gradient(reference: Reference, layout: str, path: Path, **settings: A
 def _model(reference: Reference, layout: str, **settings: Any) -> Any:
     from mca_models.megatron import AutoModel
 
-    args = arguments(layout, calculate_per_token_loss=True, moe_aux_loss_coeff=0.0, **settings)
+    sums = {"calculate_per_token_loss": True, "moe_aux_loss_coeff": 0.0}
+    args = arguments(layout, **{**sums, **settings})
     return AutoModel.from_pretrained(reference.path, args)
 
 

@@ -43,7 +43,8 @@ def test_the_pod_starts_a_run_that_goes_on_by_itself_and_has_time_to_save(name):
     assert {mount["name"] for mount in container["volumeMounts"]} == {
         volume["name"] for volume in pod["volumes"]
     }
-    assert any(words[0].startswith(f"{mount['mountPath']}/") for mount in container["volumeMounts"])
+    assert container["workingDir"] in [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert words[0] == "run.yaml"
 
 
 def test_torchrun_takes_the_variables():

@@ -320,6 +320,28 @@ def _shared_gradients_stay_apart() -> None:
     shared.backward = staticmethod(own_alone)
 
 
+def dealt_with_draws(reference: Mixed) -> tuple[list[int], torch.Tensor]:
+    """How many values this rank's vision model drew, and the random state after. Runs on every rank."""
+    model, chunks = of_all_parts(reference, "tp2")
+    drawn: list[int] = []
+
+    def draw(module: Any, args: Any, kwargs: Any) -> None:
+        pixels = args[0] if args else kwargs["hidden_states"]
+        drawn.append(torch.rand(len(pixels)).numel())  # as dropout does
+
+    chunks[0].module.vision_model.visual.register_forward_pre_hook(draw, with_kwargs=True)
+    torch.manual_seed(3)
+    forward_backward(reference, "tp2", model, chunks, [])
+    return drawn, torch.get_rng_state()
+
+
+def test_dealt_images_leave_random_states_alike(tmp_path: Path) -> None:
+    """Tensor ranks without sequence parallelism drop alike what they all hold."""
+    (first, state), (second, other) = run_ranks(2, dealt_with_draws, mixed("qwen2_5_vl", tmp_path))
+    assert first != second
+    assert torch.equal(state, other)
+
+
 FAULTS = {
     "gradients of shared images stay apart": (_shared_gradients_stay_apart, "qwen2_5_vl", "cp2"),
     "averaged over tensor ranks": (_averaged, "qwen2_5_vl", "tp2sp"),

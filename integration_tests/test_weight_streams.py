@@ -54,7 +54,7 @@ def checkpoint_of(case: str, folder: Path) -> Path:
     return make_reference(case, folder, "bfloat16").path
 
 
-def _facts(name: str, tensor: torch.Tensor) -> tuple[str, tuple[str, tuple[int, ...], str]]:
+def facts_of(name: str, tensor: torch.Tensor) -> tuple[str, tuple[str, tuple[int, ...], str]]:
     array = to_numpy(tensor).reshape(-1).view(np.uint8)
     return name, (CODES[tensor.dtype], tuple(tensor.shape), hashlib.sha256(array.data).hexdigest())
 
@@ -98,7 +98,7 @@ def stream_all(pairs: list[tuple[Path, str]], folder: Path) -> list[Any]:
             found.append(str(error))
             continue
         arrived = {
-            to: [_facts(*each) for each in models.export_weights(to=to, bucket_bytes=SMALL)]
+            to: [facts_of(*each) for each in models.export_weights(to=to, bucket_bytes=SMALL)]
             for to in ("all", "first", "replicas")
         }
         target = folder / f"{path.name}-{layout}"
@@ -144,7 +144,7 @@ def forms(path: Path, layout: str) -> dict[str, Any]:
     models = AutoModel.from_pretrained(path, arguments(layout))
     with received() as nbytes:
         plain = list(models.export_weights(bucket_bytes=SMALL))
-    assert {name: facts for name, facts in (_facts(*each) for each in plain)} == stored(path)
+    assert {name: facts for name, facts in (facts_of(*each) for each in plain)} == stored(path)
     buckets = list(models.export_buckets(bucket_bytes=SMALL))
     assert len(buckets) > 3
     for bucket in buckets:
@@ -153,7 +153,7 @@ def forms(path: Path, layout: str) -> dict[str, Any]:
         )
         assert [entry.offset for entry in bucket.entries] == sorted(entry.offset for entry in bucket.entries)
     flat = [named for bucket in buckets for named in bucket.tensors()]
-    assert list(map(_names_and_bytes, flat)) == list(map(_names_and_bytes, plain))
+    assert list(map(names_and_bytes, flat)) == list(map(names_and_bytes, plain))
     for (name, wide), (other, narrow) in zip(
         plain, models.export_weights(dtype="float16", bucket_bytes=SMALL), strict=True
     ):
@@ -169,7 +169,7 @@ def forms(path: Path, layout: str) -> dict[str, Any]:
     }
 
 
-def _names_and_bytes(named: tuple[str, torch.Tensor]) -> tuple[str, bytes]:
+def names_and_bytes(named: tuple[str, torch.Tensor]) -> tuple[str, bytes]:
     return named[0], to_numpy(named[1]).tobytes()
 
 
@@ -307,77 +307,6 @@ def test_a_rank_that_dies_is_told_to_all(tmp_path: Path) -> None:
     assert said.keys() == {"0", "1", "2"}
     for rank, text in said.items():
         assert text.startswith(f"the stream of weights broke off on rank {rank}: another rank is gone (")
-
-
-def adapters(base: Path, layout: str, settings: dict[str, Any], folder: Path) -> None:
-    """An adapter arrives as it is saved, and a merged model as if it were merged. Runs on every rank."""
-    from safetensors.torch import load_file
-
-    from mca_models.megatron import AutoModel
-    from mca_models.megatron.peft import get_peft_model
-
-    config = {"r": 2, "lora_alpha": 6, **settings}
-    models = get_peft_model(AutoModel.from_pretrained(base, arguments(layout)), config)
-    generator = torch.Generator().manual_seed(1)
-    for _, tensor in sorted(models.adapter_parameters(), key=lambda pair: pair[0]):
-        tensor.data += torch.randn(
-            tensor.shape, generator=generator
-        )  # ranks with the same piece add the same
-    models.save_pretrained_as_hf(folder / "peft")
-    theirs = load_file(folder / "peft" / "adapter_model.safetensors")
-    rank = torch.distributed.get_rank()
-    for to in ("all", "first"):
-        arrived = list(models.export_weights(to=to, bucket_bytes=SMALL))
-        assert [name for name, _ in arrived] == (sorted(theirs) if to == "all" or rank == 0 else [])
-        assert all(torch.equal(tensor, theirs[name]) for name, tensor in arrived)
-    _load_again(models, theirs)
-    before = {name: tensor.clone() for name, tensor in models.canonical_parameters()}
-    models.save_merged_as_hf(folder / "merged")
-    arrived = list(models.export_weights(merged=True, bucket_bytes=SMALL))
-    for name, tensor in models.canonical_parameters():
-        assert torch.equal(tensor, before[name]), "the weights are not touched"
-    plain = list(models.export_weights(merged=True, to="first"))
-    merged = list(models.merge_and_unload().export_weights(bucket_bytes=SMALL))
-    assert list(map(_names_and_bytes, arrived)) == list(map(_names_and_bytes, merged))
-    saved = stored(folder / "merged")
-    assert all(saved[name] == facts for name, facts in (_facts(*each) for each in merged))
-    assert len(plain) == (len(merged) if rank == 0 else 0)
-
-
-def _load_again(models: Any, theirs: dict[str, torch.Tensor]) -> None:
-    """An adapter is taken under PEFT's names, and the base model under its own."""
-    before = [tensor.clone() for _, tensor in models.adapter_parameters()]
-    with torch.no_grad():
-        for _, tensor in models.adapter_parameters():
-            tensor.fill_(7.0)
-    models.load_weights(in_disorder(theirs))
-    for (name, tensor), wanted in zip(models.adapter_parameters(), before, strict=True):
-        assert torch.equal(tensor, wanted), name
-    first, *rest = theirs.items()
-    wrong = [*rest[1:], (rest[0][0], rest[0][1][:1]), ("model.norm.weight", first[1])]
-    with pytest.raises(McaError) as error:
-        models.load_weights(wrong)
-    shape = list(rest[0][1].shape)
-    assert str(error.value) == (
-        "rank 0 could not load the weights: the weights: 3 problems"
-        f"\n  {rest[0][0]} has shape {[1, *shape[1:]]}, expected {shape}"
-        "\n  1 unexpected tensor (model.norm.weight)"
-        f"\n  1 missing tensor ({first[0]})"
-    )
-
-
-@pytest.mark.parametrize(
-    "case,layout,settings",
-    [
-        ("llama", "tp2pp2sp", {"target_modules": ["up_proj", "k_proj"], "modules_to_save": ["lm_head"]}),
-        ("qwen3_moe", "ep2pp2", {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
-    ],
-)
-def test_adapters_arrive_alone_or_merged(
-    case: str, layout: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    path = make_reference(case, tmp_path / "hf", "bfloat16").path
-    run_ranks(4, adapters, path, layout, settings, tmp_path)
 
 
 def stream_and_measure(path: Path) -> tuple[int, int]:

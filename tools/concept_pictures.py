@@ -32,9 +32,10 @@ class Drawing:
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" '
             f'fill="{colour}" stroke="{_INK}" stroke-width="1"/>'
         )
-        for number, line in enumerate(lines := words.split("\n") if words else []):
-            above = (len(lines) - 1) * 8
-            self.words(x + width / 2, y + height / 2 + 4 - above + 16 * number, line, "middle")
+        lines = words.split("\n") if words else []
+        first = y + height / 2 + 12 - 8 * len(lines)
+        for number, line in enumerate(lines):
+            self.words(x + width / 2, first + 16 * number, line, "middle")
 
     def words(self, x: float, y: float, text: str, anchor: str = "start", bold: bool = False) -> None:
         """One line of text; ``y`` is its base line."""
@@ -109,7 +110,8 @@ def packing() -> Drawing:
     for row, length in enumerate(lengths):
         y = 34 + 20 * row
         picture.box(16, y, 20 * length, 16, _COLOURS[row % 4], "")
-        picture.box(16 + 20 * length, y, 20 * (12 - length), 16, _GREY) if length < 12 else None
+        if length < 12:
+            picture.box(16 + 20 * length, y, 20 * (12 - length), 16, _GREY)
     picture.words(330, 24, "packed: 31 of 36 places are used", bold=True)
     for row, pack in enumerate(((2,), (0, 4), (1, 3))):
         x = 330.0

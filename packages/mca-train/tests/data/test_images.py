@@ -7,8 +7,8 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from drawn_images import MARKS, draw, image_token, image_tokenizer, processor
-from image_samples import ANSWER, asked, load, pictures, placed, reader, streamed, text
+from drawn_images import MARKS, draw, image_token, processor
+from image_samples import ANSWER, asked, load, placed, reader, streamed, text
 from PIL import Image
 
 from mca_config.errors import McaError
@@ -21,23 +21,7 @@ from mca_train.tasks.classify import Labels
 from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return image_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Pictures of 2 x 2, 2 x 3 and 4 x 4 tokens, one that is none, and a processor's directory."""
-    folder = tmp_path_factory.mktemp("pictures")
-    pictures(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def in_base64(folder):

@@ -3,11 +3,10 @@
 import json
 from types import SimpleNamespace
 
-import datasets
 import pytest
 import torch
 from drawn_images import MARKS, image_token, image_tokenizer
-from image_samples import ANSWER, asked, load, pictures, placed, streamed, text
+from image_samples import ANSWER, asked, load, placed, streamed, text
 
 from mca_config.errors import McaError
 from mca_train.batching.collate import PadCollator, StepCollator
@@ -16,22 +15,7 @@ from mca_train.batching.mismatched import Mismatched
 from mca_train.config.columns import ClassifyArguments
 from mca_train.run.inputs import load_tokenizer
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return image_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pictures")
-    pictures(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 ROW = asked({"type": "image", "path": "wide.png"}, text("what?"))

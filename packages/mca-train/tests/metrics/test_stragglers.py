@@ -1,9 +1,11 @@
 """Which rank is called slow."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from mca_train.metrics.stragglers import slowest
+from mca_train.metrics.stragglers import Stragglers, slowest
 
 
 def times(*pairs: tuple[float, float]) -> torch.Tensor:
@@ -40,3 +42,21 @@ def test_neighbours_that_wait_for_each_other_are_counted():
     found = slowest(slow, 1, 1.0)
     assert found is not None
     assert (found.rank, found.alike) == (0, 1)
+
+
+def test_all_ranks_find_the_same_one_though_their_clocks_differ(monkeypatch):
+    """It speaks to the others: with clocks on both sides of the border one rank alone would, and wait for ever."""
+    reading, clocks = (
+        (0.01, 0.111),
+        (1.0, 1.02),
+    )  # 0.101 s behind: a tenth of the one's step, not of the other's
+    rows = torch.tensor([[each, 0.0, clock] for each, clock in zip(reading, clocks, strict=True)])
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda box: box.copy_(rows))
+    found = []
+    for rank, clock in enumerate(clocks):
+        layout = SimpleNamespace(pp=1)
+        here = SimpleNamespace(rank=rank, world_size=2, device=torch.device("cpu"), layout=layout)
+        one = Stragglers(here)
+        monkeypatch.setattr(one, "_tell", lambda *_: None)
+        found.append(one.report(1, clock, 1))
+    assert found[0] == found[1]

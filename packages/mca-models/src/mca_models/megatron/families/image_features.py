@@ -57,9 +57,8 @@ def features_of_images(
         owners = dealt([image.load for image in apart], group.size())
         own = [image for image, owner in zip(apart, owners, strict=True) if owner == group.rank()]
         if own:
-            with (
-                get_cuda_rng_tracker().fork()
-            ):  # ranks drop other numbers of values, and stay alike elsewhere
+            # ranks drop other numbers of values, and stay alike elsewhere
+            with get_cuda_rng_tracker().fork():
                 mine = _computed(vision, _joined([image.arguments for image in own]))
         else:
             mine = no_features(vision, config, trained)

@@ -1,0 +1,86 @@
+"""A live adapter as a stream: alone, merged on the way, and taken back, always as it is saved."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness import run_ranks
+from layouts import arguments
+from mca_config.errors import McaError
+from reference import make_reference
+from test_weight_streams import SMALL, facts_of, in_disorder, names_and_bytes, stored
+
+pytestmark = pytest.mark.ranks
+
+
+def adapters(base: Path, layout: str, settings: dict[str, Any], folder: Path) -> None:
+    """An adapter arrives as it is saved, and a merged model as if it were merged. Runs on every rank."""
+    from safetensors.torch import load_file
+
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.peft import get_peft_model
+
+    config = {"r": 2, "lora_alpha": 6, **settings}
+    models = get_peft_model(AutoModel.from_pretrained(base, arguments(layout)), config)
+    generator = torch.Generator().manual_seed(1)
+    for _, tensor in sorted(models.adapter_parameters(), key=lambda pair: pair[0]):
+        tensor.data += torch.randn(
+            tensor.shape, generator=generator
+        )  # ranks with the same piece add the same
+    models.save_pretrained_as_hf(folder / "peft")
+    theirs = load_file(folder / "peft" / "adapter_model.safetensors")
+    rank = torch.distributed.get_rank()
+    for to in ("all", "first"):
+        arrived = list(models.export_weights(to=to, bucket_bytes=SMALL))
+        assert [name for name, _ in arrived] == (sorted(theirs) if to == "all" or rank == 0 else [])
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in arrived)
+    _load_again(models, theirs)
+    before = {name: tensor.clone() for name, tensor in models.canonical_parameters()}
+    models.save_merged_as_hf(folder / "merged")
+    arrived = list(models.export_weights(merged=True, bucket_bytes=SMALL))
+    for name, tensor in models.canonical_parameters():
+        assert torch.equal(tensor, before[name]), "the weights are not touched"
+    plain = list(models.export_weights(merged=True, to="first"))
+    merged = list(models.merge_and_unload().export_weights(bucket_bytes=SMALL))
+    assert list(map(names_and_bytes, arrived)) == list(map(names_and_bytes, merged))
+    saved = stored(folder / "merged")
+    assert all(saved[name] == facts for name, facts in (facts_of(*each) for each in merged))
+    assert len(plain) == (len(merged) if rank == 0 else 0)
+
+
+def _load_again(models: Any, theirs: dict[str, torch.Tensor]) -> None:
+    """An adapter is taken under PEFT's names, and the base model under its own."""
+    before = [tensor.clone() for _, tensor in models.adapter_parameters()]
+    with torch.no_grad():
+        for _, tensor in models.adapter_parameters():
+            tensor.fill_(7.0)
+    models.load_weights(in_disorder(theirs))
+    for (name, tensor), wanted in zip(models.adapter_parameters(), before, strict=True):
+        assert torch.equal(tensor, wanted), name
+    first, *rest = theirs.items()
+    wrong = [*rest[1:], (rest[0][0], rest[0][1][:1]), ("model.norm.weight", first[1])]
+    with pytest.raises(McaError) as error:
+        models.load_weights(wrong)
+    shape = list(rest[0][1].shape)
+    assert str(error.value) == (
+        "rank 0 could not load the weights: the weights: 3 problems"
+        f"\n  {rest[0][0]} has shape {[1, *shape[1:]]}, expected {shape}"
+        "\n  1 unexpected tensor (model.norm.weight)"
+        f"\n  1 missing tensor ({first[0]})"
+    )
+
+
+@pytest.mark.parametrize(
+    "case,layout,settings",
+    [
+        ("llama", "tp2pp2sp", {"target_modules": ["up_proj", "k_proj"], "modules_to_save": ["lm_head"]}),
+        ("qwen3_moe", "ep2pp2", {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+    ],
+)
+def test_adapters_arrive_alone_or_merged(
+    case: str, layout: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    path = make_reference(case, tmp_path / "hf", "bfloat16").path
+    run_ranks(4, adapters, path, layout, settings, tmp_path)
