@@ -12,12 +12,11 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.nn.functional import conv1d, pad, silu, softplus
+from torch.nn.functional import silu, softplus
 
 from mca_models.megatron.families.delta_rule import gated_delta_rule
+from mca_models.megatron.families.whole_sequences import convolved, heads, of_whole_sequences
 from mca_models.megatron.layers.norm import Norm
-from mca_models.megatron.layers.zigzag import in_order, ranges_of_rank
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, Spec, Upstream
 
@@ -90,27 +89,24 @@ def _module() -> type:
             """``[s / cp, b, hidden]`` to the same; all other arguments of an attention are of no consequence."""
             mixed, _ = self.in_proj(hidden_states)
             group = self.pg_collection.cp
-            lengths = _lengths(packed_seq_params, mixed.shape[0] * group.size())
-            outputs = [self._sequence(x) for x in _sequences(mixed, lengths, group)]
-            chunks = ranges_of_rank(lengths, group.rank(), group.size())
-            own = [outputs[chunk.sequence].narrow(0, chunk.start, chunk.length) for chunk in chunks]
-            return self.out_proj(own[0] if len(own) == 1 else torch.cat(own))  # type: ignore[no-any-return]
+            out = of_whole_sequences(self._sequence, mixed, packed_seq_params, group)
+            return self.out_proj(out)  # type: ignore[no-any-return]
 
         def _sequence(self, mixed: Tensor) -> Tensor:
             """One whole sequence of projections ``[s, b, q k v z b a]`` to normalised, gated values ``[s, b, v]``."""
             tp = self.tp_size
-            key_rows, value_rows, heads = self.qk_dim // tp, self.v_dim // tp, self.num_value_heads // tp
-            qkv, gate, beta, fade = mixed.split([2 * key_rows + value_rows, value_rows, heads, heads], -1)
-            qkv = _convolved(qkv.permute(1, 2, 0), self.conv1d)
+            key_rows, value_rows, gates = self.qk_dim // tp, self.v_dim // tp, self.num_value_heads // tp
+            qkv, gate, beta, fade = mixed.split([2 * key_rows + value_rows, value_rows, gates, gates], -1)
+            qkv = convolved(qkv.permute(1, 2, 0), self.conv1d)
             query, key, value = qkv.split([key_rows, key_rows, value_rows], 1)
             repeats = self.num_value_heads // self.num_key_heads
-            query, key = (_unit(_heads(x, self.key_head_dim)) for x in (query, key))
+            query, key = (_unit(heads(x, self.key_head_dim)) for x in (query, key))
             query, key = (x.repeat_interleave(repeats, 1) for x in (query, key))
             decay = -self.A_log.float().exp() * softplus(fade.float() + self.dt_bias)
             out = gated_delta_rule(
                 query * self.key_head_dim**-0.5,
                 key,
-                _heads(value, self.value_head_dim),
+                heads(value, self.value_head_dim),
                 decay.permute(1, 2, 0),
                 beta.sigmoid().permute(1, 2, 0),
             )
@@ -134,37 +130,6 @@ def _kernels_not_asked_for(megatron: type) -> Iterator[None]:
     finally:
         for module, value in zip(asking, before, strict=True):
             module.HAVE_FLA = value
-
-
-def _sequences(x: Tensor, lengths: tuple[int, ...], group: ProcessGroup) -> list[Tensor]:
-    """Every whole sequence ``[s, b, ...]``, gathered over the context ranks."""
-    rows = x if x.dim() == 3 else x.unsqueeze(1)
-    if group.size() == 1:
-        return list(torch.split(rows, list(lengths)))
-    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-
-    return in_order(gather_from_sequence_parallel_region(rows, group=group), lengths, group.size())
-
-
-def _lengths(packed_seq_params: PackedSeqParams, rows: int) -> tuple[int, ...]:
-    if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
-        return (rows,)
-    from mca_models.megatron.layers.attention import packed_lengths
-
-    return packed_lengths(packed_seq_params, rows)
-
-
-def _convolved(x: Tensor, convolution: torch.nn.Conv1d) -> Tensor:
-    """``[b, channels, s]``: each channel mixed with its past."""
-    kernel = convolution.weight
-    past = pad(x, (kernel.shape[-1] - 1, 0))
-    return silu(conv1d(past, kernel, convolution.bias, groups=x.shape[1]))
-
-
-def _heads(x: Tensor, width: int) -> Tensor:
-    """``[b, heads * width, s]`` as ``[b, heads, s, width]``."""
-    heads: Tensor = x.unflatten(1, (-1, width)).transpose(2, 3)
-    return heads
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -1,0 +1,63 @@
+"""Layers that carry a state from token to token see whole sequences, whatever a context rank holds of them.
+
+What such a layer computes of a sequence is its own matter.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import conv1d, pad, silu
+
+from mca_models.megatron.layers.zigzag import in_order, ranges_of_rank
+from mca_models.megatron.types import PackedSeqParams
+
+
+def of_whole_sequences(
+    compute: Callable[[Tensor], Tensor], x: Tensor, packed_seq_params: PackedSeqParams, group: ProcessGroup
+) -> Tensor:
+    """``compute`` of every whole sequence, of which each context rank keeps its own tokens.
+
+    Args:
+        compute: From ``[s, b, ...]``, one sequence, to as many tokens.
+        x: ``[s / cp, b, ...]``; packed sequences, if so, one after the other.
+        packed_seq_params: Where packed sequences begin.
+        group: The context ranks, over which the sequences are gathered.
+    """
+    lengths = _lengths(packed_seq_params, x.shape[0] * group.size())
+    outputs = [compute(sequence) for sequence in _sequences(x, lengths, group)]
+    chunks = ranges_of_rank(lengths, group.rank(), group.size())
+    own = [outputs[chunk.sequence].narrow(0, chunk.start, chunk.length) for chunk in chunks]
+    return own[0] if len(own) == 1 else torch.cat(own)
+
+
+def convolved(x: Tensor, convolution: torch.nn.Conv1d) -> Tensor:
+    """``[b, channels, s]``: each channel mixed with its past, and activated."""
+    kernel = convolution.weight
+    past = pad(x, (kernel.shape[-1] - 1, 0))
+    return silu(conv1d(past, kernel, convolution.bias, groups=x.shape[1]))
+
+
+def heads(x: Tensor, width: int) -> Tensor:
+    """``[b, heads * width, s]`` as ``[b, heads, s, width]``."""
+    found: Tensor = x.unflatten(1, (-1, width)).transpose(2, 3)
+    return found
+
+
+def _sequences(x: Tensor, lengths: tuple[int, ...], group: ProcessGroup) -> list[Tensor]:
+    """Every whole sequence ``[s, b, ...]``, gathered over the context ranks."""
+    rows = x if x.dim() == 3 else x.unsqueeze(1)
+    if group.size() == 1:
+        return list(torch.split(rows, list(lengths)))
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    return in_order(gather_from_sequence_parallel_region(rows, group=group), lengths, group.size())
+
+
+def _lengths(packed_seq_params: PackedSeqParams, rows: int) -> tuple[int, ...]:
+    if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+        return (rows,)
+    from mca_models.megatron.layers.attention import packed_lengths
+
+    return packed_lengths(packed_seq_params, rows)
