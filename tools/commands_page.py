@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
@@ -19,11 +18,16 @@ COMMANDS = (
     "mca-convert plan",
     "mca-convert inspect",
     "mca-convert verify",
+    "mca-convert completion",
 )
 _HEAD = """# Commands
 
-What each command answers to `--help`; `tools/commands_page.py` writes this page. The keys of the commands that train
-stand in [Keys of a run](arguments.md) and [Configuration](configuration.md).
+This page shows what each command prints for `--help`; `tools/commands_page.py` writes it. The keys of the commands that
+train are listed in [Keys of a run](arguments.md) and [Configuration](configuration.md).
+
+Both programs read words in the same way: flags are written with `-` or `_`, a misspelt command or flag is answered with
+the one that was probably meant, wrong usage ends with exit code 2 and any other failure with 1, and `--version` prints
+the version. `mca-train completion bash` and `mca-convert completion bash` (or `zsh`, `fish`) print scripts for your shell.
 """
 
 
@@ -38,11 +42,10 @@ def _help(name: str) -> str:
 
     program, *words = name.split()
     said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+    with contextlib.redirect_stdout(said):
         (convert if program == "mca-convert" else train)([*words, "--help"])
     return said.getvalue()
 
 
 if __name__ == "__main__":
-    os.environ["COLUMNS"] = "100"  # how wide argparse writes
     PAGE.write_text(page(), encoding="utf-8")

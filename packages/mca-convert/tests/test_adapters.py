@@ -211,8 +211,8 @@ def test_what_is_no_adapter(tiny, tmp_path: Path, capsys) -> None:
     [
         (["--merge"], "--merge needs --adapter_path"),
         (["plan", "--merge"], "--merge needs --adapter_path"),
-        (["plan"], "the following arguments are required: --checkpoint_path"),
-        (["plan", "--adapter_path", "{adapter}", "--merge"], "required: --checkpoint_path"),
+        (["plan"], "missing --checkpoint_path"),
+        (["plan", "--adapter_path", "{adapter}", "--merge"], "missing --checkpoint_path"),
         (["--adapter_path", "{adapter}", "--merge"], "--merge needs the base model: --checkpoint_path"),
     ],
 )
@@ -220,7 +220,5 @@ def test_usage(arguments: list[str], message: str, tmp_path: Path, capsys) -> No
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
     filled = [argument.format(adapter=tmp_path / "adapter") for argument in arguments]
-    with pytest.raises(SystemExit) as exit_info:
-        main([*filled, "--output_path", str(tmp_path / "out")])
-    assert exit_info.value.code == 2
+    assert main([*filled, "--output_path", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err

@@ -56,12 +56,12 @@ def echo(monkeypatch):
 def test_the_help_names_it(capsys):
     assert main(["--help"]) == 0
     told = capsys.readouterr().out
-    assert "       mca-train echo     CONFIG.yaml [--key value ...]\n" in told
-    assert "  echo       on what was said: said\n" in told
+    assert "       mca-train echo CONFIG.yaml [--key value ...]\n" in told
+    assert "  echo        on what was said: said\n" in told
 
 
 def test_a_configuration_to_begin_with_says_what_its_rows_are(capsys):
-    assert main(["init", "echo", "m"]) == 0
+    assert main(["init", "echo", "org/model"]) == 0
     written = capsys.readouterr().out
     assert "# rows with `said`\n" in written
     assert "\necho_weight: 0.5\n" in written

@@ -50,15 +50,36 @@ def test_the_file_to_begin_with_is_a_run_with_and_without_its_marks(kind, gpu, t
 
 def test_init_writes_a_new_file_only(tmp_path, capsys):
     file = tmp_path / "run.yaml"
-    assert main(["init", "sft", "m", str(file)]) == 0
-    assert yaml.safe_load(file.read_text())["model_name_or_path"] == "m"
-    assert main(["init", "sft", "m", str(file)]) == 2
-    assert main(["init", "sftt", "m"]) == 2
+    assert main(["init", "sft", "org/model", str(file)]) == 0
+    assert yaml.safe_load(file.read_text())["model_name_or_path"] == "org/model"
+    assert "would download the model org/model from the Hub" in capsys.readouterr().err
+    assert main(["init", "sft", "org/model", str(file)]) == 2
+    assert main(["init", "sftt", "org/model"]) == 2
     assert main(["init", "sft"]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert [line.partition(";")[0] for line in errors[:1]] == [f"error: {file} exists"]
     assert "did you mean 'sft'?" in errors[1]
     assert "mca-train init sft models/qwen3" in errors[2]
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "said"),
+    [
+        ("none", 2, "model none: no such directory; expected one with a config.json, or a model of the Hub"),
+        ("./org/model", 2, "model ./org/model: no such directory"),
+        ("/none/model", 2, "model /none/model: no such directory"),
+        (".", 2, "model .: expected a directory with a config.json"),
+        ("here", 0, ""),
+    ],
+)
+def test_init_looks_whether_the_model_exists(model, code, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.json").write_text("{}")
+    assert main(["init", "sft", model, "run.yaml"]) == code
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == bool(said)
+    assert (tmp_path / "run.yaml").exists() == (code == 0)
 
 
 def test_the_schema_knows_the_keys_and_their_types(capsys):

@@ -1,14 +1,15 @@
-"""The arguments' dataclasses as flags of argparse, with ``-`` or ``_``, for commands without transformers.
+"""The arguments' dataclasses as flags of a command, for commands without transformers.
 
-Values are checked where the dataclass is made, not here.
+Whether values fit together is checked where the dataclass is made, not here.
 """
 
 import argparse
 import dataclasses
-import types
 from collections.abc import Iterable
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
+from mca_config.fields import alternatives, origin_of
+from mca_config.parser import add_flag
 from mca_config.types import JsonObject
 
 T = TypeVar("T")
@@ -19,16 +20,14 @@ def add_arguments(
 ) -> None:
     """Adds a flag for each field of ``cls`` (or for ``names`` of them) to a parser or argument group.
 
-    Absent flags stay out of the namespace, so that the dataclass's own defaults hold.
+    Absent flags stay out of the namespace, so that the dataclass's own defaults hold. Metadata of a field may hold its
+    ``help`` and what stands for its ``value``; an empty ``value`` makes a flag that takes none.
     """
     hints = get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     for name in fields if names is None else names:
-        flags = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        help_text = fields[name].metadata.get("help", "")
-        parser.add_argument(
-            *flags, dest=name, default=argparse.SUPPRESS, help=help_text, **_how_to_parse(hints[name])
-        )
+        how = _how_to_read(hints[name], fields[name].metadata.get("value"))
+        add_flag(parser, name, default=argparse.SUPPRESS, help=fields[name].metadata.get("help", ""), **how)
 
 
 def from_namespace(cls: type[T], namespace: argparse.Namespace) -> T:
@@ -37,23 +36,15 @@ def from_namespace(cls: type[T], namespace: argparse.Namespace) -> T:
     return cls(**{name: value for name, value in vars(namespace).items() if name in names})
 
 
-def _how_to_parse(hint: Any) -> JsonObject:
-    choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    choices = tuple(choice for choice in choices if choice is not types.NoneType)
-    kind = str if str in choices else choices[0]
+def _how_to_read(hint: Any, value: str | None) -> JsonObject:
+    if value == "":
+        return {"action": "store_true"}
+    kinds = [kind for kind in alternatives(hint) if kind is not type(None)]
+    kind = str if str in kinds else kinds[0]
     if kind is bool:
-        return {"type": _bool, "nargs": "?", "const": True, "metavar": "BOOL"}
-    if get_origin(kind) is Literal:
-        return {"choices": get_args(kind)}
-    if get_origin(kind) is list:
-        return {"type": get_args(kind)[0], "nargs": "+", "metavar": "NAME"}
-    return {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "TEXT")}
-
-
-def _bool(text: str) -> bool:
-    lowered = text.lower()
-    if lowered in ("true", "yes", "1"):
-        return True
-    if lowered in ("false", "no", "0"):
-        return False
-    raise argparse.ArgumentTypeError(f"expected true or false, not {text!r}")
+        return {"hint": kind, "nargs": "?", "const": True, "metavar": value or "BOOL"}
+    if origin_of(kind) is list:
+        return {"hint": get_args(kind)[0], "nargs": "+", "metavar": value or "NAME"}
+    if origin_of(kind) is Literal:
+        return {"hint": kind, "metavar": value or "{" + ",".join(map(str, get_args(kind))) + "}"}
+    return {"hint": kind, "metavar": value or {int: "N", float: "X"}.get(kind, "TEXT")}

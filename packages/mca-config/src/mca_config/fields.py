@@ -10,6 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, Union
 
@@ -220,7 +221,13 @@ def _read_str(value: object) -> str:
 
 
 _READ: Mapping[TypeHint, Callable[[Typed], object]] = MappingProxyType(
-    {bool: _read_bool, int: _read_int, float: _read_float, str: _read_str}
+    {
+        bool: _read_bool,
+        int: _read_int,
+        float: _read_float,
+        str: _read_str,
+        Path: lambda value: Path(_read_str(value)),
+    }
 )
 _EXACT: Mapping[TypeHint, Callable[[Typed], object]] = MappingProxyType(
     {
@@ -236,6 +243,7 @@ _NAMES: Mapping[TypeHint, str] = MappingProxyType(
         int: "an integer",
         float: "a number",
         str: "text",
+        Path: "a path",
         dict: "an object",
         tuple: "a list",
         list: "a list",

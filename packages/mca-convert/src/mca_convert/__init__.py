@@ -2,5 +2,3 @@
 
 Nothing is exported: the package is a command.
 """
-
-__version__ = "0.1.0"

@@ -16,6 +16,9 @@ from mca_convert.interrupts import Interrupted, Interrupts
 if TYPE_CHECKING:
     import argparse
 
+    from mca_config.parser import Parser
+    from mca_config.program import Program
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code.
@@ -50,17 +53,27 @@ def _attempt(argv: Sequence[str], interrupts: Interrupts) -> int:
     import logging
 
     from mca_config.errors import McaError
-    from mca_convert import __version__
-    from mca_convert.commands.sources import local_sources
-    from mca_convert.flags import DEFAULT_COMMAND, build_parser, command_of
-    from mca_convert.mapped import cut_files_told
-    from mca_convert.output import printable
+    from mca_config.printable import printable
+    from mca_config.program import fail
+    from mca_convert.flags import program
+    from mca_convert.output import say
 
-    command, rest = command_of(list(argv))
-    parser = build_parser(command, __version__)
-    if command == DEFAULT_COMMAND and rest and not rest[0].startswith("-"):
-        parser.unknown_command(rest[0])
-    options = parser.parse_args(rest)
+    known = program()
+    try:
+        if (answer := known.answer(argv)) is not None:
+            say(answer.rstrip())
+            return 0 if argv else 2
+        command, words = known.command_of(argv)
+        parser = known.parser(command)
+        options = parser.read(words)
+        if command == "completion":
+            say(_completion(known, options.shell).rstrip())
+            return 0
+    except McaError as error:
+        return fail(error)
+    from mca_convert.commands.sources import local_sources
+    from mca_convert.mapped import cut_files_told
+
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the workers are threads enough
     level = logging.WARNING if getattr(options, "quiet", False) else logging.INFO
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
@@ -73,7 +86,7 @@ def _attempt(argv: Sequence[str], interrupts: Interrupts) -> int:
                 return code
             raise interrupts.fault
     except McaError as error:
-        sys.stderr.write(f"error: {printable(str(error))}\n")
+        return fail(error)
     except OSError as error:
         sys.stderr.write(f"error: {printable(f'{_where(error)}{error.strerror or error}')}\n")
     except MemoryError:
@@ -93,13 +106,20 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _completion(known: "Program", shell: str) -> str:
+    from mca_config.completion import completion
+
+    flags = {name: known.parser(name).flags for name in known.commands}
+    return completion(known.name, shell, flags, known.default)
+
+
 def _where(error: OSError) -> str:
     return f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
 
 
 def _run(
     command: str,
-    parser: "argparse.ArgumentParser",
+    parser: "Parser",
     options: "argparse.Namespace",
     interrupts: Interrupts,
     called: "dict[str, str]",

@@ -4,197 +4,142 @@ What the flags mean for a conversion is in `commands`.
 """
 
 import argparse
-import difflib
 import re
-import sys
-from typing import NoReturn
+from typing import Literal
 
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.arguments.distributing import LAYOUT_FIELDS
 from mca_config.command_line import add_arguments
+from mca_config.completion import SHELLS
 from mca_config.layout import SIZE_FIELDS
-from mca_config.types import Typed
-from mca_convert.output import printable
+from mca_config.parser import Parser, add_flag
+from mca_config.program import Command, Program
 
 DEFAULT_COMMAND = "convert"
-COMMANDS = {
-    DEFAULT_COMMAND: "convert a checkpoint between Hugging Face and MCA, or between MCA layouts",
-    "plan": "say what a conversion would read, write and hold, and all that stands in its way",
-    "inspect": "say what a directory holds: kind, model, layout, dtypes, sizes",
-    "verify": "compare two checkpoints as models, tensor by tensor, bit for bit",
-}
-_EXAMPLES = """examples:
-  # Hugging Face to MCA, cut for 2 tensor x 4 pipeline ranks
-  mca-convert --checkpoint_path Qwen3-8B --output_path qwen3-mca \\
-      --tensor_model_parallel_size 2 --pipeline_model_parallel_size 4
-  # what would that read, write and need? nothing is written
-  mca-convert plan --checkpoint_path Qwen3-8B --tensor_model_parallel_size 2
-  # MCA (or Megatron torch_dist, or a tree of ROLL) to Hugging Face
-  mca-convert --checkpoint_path qwen3-mca --output_path qwen3-hf
-  # the same model in another layout
-  mca-convert --checkpoint_path qwen3-mca --output_path qwen3-tp8 --to mca --tensor_model_parallel_size 8
-  # a trained LoRA adapter for peft, or folded into its base model
-  mca-convert --adapter_path lora-mca --output_path lora-peft
-  mca-convert --checkpoint_path Qwen3-8B --adapter_path lora-mca --merge --output_path qwen3-tuned
-  # are two directories the same model, bit for bit?
-  mca-convert verify qwen3-hf qwen3-tp8
-"""
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_SIZES = (
-    "sizes: 2G and 2GB are 2,000,000,000 bytes, 2GiB are 2,147,483,648; those printed are KB, MB, GB of 1000"
-)
+_SIZES = "sizes: 2G and 2GB are 2,000,000,000 bytes, 2GiB is 2,147,483,648; printed sizes are powers of 1000"
 _MOST_BYTES = 1 << 62
 _MOST_WORKERS = 256
 
 
-class Parser(argparse.ArgumentParser):
-    """Says which flag was probably meant; exits 2."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints one line and exits."""
-        unknown = re.search(r"unrecognized arguments: (\S+)", message)
-        if unknown:
-            message = f"unknown flag or argument {unknown[1]}{self._suggestion(unknown[1])}"
-        sys.stderr.write(f"error: {printable(message)}; see {self.prog} --help\n")
-        sys.exit(2)
-
-    def unknown_command(self, word: str) -> NoReturn:
-        """Says which command was probably meant; exits 2."""
-        close = difflib.get_close_matches(word, COMMANDS, 1)
-        known = f"it is one of {', '.join(COMMANDS)}; a checkpoint is named by --checkpoint_path"
-        self.error(f"unknown command {word}, {f'did you mean {close[0]}?' if close else known}")
-
-    def _suggestion(self, given: str) -> str:
-        flag = given.partition("=")[0]
-        name = flag.lstrip("-").replace("-", "_")
-        if long := SIZE_FIELDS.get(name.lower().removesuffix("_size")):
-            return f", did you mean --{long}?"
-        if name in ("dtype", "torch_dtype", "precision"):
-            return ", did you mean --bf16, --fp16 or --fp32?"
-        if name in DistributingParallelArguments.__dataclass_fields__:
-            return " (it does not change how weights are stored: give it to the training)"
-        known = [option for action in self._actions for option in action.option_strings]
-        close = difflib.get_close_matches(flag, known, 1)
-        return f", did you mean {close[0]}?" if close else ""
-
-
-def command_of(arguments: list[str]) -> tuple[str, list[str]]:
-    """The sub-command and its own arguments; without one, the conversion."""
-    if arguments and arguments[0] in COMMANDS:
-        return arguments[0], arguments[1:]
-    return DEFAULT_COMMAND, arguments
-
-
-def build_parser(command: str, version: str) -> Parser:
-    """The parser of one sub-command."""
-    prog = "mca-convert" if command == DEFAULT_COMMAND else f"mca-convert {command}"
-    others = "\n".join(f"  mca-convert {name:8} {text}" for name, text in COMMANDS.items())
-    parser = Parser(
-        prog=prog,
-        description=f"{COMMANDS[command][:1].upper()}{COMMANDS[command][1:]}.",
-        epilog=f"{_SIZES}\n\ncommands:\n{others}\n\n{_EXAMPLES}" if command == DEFAULT_COMMAND else _SIZES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def program() -> Program:
+    """All commands of ``mca-convert``."""
+    return Program(
+        name="mca-convert",
+        text="Converts a checkpoint between Hugging Face and MCA, or between MCA layouts, without torch.",
+        commands=_COMMANDS,
+        default=DEFAULT_COMMAND,
+        hint=_hint,
+        no_command=f"it is one of {', '.join(_COMMANDS)}; a checkpoint is named by --checkpoint_path",
     )
-    parser.add_argument("--version", action="version", version=f"mca-convert {version}")
-    _BUILDERS[command](parser)
-    return parser
 
 
-def _flag(parser: argparse._ActionsContainer, name: str, **how: Typed) -> None:
-    """Adds ``--name`` in both spellings."""
-    parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, **how)
+def _hint(name: str) -> str:
+    """What to say of flags that other programs, or the training, have."""
+    if long := SIZE_FIELDS.get(name.lower().removesuffix("_size")):
+        return f"; did you mean --{long}?"
+    if name in ("dtype", "torch_dtype", "precision"):
+        return "; did you mean --bf16, --fp16 or --fp32?"
+    if name in DistributingParallelArguments.__dataclass_fields__ and name not in LAYOUT_FIELDS:
+        return "; it does not change how weights are stored, so give it to the training"
+    return ""
 
 
-def _convert_flags(parser: argparse.ArgumentParser) -> None:
+def _convert_flags(parser: Parser) -> None:
     _conversion_flags(parser, planning=False)
-    _flag(
+    add_flag(
         parser,
         "push_to_hub",
         metavar="ORG/NAME",
-        help="upload the result as this model of the Hugging Face Hub, which is made if it is not there",
+        help="upload the result as this model of the Hugging Face Hub, which is created if it does not exist",
     )
     _quiet_flag(parser)
 
 
-def _plan_flags(parser: argparse.ArgumentParser) -> None:
+def _plan_flags(parser: Parser) -> None:
     _conversion_flags(parser, planning=True)
-    parser.add_argument("--json", action="store_true", help="the plan as JSON, with every file")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON, with every file")
 
 
-def _quiet_flag(parser: argparse.ArgumentParser) -> None:
-    _flag(parser, "quiet", action="store_true", help="no progress and no summary: nothing but what is wrong")
+def _quiet_flag(parser: Parser) -> None:
+    add_flag(
+        parser,
+        "quiet",
+        action="store_true",
+        help="print no progress and no summary, only warnings and errors",
+    )
 
 
-def _inspect_flags(parser: argparse.ArgumentParser) -> None:
+def _inspect_flags(parser: Parser) -> None:
     parser.add_argument("path", metavar="PATH", help="a directory of any kind, or a model of the Hub")
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
-    _flag(
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    add_flag(
         parser,
         "top",
         type=_positive,
         metavar="N",
         default=5,
-        help="how many of the biggest tensors; default 5",
+        help="number of largest tensors to list; default: 5",
     )
 
 
-def _conversion_flags(parser: argparse.ArgumentParser, *, planning: bool) -> None:
+def _conversion_flags(parser: Parser, *, planning: bool) -> None:
     source = (
         "the checkpoint to read, a directory or a model of the Hub (org/name, org/name@revision); with --adapter_path: "
         "the adapter's base model"
     )
-    _flag(parser, "checkpoint_path", metavar="DIR", help=source)
+    add_flag(parser, "checkpoint_path", metavar="DIR", help=source)
     where = (
-        "where it would go; checks that it is free and has room"
+        "where it would be written; checks that nothing is there and that the disk has room"
         if planning
-        else "the new one; absent or empty before"
+        else "the new checkpoint; must be absent or empty"
     )
-    _flag(parser, "output_path", required=not planning, metavar="DIR", help=where)
-    _flag(
+    add_flag(parser, "output_path", required=not planning, metavar="DIR", help=where)
+    add_flag(
         parser,
         "to",
-        choices=("mca", "hf"),
+        hint=Literal["mca", "hf"],
+        metavar="{mca,hf}",
         help="the target; default: hf from Megatron's checkpoints (MCA, ROLL, torch_dist), else mca. An MCA source "
-        "can go to mca again, in another layout; a quantised Hugging Face one to hf, dequantised",
+        "with --to mca is written in another layout; a quantised Hugging Face source with --to hf is dequantised",
     )
     _adapter_flags(parser)
     _dtype_flags(parser)
     _layout_flags(parser)
     _engine_flags(parser)
-    _flag(
+    add_flag(
         parser,
         "max_shard_size",
         type=byte_count,
         metavar="SIZE",
         default=5 * 10**9,
-        help="largest file of a Hugging Face target, e.g. 2G; default 5 GB",
+        help="largest file of a Hugging Face target, e.g. 2G; default: 5 GB",
     )
-    _flag(
+    add_flag(
         parser,
         "overwrite",
         action="store_true",
-        help="replace a checkpoint at --output_path, once the new one is complete; anything else there is kept",
+        help="replace a checkpoint at --output_path once the new one is complete; any other directory is refused",
     )
 
 
-def _adapter_flags(parser: argparse.ArgumentParser) -> None:
+def _adapter_flags(parser: Parser) -> None:
     group = parser.add_argument_group("LoRA", "convert an adapter instead of a model, or merge it")
-    _flag(
+    add_flag(
         group,
         "adapter_path",
         metavar="DIR",
         help="a PEFT adapter (goes to MCA; needs its base model's config) or an MCA adapter (goes to PEFT)",
     )
-    _flag(
+    add_flag(
         group,
         "merge",
         action="store_true",
-        help="fold the adapter into the base model and write that as Hugging Face, or with --to mca as MCA",
+        help="merge the adapter into the base model and write that as Hugging Face, or with --to mca as MCA",
     )
 
 
-def _dtype_flags(parser: argparse.ArgumentParser) -> None:
+def _dtype_flags(parser: Parser) -> None:
     group = parser.add_argument_group("dtype", "cast floating-point weights; default: as they are")
     choice = group.add_mutually_exclusive_group()
     for flag, code in (("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32")):
@@ -202,50 +147,117 @@ def _dtype_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--fp8",
         action="store_true",
-        help="weights of linears of a Hugging Face target as e4m3 with an fp32 scale for each block of 128 x 128, as "
-        "DeepSeek and Qwen publish them; the rest stays, or is cast",
+        help="write the linear weights of a Hugging Face target as e4m3 with an fp32 scale per block of 128 x 128, "
+        "as DeepSeek and Qwen publish them; other weights stay as they are, or are cast",
     )
 
 
-def _layout_flags(parser: argparse.ArgumentParser) -> None:
+def _layout_flags(parser: Parser) -> None:
     group = parser.add_argument_group(
         "layout", "parallel sizes of an MCA target; default: the source's, else 1"
     )
     add_arguments(group, DistributingParallelArguments, LAYOUT_FIELDS)
 
 
-def _engine_flags(parser: argparse.ArgumentParser) -> None:
+def _engine_flags(parser: Parser) -> None:
     group = parser.add_argument_group("engine")
-    _flag(group, "workers", type=_workers, metavar="N", help="threads; default: the processors, at most 8")
-    _flag(
+    add_flag(
+        group,
+        "workers",
+        type=_workers,
+        metavar="N",
+        help="number of threads; default: one per processor, at most 8",
+    )
+    add_flag(
         group,
         "memory_limit",
         type=byte_count,
         metavar="SIZE",
-        help="bytes of all buffers together, e.g. 64M; default 3 MB for each thread",
+        help="total size of all buffers, e.g. 64M; default: 3 MB per thread",
     )
 
 
-def _verify_flags(parser: argparse.ArgumentParser) -> None:
+def _verify_flags(parser: Parser) -> None:
     parser.add_argument("first", metavar="A", help="a checkpoint directory, of any kind and layout")
     parser.add_argument("second", metavar="B", help="another one")
-    _flag(
+    add_flag(
         parser,
         "tolerance",
         type=_tolerance,
         metavar="X",
         help="largest absolute difference allowed; dtypes may then differ. Default: bit for bit",
     )
-    parser.add_argument("--json", action="store_true", help="the outcome as JSON, with every difference")
+    parser.add_argument(
+        "--json", action="store_true", help="print the outcome as JSON, with every difference"
+    )
     _quiet_flag(parser)
     _engine_flags(parser)
 
 
-_BUILDERS = {
-    DEFAULT_COMMAND: _convert_flags,
-    "plan": _plan_flags,
-    "inspect": _inspect_flags,
-    "verify": _verify_flags,
+def _completion_flags(parser: Parser) -> None:
+    parser.add_argument("shell", metavar="SHELL", help=", ".join(SHELLS))
+
+
+_COMMANDS = {
+    DEFAULT_COMMAND: Command(
+        usage="--checkpoint_path SRC --output_path DST [flags]",
+        summary="converts a checkpoint between Hugging Face and MCA, or between MCA layouts (the default)",
+        flags=_convert_flags,
+        notes=_SIZES,
+        examples=(
+            "# Hugging Face to MCA, cut for 2 tensor x 4 pipeline ranks",
+            "--checkpoint_path Qwen3-8B --output_path qwen3-mca \\",
+            "    --tensor_model_parallel_size 2 --pipeline_model_parallel_size 4",
+            "# what would that read, write and need? nothing is written",
+            "plan --checkpoint_path Qwen3-8B --tensor_model_parallel_size 2",
+            "# MCA (or Megatron torch_dist, or a checkpoint of ROLL) to Hugging Face",
+            "--checkpoint_path qwen3-mca --output_path qwen3-hf",
+            "# the same model in another layout",
+            "--checkpoint_path qwen3-mca --output_path qwen3-tp8 --to mca --tensor_model_parallel_size 8",
+            "# a trained LoRA adapter for peft, or merged into its base model",
+            "--adapter_path lora-mca --output_path lora-peft",
+            "--checkpoint_path Qwen3-8B --adapter_path lora-mca --merge --output_path qwen3-tuned",
+            "# are two directories the same model, bit for bit?",
+            "verify qwen3-hf qwen3-tp8",
+        ),
+    ),
+    "plan": Command(
+        usage="--checkpoint_path SRC [flags]",
+        summary="shows what a conversion would read, write and hold, and everything that stands in its way",
+        text="Shows what a conversion would read, write and hold in memory, and everything that stands in its way. "
+        "Nothing is written, and of a model of the Hub only the headers are fetched. Ends with exit code 1 if the "
+        "conversion would be refused.",
+        flags=_plan_flags,
+        notes=_SIZES,
+        examples=(
+            "plan --checkpoint_path Qwen/Qwen3-8B --tensor_model_parallel_size 2",
+            "plan --checkpoint_path qwen3-mca --output_path qwen3-hf --json",
+        ),
+    ),
+    "inspect": Command(
+        usage="PATH [--json] [--top N]",
+        summary="shows what a directory holds: kind, model, layout, dtypes, sizes",
+        text="Shows what a directory holds: kind, model, layout, dtypes, sizes, and the biggest tensors. Ends with "
+        "exit code 1 if the checkpoint is incomplete.",
+        flags=_inspect_flags,
+        examples=("inspect qwen3-mca", "inspect Qwen/Qwen3-8B --top 20"),
+    ),
+    "verify": Command(
+        usage="A B [flags]",
+        summary="compares two checkpoints as models, tensor by tensor, bit for bit",
+        text="Compares two checkpoints as models, tensor by tensor, bit for bit; their formats and layouts may differ. "
+        "Ends with exit code 1 if the models differ.",
+        flags=_verify_flags,
+        notes=_SIZES,
+        examples=("verify qwen3-hf qwen3-tp8", "verify qwen3-hf qwen3-bf16 --tolerance 0.01"),
+    ),
+    "completion": Command(
+        usage="|".join(SHELLS),
+        summary="prints a script with which a shell completes words",
+        text="Prints the script with which a shell completes the words of mca-convert.",
+        flags=_completion_flags,
+        examples=("completion bash > ~/.local/share/bash-completion/completions/mca-convert",),
+    ),
 }
 
 

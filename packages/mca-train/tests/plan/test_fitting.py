@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 
 from mca_config import TrainingArguments
+from mca_config.command_line import from_namespace
 from mca_config.errors import UsageError
 from mca_models.templates import config_from_hf
 from mca_train.plan.counts import ModelCounts
 from mca_train.plan.fitting import changed, fullest, over, remedies
 from mca_train.plan.hardware import hardware_of
 from mca_train.plan.memory import GIB, Plan, Subject, plan_of
-from mca_train.plan.options import own_options
+from mca_train.plan.options import PlanOptions
+from mca_train.reference.program import program
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -91,15 +93,18 @@ def test_a_users_table_adds_a_device(tmp_path: Path) -> None:
 
 
 def test_the_plans_own_words_are_told_from_the_runs() -> None:
-    options, rest = own_options(["--gpus", "8", "--max_steps", "3", "--dry-run", "--device=h200"])
+    parser = program().parser("plan")
+    options, rest = parser.read_own(
+        ["run.yaml", "--gpus", "8", "--max_steps", "3", "--dry-run", "--device=h200"]
+    )
     assert (options.gpus, options.dry_run, options.device, rest) == (8, True, "h200", ["--max_steps", "3"])
     for words, said in [
-        (["--gpus", "many"], "--gpus takes a whole number"),
+        (["--gpus", "many"], "--gpus must be an integer, not 'many'"),
         (["--gpus", "0"], "expected at least 1"),
         (["--search"], "add --gpus N"),
-        (["--json", "file"], "--json takes no value"),
+        (["--json=file"], "--json takes no value"),
         (["--images", "-1"], "--images -1: expected 0 or more"),
-        (["--image_size", "big"], "--image_size takes a whole number"),
+        (["--image_size", "big"], "--image_size must be an integer"),
     ]:
         with pytest.raises(UsageError, match=said):
-            own_options(words)
+            from_namespace(PlanOptions, parser.read_own(words)[0])

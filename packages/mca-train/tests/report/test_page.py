@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mca_config.errors import UsageError
+from mca_train.cli import main
 from mca_train.report.page import write_report
 
 BROWSER = next(
@@ -62,7 +62,7 @@ def a_run(folder: Path, loss: float) -> Path:
 
 def test_a_page_has_curves_memory_checkpoints_and_configuration(tmp_path, capsys):
     folder = a_run(tmp_path / "one", 6.0)
-    assert write_report([str(folder)]) == 0
+    assert write_report(folder) == 0
     assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
     text = (folder / "report.html").read_text()
     page = Structure(text)
@@ -85,28 +85,29 @@ def test_a_page_has_curves_memory_checkpoints_and_configuration(tmp_path, capsys
 def test_two_runs_stand_beside_each_other(tmp_path):
     one, other = a_run(tmp_path / "one", 6.0), a_run(tmp_path / "other", 9.0)
     out = tmp_path / "both.html"
-    assert write_report([str(one), "--compare", str(other), "--output", str(out)]) == 0
+    assert write_report(one, compare=str(other), output=str(out)) == 0
     text = out.read_text()
     page = Structure(text)
     assert page.counts["polyline"] == 2 * 4
     assert "<th>one</th><th>other</th>" in text
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    run = str(a_run(tmp_path / "run", 1.0))
     for words, said in [
-        ([], "needs the output_dir"),
+        (["--output", "x"], "needs the output_dir"),
         ([str(tmp_path)], "holds no train_log.jsonl"),
-        ([str(a_run(tmp_path / "run", 1.0)), "--compared", "x"], "does not understand '--compared'"),
-        ([str(tmp_path / "run"), "--output", str(tmp_path / "no" / "where")], "cannot be written"),
+        ([run, "--compared", "x"], "unknown flag --compared; did you mean --compare?"),
+        ([run, "--output", str(tmp_path / "no" / "where")], "cannot be written"),
     ]:
-        with pytest.raises(UsageError, match=said):
-            write_report(words)
+        assert main(["report", *words]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed here")
 def test_a_browser_shows_the_page(tmp_path):
     folder = a_run(tmp_path / "one", 6.0)
-    write_report([str(folder)])
+    write_report(folder)
     picture = tmp_path / "page.png"
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1100,1600"]
     address = (folder / "report.html").as_uri()

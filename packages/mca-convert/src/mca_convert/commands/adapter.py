@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Literal
 
 from mca_config.layout import ParallelLayout
+from mca_config.parser import Parser
+from mca_config.printable import printable
 from mca_convert.commands.carry_out import carry_out, layout_arguments, layout_flags_for_hf, layout_of
 from mca_convert.conversion import plan_to_hf, plan_to_mca, refuse_no_adapter, refuse_taken
 from mca_convert.interrupts import Interrupts
-from mca_convert.output import printable
 from mca_models.opening import open_checkpoint
 
 
-def convert_adapter(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, interrupts: Interrupts
-) -> int:
+def convert_adapter(parser: Parser, options: argparse.Namespace, interrupts: Interrupts) -> int:
     """Converts the adapter of ``--adapter_path``, or merges it; returns the exit code."""
     adapter, destination = Path(options.adapter_path), Path(options.output_path)
     base = Path(options.checkpoint_path) if options.checkpoint_path else None
@@ -65,7 +64,7 @@ def _layout_of(adapter: Path) -> ParallelLayout:
 
 
 def _merge(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     options: argparse.Namespace,
     adapter: Path,
     destination: Path,

@@ -12,10 +12,11 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.arguments.distributing import LAYOUT_FIELDS
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
+from mca_config.parser import Parser
+from mca_config.printable import printable
 from mca_convert.conversion import Conversion
 from mca_convert.interrupts import Interrupts
 from mca_convert.open_files import allow_open_files
-from mca_convert.output import printable
 from mca_convert.pool import Limits, default_workers
 from mca_convert.progress import bar
 from mca_convert.tables import counted, size_of
@@ -40,9 +41,7 @@ def carry_out(
         sys.stderr.write(_summary(conversion, destination, time.monotonic() - started))
 
 
-def layout_arguments(
-    parser: argparse.ArgumentParser, options: argparse.Namespace
-) -> DistributingParallelArguments:
+def layout_arguments(parser: Parser, options: argparse.Namespace) -> DistributingParallelArguments:
     """The layout that the flags ask for; one that no model could have is wrong usage."""
     try:
         return read_layout(options)
@@ -51,7 +50,7 @@ def layout_arguments(
 
 
 def layout_of(
-    parser: argparse.ArgumentParser, arguments: DistributingParallelArguments, own: ParallelLayout
+    parser: Parser, arguments: DistributingParallelArguments, own: ParallelLayout
 ) -> ParallelLayout:
     """The layout of the target: what was asked for, else the source's ``own``."""
     try:

@@ -7,13 +7,14 @@ import argparse
 import sys
 from pathlib import Path
 
+from mca_config.parser import Parser
 from mca_convert.commands.carry_out import carry_out, layout_arguments, layout_flags_for_hf, layout_of
 from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca, refuse_taken
 from mca_convert.interrupts import Interrupts
 from mca_models.opening import kind_of, open_checkpoint
 
 
-def convert(parser: argparse.ArgumentParser, options: argparse.Namespace, interrupts: Interrupts) -> int:
+def convert(parser: Parser, options: argparse.Namespace, interrupts: Interrupts) -> int:
     """Plans, converts, reports, and uploads if asked to; returns the exit code."""
     code = _convert(parser, options, interrupts)
     if code == 0 and options.push_to_hub:
@@ -25,7 +26,7 @@ def convert(parser: argparse.ArgumentParser, options: argparse.Namespace, interr
     return code
 
 
-def _convert(parser: argparse.ArgumentParser, options: argparse.Namespace, interrupts: Interrupts) -> int:
+def _convert(parser: Parser, options: argparse.Namespace, interrupts: Interrupts) -> int:
     if options.adapter_path:
         from mca_convert.commands.adapter import convert_adapter
 
@@ -33,14 +34,14 @@ def _convert(parser: argparse.ArgumentParser, options: argparse.Namespace, inter
     if options.merge:
         parser.error("--merge needs --adapter_path")
     if not options.checkpoint_path:
-        parser.error("the following arguments are required: --checkpoint_path")
+        parser.error("missing --checkpoint_path")
     source_path, destination = Path(options.checkpoint_path), Path(options.output_path)
     refuse_taken(source_path, destination, overwrite=options.overwrite)
     carry_out(plan(parser, options), destination, options, "converting", interrupts)
     return 0
 
 
-def plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Conversion:
+def plan(parser: Parser, options: argparse.Namespace) -> Conversion:
     """The conversion that the flags ask for; nothing is written."""
     path = Path(options.checkpoint_path)
     megatron = kind_of(path).is_megatron

@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from mca_config.parser import Parser
 from mca_convert.commands.carry_out import layout_flags_for_hf, limits_of, read_layout
 from mca_convert.forecast.model import forecast
 from mca_convert.forecast.outcome import Forecast, Request
@@ -14,7 +15,7 @@ from mca_convert.output import as_json, by_name, say
 from mca_convert.tables import counted, size_of, table
 
 
-def plan(parser: argparse.ArgumentParser, options: argparse.Namespace, called: Mapping[str, str]) -> int:
+def plan(parser: Parser, options: argparse.Namespace, called: Mapping[str, str]) -> int:
     """Prints the plan; 0 if the conversion would go through, 1 if it would be refused.
 
     Args:
@@ -25,7 +26,7 @@ def plan(parser: argparse.ArgumentParser, options: argparse.Namespace, called: M
     if options.merge and not options.adapter_path:
         parser.error("--merge needs --adapter_path")
     if not options.checkpoint_path and (options.merge or not options.adapter_path):
-        parser.error("the following arguments are required: --checkpoint_path")
+        parser.error("missing --checkpoint_path")
     result = forecast(
         Request(
             path=_path(options.checkpoint_path),

@@ -1,13 +1,13 @@
-"""Keys and values of a run become its dataclasses here; an unknown key is told which one looks most like it.
+"""Keys and values of a run become its dataclasses here; the error about an unknown key names the one that it resembles.
 
 How a value takes the type of its field is `mca_config.fields`. Nothing here knows what a key is for.
 """
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from mca_config import fields
+from mca_config.suggestions import suggestion
 from mca_config.types import Typed, Values
 
 
@@ -33,12 +33,8 @@ def build(
     """
 
     def unknown(key: str, known: Iterable[str]) -> str:
-        return f"{key}: {elsewhere[key]}" if key in elsewhere else f"unknown key '{key}'{nearest(key, known)}"
+        if key in elsewhere:
+            return f"{key}: {elsewhere[key]}"
+        return f"unknown key '{key}'{suggestion(key, known, 'mca-train sft --help lists the keys')}"
 
     return fields.build(classes, values, where=where, unknown=unknown, only=only)
-
-
-def nearest(word: str, known: Iterable[str], otherwise: str = "mca-train sft --help lists the keys") -> str:
-    """The end of an error about an unknown ``word``: the known one that looks most like it."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean '{close[0]}'?" if close else f"; {otherwise}"

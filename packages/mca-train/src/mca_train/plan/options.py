@@ -1,12 +1,9 @@
 """The flags that only ``mca-train plan`` has; all others are the run's."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from mca_config.errors import UsageError
-from mca_train.config.source import parse_overrides
 
 
 def _flag(value: str, text: str) -> dict[str, str]:
@@ -67,33 +64,3 @@ class PlanOptions:
             raise UsageError("--search looks for layouts of a number of devices; add --gpus N")
         if self.hardware is not None and self.device is None:
             raise UsageError("--hardware FILE does nothing without --device NAME, which it may define")
-
-
-def own_options(words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
-    """The plan's options among ``words``, and the other words.
-
-    Raises:
-        UsageError: A value is missing or wrong.
-    """
-    names = {one.name for one in fields(PlanOptions)}
-    mine: list[str] = []
-    others: list[str] = []
-    target = others
-    for word in words:
-        if word.startswith("--") and len(word) > 2:
-            target = mine if word[2:].partition("=")[0].replace("-", "_") in names else others
-        target.append(word)
-    given = parse_overrides(mine)
-    return PlanOptions(**{name: _typed(name, value) for name, value in given.items()}), others
-
-
-def _typed(name: str, value: object) -> Any:
-    if name in ("dry_run", "search", "json"):
-        expected, fits = "no value", isinstance(value, bool)
-    elif name in ("gpus", "images", "image_size"):
-        expected, fits = "a whole number", isinstance(value, int) and not isinstance(value, bool)
-    else:
-        expected, fits = "a name or path", isinstance(value, str)
-    if not fits:
-        raise UsageError(f"--{name} takes {expected}, not {value!r:.80}")
-    return Path(str(value)) if name in ("hardware", "plot") else value

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from mca_config.errors import UsageError
 from mca_config.files import cannot_write
-from mca_train.config.fields import nearest
+from mca_config.suggestions import suggestion
+from mca_train.reference.program import program
 from mca_train.tasks.table import TASKS
 from mca_train.tasks.task import Task
 
@@ -16,7 +17,7 @@ def print_schema(words: Sequence[str]) -> int:
     """``schema [KIND]``: the JSON schema of a configuration file."""
     from mca_train.reference.schema import schema
 
-    tasks = [_task(words[0])] if words else list(TASKS.values())
+    tasks = [kind_of(words[0])] if words else list(TASKS.values())
     if len(words) > 1:
         raise UsageError(f"unexpected argument '{words[1]}'; write mca-train schema [KIND] > schema.json")
     sys.stdout.write(json.dumps(schema(tasks), indent=2) + "\n")
@@ -25,19 +26,30 @@ def print_schema(words: Sequence[str]) -> int:
 
 def write_starter(words: Sequence[str]) -> int:
     """``init KIND MODEL [FILE]``: a commented configuration, printed or written to a new file."""
-    import torch
-
-    from mca_train.reference.starter import starter
-
     if not 2 <= len(words) <= 3:
         raise UsageError(
             "mca-train init needs a kind and a model: mca-train init sft models/qwen3 [run.yaml]"
         )
-    text = starter(_task(words[0]), words[1], gpu=torch.cuda.is_available())
-    if len(words) == 2:
+    task, path = kind_of(words[0]), Path(words[2]) if len(words) > 2 else None
+    note = _model_problem(words[1])
+    if path is not None and path.exists():
+        raise UsageError(f"{path} exists; name another file")
+    import torch
+
+    from mca_train.reference.starter import starter
+
+    text = starter(task, words[1], gpu=torch.cuda.is_available())
+    if path is None:
         sys.stdout.write(text)
-        return 0
-    path = Path(words[2])
+    else:
+        _write_new(path, text)
+        sys.stdout.write(f"wrote {path}; next: edit it, then mca-train plan {words[0]} {path}\n")
+    if note:
+        sys.stderr.write(f"note: {note}\n")
+    return 0
+
+
+def _write_new(path: Path, text: str) -> None:
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -45,22 +57,51 @@ def write_starter(words: Sequence[str]) -> int:
         raise UsageError(f"{path} exists; name another file") from None
     except OSError as error:
         raise cannot_write(path, error) from error
-    sys.stdout.write(f"wrote {path}; next: edit it, then mca-train plan {words[0]} {path}\n")
-    return 0
 
 
-def print_completion(words: Sequence[str], commands: Sequence[str]) -> int:
+def _model_problem(model: str) -> str:
+    """What to know about a model that is not on this machine; empty: it is here.
+
+    Raises:
+        UsageError: It is not here, and cannot be a model of the Hub.
+    """
+    from mca_models.hub import is_id
+
+    if is_id(model):
+        return f"there is no directory {model} here, so a run would download the model {model} from the Hub"
+    folder = Path(model)
+    if not folder.exists():
+        raise UsageError(
+            f"model {model}: no such directory; expected one with a config.json, or a model of the Hub (org/name)"
+        )
+    if not any((folder / name).is_file() for name in ("config.json", "mca_config.json")):
+        raise UsageError(f"model {model}: expected a directory with a config.json or an mca_config.json")
+    return ""
+
+
+def print_completion(words: Sequence[str]) -> int:
     """``completion SHELL``: the script that completes this command's words."""
-    from mca_train.reference.completion import SHELLS, completion
+    from mca_config.completion import SHELLS, completion
+    from mca_train.reference.keys import keys_of
 
     if len(words) != 1:
         raise UsageError(f"mca-train completion needs a shell: {', '.join(SHELLS)}")
-    sys.stdout.write(completion(words[0], commands, TASKS))
+    known = program()
+    keys = {name: [f"--{key.name}" for key in keys_of(task)] for name, task in TASKS.items()}
+    keys |= {name: sorted({flag for some in keys.values() for flag in some}) for name in ("plan", "data")}
+    keys["tokenize"] = keys["pretrain"]
+    flags = {name: [*known.parser(name).flags, *keys.get(name, ())] for name in known.commands}
+    sys.stdout.write(completion(known.name, words[0], flags))
     return 0
 
 
-def _task(name: str) -> Task:
+def kind_of(name: str) -> Task:
+    """The kind of run of that name.
+
+    Raises:
+        UsageError: There is none.
+    """
     if name not in TASKS:
         known = f"it is one of {', '.join(TASKS)}"
-        raise UsageError(f"unknown kind '{name}'{nearest(name, TASKS, known)}")
+        raise UsageError(f"unknown kind '{name}'{suggestion(name, TASKS, known)}")
     return TASKS[name]

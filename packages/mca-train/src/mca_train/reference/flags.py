@@ -21,16 +21,20 @@ def help_of(task: Task) -> str:
         "",
         f"Trains {task.summary}.",
         "",
-        "Every key below can stand in CONFIG.yaml as `key: value` or follow as a flag, which wins; - and _ are",
-        "the same in flags, and `--key null` takes back what the file says. Needed: "
-        + ", ".join(REQUIRED)
-        + ".",
-        f"`mca-train init {task.name} MODEL` writes a file to begin with.",
+        "Every key below can stand in CONFIG.yaml as `key: value` or follow as a flag, which wins. Flags are written",
+        "with - or _, and `--key null` unsets what the file says. Required: " + ", ".join(REQUIRED) + ".",
+        f"`mca-train init {task.name} MODEL` writes a file to start from.",
     ]
     for group, keys in groupby(keys_of(task), key=lambda key: key.group):
         lines += ["", f"{group}:"]
         for key in keys:
             lines += _of_key(key)
+    examples = (
+        f"{task.name} run.yaml",
+        f"{task.name} run.yaml --learning_rate 1e-5",
+        f"plan {task.name} run.yaml",
+    )
+    lines += ["", "examples:", *(f"  mca-train {example}" for example in examples)]
     return "\n".join(lines) + "\n"
 
 

@@ -44,18 +44,19 @@ table{border-collapse:collapse}td,th{padding:2px 12px 2px 0;text-align:left;vert
 td{border-top:1px solid #eee}code{white-space:pre-wrap}"""
 
 
-def write_report(words: Sequence[str]) -> int:
-    """Writes ``report.html`` into a run's directory; prints where it is.
+def write_report(folder: Path, *, compare: str | None = None, output: str | None = None) -> int:
+    """Writes the page about a run; prints where it is.
 
     Args:
-        words: ``RUN_DIR [--compare OTHER] [--output FILE]``.
+        folder: The run's ``output_dir``.
+        compare: That of another run, to show beside it.
+        output: The page; None: ``report.html`` in ``folder``.
 
     Raises:
-        UsageError: The words are wrong, or there is no run.
+        UsageError: There is no run, or the page cannot be written.
     """
-    folder, options = _parsed(words)
-    runs = [read_run(folder), *([read_run(Path(options["--compare"]))] if "--compare" in options else [])]
-    path = Path(options.get("--output", str(folder / "report.html")))
+    runs = [read_run(folder), *([read_run(Path(compare))] if compare else [])]
+    path = Path(output) if output else folder / "report.html"
     try:
         path.write_text(page(runs), encoding="utf-8")
     except OSError as error:
@@ -64,19 +65,6 @@ def write_report(words: Sequence[str]) -> int:
         ) from None
     sys.stdout.write(f"{path}\n")
     return 0
-
-
-def _parsed(words: Sequence[str]) -> tuple[Path, dict[str, str]]:
-    usage = "mca-train report RUN_DIR [--compare OTHER_DIR] [--output FILE]"
-    if not words or words[0].startswith("-"):
-        raise UsageError(f"report needs the output_dir of a run: {usage}")
-    rest, options = list(words[1:]), dict[str, str]()
-    while rest:
-        name = rest.pop(0)
-        if name not in ("--compare", "--output") or not rest or name in options:
-            raise UsageError(f"report does not understand {name!r} there: {usage}")
-        options[name] = rest.pop(0)
-    return Path(words[0]), options
 
 
 def page(runs: Sequence[RunFiles]) -> str:

@@ -23,7 +23,7 @@ from mca_train.plan.document import document_of, impossible
 from mca_train.plan.fitting import OF_DEVICES, Remedy, changed, over, remedies
 from mca_train.plan.hardware import Hardware, hardware_of
 from mca_train.plan.memory import Plan, plan_of
-from mca_train.plan.options import PlanOptions, own_options
+from mca_train.plan.options import PlanOptions
 from mca_train.plan.report import render, render_remedies
 from mca_train.plan.towers import Images
 from mca_train.run.checks import Findings, Run, check, settings_of
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def print_plan(task: Task | None, config: Path, overrides: list[str]) -> int:
+def print_plan(task: Task | None, config: Path, overrides: list[str], options: PlanOptions) -> int:
     """Prints the plan of a configuration file; 2 if the run is impossible.
 
     Args:
         task: The kind of run; None: the one whose keys are given.
         config: The YAML file.
-        overrides: ``--key value`` words, and those of `PlanOptions`.
+        overrides: ``--key value`` words.
+        options: What to plan, and how to print it.
     """
     for name in _OF_A_LAUNCHER:  # whoever has started this process: it is no rank
         os.environ.pop(name, None)
-    options, words = own_options(overrides)
     hardware = hardware_of(options.device, options.hardware) if options.device else None
-    values, where = given_values(config, words)
+    values, where = given_values(config, overrides)
     task = task or task_of(values)
     values = with_directories(values, only="config")
     settings = settings_of(task, values, where)

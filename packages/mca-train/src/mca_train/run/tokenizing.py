@@ -21,16 +21,18 @@ _FLAG = "output_prefix"
 _ROWS_AT_ONCE = 256
 
 
-def tokenize(config: Path, overrides: list[str]) -> int:
+def tokenize(config: Path, overrides: list[str], output_prefix: str | None) -> int:
     """Tokenizes ``train_file``, each row a document that ends with the end-of-sequence token.
 
     Args:
         config: The YAML file of a pre-training run.
-        overrides: ``--output_prefix PREFIX`` and ``--key value`` words.
+        overrides: ``--key value`` words.
+        output_prefix: Of the dataset's two files; None: the configuration has it.
     """
     quiet_libraries(first=True)
     values, where = given_values(config, overrides)
-    prefix = values.pop(_FLAG, None)
+    in_file = values.pop(_FLAG, None)
+    prefix = in_file if output_prefix is None else output_prefix
     if not isinstance(prefix, str):
         raise UsageError(
             "mca-train tokenize needs --output_prefix: <prefix>.bin and <prefix>.idx are written"

@@ -1,0 +1,178 @@
+"""`program` is the table of what ``mca-train`` can do: its commands, their help, and flags that are no keys of a run.
+
+It imports no torch, so that help comes at once; the keys of a kind are looked up when they are asked for.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from mca_config.completion import SHELLS
+from mca_config.program import Command, Program
+from mca_train.tasks.table import TASKS
+from mca_train.tasks.task import Task
+
+if TYPE_CHECKING:
+    from mca_config.parser import Parser
+
+_KEYS = "Keys of the configuration can follow as --key value; `mca-train sft --help` lists them."
+_TEXT = (
+    "Trains a Hugging Face or MCA checkpoint with Megatron, over tensor, pipeline, virtual pipeline, context, expert "
+    "and data parallel ranks. Starts its own local ranks, unless torchrun did."
+)
+_NOTES = """\
+CONFIG.yaml holds `key: value` lines. Every key is also a flag, with - or _, and the flag wins. Keys are those of
+Hugging Face's TrainingArguments, the parallel arguments of mca, and:
+
+  model_name_or_path   directory or Hub id of the model   tokenizer_name_or_path   of the tokenizer, if elsewhere
+  train_file           .jsonl .json .parquet .txt         eval_file                the same
+  seq_length           tokens per block or sample         local_ranks              ranks to start on this machine
+  lora_rank            train a LoRA adapter instead       lora_target_modules      all-linear, or names
+  sequence_packing     several samples in a row           dpo_loss, dpo_beta       of dpo
+
+`mca-train KIND --help` lists all keys with their meaning; the kinds of run are {kinds}."""
+_EXAMPLES = (
+    "init sft models/qwen3 run.yaml",
+    "plan run.yaml --gpus 16 --device h100-80",
+    "sft run.yaml --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2",
+    "sft run.yaml --resume_from_checkpoint auto --max-steps 1000",
+    "# several machines: torchrun starts the ranks",
+    "  torchrun --nproc-per-node 8 -m mca_train pretrain run.yaml",
+    "# run.yaml",
+    "  model_name_or_path: models/qwen3",
+    "  train_file: data/train.jsonl",
+    "  output_dir: runs/first",
+    "  seq_length: 1024",
+    "  max_steps: 200",
+    "  learning_rate: 1e-3",
+    "  per_device_train_batch_size: 2      # micro-batch",
+    "  gradient_accumulation_steps: 4      # micro-batches in a step",
+    "  tensor_model_parallel_size: 2",
+    "  pipeline_model_parallel_size: 2",
+)
+
+
+def program() -> Program:
+    """All commands of ``mca-train``."""
+    kinds = {name: _kind(task) for name, task in TASKS.items()}
+    return Program(
+        name="mca-train",
+        text=_TEXT,
+        commands=kinds | _plans() | _files() | _reference(),
+        notes=_NOTES.replace("{kinds}", ", ".join(TASKS)),
+        examples=_EXAMPLES,
+    )
+
+
+def _kind(task: Task) -> Command:
+    def help_() -> str:
+        from mca_train.reference.flags import help_of
+
+        return help_of(task)
+
+    return Command(
+        usage="CONFIG.yaml [--key value ...]", summary=task.summary, flags=_operands, whole_help=help_
+    )
+
+
+def _plans() -> dict[str, Command]:
+    plan = Command(
+        usage="[KIND] CONFIG.yaml [--key value ...]",
+        summary="shows what a run would need (ranks, layers, parameters, memory, bubble, batch), what fits a device, "
+        "and which layout is fastest; needs no GPU",
+        text="Shows what a run would need: ranks, layers, parameters, memory of each stage, bubble, batch. Reads the "
+        "model's config.json, but no weights and no data, and needs no GPU. Ends with exit code 2 if no machine could "
+        f"make the run. {_KEYS}",
+        flags=_plan_flags,
+        examples=(
+            "plan sft run.yaml --gpus 16 --device h100-80",
+            "plan run.yaml --search --gpus 64 --device h200",
+            "plan run.yaml --dry_run --plot pictures",
+        ),
+    )
+    data = Command(
+        usage="[KIND] CONFIG.yaml [--key value ...]",
+        summary="shows what a model would see: counts, lengths, fill, samples with their targets, rows left out",
+        text="Shows what a model would see: how many samples, tokens and targets, a histogram of lengths, how full "
+        "packs are, three samples with their targets marked, and rows that are cut or left out and why. Reads the "
+        f"tokenizer and the data, but no model. {_KEYS}",
+        flags=_operands,
+        examples=("data sft run.yaml", "data sft run.yaml --max_train_samples 1000"),
+    )
+    return {"plan": plan, "data": data}
+
+
+def _files() -> dict[str, Command]:
+    tokenize = Command(
+        usage="CONFIG.yaml --output_prefix PREFIX [--key value ...]",
+        summary="writes the texts of train_file as one of Megatron's indexed datasets, PREFIX.bin and PREFIX.idx",
+        text="Writes each row of train_file as a document of one of Megatron's indexed datasets. A pre-training run "
+        f"reads it as one of its datasets, by PREFIX. {_KEYS}",
+        flags=_flags(output_prefix=("PREFIX", "where to write PREFIX.bin and PREFIX.idx (required)")),
+        examples=("tokenize run.yaml --output_prefix data/corpus",),
+    )
+    report = Command(
+        usage="RUN_DIR [--compare OTHER_DIR] [--output FILE]",
+        summary="writes one page of HTML about a run, or about two beside each other",
+        text="Writes one page of HTML about a run, which needs no network: curves of all that was logged, memory "
+        "planned and measured, checkpoints, configuration, versions.",
+        flags=_flags(
+            compare=("OTHER_DIR", "another run to show beside it"),
+            output=("FILE", "where to write the page; default: RUN_DIR/report.html"),
+        ),
+        examples=("report runs/first", "report runs/second --compare runs/first"),
+    )
+    init = Command(
+        usage="KIND MODEL [FILE]",
+        summary="writes a commented configuration of a kind for a model, to the screen or to a new FILE",
+        text="Writes a commented configuration of a kind of run for a model, to the screen or to a new FILE. MODEL is "
+        "a directory or a model of the Hub (org/name).",
+        flags=_operands,
+        examples=("init sft Qwen/Qwen3-8B run.yaml",),
+    )
+    return {"tokenize": tokenize, "report": report, "init": init}
+
+
+def _reference() -> dict[str, Command]:
+    schema = Command(
+        usage="[KIND]",
+        summary="prints the JSON schema of a configuration, with which editors complete and check it",
+        text="Prints the JSON schema of a configuration, with which editors complete keys and mark mistakes.",
+        flags=_operands,
+        examples=("schema > mca.schema.json", "schema sft > sft.schema.json"),
+    )
+    completion = Command(
+        usage="|".join(SHELLS),
+        summary="prints a script with which a shell completes words",
+        text="Prints the script with which a shell completes the words of mca-train. Keep it in a file: it takes "
+        "seconds to make.",
+        flags=_operands,
+        examples=("completion bash > ~/.local/share/bash-completion/completions/mca-train",),
+    )
+    return {"schema": schema, "completion": completion}
+
+
+def _operands(parser: "Parser") -> None:
+    from mca_config.parser import add_operands
+
+    add_operands(parser)
+
+
+def _plan_flags(parser: "Parser") -> None:
+    from mca_config.command_line import add_arguments
+    from mca_train.plan.options import PlanOptions
+
+    _operands(parser)
+    add_arguments(parser, PlanOptions)
+
+
+def _flags(**meanings: tuple[str, str]) -> Callable[["Parser"], None]:
+    return partial(_add, meanings)
+
+
+def _add(meanings: dict[str, tuple[str, str]], parser: "Parser") -> None:
+    from mca_config.parser import add_flag
+
+    _operands(parser)
+    for name, (value, text) in meanings.items():
+        add_flag(parser, name, metavar=value, help=text)
