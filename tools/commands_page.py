@@ -27,7 +27,8 @@ train are listed in [Keys of a run](arguments.md) and [Configuration](configurat
 
 Both programs read words in the same way: flags are written with `-` or `_`, a misspelt command or flag is answered with
 the one that was probably meant, wrong usage ends with exit code 2 and any other failure with 1, and `--version` prints
-the version. `mca-train completion bash` and `mca-convert completion bash` (or `zsh`, `fish`) print scripts for your shell.
+the version. `mca-train completion bash` and `mca-convert completion bash` (or `zsh`, `fish`) print scripts for your
+shell.
 """
 
 

@@ -1,0 +1,32 @@
+"""The script of ``mca-convert completion``, as a shell runs it."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mca_convert.cli import main
+
+
+def test_bash_completes_commands_and_flags_with_and_without_a_command(tmp_path: Path, capsys) -> None:
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    words = ["ver", "--merg", "verify a b --tol", "verify a b --merg", "--checkpoint_path a --push"]
+    asked = "\n".join(
+        f"COMP_WORDS=(mca-convert {some}); COMP_CWORD={len(some.split())}; _mca_convert; echo ${{COMPREPLY[@]}}"
+        for some in words
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"source {tmp_path / 'script'}\n{asked}"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split("\n")[:-1] == ["verify", "--merge", "--tolerance", "", "--push_to_hub"]
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["completion", "csh"], "mca-convert completion knows bash, zsh, fish, not 'csh'"),
+    (["completion"], "missing SHELL; see mca-convert completion --help"),
+    (["complete"], "unknown command 'complete'; did you mean 'completion'?"),
+])  # fmt: skip
+def test_what_no_script_exists_for(words: list[str], message: str, capsys) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
