@@ -1,5 +1,7 @@
 """Dataclasses as flags of commands without transformers."""
 
+import argparse
+
 import pytest
 
 from mca_config import DistributingParallelArguments, MegatronArguments
@@ -34,6 +36,14 @@ def test_flags_read_with_underscores_and_hyphens() -> None:
     ).split()
     assert parse(*words) == expected
     assert parse(*(word.replace("_", "-") if word.startswith("--") else word for word in words)) == expected
+
+
+def test_a_parser_of_another_program_takes_both_spellings_too() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, DistributingParallelArguments)
+    for flag in ("--tensor_model_parallel_size", "--tensor-model-parallel-size"):
+        found = from_namespace(DistributingParallelArguments, parser.parse_args([flag, "2"]))
+        assert found.tensor_model_parallel_size == 2
 
 
 def test_absent_flags_leave_the_defaults() -> None:

@@ -6,6 +6,7 @@ What flags a command has, and what they mean, is said by the command.
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import NoReturn
 
 from mca_config.errors import McaError, UsageError, raise_problems
@@ -15,6 +16,7 @@ from mca_config.types import Typed
 
 _WIDTH = 100
 _PLAINER = (
+    (r"(--\w+)/--[\w-]+", r"\1"),
     (r"^argument (?=--)", ""),
     (r"^(\S+): not allowed with argument (\S+)$", r"\1 excludes \2"),
     (r"^(\S+): expected one argument$", r"\1 needs a value"),
@@ -36,7 +38,10 @@ def add_flag(container: argparse._ActionsContainer, name: str, **how: Typed) -> 
     """
     if "hint" in how:
         how["type"] = _reader(f"--{name}", how.pop("hint"))
-    container.add_argument(f"--{name}", dest=name, **how)
+    spellings = dict.fromkeys(
+        (f"--{name}", f"--{name.replace('_', '-')}")
+    )  # both, for a parser that is not ours
+    container.add_argument(*spellings, dest=name, **how)
 
 
 def add_operands(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +93,7 @@ class Parser(argparse.ArgumentParser):
     @property
     def flags(self) -> list[str]:
         """All flags, as help spells them."""
-        return list(self._option_string_actions)
+        return [flag for flag in self._option_string_actions if flag == _as_declared(flag)]
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """The values of ``words``; unknown flags are named before anything that is missing.
@@ -144,6 +149,11 @@ class _Format(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=8, width=_WIDTH + 2)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy(action)
+        shown.option_strings = action.option_strings[:1]
+        return super()._format_action_invocation(shown)
 
 
 def _is_flag(word: str) -> bool:
