@@ -7,11 +7,13 @@ Everything is computed on the CPU, also where there is a GPU: a process that has
 that use it. ``MCA_DEVICE=cuda pytest -m gpu`` runs the tests of a GPU, and those alone.
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
 
 os.environ.setdefault("MCA_DEVICE", "cpu")  # before anything asks; what tests start inherits it
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before libgomp is loaded: idle threads of a busy machine spin
 if os.environ.pop(
     "PYTHONDONTWRITEBYTECODE", None
 ):  # torch, Megatron and transformers anew: 6 s in every process
@@ -23,6 +25,7 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile("mca", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.load_profile("mca")  # where others compute beside the tests, time says nothing of them
+gc.disable()  # until all is imported and collected: none of it is garbage
 
 _ON_GPU = os.environ["MCA_DEVICE"] == "cuda"
 _OTHER = {
@@ -92,6 +95,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark, (skipped, reason) in _OTHER.items():
             if skipped and item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what was imported and collected out of every later search for garbage."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Lets libraries free at exit what they imported: some tell what is left."""
+    gc.unfreeze()
 
 
 def _turn(item: pytest.Item) -> int:

@@ -25,6 +25,7 @@ run at once.
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import math
 import os
@@ -156,6 +157,7 @@ def _fork(call: _Call, number: int) -> _Rank:
 def _rank_main(call: _Call, number: int, pipe: int, stacks: Path, parent: int) -> None:
     """The forked process: never returns."""
     status = 1
+    gc.freeze()  # what the parent left is neither looked through nor copied
     try:
         CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
