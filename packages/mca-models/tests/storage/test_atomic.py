@@ -113,6 +113,32 @@ def test_a_folder_whose_writer_died_at_its_marker_goes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [other]
 
 
+def test_a_folder_whose_writer_died_before_its_marker_goes(tmp_path: Path) -> None:
+    for name in ("x.partial-01234567", "y.partial-01234567"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "x.partial-76543210").symlink_to(tmp_path / "y.partial-01234567")
+    partial_folder.remove_leftovers(tmp_path / "x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.partial-76543210", "y.partial-01234567"]
+
+
+def test_a_folder_that_another_writer_took_for_left_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, locked = partial_folder._try_lock, []
+
+    def late(fd: int) -> bool:
+        if not locked:
+            partial_folder.remove_leftovers(tmp_path / "x")
+        locked.append(fd)
+        return lock(fd)
+
+    monkeypatch.setattr(partial_folder, "_try_lock", late)
+    with atomic_directory(tmp_path / "x") as partial:
+        (partial / "file").touch()
+    assert len(locked) > 1
+    assert [path.name for path in tmp_path.rglob("*")] == ["x", "file"]
+
+
 def left_by(target: Path, other: bool = False) -> Path:
     """A folder that a process left which was killed; ``other``: on another machine."""
     held = PartialDirectory(target, overwrite=True)

@@ -2,7 +2,8 @@
 
 ``<name>.partial-<8 hex digits>/.mca-partial`` says which machine began it and, while its entries are moved into an
 existing directory, which ones. The writer holds a lock on the folder, which the kernel drops when the process dies in
-whatever way. Only a folder with such a name, the marker and no living writer is ever removed.
+whatever way. Only a folder with such a name, the marker and no living writer is ever removed, or one with such a name
+and nothing in it.
 """
 
 import fcntl
@@ -38,11 +39,20 @@ class PartialFolder:
     """
 
     def __init__(self, place: Path, name: str) -> None:
-        self.path = place / f"{name}.partial-{os.urandom(4).hex()}"
-        self.path.mkdir()
-        self.fd = -1
+        self.path, self.fd = place / name, -1
+        for last in (False, False, True):
+            try:
+                self._begin(place / f"{name}.partial-{os.urandom(4).hex()}")
+                return
+            except FileNotFoundError:  # another process took the empty folder for one that was left
+                if last:
+                    raise
+
+    def _begin(self, path: Path) -> None:
+        self.path = path
+        path.mkdir()
         try:
-            self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
             _try_lock(self.fd)
             self.mark({})
         except BaseException:
@@ -79,24 +89,30 @@ class PartialFolder:
 
 def leftovers(place: Path, name: str) -> Iterator[Path]:
     """The marked folders of ``name`` in ``place``, of living and dead writers."""
-    own = re.compile(re.escape(name) + r"\.partial-[0-9a-f]{8}")
-    try:
-        entries = sorted(path for path in place.iterdir() if own.fullmatch(path.name))
-    except OSError:
-        return
-    for path in entries:
+    for path in _folders(place, name):
         with suppress(OSError):
-            if path.is_symlink() or not path.is_dir():
-                continue
             names = [entry.name for entry in path.iterdir()]
             marker = path / (_BEGUN if names == [_BEGUN] else MARKER)
             if marker.is_file() and not marker.is_symlink():
                 yield path
 
 
+def _folders(place: Path, name: str) -> list[Path]:
+    """Those in ``place`` that have such a name as writers of ``name`` give them."""
+    own = re.compile(re.escape(name) + r"\.partial-[0-9a-f]{8}")
+    try:
+        named = sorted(path for path in place.iterdir() if own.fullmatch(path.name))
+        return [path for path in named if path.is_dir() and not path.is_symlink()]
+    except OSError:
+        return []
+
+
 def remove_leftovers(destination: Path) -> None:
     """Removes what killed writers to ``destination`` left beside it or in it."""
     for place in (destination.parent, destination):
+        for path in _folders(place, destination.name):
+            with suppress(OSError):
+                path.rmdir()  # an empty one, whose writer died before it had marked it, or makes another
         for path in leftovers(place, destination.name):
             with suppress(OSError):
                 _remove_if_dead(path, destination)
