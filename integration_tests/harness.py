@@ -81,6 +81,7 @@ def prepare_parent() -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.disable()  # what is imported is no garbage
     from mca_models.megatron import platform
 
     platform.prepare()
@@ -90,6 +91,8 @@ def prepare_parent() -> None:
 
     for name in mca_train.__all__:
         getattr(mca_train, name)  # imported when it is asked for
+    gc.freeze()
+    gc.enable()
 
 
 def run_ranks(
@@ -234,10 +237,10 @@ def _collect(ranks: list[_Rank], deadline: float) -> None:
         for rank in ranks:
             selector.register(rank.pipe, selectors.EVENT_READ, rank)
         while selector.get_map():
-            left = deadline - time.monotonic()
-            if left <= 0:
+            ready = selector.select(max(0, deadline - time.monotonic()))
+            if not ready:
                 return
-            for key, _ in selector.select(left):
+            for key, _ in ready:
                 rank: _Rank = key.data
                 if data := os.read(rank.pipe, 1 << 20):
                     rank.received += data
@@ -257,8 +260,10 @@ def _results(ranks: list[_Rank], timeout: float) -> list[Any]:
     for rank in unfinished:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.pid, signal.SIGUSR1)
-    if unfinished:
-        time.sleep(0.3)
+    for _ in range(100):  # 5 s
+        if all(rank.stacks.stat().st_size for rank in unfinished):
+            break
+        time.sleep(0.05)
     stories = [_story(rank, len(ranks), timeout) for rank in ranks]
     raise RanksFailed("\n".join([_cause(ranks, stories), *stories]))
 

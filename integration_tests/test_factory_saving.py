@@ -127,7 +127,7 @@ def test_all_ranks_fail_together(tmp_path: Path) -> None:
 
 def _slow(write: Callable[..., None], *args: Any, **options: Any) -> None:
     """Writes late: who kills it soon kills it before it has written."""
-    time.sleep(5)
+    time.sleep(60)
     write(*args, **options)
 
 

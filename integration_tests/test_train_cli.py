@@ -179,7 +179,7 @@ def waited_for(log: Path, process: "subprocess.Popen[str]") -> None:
 def test_under_torchrun_two_ranks_train_and_sigterm_to_one_saves(folder):
     _, _, module, *words = config(folder, "torchrun", max_steps=100000, tensor_model_parallel_size=2)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", str(free_port()), "-m", module, *words]
+    command += ["--standalone", "-m", module, *words]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     )
@@ -194,14 +194,6 @@ def test_under_torchrun_two_ranks_train_and_sigterm_to_one_saves(folder):
     (saved,) = output.glob("checkpoint-*")
     assert f"checkpoint-{logs(output)[-2]['step']}" == saved.name
     assert not list(output.glob("*.partial-*"))
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def test_sigterm_to_the_launcher_saves_and_resumes(folder):

@@ -210,13 +210,16 @@ def test_peak_memory_is_as_predicted(tmp_path: Path) -> None:
         [*command, "plan", "--json", *options, *layout], check=True, capture_output=True, text=True
     )
     predicted = json.loads(plan.stdout)["peak_bytes"]
-    arguments = [*command, *options, *layout, "--output_path", str(tmp_path / "mca")]
-    with subprocess.Popen(arguments, stderr=subprocess.DEVNULL) as process:
-        measured = 0
-        while process.poll() is None:
-            measured = max(measured, _anonymous(process.pid))
-            time.sleep(0.002)
-    assert process.returncode == 0
+    measured = 0
+    for attempt in range(5):  # where this process did not see the moment of most memory, being asleep
+        arguments = [*command, *options, *layout, "--output_path", str(tmp_path / f"mca{attempt}")]
+        with subprocess.Popen(arguments, stderr=subprocess.DEVNULL) as process:
+            while process.poll() is None:
+                measured = max(measured, _anonymous(process.pid))
+                time.sleep(0.002)
+        assert process.returncode == 0
+        if measured >= 0.8 * predicted:
+            break
     assert abs(measured - predicted) < 0.2 * predicted, (measured / 2**20, predicted / 2**20)
 
 

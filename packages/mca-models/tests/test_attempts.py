@@ -14,7 +14,7 @@ def clients() -> Iterator[list]:
     """Connections to one store, as ranks have them."""
     from torch.distributed import TCPStore
 
-    patience = timedelta(seconds=20)
+    patience = timedelta(seconds=120)
     server = TCPStore("127.0.0.1", 0, is_master=True, timeout=patience)
     yield [TCPStore("127.0.0.1", server.port, is_master=False, timeout=patience) for _ in range(9)]
 
@@ -26,7 +26,7 @@ def started(clients: list, ranks: dict[int, int], size: int) -> dict[int, "Futur
 
 
 def numbers(futures: dict[int, "Future[int]"]) -> set[int]:
-    return {future.result(timeout=10) for future in futures.values()}
+    return {future.result(timeout=120) for future in futures.values()}
 
 
 def test_every_start_of_all_ranks_has_a_number(clients):

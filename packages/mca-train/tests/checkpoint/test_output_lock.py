@@ -31,14 +31,20 @@ def killed(pid):
     os.waitpid(pid, 0)
 
 
-def test_one_run_at_a_time_and_nothing_left(tmp_path):
+@pytest.fixture
+def no_waiting(monkeypatch):
+    def slept(seconds):
+        raise AssertionError(f"waits {seconds} s where there is nothing to wait for")
+
+    monkeypatch.setattr(time, "sleep", slept)
+
+
+def test_one_run_at_a_time_and_nothing_left(tmp_path, no_waiting):
     place = tmp_path / "a" / "b"
     lock = OutputLock(place)
     lock.take()
-    started = time.monotonic()
     with pytest.raises(McaError, match=rf"b is used by another run \(process {os.getpid()} on "):
         OutputLock(place).take()
-    assert time.monotonic() - started < 2
     lock.require_own()
     lock.release()
     assert list(tmp_path.iterdir()) == []
@@ -55,13 +61,12 @@ def test_a_full_disk_leaves_no_lock(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_run_keeps_no_lock(tmp_path):
+def test_a_killed_run_keeps_no_lock(tmp_path, request):
     killed(forked(OutputLock(tmp_path).take))
     assert (tmp_path / NAME).exists()
-    started = time.monotonic()
+    request.getfixturevalue("no_waiting")
     lock = OutputLock(tmp_path)
     lock.take()
-    assert time.monotonic() - started < 1
     lock.release()
 
 
@@ -76,6 +81,7 @@ def test_ranks_of_a_killed_launcher_keep_it_until_they_are_gone(tmp_path, monkey
     killed(forked(launch))
     with pytest.raises(McaError, match="is used by another run"):
         OutputLock(tmp_path / "run").take()
+    monkeypatch.setattr(output_lock, "_LINGER", 60)
     os.kill(int(ranks.read_text()), signal.SIGKILL)
     OutputLock(tmp_path / "run").take()
 
@@ -88,17 +94,24 @@ def elsewhere(folder):
 
 def test_a_run_elsewhere_is_known_by_its_touches(tmp_path):
     file = elsewhere(tmp_path)
-    living = threading.Timer(0.4, lambda: os.utime(file))
+    ended = threading.Event()
+
+    def live():
+        while not ended.wait(0.3):
+            os.utime(file)
+
+    living = threading.Thread(target=live)
     living.start()
     with pytest.raises(McaError, match="process 1 on node7, since noon"):
-        OutputLock(tmp_path, still=20).take()
+        OutputLock(tmp_path, still=3600).take()
+    ended.set()
     living.join()
-    before = file.stat().st_mtime_ns
     lock = OutputLock(tmp_path, still=0.5, beat=0.05)
     lock.take()
+    before = file.stat().st_mtime_ns
     with lock.kept():
-        time.sleep(0.3)
-        assert file.stat().st_mtime_ns > before
+        while file.stat().st_mtime_ns == before:  # a record that is not touched ends in pytest's limit
+            time.sleep(0.01)
     elsewhere(tmp_path)
     with pytest.raises(McaError, match=r"was taken by another run .*node7"):
         lock.require_own()
@@ -109,9 +122,7 @@ def test_a_run_elsewhere_is_known_by_its_touches(tmp_path):
 def test_a_run_elsewhere_that_ends_in_time_leaves_its_place(tmp_path):
     file = elsewhere(tmp_path)
     threading.Timer(0.3, file.unlink).start()
-    started = time.monotonic()
-    OutputLock(tmp_path, still=20).take()
-    assert time.monotonic() - started < 5
+    OutputLock(tmp_path, still=3600).take()
 
 
 def test_a_file_system_without_locks_has_the_touches(tmp_path, monkeypatch):
@@ -119,5 +130,5 @@ def test_a_file_system_without_locks_has_the_touches(tmp_path, monkeypatch):
     lock = OutputLock(tmp_path, beat=0.1)
     lock.take()
     with lock.kept(), pytest.raises(McaError, match="is used by another run"):
-        OutputLock(tmp_path, still=20).take()
+        OutputLock(tmp_path, still=3600).take()
     OutputLock(tmp_path, still=0.5).take()

@@ -27,7 +27,9 @@ def run(body, ranks=2, **options):
         sys.exit(code)
         """
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, **options
+    )
 
 
 def test_ranks_have_their_variables_and_only_rank_0_speaks():
@@ -39,11 +41,9 @@ def test_the_rank_that_failed_first_is_told_and_the_others_end_at_once():
     body = """
     if rank == 1:
         raise RuntimeError("broken here")
-    time.sleep(60)
+    time.sleep(600)
     """
-    start = time.monotonic()
     done = run(body, ranks=3)
-    assert time.monotonic() - start < 10
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.startswith("rank 1 failed:")
@@ -60,7 +60,7 @@ def test_a_killed_rank_is_told_with_its_last_words():
     print("last words", flush=True)
     if rank == 1:
         os.kill(os.getpid(), 9)
-    time.sleep(60)
+    time.sleep(600)
     """
     done = run(body)
     assert done.returncode == 1
@@ -100,7 +100,7 @@ def test_the_silent_rank_is_blamed_and_not_the_one_that_lost_it(fault, told, cod
 
 
 def test_a_rank_that_leaves_the_others_waiting_is_told(tmp_path):
-    done = run(_own_failures("sys.exit(0)") + "time.sleep(60)", env=os.environ | {"TMPDIR": str(tmp_path)})
+    done = run(_own_failures("sys.exit(0)") + "time.sleep(600)", env=os.environ | {"TMPDIR": str(tmp_path)})
     assert (done.returncode, done.stderr) == (1, "error: rank 1 ended with exit code 0 without a report\n")
 
 
@@ -118,7 +118,7 @@ def test_nobody_else_can_take_the_port_where_ranks_will_meet():
 
 
 def test_a_signal_before_training_leaves_nothing(tmp_path):
-    body = "print('ready', flush=True)\ntime.sleep(60)"
+    body = "print('ready', flush=True)\ntime.sleep(600)"
     code = textwrap.dedent(
         f"""
         import sys, time
@@ -143,7 +143,7 @@ def test_a_signal_before_training_leaves_nothing(tmp_path):
         )
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        assert process.communicate(timeout=10) == ("", f"stopped by {said}\n")
+        assert process.communicate(timeout=120) == ("", f"stopped by {said}\n")
         assert process.returncode == 128 + number
         assert list(tmp_path.iterdir()) == []
 
@@ -171,12 +171,12 @@ def test_ranks_with_a_gpu_do_not_get_the_launchers_one_thread(asked, threads, mo
     monkeypatch.setenv("MCA_THREADS", asked)
     assert environment.threads_beside_gpu(2) == threads
     assert environment.threads_beside_gpu(10_000) == (3 if asked else 1)
-    body = "print('ready', flush=True)\nprint(os.environ['OMP_NUM_THREADS'], flush=True)\ntime.sleep(60)"
+    body = "print('ready', flush=True)\nprint(os.environ['OMP_NUM_THREADS'], flush=True)\ntime.sleep(600)"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     process = _started(body, spawned=True)
     assert process.stdout.readline() == f"{threads}\n"
     process.send_signal(signal.SIGINT)
-    process.wait(timeout=10)
+    process.wait(timeout=120)
 
 
 def _started(body, spawned=False):
@@ -196,47 +196,55 @@ def _started(body, spawned=False):
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
-    time.sleep(0.2)
     return process
 
 
-def test_sigterm_reaches_every_rank():
+def _met(folder):
+    """Has each rank write its process in a file, and go on when both have."""
+    return textwrap.dedent(f"""
+    with open(os.path.join({str(folder)!r}, "new" + os.environ["RANK"]), "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(file.name, os.path.join({str(folder)!r}, os.environ["RANK"]))
+    while not all(os.path.exists(os.path.join({str(folder)!r}, rank)) for rank in "01"):
+        time.sleep(0.01)
+    print("ready", flush=True)
+    time.sleep(600)
+    """)
+
+
+def test_sigterm_reaches_every_rank(tmp_path):
     body = """
     def stop(*_):
         os._exit(0)
     signal.signal(signal.SIGTERM, stop)
-    print("ready", flush=True)
-    time.sleep(60)
     """
-    process = _started(body)
+    process = _started(textwrap.dedent(body) + _met(tmp_path))
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10) == 0
+    assert process.wait(timeout=120) == 0
 
 
-def test_sigint_ends_all_ranks():
-    process = _started("print('ready', flush=True)\ntime.sleep(60)")
+def test_sigint_ends_all_ranks(tmp_path):
+    process = _started(_met(tmp_path))
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=10) == 130
+    assert process.wait(timeout=120) == 130
 
 
 @pytest.mark.parametrize("spawned", [False, True])
 def test_ranks_die_with_a_killed_launcher(spawned, tmp_path):
-    body = (
-        f"open(r'{tmp_path}/' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
-        "time.sleep(0.3)\nprint('ready', flush=True)\ntime.sleep(60)"
-    )
-    process = _started(body, spawned)
+    process = _started(_met(tmp_path), spawned)
     process.kill()
     process.wait()
-    time.sleep(0.3)
     for rank in "01":
-        pid = int((tmp_path / rank).read_text())
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            continue
+        while _runs(int((tmp_path / rank).read_text())):  # one that stays ends in pytest's limit
+            time.sleep(0.01)
+
+
+def _runs(pid):
+    try:
         status = Path(f"/proc/{pid}/stat").read_text()
-        assert status.rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return False
+    return status.rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_without_a_launcher_the_failure_goes_to_stderr(capsys):

@@ -1,11 +1,15 @@
 """What is said of a run that hangs."""
 
 import contextlib
+import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import pytest
 
 from mca_train.trainer.hang_report import Sign, doing, told
 
@@ -37,47 +41,60 @@ def test_who_is_silent_is_named_and_nobody_else_is_blamed():
     )
 
 
-def seen(work: Callable[[], Any]) -> tuple[str, bool]:
-    """What a thread does that runs ``work``, which takes a while."""
+def seen(work: Callable[[], Any], place: str, end: Callable[[], Any]) -> bool:
+    """Whether a thread that runs ``work`` is found to wait for others in ``place``, where it stays until ``end``."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    time.sleep(0.3)
-    found = doing(sys._current_frames().get(thread.ident or 0))
+    found = ("", False)
+    for _ in range(6000):  # a minute
+        found = doing(sys._current_frames().get(thread.ident or 0))
+        if re.fullmatch(place, found[0]):
+            break
+        time.sleep(0.01)
+    end()
     thread.join()
-    return found
+    assert re.fullmatch(place, found[0])
+    return found[1]
 
 
 def test_a_call_of_torch_distributed_is_a_wait_and_is_named_with_its_caller():
     from torch.distributed import HashStore
     from torch.distributed.elastic.utils.store import synchronize
 
+    store = HashStore()
+
     def ask() -> None:
-        with contextlib.suppress(RuntimeError):
-            synchronize(HashStore(), b"", 0, 2, "nobody", timeout=1.0)
+        synchronize(store, b"", 0, 2, "nobody")
 
-    place, waits = seen(ask)
-    assert waits
-    assert place.startswith("synchronize in trainer/test_hang_report.py:")
-    assert place.endswith("(ask)")
+    def answer() -> None:
+        synchronize(store, b"", 1, 2, "nobody")
+
+    assert seen(ask, r"synchronize in trainer/test_hang_report\.py:\d+ \(ask\)", answer)
 
 
-def test_anything_else_is_no_wait():
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """What a thread waits at without a frame of its own, and what ends that."""
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def test_anything_else_is_no_wait(pipe):
     def rest() -> None:
-        time.sleep(1)
+        os.read(pipe[0], 1)
 
-    place, waits = seen(rest)
-    assert not waits
-    assert place.startswith("trainer/test_hang_report.py:")
-    assert place.endswith("(rest)")
+    assert not seen(rest, r"trainer/test_hang_report\.py:\d+ \(rest\)", lambda: os.write(pipe[1], b"x"))
 
 
-def test_the_end_of_a_with_block_is_no_place_of_its_own():
+def test_the_end_of_a_with_block_is_no_place_of_its_own(pipe):
     from torch.distributed import distributed_c10d
 
     @contextlib.contextmanager
     def manager():
         yield
-        time.sleep(1)
+        os.read(pipe[0], 1)
 
     written = manager.__wrapped__.__code__.replace(co_filename=distributed_c10d.__file__)
     manager.__wrapped__.__code__ = written
@@ -86,6 +103,5 @@ def test_the_end_of_a_with_block_is_no_place_of_its_own():
         with manager():
             pass
 
-    place, waits = seen(reduce_all)
-    assert waits
-    assert place.startswith("manager in trainer/test_hang_report.py:")
+    place = r"manager in trainer/test_hang_report\.py:\d+ \(reduce_all\)"
+    assert seen(reduce_all, place, lambda: os.write(pipe[1], b"x"))
