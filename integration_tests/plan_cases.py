@@ -80,6 +80,10 @@ MODELS: dict[str, Values] = {
     | {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 64}
     | {"linear_value_head_dim": 64, "linear_conv_kernel_dim": 4}
     | {"layer_types": (["linear_attention"] * 3 + ["full_attention"])},
+    "state space": _BASE
+    | {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "hidden_act": None}
+    | {"mamba_num_heads": 32, "mamba_head_dim": 64, "n_groups": 4, "ssm_state_size": 64}
+    | {"hybrid_override_pattern": "MM*-"},
     "images": {
         "model_type": "qwen3_vl",
         "architectures": ["Qwen3VLForConditionalGeneration"],
@@ -123,6 +127,8 @@ SP: Values = {TP: 2, "sequence_parallel": True}
 LORA: Values = {"lora_rank": 8}
 FP32: Values = {"bf16": False}
 CASES: dict[str, tuple[str, str, int, Values]] = {
+    "state space": ("state space", "sft", 8, {}),
+    "state space sp": ("state space", "sft", 8, SP | FP32),
     "plain": ("dense", "sft", 8, {}),
     "whole optimizer": ("dense", "sft", 8, {"use_distributed_optimizer": False}),
     "fp32": ("dense", "sft", 8, FP32),

@@ -20,7 +20,7 @@ def recorded_experts(model: Any, batch: int) -> Iterator[Experts]:
     def record(layer: int) -> Any:
         def hook(module: Any, args: tuple[Any, ...]) -> None:
             chosen: Tensor = args[1]  # [batch * seq, topk]
-            count = module.gate_up_proj.shape[0]
+            count = next(module.parameters()).shape[0]
             sent = torch.zeros(len(chosen), count, dtype=torch.bool).scatter_(1, chosen, True)
             found[layer] = sent.unflatten(0, (batch, -1))
 

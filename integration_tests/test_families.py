@@ -96,6 +96,7 @@ DENSE = (
     "exaone4-no-window",
     "glm4",
     "qwen3_5_text",
+    "nemotron_h-dense",
     *MORE,
 )
 MOE = (
@@ -107,6 +108,7 @@ MOE = (
     "deepseek_v2-no-q-lora",
     "qwen3_next",
     "qwen3_5_moe_text",
+    "nemotron_h",
     *MORE_MOE,
 )
 # every one where the tensors that are its own are cut, and by default one on each of the others
@@ -118,6 +120,7 @@ ALIKE_MOE = [case for case in ALIKE if is_sparse(case)]
 UNCUT = ("gpt_oss",)  # experts with biases cannot be cut
 # where context parallelism cuts what is a family's own: windows, states, ropes of several kinds
 ALONG_THE_SEQUENCE = ("gemma2", "exaone4", "qwen3_5_text", "gemma3-two-ropes", "phi3-long", "smollm3-windows")
+ALONG_THE_SEQUENCE += ("nemotron_h-dense",)
 GRID = spread(DENSE if EVERY else ALONG_THE_SEQUENCE, DENSE_LAYOUTS[:1]) + spread(MOE, MOE_LAYOUTS[:1])
 GRID += [] if EVERY else [(case, "tp2sp") for case in DENSE if case not in ALONG_THE_SEQUENCE]
 OTHERS = ("qwen3_5_text", "gemma3-two-ropes", "olmo2", "exaone4")
@@ -138,7 +141,7 @@ def test_logits_and_gradients_equal_transformers(case: str, layout: str, compute
     computed.check(case, layout)
 
 
-PACKED = ("gpt_oss", "gemma3-two-ropes", "olmo2", "qwen3_5_text")
+PACKED = ("gpt_oss", "gemma3-two-ropes", "olmo2", "qwen3_5_text", "nemotron_h-dense")
 
 
 @pytest.mark.parametrize("layout", ["tp1", "cp2", "tp2cp2sp"])
@@ -155,6 +158,7 @@ def test_packed_equals_separate(layout: str, tmp_path: Path) -> None:
 SAVED = [
     ("qwen3_next", "tp2ep2etp1"),
     ("qwen3_5_text", "tp2pp2vpp2"),
+    ("nemotron_h", "tp2ep2etp1"),
     ("phi3-long", "tp2"),
     ("gpt_oss", "ep2"),
 ]

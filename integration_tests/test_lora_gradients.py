@@ -34,6 +34,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {"target_modules": LINEAR[:4], "target_parameters": STACKED}),
     "granite": ("granite", ALL),
     "mistral": ("mistral", ALL),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "target_modules": ["in_proj", *LINEAR[:4], "shared_experts.up_proj", "3.mixer.down_proj"],
+            "target_parameters": ["mixer.experts.up_proj", "mixer.experts.down_proj"],
+        },
+    ),
     "olmo2": ("olmo2", ALL),
     "olmoe": ("olmoe", {"target_modules": LINEAR[:4], "target_parameters": STACKED}),
     "qwen3": ("qwen3", ALL),

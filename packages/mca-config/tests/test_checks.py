@@ -89,6 +89,7 @@ def test_what_fits(more: dict[str, Any], sizes: ParallelLayout, world: int | Non
         ),
         ({**EXPERTS, "add_bias_linear": True}, layout(tp=2), ["biases", "expert_tensor_parallel_size to 1"]),
         ({"linear_num_key_heads": 2}, layout(tp=4), ["linear_num_key_heads 2"]),
+        ({"mamba_num_groups": 1, "mamba_num_heads": 8}, layout(tp=2), ["mamba_num_groups 1"]),
         (
             {"linear_num_key_heads": 4, "linear_num_value_heads": 6},
             layout(tp=4),

@@ -48,6 +48,10 @@ DELTA_NET: dict[str, Any] = {
     "linear_value_head_dim": 10,
     "linear_conv_kernel_dim": 3,
 }
+MAMBA: dict[str, Any] = {
+    **{"mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 4, "ssm_state_size": 5, "conv_kernel": 3},
+    **{"time_step_min": 0.6, "layer_norm_epsilon": 1e-3, "head_dim": 8},  # steps of this size are shorter
+}
 SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 24}
 OLD_GROUPS: dict[str, Any] = {**GROUPED, "norm_topk_prob": False}
 
@@ -107,6 +111,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"head_dim": 8}),
     "exaone4": ("exaone4", {"sliding_window": 8}),
     "exaone4-no-window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **MAMBA,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            **{"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5},
+            "moe_shared_expert_intermediate_size": 24,
+        },
+    ),
+    "nemotron_h-dense": ("nemotron_h", {**MAMBA, "hybrid_override_pattern": "M-*M"}),
     "deepseek_v3-no-q-lora": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": None}),
 }
 GRANITE: dict[str, Any] = CASES["granite"][1]

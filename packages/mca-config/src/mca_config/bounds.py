@@ -16,6 +16,8 @@ _MOST: Mapping[str, int] = {
     "num_query_groups": 1 << 12,
     "linear_num_key_heads": 1 << 12,
     "linear_num_value_heads": 1 << 12,
+    "mamba_num_heads": 1 << 12,
+    "mamba_num_groups": 1 << 12,
     "num_moe_experts": 1 << 16,
     "moe_router_topk": 1 << 16,
     "max_position_embeddings": 1 << 40,
@@ -26,6 +28,7 @@ _LARGEST = 1 << 22
 _WIDTHS = (
     *("hidden_size", "ffn_hidden_size", "kv_channels", "vocab_size", "moe_ffn_hidden_size"),
     *("moe_shared_expert_intermediate_size", "linear_conv_kernel_dim", "linear_key_head_dim"),
+    *("mamba_head_dim", "mamba_state_dim", "mamba_conv_kernel_dim"),
     *(
         "linear_value_head_dim",
         "q_lora_rank",
@@ -41,7 +44,7 @@ _MOST_MLPS = 1 << 16
 """Layers times experts; DeepSeek V3 has 15,616."""
 _LEAST: Mapping[str, int] = {"mtp_num_layers": 0, "moe_shared_expert_intermediate_size": 0, "kv_lora_rank": 1}
 _POSITIVE = ("rotary_base", "rotary_base_local", "rotary_percent", "logits_scaling")
-_NOT_NEGATIVE = ("layernorm_epsilon", "init_method_std")
+_NOT_NEGATIVE = ("layernorm_epsilon", "init_method_std", "mamba_least_step")
 _SHARES = ("attention_dropout", "hidden_dropout")
 
 

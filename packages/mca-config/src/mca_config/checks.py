@@ -132,6 +132,8 @@ def _heads(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     linear = {
         "linear_num_key_heads": model.linear_num_key_heads,
         "linear_num_value_heads": model.linear_num_value_heads,
+        "mamba_num_heads": model.mamba_num_heads,
+        "mamba_num_groups": model.mamba_num_groups,
     }
     for name, heads in linear.items():
         if heads is not None:
@@ -157,7 +159,8 @@ def _few_groups(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
 
 
 def _dense_mlp(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
-    if all(model.is_moe_layer(layer) for layer in range(model.num_layers)):
+    layers = [layer for layer in range(model.num_layers) if model.has_mlp(layer)]
+    if all(model.is_moe_layer(layer) for layer in layers):
         return []
     return _indivisible("ffn_hidden_size", model.ffn_hidden_size, "tensor_model_parallel_size", layout.tp)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from mca_config import _roll, fields, files
+from mca_config._documents import VERSION, require_document, require_same_family
 from mca_config.bounds import require_bounded
 from mca_config.errors import McaError, named
 from mca_config.layout import ParallelLayout
@@ -20,7 +21,6 @@ from mca_config.types import JsonObject
 HeadKind = Literal["causal_lm", "sequence_classification", "token_classification"]
 """Which of Hugging Face's classes a model is: ``...ForCausalLM``, ``...ForSequenceClassification``, ..."""
 FILE_NAME = "mca_config.json"
-VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,10 @@ class McaModelConfig:
     """Tokens each query sees in a sliding-window layer, itself included; None: all before it."""
     layer_types: tuple[str, ...] | None = None
     """HF's kind of each decoder layer (``full_attention``, ``sliding_attention``, ``chunked_attention``,
-    ``linear_attention``); None: all alike (sliding if ``window_size``)."""
+    ``linear_attention``), or ``mamba``; of ``single_blocks`` also ``mlp`` and ``moe``; None: all alike (sliding if
+    ``window_size``)."""
+    single_blocks: bool = False
+    """A decoder layer is attention alone, or an MLP alone, after one norm."""
 
     linear_conv_kernel_dim: int | None = None
     """Width of the causal convolution in ``linear_attention`` layers (gated delta net); None: there are none."""
@@ -154,6 +157,18 @@ class McaModelConfig:
     linear_num_value_heads: int | None = None
     linear_key_head_dim: int | None = None
     linear_value_head_dim: int | None = None
+
+    mamba_num_heads: int | None = None
+    """Heads of ``mamba`` layers (state space models, Mamba 2); None: there are none."""
+    mamba_head_dim: int | None = None
+    mamba_num_groups: int | None = None
+    """Groups of heads, of which each shares its inputs to states and its readings of them."""
+    mamba_state_dim: int | None = None
+    """Channels of the state of each channel of a head."""
+    mamba_conv_kernel_dim: int | None = None
+    mamba_conv_bias: bool = True
+    mamba_least_step: float = 0.0
+    """Steps in time are at least so long."""
 
     num_moe_experts: int | None = None
     moe_layer_freq: tuple[int, ...] | None = None
@@ -261,7 +276,22 @@ class McaModelConfig:
 
     def is_linear_layer(self, layer: int) -> bool:
         """Whether decoder ``layer`` has linear attention (a gated delta net)."""
-        return self.layer_types is not None and self.layer_types[layer] == "linear_attention"
+        return self._kind(layer) == "linear_attention"
+
+    def is_mamba_layer(self, layer: int) -> bool:
+        """Whether decoder ``layer`` is a state space model."""
+        return self._kind(layer) == "mamba"
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether decoder ``layer`` has attention, or what stands in its place."""
+        return not self.single_blocks or self._kind(layer) not in ("mlp", "moe")
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether decoder ``layer`` has an MLP, dense or of experts."""
+        return not self.single_blocks or not self.has_attention(layer)
+
+    def _kind(self, layer: int) -> str | None:
+        return self.layer_types[layer] if self.layer_types else None
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder ``layer`` has experts."""
@@ -315,19 +345,8 @@ class McaModelConfig:
         if "mca_version" not in document and _roll.is_roll(document):
             document = _roll.document_from_roll(document, where)
         else:
-            _require_same_family(document, where)
-        version = document.get("mca_version")
-        if version != VERSION:
-            raise McaError(
-                f"{where}: mca_version must be {VERSION}, not {version!r:.80}; read it with a matching mca"
-            )
-        expected = {"mca_version", "model", "layout", "hf_config"}
-        for key in sorted(document.keys() ^ expected):
-            state = "missing" if key in expected else "unknown"
-            raise McaError(f"{where}: {state} key {key}; expected {', '.join(sorted(expected))}")
-        for key in ("model", "layout", "hf_config"):
-            if not isinstance(document[key], dict):
-                raise McaError(f"{where}: {key} must be an object, not {document[key]!r:.80}")
+            require_same_family(document, where)
+        require_document(document, where)
         model = {**document["model"], "hf_config": document["hf_config"]}
         model["layout"] = fields.from_json(ParallelLayout, document["layout"], f"{where}: layout")
         cls = MlaMcaModelConfig if "kv_lora_rank" in model else McaModelConfig
@@ -355,18 +374,6 @@ class McaModelConfig:
         path = files.inside(Path(directory), FILE_NAME)
         return McaModelConfig.from_json(
             files.read_text(path, "expected an MCA checkpoint directory"), str(path)
-        )
-
-
-def _require_same_family(document: JsonObject, where: str) -> None:
-    """The source ``config.json`` inside is what an export starts from, so it must be of this model."""
-    model, source = document.get("model"), document.get("hf_config")
-    if not isinstance(model, dict) or not isinstance(source, dict) or "model_type" not in source:
-        return
-    outer, inner = model.get("model_type"), source["model_type"]
-    if inner != outer:
-        raise McaError(
-            f"{where}: hf_config has model_type {inner!r:.80}, the model is {outer!r:.80}; restore the file"
         )
 
 

@@ -15,6 +15,7 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_models.lora import merge_to_hf, open_adapter, write_mca_adapter, write_peft
 from mca_models.opening import open_checkpoint
+from mca_models.templates import FAMILIES
 
 UNTRAINED = {"wq_b", "wk", "weights_proj"}  # an indexer gets no gradient
 OF_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
@@ -28,9 +29,10 @@ def targets(model: Any) -> dict[str, list[str]]:
     stacked = {
         ".".join(name.split(".")[-3:])
         for name, _ in model.named_parameters()
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+        if name.endswith(("experts.gate_up_proj", "experts.up_proj", "experts.down_proj"))
         and "feed_forward" not in name  # Llama 4's lie turned, which peft is not told
     }
+    linears -= FAMILIES[model.config.model_type].unadapted
     linears -= {"lm_head", *UNTRAINED, *(OF_EXPERTS if stacked else ())}
     return {"target_modules": sorted(linears), "target_parameters": sorted(stacked)}
 

@@ -14,6 +14,7 @@ from mca_models.megatron.families.delta_rule import CHUNK, gated_delta_rule
 from mca_models.megatron.families.embedding import train_embedding_like_hf
 from mca_models.megatron.families.group_router import GroupChoice, experts_of_best_groups
 from mca_models.megatron.families.scales import scaled_residual
+from mca_models.megatron.families.state_space import state_space
 from mca_models.templates import config_from_hf
 
 Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -65,6 +66,34 @@ def test_delta_rule_outputs_do_not_see_later_tokens() -> None:
 def test_strong_decay_does_not_overflow() -> None:
     query, key, value, decay, beta = (x.float() for x in inputs(CHUNK))
     assert gated_delta_rule(query, key, value, decay * 1000, beta).isfinite().all()
+
+
+def states_token_by_token(*four: torch.Tensor) -> torch.Tensor:
+    given, decay, into, read = four
+    state = torch.zeros(2, 6, 4, 5, dtype=torch.float64)
+    outputs = []
+    for t in range(given.shape[2]):
+        taken = torch.einsum("bgn,bgrp->bgrnp", into[:, :, t], given[:, :, t].unflatten(1, (3, 2)))
+        state = state * decay[:, :, t, None, None].exp() + taken.flatten(1, 2)
+        of_groups = torch.einsum("bgrnp,bgn->bgrp", state.unflatten(1, (3, 2)), read[:, :, t])
+        outputs.append(of_groups.flatten(1, 2))
+    return torch.stack(outputs, 2)
+
+
+@pytest.mark.parametrize("length", [1, CHUNK, 3 * CHUNK - 7])
+def test_state_space_by_chunks_is_that_of_each_token(length: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 6, length, 5), (2, 6, length), (2, 3, length, 4), (2, 3, length, 4)
+    given, decay, into, read = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
+    )
+    four = [x.requires_grad_() for x in (given, -decay.abs() * 3, into, read)]
+    ours, theirs = state_space(*four), states_token_by_token(*four)
+    torch.testing.assert_close(ours, theirs)
+    weight = torch.randn_like(ours)
+    mine = torch.autograd.grad((ours * weight).sum(), four)
+    for a, b in zip(mine, torch.autograd.grad((theirs * weight).sum(), four), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_groups_are_kept_by_their_best_expert() -> None:

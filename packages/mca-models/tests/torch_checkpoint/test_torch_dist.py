@@ -18,7 +18,7 @@ from torch.distributed import checkpoint as dcp
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import family_of, gated_delta_net
+from mca_models.templates import family_of, gated_delta_net, mamba
 from mca_models.torch_checkpoint.opening import open_foreign
 from mca_models.torch_checkpoint.torch_dist import find_torch_dist, open_torch_dist
 from mca_models.weights import Stage
@@ -68,7 +68,7 @@ def singleton(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> State:
                 f"{head}.experts.experts.{number}.{tail}": expert for number, expert in enumerate(tensor)
             }
         for key, part in parts.items():
-            if key.endswith("linear_fc1.weight"):
+            if key.endswith("linear_fc1.weight") and config.gated_linear_unit:
                 state[f"{key}_w"], state[f"{key}_v"] = (half.clone() for half in part.chunk(2))
             else:
                 state[key] = part.clone()
@@ -95,6 +95,16 @@ def delta_net_parts(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> Stat
     return state
 
 
+def state_space_parts(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> State:
+    """The projections of state space layers apart."""
+    sizes, state = mamba.segments(config), by_layer(config, hf)
+    for name in [name for name in state if "in_proj.weight" in name or ".conv1d." in name]:
+        parts = slice(1, 4) if ".conv1d." in name else slice(None)
+        pieces = zip(("z", "x", "B", "C", "dt")[parts], state.pop(name).split(sizes[parts]), strict=True)
+        state |= {f"{name}.{part}": piece.clone() for part, piece in pieces}
+    return state
+
+
 def save(path: Path, state: State) -> Path:
     dcp.save(state, checkpoint_id=path, no_dist=True)
     (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
@@ -114,10 +124,18 @@ def test_every_form_of_the_names_is_read(
     assert_same(source, hf)
 
 
-@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5_text"])
-def test_parts_of_gated_delta_nets_are_joined(tmp_path: Path, checkpoint: Any, case: str) -> None:
+@pytest.mark.parametrize(
+    "case,form",
+    [
+        *(("qwen3_next", delta_net_parts), ("qwen3_5_text", delta_net_parts)),
+        ("nemotron_h", state_space_parts),
+    ],
+)
+def test_parts_of_fused_projections_are_joined(
+    tmp_path: Path, checkpoint: Any, case: str, form: Callable[..., State]
+) -> None:
     config, hf = checkpoint(case)
-    source = open_torch_dist(save(tmp_path / "c", delta_net_parts(config, hf)), config)
+    source = open_torch_dist(save(tmp_path / "c", form(config, hf)), config)
     assert_same(source, hf)
 
 

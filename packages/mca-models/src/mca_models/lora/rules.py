@@ -22,6 +22,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.targets import Target, linear_targets, stacked_targets
 from mca_models.templates import family_of
+from mca_models.templates.common import EMBEDDING
 from mca_models.weights import COLUMN, REPLICATED, ROW, Param, Shard, Stage
 from mca_models.weights.layouts import SEPARATE, Concat, GroupedHeads
 
@@ -220,8 +221,14 @@ def _checked(config: McaModelConfig, adapter: AdapterConfig, rules: AdapterRules
             "target_modules and target_parameters both name the routed experts, once one by one and once stacked; "
             "leave one out"
         )
-    family = family_of(config.model_type)
-    embedding = family.hf_name(family.as_modules(config), "model.embed_tokens")
+    for label in sorted(
+        {pair.target.label for pair in rules.factors} & family_of(config.model_type).unadapted
+    ):
+        raise McaError(
+            f"target_modules: PEFT refuses adapters on {label} of {config.model_type}; name others"
+        )
+    (first,) = (param for param in _base_params(config) if param.mca == EMBEDDING)
+    embedding = first.hf_names()[0].removesuffix(".weight")
     for name in (embedding, *(("lm_head",) if config.tie_word_embeddings else ())):
         if adapter.targets(name, linear=False):
             raise McaError(f"target_modules: {name} cannot carry an adapter here; use modules_to_save")

@@ -107,6 +107,11 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     "hunyuan_v1_moe": ("the same with experts in every layer", "our norms"),
     "arcee": ("squared ReLUs, no gate", "Megatron's"),
     "nemotron": ("zero-centred LayerNorms, squared ReLUs, partial rope", "our norms"),
+    "nemotron_h": (
+        "Nano 2, Nemotron 3 Nano: a layer is a state space model (Mamba 2), attention without a rope, squared ReLUs "
+        "or experts",
+        "our state space layer",
+    ),
     "stablelm": ("LayerNorms, partial rope", "our norms"),
     "starcoder2": ("LayerNorms, biases everywhere, an MLP without a gate", "our norms"),
     "jais2": ("LayerNorms, biases everywhere, squared ReLUs", "our norms"),
@@ -200,8 +205,8 @@ _REASONS: Mapping[str, str] = {
     "attention and MLP side by side, and one tensor for q, k, v that lies in shares of tensor ranks": "codegen",
     "scores beside attention and MLP that have biases of another kind": "gpt_neox_japanese",
     "state-space or recurrent layers, alone or between attention layers": (
-        "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h recurrent_gemma rwkv "
-        "xlstm zamba zamba2"
+        "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 recurrent_gemma rwkv xlstm "
+        "zamba zamba2"
     ),
     "linear attention of another kind than the gated delta nets built here": (
         "bailing_hybrid kimi_linear minimax olmo_hybrid"

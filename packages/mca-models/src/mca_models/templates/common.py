@@ -121,6 +121,11 @@ def gate_up(mca: str, hf: str) -> Param:
     return Param(mca=f"{mca}linear_fc1.weight", hf=names, layout=Concat((1, 1)), shard=GATED)
 
 
+def up(mca: str, hf: str) -> Param:
+    """``linear_fc1`` of an MLP without a gate, from ``up_proj``."""
+    return Param(mca=f"{mca}linear_fc1.weight", hf=(f"{hf}up_proj.weight",), shard=COLUMN)
+
+
 def down(mca: str, hf: str) -> Param:
     """``linear_fc2`` from ``down_proj``."""
     return Param(mca=f"{mca}linear_fc2.weight", hf=(f"{hf}down_proj.weight",), shard=ROW)

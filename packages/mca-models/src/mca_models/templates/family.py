@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, Values
 from mca_models.templates.config_table import ConfigTable
-from mca_models.templates.names import FUSED, HF_HEAD, MoeNames
+from mca_models.templates.names import HF_HEAD, MoeNames
 from mca_models.templates.shapes import Shape, hf_shapes
 from mca_models.templates.table_of_texts import TableOfTexts
 from mca_models.templates.vision import MORE, SPELLING, VisionPart
@@ -35,7 +35,7 @@ def counted_layers(config: McaModelConfig, names: Collection[str]) -> int:
 
 def _stacked_experts(names: Collection[str]) -> dict[str, bool]:
     """Whether the experts of a layer lie in one tensor; prediction layers beside the model have their own way."""
-    stacked = [name for name in names if name.endswith(FUSED + "gate_up_proj")]
+    stacked = [name for name in names if name.endswith(("experts.gate_up_proj", "experts.up_proj"))]
     facts = {"fused_experts": True} if any(not name.startswith("mtp.") for name in stacked) else {}
     if any(name.startswith("mtp.") for name in names):
         facts["fused_mtp_experts"] = any(name.startswith("mtp.") for name in stacked)
@@ -60,6 +60,9 @@ class Family:
         found: Further facts for ``extra`` that only the names and shapes of tensors tell.
         prediction_layers: How many prediction layers a checkpoint with these tensor names holds.
         copies: HF tensors that may repeat another one, beside a tied head.
+        unadapted: Modules that PEFT refuses to adapt in models of this type.
+        module_names: Facts in ``extra`` with which everything has the names of transformers' modules, where files
+            have others.
         texts: The families that its text part may be of, by HF's ``model_type`` of that part.
         vision: What lies beside the text part.
     """
@@ -75,6 +78,8 @@ class Family:
     )
     prediction_layers: Callable[[McaModelConfig, Collection[str]], int] = counted_layers
     copies: Callable[[FamilyConfig], Mapping[str, str]] = lambda config: {}
+    unadapted: frozenset[str] = frozenset()
+    module_names: Values = field(default_factory=dict)
     texts: Mapping[str, "Family"] = field(default_factory=dict)
     vision: VisionPart | None = None
 
@@ -101,9 +106,8 @@ class Family:
 
     def as_modules(self, config: McaModelConfig) -> McaModelConfig:
         """``config`` with the names of transformers' modules, whatever the files say."""
-        if self.vision is None:
-            return config
-        return replace(config, extra={**config.extra, SPELLING: len(self.vision.spellings) - 1})
+        facts = {SPELLING: len(self.vision.spellings) - 1} if self.vision else self.module_names
+        return replace(config, extra={**config.extra, **facts})
 
     def as_found(
         self, config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape] | None = None

@@ -20,11 +20,12 @@ from mca_models.templates.common import (
     in_layers,
     inner,
     norms_around_mlp,
+    up,
 )
 from mca_models.templates.config_table import Field, Fixed, HfConfig
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.names import FUSED, HF, MoeNames
-from mca_models.weights import GATED, ROW, SEPARATE, Concat, Layout, Param, Transposed, each
+from mca_models.weights import COLUMN, GATED, ROW, SEPARATE, Concat, Layout, Param, Transposed, each
 
 SIGMOID_ROUTER: Values = {
     "moe_router_score_function": "sigmoid",
@@ -84,16 +85,19 @@ def router(config: McaModelConfig, names: MoeNames) -> list[Param]:
 
 def experts(config: McaModelConfig, names: MoeNames) -> list[Param]:
     """One expert's two matrices, from its own HF tensors or from the stacked ones."""
+    parts, shard = (("gate_", "up_"), GATED) if config.gated_linear_unit else (("up_",), COLUMN)
     fc1, fc2 = f"{MLP}experts.linear_fc1.weight{{expert}}", f"{MLP}experts.linear_fc2.weight{{expert}}"
     if config.extra.get("fused_experts"):
+        first = "".join(parts)
         turned: Layout = Transposed() if config.extra.get(TRANSPOSED) else SEPARATE
         return [
-            Param(mca=fc1, hf=(f"{HF}{FUSED}gate_up_proj",), hf_layout=turned, shard=GATED, stacked=True),
+            Param(mca=fc1, hf=(f"{HF}{FUSED}{first}proj",), hf_layout=turned, shard=shard, stacked=True),
             Param(mca=fc2, hf=(f"{HF}{FUSED}down_proj",), hf_layout=turned, shard=ROW, stacked=True),
         ]
     own = f"{HF}{names.experts}{{expert}}."
+    files = tuple(own + {"gate_": names.gate, "up_": names.up}[part] for part in parts)
     return [
-        Param(mca=fc1, hf=(own + names.gate, own + names.up), layout=Concat((1, 1)), shard=GATED),
+        Param(mca=fc1, hf=files, layout=Concat((1,) * len(parts)), shard=shard),
         Param(mca=fc2, hf=(own + names.down,), shard=ROW),
     ]
 
@@ -104,7 +108,8 @@ def shared_experts(config: McaModelConfig, names: MoeNames) -> list[Param]:
         return []
     mca = f"{MLP}shared_experts."
     hf = HF + (names.loaded(names.shared) if config.extra.get("fused_experts") else names.shared)
-    rules = [gate_up(mca, hf), down(mca, hf)]
+    first = gate_up if config.gated_linear_unit else up
+    rules = [first(mca, hf), down(mca, hf)]
     if config.moe_shared_expert_gate:
         rules.append(Param(mca=f"{mca}gate_weight", hf=(HF + names.shared_gate,)))
     return rules

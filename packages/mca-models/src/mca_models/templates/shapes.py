@@ -86,14 +86,30 @@ def _delta_widths(c: FamilyConfig) -> tuple[int, int, int]:
     return c.linear_num_key_heads * c.linear_key_head_dim, values * c.linear_value_head_dim, values
 
 
+def _mamba_widths(c: FamilyConfig) -> tuple[int, int]:
+    """Channels inside a state space layer, rows of what goes into its states (as many read them)."""
+    return c.mamba_num_heads * c.mamba_head_dim, c.mamba_num_groups * c.mamba_state_dim
+
+
 def _in_proj(c: McaModelConfig) -> Shape:
+    if c.mamba_num_heads:
+        inside, states = _mamba_widths(c)
+        return 2 * (inside + states) + c.mamba_num_heads, c.hidden_size
     key, value, heads = _delta_widths(c)
     return 2 * key + 2 * value + 2 * heads, c.hidden_size
 
 
 def _conv(c: FamilyConfig) -> Shape:
+    if c.mamba_num_heads:
+        inside, states = _mamba_widths(c)
+        return inside + 2 * states, 1, c.mamba_conv_kernel_dim
     key, value, _ = _delta_widths(c)
     return 2 * key + value, 1, c.linear_conv_kernel_dim
+
+
+def _states(c: FamilyConfig) -> Shape:
+    """One number for each head with a state of its own."""
+    return (c.mamba_num_heads or c.linear_num_value_heads,)
 
 
 _FC1 = _fc1(lambda c: c.ffn_hidden_size)
@@ -157,10 +173,16 @@ _DELTA_NET = {
     "self_attention.in_proj.layer_norm_weight": _hidden,
     "self_attention.in_proj.weight": _in_proj,
     "self_attention.conv1d.weight": _conv,
-    "self_attention.dt_bias": lambda c: (c.linear_num_value_heads,),
-    "self_attention.A_log": lambda c: (c.linear_num_value_heads,),
+    "self_attention.conv1d.bias": _first(_conv),
+    "self_attention.dt_bias": _states,
+    "self_attention.A_log": _states,
+    "self_attention.D": _states,
+    "self_attention.norm.weight": lambda c: _mamba_widths(c)[:1],
     "self_attention.out_norm.weight": lambda c: (c.linear_value_head_dim,),
-    "self_attention.out_proj.weight": lambda c: (c.hidden_size, _delta_widths(c)[1]),
+    "self_attention.out_proj.weight": lambda c: (
+        c.hidden_size,
+        _mamba_widths(c)[0] if c.mamba_num_heads else _delta_widths(c)[1],
+    ),
 }
 _LATENT = {
     "input_layernorm.weight": _hidden,

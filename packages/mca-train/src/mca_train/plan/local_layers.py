@@ -9,8 +9,8 @@ from mca_train.plan.sizes import SINGLE, Line, Sizes
 
 _NORM = "mca_models/megatron/layers/norm.py: Norm.forward"
 _SDPA = "mca_models/megatron/layers/sdpa.py: scaled_dot_product_attention"
-_CHUNK = 64
-"""Tokens of a chunk of the delta rule."""
+CHUNK = 64
+"""Tokens of a chunk of the delta rule, and of a state space layer."""
 _BLOCK = 512
 """Queries of a block of it."""
 _DROP = "megatron/core/fusions/fused_bias_dropout.py"
@@ -38,14 +38,18 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
     """All lines of decoder layer ``number``."""
     config = config.of_layer(number)
     hidden = config.hidden_size
-    count = 4 if config.norm_placement == "sandwich" else 2
-    lines = [line for _ in range(2) for line in norm(sizes.split, hidden, sizes, module="layernorm")]
-    lines += [line for _ in range(count - 2) for line in norm(sizes.split, hidden, sizes)]
-    lines += attention(config, sizes, number)
+    halves = range(config.has_attention(number) + config.has_mlp(number))
+    lines = [line for _ in halves for line in norm(sizes.split, hidden, sizes, module="layernorm")]
+    if config.norm_placement == "sandwich":
+        lines += [line for _ in halves for line in norm(sizes.split, hidden, sizes)]
+    if config.has_attention(number):
+        lines += attention(config, sizes, number)
     if config.hidden_dropout:
         lines.append(Line("what was dropped", 2.0 * sizes.split * hidden, _DROP))
     if config.is_moe_layer(number):
         return lines + experts(config, sizes, worst=worst)
+    if not config.has_mlp(number):
+        return lines
     return lines + gated(config, config.ffn_hidden_size / sizes.layout.tp, sizes.tokens, sizes, "mlp")
 
 
@@ -55,6 +59,8 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
         return _latent(config, sizes)
     if config.is_linear_layer(number):
         return _linear(config, sizes)
+    if config.is_mamba_layer(number):
+        return state_space(config, sizes)
     tp, width, tokens = sizes.layout.tp, sizes.width, sizes.tokens
     query = config.num_attention_heads * config.kv_channels / tp
     key = max(config.num_query_groups / tp, 1) * config.kv_channels
@@ -136,10 +142,29 @@ def _linear(config: McaModelConfig, sizes: Sizes) -> list[Line]:
         Line("gate, activated, and output", tokens * values * (2 * SINGLE + 2 * width), net),
         *norm(tokens, values, sizes, output=False),
         Line("queries, keys and values of chunks", tokens * (2 * keys + values) * SINGLE, rule),
-        Line("tokens of a chunk by one another", tokens * heads * _CHUNK * 6 * SINGLE, rule),
+        Line("tokens of a chunk by one another", tokens * heads * CHUNK * 6 * SINGLE, rule),
         Line("solved, and corrections", tokens * (keys + 2 * values) * SINGLE, rule),
         Line("faded queries and keys", tokens * 2 * keys * SINGLE, rule),
-        Line("states", tokens / _CHUNK * keys * value * SINGLE, rule),
+        Line("states", tokens / CHUNK * keys * value * SINGLE, rule),
+    ]
+
+
+def state_space(config: McaModelConfig, sizes: Sizes) -> list[Line]:
+    """A state space layer: what it takes up and reads is a group's, all else each head's, in fp32, chunk by chunk."""
+    tp, tokens, width = sizes.layout.tp, sizes.tokens, sizes.width
+    heads, state = (config.mamba_num_heads or 0) / tp, config.mamba_state_dim or 0
+    inside = heads * (config.mamba_head_dim or 0)
+    states = (config.mamba_num_groups or 0) / tp * state
+    net = "mca_models/megatron/families/mamba.py: forward"
+    space = "mca_models/megatron/families/state_space.py: state_space"
+    return [
+        Line("convolution: padded, and its output", tokens * (inside + 2 * states) * 2 * width, net),
+        Line("inputs, and inputs times steps", tokens * inside * 2 * SINGLE, net),
+        Line("gate, activated and not, and output", tokens * inside * (4 * SINGLE + width), net),
+        Line("what goes into states, and what reads them", tokens * 2 * states * SINGLE, space),
+        Line("tokens of a chunk by one another", tokens * heads * CHUNK * 2 * SINGLE, space),
+        Line("faded readings and inputs", tokens * heads * 2 * state * SINGLE, space),
+        Line("states", 2 * tokens / CHUNK * inside * state * SINGLE, space),
     ]
 
 
@@ -174,6 +199,8 @@ def running(config: McaModelConfig, sizes: Sizes, number: int) -> tuple[float, f
     between = sizes.split * hidden * width
     gathered = sizes.tokens * hidden * width if sizes.is_split else 0.0
     if not config.is_moe_layer(number):
+        if not config.has_mlp(number):
+            return 2 * between + gathered, between + gathered / 2
         inner = sizes.tokens * config.ffn_hidden_size / sizes.layout.tp * width
         return 2 * between + gathered, 2 * inner + between + gathered / 2
     moved = sizes.dispatched() * hidden * width * (4 if sizes.layout.etp == 1 else 8)

@@ -13,6 +13,7 @@ from mca_config.pipeline import PipelineChunk
 from mca_train.plan.chunks import Model, recomputed
 from mca_train.plan.counts import Count
 from mca_train.plan.hardware import Hardware
+from mca_train.plan.local_layers import CHUNK
 from mca_train.plan.schedule import Order, Pass
 from mca_train.plan.sizes import HALF, SINGLE
 from mca_train.plan.timeline import timeline
@@ -140,27 +141,30 @@ class Speed:
     def _layer(self, number: int) -> _Layer:
         config = self.model.config
         known = self._known
-        kind = (config.is_moe_layer(number), config.is_linear_layer(number))
+        halves = config.has_attention(number), config.has_mlp(number)
+        states = config.is_linear_layer(number), config.is_mamba_layer(number)
+        kind = (config.is_moe_layer(number), *states, *halves)
         if kind not in known:
             known[kind] = self._measured(number)
         return known[kind]
 
     @cached_property
-    def _known(self) -> dict[tuple[bool, bool], _Layer]:
+    def _known(self) -> dict[tuple[bool, ...], _Layer]:
         return {}
 
     def _measured(self, number: int) -> _Layer:
         config, sizes = self.model.config, self.model.sizes
         moe = config.is_moe_layer(number)
-        attention, scores = self._attention()
+        attention, scores = self._before_mlp(number)
         inner = self._mlp(config.ffn_hidden_size) / sizes.layout.tp
-        mlp = 0.0 if moe else self._products(2 * sizes.tokens * inner)
+        mlp = 0.0 if moe or not config.has_mlp(number) else self._products(2 * sizes.tokens * inner)
         products = self._products(2 * sizes.tokens * attention) + mlp
         moved = self._moved(2.5 * self.model.layer(number).kept)
         launch = _KERNELS * (2 if moe else 1) * self.hardware.efficiency.launch_us * 1e-6
         experts = self._experts() if moe else _Layer(0.0, 0.0, 0.0)
-        messages = self._tensor_messages()
-        rest = self._context_messages(scores)
+        halves = config.has_attention(number) + config.has_mlp(number)
+        messages = self._tensor_messages() * halves / 2
+        rest = self._context_messages(scores) if config.has_attention(number) else 0.0
         again = self._again({"core_attn": scores, "moe" if moe else "mlp": experts.forward if moe else mlp})
         forward = max(products + scores + moved, launch) + experts.forward
         backward = max(2 * products + 2.5 * scores + moved, 2 * launch) + again + experts.backward
@@ -173,6 +177,20 @@ class Speed:
 
     def _mlp(self, inner: float) -> float:
         return (3 if self.model.config.gated_linear_unit else 2) * inner * self.model.config.hidden_size
+
+    def _before_mlp(self, number: int) -> tuple[float, float]:
+        """See `_attention`, of what stands there."""
+        config, sizes = self.model.config, self.model.sizes
+        if not config.has_attention(number):
+            return 0.0, 0.0
+        if not config.is_mamba_layer(number):
+            return self._attention()
+        heads, tp = config.mamba_num_heads or 0, sizes.layout.tp
+        width, state = config.mamba_head_dim or 0, config.mamba_state_dim or 0
+        inside, states = heads * width, (config.mamba_num_groups or 0) * state
+        weights = config.hidden_size * (3 * inside + 2 * states + heads) / tp
+        flops = 2 * sizes.tokens * (CHUNK * (inside + states) + 2 * inside * state) / tp
+        return weights, flops / (self.hardware.device.tflops * 1e12 * self.hardware.efficiency.attention)
 
     def _attention(self) -> tuple[float, float]:
         """Weights of its products on this rank, and seconds of its scores, of which half are masked."""

@@ -5,6 +5,7 @@ the installed source. Nothing here could be measured without a GPU.
 """
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_train.plan.local_layers import state_space
 from mca_train.plan.sizes import SINGLE, Line, Sizes
 
 _NORM_LINEAR = (
@@ -35,12 +36,16 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
     """All lines of decoder layer ``number``."""
     config = config.of_layer(number)
     both = sizes.split * config.hidden_size * (sizes.width + sizes.operand)
-    lines = [Line("input of attention, and normalised", both, _NORM_LINEAR)]
+    lines: list[Line] = []
     if config.norm_placement == "sandwich":
         lines += [line for _ in range(2) for line in norm(sizes.split, config.hidden_size, sizes)]
-    lines += attention(config, sizes)
+    if config.has_attention(number):
+        lines.append(Line("input of attention, and normalised", both, _NORM_LINEAR))
+        lines += state_space(config, sizes) if config.is_mamba_layer(number) else attention(config, sizes)
     if config.is_moe_layer(number):
         return [*lines, *norm(sizes.split, config.hidden_size, sizes), *experts(config, sizes, worst=worst)]
+    if not config.has_mlp(number):
+        return lines
     lines.append(Line("input of the MLP, and normalised", both, _NORM_LINEAR))
     return lines + gated(config, config.ffn_hidden_size / sizes.layout.tp, sizes.tokens, sizes, "mlp")
 
@@ -110,6 +115,8 @@ def running(config: McaModelConfig, sizes: Sizes, number: int) -> tuple[float, f
     between = sizes.split * hidden * width
     gathered = sizes.tokens * hidden * width if sizes.is_split else 0.0
     if not config.is_moe_layer(number):
+        if not config.has_mlp(number):
+            return 2 * between + gathered, between + gathered
         inner = sizes.tokens * config.ffn_hidden_size / sizes.layout.tp * width
         return 2 * between + gathered, 2 * inner + between + gathered
     moved = sizes.dispatched() * hidden * width * (3 if sizes.layout.etp == 1 else 6)

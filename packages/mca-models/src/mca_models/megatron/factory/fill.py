@@ -4,6 +4,7 @@ Both ways give every layout the same model: a file's slices, or slices of whole 
 generator of their own.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -126,6 +127,8 @@ def from_seed(
 
 def _drawn(seed: int, param: Param, shape: tuple[int, ...], config: McaModelConfig) -> Tensor:
     name = param.alias_of or param.mca_name()
+    if config.mamba_num_heads and (start := _state_space_start(seed, name, shape)) is not None:
+        return start
     if name.endswith(_ONES):
         return torch.ones(shape)
     if param.stage is Stage.VISION and len(shape) < 2 and not name.endswith(_ZERO):
@@ -138,3 +141,14 @@ def _drawn(seed: int, param: Param, shape: tuple[int, ...], config: McaModelConf
     if name.endswith(_DECAY):
         return torch.empty(shape).uniform_(0.01, 16.0, generator=generator).log_()
     return torch.empty(shape).normal_(0.0, config.init_method_std, generator=generator)
+
+
+def _state_space_start(seed: int, name: str, shape: tuple[int, ...]) -> Tensor | None:
+    """What belongs to the heads of a state space layer: steps in time of 0.001 to 0.1, and rates of decay."""
+    if name.endswith("dt_bias"):
+        drawn = torch.empty(shape).uniform_(0.0, 1.0, generator=seeded_generator(f"{seed}/{name}"))
+        steps = (drawn * (math.log(0.1) - math.log(0.001)) + math.log(0.001)).exp()
+        return steps + torch.log(-torch.expm1(-steps))  # the inverse of softplus
+    if name.endswith("A_log"):
+        return torch.arange(1, shape[0] + 1).float().log()
+    return torch.ones(shape) if name.endswith((".D", "self_attention.norm.weight")) else None

@@ -32,15 +32,15 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
         ``[b, h, s, dv]`` in the dtype of ``value``; computed in fp32.
     """
     length, dtype = query.shape[2], torch.promote_types(value.dtype, torch.float32)
-    q, k, v = (_chunks(x.to(dtype)) for x in (query, key, value))
-    faded, b = (_chunks(x.to(dtype).unsqueeze(-1)) for x in (decay, beta))
+    q, k, v = (chunks(x.to(dtype)) for x in (query, key, value))
+    faded, b = (chunks(x.to(dtype).unsqueeze(-1)) for x in (decay, beta))
     faded = faded.cumsum(-2)  # G
-    fading = _fading(faded.squeeze(-1))
-    system = torch.eye(CHUNK, dtype=dtype, device=q.device) + (b * (k @ k.mT) * fading).tril(-1)
+    fades = fading(faded.squeeze(-1))
+    system = torch.eye(CHUNK, dtype=dtype, device=q.device) + (b * (k @ k.mT) * fades).tril(-1)
     right = torch.cat([b * v, b * faded.exp() * k], -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     new, seen = solved.split([v.shape[-1], k.shape[-1]], -1)
-    read, last = (q @ k.mT) * fading, faded[..., -1:, :]
+    read, last = (q @ k.mT) * fades, faded[..., -1:, :]
     state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
     outputs = []
     for i in range(q.shape[2]):
@@ -52,13 +52,13 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
     return out
 
 
-def _chunks(x: Tensor) -> Tensor:
+def chunks(x: Tensor) -> Tensor:
     """``[b, h, s, d]`` as ``[b, h, chunks, CHUNK, d]``; tokens of zeros at the end change nothing."""
     chunks: Tensor = pad(x, (0, 0, 0, -x.shape[2] % CHUNK)).unflatten(2, (-1, CHUNK))
     return chunks
 
 
-def _fading(faded: Tensor) -> Tensor:
+def fading(faded: Tensor) -> Tensor:
     """``e^(G_i - G_j)`` for j <= i, else 0 (masked before the exponential, which would overflow)."""
     difference = faded.unsqueeze(-1) - faded.unsqueeze(-2)
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=faded.device).triu(1)

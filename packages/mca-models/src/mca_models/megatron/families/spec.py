@@ -13,6 +13,7 @@ from mca_models.megatron.families.core_attention import own_core
 from mca_models.megatron.families.gated_delta_net import delta_net_spec
 from mca_models.megatron.families.image_limits import image_reach
 from mca_models.megatron.families.latent import with_plain_query
+from mca_models.megatron.families.mamba import mamba_spec
 from mca_models.megatron.families.norms import (
     HeadNorm,
     KeyHeadNorm,
@@ -50,6 +51,9 @@ def adapted_block(
         own = _spelled(params, Stage.LAYER, layer, implementation)
         if config.is_linear_layer(layer):
             own["self_attention"] = lambda attention: delta_net_spec(implementation)
+        if config.is_mamba_layer(layer):
+            own["self_attention"] = lambda attention: mamba_spec(implementation, config)
+        own |= _left_out(config, layer)
         layer_specs.append(_changed(layer_spec, own, {}))
     return dataclasses.replace(block, layer_specs=layer_specs)
 
@@ -151,6 +155,20 @@ def _without_norms_inside(config: McaModelConfig, implementation: Implementation
         classes[TELayerNormColumnParallelLinear] = TEColumnParallelLinear
         classes |= {TENorm: own} if config.has_own_norms else {}
     return {**classes, Norm: own} if config.has_own_norms else classes
+
+
+def _left_out(config: McaModelConfig, layer: int) -> dict[str, Change]:
+    """Attention or MLP with its norm, where a layer has none."""
+    from megatron.core.transformer.identity_op import IdentityFuncOp
+
+    left: dict[str, Change] = {}
+    if not config.has_attention(layer):
+        left |= dict.fromkeys(("input_layernorm", "self_attention"), _nothing)
+        left["self_attn_bda"] = lambda add: IdentityFuncOp
+    if not config.has_mlp(layer):
+        left |= dict.fromkeys(("pre_mlp_layernorm", "mlp"), _nothing)
+        left["mlp_bda"] = lambda add: IdentityFuncOp
+    return left
 
 
 def _nothing(module: Spec) -> Spec:

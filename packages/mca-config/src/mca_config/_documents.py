@@ -1,0 +1,35 @@
+"""What a ``mca_config.json`` must hold before its model is read."""
+
+from mca_config.errors import McaError
+from mca_config.types import JsonObject
+
+VERSION = 1
+_PARTS = ("model", "layout", "hf_config")
+
+
+def require_document(document: JsonObject, where: str) -> None:
+    """Refuses another version, keys that are missing or unknown, and parts that are no objects."""
+    version = document.get("mca_version")
+    if version != VERSION:
+        raise McaError(
+            f"{where}: mca_version must be {VERSION}, not {version!r:.80}; read it with a matching mca"
+        )
+    expected = {"mca_version", *_PARTS}
+    for key in sorted(document.keys() ^ expected):
+        state = "missing" if key in expected else "unknown"
+        raise McaError(f"{where}: {state} key {key}; expected {', '.join(sorted(expected))}")
+    for key in _PARTS:
+        if not isinstance(document[key], dict):
+            raise McaError(f"{where}: {key} must be an object, not {document[key]!r:.80}")
+
+
+def require_same_family(document: JsonObject, where: str) -> None:
+    """The source ``config.json`` inside is what an export starts from, so it must be of this model."""
+    model, source = document.get("model"), document.get("hf_config")
+    if not isinstance(model, dict) or not isinstance(source, dict) or "model_type" not in source:
+        return
+    outer, inner = model.get("model_type"), source["model_type"]
+    if inner != outer:
+        raise McaError(
+            f"{where}: hf_config has model_type {inner!r:.80}, the model is {outer!r:.80}; restore the file"
+        )

@@ -1,0 +1,161 @@
+"""A state space layer (Mamba 2) in the place of attention, in plain torch.
+
+Megatron's own needs kernels that only CUDA has. Its parameters, their names and the parts of its distributed checkpoint
+are kept. Tensor ranks hold groups of heads; context parallelism gathers the projected tokens.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import Typed
+from mca_models.megatron.families.state_space import state_space
+from mca_models.megatron.families.whole_sequences import convolved, heads, of_whole_sequences
+from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
+from mca_models.megatron.names import Implementation
+from mca_models.megatron.types import MegatronConfig, PackedSeqParams, ShardedState, Spec, WithBias
+from mca_models.templates.mamba import segments
+
+_HEADS = ("dt_bias", "A_log", "D")
+_CUT = (*_HEADS, "conv1d.weight", "conv1d.bias", "norm.weight")
+_PARTS = ("z", "x", "B", "C", "dt")
+_FUSED = {"in_proj.weight": slice(None), "conv1d.weight": slice(1, 4), "conv1d.bias": slice(1, 4)}
+"""Which of the parts lie in a tensor."""
+
+
+class GatedNorm(torch.nn.Module):
+    """RMSNorm of the channels of each group of heads, after they are multiplied by their gate."""
+
+    def __init__(self, config: MegatronConfig, channels: int, groups: int) -> None:
+        super().__init__()
+        self.groups, self.eps = groups, config.layernorm_epsilon
+        self.weight = cut_parameter((channels,), config.params_dtype)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """``[..., channels]`` in fp32."""
+        gated = (x * silu(gate.float())).unflatten(-1, (self.groups, -1))
+        normal = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.eps)
+        scaled: Tensor = self.weight * normal.flatten(-2)
+        return scaled
+
+
+def mamba_spec(implementation: Implementation, config: McaModelConfig) -> Spec:
+    """The spec of a state space layer of ``config``."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    if implementation == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import (
+            TELayerNormColumnParallelLinear,
+            TERowParallelLinear,
+        )
+
+        column, row = TELayerNormColumnParallelLinear, TERowParallelLinear
+    else:
+        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+        column, row = ColumnParallelLinear, RowParallelLinear
+    return ModuleSpec(module=_module(), params={"model": config, "column": column, "row": row})
+
+
+@cache
+def _module() -> type:
+    from megatron.core.transformer.module import MegatronModule
+
+    class Mamba(MegatronModule):  # type: ignore[misc]
+        """A state space layer of one tensor rank's heads."""
+
+        def __init__(
+            self, config: MegatronConfig, model: McaModelConfig, column: Typed, row: Typed, **options: Typed
+        ) -> None:
+            super().__init__(config)
+            self.groups_of_ranks = options["pg_collection"]
+            tp, sizes = self.groups_of_ranks.tp.size(), segments(model)
+            self.sizes = [size // tp for size in sizes]
+            self.groups, self.least_step = (model.mamba_num_groups or 1) // tp, model.mamba_least_step
+            linear = {
+                "config": config,
+                "bias": False,
+                "is_expert": False,
+                "tp_group": self.groups_of_ranks.tp,
+            }
+            self.in_proj = column(
+                model.hidden_size,
+                sum(sizes),
+                init_method=config.init_method,
+                gather_output=False,
+                skip_bias_add=False,
+                tp_comm_buffer_name="fc1",
+                **linear,
+            )
+            channels, kernel = sum(self.sizes[1:4]), model.mamba_conv_kernel_dim or 1
+            self.conv1d = torch.nn.Conv1d(
+                channels,
+                channels,
+                kernel,
+                groups=channels,
+                bias=model.mamba_conv_bias,
+                dtype=config.params_dtype,
+            )
+            for name in _HEADS:
+                setattr(self, name, cut_parameter((self.sizes[4],), config.params_dtype))
+            self.norm = GatedNorm(config, self.sizes[0], self.groups)
+            self.out_proj = row(
+                sizes[0],
+                model.hidden_size,
+                init_method=config.output_layer_init_method,
+                input_is_parallel=True,
+                skip_bias_add=True,
+                tp_comm_buffer_name="fc2",
+                **linear,
+            )
+
+        def forward(
+            self,
+            hidden_states: Tensor,
+            attention_mask: object = None,
+            *,
+            packed_seq_params: PackedSeqParams = None,
+            **_: object,
+        ) -> WithBias:
+            """``[s / cp, b, hidden]`` to the same; all other arguments of an attention are of no consequence."""
+            mixed, _ = self.in_proj(hidden_states)
+            group = self.groups_of_ranks.cp
+            out = of_whole_sequences(self._sequence, mixed, packed_seq_params, group)
+            return self.out_proj(out)  # type: ignore[no-any-return]
+
+        def _sequence(self, mixed: Tensor) -> Tensor:
+            """One whole sequence of projections ``[s, b, z x B C dt]`` to normalised, gated values ``[s, b, x]``."""
+            inside, _, states, _, count = self.sizes
+            gate, convolving, step = mixed.split([inside, inside + 2 * states, count], -1)
+            x, into, read = convolved(convolving.permute(1, 2, 0), self.conv1d).split(
+                [inside, states, states], 1
+            )
+            step = softplus(step.float() + self.dt_bias.float()).clamp(min=self.least_step).permute(1, 2, 0)
+            x = heads(x, inside // count).float()
+            out = state_space(
+                x * step.unsqueeze(-1),
+                -self.A_log.float().exp()[:, None] * step,
+                heads(into, states // self.groups),
+                heads(read, states // self.groups),
+            )
+            out = out + self.D.float()[:, None, None] * x
+            return self.norm(out.permute(2, 0, 1, 3).flatten(2), gate).to(mixed.dtype)  # type: ignore[no-any-return]
+
+        def sharded_state_dict(
+            self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
+        ) -> ShardedState:
+            """What Megatron's distributed checkpoint holds: fused tensors in their parts, whatever ranks cut them."""
+            from megatron.core.ssm.mamba_mixer import _split_tensor_factory
+
+            found: ShardedState = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+            cut = sharded_state(self, prefix, sharded_offsets, dict.fromkeys(_CUT, 0))
+            found |= {key: value for key, value in cut.items() if key.removeprefix(prefix) in _CUT}
+            for name, parts in _FUSED.items():
+                if (key := f"{prefix}{name}") in found:
+                    found[key] = _split_tensor_factory(found[key], self.sizes[parts], list(_PARTS[parts]), 0)
+            return found
+
+    return Mamba

@@ -1,0 +1,47 @@
+"""Selective state spaces (Mamba 2), chunk by chunk, in plain torch.
+
+A state S of a head takes up each token's inputs along B and is read along C. Each token lets it fade:
+
+    S_t = e^(a_t) S_(t-1) + B_t x_t^T      y_t = S_t^T C_t
+
+Within a chunk that begins with state S, with G_i the sum of a up to token i,
+
+    Y = ((C B^T) * F) X + diag(e^G) C S      F_ij = e^(G_i - G_j) for j <= i
+
+so that only the states between chunks are computed one after the other. B and C are shared by a group of heads.
+"""
+
+import torch
+from torch import Tensor
+
+from mca_models.megatron.families.delta_rule import chunks, fading
+
+
+def state_space(inputs: Tensor, decay: Tensor, into: Tensor, read: Tensor) -> Tensor:
+    """The outputs of all tokens, from a state of zeros.
+
+    Args:
+        inputs: ``[b, h, s, p]``, x above.
+        decay: ``[b, h, s]``, log of the factor on the state (a above): at most 0.
+        into: ``[b, g, s, n]``, B of each group of heads.
+        read: ``[b, g, s, n]``, C.
+
+    Returns:
+        ``[b, h, s, p]``; computed, and given, in fp32.
+    """
+    length, groups = inputs.shape[2], into.shape[1]
+    dtype = torch.promote_types(inputs.dtype, torch.float32)
+    x = chunks(inputs.to(dtype)).unflatten(1, (groups, -1))  # [b, g, heads, chunks, CHUNK, p]
+    faded = chunks(decay.to(dtype).unsqueeze(-1)).cumsum(-2).unflatten(1, (groups, -1))  # G
+    b, c = (chunks(part.to(dtype)).unsqueeze(2) for part in (into, read))  # the same for each head of a group
+    last = faded[..., -1:, :]
+    within = ((c @ b.mT) * fading(faded.squeeze(-1))) @ x
+    taken = ((last - faded).exp() * b).mT @ x  # what a chunk adds to the state after it
+    state = torch.zeros_like(taken[..., 0, :, :])
+    before = []
+    for i in range(x.shape[3]):
+        before.append(state)
+        state = last[..., i, :, :].exp() * state + taken[..., i, :, :]
+    out = within + (faded.exp() * c) @ torch.stack(before, 3)
+    whole: Tensor = out.flatten(1, 2).flatten(2, 3)[:, :, :length]
+    return whole

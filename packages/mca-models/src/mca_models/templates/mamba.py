@@ -1,0 +1,74 @@
+"""Rules of state space layers (Mamba 2), under the names that most of HF's files give them.
+
+How such a layer is computed is known to `mca_models.megatron.families`.
+"""
+
+from collections.abc import Iterable
+
+from mca_config.errors import HfConfigError
+from mca_config.model_config import McaModelConfig
+from mca_config.types import FamilyConfig
+from mca_models.templates.common import inner
+from mca_models.templates.config_table import Field, Fixed
+from mca_models.templates.gated_delta_net import fused
+from mca_models.weights import COLUMN, ROW, Param
+
+SILU = Fixed("mamba_hidden_act", ("silu",), "what is convolved is activated by SiLU")
+PLAIN_STEPS = Fixed("mamba_proj_bias", (False,), "projections of state space layers have no biases")
+
+
+def fields(*, heads: str, width: str, groups: str, state: str, conv: str, bias: str) -> tuple[Field, ...]:
+    """The sizes of state space layers under HF's keys, with the defaults that its families share."""
+    return (
+        Field("mamba_num_heads", heads, 128),
+        Field("mamba_head_dim", width, 64),
+        Field("mamba_num_groups", groups, 8),
+        Field("mamba_state_dim", state, 128),
+        Field("mamba_conv_kernel_dim", conv, 4),
+        Field("mamba_conv_bias", bias, True),
+    )
+
+
+def require_groups(heads: int, groups: int) -> None:
+    """Refuses heads that groups cannot share out evenly, which transformers cannot compute either."""
+    if groups < 1 or heads % groups:
+        raise HfConfigError(
+            f"config.json: {heads} heads of state space layers cannot be shared out to {groups} groups; supported: "
+            "a number of groups that divides the heads"
+        )
+
+
+def legacy_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
+    """HF's kinds of layers as ``layer_types`` has them, those of old files too."""
+    ours = {"linear_attention": "mamba", "attention": "full_attention"}
+    return tuple(ours.get(kind, kind) for kind in kinds)
+
+
+def hf_kinds(config: McaModelConfig) -> list[str]:
+    """The way back of ``legacy_kinds``."""
+    return ["linear_attention" if kind == "mamba" else kind for kind in config.layer_types or ()]
+
+
+def segments(config: FamilyConfig) -> tuple[int, int, int, int, int]:
+    """Rows of the input projection's parts: gate, inputs, B, C (what goes into states, what reads them), steps."""
+    inside = config.mamba_num_heads * config.mamba_head_dim
+    states = config.mamba_num_groups * config.mamba_state_dim
+    return inside, inside, states, states, config.mamba_num_heads
+
+
+def mamba(config: McaModelConfig) -> list[Param]:
+    """A state space layer with the norm before it."""
+    sizes = segments(config)
+    conv = fused(sizes[1:4])
+    biased = [inner("self_attention.conv1d.bias", "mamba.conv1d.bias", shard=conv)]
+    return [
+        inner("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight"),
+        inner("self_attention.in_proj.weight", "mamba.in_proj.weight", shard=fused(sizes)),
+        inner("self_attention.conv1d.weight", "mamba.conv1d.weight", shard=conv),
+        *(biased if config.mamba_conv_bias else []),
+        inner("self_attention.dt_bias", "mamba.dt_bias", shard=COLUMN),
+        inner("self_attention.A_log", "mamba.A_log", shard=COLUMN),
+        inner("self_attention.D", "mamba.D", shard=COLUMN),
+        inner("self_attention.norm.weight", "mamba.norm.weight", shard=COLUMN),
+        inner("self_attention.out_proj.weight", "mamba.out_proj.weight", shard=ROW),
+    ]
