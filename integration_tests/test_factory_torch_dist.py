@@ -34,6 +34,7 @@ CASES = (
     ("qwen3_moe", "tp2ep2etp1dp2", "ep2"),
     ("deepseek_v3", "pp2ep2", "tp2ep1sp"),
     ("qwen3_next", "tp2", "pp2"),
+    ("nemotron_h-dense", "tp2", "pp2"),
     ("gpt_oss", "ep2", "tp2ep2etp1"),
     ("mixtral", "tp2etp2", "ep2etp1"),
     ("olmoe", "dp2etp2", "tp2etp1sp"),

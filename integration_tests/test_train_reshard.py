@@ -160,13 +160,17 @@ def test_experts_go_on(before, after, experts, tmp_path, record_property):
     assert difference < 1e-4
 
 
-@pytest.mark.parametrize("changes", [{}, ZERO], ids=["whole", "split"])
-def test_gated_delta_nets_go_on(changes, tmp_path):
+@pytest.mark.parametrize(
+    "case,changes",
+    [("qwen3_next", {}), ("qwen3_next", ZERO), ("nemotron_h", ZERO)],
+    ids=["whole", "split", "state-space"],
+)
+def test_layers_with_fused_projections_go_on(case, changes, tmp_path):
     """The optimizer's state of their projections is stored in parts."""
     from reference import make_reference
     from test_train_moe import tokens
 
-    model = make_reference("qwen3_next", tmp_path / "model").path
+    model = make_reference(case, tmp_path / "model").path
     changes = changes | {"data": lambda: tokens(96)}
     (straight,) = run_ranks(1, run, model, tmp_path / "straight", FIRST + 2, **changes)
     before = tmp_path / "straight" / f"checkpoint-{FIRST}"
