@@ -60,7 +60,12 @@ def install() -> None:
         cls.forward = forward
     _build_without_gpu()
     moe_utils.te_general_gemm = None
-    kernels = {"multi_tensor_l2norm": _l2norm, "multi_tensor_scale": _scale, "multi_tensor_adam": _adam}
+    kernels: dict[str, Callable[..., Any]] = {
+        "multi_tensor_l2norm": _l2norm,
+        "multi_tensor_scale": _scale,
+        "multi_tensor_scale_tensor": _scale,
+        "multi_tensor_adam": _adam,
+    }
     replaced = {getattr(tex, name): kernel for name, kernel in kernels.items()}
     _exchange({**replaced, te.utils.get_device_compute_capability: lambda: (9, 0)})  # an H100
     _choose_as_on_a_gpu()

@@ -26,6 +26,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTENSION = "transformer-engine-torch"
+HEADERS = ("nvidia-cuda-crt", "nvidia-cuda-cccl")
+"""What is only compiled with. In the folder it would be a second ``nvidia``, which hides that of torch."""
 COMPILER = r"""#!/usr/bin/env bash
 # c++ without optimisation unless it is asked for, with one precompiled header for all sources
 set -eu
@@ -153,7 +155,9 @@ def install(target: Path, requirements: list[str], *options: str, **environment:
 
 def build(folder: Path, requirements: dict[str, str], cuda: str) -> None:
     """Fills ``folder``."""
-    missing = [text for name, text in requirements.items() if name != EXTENSION and is_missing(name)]
+    missing = [
+        text for name, text in requirements.items() if name not in (EXTENSION, *HEADERS) and is_missing(name)
+    ]
     say(f"fetching {len(missing)} distributions that are no part of the environment")
     install(folder, missing)
     install(folder / "libraries", ["nvidia-curand"])  # Transformer Engine loads it, torch does not bring it
@@ -162,7 +166,7 @@ def build(folder: Path, requirements: dict[str, str], cuda: str) -> None:
         scratch = Path(made)
         say("fetching build tools and the headers that torch does not bring")
         install(scratch / "tools", ["ninja", "wheel"])
-        install(scratch / "headers", [f"nvidia-cuda-crt=={cuda}.*"])
+        install(scratch / "headers", [f"{name}=={cuda}.*" for name in HEADERS])
         compiler = scratch / "mca-c++"
         compiler.write_text(COMPILER)
         compiler.chmod(0o755)

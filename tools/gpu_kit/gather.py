@@ -12,7 +12,11 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
+from collections.abc import Iterable
 from pathlib import Path
+
+from packaging.version import Version
 
 from tools.gpu_kit.device_code import keep_only
 
@@ -21,16 +25,12 @@ LIMIT = 64 * 2**20
 """Bytes that travel at once, the repository among them."""
 PACKAGES = ("mca-config", "mca-models", "mca-train", "mca-convert")
 MISSING = (
-    "megatron-core==0.19.2",
-    "datasets==5.2.0",
-    "dill",
-    "multiprocess",
-    "importlib-metadata",
-    "ml-dtypes",
+    *("megatron-core", "datasets", "dill", "multiprocess"),
+    *("importlib-metadata", "ml-dtypes", "pydantic", "pydantic-core", "annotated-types", "typing-inspection"),
 )
-"""What such a machine lacks, or may."""
+"""What such a machine lacks, or may: ours needs the first, Transformer Engine the second."""
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17)), "manylinux2014_x86_64")
-ENGINE = ("transformer_engine", "transformer_engine_*", "nvdlfw_inspect*")
+ENGINE = ("transformer_engine*", "nvdlfw_inspect*")
 """What is taken of Transformer Engine's folder."""
 ARCHITECTURES = (90,)
 """Hopper's: H100 and H200."""
@@ -43,6 +43,14 @@ def run(*command: str | Path) -> None:
         sys.exit(code)
 
 
+def locked(names: Iterable[str]) -> list[str]:
+    """Distributions in the newest versions that are locked, which are those of Python 3.12."""
+    found: dict[str, list[Version]] = {}
+    for package in tomllib.loads((ROOT / "uv.lock").read_text())["package"]:
+        found.setdefault(package["name"], []).append(Version(package.get("version", "0")))
+    return [f"{name}=={max(found[name])}" for name in names]
+
+
 def fetch(wheels: Path) -> None:
     """Our wheels, and those of others for Python 3.12."""
     for package in PACKAGES:
@@ -50,7 +58,7 @@ def fetch(wheels: Path) -> None:
     target = ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
     for platform in PLATFORMS:
         target += ["--platform", platform]
-    run("uvx", "pip", "download", "--quiet", "--no-deps", *target, "--dest", wheels, *MISSING)
+    run("uvx", "pip", "download", "--quiet", "--no-deps", *target, "--dest", wheels, *locked(MISSING))
     for left in wheels.glob(".gitignore"):
         left.unlink()
 
