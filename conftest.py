@@ -34,6 +34,7 @@ _OTHER = {
         not _ON_GPU and not os.environ.get("MCA_GPU_REHEARSAL"),
         "needs a CUDA device: MCA_DEVICE=cuda pytest -m gpu",
     ),
+    "slurm": (not os.environ.get("MCA_SLURM"), "starts a SLURM on this machine: MCA_SLURM=1 pytest -m slurm"),
 }
 
 _LONGEST = (

@@ -16,13 +16,12 @@ import signal
 import socket
 import subprocess
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 _HOSTS = Path("/etc/hosts")
 _MARK = "# slurm_lab"
-_PORT = 17000
 _PATIENCE = 30.0
 _CONF = """\
 ClusterName=lab
@@ -44,16 +43,19 @@ SlurmdUser=root
 ReturnToService=2
 JobRequeue=1
 KillWait=5
-SlurmdTimeout=10
+SlurmdTimeout=120
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/%n.log
-NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 RealMemory=1000 State=UNKNOWN
+{lines}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
+_NODE = (
+    "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=1000 State=UNKNOWN"
+)
 
 
 def lacking() -> str:
@@ -69,17 +71,13 @@ def start(folder: Path, nodes: int = 2) -> None:
     for path in (folder / "state", *(folder / name for name in _names(nodes))):
         path.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
-    conf = _CONF.format(
-        host=socket.gethostname().split(".")[0],
-        folder=folder,
-        nodes=nodes,
-        port=_PORT,
-        first=_PORT + 1,
-        last=_PORT + nodes,
-    )
-    (folder / "slurm.conf").write_text(conf)
+    host = socket.gethostname().split(".")[0]
+    port, *ports = _free_ports(1 + nodes)
+    names = zip(_names(nodes), ports, strict=True)
+    lines = "\n".join(_NODE.format(name=name, host=host, port=port) for name, port in names)
+    (folder / "slurm.conf").write_text(_CONF.format(host=host, folder=folder, port=port, lines=lines))
     with _HOSTS.open("a") as hosts:
-        hosts.write(f"127.0.0.1 {' '.join(_names(nodes))} {_MARK}\n")
+        hosts.write(f"127.0.0.1 {' '.join(_names(nodes))} {_mark(folder)}\n")
     _start_munge(folder)
     _run(folder, "slurmctld", "-c")
     for name in _names(nodes):
@@ -89,6 +87,20 @@ def start(folder: Path, nodes: int = 2) -> None:
 
 def _names(nodes: int) -> list[str]:
     return [f"n{number}" for number in range(1, nodes + 1)]
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    with ExitStack() as all_at_once:
+        listeners = [all_at_once.enter_context(socket.socket()) for _ in range(count)]
+        for listener in listeners:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in listeners]
+
+
+def _mark(folder: Path) -> str:
+    """What a line of ours in ``/etc/hosts`` ends with."""
+    return f"{_MARK} {folder}"
 
 
 def _start_munge(folder: Path) -> None:
@@ -126,7 +138,7 @@ def revive(folder: Path, node: str) -> None:
 
 def fail(folder: Path, node: str) -> None:
     """Ends a node as a machine ends that loses its power."""
-    tasks = _tasks_of(node)
+    tasks = _tasks_of(folder, node)
     watchers = {parent for task in tasks if (parent := _parent(task)) and parent not in tasks}
     for victim in (int((folder / f"{node}.pid").read_text()), *_only_steps(watchers), *tasks):
         with suppress(ProcessLookupError):
@@ -146,24 +158,27 @@ def _only_steps(processes: set[int]) -> list[int]:
     return [process for process, name in names.items() if name.startswith("slurmstepd")]
 
 
-def _tasks_of(node: str) -> list[int]:
-    """The processes of jobs that run on ``node``."""
+def _tasks_of(folder: Path, node: str) -> list[int]:
+    """The processes of jobs that run on ``node`` of this lab."""
+    marks = {f"SLURMD_NODENAME={node}".encode(), f"SLURM_CONF={folder / 'slurm.conf'}".encode()}
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            if f"SLURMD_NODENAME={node}".encode() in path.read_bytes().split(b"\0"):
+            if marks <= set(path.read_bytes().split(b"\0")):
                 found.append(int(path.parent.name))
     return found
 
 
 def stop(folder: Path) -> None:
-    """Ends the daemons and takes the names of the nodes away."""
-    for name in ("n*", "slurmctld", "munge"):
+    """Ends what runs on the nodes and the daemons, and takes the names of the nodes away."""
+    for node in folder.glob("n*.pid"):
+        fail(folder, node.stem)
+    for name in ("slurmctld", "munge"):
         for path in folder.glob(f"{name}.pid"):
             with suppress(OSError, ValueError):
                 os.kill(int(path.read_text()), signal.SIGTERM)
     lines = _HOSTS.read_text().splitlines(keepends=True)
-    _HOSTS.write_text("".join(line for line in lines if not line.endswith(f"{_MARK}\n")))
+    _HOSTS.write_text("".join(line for line in lines if not line.endswith(f"{_mark(folder)}\n")))
 
 
 def _run(folder: Path, *command: str, check: bool = True) -> str:
