@@ -1,12 +1,13 @@
 """Times mca-convert against ``cp -r`` plus ``sync`` of the same bytes, interleaved, with warm cache.
 
-    python benchmarks/conversion.py [--gigabytes 4.3] [--rounds 5] [--folder DIR] [dense|quarter|moe|fp8 ...]
+    python benchmarks/conversion.py [--gigabytes 4.3] [--rounds 5] [--folder DIR] [dense|quarter|moe|fp8|to-fp8 ...]
 
 Makes random models (a Llama; the same at a quarter of the size; a Qwen3-MoE with 128 experts in each of 24
-layers; half of the Llama in fp8 blocks), checks one round trip with ``verify``, then runs cp, HF -> MCA,
-cp, MCA -> HF in turns. Prints medians, the ratio of throughputs, processor time, the peak of anonymous memory, what
-``plan`` predicted for it, and the size of the written tree; exits 1 if a target is missed. Needs three times the
-model's size in the folder and, for a warm cache, in memory.
+layers; half of the Llama in fp8 blocks; the Llama, which becomes such blocks), checks one round trip with ``verify``,
+then runs cp, HF -> MCA, cp, MCA -> HF in turns; beside what becomes fp8 cp copies what was written. Prints medians, the
+ratio of throughputs, processor time, the peak of anonymous memory, what ``plan`` predicted for it, and the size of the
+written tree; exits 1 if a target is missed. Needs four times the model's size in the folder and, for a warm cache, in
+memory.
 """
 
 import argparse
@@ -121,10 +122,11 @@ def read_specs(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def write_tensors(directory: Path, files: dict[str, list[tuple[str, str, tuple[int, ...]]]]) -> None:
-    """Writes files of random bytes, in which no float of 2 or 4 bytes is infinite or large."""
+    """Writes files of random bytes, in which no float of 2 or 4 bytes is infinite, large or next to nothing."""
     noise = np.random.default_rng(0).integers(0, 255, NOISE_BYTES, dtype=np.uint8)
     noise[3::4] &= 0x3F
     noise[1::4] &= 0x3F
+    noise[1::2] |= 0x30
     directory.mkdir(parents=True, exist_ok=True)
     for file, specs in files.items():
         plan = plan_file(directory / file, specs, METADATA)
@@ -144,6 +146,8 @@ class Case:
     share: float = 1.0
     ratio: float | None = None
     """cp + sync seconds over ours; None: no target."""
+    back: tuple[str, ...] = ()
+    """Flags of the way back, which then writes something else than there was: cp copies that."""
 
 
 CASES = {
@@ -151,6 +155,7 @@ CASES = {
     "quarter": Case(make_model, dense_config, DENSE_LAYOUT, share=0.25),
     "moe": Case(make_model, moe_config, MOE_LAYOUT, ratio=0.7),
     "fp8": Case(make_fp8_model, dense_config, DENSE_LAYOUT, share=0.5),
+    "to-fp8": Case(make_model, dense_config, DENSE_LAYOUT, ratio=0.5, back=("--fp8",)),
 }
 
 
@@ -200,14 +205,14 @@ class Bench:
     def steps(self) -> list[tuple[str, list[str], Path]]:
         """The commands of a round, each with what it writes."""
         to_mca = self.converter("--checkpoint_path", self.source, "--output_path", self.mca, *self.flags())
-        to_hf = self.converter("--checkpoint_path", self.mca, "--output_path", self.back)
+        to_hf = self.converter("--checkpoint_path", self.mca, "--output_path", self.back, *self.case.back)
         copy = ["cp", "-r", str(self.source), str(self.copy)]
-        copy_mca = ["cp", "-r", str(self.mca), str(self.copy)]
+        copy_back = ["cp", "-r", str(self.back if self.case.back else self.mca), str(self.copy)]
+        back = [("cp back", copy_back, self.copy), ("to HF", to_hf, self.back)]
         return [
             ("cp", copy, self.copy),
             ("to MCA", to_mca, self.mca),
-            ("cp back", copy_mca, self.copy),
-            ("to HF", to_hf, self.back),
+            *(reversed(back) if self.case.back else back),
         ]
 
     def run(self) -> list[str]:
@@ -219,12 +224,15 @@ class Bench:
                 measured = self.timed(command)
                 if number:  # the first round warms the cache
                     results[name].add(*measured)
-                elif target == self.back:
+                elif target == self.back and not self.case.back:
                     self.quietly(self.converter("verify", self.source, self.back))
                 results[name].nbytes = tree_bytes(target)
-                if target != self.mca:  # it would only fill the memory
-                    shutil.rmtree(target)
-        rows = [("to MCA", "cp", self.source, self.flags()), ("to HF", "cp back", self.mca, [])]
+                if target == self.copy or not (target == self.mca or self.case.back):
+                    shutil.rmtree(target)  # it would only fill the memory
+        rows = [
+            ("to MCA", "cp", self.source, self.flags()),
+            ("to HF", "cp back", self.mca, [*self.case.back]),
+        ]
         return [
             f"{self.name} {name}: {fault}"
             for name, cp, source, flags in rows

@@ -11,6 +11,7 @@ from tiny_hf import save
 from mca_convert.cli import main
 from mca_models.opening import open_checkpoint
 from mca_models.quantised import blocks
+from mca_models.quantised.tile import TILE_BYTES
 from mca_models.storage.safetensors import TensorInfo, read_header
 
 SIZES = {"hidden_size": 160, "intermediate_size": 272}
@@ -137,3 +138,16 @@ def test_scales_stand_with_their_weights_in_small_files(tmp_path: Path) -> None:
     assert main([f"--checkpoint_path={mca}", f"--output_path={made}", *flags]) == 0
     assert len(list(made.glob("*.safetensors"))) > 3
     _require_blocks(source, made)
+
+
+def test_the_plan_counts_rows_of_blocks_that_stay_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """128 rows of 8,192 are more than a buffer: they, their values, and what they are rounded in."""
+    source = save("llama", tmp_path / "hf", "bfloat16", hidden_size=160, intermediate_size=8192)
+    peaks = []
+    for flags in ([], ["--fp8"]):
+        read = [f"--checkpoint_path={source}", "--to=hf", "--workers=1", "--json"]
+        assert main(["plan", *read, *flags]) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["peak_bytes"])
+    assert peaks[1] - peaks[0] == pytest.approx(128 * 8192 * 3 + TILE_BYTES - (1 << 20), rel=0.2)

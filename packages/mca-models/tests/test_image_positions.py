@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from mca_models.images import ImagePlace, feature_rows, positions
 
-SECTIONED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm4v_moe")
+SECTIONED = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "glm4v",
+    "glm4v_moe",
+)
 Piece = int | tuple[int, int]
 """So many tokens of text, or an image of so many rows and columns."""
 

@@ -5,7 +5,6 @@ Nothing is written here.
 
 from collections.abc import Iterator
 from math import prod
-from typing import TYPE_CHECKING
 
 from mca_convert.chunks import Chunk
 from mca_convert.reader import SourceFiles
@@ -14,10 +13,6 @@ from mca_models.storage.runs import Move
 from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import Part, copy_move
 from mca_models.weights.arrays import NumpyArray
-
-if TYPE_CHECKING:
-    pass
-
 
 _BAND = 1 << 20  # elements that are computed at a time, where a part is too large to keep
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from math import prod
 
 from mca_config.errors import McaError
+from mca_convert.chunks import Chunk, ChunkCache
 from mca_models.checkpoint.hf_writer import HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout
 from mca_models.checkpoint.placement import cut_size, files_of
 from mca_models.quantised.blocks import SCALE_CODE, scale_shape
+from mca_models.quantised.tile import BLOCK
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.moves import HF
 from mca_models.storage.runs import Gather
@@ -85,6 +87,32 @@ def dtype_faults(source: ModelSource) -> Iterator[str]:
 def fill_item_size(fill: Fill) -> int:
     """Bytes that one element of ``fill`` takes in a buffer."""
     return max(ITEM_SIZES[fill.dtype], ITEM_SIZES[fill.source_dtype])
+
+
+class Chunking:
+    """The chunks of each fill.
+
+    Args:
+        buffer_bytes: Of one buffer; rows of blocks of fp8 that are larger stay whole.
+    """
+
+    def __init__(self, buffer_bytes: int) -> None:
+        self._buffer_bytes = buffer_bytes
+        self._caches: dict[tuple[int, int], ChunkCache] = {}
+
+    def chunks(self, fill: Fill) -> tuple[Chunk, ...]:
+        """What ``fill`` is carried out in."""
+        size, band = fill_item_size(fill), band_elements(fill)
+        elements = self._buffer_bytes // size
+        if band:
+            elements = max(elements // band, 1) * band
+        cache = self._caches.setdefault((size, band), ChunkCache(elements, exactly=band > 0))
+        return cache.chunks(fill.gather)
+
+
+def band_elements(fill: Fill) -> int:
+    """Elements of one row of blocks, which stay together; 0 where there are none."""
+    return 0 if fill.scales is None else BLOCK * fill.gather.shape[-1]
 
 
 def target_dtypes(params: Iterable[Param], found: Mapping[str, str], cast: str | None) -> dict[str, str]:

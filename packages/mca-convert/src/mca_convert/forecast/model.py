@@ -11,19 +11,20 @@ from pathlib import Path
 
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
-from mca_convert.chunks import Chunk, ChunkCache
+from mca_convert.chunks import Chunk
 from mca_convert.collect import computed_bytes
 from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca
 from mca_convert.forecast.outcome import Forecast, Request, anonymous_bytes, check_destination, require_space
 from mca_convert.forecast.stages import stages_of
 from mca_convert.open_files import too_many_files
 from mca_convert.pool import Limits
-from mca_convert.tasks import Fill, dtype_faults, fill_item_size
+from mca_convert.tasks import Chunking, Fill, band_elements, dtype_faults, fill_item_size
 from mca_models.checkpoint.config_only import ConfigOnlySource
 from mca_models.checkpoint.hf_directory import Stored, has_weights
 from mca_models.checkpoint.mca_directory import McaLayout, is_mca, layout_faults
 from mca_models.checkpoint.side_files import side_files
 from mca_models.opening import CheckpointKind, kind_of, open_checkpoint
+from mca_models.quantised.tile import TILE_BYTES
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import ModelSource
@@ -143,15 +144,13 @@ def _describe(conversion: Conversion, request: Request, result: Forecast) -> Non
 def _buffer_bytes(conversion: Conversion, limits: Limits) -> int:
     """What the threads' buffers will take: those that are used, as far as they are filled."""
     largest: dict[str, int] = {}
-    caches: dict[int, ChunkCache] = {}
-    seen: dict[tuple[int, int], tuple[int, int]] = {}
+    chunking, tile = Chunking(limits.buffer_bytes), 0
+    seen: dict[tuple[int, int, int], tuple[int, int]] = {}
     computed = 0
     for fill in conversion.fills:
-        size = fill_item_size(fill)
-        cache = caches.setdefault(size, ChunkCache(limits.buffer_bytes // size))
-        key = id(fill.gather), size
+        key = id(fill.gather), fill_item_size(fill), band_elements(fill)
         if key not in seen:
-            seen[key] = _largest_chunk(cache.chunks(fill.gather))
+            seen[key] = _largest_chunk(chunking.chunks(fill))
         elements, scratch = seen[key]
         wanted = {
             name: count * ITEM_SIZES[fill.source_dtype]
@@ -161,8 +160,10 @@ def _buffer_bytes(conversion: Conversion, limits: Limits) -> int:
             wanted["cast"] = elements * ITEM_SIZES[fill.dtype]
         for name, nbytes in wanted.items():
             largest[name] = max(largest.get(name, 0), nbytes)
+        if fill.scales is not None:
+            tile = TILE_BYTES
         computed = max(computed, _computed_bytes(fill, limits))
-    return limits.workers * (sum(largest.values()) + computed + _THREAD_BYTES)
+    return limits.workers * (sum(largest.values()) + computed + tile + _THREAD_BYTES)
 
 
 def _largest_chunk(chunks: Sequence[Chunk]) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import numpy as np
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
 from mca_models.quantised.fp8 import FP8
-from mca_models.quantised.tile import BLOCK, Tile
+from mca_models.quantised.tile import BLOCK, WIDTH, Tile
 from mca_models.storage.dtypes import numpy_dtype
 from mca_models.weights.arrays import NumpyArray
 
@@ -22,23 +22,31 @@ SCALE_CODE = "F32"
 """That of the scales."""
 
 
-def quantised(name: str, weight: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
+def quantised(
+    name: str, weight: NumpyArray, values: NumpyArray | None = None, tile: Tile | None = None
+) -> tuple[NumpyArray, NumpyArray]:
     """e4m3 values like ``weight`` ``[..., rows, columns]``, and fp32 scales ``[..., row blocks, column blocks]``.
+
+    Args:
+        name: Of the tensor.
+        weight: It, or some of its matrices.
+        values: Where the values go, as bytes; None: to new memory.
+        tile: Scratch; None: new memory.
 
     Raises:
         McaError: Tensor ``name`` has a value that is not finite.
     """
     rows, columns = weight.shape[-2:]
-    values = np.empty(weight.shape, np.uint8)
+    values = np.empty(weight.shape, np.uint8) if values is None else values.reshape(weight.shape)
     scales = np.empty(scale_shape(weight.shape), np.float32)
     matrices = weight.reshape(-1, rows, columns), values.reshape(-1, rows, columns)
     grids = scales.reshape(-1, *scales.shape[-2:])
-    tile = Tile(columns)
+    tile = tile or Tile()
     for matrix, out, grid in zip(*matrices, grids, strict=True):
-        for band, start in product(range(len(grid)), range(0, columns, tile.width)):
-            cut = slice(band * BLOCK, (band + 1) * BLOCK), slice(start, start + tile.width)
+        for band, start in product(range(len(grid)), range(0, columns, WIDTH)):
+            cut = slice(band * BLOCK, (band + 1) * BLOCK), slice(start, start + WIDTH)
             first = start // BLOCK
-            tile.quantise(matrix[cut], out[cut], grid[band, first : first + tile.width // BLOCK])
+            tile.quantise(matrix[cut], out[cut], grid[band, first : first + WIDTH // BLOCK])
     if not np.isfinite(scales).all():
         raise not_finite(name)
     return values.view(numpy_dtype(CODE)), scales

@@ -14,26 +14,25 @@ BLOCK = 128
 LARGEST = 448.0
 """The largest e4m3 number."""
 
-_WIDTH = 8 * BLOCK  # four bytes of 128 x 1024 elements, twice: a core's second cache
-_EXPONENT, _SIGNLESS = np.uint32(0x7F800000), np.uint32(0x7FFFFFFF)
-_LOWEST = np.uint32(121 << 23)  # 2^-6: the step is the same below it
+WIDTH = 8 * BLOCK
+"""Columns at a time: four bytes of 128 x 1024 elements, twice, are a core's second cache."""
+
+TILE_BYTES = BLOCK * WIDTH * (3 * 4 + 2)
+"""Memory of a `Tile`."""
+_EXPONENT, _SIGNLESS, _SIGNLESS_HALF = np.uint32(0x7F800000), np.uint32(0x7FFFFFFF), np.uint16(0x7FFF)
+_LOWEST = np.float32(2**-6)  # the step is the same below it
 _RAISED = np.uint32(20 << 23)  # from the exponent of a number to that whose last bit is its step
 _CODE_OF_LOWEST = (121 + 20) << 3
 
 
 class Tile:
-    """Scratch for `BLOCK` rows and some columns.
+    """Scratch for `BLOCK` rows and `WIDTH` columns."""
 
-    Args:
-        columns: Of the weight.
-    """
-
-    def __init__(self, columns: int) -> None:
-        self.width = min(columns + -columns % BLOCK, _WIDTH)
-        size = BLOCK * self.width
+    def __init__(self) -> None:
+        size = BLOCK * WIDTH
         self._wide, self._bits = np.empty(size, np.uint32), np.empty(size, np.uint32)
         self._lowest = np.full(size, _LOWEST)  # numpy is ten times slower with a number instead
-        self._codes, self._more = np.empty(size, np.uint8), np.empty(size, np.uint8)
+        self._codes, self._signs = np.empty(size, np.uint8), np.empty(size, np.uint8)
 
     def quantise(self, weight: NumpyArray, values: NumpyArray, scales: NumpyArray) -> None:
         """At most as many rows and columns of one matrix.
@@ -44,36 +43,52 @@ class Tile:
             scales: Where those of their blocks go.
         """
         shape, columns, size = weight.shape, weight.shape[1], weight.size
-        wide, bits = self._wide[:size], self._bits[:size]
-        _widen(weight, wide.reshape(shape))
-        np.bitwise_and(wide, _SIGNLESS, out=bits)  # ordered as the numbers are, NaN last
+        bits, wide, codes, signs = (
+            each[:size] for each in (self._bits, self._wide, self._codes, self._signs)
+        )
         largest = np.zeros(len(scales) * BLOCK, np.uint32)
-        bits.reshape(shape).max(0, out=largest[:columns])
+        largest[:columns] = self._take_apart(weight, bits, signs)
         blocks = largest.reshape(-1, BLOCK).max(1).view(np.float32)
         np.divide(blocks, np.float32(LARGEST), out=scales)
         scales[blocks == 0] = 1.0
-        signs, codes = self._more[:size], self._codes[:size]
+        quotients, exponents = bits.view(np.float32), wide.view(np.float32)
         with np.errstate(invalid="ignore", over="ignore"):  # told by the scales
-            quotients = bits.view(np.float32).reshape(shape)
-            quotients /= np.repeat(scales, BLOCK)[:columns]
-            wide >>= 24
-            np.copyto(signs, wide, casting="unsafe")
-            signs &= 0x80
+            rows = quotients.reshape(shape)
+            rows /= np.repeat(scales, BLOCK)[:columns]
             np.bitwise_and(bits, _EXPONENT, out=wide)
-            np.maximum(wide, self._lowest[:size], out=wide)
+            np.maximum(exponents, self._lowest[:size], out=exponents)
             wide += _RAISED
-            bits.view(np.float32)[...] += wide.view(np.float32)
+            quotients += exponents
+        np.copyto(
+            codes, bits, casting="unsafe"
+        )  # steps within an exponent, and eight for each exponent below
         wide >>= 20
-        bits += wide  # steps within an exponent, and eight for each exponent below
-        np.copyto(codes, bits, casting="unsafe")
+        steps = bits.view(np.uint8)[:size]
+        np.copyto(steps, wide, casting="unsafe")
+        codes += steps
         codes -= np.uint8(_CODE_OF_LOWEST & 0xFF)
         np.bitwise_or(codes.reshape(shape), signs.reshape(shape), out=values)
 
+    def _take_apart(self, weight: NumpyArray, magnitudes: NumpyArray, signs: NumpyArray) -> NumpyArray:
+        """The bits of fp32 without signs, and those; returns the largest of each column, as bits too.
 
-def _widen(weight: NumpyArray, out: NumpyArray) -> None:
-    """To the bits of fp32; bfloat16 by its own, several times faster than ``ml_dtypes``."""
-    if weight.dtype == numpy_dtype("BF16"):
-        np.copyto(out, weight.view(np.uint16))
-        out <<= 16
-    else:
-        out.view(np.float32)[...] = weight
+        These are ordered as the numbers are, NaN last. bfloat16's own bits are several times faster than ``ml_dtypes``.
+        """
+        size, shape = weight.size, weight.shape
+        if weight.dtype == numpy_dtype("BF16"):
+            given, halves = weight.view(np.uint16), self._wide.view(np.uint16)[:size]
+            np.right_shift(given, 8, out=halves.reshape(shape))
+            np.copyto(signs, halves, casting="unsafe")
+            np.bitwise_and(given, _SIGNLESS_HALF, out=halves.reshape(shape))
+            largest = halves.reshape(shape).max(0).astype(np.uint32) << 16
+            np.copyto(magnitudes, halves)
+            magnitudes <<= 16
+        else:
+            wide = self._wide[:size]
+            wide.view(np.float32).reshape(shape)[...] = weight
+            np.bitwise_and(wide, _SIGNLESS, out=magnitudes)
+            largest = magnitudes.reshape(shape).max(0)
+            wide >>= 24
+            np.copyto(signs, wide, casting="unsafe")
+        signs &= 0x80
+        return largest
