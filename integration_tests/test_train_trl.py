@@ -22,6 +22,9 @@ LOSS, NORM = 1e-5, 1e-4
 """Relative: fp32 sums in another order, which Adam does not enlarge where it divides by no less than `adam_epsilon`."""
 MARGIN = 4e-5
 """Of preferences, absolute: they compare log-probabilities of some -200, whose last bit is 1.5e-5."""
+ROUGH, ROUGHNESS = ("sppo_hard", "discopop"), 10
+"""Losses that enlarge a last bit: a square of such sums, and one whose gate opens with them; norms of up to 1,200.
+Their tolerances are that many times the others'. TRL's own steps in fp32 and in fp64 differ by 3e-5."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
     "tp2-pp2": {
@@ -119,10 +122,14 @@ def test_every_step_is_that_of_trl(kind: str, layout: str, theirs: Theirs, ours:
     right, found = theirs.logged[kind], ours(kind, layout)
     assert len(right["loss"]) == STEPS
     assert right["loss"][-1] != pytest.approx(right["loss"][0], rel=0.02)  # it learns
-    assert found["loss"] == pytest.approx(right["loss"], rel=LOSS, abs=0.0 if kind == "sft" else MARGIN)
-    assert found["grad_norm"] == pytest.approx(right["grad_norm"], rel=NORM)
+    rough = ROUGHNESS if kind in ROUGH else 1
+    margin = MARGIN * rough
+    assert found["loss"] == pytest.approx(
+        right["loss"], rel=LOSS * rough, abs=0.0 if kind == "sft" else margin
+    )
+    assert found["grad_norm"] == pytest.approx(right["grad_norm"], rel=NORM * rough)
     for name in KINDS[kind].metrics:
-        absolute = 1e-3 if name.startswith("logps/") else MARGIN
+        absolute = 1e-3 if name.startswith("logps/") else margin
         first = (
             2 if name == "rewards/accuracies" else 0
         )  # until the rate is above 0 there is nothing but noise

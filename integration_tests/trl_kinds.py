@@ -99,6 +99,9 @@ def _classified(problem: str, column: str, values: dict[str, Any], model: str) -
     )
 
 
+SLOWLY = {"discopop": {"learning_rate": 2e-4}}
+"""Its gate has a temperature of 0.05: a last bit of a log-probability is 20 there, and ten times that a step on."""
+
 LABELS = ["bad", "fair", "good"]
 ONE_BY_ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
 """TRL takes the mean of this cross entropy over the tokens of a micro-batch, which is to be one pair then."""
@@ -121,7 +124,7 @@ KINDS = {
     ),
     "robust": _and(_pairs("robust", label_smoothing=SMOOTHING), dpo_label_smoothing=SMOOTHING),
     "exo_pair": _and(_pairs("exo_pair", label_smoothing=SMOOTHING), dpo_label_smoothing=SMOOTHING),
-    **{name: _pairs(name) for name in PLAIN},
+    **{name: _pairs(name, both=SLOWLY.get(name)) for name in PLAIN},
     "kto": Kind(
         task="kto",
         trainer="KTO",
@@ -135,8 +138,9 @@ KINDS = {
         task="reward",
         trainer="Reward",
         rows="reward",
+        settings=AT_ONCE,
         both={"center_rewards_coefficient": 0.2},
-        metrics=("accuracy", "margin", "mean_reward"),
+        metrics=("accuracy", "margin", "mean_reward", "min_reward", "max_reward"),
         model="score",
     ),
     "classes": _classified("single_label_classification", "label", {"labels": LABELS}, "scores"),

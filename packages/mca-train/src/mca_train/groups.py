@@ -61,10 +61,20 @@ def here(layout: ParallelLayout) -> Ranks:
 
 def sum_over_data(values: Tensor) -> Tensor:
     """``values`` of the last pipeline stage, added over data- and context-parallel ranks, on every rank."""
+    return _over_data(values, dist.ReduceOp.SUM)
+
+
+def largest_over_data(values: Tensor) -> Tensor:
+    """Of each of ``values`` of the last pipeline stage the largest of those ranks, on every rank."""
+    return _over_data(values, dist.ReduceOp.MAX)
+
+
+def _over_data(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     from megatron.core import parallel_state
 
     values = values.clone()
-    dist.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(values, operation, group=group)
     last = parallel_state.get_pipeline_model_parallel_last_rank()
     dist.broadcast(values, src=last, group=parallel_state.get_pipeline_model_parallel_group())
     return values

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,9 +14,15 @@ from mca_train.losses.moe_aux import routers
 from mca_train.metrics.step_rows import StepRows
 from mca_train.types import Chunk
 
+Extreme = Literal["smallest", "largest"]
+_SIGNS: dict[Extreme, float] = {"smallest": -1.0, "largest": 1.0}
+"""What makes of an extreme a largest number."""
+_NONE = torch.finfo(torch.float64).min
+"""Below every number: of ranks and steps that have none."""
+
 
 class Signals:
-    """Means of named numbers between two logs, over all ranks that compute the loss.
+    """Means and extremes of named numbers between two logs, over all ranks that compute the loss.
 
     Ranks talk only in `flush`, which all call at the same step.
 
@@ -23,6 +30,7 @@ class Signals:
         names: In the order of the log, the same on every rank.
         device: Where sums are kept.
         differences: What is told too: of two means the first less the second.
+        extremes: What is told too: the smallest or the largest of all numbers.
     """
 
     def __init__(
@@ -30,10 +38,14 @@ class Signals:
         names: tuple[str, ...],
         device: torch.device,
         differences: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+        extremes: Mapping[str, Extreme] = MappingProxyType({}),
     ) -> None:
-        self.names, self._differences = names, differences
+        self.names, self._differences, self._extremes = names, differences, extremes
         self._sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
-        self._steps = StepRows(2 * len(names))
+        signs = [_SIGNS[which] for which in extremes.values()]
+        self._signs = torch.tensor(signs, dtype=torch.float64, device=device)
+        self._largest = torch.full_like(self._signs, _NONE)
+        self._steps = StepRows(2 * len(names) + len(extremes))
 
     def add(self, sums: Mapping[str, Tensor], count: Tensor | float | Mapping[str, Tensor]) -> None:
         """Sums of this rank by name, each over ``count`` things, or over as many as that says by name."""
@@ -43,25 +55,43 @@ class Signals:
         self._sums[:, 0] += values
         self._sums[:, 1] += count
 
+    def look_at(self, values: Tensor, real: Tensor) -> None:
+        """Numbers of this rank that may be extremes, where ``real`` is not 0."""
+        found = self._signs[:, None] * values.detach().double().flatten()
+        found = found.masked_fill(real.flatten() == 0, _NONE)
+        self._largest = torch.cat([self._largest[:, None], found], 1).amax(1)
+
     def end_step(self) -> None:
         """What was added belongs to one step."""
         if self.names:
-            self._steps.add(self._sums.flatten())
-            self._sums = torch.zeros_like(self._sums)
+            self._steps.add(torch.cat([self._sums.flatten(), self._largest]))
+            self._sums, self._largest = torch.zeros_like(self._sums), torch.full_like(self._largest, _NONE)
 
     def flush(self) -> dict[str, float]:
-        """The means, and begins anew."""
+        """What was found, and begins anew."""
         if not self.names:
             return {}
         self.end_step()
-        total = self._steps.flush(groups.sum_over_data).sum(0).reshape(-1, 2)
+        rows = self._steps.flush(self._over_data)
+        total = rows[:, : 2 * len(self.names)].sum(0).reshape(-1, 2)
         values = (total[:, 0] / total[:, 1].clamp(min=1e-12)).tolist()
         means = dict(zip(self.names, values, strict=True))
-        return means | {name: means[a] - means[b] for name, (a, b) in self._differences.items()}
+        means |= {name: means[a] - means[b] for name, (a, b) in self._differences.items()}
+        largest = zip(
+            self._extremes, (rows[:, 2 * len(self.names) :].amax(0) * self._signs.cpu()).tolist(), strict=True
+        )
+        return means | {name: value if abs(value) < -_NONE else 0.0 for name, value in largest}
+
+    def _over_data(self, rows: Tensor) -> Tensor:
+        width = 2 * len(self.names)
+        sums = groups.sum_over_data(rows[:, :width])
+        if not self._extremes:
+            return sums
+        return torch.cat([sums, groups.largest_over_data(rows[:, width:])], 1)
 
     def state(self) -> list[list[float]]:
         """The sums of every step since the last log, for a checkpoint; collective."""
-        return self._steps.of_all_ranks(groups.sum_over_data).tolist() if self.names else []
+        return self._steps.of_all_ranks(self._over_data).tolist() if self.names else []
 
     def restore(self, state: Sequence[Sequence[float]]) -> None:
         """Goes on from `state`, on whatever layout it was made."""

@@ -51,7 +51,7 @@ class Reward(ScoreTask):
         rows="rows with `prompt`, `chosen` and `rejected`, and perhaps `margin`",
         own="# center_rewards_coefficient: 0.01      # keeps rewards around 0\n",
     )
-    signal_names = ("accuracy", "margin", "mean_reward")
+    signal_names = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
 
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str

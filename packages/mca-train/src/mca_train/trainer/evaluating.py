@@ -47,11 +47,14 @@ class WithEvaluation(WithStepLoaders):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def _new_signals(self) -> Signals:
+        return Signals(self.signal_names, self.ranks.device, self.signal_differences, self.signal_extremes)
+
     @contextlib.contextmanager
     def _other_signals(self) -> Iterator[Signals]:
         """A block in which `compute_loss` adds to other signals than those of training, which go on after it."""
         of_training = self.signals
-        self.signals = Signals(self.signal_names, self.ranks.device, self.signal_differences)
+        self.signals = self._new_signals()
         sources, self._sources = self._sources, None
         try:
             yield self.signals

@@ -23,7 +23,7 @@ from mca_train.engine.pipeline import Pipeline
 from mca_train.groups import Ranks
 from mca_train.lr_schedule import LearningRate
 from mca_train.metrics.meter import LossMeter
-from mca_train.metrics.signals import ModelLosses, Signals
+from mca_train.metrics.signals import Extreme, ModelLosses, Signals
 from mca_train.metrics.source_losses import SourceLosses
 from mca_train.trainer.monitor import Watch
 
@@ -68,6 +68,7 @@ class TrainerParts(Trainer):  # type: ignore[misc]
         signals: What `compute_loss` adds to, beside its loss.
         signal_names: The names of what it adds.
         signal_differences: What is told beside their means.
+        signal_extremes: The smallest or largest numbers that are told beside them.
         watch: What is looked after beside the steps.
         started_at_step: Steps that were done before `train`.
         output_lock: Of ``output_dir``, if whoever made the trainer has taken it; else `train` does.
@@ -88,6 +89,7 @@ class TrainerParts(Trainer):  # type: ignore[misc]
     output_lock: OutputLock | None = None
     signal_names: tuple[str, ...]
     signal_differences: Mapping[str, tuple[str, str]]
+    signal_extremes: Mapping[str, Extreme]
     _training: Training
     _pipeline: Pipeline
     """Runs the model forward; from the beginning of ``train`` on it is the engine."""

@@ -3,8 +3,10 @@
 The losses are in `losses.scores`; samples say in ``values`` what is right.
 """
 
+from types import MappingProxyType
 from typing import Unpack
 
+import torch
 from torch import Tensor
 
 from mca_config.errors import McaError
@@ -44,7 +46,8 @@ class ScoreTrainer(McaTrainer):
 class RewardTrainer(ScoreTrainer):
     """Trains a reward model on preference pairs, whose ``values`` are by how much the chosen one is better, if known.
 
-    Logs ``accuracy``, ``margin`` and ``mean_reward`` beside the loss, in evaluation too.
+    Logs ``accuracy``, ``margin``, ``mean_reward``, ``min_reward`` and ``max_reward`` beside the loss, in evaluation
+    too.
 
     Args:
         center_rewards_coefficient: Weight of the squared sum of a pair's rewards, which keeps them around 0.
@@ -52,6 +55,7 @@ class RewardTrainer(ScoreTrainer):
     """
 
     signal_names = ("accuracy", "margin", "mean_reward")
+    signal_extremes = MappingProxyType({"min_reward": "smallest", "max_reward": "largest"})
 
     def __init__(
         self, *, center_rewards_coefficient: float | None = None, **options: Unpack[TrainerOptions]
@@ -75,6 +79,7 @@ class RewardTrainer(ScoreTrainer):
             "mean_reward": (chosen + rejected) / 2,
         }
         self._add_means(means, real)
+        self.signals.look_at(torch.stack([chosen, rejected]), real.expand(2, -1))
         return of_sequences(losses, real, self.ranks)
 
 

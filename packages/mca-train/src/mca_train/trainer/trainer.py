@@ -48,7 +48,7 @@ from mca_train.losses.token_loss import require_sums, token_loss
 from mca_train.lr_schedule import LearningRate, schedule_problems
 from mca_train.metrics.log_file import JsonlLog
 from mca_train.metrics.meter import LossMeter
-from mca_train.metrics.signals import ModelLosses, Signals
+from mca_train.metrics.signals import Extreme, ModelLosses
 from mca_train.trainer.evaluating import WithEvaluation
 from mca_train.trainer.hf_shims import (
     ModelView,
@@ -91,6 +91,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
     Attributes:
         signal_names: Names of what `compute_loss` adds to ``signals``; their means are logged beside the loss.
         signal_differences: What is logged too: of two such means the first less the second.
+        signal_extremes: What is logged too: the ``smallest`` or ``largest`` number that ``signals`` looked at.
         wants_logits: `compute_loss` gets logits instead of the cross entropy of each token.
         token_values: `compute_loss` gets the log-probability of each token ``[b, s]``, at a temperature, or with the
             entropy ``[2, b, s]``, computed ``loss_chunk_size`` tokens at a time (1024 if that is not set).
@@ -99,6 +100,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
 
     signal_names: tuple[str, ...] = ()
     signal_differences: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    signal_extremes: Mapping[str, Extreme] = MappingProxyType({})
     wants_logits: bool = False
     token_values: "TokenValues | None" = None
 
@@ -155,7 +157,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             pack_length=pack_length,
             images=image_batching(model.config, decodes=self.ranks.is_first_stage),
         )
-        self.signals = Signals(self.signal_names, self.ranks.device, self.signal_differences)
+        self.signals = self._new_signals()
         self._model_losses = ModelLosses(model.chunks)
         self._sources = self._losses_of_sources(train_dataset)
         self._set_output()
