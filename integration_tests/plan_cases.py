@@ -107,6 +107,44 @@ MODELS: dict[str, Values] = {
         },
     },
 }
+_TOWER: Values = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "patch_size": 14,
+}
+MODELS |= {
+    "tiles": {
+        "model_type": "internvl",
+        "architectures": ["InternVLForConditionalGeneration"],
+        "image_token_id": 31990,
+        "image_seq_length": 256,
+        "tie_word_embeddings": False,
+        "text_config": _BASE | {"model_type": "qwen2", "use_sliding_window": False},
+        "vision_config": _TOWER
+        | {"model_type": "internvl_vision", "image_size": [448, 448], "patch_size": [14, 14]},
+    },
+    "sized": {
+        "model_type": "mistral3",
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "image_token_index": 31990,
+        "spatial_merge_size": 2,
+        "tie_word_embeddings": False,
+        "text_config": _BASE | {"model_type": "mistral", "sliding_window": None},
+        "vision_config": _TOWER | {"model_type": "pixtral", "head_dim": 64, "image_size": 1540},
+    },
+    "both ways": {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "image_token_index": 31990,
+        "mm_tokens_per_image": 256,
+        "text_config": _BASE
+        | {"model_type": "gemma3_text", "sliding_window": 512, "query_pre_attn_scalar": 64}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        "vision_config": _TOWER | {"model_type": "siglip_vision_model", "image_size": 896},
+    },
+}
 TP, PP, VPP, CP, EP, ETP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -212,6 +250,12 @@ CASES: dict[str, tuple[str, str, int, Values]] = {
     "delta net": ("delta net", "sft", 8, {}),
     "images": ("images", "sft", 8, {"freeze": []}),
     "images frozen": ("images", "sft", 8, {PP: 2}),
+    "tiles": ("tiles", "sft", 8, {"freeze": []}),
+    "tiles frozen": ("tiles", "sft", 8, {PP: 2}),
+    "sized": ("sized", "sft", 8, {"freeze": []}),
+    "sized frozen": ("sized", "sft", 8, {}),
+    "both ways": ("both ways", "sft", 8, {"freeze": []}),
+    "both ways frozen": ("both ways", "sft", 8, {PP: 2}),
 }
 SAMPLE = ("vpp sp", "chunked", "experts etp 1", "prediction", "windows", "images")
 

@@ -59,10 +59,23 @@ def _blank(images: Images) -> SampleImages:
     """Images without anything on them, one after another with a token between."""
     step, side = images.tokens + 1, images.side
     places = tuple(ImagePlace(number * step, side, side) for number in range(images.count))
-    grid = [[1, side * images.tower.merge, side * images.tower.merge]] * images.count
+    return SampleImages(places, lambda: _PIXELS[images.tower.form](images))
 
-    def tensors() -> dict[str, torch.Tensor]:
-        pixels = torch.zeros(images.patches, images.tower.values)
-        return {"pixel_values": pixels, "image_grid_thw": torch.tensor(grid)}
 
-    return SampleImages(places, tensors)
+def _patches(images: Images) -> dict[str, torch.Tensor]:
+    along = images.side * images.tower.merge
+    grid = torch.tensor([[1, along, along]] * images.count)
+    return {"pixel_values": torch.zeros(images.patches, images.tower.values), "image_grid_thw": grid}
+
+
+def _tiles(images: Images) -> dict[str, torch.Tensor]:
+    along = images.side * images.tower.merge * images.tower.patch
+    return {"pixel_values": torch.zeros(images.count, 3, along, along)}
+
+
+def _sized(images: Images) -> dict[str, torch.Tensor]:
+    found = _tiles(images)
+    return found | {"image_sizes": torch.tensor([found["pixel_values"].shape[2:]] * images.count)}
+
+
+_PIXELS = {"patches": _patches, "tiles": _tiles, "sizes": _sized}

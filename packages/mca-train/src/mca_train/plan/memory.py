@@ -212,10 +212,11 @@ def _stages(subject: Subject, model: Model, grid: RankGrid) -> list[StageNeeds]:
     adapter = subject.adapter.by_stage(layout) if subject.adapter else None
     beside = subject.reference.by_stage(layout) if subject.reference else none
     copied = subject.model.by_stage(layout, layers_only=True) if training.fp8 else none
+    trained_by_stage, plan = subject.trained_by_stage(layout), model.config.pipeline_plan()
     share = shares(training.use_distributed_optimizer, grid)
     found = []
     for pp in range(layout.pp):
-        trained = subject.trained_by_stage(layout)[pp]
+        trained = trained_by_stage[pp]
         counts = _Counts(
             held[pp].total + (adapter[pp].total if adapter else 0),
             trained.total,
@@ -223,7 +224,7 @@ def _stages(subject: Subject, model: Model, grid: RankGrid) -> list[StageNeeds]:
             beside[pp].total,
             copied[pp].total,
         )
-        found.append(_needs(model, pp, counts, share))
+        found.append(_needs(model, plan.chunks[pp], pp, counts, share))
     return found
 
 
@@ -239,7 +240,9 @@ class _Counts:
     """Of those held, whose copies in fp8 stand beside them."""
 
 
-def _needs(model: Model, pp: int, counts: _Counts, share: Count) -> StageNeeds:
+def _needs(
+    model: Model, chunks: tuple[PipelineChunk, ...], pp: int, counts: _Counts, share: Count
+) -> StageNeeds:
     training = model.training
     half = training.bf16 or training.fp16
     width = HALF if half else SINGLE
@@ -249,7 +252,6 @@ def _needs(model: Model, pp: int, counts: _Counts, share: Count) -> StageNeeds:
     moved = training.optimizer_offload_fraction if training.optimizer_cpu_offload else 0
     moved = 1.0 if moved is None else moved
     main_moved = moved if training.use_precision_aware_optimizer else 0
-    chunks = model.config.pipeline_plan().chunks[pp]
     peak = _peak(model, chunks, pp)
     if not model.on_gpu and counts.stepped:  # there the optimizer is one kernel
         largest = model.config.padded_vocab_size * model.config.hidden_size // model.sizes.layout.tp
@@ -304,14 +306,15 @@ def _peak(model: Model, chunks: tuple[PipelineChunk, ...], pp: int, *, worst: bo
 
 def walk(bytes_of: list[Bytes], order: Order, pp: int) -> Peak:
     """The fullest moment of the passes of rank ``pp``, whose chunks need ``bytes_of``."""
-    best, kept, count, most = Peak(0.0, 0.0, 0), 0.0, 0, 0
+    best, running, kept, count, most = 0.0, 0.0, 0.0, 0, 0
     for step in order.of_rank(pp):
         chunk = bytes_of[step.chunk]
+        taken = chunk.forward if step.forward else chunk.backward
         if step.forward:
             kept, count = kept + chunk.kept, count + 1
             most = max(most, count)
-        moment = Peak(kept, chunk.forward if step.forward else chunk.backward, most)
-        best = max(best, moment, key=Peak.total)
+        if kept + taken > best + running:
+            best, running = kept, taken
         if not step.forward:
             kept, count = kept - chunk.kept, count - 1
-    return replace(best, in_flight=most)
+    return Peak(best, running, most)

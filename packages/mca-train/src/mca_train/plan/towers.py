@@ -3,11 +3,15 @@
 Towers are transformers' own classes and whole on every rank of the first stage. The lines were read off the dry run.
 """
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from math import isqrt
+from typing import TYPE_CHECKING, Literal
 
 from mca_config.errors import UsageError
 from mca_config.model_config import McaModelConfig
+from mca_config.types import Values
 from mca_train.plan.sizes import SINGLE, Line, Sizes
 
 if TYPE_CHECKING:
@@ -15,15 +19,44 @@ if TYPE_CHECKING:
 
 PIXELS = 448
 """The side of an image unless a plan is told otherwise."""
-_GATED, _IN_FULL = ("qwen2_5_vl_vision", "glm4v_vision", "glm4v_moe_vision"), ("qwen2_vl_vision",)
-"""Towers with a gated MLP and norms in fp32; those with an approximate GELU that keeps its factors."""
+Form = Literal["patches", "tiles", "sizes"]
+"""What a tower takes: a grid of patches, images of one size, or images with their sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    """Numbers that a layer of a tower keeps of each patch.
+
+    Args:
+        attention: Times the hidden size: q, k, v as projected, q and k rotated, output, and joined.
+        inner: Times the size inside the MLP.
+        single: Of both norms, times the hidden size, in fp32; inputs and outputs of both are kept too.
+    """
+
+    attention: int = 7
+    inner: int = 2
+    single: int = 0
+
+
+_GATED = _Block(inner=4, single=2)
+_BLOCKS = {
+    "qwen2_5_vl_vision": _GATED,
+    "glm4v_vision": _GATED,
+    "glm4v_moe_vision": _GATED,
+    "qwen2_vl_vision": _Block(inner=3),  # an approximate GELU that keeps its factors
+    "siglip_vision_model": _Block(attention=4),  # not rotated, and joined as it comes
+    "internvl_vision": _Block(attention=6),  # the same, and what is scaled of attention and MLP
+    "pixtral": _Block(attention=4, inner=4, single=2),
+}
+"""Of other towers than Qwen3-VL's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tower:
-    """The sizes of a vision tower that takes a grid of patches."""
+    """The sizes of a vision tower."""
 
     kind: str
+    form: Form
     depth: int
     hidden: int
     inner: int
@@ -37,32 +70,59 @@ class Tower:
     """Numbers of a patch."""
     projectors: int
     """What features come from: the tower's end, and those of its layers that are added inside the text model."""
+    side: int | None
+    """Pixels along a side of every image or tile; None: any."""
 
     @classmethod
     def of(cls, config: McaModelConfig) -> "Tower | None":
-        """That of a model; None: it has none, or one that takes images otherwise."""
-        found = (config.vision or {}).get("vision_config")
-        if found is None or config.vision is None or "image_token_id" not in config.vision:
+        """That of a model; None: it has none, or one that is not known."""
+        if config.vision is None or "vision_config" not in config.vision:
             return None
-        import transformers
-
-        known = transformers.AutoConfig.for_model(config.model_type, vision_config=dict(found))
-        sizes = known.vision_config.to_dict()
-        if not {"depth", "spatial_merge_size", "temporal_patch_size"} <= sizes.keys():
+        sizes = _sizes(config.model_type, config.vision["vision_config"])
+        if {"depth", "spatial_merge_size", "temporal_patch_size"} <= sizes.keys():
+            form, side, merge = "patches", None, sizes["spatial_merge_size"]
+        elif sizes["model_type"] in _BLOCKS:
+            form, side, merge = _of_pictures(config.vision, sizes)
+        else:
             return None
-        hidden = sizes.get("embed_dim") or sizes["hidden_size"]
-        patch = sizes["patch_size"]
+        hidden, patch = sizes.get("embed_dim") or sizes["hidden_size"], _one(sizes["patch_size"])
         return cls(
             kind=sizes["model_type"],
-            depth=sizes["depth"],
+            form=form,
+            depth=sizes.get("depth") or sizes["num_hidden_layers"],
             hidden=hidden,
             inner=sizes.get("intermediate_size") or hidden * sizes["mlp_ratio"],
             features=sizes.get("out_hidden_size") or sizes["hidden_size"],
-            merge=sizes["spatial_merge_size"],
+            merge=merge,
             patch=patch,
-            values=sizes.get("in_channels", 3) * sizes["temporal_patch_size"] * patch**2,
+            values=sizes.get("in_channels", 3) * sizes.get("temporal_patch_size", 1) * patch**2,
             projectors=1 + config.deepstack_layers,
+            side=side,
         )
+
+
+def _sizes(model_type: str, vision: Values) -> Values:
+    """A tower's configuration, with what it does not say."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    kind = CONFIG_MAPPING[model_type].sub_configs["vision_config"]
+    given = copy.deepcopy(dict(vision))
+    found: Values = (AutoConfig.for_model(**given) if kind is AutoConfig else kind(**given)).to_dict()
+    return found
+
+
+def _of_pictures(vision: Values, sizes: Values) -> tuple[Form, int | None, int]:
+    """Form, pixels along a side and patches along that of a token, of towers that take whole images."""
+    if sizes["model_type"] == "pixtral":
+        return "sizes", None, vision.get("spatial_merge_size", 2)
+    side = _one(sizes["image_size"])
+    tokens = vision.get("mm_tokens_per_image") or vision.get("image_seq_length", 256)
+    return "tiles", side, side // _one(sizes["patch_size"]) // isqrt(tokens)
+
+
+def _one(size: int | Sequence[int]) -> int:
+    """Of a square."""
+    return size if isinstance(size, int) else size[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +169,10 @@ class Images:
         merged = patches * tower.hidden * sizes.width
         found = []
         if "vision" in self.trained:
-            found = [Line("vision tower", tower.depth * self._block(sizes), f"transformers: {tower.kind}")]
+            kept = tower.depth * self._block(sizes)
+            if tower.form == "sizes":  # which patches are of one image
+                kept += patches**2 * sizes.width
+            found = [Line("vision tower", kept, f"transformers: {tower.kind}")]
             found.append(Line("patches", patches * tower.values * sizes.width, f"transformers: {tower.kind}"))
         if self.trained & {"vision", "projector"}:
             found.append(Line("projector", 4 * tower.projectors * merged, f"transformers: {tower.kind}"))
@@ -117,15 +180,9 @@ class Images:
 
     def _block(self, sizes: Sizes) -> float:
         tower, patches, width = self.tower, float(sizes.sequences * self.patches), sizes.width
-        attention = 7 * tower.hidden * width  # q, k, v as projected, q and k rotated, output, and joined
-        norms = 2 * 2 * tower.hidden * width  # input and output
-        inner = 2 * tower.inner * width
-        if tower.kind in _GATED:
-            norms = 2 * tower.hidden * (SINGLE + 2 * width)
-            inner = 4 * tower.inner * width
-        elif tower.kind in _IN_FULL:
-            inner = 3 * tower.inner * width
-        return patches * (attention + norms + inner)
+        block = _BLOCKS.get(tower.kind, _Block())
+        norms = (4 * width + block.single * SINGLE) * tower.hidden
+        return patches * (block.attention * tower.hidden * width + norms + block.inner * tower.inner * width)
 
     def running(self, sizes: Sizes) -> float:
         """What the forward pass of the tower takes at its worst moment if it keeps nothing."""
@@ -160,11 +217,21 @@ def images_of(
     if tower is None:
         if count or pixels:
             raise UsageError(
-                f"--images: a {config.model_type} model has no vision tower that takes a grid of patches, or this "
-                "kind of run takes no images; leave it out"
+                f"--images: a {config.model_type} model has no vision tower whose sizes are known, or this kind of "
+                "run takes no images; leave it out"
             )
         return None
-    asked = Images(tower=tower, count=1 if count is None else count, pixels=pixels or PIXELS, trained=trained)
+    if tower.side and pixels not in (None, tower.side):
+        raise UsageError(
+            f"--image_size {pixels}: images of {config.model_type}, or their tiles, are all of {tower.side} pixels; "
+            "leave it out, and count tiles by --images"
+        )
+    asked = Images(
+        tower=tower,
+        count=1 if count is None else count,
+        pixels=pixels or tower.side or PIXELS,
+        trained=trained,
+    )
     needed = asked.count * (asked.tokens + 1)
     if needed > seq_length:
         if count is None and pixels is None:

@@ -1,0 +1,37 @@
+"""Towers of published models, and the images that a plan counts for them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mca_config.errors import UsageError
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import config_from_hf
+from mca_train.plan.towers import Tower, images_of
+
+DATA = Path(__file__).parents[3] / "mca-models/tests/data/vision_configs"
+
+
+def published(name: str) -> McaModelConfig:
+    return config_from_hf(json.loads((DATA / f"{name}.json").read_text()))
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("*.json")), ids=lambda path: path.stem)
+def test_every_published_tower_is_known(path: Path) -> None:
+    tower = Tower.of(published(path.stem))
+    assert tower is not None
+    assert tower.depth > 10 and tower.hidden > 1000
+
+
+@pytest.mark.parametrize(("name", "pixels"), [("gemma-3-27b", 896), ("internvl3-78b", 448)])
+def test_images_of_one_size_are_256_tokens_each(name: str, pixels: int) -> None:
+    config = published(name)
+    found = images_of(config, frozenset(), 4096, takes=True, count=3)
+    assert found is not None
+    assert (found.count, found.pixels, found.tokens) == (3, pixels, 256)
+    assert images_of(config, frozenset(), 4096, takes=True, pixels=pixels) is not None
+    with pytest.raises(
+        UsageError, match=f"^--image_size 300: images .* are all of {pixels} pixels; leave it out"
+    ):
+        images_of(config, frozenset(), 4096, takes=True, pixels=300)
