@@ -1,8 +1,11 @@
-"""Rows with pictures through ``mca-train sft``: losses, and what is trained, are transformers' on every layout."""
+"""Rows with pictures through ``mca-train``: losses, and what is trained, are transformers' on every layout.
+
+``MCA_EVERY_LAYOUT=1`` runs more families, kinds and layouts.
+"""
 
 import json
-import os
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 import transformers
 
 import forked_cli
+from layouts import EVERY
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "packages" / "mca-models" / "tests"))
 import tiny_vision
@@ -19,7 +23,7 @@ import tiny_vision
 pytestmark = pytest.mark.ranks
 
 STEPS, RATE, VISION, PROJECTOR = 3, 1e-3, 5e-4, 2e-3
-CASES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5") if os.environ.get("MCA_EVERY_LAYOUT") else ("qwen2_5_vl",)
+CASES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5") if EVERY else ("qwen2_5_vl",)
 PICTURES = {"small": (16, 16), "wide": (24, 16), "tall": (16, 40)}
 ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("<image>what, beside <image>?", ("small", "wide"), "red"),
@@ -27,6 +31,10 @@ ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("see <image>", ("tall",), "blue"),
     ("<image>?", ("wide",), "green it is"),
 )
+GOOD = (True, False, True, True)
+Row = dict[str, torch.Tensor]
+"""What transformers takes of one, with labels."""
+Said = Callable[[Row], torch.Tensor]
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -47,20 +55,24 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     processor().save_pretrained(folder / "model")
     for number, (name, size) in enumerate(PICTURES.items()):
         draw(folder / f"{name}.png", *size, colour=(60 * number, 200 - 50 * number, 90))
-    with (folder / "rows.jsonl").open("w") as file:
-        for asked, pictures, said in ROWS:
-            turns = [{"from": "human", "value": asked}, {"from": "gpt", "value": said}]
-            file.write(
-                json.dumps({"conversations": turns, "images": [f"{name}.png" for name in pictures]}) + "\n"
-            )
-    with (folder / "pairs.jsonl").open("w") as file:
-        for asked, pictures, said in ROWS:
-            turns = {"prompt": [{"role": "user", "content": asked}]}
-            turns |= {
-                side: [{"role": "assistant", "content": answer}] for side, answer in _answers(said).items()
-            }
-            file.write(json.dumps({**turns, "images": [f"{name}.png" for name in pictures]}) + "\n")
+    for kind, rows in _files().items():
+        (folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+def _files() -> dict[str, list[dict[str, Any]]]:
+    """The rows of each kind of run."""
+    found: dict[str, list[dict[str, Any]]] = {"sft": [], "dpo": [], "kto": [], "pretrain": []}
+    for (asked, pictures, said), good in zip(ROWS, GOOD, strict=True):
+        images = {"images": [f"{name}.png" for name in pictures]}
+        turns = [{"from": "human", "value": asked}, {"from": "gpt", "value": said}]
+        found["sft"].append({"conversations": turns, **images})
+        prompt = {"prompt": [{"role": "user", "content": asked}], **images}
+        sides = {side: [{"role": "assistant", "content": answer}] for side, answer in _answers(said).items()}
+        found["dpo"].append({**prompt, **sides})
+        found["kto"].append({**prompt, "completion": sides["chosen"], "label": good})
+        found["pretrain"].append({"text": f"{asked} {said}", **images})
+    return found
 
 
 def _answers(said: str) -> dict[str, str]:
@@ -70,7 +82,7 @@ def _answers(said: str) -> dict[str, str]:
 def _trained(folder: Path, name: str, *words: str, kind: str = "sft") -> list[dict[str, float]]:
     run = {
         "model_name_or_path": str(folder / "model"),
-        "train_file": str(folder / ("rows.jsonl" if kind == "sft" else "pairs.jsonl")),
+        "train_file": str(folder / f"{kind}.jsonl"),
         "output_dir": str(folder / name),
         "seq_length": 128,
         "max_steps": STEPS,
@@ -91,20 +103,26 @@ def _trained(folder: Path, name: str, *words: str, kind: str = "sft") -> list[di
     return [log for line in lines if "loss" in (log := json.loads(line))]
 
 
-def _inputs(folder: Path, asked: str, pictures: tuple[str, ...], said: str) -> dict[str, torch.Tensor]:
-    """What transformers takes of a row; placeholders are written out in its text."""
+def _inputs(folder: Path, asked: str, pictures: tuple[str, ...], said: str) -> Row:
+    """What transformers takes of a row."""
+    prompt = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+    return _encoded(folder, prompt, pictures, f"{said}<|im_end|>\n")
+
+
+def _encoded(folder: Path, text: str, pictures: tuple[str, ...], said: str) -> Row:
+    """The same of a text whose last part is trained on; placeholders are written out in it."""
     from drawn_images import MARKS, processor
     from PIL import Image
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    text, found = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n", {}
+    found: Row = {}
     if pictures:
         images = [Image.open(folder / f"{name}.png") for name in pictures]
         found = dict(processor()(images=images, return_tensors="pt"))
         for grid in found["image_grid_thw"]:
             pads = MARKS[1] * int(grid.prod() // 4)
             text = text.replace("<image>", MARKS[0] + pads + MARKS[2], 1)
-    prompt, whole = (tokenizer(words)["input_ids"] for words in (text, f"{text}{said}<|im_end|>\n"))
+    prompt, whole = (tokenizer(words)["input_ids"] for words in (text, f"{text}{said}"))
     ids = torch.tensor([whole])
     labels = ids.masked_fill(torch.arange(len(whole)) < len(prompt), -100)
     return {"input_ids": ids, "labels": labels, "mm_token_type_ids": (ids == 261).int(), **found}
@@ -153,6 +171,16 @@ def _worst(found: Path, model: Any) -> tuple[float, str]:
     return max((float((theirs[name] - x).detach().abs().max()), name) for name, x in model.named_parameters())
 
 
+def _answers_alike(found: Path, model: Any, folder: Path) -> None:
+    """transformers makes of an export's directory, of rows with pictures, the logits of ``model``."""
+    other = transformers.AutoModelForImageTextToText.from_pretrained(found, attn_implementation="eager")
+    for row in ROWS:
+        inputs = {name: x for name, x in _inputs(folder, *row).items() if name != "labels"}
+        with torch.no_grad():
+            theirs, ours = model(**inputs).logits, other(**inputs).logits
+        assert torch.allclose(ours, theirs, atol=2e-4, rtol=0), float((ours - theirs).abs().max())
+
+
 def test_all_parts_train_as_in_transformers(folder: Path) -> None:
     losses, model = _expected(folder)
     logs = _trained(folder, "one", *ALL, "--dataloader_num_workers", "1")
@@ -169,11 +197,12 @@ def test_the_same_on_four_ranks_packed_and_resumed(folder: Path) -> None:
     logs = _trained(folder, "four", *ALL, *SPLIT, *packed, *saving, "--resume_from_checkpoint", "auto")
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
     assert _worst(folder / "four" / "hf", model)[0] < 2e-5
+    _answers_alike(folder / "four" / "hf", model, folder)
 
 
 def test_replicas_with_and_without_an_image_reduce_gradients_in_one_order(folder: Path) -> None:
     losses, model = _expected(folder)
-    lines = (folder / "rows.jsonl").read_text().splitlines()
+    lines = (folder / "sft.jsonl").read_text().splitlines()
     late = folder / "late.jsonl"  # the row without an image is in the last micro-batch of one replica
     late.write_text("".join(lines[number] + "\n" for number in (0, 2, 1, 3)))
     overlap = ("--train_file", str(late), "--local_ranks", "2", "--overlap_grad_reduce")
@@ -183,30 +212,35 @@ def test_replicas_with_and_without_an_image_reduce_gradients_in_one_order(folder
     assert _worst(folder / "overlap" / "hf", model)[0] < 2e-5
 
 
-def _pair_losses(folder: Path) -> list[float]:
-    """The losses of steps of DPO that transformers makes in one process."""
+def _said(model: Any, row: Row) -> torch.Tensor:
+    """The log-probability of the answer in a row."""
+    labels = row["labels"][0, 1:]
+    logits = model(**{k: v for k, v in row.items() if k != "labels"}).logits[0, :-1]
+    return -torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+
+def _stepped(folder: Path, loss: Callable[[Said, Said], torch.Tensor]) -> list[float]:
+    """The losses of steps that transformers makes in one process.
+
+    Args:
+        folder: The fixture's.
+        loss: Of a step, from what says an answer's log-probability, and by how much it has grown.
+    """
     model, frozen = (
         transformers.AutoModelForImageTextToText.from_pretrained(
             folder / "model", attn_implementation="eager"
         )
         for _ in range(2)
     )
-
-    def said(model: Any, row: dict[str, torch.Tensor]) -> torch.Tensor:
-        labels = row["labels"][0, 1:]
-        logits = model(**{k: v for k, v in row.items() if k != "labels"}).logits[0, :-1]
-        return -torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-
     optimizer, losses = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0), []
-    rows = [(asked, pictures, _answers(answer)) for asked, pictures, answer in ROWS]
+
+    def gained(row: Row) -> torch.Tensor:
+        with torch.no_grad():
+            before = _said(frozen, row)
+        return _said(model, row) - before
+
     for _ in range(STEPS):
-        total = torch.zeros(())
-        for asked, pictures, answers in rows:
-            both = [_inputs(folder, asked, pictures, answers[side]) for side in ("chosen", "rejected")]
-            with torch.no_grad():
-                before = [said(frozen, each) for each in both]
-            better, worse = (said(model, each) - old for each, old in zip(both, before, strict=True))
-            total = total - torch.nn.functional.logsigmoid(0.1 * (better - worse)) / len(rows)
+        total = loss(lambda row: _said(model, row), gained)
         optimizer.zero_grad()
         total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -215,15 +249,98 @@ def _pair_losses(folder: Path) -> list[float]:
     return losses
 
 
+def _pair_losses(folder: Path) -> list[float]:
+    """Those of DPO."""
+    pairs = [
+        [_inputs(folder, asked, pictures, answer) for answer in _answers(said).values()]
+        for asked, pictures, said in ROWS
+    ]
+
+    def loss(_: Said, gained: Said) -> torch.Tensor:
+        margins = torch.stack([gained(better) - gained(worse) for better, worse in pairs])
+        return -torch.nn.functional.logsigmoid(0.1 * margins).mean()
+
+    return _stepped(folder, loss)
+
+
+def _judged_losses(folder: Path) -> list[float]:
+    """Those of KTO, whose ``kl`` is measured on the answers to the rows before."""
+    own = [_inputs(folder, *row) for row in ROWS]
+    others = [_inputs(folder, *row[:2], ROWS[number - 1][2]) for number, row in enumerate(ROWS)]
+    signs = torch.tensor(GOOD).float() * 2 - 1
+
+    def loss(_: Said, gained: Said) -> torch.Tensor:
+        with torch.no_grad():
+            kl = torch.stack([gained(row) for row in others]).mean().clamp(min=0)
+        away = torch.stack([gained(row) for row in own]) - kl
+        return (1 - torch.sigmoid(signs * away)).mean()
+
+    return _stepped(folder, loss)
+
+
+def _text_losses(folder: Path) -> list[float]:
+    """Those of a block of all texts."""
+    text = "".join(f"{asked} {said}<|eos|>" for asked, _, said in ROWS)
+    row = _encoded(folder, text, tuple(name for _, names, _ in ROWS for name in names), "")
+    row["labels"] = row["input_ids"].masked_fill(row["input_ids"] == 261, -100)
+    count = int((row["labels"][0, 1:] != -100).sum())
+    return _stepped(folder, lambda said, _: -said(row) / count)
+
+
+LAYOUTS = {
+    "one": (),
+    "tp2": ("--tensor_model_parallel_size", "2", "--sequence_parallel"),
+    "tp2-pp2": SPLIT,
+    "cp2": ("--context_parallel_size", "2"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS if EVERY else ["tp2"])
+def test_judged_answers_to_pictures_train_as_in_transformers(layout: str, folder: Path) -> None:
+    told = ("--freeze", "[]", "--kto_beta", "1", "--save_hf_model", "false", *LAYOUTS[layout])
+    logs = _trained(folder, f"judged-{layout}", *told, kind="kto")
+    losses = _judged_losses(folder)
+    assert abs(losses[-1] - losses[0]) > 0.01
+    assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.skipif(not EVERY, reason="MCA_EVERY_LAYOUT=1 runs it")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_texts_with_pictures_train_as_in_transformers(layout: str, folder: Path) -> None:
+    alone = (
+        "--per_device_train_batch_size",
+        "1",
+        "--gradient_accumulation_steps",
+        "1",
+        "--seq_length",
+        "400",
+    )
+    told = ("--freeze", "[]", "--save_hf_model", "false", *alone, *LAYOUTS[layout])
+    logs = _trained(folder, f"texts-{layout}", *told, kind="pretrain")
+    losses = _text_losses(folder)
+    assert [log["image_tokens"] for log in logs] == [(4 + 6) + 10 + 6] * STEPS
+    assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.skipif(not EVERY, reason="MCA_EVERY_LAYOUT=1 runs it")
+@pytest.mark.parametrize("layout", [*LAYOUTS, "dp2"])
+def test_a_stream_of_pictures_trains_as_in_transformers(layout: str, folder: Path) -> None:
+    losses, _ = _expected(folder)
+    split = LAYOUTS.get(layout, ("--local_ranks", "2", "--gradient_accumulation_steps", "1"))
+    told = (*ALL, "--streaming", "true", "--save_hf_model", "false", *split)
+    logs = _trained(folder, f"stream-{layout}", *told)
+    assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
+
+
 def test_pairs_with_pictures_are_compared_as_in_transformers(folder: Path) -> None:
-    split = ("--tensor_model_parallel_size", "2", "--sequence_parallel")
+    split = LAYOUTS["tp2"]
     logs = _trained(folder, "pairs", "--freeze", "[]", *split, "--save_hf_model", "false", kind="dpo")
     losses = _pair_losses(folder)
     assert abs(losses[-1] - losses[0]) > 0.01
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.skipif(not os.environ.get("MCA_EVERY_LAYOUT"), reason="MCA_EVERY_LAYOUT=1 runs it")
+@pytest.mark.skipif(not EVERY, reason="MCA_EVERY_LAYOUT=1 runs it")
 def test_the_text_part_may_be_frozen(folder: Path) -> None:
     """The last stage has nothing to train then, and one row in four has no image."""
     losses, model = _expected(folder, "language")

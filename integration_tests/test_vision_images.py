@@ -41,7 +41,6 @@ ALWAYS = (
     ("gemma3", "pp2recompute"),
     ("qwen3_5_moe", "tp2ep2etp1"),
 )
-STEPS, RATE, CLIP = 3, 1e-3, 0.05
 GRID = [
     (case, layout)
     for cases, layouts in ((DENSE, DENSE_LAYOUTS), (SPARSE, SPARSE_LAYOUTS))
@@ -89,6 +88,7 @@ def of_all_parts(reference: Mixed, layout: str, **of_ddp: Any) -> tuple[Any, lis
     from mca_models.megatron import AutoModel
 
     settings: dict[str, Any] = {"calculate_per_token_loss": True, "moe_aux_loss_coeff": 0.0}
+    settings["moe_router_bias_update_rate"] = 0.0  # transformers leaves the bias of experts as it is
     if "recompute" in layout:
         settings |= {
             "recompute_granularity": "full",
@@ -135,26 +135,6 @@ def forward_backward(
         micro_batch_size=1,
         forward_only=False,
     )
-
-
-def stepped(reference: Mixed, layout: str, path: Path, *, shared: bool) -> list[float]:
-    """Three steps of Megatron's Adam with clipping, exported; the norms. Runs on every rank."""
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    model, chunks = of_all_parts(reference, layout, use_distributed_optimizer=shared)
-    config = OptimizerConfig(
-        optimizer="adam", lr=RATE, weight_decay=0.0, clip_grad=CLIP, use_distributed_optimizer=shared
-    )
-    optimizer = get_megatron_optimizer(config, chunks)
-    norms = []
-    for _ in range(STEPS):
-        for parameter in model.parameters():  # the plain optimizer hangs its gradients there
-            parameter.grad = None
-        forward_backward(reference, layout, model, chunks, [])
-        _, norm, _ = optimizer.step()
-        norms.append(float(norm))
-    model.save_pretrained_as_hf(path)
-    return norms
 
 
 def _of_replica(per_batch: int) -> list[range]:
@@ -365,23 +345,3 @@ def test_planted_faults_are_caught(fault: str, tmp_path: Path) -> None:
     if all(isinstance(found, list) for (found,) in each_rank):
         worst = worst_errors(reference.gradients, tmp_path / f"{case}-{layout}")
         assert worst[0][1] > 100 * TOLERANCE, worst
-
-
-@pytest.mark.parametrize(
-    ("case", "layout", "shared"), [("qwen2_5_vl", "tp2sp", True), ("qwen3_vl", "dp2", True)]
-)
-def test_three_clipped_steps_equal_transformers(case: str, layout: str, shared: bool, tmp_path: Path) -> None:
-    """The vision model counts once in the norm of all gradients, and moves with the rest."""
-    from test_gradient_parity import read
-
-    reference = mixed(case, tmp_path)
-    model, norms = vision_reference.stepped(case, reference, STEPS, RATE, CLIP)
-    model.save_pretrained(tmp_path / "theirs")
-    for found in run_ranks(2, stepped, reference, layout, tmp_path / "ours", shared=shared):
-        assert found == pytest.approx(norms, rel=1e-4)
-    before, theirs, ours = (read(tmp_path / name) for name in (case, "theirs", "ours"))
-    for name, right in theirs.items():
-        assert float((right - before[name]).abs().max()) > 0 or "position" in name, name
-        # where a gradient is next to nothing, Adam makes a step of its rounding errors
-        near = (ours[name] - right).abs() <= 0.02 * RATE
-        assert float(near.float().mean()) > 0.99, name

@@ -111,12 +111,20 @@ def mixed(case: str, folder: Path) -> Mixed:
     return Mixed(path, gradients, input_ids, images, where, losses.sum(1).detach())
 
 
+def logits_of(
+    model: Any, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
+) -> torch.Tensor:
+    """Of each token of each row."""
+    inputs = _for_transformers(model.config.model_type, input_ids, images)
+    found: torch.Tensor = model(input_ids=input_ids, use_cache=False, **inputs).logits
+    return found
+
+
 def losses_of(
     model: Any, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
 ) -> torch.Tensor:
     """Of each row, of each token but the last."""
-    inputs = _for_transformers(model.config.model_type, input_ids, images)
-    logits = model(input_ids=input_ids, use_cache=False, **inputs).logits
+    logits = logits_of(model, input_ids, images)
     targets = input_ids[:, 1:].flatten()
     losses = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="none")
     return losses.view(len(input_ids), -1)

@@ -1,0 +1,103 @@
+"""Models with images after three steps, and after an export, are transformers'.
+
+``MCA_EVERY_LAYOUT=1`` tests every family, and steps on more layouts.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import vision_reference
+from harness import run_ranks
+from layouts import EVERY
+from test_gradient_parity import read
+from test_vision_images import DENSE, SPARSE, forward_backward, of_all_parts
+from vision_reference import Mixed, mixed
+
+pytestmark = pytest.mark.ranks
+
+STEPS, RATE, CLIP = 3, 1e-3, 0.05
+
+
+def stepped(reference: Mixed, layout: str, path: Path, *, shared: bool) -> list[float]:
+    """Three steps of Megatron's Adam with clipping, exported; the norms. Runs on every rank."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    model, chunks = of_all_parts(reference, layout, use_distributed_optimizer=shared)
+    config = OptimizerConfig(
+        optimizer="adam", lr=RATE, weight_decay=0.0, clip_grad=CLIP, use_distributed_optimizer=shared
+    )
+    optimizer = get_megatron_optimizer(config, chunks)
+    norms = []
+    for _ in range(STEPS):
+        for parameter in model.parameters():  # the plain optimizer hangs its gradients there
+            parameter.grad = None
+        forward_backward(reference, layout, model, chunks, [])
+        _, norm, _ = optimizer.step()
+        norms.append(float(norm))
+    model.save_pretrained_as_hf(path)
+    return norms
+
+
+def exported(references: list[Mixed], folder: Path) -> None:
+    """Each model, read and written again. Runs on every rank."""
+    for reference in references:
+        model, _ = of_all_parts(reference, "tp2sp")
+        model.save_pretrained_as_hf(folder / f"{reference.path.name}-exported")
+
+
+def test_transformers_makes_the_same_of_an_export_and_images(tmp_path: Path) -> None:
+    cases = (*DENSE, *SPARSE) if EVERY else ("qwen3_vl", "gemma3")
+    references = [mixed(case, tmp_path) for case in cases]
+    run_ranks(2, exported, references, tmp_path)
+    for case, reference in zip(cases, references, strict=True):
+        path = tmp_path / f"{case}-exported"
+        model = transformers.AutoModelForImageTextToText.from_pretrained(
+            path, attn_implementation="eager"
+        ).eval()
+        with torch.no_grad():
+            found, right = (
+                vision_reference.logits_of(each, reference.input_ids, reference.images)
+                for each in (model, vision_reference.vision_model(case))
+            )
+        assert torch.equal(found, right), case
+        other = tuple(
+            {name: -x if name == "pixel_values" else x for name, x in each.items()}
+            for each in reference.images
+        )
+        with torch.no_grad():
+            assert not torch.equal(vision_reference.logits_of(model, reference.input_ids, other), right), case
+
+
+STEPPED = [("qwen2_5_vl", "tp2sp", True), ("qwen3_vl", "dp2", True)]
+if EVERY:
+    STEPPED = [
+        (case, layout, True) for case in (*DENSE, *SPARSE) for layout in ("tp2sp", "pp2", "cp2", "dp2")
+    ]
+    STEPPED += [("qwen2_5_vl", "tp2sp", False), ("gemma3", "dp2", False)]
+
+
+@pytest.mark.parametrize(("case", "layout", "shared"), STEPPED)
+def test_three_clipped_steps_equal_transformers(case: str, layout: str, shared: bool, tmp_path: Path) -> None:
+    """The vision model counts once in the norm of all gradients, and moves with the rest."""
+    reference = mixed(case, tmp_path)
+    model, norms = vision_reference.stepped(case, reference, STEPS, RATE, CLIP)
+    model.save_pretrained(tmp_path / "theirs")
+    # the gradients of a delta net are those of transformers to 1e-5, and Adam's third step is of their roundings too
+    within = 5e-4 if case.startswith("qwen3_5") else 1e-4
+    for found in run_ranks(2, stepped, reference, layout, tmp_path / "ours", shared=shared):
+        assert found == pytest.approx(norms, rel=within)
+    folders = (reference.path, tmp_path / "theirs", tmp_path / "ours", reference.gradients)
+    before, theirs, ours, gradients = (read(folder) for folder in folders)
+    unmoved = 0
+    for name, right in theirs.items():
+        gradient = gradients[name].abs() if "correction_bias" not in name else torch.zeros(1)
+        assert bool((right != before[name]).any()) == bool(gradient.any()), name
+        # where a gradient is next to nothing, Adam makes a step of its rounding errors
+        nothing = (gradient <= 1e-5 * gradient.max()).expand(right.shape)
+        near = ((ours[name] - right).abs() <= 0.02 * RATE) | nothing
+        assert float(near.float().mean()) > 0.99, name
+        unmoved += int(nothing.sum())
+    assert unmoved < 0.2 * sum(right.numel() for right in theirs.values())
