@@ -96,7 +96,7 @@ class Engine:
 
     def _stretches(self, fills: Sequence[Fill]) -> Iterator[Stretch]:
         for _, group in groupby(fills, lambda fill: id(fill.parts)):
-            jobs = [(fill, self._chunking.chunks(fill)) for fill in group]
+            jobs: Stretch = [(fill, self._chunking.chunks(fill)) for fill in group]
             if is_kept(jobs[0][0].parts, self._limits.computed_bytes):
                 yield jobs  # by one thread, which computes the parts once
                 continue

@@ -43,9 +43,8 @@ class Tile:
             scales: Where those of their blocks go.
         """
         shape, columns, size = weight.shape, weight.shape[1], weight.size
-        bits, wide, codes, signs = (
-            each[:size] for each in (self._bits, self._wide, self._codes, self._signs)
-        )
+        bits, wide = self._bits[:size], self._wide[:size]
+        codes, signs = self._codes[:size], self._signs[:size]
         largest = np.zeros(len(scales) * BLOCK, np.uint32)
         largest[:columns] = self._take_apart(weight, bits, signs)
         blocks = largest.reshape(-1, BLOCK).max(1).view(np.float32)
@@ -59,9 +58,8 @@ class Tile:
             np.maximum(exponents, self._lowest[:size], out=exponents)
             wide += _RAISED
             quotients += exponents
-        np.copyto(
-            codes, bits, casting="unsafe"
-        )  # steps within an exponent, and eight for each exponent below
+        # steps within an exponent, and eight for each exponent below
+        np.copyto(codes, bits, casting="unsafe")
         wide >>= 20
         steps = bits.view(np.uint8)[:size]
         np.copyto(steps, wide, casting="unsafe")
@@ -80,7 +78,7 @@ class Tile:
             np.right_shift(given, 8, out=halves.reshape(shape))
             np.copyto(signs, halves, casting="unsafe")
             np.bitwise_and(given, _SIGNLESS_HALF, out=halves.reshape(shape))
-            largest = halves.reshape(shape).max(0).astype(np.uint32) << 16
+            largest: NumpyArray = halves.reshape(shape).max(0).astype(np.uint32) << 16
             np.copyto(magnitudes, halves)
             magnitudes <<= 16
         else:

@@ -21,6 +21,8 @@ PIXELS = 448
 """The side of an image unless a plan is told otherwise."""
 Form = Literal["patches", "tiles", "sizes"]
 """What a tower takes: a grid of patches, images of one size, or images with their sizes."""
+Pictures = tuple[Form, int | None, int]
+"""Form, pixels along a side if that is always the same, and patches along a side of a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +82,12 @@ class Tower:
             return None
         sizes = _sizes(config.model_type, config.vision["vision_config"])
         if {"depth", "spatial_merge_size", "temporal_patch_size"} <= sizes.keys():
-            form, side, merge = "patches", None, sizes["spatial_merge_size"]
+            pictures: Pictures = "patches", None, sizes["spatial_merge_size"]
         elif sizes["model_type"] in _BLOCKS:
-            form, side, merge = _of_pictures(config.vision, sizes)
+            pictures = _of_pictures(config.vision, sizes)
         else:
             return None
+        form, side, merge = pictures
         hidden, patch = sizes.get("embed_dim") or sizes["hidden_size"], _one(sizes["patch_size"])
         return cls(
             kind=sizes["model_type"],
@@ -111,8 +114,8 @@ def _sizes(model_type: str, vision: Values) -> Values:
     return found
 
 
-def _of_pictures(vision: Values, sizes: Values) -> tuple[Form, int | None, int]:
-    """Form, pixels along a side and patches along that of a token, of towers that take whole images."""
+def _of_pictures(vision: Values, sizes: Values) -> Pictures:
+    """Of towers that take whole images."""
     if sizes["model_type"] == "pixtral":
         return "sizes", None, vision.get("spatial_merge_size", 2)
     side = _one(sizes["image_size"])
