@@ -82,6 +82,15 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", {"target_modules": [*LINEAR[:3], "dense", "fc1", "fc2"]}),
     "gptj": ("gptj", {"target_modules": [*LINEAR[:3], "out_proj", "fc_in", "fc_out"]}),
     "granitemoe_swa": ("granitemoe_swa", {"target_modules": LINEAR[:4], "target_parameters": BLOCK}),
+    "bamba": ("bamba", {"target_modules": ["in_proj", "out_proj", *LINEAR]}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {"target_modules": ["in_proj", "out_proj", "q_proj", "output_linear"], "target_parameters": BLOCK},
+    ),
+    "granitemoehybrid-dense": (
+        "granitemoehybrid-dense",
+        {"target_modules": ["in_proj", "out_proj", "q_proj", "input_linear", "output_linear"]},
+    ),
     "llama4_text": ("llama4_text", {"target_modules": [*LINEAR[:4], "shared_expert.up_proj"]}),
 }
 CASES |= ALIKE

@@ -1,6 +1,7 @@
 """Tiny random HF checkpoints of every supported family, made and saved by transformers itself."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,10 @@ DELTA_NET: dict[str, Any] = {
 MAMBA: dict[str, Any] = {
     **{"mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 4, "ssm_state_size": 5, "conv_kernel": 3},
     **{"time_step_min": 0.6, "layer_norm_epsilon": 1e-3, "head_dim": 8},  # steps of this size are shorter
+}
+BAMBA: dict[str, Any] = {
+    **{"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 5, "mamba_d_conv": 3, "head_dim": 8},
+    "time_step_limit": [0.6, math.inf],
 }
 SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 24}
 OLD_GROUPS: dict[str, Any] = {**GROUPED, "norm_topk_prob": False}
@@ -121,7 +126,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_shared_expert_intermediate_size": 24,
         },
     ),
-    "nemotron_h-dense": ("nemotron_h", {**MAMBA, "hybrid_override_pattern": "M-*M"}),
+    "nemotron_h-dense": ("nemotron_h", {**MAMBA, "hybrid_override_pattern": "M-M*"}),
     "deepseek_v3-no-q-lora": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": None}),
 }
 GRANITE: dict[str, Any] = CASES["granite"][1]
@@ -160,6 +165,28 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 10.0}},
     ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2}),
+    "bamba": (
+        "bamba",
+        {
+            **BAMBA,
+            "attn_layer_indices": [1, 3],
+            "rope_parameters": {"rope_theta": 1e3, "rope_type": "default"},
+        },
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            **{**BAMBA, **GRANITE, "layer_types": ["linear_attention", "full_attention"] * 2},
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+        },
+    ),
+    "granitemoehybrid-dense": (
+        "granitemoehybrid",
+        {
+            **{**BAMBA, **GRANITE, "layer_types": ["full_attention", "linear_attention"] * 2},
+            **{"shared_intermediate_size": 40, "position_embedding_type": "rope", "num_local_experts": 0},
+        },
+    ),
     "arcee": ("arcee", {"hidden_act": "relu2"}),
     "nemotron": ("nemotron", {"norm_eps": 1e-3}),
     "stablelm": ("stablelm", {"layer_norm_eps": 1e-3, "use_qkv_bias": True, "head_dim": 8}),

@@ -112,6 +112,11 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "or experts",
         "our state space layer",
     ),
+    "bamba": ("state space models (Mamba 2) in most layers", "our state space layer"),
+    "granitemoehybrid": (
+        "Granite 4: state space models (Mamba 2) in most layers; MLPs, or experts beside a shared one",
+        "our state space layer",
+    ),
     "stablelm": ("LayerNorms, partial rope", "our norms"),
     "starcoder2": ("LayerNorms, biases everywhere, an MLP without a gate", "our norms"),
     "jais2": ("LayerNorms, biases everywhere, squared ReLUs", "our norms"),
@@ -205,8 +210,7 @@ _REASONS: Mapping[str, str] = {
     "attention and MLP side by side, and one tensor for q, k, v that lies in shares of tensor ranks": "codegen",
     "scores beside attention and MLP that have biases of another kind": "gpt_neox_japanese",
     "state-space or recurrent layers, alone or between attention layers": (
-        "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 recurrent_gemma rwkv xlstm "
-        "zamba zamba2"
+        "falcon_h1 falcon_mamba jamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2"
     ),
     "linear attention of another kind than the gated delta nets built here": (
         "bailing_hybrid kimi_linear minimax olmo_hybrid"

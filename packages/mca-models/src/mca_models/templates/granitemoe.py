@@ -1,6 +1,6 @@
 """Granite 3 with experts: HF ``GraniteMoeForCausalLM``: stacked experts, Granite's factors."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
@@ -44,22 +44,27 @@ def shared_mlp(config: McaModelConfig) -> list[Param]:
     ]
 
 
-def params(config: McaModelConfig) -> list[Param]:
-    """Every parameter of the model, in checkpoint order."""
+def expert_layers(config: McaModelConfig, layers: Sequence[int]) -> list[Param]:
+    """Experts, router and shared expert of ``layers``, with the norm before them."""
     router, fc1, fc2 = (BLOCK + name for name in (MEMORY if config.extra.get("fused_experts") else FILES))
     experts = [
         inner("mlp.experts.linear_fc1.weight{expert}", fc1, shard=GATED, stacked=True),
         inner("mlp.experts.linear_fc2.weight{expert}", fc2, shard=ROW, stacked=True),
     ]
     rules = [
-        *attention(config),
         inner("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
         inner("mlp.router.weight", router),
         *shared_mlp(config),
     ]
-    layers = range(config.num_layers)
     own = each(experts, layers=layers, experts=range(config.num_moe_experts or 0))
-    return [embedding(), *each(rules, layers=layers), *own, *head(config)]
+    return [*each(rules, layers=layers), *own]
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    layers = range(config.num_layers)
+    before = each(attention(config), layers=layers)
+    return [embedding(), *before, *expert_layers(config, layers), *head(config)]
 
 
 FAMILY = Family(

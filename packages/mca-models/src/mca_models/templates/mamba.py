@@ -3,15 +3,16 @@
 How such a layer is computed is known to `mca_models.megatron.families`.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
-from mca_config.types import FamilyConfig
-from mca_models.templates.common import inner
-from mca_models.templates.config_table import Field, Fixed
+from mca_config.types import FamilyConfig, JsonObject
+from mca_models.templates.common import attention, inner
+from mca_models.templates.config_table import Field, Fixed, HfConfig
 from mca_models.templates.gated_delta_net import fused
-from mca_models.weights import COLUMN, ROW, Param
+from mca_models.weights import COLUMN, ROW, Param, each
 
 SILU = Fixed("mamba_hidden_act", ("silu",), "what is convolved is activated by SiLU")
 PLAIN_STEPS = Fixed("mamba_proj_bias", (False,), "projections of state space layers have no biases")
@@ -27,6 +28,49 @@ def fields(*, heads: str, width: str, groups: str, state: str, conv: str, bias: 
         Field("mamba_conv_kernel_dim", conv, 4),
         Field("mamba_conv_bias", bias, True),
     )
+
+
+def fields_of_bamba() -> tuple[Field, ...]:
+    """Those sizes under the keys of Bamba, which other families share."""
+    return fields(
+        heads="mamba_n_heads",
+        width="mamba_d_head",
+        groups="mamba_n_groups",
+        state="mamba_d_state",
+        conv="mamba_d_conv",
+        bias="mamba_conv_bias",
+    )
+
+
+BAMBA = {"mamba_n_groups": 1, "mamba_d_state": 256, "mamba_n_heads": 128, "mamba_expand": 2}
+"""What absent keys mean there."""
+
+
+def as_in_bamba(hf: HfConfig) -> JsonObject:
+    """The width of a head, which need not be said, and the shortest step in time."""
+    heads, (least, most) = hf["mamba_n_heads"], hf.get("time_step_limit") or (0.0, math.inf)
+    require_groups(heads, hf["mamba_n_groups"])
+    if most not in (math.inf, {"__float__": "Infinity"}):
+        raise HfConfigError(
+            f"config.json: 'time_step_limit' ends at {most!r:.80}; supported: Infinity (steps in time have no upper "
+            "limit here)"
+        )
+    width = hf["mamba_expand"] * hf["hidden_size"] // heads
+    if hf.get("mamba_d_head", "auto") not in ("auto", None, width):
+        raise HfConfigError(
+            f"config.json: 'mamba_d_head' is {hf['mamba_d_head']!r:.80}; supported: {width}, which is mamba_expand "
+            "times hidden_size divided by mamba_n_heads"
+        )
+    return {"mamba_head_dim": width, "mamba_least_step": float(least)}
+
+
+def restored_as_in_bamba(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    inside = (config.mamba_num_heads or 0) * (config.mamba_head_dim or 0)
+    return {
+        "mamba_expand": inside // config.hidden_size,
+        "time_step_limit": [config.mamba_least_step, math.inf],
+    }
 
 
 def require_groups(heads: int, groups: int) -> None:
@@ -72,3 +116,10 @@ def mamba(config: McaModelConfig) -> list[Param]:
         inner("self_attention.norm.weight", "mamba.norm.weight", shard=COLUMN),
         inner("self_attention.out_proj.weight", "mamba.out_proj.weight", shard=ROW),
     ]
+
+
+def mixed_layers(config: McaModelConfig) -> Iterator[Param]:
+    """State space model or attention of every decoder layer."""
+    layers = range(config.num_layers)
+    yield from each(mamba(config), layers=[layer for layer in layers if config.is_mamba_layer(layer)])
+    yield from each(attention(config), layers=[layer for layer in layers if not config.is_mamba_layer(layer)])

@@ -1,0 +1,68 @@
+"""Bamba: HF ``BambaForCausalLM``: state space models in most layers, attention in those that are named, MLPs in all."""
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates.common import dense_mlp, embedding, head, renamed
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    NO_MLP_BIAS,
+    SILU,
+    ConfigTable,
+    Fixed,
+    HfConfig,
+    dense_fields,
+)
+from mca_models.templates.family import Family
+from mca_models.templates.mamba import (
+    BAMBA,
+    PLAIN_STEPS,
+    as_in_bamba,
+    fields_of_bamba,
+    mixed_layers,
+    restored_as_in_bamba,
+)
+from mca_models.weights import Param, each
+
+NAMES = {
+    "mlp.": "feed_forward.",
+    "post_attention_layernorm": "pre_ff_layernorm",
+    "model.norm": "model.final_layernorm",
+}
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Which layers have attention, and what their keys say of the others."""
+    named = hf.get("attn_layer_indices") or ()
+    kinds = tuple("full_attention" if i in named else "mamba" for i in range(hf["num_hidden_layers"]))
+    return {"layer_types": kinds, **as_in_bamba(hf)}
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    named = [layer for layer in range(config.num_layers) if not config.is_mamba_layer(layer)]
+    return {"attn_layer_indices": named, **restored_as_in_bamba(config)}
+
+
+CONFIG = ConfigTable(
+    fields=(*dense_fields(eps=1e-5), *fields_of_bamba()),
+    defaults={**BAMBA, "partial_rotary_factor": 0.5, "num_key_value_heads": 8, "pad_token_id": 0},
+    fixed=(
+        SILU,
+        NO_ATTENTION_BIAS,
+        NO_MLP_BIAS,
+        PLAIN_STEPS,
+        Fixed("z_loss_coefficient", (0.0, None), "logits have no loss of their own here"),
+    ),
+    derive=derive,
+    restore=restore,
+    partial_rotary=True,
+)
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    mlps = each(dense_mlp(config), layers=range(config.num_layers))
+    return renamed([embedding(), *mixed_layers(config), *mlps, *head(config)], NAMES)
+
+
+FAMILY = Family(model_type="bamba", architecture="BambaForCausalLM", config=CONFIG, params=params)

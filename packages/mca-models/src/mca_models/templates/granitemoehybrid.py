@@ -1,0 +1,90 @@
+"""Granite 4: HF ``GraniteMoeHybridForCausalLM``: Granite with state space layers, and MLPs or experts beside one."""
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates import granite
+from mca_models.templates.common import embedding, head, inner
+from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, Field, HfConfig
+from mca_models.templates.family import Family
+from mca_models.templates.granitemoe import expert_layers, found
+from mca_models.templates.mamba import (
+    BAMBA,
+    PLAIN_STEPS,
+    as_in_bamba,
+    fields_of_bamba,
+    hf_kinds,
+    legacy_kinds,
+    mixed_layers,
+    restored_as_in_bamba,
+)
+from mca_models.templates.moe import aux_loss, restore_aux_loss
+from mca_models.weights import GATED, ROW, Param, each
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """What each layer is, whether positions are rotated, and experts, if there are any."""
+    layers = hf["num_hidden_layers"]
+    kinds = legacy_kinds(hf.get("layer_types") or hf.get("layers_block_type") or ["mamba"] * layers)
+    values = {
+        **{"layer_types": kinds, **as_in_bamba(hf)},
+        "no_rope_freq": None if hf.get("position_embedding_type") == "rope" else (1,) * layers,
+    }
+    experts, shared = hf["num_local_experts"] or None, hf["shared_intermediate_size"]
+    if experts is None:
+        return {**values, "ffn_hidden_size": shared}
+    inside = {
+        "num_moe_experts": experts,
+        "moe_ffn_hidden_size": hf["intermediate_size"],
+        "moe_shared_expert_intermediate_size": shared,
+    }
+    return {**values, **inside, **aux_loss(hf)}
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    dense = config.num_moe_experts is None
+    return {
+        **{"layer_types": hf_kinds(config), **restored_as_in_bamba(config), **restore_aux_loss(config)},
+        "num_local_experts": config.num_moe_experts or 0,
+        "shared_intermediate_size": config.ffn_hidden_size
+        if dense
+        else config.moe_shared_expert_intermediate_size,
+        "position_embedding_type": None if config.no_rope_freq else "rope",
+    }
+
+
+CONFIG = ConfigTable(
+    fields=(
+        *granite.CONFIG.fields,
+        Field("moe_router_topk", "num_experts_per_tok"),
+        *fields_of_bamba(),
+    ),
+    defaults={
+        **{**BAMBA, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
+        **{"num_local_experts": 8, "shared_intermediate_size": 1024},
+    },
+    fixed=(SILU, NO_ATTENTION_BIAS, PLAIN_STEPS),
+    derive=derive,
+    restore=restore,
+)
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    layers = range(config.num_layers)
+    dense = [
+        inner("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
+        inner("mlp.linear_fc1.weight", "shared_mlp.input_linear.weight", shard=GATED),
+        inner("mlp.linear_fc2.weight", "shared_mlp.output_linear.weight", shard=ROW),
+    ]
+    after = expert_layers(config, layers) if config.num_moe_experts else each(dense, layers=layers)
+    return [embedding(), *mixed_layers(config), *after, *head(config)]
+
+
+FAMILY = Family(
+    model_type="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    config=CONFIG,
+    params=params,
+    found=found,
+)
