@@ -40,7 +40,7 @@ class Measured:
 
 def is_sparse(case: str) -> bool:
     """Whether the model of ``case`` has experts."""
-    return any(key in CASES[case][1] for key in _EXPERTS)
+    return any(CASES[case][1].get(key) for key in _EXPERTS)
 
 
 def measure_all(references: list[Reference], layouts: list[str]) -> dict[tuple[str, str], Measured]:

@@ -51,6 +51,8 @@ UNDRAWN = frozenset(
             "persimmon",
             "phi",
         ),
+        *("bamba", "granitemoehybrid", "granitemoehybrid-dense"),
+        *("nemotron_h", "nemotron_h-dense", "nemotron_h-latent"),
     }
 )
 """Families of which nobody has told yet which sizes go together."""
@@ -73,7 +75,7 @@ TYPES = ("mlp_layer_types", "layer_types")
 
 def is_sparse(base: str) -> bool:
     """Whether the model of ``base`` has experts."""
-    return any(key in FAMILY_CASES[base][1] for key in _EXPERTS)
+    return any(FAMILY_CASES[base][1].get(key) for key in _EXPERTS)
 
 
 def sizes(rng: random.Random, base: str) -> dict[str, Any]:
