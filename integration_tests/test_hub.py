@@ -100,7 +100,7 @@ def test_what_the_hub_refuses_is_one_line(name, private, told, hub, tmp_path):
     done = _convert(hub, tmp_path, "--checkpoint_path", name, "--output_path", "mca")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1, done.stderr
-    assert f"error: {name}: no directory of that name is here, and of the Hub: " in done.stderr
+    assert f"error: {name}: no such directory is here, and the Hub answered: " in done.stderr
     assert told in done.stderr
 
 
@@ -166,6 +166,6 @@ def test_training_starts_from_an_id(hub, tmp_path, monkeypatch, capsys):
     Path("run.yaml").write_text(Path("run.yaml").read_text().replace("org/model", "org/none"))
     assert main(["plan", "run.yaml"]) == 2
     assert (
-        "model_name_or_path: org/none: no directory of that name is here, and of the Hub"
+        "model_name_or_path: org/none: no such directory is here, and the Hub answered"
         in capsys.readouterr().err
     )

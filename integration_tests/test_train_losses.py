@@ -225,7 +225,7 @@ def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
         "a sample of the dataset has text; expected 'input_ids'",
         "data_collator made no tensor 'input_ids'",
         "OneNumber.compute_loss returned tensor(",
-        "eval_dataset has none called 'other'; it has: some",
+        "eval_dataset has no dataset 'other'; it has: some",
     ]
     for message, part in zip(told, expected, strict=True):
         assert part in message, message

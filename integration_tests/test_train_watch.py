@@ -255,5 +255,5 @@ def test_a_run_that_cannot_go_on_ends_before_it_saves_what_is_useless(checkpoint
         assert left == ["checkpoint-4", "checkpoint-8"]
         for name in ("large steps", "large steps in the end"):
             told, left = found[name]
-            assert "the model has become useless and is not saved; parameters that are not finite: " in told
+            assert "the model is broken and is not saved; parameters that are not finite: " in told
             assert left == []

@@ -271,7 +271,7 @@ class _failing_piece:
 
 def test_one_that_leaves_is_told_to_all(tmp_path: Path) -> None:
     found = run_ranks(4, misuse, make_reference("llama", tmp_path).path)
-    left = "rank {} failed or stopped taking weights before the last; all ranks must take them to the end"
+    left = "rank {} failed or stopped receiving weights before the last one; all ranks must run the loop to its end"
     for rank, said in enumerate(found):
         for options in ({"to": "none"}, {"dtype": "int8"}, {"bucket_bytes": 0}):
             assert said.pop(f"{options}")
@@ -306,7 +306,7 @@ def test_a_rank_that_dies_is_told_to_all(tmp_path: Path) -> None:
     said = {file.name: file.read_text() for file in tmp_path.iterdir() if file.is_file()}
     assert said.keys() == {"0", "1", "2"}
     for rank, text in said.items():
-        assert text.startswith(f"the stream of weights broke off on rank {rank}: another rank is gone (")
+        assert text.startswith(f"the stream of weights broke off on rank {rank}: another rank was lost (")
 
 
 def stream_and_measure(path: Path) -> tuple[int, int]:

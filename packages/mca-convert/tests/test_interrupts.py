@@ -65,7 +65,7 @@ def test_nothing_is_left(stage, number, tiny, tmp_path: Path, capsys, monkeypatc
     signalling(monkeypatch, "shutil.rmtree", others[0])  # again and again while it cleans up
     assert main(["--checkpoint_path", str(source), "--output_path", str(output)]) == 128 + number
     assert raised and not list(tmp_path.iterdir())
-    assert capsys.readouterr().err == f"{SIGNALS[number]}; nothing was left behind\n"
+    assert capsys.readouterr().err == f"{SIGNALS[number]}; nothing is left at the output path\n"
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
@@ -132,7 +132,7 @@ def test_while_it_imports(module, tmp_path: Path) -> None:
         text=True,
         cwd=tmp_path,
     )
-    assert (done.returncode, done.stderr) == (130, "interrupted; nothing was left behind\n")
+    assert (done.returncode, done.stderr) == (130, "interrupted; nothing is left at the output path\n")
 
 
 def test_what_is_ignored_stays_ignored(tiny, tmp_path: Path, monkeypatch) -> None:

@@ -52,7 +52,7 @@ def test_wrong_usage_is_one_line_and_2(words, message, capsys):
         ({"num_train_epochs": 0}, [], "num_train_epochs must be above 0"),
         ({}, ["--learning_rate", ".nan"], "learning_rate must be at least 0, not nan"),
         ({}, ["--save_strategy", "never"], "save_strategy must be no or steps"),
-        ({"ddp_backend": "mpi"}, [], "ddp_backend is 'mpi'; ranks of this machine talk over"),
+        ({"ddp_backend": "mpi"}, [], "ddp_backend is 'mpi'; ranks of this machine communicate over"),
         (
             {"lr_scheduler_type": "warmup_stable_decay"},
             [],
@@ -78,7 +78,7 @@ def test_wrong_usage_is_one_line_and_2(words, message, capsys):
         (
             {"load_best_model_at_end": True, "save_strategy": "no"},
             [],
-            "is true, but eval_strategy is no: no model is",
+            "is true, but eval_strategy is no, so there is no best model",
         ),
         ({}, ["--eval_file"], "eval_file must be a list, not True"),
     ],
@@ -192,7 +192,7 @@ def test_help_imports_nothing_heavy():
         (
             ">/dev/full",
             1,
-            "standard output cannot be written (No space left on device); what is said there is lost",
+            "standard output cannot be written (No space left on device); its output is lost",
         ),
         ("| true", 0, ""),
         ("2>&- >&- <&-", 0, ""),
@@ -309,7 +309,7 @@ def test_all_that_is_wrong_with_a_run_is_told_at_once_and_the_plan_tells_the_sam
     del wrong["eval_strategy"], wrong["tensor_model_parallel_size"], wrong["metric_for_best_model"]
     assert main(["plan", "sft", run(**wrong)]) == 0
     out = capsys.readouterr().out
-    assert "what stands in its way here:\n  - train_file: file /none.jsonl does not exist\n" in out
+    assert "missing on this machine:\n  - train_file: file /none.jsonl does not exist\n" in out
     assert not (tmp_path / "out").exists()
 
 

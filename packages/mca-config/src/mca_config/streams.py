@@ -47,7 +47,7 @@ class Forgiving:
         self.failed = True
         if self._name:
             reason = getattr(error, "strerror", None) or str(error)
-            sys.stderr.write(f"{self._name} cannot be written ({reason}); what is said there is lost\n")
+            sys.stderr.write(f"{self._name} cannot be written ({reason}); its output is lost\n")
 
     def flush(self) -> None:
         """Everything has been written."""

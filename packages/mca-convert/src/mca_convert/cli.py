@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception:
             if not interrupts.code:
                 raise  # else a library took the signal for something else
-        sys.stderr.write(f"{interrupts.word}; nothing was left behind\n")
+        sys.stderr.write(f"{interrupts.word}; nothing is left at the output path\n")
         return interrupts.code
 
 

@@ -215,4 +215,4 @@ def _naming(name: str) -> Iterator[None]:
     except Exception as error:  # whichever client the library uses has errors of its own
         known = [_WHY[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in _WHY]
         reason = known[0] if known else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise McaError(f"{name}: no directory of that name is here, and of the Hub: {reason}") from error
+        raise McaError(f"{name}: no such directory is here, and the Hub answered: {reason}") from error

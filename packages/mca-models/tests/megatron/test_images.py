@@ -27,7 +27,7 @@ def megatron(**settings: Any) -> SimpleNamespace:
     ("case", "layout", "change", "message"),
     [
         ("qwen3_vl", {}, {"vision": None}, "has no vision model"),
-        ("gemma3", {}, {"attn_logit_softcapping": 30.0}, "softcapping does not go with images"),
+        ("gemma3", {}, {"attn_logit_softcapping": 30.0}, "softcapping cannot be combined with images"),
         ("qwen3_5", {}, {"mtp_num_layers": 1}, "set mtp_num_layers to 0"),
         ("qwen3_vl", VIRTUAL, {}, "the first pipeline stage has 1 layers; .* the first 2"),
     ],

@@ -48,7 +48,7 @@ def test_an_engine_that_does_not_load_is_none_and_says_why(broken_engine):
     assert implementation_of(DistributingParallelArguments()) == "local"
     assert _device.no_engine() == "Transformer Engine does not load (ImportError: undefined symbol: _ZN3c10)"
     with pytest.raises(
-        McaError, match=r"does not load .*undefined symbol.*; mend that or set transformer_impl to"
+        McaError, match=r"does not load .*undefined symbol.*; fix that or set transformer_impl to"
     ):
         implementation_of(DistributingParallelArguments(transformer_impl="transformer_engine"))
 

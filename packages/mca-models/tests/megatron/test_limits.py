@@ -134,8 +134,8 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (SINKS, CP2, {**HALF, "cp_comm_type": "all_gather"}, "attention sinks"),
     (MLA, CP2, {**HALF, "cp_comm_type": "a2a"}, "no latent attention"),
     (DENSE, CP2, ENGINE, "no context parallelism in fp32"),
-    (DENSE, TP2, ENGINE | {"fp8": "hybrid", "fp8_param": True}, "fp8_param is not followed"),
-    (YARN, TP2, ENGINE | {"apply_rope_fusion": True}, "factor that rope_type yarn has on packed rows"),
+    (DENSE, TP2, ENGINE | {"fp8": "hybrid", "fp8_param": True}, "fp8_param is not supported"),
+    (YARN, TP2, ENGINE | {"apply_rope_fusion": True}, "factor of rope_type yarn on packed rows"),
     (INTERLEAVED, TP2, ENGINE | {"apply_rope_fusion": True}, "does not interleave"),
 ]
 

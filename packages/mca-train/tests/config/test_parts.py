@@ -42,7 +42,10 @@ def test_vision_and_projector_are_frozen_unless_told():
             "vision_learning_rate: an adapter has one learning rate",
             {"lora_rank": 4, "vision_learning_rate": 1.0},
         ),
-        ("freeze: the adapter of adapter_name_or_path says", {"adapter": "there", "freeze": []}),
+        (
+            "freeze: the adapter of adapter_name_or_path has its own settings",
+            {"adapter": "there", "freeze": []},
+        ),
         ("freeze: vision, projector, language are all", {"freeze": ["vision", "projector", "language"]}),
     ],
 )

@@ -118,7 +118,7 @@ WRONG = {
     "row 0: image .*broken.png is no image that PIL can read": asked({"type": "image", "path": "broken.png"}),
     "row 0: an image in base64, 'no base64'..., cannot": asked({"type": "image", "base64": "no base64"}),
     "row 0: a part of a message is a video; only text and images": asked({"type": "video", "path": "a.mp4"}),
-    "row 0: has videos, which are not trained on yet": {**asked(text("?")), "videos": ["a.mp4"]},
+    "row 0: has videos, which cannot be used": {**asked(text("?")), "videos": ["a.mp4"]},
     "row 0: the chat template makes 2 placeholders .* of 1 images": asked(
         {"type": "image", "path": "small.png"}, text(MARKS[1])
     ),
@@ -157,7 +157,7 @@ def test_models_and_kinds_that_take_no_images_say_so(tokenizer, folder):
     with pytest.raises(McaError, match="row 0: a qwen2_5_vl model takes no images"):
         load([row], tokenizer, folder, vision=False)
     column = {"text": "hello there <image>", "images": ["small.png"]}
-    with pytest.raises(McaError, match="mca-train pretrain with streaming takes no images yet"):
+    with pytest.raises(McaError, match="mca-train pretrain with streaming takes no images"):
         streamed([column], tokenizer, folder, kind="pretrain")
     with pytest.raises(
         McaError, match="row 0: a part of a message is an image; mca-train sft, dpo and kto take"

@@ -80,13 +80,13 @@ def test_blocks_of_texts_hold_images_whole(length, tokenizer, folder):
 
 
 def test_blocks_of_texts_name_what_is_wrong(tokenizer, folder):
-    with pytest.raises(McaError, match="train_file: an image has 6 tokens, more than a block's seq_length 5"):
+    with pytest.raises(McaError, match="train_file: an image has 6 tokens, more than seq_length 5"):
         load(TEXTS, tokenizer, folder, kind="pretrain", seq_length=5)
     wrong = [TEXTS[1], {"text": "none", "images": ["small.png"]}]
     with pytest.raises(McaError, match=r"^train_file, row 1: 0 places for images .* and 1 images"):
         load(wrong, tokenizer, folder, kind="pretrain")
     spelt = [TEXTS[0], {"text": f"what is {MARKS[1]}?", "images": []}]  # it would move every later image
-    with pytest.raises(McaError, match=r"^train_file, row 1: the text spells the image placeholder"):
+    with pytest.raises(McaError, match=r"^train_file, row 1: the text contains the image placeholder"):
         load(spelt, tokenizer, folder, kind="pretrain")
 
 

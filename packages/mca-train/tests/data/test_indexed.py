@@ -71,19 +71,21 @@ def test_files_that_do_not_belong_together_are_named(tmp_path):
         indexed_blocks(tmp_path / "a", 4, 3)
     data = (tmp_path / "a.bin").read_bytes()
     (tmp_path / "a.bin").write_bytes(data[:-2])
-    with pytest.raises(McaError, match=r"a\.bin: has 2 tokens, .*a\.idx tells of 3; one is damaged"):
+    with pytest.raises(McaError, match=r"a\.bin: has 2 tokens, .*a\.idx counts 3; one of them is damaged"):
         indexed_blocks(tmp_path / "a", 4, 300)
     (tmp_path / "a.idx").write_bytes(b"no index")
     with pytest.raises(McaError, match=r"a\.idx: cannot be read as an indexed dataset"):
         indexed_blocks(tmp_path / "a", 4, 300)
     Path(tmp_path / "a.idx").unlink()
     arguments = DataArguments(model_name_or_path="m", datasets=[{"path": str(tmp_path / "a.bin")}])
-    with pytest.raises(UsageError, match=r"a\.bin and .*a\.idx must both be there"):
+    with pytest.raises(UsageError, match=r"a\.bin and .*a\.idx must both exist"):
         load_mixture(TASKS["pretrain"], byte_tokenizer(), arguments, seed=0)
 
 
 def test_answers_are_not_learnt_from_tokens(tmp_path):
     write_indexed(tmp_path / "a", [[1, 2, 3]], 300)
     arguments = DataArguments(model_name_or_path="m", datasets=[{"path": str(tmp_path / "a")}])
-    with pytest.raises(UsageError, match="is an indexed dataset, of which mca-train sft learns nothing"):
+    with pytest.raises(
+        UsageError, match="is an indexed dataset, which only mca-train pretrain reads, not sft"
+    ):
         load_mixture(TASKS["sft"], byte_tokenizer(), arguments, seed=0)

@@ -237,7 +237,7 @@ def test_columns_of_several_files_must_go_together(tmp_path, streaming):
         return load_tokenized(TASKS["sft"], given, byte_tokenizer(), arguments())
 
     assert len(load("a", "other-id")) == 4
-    with pytest.raises(McaError, match=r"train_file: the columns of .* do not go together: ") as error:
+    with pytest.raises(McaError, match=r"train_file: the columns of .* cannot be combined: ") as error:
         load("a", "number")
     assert "\n" not in str(error.value)
     with pytest.raises(McaError, match="the same columns" if streaming else "messages must be a list"):

@@ -97,7 +97,7 @@ def test_sources_of_every_kind_are_read_and_columns_renamed(tmp_path):
     ("entries", "message"),
     [
         ([{"path": "a.jsonl"}, {"path": "b/a.jsonl"}], "datasets: two are called a; set name"),
-        ([{"path": "a", "weight": 1}, {"path": "b"}], "datasets: some have a weight and some have not"),
+        ([{"path": "a", "weight": 1}, {"path": "b"}], "datasets: some entries have a weight and some do not"),
         ([{"path": "a", "weigth": 1}], "datasets, entry 0: unknown key 'weigth'; did you mean 'weight'"),
         ([{"path": "a", "weight": 0}], "datasets, entry 0: weight is 0.0; expected a number above 0"),
         ([{"weight": 1}], "datasets, entry 0: missing path"),

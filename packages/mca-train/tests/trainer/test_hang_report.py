@@ -33,11 +33,12 @@ def test_who_does_something_else_than_to_wait_is_named():
 def test_who_is_silent_is_named_and_nobody_else_is_blamed():
     signs = [sign(rank, "barrier in a.py:1 (f)", waits=rank != 5) for rank in range(6)]
     assert told(signs, [3]) == (
-        "rank 3 on host3 gives no sign of life (stopped, or its machine is lost); its last was in the optimizer of "
-        "step 7, barrier in a.py:1 (f); 4 ranks (0, 1, 2, 4): waiting in barrier in a.py:1 (f)"
+        "rank 3 on host3 does not report any more (it is stopped, or its machine is lost); "
+        "its last report was in the optimizer of step 7, barrier in a.py:1 (f); "
+        "4 ranks (0, 1, 2, 4): waiting in barrier in a.py:1 (f)"
     )
     assert told([sign(0, "x"), None], []).startswith(
-        "rank 1: training has not begun there; rank 0: waiting in x"
+        "rank 1: training has not started there; rank 0: waiting in x"
     )
 
 

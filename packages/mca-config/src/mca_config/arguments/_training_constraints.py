@@ -30,8 +30,7 @@ def _overlap(args: TrainingOptions) -> list[str]:
         )
     if args.ddp_average_in_collective:
         problems.append(
-            "ddp_average_in_collective excludes calculate_per_token_loss, as which the loss is always computed; "
-            "remove it"
+            "ddp_average_in_collective excludes calculate_per_token_loss, which is always on; remove it"
         )
     if args.num_distributed_optimizer_instances not in (None, 1):
         problems.append(

@@ -69,7 +69,7 @@ def problems(settings: Values, given: Values) -> Iterator[str]:
     for name in settings:
         for why, patterns in _NOWHERE.items():
             if any(fnmatch(name, pattern) for pattern in patterns):
-                yield f"additional_configs: {name} is not followed ({why}); remove it"
+                yield f"additional_configs: {name} is not supported ({why}); remove it"
                 break
         else:
             for switch, patterns in _DETAILS.items():

@@ -42,7 +42,7 @@ class DistributingOptions:
         "Count the output layer and loss as one layer of the last stage when splitting evenly."
     )
     sequence_parallel: bool | None = switch(
-        "Cut activations outside the tensor-parallel matrices along the sequence. Turned on by itself when "
+        "Cut activations outside the tensor-parallel matrices along the sequence. Turned on automatically when "
         "tp and ep are both above 1."
     )
     microbatch_group_size_per_vp_stage: int | None = option(
@@ -77,7 +77,7 @@ class DistributingOptions:
         "Pad every expert's tokens up to its capacity; needs moe_expert_capacity_factor."
     )
     moe_token_drop_policy: Literal["probs", "position"] | None = option(
-        "Which tokens go first beyond capacity: the least probable, or the last."
+        "Which tokens are dropped first beyond capacity: the least probable, or the last."
     )
     moe_router_load_balancing_type: (
         Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] | None
@@ -99,7 +99,7 @@ class DistributingOptions:
         "Overlap one micro-batch's token travel with another's computation."
     )
     mtp_num_layers: int | None = option(
-        "Multi-token-prediction layers; 0 leaves those of the checkpoint out."
+        "Number of multi-token-prediction layers; 0 leaves out those of the checkpoint."
     )
     mtp_loss_scaling_factor: float | None = option("Weight of the multi-token-prediction loss.")
 
@@ -121,7 +121,7 @@ class DistributingOptions:
         "Accumulate weight gradients inside the matrix product; needs a CUDA extension."
     )
     cross_entropy_loss_fusion: bool | None = switch("Fuse the cross entropy over the vocabulary shards.")
-    cross_entropy_fusion_impl: Literal["native", "te"] | None = option("Whose fused cross entropy.")
+    cross_entropy_fusion_impl: Literal["native", "te"] | None = option("Which fused cross entropy is used.")
     fp8: Literal["e4m3", "hybrid"] | None = option(
         "Compute matrix products in fp8; needs Transformer Engine."
     )
@@ -202,7 +202,7 @@ class TrainingOptions(DistributingOptions):
     initial_loss_scale: float | None = option(
         "First value of fp16's dynamic loss scale; unset: 65536, as in Hugging Face."
     )
-    min_loss_scale: float | None = option("Least value of fp16's dynamic loss scale.")
+    min_loss_scale: float | None = option("Smallest value of fp16's dynamic loss scale.")
     loss_scale_window: float | None = option(
         "Steps without overflow before the dynamic loss scale is doubled."
     )
@@ -213,7 +213,7 @@ class TrainingOptions(DistributingOptions):
     )
     vision_learning_rate: float | None = option("Learning rate of the vision tower; unset: that of the rest.")
     projector_learning_rate: float | None = option(
-        "Learning rate of what makes the text's features of the tower's; unset: that of the rest."
+        "Learning rate of the projector between vision tower and text; unset: that of the rest."
     )
 
     sequence_packing: bool = option(
@@ -221,7 +221,7 @@ class TrainingOptions(DistributingOptions):
         default=False,
     )
     loss_chunk_size: int | None = option(
-        "Tokens of a micro-batch whose logits stand at once; the others' are computed again in the backward "
+        "Tokens of a micro-batch whose logits exist at once; logits are recomputed in the backward "
         "pass. Unset: all."
     )
     peak_tflops: float | None = option(
@@ -230,7 +230,7 @@ class TrainingOptions(DistributingOptions):
     profile: bool = option(
         "Record some steps with torch's profiler, for each rank, in output_dir/profile.", default=False
     )
-    profile_step_start: int = option("First step to profile, counted from where the run begins.", default=10)
+    profile_step_start: int = option("First step to profile, counted from the start of this run.", default=10)
     profile_step_end: int = option("Last step to profile.", default=12)
     profile_ranks: list[int] | None = option("Ranks to profile; unset: all.")
     ckpt_format: Literal["mca", "torch_dist"] = option(
@@ -242,9 +242,9 @@ class TrainingOptions(DistributingOptions):
     )
     save_hf_model: bool = option("Also write every saved model as a Hugging Face checkpoint.", default=False)
     load_broadcast: bool = option(
-        "Let one data-parallel replica read the weights and send them to the others.", default=False
+        "One data-parallel replica reads the weights and sends them to the others.", default=False
     )
     overwrite_output_dir: bool = option(
-        "Remove the checkpoints of another run in output_dir when one begins that does not resume; else it is refused.",
+        "Delete the checkpoints of another run in output_dir if this run does not resume; otherwise it is refused.",
         default=False,
     )

@@ -82,7 +82,7 @@ def report(result: Forecast) -> Iterator[str]:
     yield ""
     yield from (f"note: {note}" for note in result.notes)
     if not result.refusals:
-        yield "nothing stands in the way; nothing was written"
+        yield "nothing stands in the way of this conversion; nothing was written"
         return
     count = len(result.refusals)
     yield f"would be refused, {'for this reason' if count == 1 else f'for {count} reasons'}:"

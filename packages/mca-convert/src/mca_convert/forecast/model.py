@@ -81,7 +81,7 @@ def _open(path: Path, request: Request, kind: CheckpointKind, result: Forecast) 
         if kind.is_adapter:
             return None
     else:
-        result.notes.append("only config.json is there: sizes are what it promises, nothing was checked")
+        result.notes.append("there is only a config.json: sizes follow from it, and nothing was checked")
     result.config_only = True
     seen = list(result.refusals)
     config = result.attempt(lambda: McaModelConfig.load(path)) if is_mca(path) else None

@@ -58,7 +58,7 @@ class McaSource:
         family = family_of(self.config.model_type)
         if type(self.config) is not family.config.config_class:
             raise McaError(
-                f"{path / CONFIG}: kv_lora_rank is there, or not, unlike in a {family.model_type} model"
+                f"{path / CONFIG}: kv_lora_rank is set or missing, unlike in a {family.model_type} model"
             )
         self.params: Sequence[Param] = stored(family.params(self.config))
         self._infos = self._read_headers()
@@ -96,7 +96,9 @@ class McaSource:
         record = self.manifest.tensors[name]
         infos = [self._infos[file][name] for file in files]
         if record.files != tuple(files) or any(info.dtype != record.dtype for info in infos):
-            raise McaError(f"{self.folder / MANIFEST}: {name} is not as its files hold it; they are damaged")
+            raise McaError(
+                f"{self.folder / MANIFEST}: {name} differs from what its files hold; they are damaged"
+            )
         check_whole(param, record.shape, self.config, self.folder)
         side = cut_size(param, self.config.layout)
         return checked_parts(param, record.shape, side, infos, self.config.num_moe_experts or 0)

@@ -73,7 +73,7 @@ def copy_side_files(source: Path, target: Path) -> dict[str, int]:
     """Copies and syncs them; returns their sizes by name."""
     if others := sorted(entry.name for entry in source.iterdir() if entry.is_dir() and _is_left(entry.name)):
         logger.info(
-            "%s: not copied, as these folders are no part of the model: %s", source, ", ".join(others)
+            "%s: not copied, because these folders are not part of the model: %s", source, ", ".join(others)
         )
     files = side_files(source)
     return {

@@ -179,6 +179,6 @@ def _problems(document: Values) -> Iterator[str]:
         )
     unknown = [key for key, value in document.items() if value and key not in _REFUSED.keys() | _HARMLESS]
     for key in sorted(unknown):
-        yield f"{key} is not known here; a newer PEFT may mean something by it"
+        yield f"{key} is not known; a newer PEFT may have added it"
     if not (document.get("target_modules") or document.get("target_parameters")):
         yield "target_modules and target_parameters name nothing"

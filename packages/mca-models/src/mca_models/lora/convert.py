@@ -52,7 +52,7 @@ def open_adapter(path: Path, model: McaModelConfig | None = None) -> Adapter:
     if not is_mca_adapter(path):
         if model is None:
             raise McaError(
-                f"{path}: a PEFT adapter does not describe its base model; name that too (--checkpoint_path)"
+                f"{path}: a PEFT adapter does not describe its base model; name it too (--checkpoint_path)"
             )
         return open_peft(path, model)
     adapter = open_mca_adapter(path)

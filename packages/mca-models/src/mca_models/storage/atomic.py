@@ -132,8 +132,8 @@ class PartialDirectory:
             raise ValueError(f"{self.destination} was published or discarded before")
         if not self._folder.stands() or not _is_same(self.path, self._content):
             raise McaError(
-                f"{self.destination}: {self._folder.path} was removed or replaced while it was written; see what "
-                "else cleans up there, and convert again"
+                f"{self.destination}: {self._folder.path} was removed or replaced while it was written; find "
+                "out which program deletes files there, and convert again"
             )
         for name, nbytes in files.items():
             found = None
@@ -142,7 +142,8 @@ class PartialDirectory:
             if found != nbytes:
                 state = "is gone" if found is None else f"has {found} bytes"
                 raise McaError(
-                    f"{self.path / name}: {state}, {nbytes} were written; see what else writes there, and convert again"
+                    f"{self.path / name}: {state}, {nbytes} were written; find out which program writes there, "
+                    "and convert again"
                 )
         return self._folder
 
@@ -179,7 +180,7 @@ class PartialDirectory:
                 sync_directory(folder)
         except OSError as error:
             logger.warning(
-                "%s: is complete, but %s could not be synced (%s): see that it is still there after a power failure",
+                "%s: is complete, but %s could not be synced (%s): check that it still exists after a power failure",
                 self.destination,
                 self.destination.parent,
                 error.strerror,
@@ -218,7 +219,7 @@ def require_free(destination: Path, *, overwrite: bool) -> None:
         require_absent(destination)
     elif _taken_by(destination) is not None and _is_mount(_resolved(destination)):
         raise McaError(
-            f"{destination}: is a mount point, which cannot be exchanged; empty it or name a directory in it"
+            f"{destination}: is a mount point, which cannot be replaced; empty it or name a directory in it"
         )
 
 
@@ -296,8 +297,6 @@ def _lock(fd: int, directory: Path) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise McaError(
-            f"{directory}: another program holds it to write there; name another directory"
-        ) from None
+        raise McaError(f"{directory}: another program is writing there; name another directory") from None
     except OSError:
         return

@@ -148,7 +148,7 @@ class Family:
             extra["hf_duplicates"] = [spelling.of_text(name) for name in extra["hf_duplicates"]]
         if more := vision.more(config, spelling, names, shapes):
             logger.warning(
-                "%d tensors of the vision model are not known (%s); they are carried as they are",
+                "%d tensors of the vision model are not known (%s); they are copied unchanged",
                 len(more),
                 next(iter(more)),
             )

@@ -62,8 +62,8 @@ def predictions_left_behind(
     left = sorted(name for name in names if name.startswith(own))
     if left:
         logger.warning(
-            "%d tensors of prediction layers are left behind (%s, ...): this family's are not built, and an export "
-            "has none",
+            "%d tensors of prediction layers are left out (%s, ...): they are not supported for this family, "
+            "and an export has none",
             len(left),
             left[0],
         )

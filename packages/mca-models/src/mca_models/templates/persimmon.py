@@ -31,7 +31,8 @@ def heads(hf: HfConfig) -> JsonObject:
     share = hf["hidden_size"] // count
     if hf.get("head_dim") not in (None, share):
         raise HfConfigError(
-            f"config.json: 'head_dim' is {hf['head_dim']!r:.80}; heads are shares of the hidden size here, of {share}"
+            f"config.json: 'head_dim' is {hf['head_dim']!r:.80}; the heads of this family divide the hidden size, "
+            f"so that it must be {share}"
         )
     return {"num_query_groups": count, "kv_channels": share}
 

@@ -59,7 +59,7 @@ def read_legacy(stream: BinaryIO, file: Path) -> tuple[Pickled, dict[str, tuple[
     bounded, where = _Bounded(stream, min(size, MAX_PICKLE_BYTES)), str(file)
     magic, protocol, machine = (read_pickled(bounded, where)[0] for _ in range(3))
     if magic != _MAGIC or protocol != _PROTOCOL:
-        raise McaError(f"{file}: not a file of torch.save, or of a version that nobody knows; it is damaged")
+        raise McaError(f"{file}: not a file of torch.save, or of an unknown version; it is damaged")
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise McaError(f"{file}: the numbers are stored big-endian; save it again on a common machine")
     tree, used = read_pickled(bounded, where)

@@ -63,7 +63,7 @@ def read_pickled(stream: PickleStream, where: str) -> tuple[Pickled, dict[str, S
     except _Refused as refused:
         raise McaError(
             f"{where}: the pickle names {refused}, which a checkpoint of weights does not need; nothing was "
-            "executed. Save the weights alone and try again, or distrust the file"
+            "executed. Save the weights alone and try again, or do not trust the file"
         ) from None
     except Exception as error:  # the interpreter raises nearly any kind on bytes that are no pickle
         raise McaError(f"{where}: not a pickle that can be read ({error}); the file is damaged") from None

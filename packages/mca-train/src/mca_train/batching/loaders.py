@@ -72,7 +72,7 @@ class Loaders:
         if self._gathers_tokens():
             raise McaError(
                 "moe_token_dispatcher_type allgather needs samples of one length on all ranks, which a stream does "
-                "not promise; use alltoall"
+                "not guarantee; use alltoall"
             )
         shape = self._shape(args.per_device_train_batch_size, args.gradient_accumulation_steps)
         rows, make = (dataset.rows, dataset.make) if isinstance(dataset, AnswerStream) else (dataset, None)
@@ -212,13 +212,13 @@ def continued(place: RunPosition, sampler: StepSampler | StepStream) -> RunPosit
     size, samples = sampler.shape.global_size, sampler.num_samples
     if isinstance(sampler, StepStream) and place.batch not in (0, size):
         raise UsageError(
-            f"the checkpoint's steps have {place.batch} samples, this run's {size}; a stream goes on with steps of the "
-            "same size only: change gradient_accumulation_steps or per_device_train_batch_size"
+            f"the checkpoint's steps have {place.batch} samples, this run's {size}; a stream can only be resumed with "
+            "steps of the same size: change gradient_accumulation_steps or per_device_train_batch_size"
         )
     if isinstance(sampler, StepSampler) and place.of not in (0, samples):
         logger.warning(
-            "the checkpoint is in an epoch of %d samples, this run's have %d: some of this epoch may come twice or not "
-            "at all",
+            "the checkpoint is in an epoch of %d samples, this run's have %d: some samples of this "
+            "epoch may be used twice or not at all",
             place.of,
             samples,
         )

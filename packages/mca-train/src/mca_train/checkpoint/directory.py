@@ -103,7 +103,7 @@ def _tell_of_incomplete(output_dir: Path, newest: Path | None) -> None:
     for path in sorted(output_dir.glob(f"{PREFIX}-*")):
         match = _NAME.fullmatch(path.name)
         if match and int(match[1]) > step:
-            logger.warning("%s has no %s; it is no checkpoint and is passed over", path, STATE_FILE)
+            logger.warning("%s has no %s; it is not a checkpoint and is ignored", path, STATE_FILE)
 
 
 def expendable(output_dir: Path, limit: int | None, keep: str | None) -> list[Path]:
@@ -127,7 +127,7 @@ def locate_best(state: OptimizerState, resumed: Path) -> None:
     if beside.is_dir():
         state.best_model_checkpoint = str(beside)
     elif not Path(state.best_model_checkpoint).is_dir():
-        logger.warning("the best checkpoint, %s, is gone; the best from here on counts", beside)
+        logger.warning("the best checkpoint, %s, no longer exists; the best one from now on counts", beside)
         state.best_model_checkpoint = state.best_metric = state.best_global_step = None
 
 

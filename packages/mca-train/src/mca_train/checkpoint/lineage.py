@@ -60,7 +60,7 @@ def set_aside_newer(output_dir: Path, first: int, own: Iterable[Path]) -> None:
         if step_of(path) > first and path.name not in names:
             free = (f"{path.name}.set-aside{f'-{number}' if number else ''}" for number in count())
             aside = next(name for name in free if not path.with_name(name).exists())
-            logger.warning("%s: this run went back to step %d; it is now %s", path, first, aside)
+            logger.warning("%s: this run resumed from step %d; the checkpoint is now %s", path, first, aside)
             path.rename(path.with_name(aside))
 
 

@@ -72,7 +72,11 @@ class TrainingState:
     def load_rng(self, checkpoint: Path) -> None:
         """Restores the random states; with another number of ranks, those of this run stay."""
         if not load_rng(checkpoint / TRAINING, self._rank):
-            logger.warning("%s: no random state of rank %d; dropout starts anew", checkpoint, self._rank)
+            logger.warning(
+                "%s: no random state of rank %d; dropout starts with new random numbers",
+                checkpoint,
+                self._rank,
+            )
 
     def _modules(self) -> list[Upstream]:
         return [chunk.module for chunk in self._engine.chunks]

@@ -51,7 +51,7 @@ class DataArguments:
     completion_column: str = field(default="completion", metadata={"help": "Column with the answer (sft)."})
     tools_column: str = field(
         default="tools",
-        metadata={"help": "Column with the tools that a chat template is told of (sft, dpo)."},
+        metadata={"help": "Column with the tools for the chat template (sft, dpo)."},
     )
     messages_column: str = field(default="messages", metadata={"help": "Column with chat messages (sft)."})
     images_column: str = field(
@@ -60,10 +60,12 @@ class DataArguments:
     )
     image_folder: str | None = field(
         default=None,
-        metadata={"help": "What relative paths of images start from; None: the folder of the data file."},
+        metadata={
+            "help": "Directory that relative paths of images start from; None: the folder of the data file."
+        },
     )
     data_format: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = field(
-        default=None, metadata={"help": "Shape of the rows (sft, dpo); None: found by their columns."}
+        default=None, metadata={"help": "Format of the rows (sft, dpo); None: recognised by their columns."}
     )
     max_train_samples: int | None = field(
         default=None, metadata={"help": "Rows of the training files to use; None: all."}
@@ -82,10 +84,11 @@ class DataArguments:
         },
     )
     streaming: bool = field(
-        default=False, metadata={"help": "Read the training files as training goes; needs max_steps."}
+        default=False, metadata={"help": "Read the training files during training; needs max_steps."}
     )
     shuffle_buffer_size: int = field(
-        default=1000, metadata={"help": "With streaming, rows that the next one is drawn from; 1: in order."}
+        default=1000,
+        metadata={"help": "With streaming, size of the buffer from which rows are drawn; 1: in order."},
     )
 
     def __post_init__(self) -> None:
@@ -138,13 +141,14 @@ class LoraArguments:
         metadata={"help": "Names of bare weights, such as stacked experts (mlp.experts.down_proj)."},
     )
     lora_modules_to_save: list[str] = field(
-        default_factory=list, metadata={"help": "Modules that are trained whole and saved with the adapter."}
+        default_factory=list,
+        metadata={"help": "Modules that are trained completely and saved with the adapter."},
     )
     use_rslora: bool = field(default=False, metadata={"help": "Scale by lora_alpha / sqrt(lora_rank)."})
     adapter_name_or_path: str | None = field(
         default=None,
         metadata={
-            "help": "PEFT or MCA adapter, a directory or of the Hub, to go on training instead of a new one."
+            "help": "PEFT or MCA adapter to continue training instead of a new one, a directory or a Hub id."
         },
     )
 
@@ -154,7 +158,9 @@ class LoraArguments:
         if not 0 <= self.lora_dropout < 1:
             raise McaError(f"lora_dropout is {self.lora_dropout}; expected 0 or more and below 1")
         if self.lora_rank is not None and self.adapter_name_or_path is not None:
-            raise McaError("lora_rank makes a new adapter, adapter_name_or_path goes on with one; remove one")
+            raise McaError(
+                "lora_rank creates a new adapter, adapter_name_or_path continues one; remove one of the two"
+            )
 
     @property
     def wanted(self) -> bool:

@@ -32,7 +32,10 @@ def contradictions(settings: Settings) -> Iterator[str]:
     if not data.eval_file:
         yield from _without_evaluation("do_eval" in values, training)
     if training.load_best_model_at_end and training.eval_strategy == "no":
-        yield "load_best_model_at_end is true, but eval_strategy is no: no model is the best; set it or remove the key"
+        yield (
+            "load_best_model_at_end is true, but eval_strategy is no, so there is no best model; set it "
+            "or remove the key"
+        )
     yield from schedule_problems(training)
     yield from _of_adapters(settings)
     yield from _of_backend(values.get("ddp_backend"))
@@ -64,9 +67,9 @@ def _of_adapters(settings: Settings) -> Iterator[str]:
 
 
 def _of_backend(given: object) -> Iterator[str]:
-    """A ``ddp_backend`` that is not what ranks of this machine talk over."""
+    """A ``ddp_backend`` that is not what ranks of this machine communicate over."""
     from mca_models.megatron import platform
 
     usual = platform.backend()
     if given not in (None, usual):
-        yield f"ddp_backend is {given!r}; ranks of this machine talk over {usual}; remove it"
+        yield f"ddp_backend is {given!r}; ranks of this machine communicate over {usual}; remove it"

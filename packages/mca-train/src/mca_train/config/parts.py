@@ -36,13 +36,13 @@ def part_problems(
         return
     trained = trained_parts(training)
     if lora.adapter_name_or_path is not None and given:
-        yield f"{', '.join(given)}: the adapter of adapter_name_or_path says what it adapts; remove the key"
+        yield f"{', '.join(given)}: the adapter of adapter_name_or_path has its own settings; remove the key"
         return
     if lora.wanted and (rates := [key for key in given if key != "freeze"]):
         yield f"{', '.join(rates)}: an adapter has one learning rate; remove the key"
         return
     if not trained:
-        yield f"freeze: {', '.join(PARTS)} are all parts, and nothing is left to train; leave one out"
+        yield f"freeze: {', '.join(PARTS)} are all parts, so nothing is left to train; remove one of them"
     for part in ("vision", "projector"):
         if getattr(training, f"{part}_learning_rate") is not None and part not in trained:
             yield f"{part}_learning_rate: {part} is frozen; set freeze to a list without it, or remove the key"

@@ -103,7 +103,7 @@ class Conversation:
                 return len(text)
         raise McaError(
             f"messages: the chat template does not write the first {turn} turns as the beginning of the "
-            "whole conversation, so the answer cannot be told from its prompt"
+            "whole conversation, so the answer cannot be distinguished from its prompt"
         )
 
     def _end_of(self, turn: int) -> int:

@@ -82,7 +82,9 @@ class FileRows:
         stamp = _stamp(file)
         if None not in (stamp, self._stamps[file]) and stamp != self._stamps[file]:
             logger.warning(
-                "%s: %s has changed since the run began; rows may come twice or not at all", self._key, file
+                "%s: %s has changed since the run began; rows may be used twice or not at all",
+                self._key,
+                file,
             )
             self._stamps[file] = stamp
 

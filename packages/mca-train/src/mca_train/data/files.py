@@ -89,7 +89,7 @@ def joined(parts: Sequence[Rows], files: Sequence[str], key: str, arguments: Dat
     except (ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise McaError(
-            f"{key}: the columns of {', '.join(files)} do not go together: {reason[:300]}"
+            f"{key}: the columns of {', '.join(files)} cannot be combined: {reason[:300]}"
         ) from error
 
 

@@ -77,7 +77,9 @@ def _tokenized(
             (tokens,) = tokenize([{arguments.text_column: text}], [f"row {index}"]) or ([],)
             targets = [True] * len(tokens)
             if not files and read.tokens.token in tokens:
-                raise McaError("the text spells the image placeholder, and the row has no image; take it out")
+                raise McaError(
+                    "the text contains the image placeholder, but the row has no image; remove the placeholder"
+                )
             if not files:
                 return {"input_ids": tokens, "is_target": targets, "grids": []}
             grids = [read.grid(file) for file in files]
@@ -121,7 +123,7 @@ def _cuts(total: int, spans: Sequence[Span], length: int, key: str) -> list[int]
             start, stop = spans[next_span]
             if start == cuts[-1]:
                 raise McaError(
-                    f"{key}: an image has {stop - start} tokens, more than a block's seq_length {length}; raise it, or "
+                    f"{key}: an image has {stop - start} tokens, more than seq_length {length}; raise it, or "
                     "have the image processor make images smaller"
                 )
             end = start

@@ -44,8 +44,8 @@ class PatchTokens(ImageTokens):
         resize = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
         if resize is None or not hasattr(processor, "merge_size"):
             raise UsageError(
-                f"{type(processor).__name__}: images of this kind are not read; those of Qwen2-VL, Qwen2.5-VL, "
-                "Qwen3-VL, Qwen3.5, GLM-4V, InternVL, Mistral 3 and Gemma 3 are"
+                f"{type(processor).__name__}: this image processor is not supported; supported are those of "
+                "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V, InternVL, Mistral 3 and Gemma 3"
             )
         self._resize, self._takes = resize, set(inspect.signature(resize).parameters)
 
@@ -215,7 +215,7 @@ def _processor(directories: Sequence[Path]) -> ImageProcessor:
 def _ids(tokenizer: "PreTrainedTokenizerBase", *marks: str) -> tuple[int, int]:
     known = tokenizer.get_vocab()
     if missing := [mark for mark in marks if mark not in known]:
-        raise UsageError(f"the tokenizer has no token {', '.join(missing)}, which stands around images")
+        raise UsageError(f"the tokenizer has no token {', '.join(missing)} around images")
     first, last = (known[mark] for mark in marks)
     return first, last
 

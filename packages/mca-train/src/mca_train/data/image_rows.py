@@ -157,7 +157,7 @@ class ImageRows:
     def _require_no_others(self, row: Values) -> None:
         for name in self._others:
             if row.get(name):
-                raise McaError(f"has {name}, which are not trained on yet; leave the row out")
+                raise McaError(f"has {name}, which cannot be used; remove the row")
 
     @property
     def _sides(self) -> tuple[tuple[str, ...], ...]:
@@ -242,8 +242,8 @@ class _Places:
 def _require_as_many(places: int, images: int) -> None:
     if places != images:
         raise McaError(
-            f"{places} places for images ({PLACE}, or parts of type image) and {images} images; "
-            "give as many of one as of the other"
+            f"{places} places for images ({PLACE}, or parts of type image) but {images} images; "
+            "their numbers must be equal"
         )
 
 
@@ -266,7 +266,7 @@ def require_none(names: Sequence[str], arguments: DataArguments, told: str) -> N
     """
     if arguments.images_column in names:
         raise UsageError(
-            f"{told} takes no images yet, and the rows have the column {arguments.images_column}; remove it"
+            f"{told} takes no images, but the rows have the column {arguments.images_column}; remove it"
         )
 
 

@@ -86,8 +86,8 @@ class ImageTokens(ABC):
         """
         if (found := list(tokens).count(self.token)) != len(grids):
             raise McaError(
-                f"the chat template makes {found} placeholders (token {self.token}) of {len(grids)} images; use one "
-                "that writes one for each, and no text that spells it"
+                f"the chat template makes {found} placeholders (token {self.token}) of {len(grids)} images; use a "
+                "template that writes one for each image, and no text that contains it"
             )
         ids: list[int] = []
         learnt: list[bool] = []
@@ -110,7 +110,7 @@ class ImageTokens(ABC):
             if tuple(grid) != now:
                 raise McaError(
                     f"image {file.place} had {grid[0]} x {grid[1]} tokens when rows were read, and has {now[0]} x "
-                    f"{now[1]} now; leave files alone while they are trained on, and empty tokenized_cache, "
+                    f"{now[1]} now; do not change files during training, and empty tokenized_cache, "
                     "which keeps sizes"
                 )
         return {name: made[name] for name in self.taken}

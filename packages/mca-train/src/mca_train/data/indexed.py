@@ -23,7 +23,7 @@ def prefix_of(path: str) -> Path | None:
     prefix = given.with_suffix("") if given.suffix in _ENDS else given
     there = all(Path(f"{prefix}{end}").is_file() for end in _ENDS)
     if given.suffix in _ENDS and not there:
-        raise UsageError(f"datasets: {prefix}.bin and {prefix}.idx must both be there")
+        raise UsageError(f"datasets: {prefix}.bin and {prefix}.idx must both exist")
     return prefix if there else None
 
 
@@ -53,7 +53,7 @@ def indexed_blocks(prefix: Path, length: int, vocab_size: int) -> TokenDataset:
     expected = np.concatenate([[0], np.cumsum(lengths)[:-1]]) * tokens.itemsize
     if len(tokens) != int(lengths.sum()) or not np.array_equal(pointers, expected):
         raise McaError(
-            f"{prefix}.bin: has {len(tokens)} tokens, {prefix}.idx tells of {int(lengths.sum())}; one is damaged"
+            f"{prefix}.bin: has {len(tokens)} tokens, {prefix}.idx counts {int(lengths.sum())}; one of them is damaged"
         )
     largest = max((int(piece.max()) for piece in _pieces(tokens)), default=0)
     if largest >= vocab_size:

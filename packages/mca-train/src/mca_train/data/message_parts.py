@@ -24,7 +24,7 @@ def require_text_or_image(part: object) -> None:
     """
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in _OTHERS:
-        raise McaError(f"a part of a message is a {kind}; only text and images are trained on yet")
+        raise McaError(f"a part of a message is a {kind}; only text and images can be used")
 
 
 def require_no_data(content: object) -> None:

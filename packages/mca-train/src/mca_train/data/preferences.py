@@ -92,7 +92,7 @@ def split_row(row: Values, arguments: PairArguments) -> tuple[Said, Said, Said]:
             raise McaError(f"{name} is {row[name]!r:.80}; expected text or a list of messages")
     if len(set(kinds.values())) > 1:
         raise McaError(
-            " and ".join(f"{name} is {kind}" for name, kind in kinds.items()) + "; expected both alike"
+            " and ".join(f"{name} is {kind}" for name, kind in kinds.items()) + "; expected the same for both"
         )
     if isinstance(chosen, str):
         if not isinstance(prompt, str):
@@ -105,9 +105,7 @@ def split_row(row: Values, arguments: PairArguments) -> tuple[Said, Said, Said]:
     while common < min(map(len, answers)) and answers[0][common] == answers[1][common]:
         common += 1
     if not common or common == min(map(len, answers)):
-        raise McaError(
-            "there is no prompt, and chosen and rejected do not begin alike and then differ; give a prompt"
-        )
+        raise McaError("there is no prompt, and chosen and rejected have no common beginning; add a prompt")
     return answers[0][:common], answers[0][common:], answers[1][common:]
 
 

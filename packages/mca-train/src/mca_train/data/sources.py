@@ -70,7 +70,7 @@ def sources_of(entries: Sequence[Values]) -> list[Source]:
     problems = [f"two are called {name}; set name" for name in dict.fromkeys(names) if names.count(name) > 1]
     weighted = [source.weight is not None for source in found]
     if any(weighted) and not all(weighted):
-        problems.append("some have a weight and some have not; give all of them one, or none")
+        problems.append("some entries have a weight and some do not; give all of them a weight, or none")
     raise_problems(problems, "datasets", kind=UsageError)
     return found
 

@@ -116,7 +116,7 @@ class BlockStream(IterableDataset[Sample]):
         """The tokens of ``rows``; that some have no text is said once."""
         tokens = self._tokenize(rows, [row.place for row in rows])
         if len(tokens) < len(rows) and not self._has_told:
-            logger.warning("train_file: rows without text are left out; this is said once")
+            logger.warning("train_file: rows without text are left out; this is reported once")
             self._has_told = True
         return tokens
 

@@ -107,7 +107,7 @@ def _received(connection: Connection) -> StepNeeds:
     try:
         result = connection.recv()
     except EOFError:
-        raise McaError("a process of the dry run was killed, for example for its memory") from None
+        raise McaError("a process of the dry run was killed, perhaps because memory ran out") from None
     if isinstance(result, BaseException):
         raise result
     assert isinstance(result, StepNeeds)

@@ -76,7 +76,7 @@ def require_finite_weights(step: int, held: Iterable[tuple[Held, Tensor]]) -> No
     named = _named((item, tensor) for item, tensor in held if tensor.requires_grad)
     if named:
         raise McaError(
-            f"step {step}: the model has become useless and is not saved; parameters that are not finite: {named}. "
+            f"step {step}: the model is broken and is not saved; parameters that are not finite: {named}. "
             "Resume from the last checkpoint with a lower learning_rate"
         )
 

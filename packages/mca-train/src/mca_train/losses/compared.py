@@ -20,7 +20,7 @@ class Gains:
     Args:
         chosen: ``[pairs]``, of the chosen ones: log-probabilities, minus the reference's.
         rejected: Of the others.
-        beta: How strongly answers are held to the reference.
+        beta: How strongly the model is kept near the reference.
         smoothing: Share of pairs that are taken to be the wrong way round.
     """
 

@@ -22,7 +22,7 @@ class KtoLoss:
     """What answers are trained on.
 
     Args:
-        beta: How strongly answers are held to the reference.
+        beta: How strongly the model is kept near the reference.
         desirable_weight: Of good answers.
         undesirable_weight: Of bad ones.
     """

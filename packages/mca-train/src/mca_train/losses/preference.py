@@ -79,7 +79,7 @@ class PreferenceLoss:
 
     Args:
         kind: See the module.
-        beta: How strongly answers are held to the reference; orpo: weight of the odds.
+        beta: How strongly the model is kept near the reference; orpo: weight of the odds.
         label_smoothing: Share of pairs that are taken to be the wrong way round (sigmoid, robust, exo_pair).
         simpo_gamma: By how much the chosen answer shall be better (simpo).
         rpo_alpha: Weight of the chosen answer's cross entropy; None: it does not count.

@@ -43,9 +43,7 @@ class JsonlLog(TrainerCallback):  # type: ignore[misc]
             beside.replace(path)
             broken = sum(_step_of(line) is None for line in lines)
             if broken:
-                logger.warning(
-                    "%s: %d lines are not whole (a run was killed?) and are taken out", path, broken
-                )
+                logger.warning("%s: %d incomplete lines are removed (was a run killed?)", path, broken)
 
     def on_log(
         self,
@@ -71,7 +69,11 @@ class JsonlLog(TrainerCallback):  # type: ignore[misc]
             yield
         except OSError as error:
             if not self._told:
-                logger.warning("%s: cannot be written (%s); logs are lost until it can", path, error.strerror)
+                logger.warning(
+                    "%s: cannot be written (%s); logs are lost until it can be written again",
+                    path,
+                    error.strerror,
+                )
             self._told = True
 
 

@@ -92,7 +92,9 @@ class StepProfile(TrainerCallback):  # type: ignore[misc]
             recorded.export_chrome_trace(str(beside))
             beside.replace(folder / f"{name}.json.gz")
         except OSError as error:
-            logger.warning("%s: the profile cannot be written (%s); the run goes on", folder, error.strerror)
+            logger.warning(
+                "%s: the profile cannot be written (%s); the run continues", folder, error.strerror
+            )
             return
         if self._rank == 0:
             sys.stdout.write(f"{table}\nprofile: {folder}/{name}.json.gz; open it in ui.perfetto.dev\n")

@@ -16,19 +16,23 @@ class PlanOptions:
 
     gpus: int | None = field(
         default=None,
-        metadata=_flag("N", "ranks to plan for; else local_ranks, else the fewest that the layout stands on"),
+        metadata=_flag(
+            "N", "number of ranks to plan for; default: local_ranks, or the fewest that the layout needs"
+        ),
     )
     device: str | None = field(
         default=None,
         metadata=_flag(
             "NAME",
-            "h100-80, h200, b200, ... or gib:N: says which stages do not fit there, and what would make them fit",
+            "device to plan for (h100-80, h200, b200, ... or gib:N): shows which stages do not fit, "
+            "and what would make them fit",
         ),
     )
     hardware: Path | None = field(
         default=None,
         metadata=_flag(
-            "FILE", "TOML that adds devices to the table, or changes them (plan/hardware.toml has the form)"
+            "FILE",
+            "TOML file that adds devices to the table or changes them, in the form of plan/hardware.toml",
         ),
     )
     search: bool = field(default=False, metadata=_flag("", "look for the fastest layouts of --gpus devices"))
@@ -42,15 +46,16 @@ class PlanOptions:
         default=None,
         metadata=_flag("DIR", "draw the dry run: schedule, memory, layers, messages, as SVG and PNG"),
     )
-    json: bool = field(default=False, metadata=_flag("", "one object instead of text"))
+    json: bool = field(default=False, metadata=_flag("", "print one JSON object instead of text"))
     images: int | None = field(
         default=None,
         metadata=_flag(
-            "N", "images in each sequence of a model with a vision tower; else one, where the run takes any"
+            "N",
+            "number of images in each sequence of a model with a vision tower; default: one, if the run takes images",
         ),
     )
     image_size: int | None = field(
-        default=None, metadata=_flag("PIXELS", "along a side of each image; else 448")
+        default=None, metadata=_flag("PIXELS", "length of each side of an image; default: 448")
     )
 
     def __post_init__(self) -> None:

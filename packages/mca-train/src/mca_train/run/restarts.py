@@ -44,9 +44,11 @@ def continued(values: Values, attempt: "Attempt | None") -> JsonObject:
         return dict(values)
     own = _own_checkpoints(Path(str(values.get("output_dir", ""))), attempt)
     if not own:
-        logger.warning("attempt %d: no checkpoint was complete; it begins as the first did", attempt.number)
+        logger.warning(
+            "attempt %d: there is no complete checkpoint, so it starts like the first attempt", attempt.number
+        )
         return dict(values)
-    logger.warning("attempt %d: going on from the last complete checkpoint", attempt.number)
+    logger.warning("attempt %d: resuming from the last complete checkpoint", attempt.number)
     return {**values, "resume_from_checkpoint": "auto"}
 
 

@@ -88,7 +88,7 @@ def render(found: list[Found], batch: int, gpus: int, hardware: Hardware) -> str
             *(f"     {line}" for line in yaml.safe_dump(one.changes, sort_keys=False).splitlines()),
             "",
         ]
-    lines.append("predicted, by the efficiencies of plan/hardware.toml; to compare layouts by")
+    lines.append("predicted from the efficiencies in plan/hardware.toml; use it to compare layouts")
     return "\n".join(lines) + "\n"
 
 

@@ -123,7 +123,7 @@ def _tokenized_by_each(settings: Settings) -> str | None:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks == 1 or settings.data.streaming or settings.data.tokenized_cache is not None:
         return None
-    return f"each of the {ranks} ranks here tokenizes all rows; with tokenized_cache DIR one does it for all"
+    return f"each of the {ranks} ranks here tokenizes all rows; with tokenized_cache DIR one rank does it for all"
 
 
 def _forked_rank(inputs: Inputs) -> None:

@@ -27,13 +27,13 @@ class Labels(ClassifyArguments):
 
     problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] = field(
         default="single_label_classification",
-        metadata={"help": "One class of each text, any number of labels, or numbers."},
+        metadata={"help": "One class for each text, any number of labels, or numbers."},
     )
     labels: list[str] = field(
-        default_factory=list, metadata={"help": "Names of the labels; none: LABEL_0, LABEL_1, ..."}
+        default_factory=list, metadata={"help": "Names of the labels; unset: LABEL_0, LABEL_1, ..."}
     )
     num_labels: int | None = field(
-        default=None, metadata={"help": "Their number, if they have no names; regression: 1."}
+        default=None, metadata={"help": "Number of labels, if they have no names; regression: 1."}
     )
 
     def __post_init__(self) -> None:

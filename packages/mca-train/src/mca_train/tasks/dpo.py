@@ -37,19 +37,19 @@ class DpoArguments(ReferenceArguments):
     )
     dpo_beta: float = field(
         default=0.1,
-        metadata={"help": "How strongly answers are held to the reference; orpo: weight of the odds."},
+        metadata={"help": "How strongly the model is kept near the reference; orpo: weight of the odds."},
     )
     dpo_label_smoothing: float = field(
         default=0.0,
-        metadata={"help": "Share of pairs taken to be the wrong way round (sigmoid, robust, exo_pair)."},
+        metadata={"help": "Assumed fraction of pairs in the wrong order (sigmoid, robust, exo_pair)."},
     )
     simpo_gamma: float | None = field(
         default=None,
-        metadata={"help": "simpo: by how much the better answer shall be better; None: 0.5."},
+        metadata={"help": "simpo: margin by which the better answer should be better; None: 0.5."},
     )
     rpo_alpha: float | None = field(
         default=None,
-        metadata={"help": "Weight of the better answer's cross entropy beside the loss; None: it has none."},
+        metadata={"help": "Weight of the better answer's cross entropy, added to the loss; None: 0."},
     )
     precompute_ref_log_probs: bool = field(
         default=False,

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 class KtoArguments(ReferenceArguments):
     """How ``mca-train kto`` weighs answers."""
 
-    kto_beta: float = field(default=0.1, metadata={"help": "How strongly answers are held to the reference."})
+    kto_beta: float = field(
+        default=0.1, metadata={"help": "How strongly the model is kept near the reference."}
+    )
     desirable_weight: float = field(default=1.0, metadata={"help": "Weight of good answers in the loss."})
     undesirable_weight: float = field(default=1.0, metadata={"help": "Weight of bad answers in the loss."})
 
@@ -87,7 +89,10 @@ class Kto(Sft):
         if settings.data.streaming:
             yield "kto needs all rows before training; set streaming to false"
         if training.moe_token_dispatcher_type == "allgather":
-            yield "moe_token_dispatcher_type allgather needs samples of one length, which kto has not; use alltoall"
+            yield (
+                "moe_token_dispatcher_type allgather needs samples of one length, which kto does not have; use "
+                "alltoall"
+            )
 
     def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
         """Losses that Megatron adds by tokens."""

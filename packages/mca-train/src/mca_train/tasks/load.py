@@ -155,9 +155,7 @@ def _require_plain(source: "Source", key: str) -> None:
     ignored = [name for name in names if getattr(source, name)]
     ignored += ["split"] * (source.split != "train")
     if ignored:
-        raise UsageError(
-            f"{key}: {', '.join(ignored)}: an indexed dataset has rows of tokens alone; remove it"
-        )
+        raise UsageError(f"{key}: {', '.join(ignored)}: an indexed dataset has only tokens; remove it")
 
 
 def _samples_of(

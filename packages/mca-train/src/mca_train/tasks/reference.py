@@ -15,7 +15,7 @@ class ReferenceArguments:
     reference_model_name_or_path: str | None = field(
         default=None,
         metadata={
-            "help": "Directory of the reference; None: the model as it begins (with LoRA: without adapter)."
+            "help": "Directory of the reference; None: the initial model (with LoRA: without adapter)."
         },
     )
 
@@ -24,6 +24,6 @@ def no_reference_left(settings: "Settings", own: ReferenceArguments) -> Iterator
     """That an adapter changes the base model, which was to be the reference."""
     if settings.lora.lora_modules_to_save and own.reference_model_name_or_path is None:
         yield (
-            "lora_modules_to_save trains parts of the base model, which then is no reference; set "
+            "lora_modules_to_save trains parts of the base model, which is then no reference any more; set "
             "reference_model_name_or_path, or remove it"
         )

@@ -145,7 +145,7 @@ class Task(ABC):
             UsageError: This kind learns something else.
         """
         raise UsageError(
-            f"datasets: {prefix} is an indexed dataset, of which mca-train {self.name} learns nothing"
+            f"datasets: {prefix} is an indexed dataset, which only mca-train pretrain reads, not {self.name}"
         )
 
     def problems(self, settings: "Settings") -> Iterator[str]:

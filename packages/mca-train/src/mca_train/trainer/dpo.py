@@ -167,7 +167,7 @@ class DpoTrainer(McaTrainer):
             return pairs_of(self._found.popleft())
         if batch.values is None:
             raise McaError(
-                "precompute_ref_log_probs: this dataset was not there when the trainer was made; give it as "
+                "precompute_ref_log_probs: this dataset did not exist when the trainer was created; pass it as "
                 "eval_dataset, or set precompute_ref_log_probs to false"
             )
         return pairs_of(batch.values[:, -1].float())

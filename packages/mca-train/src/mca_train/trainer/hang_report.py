@@ -71,11 +71,11 @@ def told(signs: Sequence[Sign | None], silent: Sequence[int]) -> str:
 def _parts(signs: Sequence[Sign | None], silent: Sequence[int]) -> Iterator[str]:
     unheard = [rank for rank, sign in enumerate(signs) if sign is None]
     if unheard:
-        yield f"{_ranks(unheard)}: training has not begun there"
+        yield f"{_ranks(unheard)}: training has not started there"
     for sign in [sign for sign in signs if sign is not None and sign.rank in silent][:_SHOWN]:
         yield (
-            f"rank {sign.rank} on {sign.host} gives no sign of life (stopped, or its machine is lost); its last "
-            f"was in {sign.what} of step {sign.step}, {sign.place}"
+            f"rank {sign.rank} on {sign.host} does not report any more (it is stopped, or its machine is lost); "
+            f"its last report was in {sign.what} of step {sign.step}, {sign.place}"
         )
     lively = [sign for sign in signs if sign is not None and sign.rank not in silent]
     groups: dict[tuple[int, str, bool], list[Sign]] = {}

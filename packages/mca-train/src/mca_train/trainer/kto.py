@@ -61,7 +61,7 @@ class KtoTrainer(McaTrainer):
             require_reference(self.model, args, "kto")
         if args.overlap_param_gather:
             raise McaError(
-                "overlap_param_gather does not go with kto, which runs the model before a step; set it "
+                "overlap_param_gather cannot be combined with kto, which runs the model before a step; set it "
                 "to false"
             )
         self._reference = Reference(
@@ -89,7 +89,7 @@ class KtoTrainer(McaTrainer):
         group *= self.ranks.data_parallel_size
         if group < 2 or len(dataset) < 2:
             raise McaError(
-                "kto measures on the answers of other samples in a step, of which there is one; raise "
+                "kto needs the answers of other samples in a step, but a step has only one sample; raise "
                 "gradient_accumulation_steps"
             )
         return Mismatched(dataset, group, length)
@@ -98,7 +98,7 @@ class KtoTrainer(McaTrainer):
         """Log-probabilities of the reference, and how far the model is from it, over the whole global batch."""
         if (others := batch.beside) is None:
             raise McaError(
-                "kto: this dataset was not there when the trainer was made; give it as eval_dataset"
+                "kto: this dataset did not exist when the trainer was created; pass it as eval_dataset"
             )
         self._found = deque(sums for sums, _ in self._reference.log_probs(batch))
         total = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)

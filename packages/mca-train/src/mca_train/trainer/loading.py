@@ -42,7 +42,7 @@ class WithStepLoaders(TrainerParts):
             named = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
             if dataset not in named:
                 raise McaError(
-                    f"eval_dataset has none called {dataset!r}; it has: {', '.join(named) or 'no names'}"
+                    f"eval_dataset has no dataset {dataset!r}; it has: {', '.join(named) or 'no names'}"
                 )
             return named[dataset]
         if dataset is None:

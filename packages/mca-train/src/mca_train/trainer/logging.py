@@ -119,7 +119,8 @@ class WithLogs(TrainerParts):
         self._log_evaluate_save()
         if has_given_up(self.callback_handler.callbacks):
             logger.info(
-                "early stopping ended the run at step %d; a larger patience goes on", self.state.global_step
+                "early stopping ended the run at step %d; a larger patience continues it",
+                self.state.global_step,
             )
             self.control.should_training_stop = True
         if due.end_of_epoch and (over or self.control.should_training_stop):

@@ -99,7 +99,7 @@ class Watch:
         """
         if steps and not updates:
             raise McaError(
-                f"all {steps} steps of the run were skipped, their gradients overflowed: the model is as it was; "
+                f"all {steps} steps of the run were skipped, their gradients overflowed: the model has not changed; "
                 f"{self._advice()}"
             )
 

@@ -153,7 +153,7 @@ class Pulse:
         reader.start()
         reader.join(3 * self._beat)
         if reader.is_alive() and not attempts.has_kept_store():
-            found.append("rank 0, by which the others find each other, gives no sign of life")
+            found.append("rank 0, which the others need to find each other, does not report any more")
         return f"{self._what} of step {self._step}: {next(iter(found), 'another rank did not come')}"
 
     def _read_finding(self, found: list[str]) -> None:

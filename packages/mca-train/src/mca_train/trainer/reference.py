@@ -36,12 +36,12 @@ def require_reference(model: "VirtualModels", args: TrainingArguments, loss: str
         raise McaError(f"{loss} compares with a reference: give one, or a model with a LoRA adapter")
     if model.adapter.modules_to_save:
         raise McaError(
-            "modules_to_save trains parts of the base model, which then is no reference; give a reference "
-            "model, or leave modules_to_save out"
+            "modules_to_save trains parts of the base model, which is then no reference any more; give a "
+            "reference model, or remove modules_to_save"
         )
     if args.overlap_param_gather:
         raise McaError(
-            "overlap_param_gather does not go with a reference that is the model without its adapter; set it "
+            "overlap_param_gather cannot be combined with a reference that is the model without its adapter; set it "
             "to false"
         )
 

@@ -133,7 +133,7 @@ class SharedDirectory:
     def _see(self) -> None:
         if not self.path.is_dir():
             raise McaError(
-                f"{self.path} is not there, though rank 0 made it; all ranks must see one file system"
+                f"{self.path} does not exist here although rank 0 created it; all ranks must see the same file system"
             )
 
     def publish(self) -> None:

@@ -49,8 +49,8 @@ def layout_settings(
         sequence_parallel = True
     elif why == _TRAINED_EXPERTS:
         raise McaError(
-            f"sequence_parallel cannot be off: {why} on several tensor ranks needs it (Megatron refuses to go on "
-            "without); remove sequence_parallel"
+            f"sequence_parallel cannot be off: {why} on several tensor ranks needs it (Megatron refuses to run "
+            "without it); remove sequence_parallel"
         )
     return {
         "tensor_model_parallel_size": layout.tp,

@@ -29,8 +29,9 @@ def kernel_choice(backend: str | None, *, engine: bool) -> Iterator[None]:
         if name is None:
             raise
         raise McaError(
-            f"{name} is {os.environ[name]} in the environment, against attention_backend {backend or 'auto'}; unset "
-            f"{', '.join(NAMES)}, or set attention_backend to what they say (one choice in a process)"
+            f"{name} is {os.environ[name]} in the environment, which contradicts attention_backend "
+            f"{backend or 'auto'}; unset {', '.join(NAMES)}, or set attention_backend to the same choice (a process "
+            "can have only one)"
         ) from error
     finally:
         if not engine:

@@ -123,12 +123,12 @@ def _selective(config: McaModelConfig, settings: Values) -> Iterator[str]:
     modules = settings.get("recompute_modules") or ["core_attn"]
     if "core_attn" in modules and isinstance(config, MlaMcaModelConfig) and config.index_topk is not None:
         yield (
-            "attention to chosen keys cannot be computed again on its own; remove core_attn from "
+            "attention to chosen keys cannot be recomputed on its own; remove core_attn from "
             "recompute_modules, or set recompute_granularity to full"
         )
     if "layernorm" in modules and config.parallel_block != "none":
         yield (
-            "norms cannot be computed again on their own where attention and MLP stand side by side; remove "
+            "norms cannot be recomputed on their own if attention and MLP are side by side; remove "
             "layernorm from recompute_modules, or set recompute_granularity to full"
         )
 
@@ -143,9 +143,9 @@ def _machine(settings: Values, device: str, implementation: str) -> Iterator[str
             yield "moe_token_dispatcher_type flex needs CUDA; use alltoall or allgather"
         settings = {name: value for name, value in settings.items() if name not in _OF_CUDA}
     elif settings.get("tp_comm_overlap"):
-        yield "tp_comm_overlap needs buffers that are not set up here (Transformer Engine's initialize_ub); remove it"
+        yield "tp_comm_overlap needs buffers that mca does not create (Transformer Engine's initialize_ub); remove it"
     if settings.get("fp8_param"):
-        yield "fp8_param is not followed: gradient buffers and optimizer would not know of weights in fp8; remove it"
+        yield "fp8_param is not supported: gradient buffers and optimizer do not support weights in fp8; remove it"
     if implementation == "local":
         yield from needing_engine(settings)
 
@@ -155,7 +155,7 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
         yield "moe_apply_probs_on_input needs num_experts_per_tok 1; remove it"
     if settings.get("moe_router_fusion") and own_router(config) is not None:
         yield (
-            f"the fused router chooses experts otherwise than {config.model_type} with num_experts_per_tok "
+            f"the fused router chooses other experts than {config.model_type} with num_experts_per_tok "
             f"{config.moe_router_topk} and topk_group {config.moe_router_group_topk}; remove moe_router_fusion"
         )
     if settings.get("moe_router_load_balancing_type") == "sinkhorn" and settings.get("moe_aux_loss_coeff"):
@@ -166,9 +166,9 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
         and settings["moe_expert_capacity_factor"] * share > 1
     ):
         yield (
-            f"megatron-core cannot pad experts to a capacity of more than all tokens, which "
-            f"moe_expert_capacity_factor {settings['moe_expert_capacity_factor']} is; lower it to {1 / share:g}, or "
-            "remove moe_pad_expert_input_to_capacity"
+            "megatron-core cannot pad experts to a capacity above the number of all tokens, and "
+            f"moe_expert_capacity_factor {settings['moe_expert_capacity_factor']} exceeds it; lower it to "
+            f"{1 / share:g}, or remove moe_pad_expert_input_to_capacity"
         )
 
 
@@ -181,7 +181,7 @@ def _attention(
         if kind not in (None, "all_gather"):
             yield (
                 f"cp_comm_type {kind} needs Transformer Engine's attention (transformer_impl transformer_engine, "
-                "attention_backend other than local); our own gathers keys and values (all_gather)"
+                "attention_backend other than local); mca's own attention gathers keys and values (all_gather)"
             )
         return
     if layout.cp == 1:
@@ -199,8 +199,8 @@ def _attention(
         )
     if config.softmax_type != "vanilla" and kind != "a2a":
         yield (
-            "Transformer Engine has attention sinks under context parallelism with cp_comm_type a2a only; set "
-            "that, or attention_backend to local"
+            "Transformer Engine supports attention sinks under context parallelism only with cp_comm_type a2a; "
+            "set that, or attention_backend to local"
         )
     if isinstance(config, MlaMcaModelConfig) and not ring:
         yield (
@@ -215,7 +215,7 @@ def _fused_rope(config: McaModelConfig, settings: Values, version: Version) -> I
         return
     if not isinstance(config, MlaMcaModelConfig) and attention_factor(config) != 1.0:
         kind = (config.rope_scaling or {})["rope_type"]
-        yield f"apply_rope_fusion leaves out the factor that rope_type {kind} has on packed rows; remove it"
+        yield f"apply_rope_fusion omits the factor of rope_type {kind} on packed rows; remove it"
     if config.rotary_interleaved and version < FIXED_IN_0_17:
         yield "apply_rope_fusion of megatron-core 0.16 does not interleave the channels of packed rows; remove it"
 

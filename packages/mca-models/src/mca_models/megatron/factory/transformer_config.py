@@ -93,7 +93,7 @@ def implementation_of(args: DistributingParallelArguments) -> Implementation:
     if args.transformer_impl == "transformer_engine" and missing is not None:
         raise McaError(
             "transformer_impl transformer_engine needs a GPU and the package transformer-engine (mca-models[te]), but "
-            f"{missing}; mend that or set transformer_impl to local"
+            f"{missing}; fix that or set transformer_impl to local"
         )
     return args.transformer_impl or ("local" if missing else "transformer_engine")
 
@@ -137,8 +137,8 @@ def _say_what_depends_on_ranks(settings: Settings) -> None:
     ):
         if used:
             _log.info(
-                "%s deals out the tokens that a rank has of a micro-batch, so results depend on the layout, on "
-                "the micro-batch and on padding; with the same of them they are the same",
+                "%s distributes the tokens that a rank has of a micro-batch, so results depend on the layout, on "
+                "the micro-batch and on padding; they are reproducible if these stay the same",
                 name,
             )
 

@@ -26,7 +26,7 @@ def _problems(config: McaModelConfig, layout: ParallelLayout, megatron: Megatron
     if image_reach(config):
         yield from _both_ways_problems(config, megatron)
     if config.mtp_num_layers:
-        yield "prediction layers cannot be trained beside images; set mtp_num_layers to 0"
+        yield "prediction layers cannot be trained together with images; set mtp_num_layers to 0"
     if megatron.apply_rope_fusion and config.mrope_section:
         yield "apply_rope_fusion has one position for each token, images have three; remove it"
     first = len(pipeline_plan(layout, config.num_layers, config.mtp_num_layers).first.layers)
@@ -41,8 +41,8 @@ def _both_ways_problems(config: McaModelConfig, megatron: MegatronConfig) -> Ite
     local = megatron.attention_backend is not None and megatron.attention_backend.name == "local"
     if megatron.transformer_impl == "transformer_engine" and not local:
         yield (
-            f"images of {config.model_type} attend both ways, which Transformer Engine's attention does not; set "
-            "attention_backend to local"
+            f"images of {config.model_type} attend in both directions, which Transformer Engine's attention does "
+            "not support; set attention_backend to local"
         )
     if config.attn_logit_softcapping is not None:
-        yield "attn_logit_softcapping does not go with images that attend both ways; train it on text"
+        yield "attn_logit_softcapping cannot be combined with images that attend in both directions; train on text"

@@ -230,7 +230,7 @@ class PeftModels(VirtualModels):
         """Writes an MCA adapter directory of this layout; collective. An adapter has no other format."""
         if ckpt_format != "mca" or async_save:
             raise McaError(
-                "an adapter is written as ckpt_format mca, in the foreground; leave both settings out"
+                "an adapter is always written with ckpt_format mca and without async_save; remove both settings"
             )
         self._write(
             lambda found: write_mca_adapter(found, self.config.layout, Path(directory), overwrite=overwrite)

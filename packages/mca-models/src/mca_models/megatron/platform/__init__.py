@@ -113,8 +113,8 @@ def prepare() -> None:
     cpu = device_type() == "cpu"
     if cpu and "megatron.core" in sys.modules:
         raise McaError(
-            "megatron.core was imported before mca_models.megatron.platform.prepare(), which a machine without "
-            "a GPU does not survive; import mca_models.megatron first"
+            "megatron.core was imported before mca_models.megatron.platform.prepare(), which fails on a machine "
+            "without a GPU; import mca_models.megatron first"
         )
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -145,7 +145,7 @@ class _Agreement:
             self.over = True
             why = next(iter(str(error).splitlines()), "")
             raise McaError(
-                f"the stream of weights broke off on rank {self._place.rank}: another rank is gone ({why:.120})"
+                f"the stream of weights broke off on rank {self._place.rank}: another rank was lost ({why:.120})"
             ) from error
 
     def go_on(self) -> None:
@@ -158,7 +158,8 @@ class _Agreement:
         if left := self._exchange(0):
             self.over = True
             raise McaError(
-                f"rank {left - 1} failed or stopped taking weights before the last; all ranks must take them to the end"
+                f"rank {left - 1} failed or stopped receiving weights before the last one; all ranks must run "
+                "the loop to its end"
             )
 
     def leave(self) -> None:
