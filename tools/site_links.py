@@ -1,18 +1,28 @@
-"""A hook of MkDocs: links that lead out of `docs`, into the repository, become text, as the site has no such page."""
+"""A hook of MkDocs: what GitHub and the site show differently.
+
+Links that lead out of `docs`, into the repository, become text, because the site has no such page. A bar in code in
+a table needs a backslash on GitHub, which the site would show.
+"""
 
 import re
 from typing import Any
 
+_CODE = re.compile(r"`[^`\n]+`")
 _OUT = re.compile(r"\[([^\]]+)\]\(\.\./([^)]+)\)")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page's text; a link's words are followed by the path that they led to.
+    """The page's text for the site; the words of a removed link are followed by its path.
 
     Args:
         markdown: As it is written.
     """
-    return _OUT.sub(_plain, markdown)
+    lines = _OUT.sub(_plain, markdown).split("\n")
+    return "\n".join(_CODE.sub(_bars, line) if line.startswith("|") else line for line in lines)
+
+
+def _bars(code: "re.Match[str]") -> str:
+    return code[0].replace(r"\|", "|")
 
 
 def _plain(link: "re.Match[str]") -> str:

@@ -14,7 +14,7 @@ from mca_config.fields import TypeHint, cast
 from mca_config.suggestions import suggestion
 from mca_config.types import Typed
 
-_WIDTH = 100
+_WIDTH = 90
 _PLAINER = (
     (r"(--\w+)/--[\w-]+", r"\1"),
     (r"^argument (?=--)", ""),

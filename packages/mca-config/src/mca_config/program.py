@@ -16,7 +16,7 @@ from mca_config.suggestions import suggestion
 if TYPE_CHECKING:
     from mca_config.parser import Parser
 
-_WIDTH = 100
+_WIDTH = 90
 _HELP, _VERSION = ("-h", "--help"), ("-V", "--version")
 
 
@@ -133,7 +133,7 @@ class Program:
         for name, command in self.commands.items():
             indent = " " * (width + 4)
             lines += textwrap.wrap(
-                command.summary, _WIDTH + 10, initial_indent=f"  {name:<{width}}  ", subsequent_indent=indent
+                command.summary, _WIDTH, initial_indent=f"  {name:<{width}}  ", subsequent_indent=indent
             )
         yield "\n".join(lines)
         yield f"`{self.name} COMMAND --help` says more about a command; `{self.name} --version` prints the version."

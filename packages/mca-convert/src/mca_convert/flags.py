@@ -17,7 +17,7 @@ from mca_config.program import Command, Program
 
 DEFAULT_COMMAND = "convert"
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_SIZES = "sizes: 2G and 2GB are 2,000,000,000 bytes, 2GiB is 2,147,483,648; printed sizes are powers of 1000"
+_SIZES = "sizes: 2G and 2GB are 2,000,000,000 bytes, 2GiB is 2,147,483,648; printed sizes are\npowers of 1000"
 _MOST_BYTES = 1 << 62
 _MOST_WORKERS = 256
 

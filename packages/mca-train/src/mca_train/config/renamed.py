@@ -55,7 +55,7 @@ _ANOTHER_WAY = {
     "dataset_dir": "train_file holds whole paths; remove the key",
     **dict.fromkeys(("torch_dtype", "dtype", "model_dtype"), _DTYPE),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_bit"), _QUANTISED),
-    "warmup_ratio": "set warmup_steps: below 1 it is a share of the run",
+    "warmup_ratio": "set warmup_steps: below 1 it is a fraction of the run",
     "global_batch_size": "a step takes per_device_train_batch_size x gradient_accumulation_steps x data-parallel size "
     "samples; set gradient_accumulation_steps instead",
 }

@@ -10,7 +10,7 @@ from mca_config.types import Typed
 from mca_train.reference.keys import REQUIRED, Key, keys_of
 from mca_train.tasks.task import Task
 
-_WIDTH = 100
+_WIDTH = 90
 _LONGEST = 400  # characters of a key's text; Hugging Face's are pages
 
 
@@ -21,8 +21,9 @@ def help_of(task: Task) -> str:
         "",
         f"Trains {task.summary}.",
         "",
-        "Every key below can stand in CONFIG.yaml as `key: value` or follow as a flag, which wins. Flags are written",
-        "with - or _, and `--key null` unsets what the file says. Required: " + ", ".join(REQUIRED) + ".",
+        "Every key below can stand in CONFIG.yaml as `key: value` or follow as a flag, which wins.",
+        "Flags are written with - or _, and `--key null` unsets what the file says.",
+        f"Required: {', '.join(REQUIRED)}.",
         f"`mca-train init {task.name} MODEL` writes a file to start from.",
     ]
     for group, keys in groupby(keys_of(task), key=lambda key: key.group):

@@ -21,16 +21,19 @@ _TEXT = (
     "and data parallel ranks. Starts its own local ranks, unless torchrun did."
 )
 _NOTES = """\
-CONFIG.yaml holds `key: value` lines. Every key is also a flag, with - or _, and the flag wins. Keys are those of
-Hugging Face's TrainingArguments, the parallel arguments of mca, and:
+CONFIG.yaml holds `key: value` lines. Every key is also a flag, with - or _, and the flag wins.
+Keys are those of Hugging Face's TrainingArguments, the parallel arguments of mca, and:
 
-  model_name_or_path   directory or Hub id of the model   tokenizer_name_or_path   of the tokenizer, if elsewhere
-  train_file           .jsonl .json .parquet .txt         eval_file                the same
-  seq_length           tokens per block or sample         local_ranks              ranks to start on this machine
-  lora_rank            train a LoRA adapter instead       lora_target_modules      all-linear, or names
-  sequence_packing     several samples in a row           dpo_loss, dpo_beta       of dpo
+  model_name_or_path       directory or Hub id of the model
+  tokenizer_name_or_path   of the tokenizer, if it is elsewhere
+  train_file, eval_file    .jsonl .json .parquet .txt
+  seq_length               tokens per block or sample
+  local_ranks              ranks to start on this machine
+  lora_rank                train a LoRA adapter instead of the whole model
+  sequence_packing         several samples in a row
 
-`mca-train KIND --help` lists all keys with their meaning; the kinds of run are {kinds}."""
+`mca-train KIND --help` lists all keys with their meaning. The kinds of run are
+{kinds}."""
 _EXAMPLES = (
     "init sft models/qwen3 run.yaml",
     "plan run.yaml --gpus 16 --device h100-80",

@@ -21,27 +21,27 @@ per_device_train_batch_size: 1          # the micro-batch
 gradient_accumulation_steps: 8          # micro-batches in a step
 learning_rate: {rate}
 lr_scheduler_type: cosine
-warmup_steps: 0.03                      # a share of the run if it is below 1
+warmup_steps: 0.03                      # a fraction of the run if it is below 1
 bf16: {bf16}                              # {bf16_text}
 {own}
 # The layout: tensor x pipeline x context x data-parallel ranks. `mca-train plan run.yaml` shows what each rank holds.
 tensor_model_parallel_size: 1
 pipeline_model_parallel_size: 1
-# context_parallel_size: 1              # cuts long sequences
-# expert_model_parallel_size: 1         # spreads experts
-# sequence_parallel: true               # with tensor ranks: saves memory
-# use_distributed_optimizer: true       # spreads the optimizer over data-parallel ranks
+# context_parallel_size: 1              # divides long sequences
+# expert_model_parallel_size: 1         # distributes experts
+# sequence_parallel: true               # with several tensor ranks; saves memory
+# use_distributed_optimizer: true       # splits the optimizer over data-parallel ranks
 # recompute_granularity: selective      # or full, with recompute_method: uniform and recompute_num_layers: 1
 {lora}
 # What is logged and kept.
 logging_steps: 10
 save_steps: 500
 save_total_limit: 2
-# save_hf_model: true                   # writes output_dir/hf, which transformers loads
-# report_to: tensorboard                # or wandb, mlflow; none without it
+# save_hf_model: true                   # also writes output_dir/hf, for transformers
+# report_to: tensorboard                # or wandb, mlflow; default: none
 """
 _LORA = """
-# A LoRA adapter instead of the whole model: take the marks away.
+# A LoRA adapter instead of the whole model: uncomment these lines.
 # lora_rank: 16
 # lora_alpha: 32
 # lora_target_modules: all-linear

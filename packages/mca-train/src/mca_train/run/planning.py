@@ -162,7 +162,9 @@ class _Planned:
         if long := positions_exceeded(self.run.model, settings.data.seq_length):
             told += f"seq_length {settings.data.seq_length}: {long}\n"
         if findings.missing:
-            told += "".join(["missing on this machine:\n", *(f"  - {p}\n" for p in findings.missing)])
+            told += "".join(
+                ["what keeps this run from starting here:\n", *(f"  - {p}\n" for p in findings.missing)]
+            )
         return told
 
     def draw(self, folder: Path, stages: "list[StepNeeds]") -> None:
