@@ -102,15 +102,15 @@ def test_pixels_are_read_when_a_batch_is_made_and_the_row_is_named_then(tokenize
 
 
 WRONG = {
-    "row 0: 1 places for images .* and 2 images": {
+    "row 0: 1 places for images .* but 2 images": {
         **asked({"type": "image"}, text("?")),
         "images": ["small.png", "wide.png"],
     },
-    "row 0: 2 places for images .* and 1 images": {
+    "row 0: 2 places for images .* but 1 images": {
         "messages": [{"role": "user", "content": "<image><image>?"}, ANSWER],
         "images": ["small.png"],
     },
-    "row 0: 1 places for images .* and 0 images": {
+    "row 0: 1 places for images .* but 0 images": {
         "messages": [{"role": "user", "content": "<image>?"}, ANSWER],
         "images": [],
     },

@@ -83,7 +83,7 @@ def test_blocks_of_texts_name_what_is_wrong(tokenizer, folder):
     with pytest.raises(McaError, match="train_file: an image has 6 tokens, more than seq_length 5"):
         load(TEXTS, tokenizer, folder, kind="pretrain", seq_length=5)
     wrong = [TEXTS[1], {"text": "none", "images": ["small.png"]}]
-    with pytest.raises(McaError, match=r"^train_file, row 1: 0 places for images .* and 1 images"):
+    with pytest.raises(McaError, match=r"^train_file, row 1: 0 places for images .* but 1 images"):
         load(wrong, tokenizer, folder, kind="pretrain")
     spelt = [TEXTS[0], {"text": f"what is {MARKS[1]}?", "images": []}]  # it would move every later image
     with pytest.raises(McaError, match=r"^train_file, row 1: the text contains the image placeholder"):

@@ -27,7 +27,7 @@ def test_a_log_that_cannot_be_written_is_told_once(tmp_path, caplog):
     (tmp_path / "train_log.jsonl").mkdir()  # stands for a full disk
     run(tmp_path, first=1)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}/train_log.jsonl: cannot be written (Is a directory); logs are lost until it can"
+        f"{tmp_path}/train_log.jsonl: cannot be written (Is a directory); logs are lost until it can be written again"
     ]
 
 
