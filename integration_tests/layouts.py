@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.layout import SIZE_FIELDS
@@ -31,6 +32,20 @@ def sample(cases: Iterable[str], *names: str) -> list[str]:
     return every if EVERY else [case for case in every if case in names]
 
 
+def tiered(cases: Sequence[Any], *wide: Any) -> list[ParameterSet]:
+    """``cases``, of which those in ``wide`` are run by ``pytest -m wide`` and by CI; or, with `EVERY`, all alike."""
+    unknown = [case for case in wide if case not in cases]
+    if unknown and not EVERY:
+        raise ValueError(f"no case {unknown}")
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=[pytest.mark.wide] if case in wide and not EVERY else [],
+        )
+        for case in cases
+    ]
+
+
 def arguments(name: str, **settings: Any) -> DistributingParallelArguments:
     """The arguments of layout ``name``; ``sp`` at its end is sequence parallelism, ``allgather`` that dispatcher."""
     sizes = {SIZE_FIELDS["tp"]: 1, SIZE_FIELDS["pp"]: 1}
@@ -53,6 +68,12 @@ def by_layout(grid: Sequence[Pair]) -> dict[str, list[str]]:
 
 def selected(request: pytest.FixtureRequest, grid: Sequence[Pair]) -> list[Pair]:
     """The pairs of case and layout in ``grid`` that a test of this run needs of the fixture ``request``."""
+    wanted = chosen(request, "case", "layout")
+    return [pair for pair in grid if pair in wanted]
+
+
+def chosen(request: pytest.FixtureRequest, *names: str) -> set[Any]:
+    """The values of the parameters ``names`` of this run's tests that need the fixture ``request``."""
     params = [
         item.callspec.params
         for item in request.session.items
@@ -61,8 +82,8 @@ def selected(request: pytest.FixtureRequest, grid: Sequence[Pair]) -> list[Pair]
         and item.module is request.module
         and hasattr(item, "callspec")
     ]
-    wanted = {(each.get("case"), each.get("layout")) for each in params}
-    return [pair for pair in grid if pair in wanted]
+    found = {tuple(each.get(name) for name in names) for each in params}
+    return found if len(names) > 1 else {value for (value,) in found}
 
 
 def world_size(name: str) -> int:

@@ -164,6 +164,7 @@ SAMPLE = (
     "latent again",
 )
 CHOSEN = tuple(CASES) if os.environ.get("MCA_DRY_RUNS") else SAMPLE
+WIDE = () if CHOSEN is not SAMPLE else ("dpo of an adapter", "latent again", "vpp")
 
 
 def prepared(folder: Path, kind: str, changes: dict[str, Any], world_size: int) -> Any:
@@ -239,9 +240,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("size", sorted({CASES[name][1] for name in CHOSEN}))
-def test_a_step_needs_what_it_needs_with_memory_and_ranks(size: int, folder: Path) -> None:
-    names = [name for name in CHOSEN if CASES[name][1] == size]
+GROUPS = [
+    pytest.param(size, names, id=f"{size}-{tier}", marks=[pytest.mark.wide] if tier == "wide" else [])
+    for size in sorted({CASES[name][1] for name in CHOSEN})
+    for tier, wide in (("default", False), ("wide", True))
+    if (names := [name for name in CHOSEN if CASES[name][1] == size and (name in WIDE) == wide])
+]
+
+
+@pytest.mark.parametrize(("size", "names"), GROUPS)
+def test_a_step_needs_what_it_needs_with_memory_and_ranks(size: int, names: list[str], folder: Path) -> None:
     real = run_ranks(size, with_memory, folder, names, timeout=300)
     for name in names:
         kind, _, changes = CASES[name]

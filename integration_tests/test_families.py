@@ -11,7 +11,7 @@ from tiny_hf import ALIKE
 
 import reference
 from harness import run_ranks
-from layouts import EVERY, arguments, selected, spread, world_size
+from layouts import EVERY, arguments, selected, spread, tiered, world_size
 from mca_convert.cli import main as convert
 from parity import is_sparse
 from reference import make_reference
@@ -127,7 +127,10 @@ OTHERS = ("qwen3_5_text", "gemma3-two-ropes", "olmo2", "exaone4")
 MOE_OTHERS = ("deepseek_v2", "gpt_oss", "deepseek_v3-choice", "minimax_m2", "qwen3_next", "glm4_moe_lite")
 GRID += spread(DENSE if EVERY else OTHERS, DENSE_LAYOUTS[1:])
 GRID += spread(MOE if EVERY else MOE_OTHERS, MOE_LAYOUTS[1:])
-GRID += spread(ALIKE_DENSE, DENSE_LAYOUTS) + spread(ALIKE_MOE, MOE_LAYOUTS)
+ALIKE_GRID = spread(ALIKE_DENSE, DENSE_LAYOUTS) + spread(ALIKE_MOE, MOE_LAYOUTS)
+# by default on two ranks, on which they cost a third
+WIDE = [] if EVERY else [(case, layout) for case, layout in ALIKE_GRID if world_size(layout) > 2]
+GRID += ALIKE_GRID + [(case, "tp2ep2etp1" if is_sparse(case) else "tp2sp") for case, _ in WIDE]
 GRID = [(case, layout) for case, layout in GRID if not (case in UNCUT and "etp2" in layout)]
 
 
@@ -136,7 +139,7 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return compute_all(selected(request, GRID), tmp_path_factory.mktemp("computed"))
 
 
-@pytest.mark.parametrize("case,layout", GRID)
+@pytest.mark.parametrize("case,layout", tiered(GRID, *WIDE))
 def test_logits_and_gradients_equal_transformers(case: str, layout: str, computed: Computed) -> None:
     computed.check(case, layout)
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from harness import run_ranks
-from layouts import Pair, arguments, by_layout, sample, selected, spread, world_size
+from layouts import Pair, arguments, by_layout, sample, selected, spread, tiered, world_size
 from lora_training import adapter_of, loaded_logits, tokens, train_megatron
 from parity import is_sparse
 from reference import make_reference
@@ -60,6 +60,10 @@ EXPERT_LAYOUTS = sample(
 )
 SPARSE = [case for case, (base, _) in CASES.items() if is_sparse(base)]
 PAIRS = spread([case for case in CASES if case not in SPARSE], DENSE_LAYOUTS) + spread(SPARSE, EXPERT_LAYOUTS)
+WIDE = (
+    *(("qwen2-tied-qv", "tp2"), ("gemma2", "tp1"), ("olmo3", "tp2")),
+    *(("qwen2_moe-bare", "pp2"), ("glm4_moe_lite", "tp1"), ("minimax_m2", "ep2")),
+)
 TOLERANCE = 1e-4
 
 
@@ -132,7 +136,7 @@ def ours(
     return found
 
 
-@pytest.mark.parametrize(("case", "layout"), PAIRS)
+@pytest.mark.parametrize(("case", "layout"), tiered(PAIRS, *WIDE))
 def test_training_equals_peft(
     case: str,
     layout: str,

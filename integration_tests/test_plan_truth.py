@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from harness import run_ranks
+from layouts import tiered
 from plan_cases import CASES, MODELS, SAMPLE, values_of
 
 pytestmark = pytest.mark.ranks
 
 WITHIN, OF_SAMPLE = 0.10, 0.05
 CHOSEN = tuple(CASES) if os.environ.get("MCA_DRY_RUNS") else SAMPLE
+WIDE = ("chunked", "prediction", "windows")
 
 
 def prepared(name: str, folder: str) -> Any:
@@ -59,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", tiered(CHOSEN, *(WIDE if CHOSEN is SAMPLE else ())))
 def test_the_plan_of_a_stage_is_what_the_engine_allocates(name: str, folder: Path) -> None:
     model = str(folder / CASES[name][0])
     stages = CASES[name][3].get("pipeline_model_parallel_size", 1)

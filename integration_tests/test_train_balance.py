@@ -8,7 +8,7 @@ import torch
 
 from balance_reference import BIAS_RATE, COEFFICIENTS, PER_MICRO_BATCH, expected, samples
 from harness import run_ranks
-from layouts import EVERY, selected
+from layouts import EVERY, selected, tiered
 from prediction import SCALE, deepseek_with_prediction
 from test_gradient_parity import TOLERANCE, read, worst_errors
 from train_cases import arguments, history, quietly
@@ -121,7 +121,20 @@ LEFT_OUT = (
 )
 
 
-@pytest.mark.parametrize("case,layout", [case for case in CASES if EVERY or case not in LEFT_OUT])
+WIDE = (
+    *(
+        ("aux_loss", "cp2"),
+        ("aux_loss", "stage-alone"),
+        ("seq_aux_loss", "ep2"),
+        ("seq_aux_loss", "cp2-packed"),
+    ),
+    *(("global_aux_loss", "pp2"), ("global_aux_loss", "recomputed")),
+)
+
+
+@pytest.mark.parametrize(
+    "case,layout", tiered([case for case in CASES if EVERY or case not in LEFT_OUT], *WIDE)
+)
 def test_gradients_are_those_of_the_definition(case: str, layout: str, folder: Path) -> None:
     right, ours = folder / case, folder / f"{case}-{layout}" / "gradients"
     worst = worst_errors(right, ours)

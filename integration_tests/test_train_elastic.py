@@ -37,6 +37,7 @@ def elastic(words: list[str], mark: Path, restarts: int) -> dict[int, int]:
         max_restarts=restarts,
         monitor_interval=0.05,
         start_method="fork",
+        shutdown_timeout=3,  # until a rank is killed that waits for the one that is gone
     )
     codes: dict[int, int] = elastic_launch(settings, entrypoint=rank_of_attempt)(words, mark)
     return codes

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from harness import run_ranks
-from layouts import sample
+from layouts import chosen, sample, tiered
 from reference import make_reference
 from train_cases import arguments, history, quietly
 
@@ -131,8 +131,8 @@ def on_all(
 ) -> dict[str, Trained]:
     found: dict[str, Trained] = {}
     for size in sorted({size for size, _ in layouts.values()}):
-        chosen = {name: settings for name, (ranks, settings) in layouts.items() if ranks == size}
-        found |= run_ranks(size, by_megatron, base, adapter, output, chosen, timeout=400)[0]
+        some = {name: settings for name, (ranks, settings) in layouts.items() if ranks == size}
+        found |= run_ranks(size, by_megatron, base, adapter, output, some, timeout=400)[0]
     return found
 
 
@@ -160,11 +160,13 @@ def from_base(base: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, dict[str, Trained]]:
+def whole(
+    request: pytest.FixtureRequest, base: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Trained, dict[str, Trained]]:
     """The whole model, trained in plain torch and on each layout."""
     folder = tmp_path_factory.mktemp("whole")
     return in_plain_torch(from_base(base), folder / "torch"), on_all(
-        {name: LAYOUTS[name] for name in SOME}, base, None, folder
+        {name: LAYOUTS[name] for name in SOME if name in chosen(request, "name")}, base, None, folder
     )
 
 
@@ -180,7 +182,7 @@ def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapted(
-    base: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, base: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Trained, dict[str, Trained]]:
     """An adapter on it, trained by peft and on each layout."""
     import peft
@@ -188,11 +190,14 @@ def adapted(
     folder = tmp_path_factory.mktemp("adapted")
     model = peft.PeftModel.from_pretrained(from_base(base), adapter, is_trainable=True)
     return in_plain_torch(model, folder / "torch"), on_all(
-        {name: ADAPTED[name] for name in SOME_ADAPTED}, base, adapter, folder
+        {name: ADAPTED[name] for name in SOME_ADAPTED if name in chosen(request, "name")},
+        base,
+        adapter,
+        folder,
     )
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", tiered(SOME, "tp2-etp1-split"))
 def test_experts_train_as_in_transformers(
     name: str, base: Path, whole: tuple[Trained, dict[str, Trained]]
 ) -> None:
@@ -200,7 +205,7 @@ def test_experts_train_as_in_transformers(
     compare(expected, found[name], tensors(base))
 
 
-@pytest.mark.parametrize("name", SOME_ADAPTED)
+@pytest.mark.parametrize("name", tiered(SOME_ADAPTED, "ep2-etp2"))
 def test_adapters_of_experts_train_as_in_peft(
     name: str, adapter: Path, adapted: tuple[Trained, dict[str, Trained]]
 ) -> None:

@@ -129,7 +129,10 @@ def whole(checkpoint, tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("name", KILLED if SEEDS else ("two ranks", "two ranks in background"))
+@pytest.mark.parametrize(
+    "name",
+    KILLED if SEEDS else ("two ranks", pytest.param("two ranks in background", marks=pytest.mark.wide)),
+)
 def test_killed_runs_go_on_from_their_last_complete_checkpoint(name, whole, checkpoint, tmp_path):
     """Twenty times with MCA_TEST_KILLS=20, also one rank. Every kill also leaves whatever it interrupted beside."""
     from mca_train.checkpoint.directory import checkpoints

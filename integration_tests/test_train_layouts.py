@@ -6,6 +6,7 @@ import pytest
 
 import loss_curves
 from harness import run_ranks
+from layouts import tiered
 from loss_curves import ALL, CurvesOf, worst
 from train_cases import STEPS, tiny_checkpoint, train_losses
 
@@ -21,6 +22,7 @@ SAMPLE = (
     "moe/ep2-zero-reduce-gather",
 )
 """Of `ALL`, which take ten minutes: they are run with MCA_EVERY_CURVE=1, for fifty steps."""
+WIDE = ("dense/pp3-uneven", "dense/dp2-zero-reduce-gather", "moe/cp2")
 EVERY = bool(os.environ.get("MCA_EVERY_CURVE"))
 CURVES = tuple(ALL) if EVERY else SAMPLE
 TP, SP, PP = loss_curves.TP, loss_curves.SP, loss_curves.PP
@@ -45,7 +47,7 @@ def test_the_single_run_learns_and_counts_its_steps(single):
     assert single["loss"][-1] < single["loss"][0] - 0.5
 
 
-@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("name", tiered(CURVES, *(() if EVERY else WIDE)))
 def test_losses_equal_the_single_process_run(name, curves):
     difference = curves.difference(name)
     assert difference.small, difference

@@ -52,11 +52,15 @@ SOME_DENSE = (
 SOME_RATES = (("pp2", "dp2-split"),)
 SOME_EXPERTS = (("ep2-split", "one"), ("ep2", "ep2"), ("dp2-etp2-split", "tp2-sp-etp1"))
 """Of all pairs, 185 in all, which are run with MCA_EVERY_TRANSITION=1."""
+WIDE = (("cp2", "dp2-pp2-vpp2-split"), ("ep2", "ep2"))
 
 
 def pairs(layouts: dict[str, Any], some: tuple[tuple[str, str], ...]) -> Any:
     every = [(before, after) for after in layouts for before in layouts]
-    return [pytest.param(*pair, id="-to-".join(pair)) for pair in (every if EVERY else some)]
+    marks = {pair: () if EVERY or pair not in WIDE else pytest.mark.wide for pair in every}
+    return [
+        pytest.param(*pair, id="-to-".join(pair), marks=marks[pair]) for pair in (every if EVERY else some)
+    ]
 
 
 def run(checkpoint: Path, output_dir: Path, steps: int, resume: Path | None = None, **changes: Any) -> Any:
@@ -162,8 +166,11 @@ def test_experts_go_on(before, after, experts, tmp_path, record_property):
 
 @pytest.mark.parametrize(
     "case,changes",
-    [("qwen3_next", {}), ("qwen3_next", ZERO), ("nemotron_h", ZERO)],
-    ids=["whole", "split", "state-space"],
+    [
+        pytest.param("qwen3_next", {}, id="whole", marks=pytest.mark.wide),
+        pytest.param("qwen3_next", ZERO, id="split"),
+        pytest.param("nemotron_h", ZERO, id="state-space"),
+    ],
 )
 def test_layers_with_fused_projections_go_on(case, changes, tmp_path):
     """The optimizer's state of their projections is stored in parts."""

@@ -10,7 +10,7 @@ import torch
 
 import trl_formulas
 from harness import prepare_parent, run_ranks
-from layouts import EVERY
+from layouts import EVERY, selected, tiered
 from loss_curves import SMALL
 from train_cases import history, quietly, tiny_checkpoint
 from trl_kinds import KINDS, LABELS, PLAIN, STEPS, Logged, Theirs, mca_trained, mca_trainer, with_trl
@@ -41,6 +41,10 @@ TRAINED = {
     "tp2-pp2": list(KINDS) if EVERY else ["sft", "reward", "grpo-grpo"],
     "cp2-dp2": list(KINDS) if EVERY else ["precomputed", "classes", "kto", "grpo-dapo"],
 }
+GRID = [(kind, layout) for layout, kinds in TRAINED.items() for kind in kinds]
+KEPT = ("precomputed", "single")
+WIDE = [(kind, "single") for kind in ("hinge", "simpo", "rpo", "several", "number", "grpo-grpo")]
+WIDE += [("grpo-grpo", "tp2-pp2"), ("classes", "cp2-dp2"), ("precomputed", "cp2-dp2")]
 
 
 @pytest.fixture(scope="module")
@@ -85,40 +89,38 @@ def write(path: Path, columns: dict[str, list[Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def with_mca(folder: Path, layouts: list[str]) -> dict[tuple[str, str], Logged]:
-    """What ``mca-train`` logs, of each kind on each layout. Runs on every rank."""
+def with_mca(folder: Path, grid: list[tuple[str, str]]) -> dict[tuple[str, str], Logged]:
+    """What ``mca-train`` logs, of each kind and layout. Runs on every rank."""
     return {
         (kind, layout): quietly(
             lambda kind=kind, layout=layout: mca_trained(folder, kind, layout, LAYOUTS[layout])
         )
-        for layout in layouts
-        for kind in TRAINED[layout]
+        for kind, layout in grid
     }
 
 
 @pytest.fixture(scope="module")
-def theirs(folder: Path) -> Theirs:
-    kinds = sorted({kind for some in TRAINED.values() for kind in some})
+def theirs(request: pytest.FixtureRequest, folder: Path) -> Theirs:
+    kinds = sorted({kind for kind, _ in selected(request, GRID)})
     return run_ranks(1, with_trl, folder, kinds, process_group=False, timeout=300)[0]
 
 
 @pytest.fixture(scope="module")
-def ours(folder: Path) -> Any:
+def ours(request: pytest.FixtureRequest, folder: Path) -> Any:
     """By layout; those of one number of ranks are run together."""
+    grid = dict.fromkeys([*selected(request, GRID), KEPT])
 
     @cache
     def of_size(size: int) -> dict[tuple[str, str], Logged]:
-        layouts = [name for name in LAYOUTS if (name == "single") == (size == 1)]
-        return run_ranks(size, with_mca, folder, layouts, timeout=300)[0]
+        some = [pair for pair in grid if (pair[1] == "single") == (size == 1)]
+        return run_ranks(size, with_mca, folder, some, timeout=300)[0]
 
     return lambda kind, layout: of_size(1 if layout == "single" else 4)[kind, layout]
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [(kind, layout) for layout, kinds in TRAINED.items() for kind in kinds],
-)
-def test_every_step_is_that_of_trl(kind: str, layout: str, theirs: Theirs, ours: Any) -> None:
+@pytest.mark.parametrize(("case", "layout"), tiered(GRID, *WIDE))
+def test_every_step_is_that_of_trl(case: str, layout: str, theirs: Theirs, ours: Any) -> None:
+    kind = case
     right, found = theirs.logged[kind], ours(kind, layout)
     assert len(right["loss"]) == STEPS
     assert right["loss"][-1] != pytest.approx(right["loss"][0], rel=0.02)  # it learns
@@ -157,7 +159,7 @@ def again_without_reference(folder: Path) -> list[float]:
 
 
 def test_kept_log_probabilities_serve_the_run_that_goes_on(folder: Path, ours: Any) -> None:
-    first = ours("precomputed", "single")["loss"]
+    first = ours(*KEPT)["loss"]
     assert run_ranks(1, again_without_reference, folder)[0] == first
     kept = folder / "precomputed-single" / "reference_log_probs" / "train.npz"
     kept.write_bytes(kept.read_bytes()[:-40])

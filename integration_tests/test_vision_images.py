@@ -12,7 +12,7 @@ import torch
 
 import vision_reference
 from harness import run_ranks
-from layouts import EVERY, Pair, arguments, by_layout, selected, world_size
+from layouts import EVERY, Pair, arguments, by_layout, selected, tiered, world_size
 from test_gradient_parity import TOLERANCE, worst_errors
 from vision_reference import LENGTH, ROWS, Mixed, batch_of, mixed
 
@@ -49,6 +49,10 @@ GRID = [
     if (EVERY or (row + column) % 7 == 0 or (case, layout) in ALWAYS)
     and not (case in STACKED and "vpp2" in layout)
 ]
+WIDE = (
+    *(("qwen2_5_vl", "tp1"), ("qwen2_vl", "cp2packed"), ("internvl", "pp2"), ("mistral3", "dp2overlap")),
+    *(("glm4v", "tp2"), ("gemma3", "tp1"), ("gemma3", "pp2recompute"), ("qwen3_5_moe", "tp1")),
+)
 
 
 def sizes(layout: str) -> str:
@@ -217,7 +221,7 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder, references, by_pair
 
 
-@pytest.mark.parametrize("case,layout", GRID)
+@pytest.mark.parametrize("case,layout", tiered(GRID, *WIDE))
 def test_losses_and_gradients_equal_transformers(case: str, layout: str, computed: Computed) -> None:
     folder, references, by_pair = computed
     found = by_pair[case, layout]

@@ -26,7 +26,13 @@ LAYOUTS: dict[str, dict[str, int | str]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.wide] if name in ("glm-4.5", "qwen3-235b-a22b") else [])
+        for name in sorted(LAYOUTS)
+    ],
+)
 def test_published_models_are_planned_in_seconds(name: str, tmp_path: Path, capsys) -> None:
     from mca_models.templates import config_from_hf, family_of
 
@@ -45,7 +51,7 @@ def test_published_models_are_planned_in_seconds(name: str, tmp_path: Path, caps
     else:
         assert 0.999 < plan["read_bytes"] / plan["written_bytes"] < 1.001
     assert 2 * plan["parameters"] <= plan["written_bytes"] < 2.002 * plan["parameters"]
-    assert seconds < 10
+    assert seconds < 30  # ten times what the longest needs
 
 
 def quantised_bytes(hf: dict) -> int:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import conversion_mapping
@@ -336,6 +337,16 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
 """Families of parts that those above have too, put together otherwise: not every test takes them by default."""
 ALL = {**CASES, **ALIKE}
 SOME = ALL if os.environ.get("MCA_EVERY_LAYOUT") else CASES
+TIED_OR_PLAIN = (
+    *("cwm", "exaone4-no-window", "granite", "llama-tied", "minimax_m2", "mistral", "mistral-tied", "olmoe"),
+    *("deepseek_v2-no-q-lora", "glm4_moe_lite", "qwen2-tied", "qwen3-tied", "seed_oss", "smollm3"),
+)
+"""Those of `CASES` whose tensors another one has too, cut alike."""
+TIERED = [
+    pytest.param(case, marks=[pytest.mark.wide] if case in TIED_OR_PLAIN and SOME is CASES else [])
+    for case in sorted(SOME)
+]
+"""`SOME`, of which ``pytest -m wide`` takes those."""
 
 
 class KimiK2Config(transformers.DeepseekV3Config):  # type: ignore[misc]

@@ -37,7 +37,7 @@ def targets(model: Any) -> dict[str, list[str]]:
     return {"target_modules": sorted(linears), "target_parameters": sorted(stacked)}
 
 
-@pytest.mark.parametrize("case", tiny_hf.SOME)
+@pytest.mark.parametrize("case", tiny_hf.TIERED)
 def test_every_linear_of_every_family(case: str, tmp_path: Path) -> None:
     base = tiny_hf.save(case, tmp_path / "base")
     model = adapters.base_model(base)
