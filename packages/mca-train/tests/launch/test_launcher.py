@@ -125,7 +125,7 @@ def test_a_signal_before_training_leaves_nothing(tmp_path):
         from mca_train import cli
         from mca_train.launch import stopping
         from mca_train.launch.scratch import scratch_folder
-        def work(words):
+        def work(*_):
             with stopping.raising_stopped(), scratch_folder():
 {textwrap.indent(body, " " * 16)}
         cli._run = work

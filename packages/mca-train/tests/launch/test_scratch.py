@@ -34,17 +34,21 @@ def test_what_a_killed_run_left_is_removed_by_the_next_one_and_nothing_else(plac
     ]
     for name in names:
         (place / name).mkdir()
+        (place / name / "mine").touch()
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
         with scratch_folder():
             os.write(write, b"x")
             time.sleep(60)
+        os._exit(1)
     os.read(read, 1)
-    with scratch_folder():
-        assert len(list(place.iterdir())) == len(names) + 2, "that of a living run stays"
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    try:
+        with scratch_folder():
+            assert len(list(place.iterdir())) == len(names) + 2, "that of a living run stays"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
     assert len(list(place.iterdir())) == len(names) + 1
     with scratch_folder():
         pass
