@@ -17,7 +17,7 @@ import pytest
 
 import forked_cli
 from source_tree import ROOT
-from test_train_cli import config, folder, free_port, logs
+from test_train_cli import config, folder, logs
 
 sys.path.insert(0, str(ROOT))
 from tools import slurm_lab
@@ -113,7 +113,7 @@ def submitted(slurm: Path, words: list[str], **environment: str) -> str:
         HF_HUB_OFFLINE="1",
         GPUS_PER_NODE="1",
         GLOO_SOCKET_IFNAME="lo",
-        MASTER_PORT=str(free_port()),
+        MASTER_PORT=str(slurm_lab.free_ports(1)[0]),
         **environment,
     )
 

@@ -72,7 +72,7 @@ def start(folder: Path, nodes: int = 2) -> None:
         path.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
     host = socket.gethostname().split(".")[0]
-    port, *ports = _free_ports(1 + nodes)
+    port, *ports = free_ports(1 + nodes)
     names = zip(_names(nodes), ports, strict=True)
     lines = "\n".join(_NODE.format(name=name, host=host, port=port) for name, port in names)
     (folder / "slurm.conf").write_text(_CONF.format(host=host, folder=folder, port=port, lines=lines))
@@ -89,7 +89,7 @@ def _names(nodes: int) -> list[str]:
     return [f"n{number}" for number in range(1, nodes + 1)]
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on."""
     with ExitStack() as all_at_once:
         listeners = [all_at_once.enter_context(socket.socket()) for _ in range(count)]
