@@ -21,6 +21,7 @@ from test_lora import LATENT, LINEAR, STACKED
 pytestmark = pytest.mark.ranks
 
 DELTA = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "v_proj", "shared_expert_gate"]
+KIMI_GATES = ["f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]
 DELTA_3_5 = ["in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj", "up_proj"]
 ALL: dict[str, Any] = {"target_modules": LINEAR}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -78,7 +79,7 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("apertus", NO_GATE),
     "nanochat": ("nanochat", {"target_modules": [*LINEAR[:4], "fc1", "fc2"]}),
     **{case: (case, FUSED_QKV) for case in ("persimmon", "gpt_neox", "gpt_neox-sequential")},
-    **{case: (case, FUSED_QKV) for case in ("falcon", "falcon-one-norm")},
+    **{case: (case, FUSED_QKV) for case in ("bloom", "falcon", "falcon-one-norm")},
     "phi": ("phi", {"target_modules": [*LINEAR[:3], "dense", "fc1", "fc2"]}),
     "gptj": ("gptj", {"target_modules": [*LINEAR[:3], "out_proj", "fc_in", "fc_out"]}),
     "granitemoe_swa": ("granitemoe_swa", {"target_modules": LINEAR[:4], "target_parameters": BLOCK}),
@@ -91,11 +92,31 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid-dense",
         {"target_modules": ["in_proj", "out_proj", "q_proj", "input_linear", "output_linear"]},
     ),
+    **{case: (case, {"target_modules": ["c_attn", "c_fc", "c_proj"]}) for case in ("gpt2", "gpt_bigcode")},
+    "gemma4_text-experts": (
+        "gemma4_text-experts",
+        {
+            "target_modules": [*LINEAR[:4], "mlp.up_proj"],
+            "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        },
+    ),
+    "opt": ("opt", {"target_modules": [*LINEAR[:3], "out_proj", "fc1", "fc2"]}),
+    "minicpm3": ("minicpm3", {"target_modules": [*LATENT, *LINEAR[4:]]}),
+    "olmo_hybrid": ("olmo_hybrid", {"target_modules": [*LINEAR, "a_proj", "b_proj", "g_proj"]}),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            "target_modules": [*LATENT[:1], "b_proj", *KIMI_GATES, "q_proj", "kv_b_proj", "o_proj"],
+            "target_parameters": STACKED,
+        },
+    ),
     "llama4_text": ("llama4_text", {"target_modules": [*LINEAR[:4], "shared_expert.up_proj"]}),
 }
 CASES |= ALIKE
 # by default those that name a linear otherwise than others
-BY_NAME = sample(ALIKE, "falcon", "glm", "granitemoe", "granitemoeshared", "hy_v3", "phi")
+BY_NAME = sample(
+    ALIKE, "falcon", "glm", "gpt2", "granitemoe", "granitemoeshared", "hy_v3", "kimi_linear", "phi"
+)
 GRID += spread([case for case in BY_NAME if not is_sparse(case)], LAYOUTS if EVERY else ("tp2sp",))
 GRID += spread([case for case in BY_NAME if is_sparse(case)], EXPERT_LAYOUTS)
 WIDE = [

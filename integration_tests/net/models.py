@@ -53,6 +53,16 @@ UNDRAWN = frozenset(
         ),
         *("bamba", "granitemoehybrid", "granitemoehybrid-dense"),
         *("nemotron_h", "nemotron_h-dense", "nemotron_h-latent"),
+        *(
+            "bloom",
+            "gemma4_text-experts",
+            "gpt2",
+            "gpt_bigcode",
+            "kimi_linear",
+            "minicpm3",
+            "olmo_hybrid",
+            "opt",
+        ),
     }
 )
 """Families of which nobody has told yet which sizes go together."""

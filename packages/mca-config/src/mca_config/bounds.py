@@ -3,11 +3,16 @@
 That a number lies within them does not mean that it is right.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError
 from mca_config.types import Values
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _MOST: Mapping[str, int] = {
     "num_layers": 1 << 12,
@@ -45,7 +50,7 @@ _MOST_MLPS = 1 << 16
 _LEAST: Mapping[str, int] = {"mtp_num_layers": 0, "moe_shared_expert_intermediate_size": 0, "kv_lora_rank": 1}
 _POSITIVE = ("rotary_base", "rotary_base_local", "rotary_percent", "logits_scaling")
 _NOT_NEGATIVE = ("layernorm_epsilon", "init_method_std", "mamba_least_step")
-_SHARES = ("attention_dropout", "hidden_dropout")
+_SHARES = ("attention_dropout", "hidden_dropout", "embedding_dropout")
 
 
 def require_bounded(values: Values) -> None:
@@ -86,6 +91,22 @@ def _products(values: Values) -> Iterator[str]:
             yield f"hidden_size {hidden!r:.80} times {name} {width!r:.80} must be at most {_LARGEST_MATRIX}"
     if heads * channels > _LARGEST and max(heads, channels) <= _LARGEST:
         yield f"num_attention_heads {heads} times kv_channels {channels} must be at most {_LARGEST}"
+
+
+def require_numbers(model: "DataclassInstance") -> None:
+    """Refuses what is no number in a field that holds one: a ``config.json`` may hold anything, such as ``"4"``."""
+    for entry in dataclasses.fields(model):
+        value = getattr(model, entry.name)
+        if entry.type in (int, float, int | None, float | None) and isinstance(
+            value, str | list | tuple | dict
+        ):
+            raise McaError(
+                f"{entry.name} must be a number, not {value!r:.80}; correct the model's config.json"
+            )
+        if entry.type in (int, int | None) and isinstance(value, float | bool):
+            raise McaError(
+                f"{entry.name} must be a whole number, not {value!r}; correct the model's config.json"
+            )
 
 
 def _reals(values: Values) -> Iterator[str]:

@@ -3,7 +3,6 @@
 How a family's ``config.json`` becomes one is written in `mca_models.templates`.
 """
 
-import dataclasses
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Literal
 
 from mca_config import _roll, fields, files
 from mca_config._documents import VERSION, require_document, require_same_family
-from mca_config.bounds import require_bounded
+from mca_config.bounds import require_bounded, require_numbers
 from mca_config.errors import McaError, named
 from mca_config.layout import ParallelLayout
 from mca_config.pipeline import PipelinePlan, pipeline_plan
@@ -129,7 +128,17 @@ class McaModelConfig:
     init_method_std: float = 0.02
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
-    """Of what attention and MLP add to the residual; embeddings have none."""
+    """Of what attention and MLP add to the residual."""
+    embedding_dropout: float = 0.0
+    """Of embeddings, as long as ``hidden_dropout`` is on too."""
+    learned_positions: bool = False
+    """Positions are vectors of a table that are added to the embeddings; nothing rotates."""
+    alibi: bool = False
+    """Nothing rotates: scores grow with the position of the key, by a slope of each head's own."""
+    embedding_layernorm: bool = False
+    """The embeddings are normalised as layers are, with weights."""
+    position_offset: int = 0
+    """Rows of that table before that of the first position."""
 
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
@@ -157,6 +166,12 @@ class McaModelConfig:
     linear_num_value_heads: int | None = None
     linear_key_head_dim: int | None = None
     linear_value_head_dim: int | None = None
+    linear_channel_decay: bool = False
+    """Channels of keys fade by themselves, and gates are of low rank (Kimi's delta attention)."""
+    linear_beta_factor: float = 1.0
+    """Factor on the share of a correction that linear attention makes, which is a sigmoid."""
+    linear_norm_epsilon: float | None = None
+    """Of the norm of linear attention's heads; None: ``layernorm_epsilon``."""
 
     mamba_num_heads: int | None = None
     """Heads of ``mamba`` layers (state space models, Mamba 2); None: there are none."""
@@ -187,6 +202,8 @@ class McaModelConfig:
     """An expert's input is multiplied by its weight, not its output."""
     moe_shared_expert_intermediate_size: int | None = None
     moe_shared_expert_gate: bool = False
+    experts_beside_mlp: bool = False
+    """The shared expert is the layer's MLP: it and the routed ones have norms of their own, the router factors."""
     moe_aux_loss_coeff: float = 0.0
     """HF's ``router_aux_loss_coef``: of a loss over all layers together; arguments take Megatron's, of each layer's."""
     moe_router_load_balancing_type: str = "none"
@@ -211,7 +228,7 @@ class McaModelConfig:
     """The parallel sizes a checkpoint was written with."""
 
     def __post_init__(self) -> None:
-        self._require_numbers()
+        require_numbers(self)
         require_bounded(vars(self))
         for name in ("moe_layer_freq", "layer_types", "no_rope_freq"):
             values = getattr(self, name)
@@ -224,21 +241,6 @@ class McaModelConfig:
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_query_groups "
                 f"{self.num_query_groups}"
             )
-
-    def _require_numbers(self) -> None:
-        """A ``config.json`` may hold anything, such as ``"4"``."""
-        for entry in dataclasses.fields(self):
-            value = getattr(self, entry.name)
-            if entry.type in (int, float, int | None, float | None) and isinstance(
-                value, str | list | tuple | dict
-            ):
-                raise McaError(
-                    f"{entry.name} must be a number, not {value!r:.80}; correct the model's config.json"
-                )
-            if entry.type in (int, int | None) and isinstance(value, float | bool):
-                raise McaError(
-                    f"{entry.name} must be a whole number, not {value!r}; correct the model's config.json"
-                )
 
     @property
     def has_own_norms(self) -> bool:
@@ -271,8 +273,9 @@ class McaModelConfig:
     @property
     def has_own_heads(self) -> bool:
         """Whether queries, keys and values are made otherwise than Megatron makes them, or by layer."""
-        other = self.values_are_keys or self.value_norm or self.value_scale != 1.0 or self.of_kind is not None
-        return other or self.value_width != self.kv_channels
+        other = self.values_are_keys or self.value_norm or self.value_scale != 1.0
+        by_layer = any(set(own) - {"norm_placement"} for own in (self.of_kind or {}).values())
+        return other or by_layer or self.value_width != self.kv_channels
 
     def is_linear_layer(self, layer: int) -> bool:
         """Whether decoder ``layer`` has linear attention (a gated delta net)."""
@@ -387,6 +390,8 @@ class MlaMcaModelConfig(McaModelConfig):
     """No-rope channels of a query or key head."""
     qk_pos_emb_head_dim: int
     v_head_dim: int
+    rotary_halves: bool = False
+    """Files have what is rotated in two halves, whose channels pair up, not in pairs of neighbours as Megatron has."""
     index_topk: int | None = None
     """Keys that an indexer chooses for each query; None: a query sees all before it."""
     index_num_heads: int | None = None

@@ -139,7 +139,7 @@ def test_absent_keys_mean_what_transformers_says(kind: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported: positions are vectors"),
+        ({"model_type": "mpt"}, "model_type 'mpt' is not supported: scores are shifted"),
         ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; supported: 'silu'"),
         ({"mlp_bias": True}, "'mlp_bias' is True"),
         ({"hidden_size": None}, "config.json has no 'hidden_size'"),

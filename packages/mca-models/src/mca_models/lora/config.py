@@ -22,7 +22,6 @@ ALL_LINEAR = "all-linear"
 _REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA's magnitudes depend on whole columns of the merged weight",
     "lora_bias": "a bias on lora_B has no place beside Megatron's linears",
-    "fan_in_fan_out": "no family here stores weights as [in, out] modules",
     "use_qalora": "it pools the inputs",
     "use_bdlora": "block-diagonal factors are laid out for one tensor-parallel size",
     "alora_invocation_tokens": "activated LoRA depends on the prompt",
@@ -45,9 +44,9 @@ _HARMLESS = frozenset(
     "target_modules exclude_modules target_parameters lora_alpha lora_dropout bias use_rslora "
     "modules_to_save init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern "
     "megatron_core eva_config corda_config lora_ga_config qalora_group_size ensure_weight_tying "
-    "runtime_config".split()
+    "runtime_config fan_in_fan_out".split()
 )
-"""Keys that are read here, or that say nothing about what the finished adapter computes."""
+"""Keys that are read here, or that say nothing about what the finished adapter computes (PEFT corrects the last)."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,11 @@ from mca_models.weights.layouts import Layout, Transposed
 
 _LINEARS = frozenset(
     "linear_qkv linear_proj linear_fc1 linear_fc2 linear_q_proj linear_q_down_proj linear_q_up_proj "
-    "linear_kv_down_proj linear_kv_up_proj in_proj out_proj".split()
+    "linear_kv_down_proj linear_kv_up_proj in_proj out_proj gates_down fade_up gate_up".split()
 )
 """Megatron modules that are linears in HF models too."""
+_RENAMED = (".shared_experts.", ".self_attention.")
+"""Where linears stand whose names in files are not those of modules."""
 _TABLES = ("pos_embed", "position_embedding")
 """Modules of vision models that are embeddings."""
 
@@ -76,7 +78,7 @@ def linear_targets(config: McaModelConfig) -> list[Target]:
     params = family_of(config.model_type).params
     loaded = {param.mca_name(): param for param in params(_with_experts(config, fused=True))}
     shared = (
-        loaded[param.mca_name()] if ".shared_experts." in param.mca else param
+        loaded[param.mca_name()] if any(place in param.mca for place in _RENAMED) else param
         for param in params(_with_experts(config, fused=False))
     )
     return [target for param in shared for target in (*_targets_of(param), *_vision_targets(param, config))]

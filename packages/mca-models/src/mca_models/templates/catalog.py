@@ -164,7 +164,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "our core attention and norms",
     ),
     "gemma4_text": (
-        "31B: wider heads in full layers, whose keys may be their values too; values are normalised",
+        "31B, 26B A4B: wider heads in full layers, whose keys may be their values too; experts beside the MLP",
         "our heads, norms and ropes",
     ),
     "mimo_v2_flash": (
@@ -172,7 +172,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "our heads and core attention",
     ),
     "deepseek_v32": (
-        "DeepSeek V3 with sparse attention: an indexer chooses the keys of each query",
+        "DeepSeek V3 with sparse attention: an indexer chooses the keys of each query, in prediction layers too",
         "our core attention",
     ),
     "glm_moe_dsa": ("GLM 5: the same with another rope in the indexer", "our core attention"),
@@ -183,6 +183,25 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     "gemma4_unified_text": ("12B: the same with another window", "our heads, norms and ropes"),
     "aria_text": ("stacked experts in every layer, shared ones beside them", "Megatron's"),
     "cohere2_moe": ("Command A with experts, dense first layers", "our norms"),
+    "olmo_hybrid": (
+        "gated delta nets that may overcorrect, with norms before; full attention with norms after",
+        "our delta net and norms",
+    ),
+    "kimi_linear": (
+        "delta attention whose channels fade by themselves, latent attention without a rope, DeepSeek V3's experts",
+        "our delta attention",
+    ),
+    "gpt2": (
+        "learned positions, LayerNorms, biases everywhere; files have weights the other way round",
+        "Megatron's",
+    ),
+    "bloom": ("ALiBi, LayerNorms, of embeddings too, biases everywhere", "our core attention and norms"),
+    "gpt_bigcode": ("StarCoder 1: GPT-2 whose heads share their keys and values", "Megatron's"),
+    "opt": ("learned positions, LayerNorms, biases everywhere, ReLUs", "Megatron's"),
+    "minicpm3": (
+        "latent attention that is rotated in halves, longrope, Granite's factors",
+        "Megatron's, our rope",
+    ),
 }
 """What sets a family apart, and whose layers compute it."""
 
@@ -191,7 +210,6 @@ INDEXER = "sparse attention: an indexer chooses the keys of each query"
 _REASONS: Mapping[str, str] = {
     "a norm after layers with experts only": "axk1",
     "norms with a gate that is computed from their input": "axk2",
-    "longrope with latent attention, whose rope here is yarn's or unscaled": "minicpm3",
     "experts are drawn at random in training, with a gradient of their own (SparseMixer)": "phimoe",
     "an encoder that can be asked to look back only; trained with a head and positions of its own kind": (
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert "
@@ -201,20 +219,20 @@ _REASONS: Mapping[str, str] = {
         "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet "
         "trocr whisper"
     ),
-    "positions are vectors added to the embedding; only rotary positions are built here": (
-        "biogpt ctrl gpt-sw3 gpt2 gpt_bigcode gpt_neo openai-gpt opt xglm"
-    ),
-    "scores are shifted by the distance of tokens (ALiBi or learned); only rotary positions are built here": (
-        "bloom cpmant mpt"
+    "learned positions, and attention output alone with a bias, or scores without a scale": "gpt_neo",
+    "positions are computed vectors added to scaled embeddings": "ctrl xglm",
+    "learned positions that follow the mask of padding, and scaled embeddings": "biogpt",
+    "learned positions, and norms after each block, on the residual": "openai-gpt",
+    "GPT-2 under another type, which transformers reads and never writes": "gpt-sw3",
+    "scores are shifted by the distance of tokens, in a way that is learned or other than BLOOM's": (
+        "cpmant mpt"
     ),
     "attention and MLP side by side, and one tensor for q, k, v that lies in shares of tensor ranks": "codegen",
     "scores beside attention and MLP that have biases of another kind": "gpt_neox_japanese",
     "state-space or recurrent layers, alone or between attention layers": (
         "falcon_h1 falcon_mamba jamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2"
     ),
-    "linear attention of another kind than the gated delta nets built here": (
-        "bailing_hybrid kimi_linear minimax olmo_hybrid"
-    ),
+    "linear attention of another kind than the gated delta nets built here": ("bailing_hybrid minimax"),
     "short convolutions in the place of attention, or before it": (
         "inkling2_text inkling_text lfm2 lfm2_moe lfm3 zaya"
     ),

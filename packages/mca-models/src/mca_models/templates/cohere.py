@@ -34,10 +34,8 @@ CONFIG = ConfigTable(
     fields=norm_epsilon(dense_fields(tied=True, eps=1e-5), "layer_norm_eps"),
     defaults={"pad_token_id": 0, "rope_theta": 5e5},
     constants={
-        "normalization": "LayerNorm",
-        "norm_bias": False,
-        "parallel_block": "one_norm",
-        "rotary_interleaved": True,
+        **{"normalization": "LayerNorm", "norm_bias": False},
+        **{"parallel_block": "one_norm", "rotary_interleaved": True},
     },
     fixed=(SILU, NO_ATTENTION_BIAS),
     derive=derive,

@@ -76,9 +76,9 @@ def gated_qkv(config: McaModelConfig) -> list[Param]:
 def fused_qkv(config: McaModelConfig) -> list[Param]:
     """``linear_qkv`` where HF too has one tensor, with all of q before k before v."""
     heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
-    rule = inner("self_attention.linear_qkv.weight", "self_attn.qkv_proj.weight", shard=COLUMN)
     in_groups = GroupedHeads((heads // groups, 1, 1), width)
-    return [replace(rule, layout=in_groups, hf_layout=Concat((heads, groups, groups)))]
+    rules = grouped_qkv(config, "qkv_proj")
+    return [replace(rule, layout=in_groups, hf_layout=Concat((heads, groups, groups))) for rule in rules]
 
 
 def attention(config: McaModelConfig, projections: Sequence[Param] | None = None) -> list[Param]:
@@ -219,6 +219,13 @@ def in_layers(config: McaModelConfig, rules: Callable[[McaModelConfig], Sequence
 def embedding() -> Param:
     """The word embedding."""
     return Param(mca=EMBEDDING, hf=(HF_EMBEDDING,), shard=COLUMN, stage=Stage.FIRST, vocab=True)
+
+
+def positions() -> Param:
+    """The table of learned positions."""
+    return Param(
+        mca="embedding.position_embeddings.weight", hf=("model.embed_positions.weight",), stage=Stage.FIRST
+    )
 
 
 def head(config: McaModelConfig) -> list[Param]:

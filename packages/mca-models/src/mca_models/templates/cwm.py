@@ -13,6 +13,7 @@ from mca_models.templates.config_table import (
     read_rope,
 )
 from mca_models.templates.family import Family
+from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -26,8 +27,7 @@ _ROPE = {**LLAMA3, "rope_theta": 1e6, "factor": 16.0}
 
 def derive(hf: HfConfig) -> JsonObject:
     """Each layer's kind, and the family's own rope if none is named."""
-    count = hf["num_hidden_layers"]
-    pattern = ["sliding_attention" if i % 4 else "full_attention" for i in range(count)]
+    pattern = [SLIDING if i % 4 else FULL for i in range(hf["num_hidden_layers"])]
     window = hf.get("sliding_window", 8192) or None
     kinds = tuple(hf.get("layer_types") or pattern) if window else None
     named = any(hf.get(key) for key in ("rope_parameters", "rope_scaling", "rope_theta"))
@@ -37,8 +37,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """See ``ConfigTable.restore``."""
-    kinds = {"layer_types": list(config.layer_types)} if config.layer_types else {}
-    return {"sliding_window": config.window_size or 0, **kinds}
+    return {"sliding_window": config.window_size or 0, **restore_kinds(config)}
 
 
 CONFIG = ConfigTable(

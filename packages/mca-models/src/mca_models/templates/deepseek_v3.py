@@ -1,7 +1,7 @@
 """DeepSeek V3 and R1: HF ``DeepseekV3ForCausalLM``: latent attention, experts, multi-token prediction."""
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates.common import ATTN, inner
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -16,7 +16,7 @@ from mca_models.templates.family import Family
 from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields, moe_params, require_sigmoid_choice
 from mca_models.templates.mtp import mtp_copies
 from mca_models.templates.names import HF_ATTN, MoeNames
-from mca_models.weights import COLUMN, ROW, Param
+from mca_models.weights import COLUMN, ROW, Alternating, Concat, GroupedHeads, Param
 
 NAMES = MoeNames()
 
@@ -111,18 +111,30 @@ CONFIG = ConfigTable(
 
 def latent_attention(config: MlaMcaModelConfig) -> list[Param]:
     """Pre-norm multi-head latent attention, its queries compressed or not."""
+    still, latent, turned = config.qk_head_dim, config.kv_lora_rank, config.qk_pos_emb_head_dim
+    queries: Values = {}
+    key: Values = {}
+    if config.rotary_halves:
+        layout = Alternating(GroupedHeads((still, turned), 1))
+        queries = {"layout": layout, "hf_layout": GroupedHeads((still, turned // 2, turned // 2), 1)}
+        layout = Alternating(Concat((latent, turned)))
+        key = {"layout": layout, "hf_layout": Concat((latent, turned // 2, turned // 2))}
     if config.q_lora_rank:
         query = [
             inner("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
             inner("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight"),
-            inner("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", shard=COLUMN),
+            inner(
+                "self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", shard=COLUMN, **queries
+            ),
         ]
     else:
-        query = [inner("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", shard=COLUMN)]
+        query = [
+            inner("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", shard=COLUMN, **queries)
+        ]
     return [
         inner("input_layernorm.weight", "input_layernorm.weight"),
         *query,
-        inner("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+        inner("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", **key),
         inner("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight"),
         inner("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", shard=COLUMN),
         Param(mca=f"{ATTN}linear_proj.weight", hf=(f"{HF_ATTN}o_proj.weight",), shard=ROW),

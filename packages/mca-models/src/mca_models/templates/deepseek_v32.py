@@ -8,7 +8,6 @@ from mca_models.templates import deepseek_v3, glm4_moe_lite
 from mca_models.templates.common import inner
 from mca_models.templates.config_table import Field, HfConfig
 from mca_models.templates.moe import listed_layers, moe_params
-from mca_models.templates.mtp import left_behind, predictions_left_behind
 from mca_models.weights import Param
 
 INDEX_FIELDS = (
@@ -23,12 +22,8 @@ NAMES = {
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """What DeepSeek V3's table says, and which layers have experts; prediction layers are left behind."""
-    return {
-        **deepseek_v3.derive(hf),
-        **listed_layers({"first_k_dense_replace": 3, **hf}),
-        "mtp_num_layers": 0,
-    }
+    """What DeepSeek V3's table says, and which layers have experts."""
+    return {**deepseek_v3.derive(hf), **listed_layers({"first_k_dense_replace": 3, **hf})}
 
 
 def restore(config: McaModelConfig) -> HfConfig:
@@ -57,6 +52,4 @@ FAMILY = replace(
     architecture="DeepseekV32ForCausalLM",
     config=CONFIG,
     params=params,
-    ignored_hf=left_behind,
-    found=predictions_left_behind,
 )

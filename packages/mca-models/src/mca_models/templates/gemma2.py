@@ -28,11 +28,8 @@ CONFIG = ConfigTable(
         Field("final_logit_softcapping", "final_logit_softcapping", None),
     ),
     defaults={
-        "head_dim": 256,
-        "num_key_value_heads": 4,
-        "pad_token_id": 0,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
+        **{"head_dim": 256, "num_key_value_heads": 4, "pad_token_id": 0},
+        **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     },
     constants=CONSTANTS,
     fixed=(NO_ATTENTION_BIAS, GELU_ONLY, CAUSAL),

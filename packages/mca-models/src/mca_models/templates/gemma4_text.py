@@ -2,7 +2,17 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.templates.common import dense_layers, inner
+from mca_models.templates.common import (
+    MLP,
+    attention,
+    dense_layers,
+    down,
+    embedding,
+    gate_up,
+    head,
+    in_layers,
+    inner,
+)
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     ConfigTable,
@@ -13,16 +23,35 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.gemma3_text import GELU, GELU_ONLY
+from mca_models.templates.names import HF, HF_MLP
 from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
-from mca_models.weights import Param, each
+from mca_models.weights import GATED, ROW, Param, each
 
 NO = {
     "hidden_size_per_layer_input": "E2B, E4B: each layer takes embeddings of its own",
     "num_kv_shared_layers": "E2B, E4B: late layers take keys and values of earlier ones",
-    "enable_moe_block": "26B A4B: experts stand beside the MLP, with a router that has norms and factors of its own",
     "use_double_wide_mlp": "MLPs of two widths",
 }
 """What other sizes have, and is not built here."""
+
+
+NORMS = {
+    "dense_layernorm": "pre_feedforward_layernorm",
+    "dense_post_layernorm": "post_feedforward_layernorm_1",
+    "experts_layernorm": "pre_feedforward_layernorm_2",
+    "experts_post_layernorm": "post_feedforward_layernorm_2",
+    "post_layernorm": "post_feedforward_layernorm",
+}
+"""Around an MLP and the experts beside it."""
+EXPERTS = [
+    Param(
+        mca=f"{MLP}experts.linear_fc{number}.weight{{expert}}",
+        hf=(f"{HF}experts.{name}",),
+        shard=shard,
+        stacked=True,
+    )
+    for number, name, shard in ((1, "gate_up_proj", GATED), (2, "down_proj", ROW))
+]
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -41,15 +70,27 @@ def derive(hf: HfConfig) -> JsonObject:
     own |= {"num_query_groups": groups or hf.get("num_key_value_heads", 4)}
     by_layer = hf.get("per_layer_config") or {}
     if said := next((its for layer, its in by_layer.items() if kinds[int(layer)] == FULL), None):
-        own |= {"kv_channels": said["head_dim"]}
+        own |= {"kv_channels": said.get("head_dim", own["kv_channels"])}
         own |= {"num_query_groups": said.get("num_key_value_heads", own["num_query_groups"])}
     return {
+        **_experts(hf),
         "layer_types": tuple(kinds),
         "of_kind": {FULL: own},
         "rotary_base": float(full.get("rope_theta", 1e6)),
         "rotary_base_local": float(local.get("rope_theta", 1e4)),
         "rope_scaling": {**turning, **({"factor": full["factor"]} if "factor" in full else {})},
         "embedding_multiplier": hf["hidden_size"] ** 0.5,
+    }
+
+
+def _experts(hf: HfConfig) -> JsonObject:
+    """26B A4B: experts beside the MLP."""
+    if not hf.get("enable_moe_block"):
+        return {}
+    return {
+        **{"num_moe_experts": hf["num_experts"], "moe_ffn_hidden_size": hf["moe_intermediate_size"]},
+        **{"moe_router_topk": hf["top_k_experts"], "experts_beside_mlp": True},
+        "moe_shared_expert_intermediate_size": hf["intermediate_size"],
     }
 
 
@@ -60,6 +101,9 @@ def restore(config: McaModelConfig) -> HfConfig:
     local = {"rope_theta": config.rotary_base_local, "rope_type": "default"}
     sizes = {"global_head_dim": own["kv_channels"], "num_global_key_value_heads": own["num_query_groups"]}
     shared = {"attention_k_eq_v": own["values_are_keys"], "hidden_activation": GELU, **restore_kinds(config)}
+    experts = {"num_experts": config.num_moe_experts, "moe_intermediate_size": config.moe_ffn_hidden_size}
+    if config.experts_beside_mlp:
+        shared |= {**experts, "top_k_experts": config.moe_router_topk, "enable_moe_block": True}
     return {**dict.fromkeys(NO, 0), **shared, **sizes, "rope_parameters": {FULL: full, SLIDING: local}}
 
 
@@ -90,10 +134,28 @@ CONFIG = ConfigTable(
 )
 
 
+def experts_beside(config: McaModelConfig) -> list[Param]:
+    """The rules of a layer's MLP and the router of the experts beside it."""
+    mlp, norms = f"{MLP}shared_experts.", NORMS.items()
+    return [
+        gate_up(mlp, HF_MLP),
+        down(mlp, HF_MLP),
+        *(inner(f"mlp.{mca}.weight", f"{hf}.weight") for mca, hf in norms),
+        inner("mlp.router.weight", "router.proj.weight"),
+        inner("mlp.router_scale", "router.scale"),
+        inner("mlp.expert_scale", "router.per_expert_scale"),
+    ]
+
+
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    scalar = [inner("layer_scalar", "layer_scalar")]
-    return [*dense_layers(config), *each(scalar, layers=range(config.num_layers))]
+    layers = range(config.num_layers)
+    scalar = list(each([inner("layer_scalar", "layer_scalar")], layers=layers))
+    if not config.experts_beside_mlp:
+        return [*dense_layers(config), *scalar]
+    rules = in_layers(config, lambda own: [*attention(own), *experts_beside(own)])
+    stacked = each(EXPERTS, layers=layers, experts=range(config.num_moe_experts or 0))
+    return [embedding(), *rules, *stacked, *scalar, *head(config)]
 
 
 FAMILY = Family(model_type="gemma4_text", architecture="Gemma4ForCausalLM", config=CONFIG, params=params)

@@ -3,14 +3,11 @@
 Half of each head is rotated, in pairs of neighbours.
 """
 
-from dataclasses import replace
-
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.common import MLP, attention, dense_mlp, down, embedding, head, inner
+from mca_models.templates.common import attention, dense_mlp, embedding, fused_mlp, head, renamed
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.names import HF_MLP
-from mca_models.weights import GATED, Param, each
+from mca_models.weights import Param, each
 
 _NORMS = {
     "post_attention_layernorm": "post_self_attn_layernorm",
@@ -35,15 +32,8 @@ CONFIG = ConfigTable(
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    gate_up = inner("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", shard=GATED)
-    rules = [*attention(config), *dense_mlp(config, [gate_up, down(MLP, HF_MLP)])]
-    renamed = [replace(rule, hf=tuple(map(_own_name, rule.hf))) for rule in rules]
-    return [embedding(), *each(renamed, layers=range(config.num_layers)), *head(config)]
-
-
-def _own_name(name: str) -> str:
-    before, _, norm = name.removesuffix(".weight").rpartition(".")
-    return f"{before}.{_NORMS[norm]}.weight" if norm in _NORMS else name
+    rules = renamed([*attention(config), *dense_mlp(config, fused_mlp())], _NORMS)
+    return [embedding(), *each(rules, layers=range(config.num_layers)), *head(config)]
 
 
 FAMILY = Family(model_type="glm4", architecture="Glm4ForCausalLM", config=CONFIG, params=params)

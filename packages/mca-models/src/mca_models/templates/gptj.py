@@ -17,6 +17,9 @@ OUTER = {
 }
 
 
+DROPOUTS = {"hidden_dropout": "resid_pdrop", "attention_dropout": "attn_pdrop"}
+
+
 def derive(hf: HfConfig) -> JsonObject:
     """Sizes of a head, and how much of it is rotated, by a rope that transformers has no keys for."""
     width = hf["n_embd"] // hf["n_head"]
@@ -43,8 +46,7 @@ CONFIG = ConfigTable(
         Field("init_method_std", "initializer_range", 0.02),
         Field("tie_word_embeddings", "tie_word_embeddings", False),
         Field("hidden_act", "activation_function", "gelu_new"),
-        Field("hidden_dropout", "resid_pdrop", 0.0),
-        Field("attention_dropout", "attn_pdrop", 0.0),
+        *(Field(mca, hf, 0.0) for mca, hf in DROPOUTS.items()),
     ),
     defaults={"rotary_dim": 64},
     constants={

@@ -19,6 +19,7 @@ _ENDS: dict[str, HeadKind] = {
 _SEQUENCE = {
     "apertus": "Apertus",
     "arcee": "Arcee",
+    "bloom": "Bloom",
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "exaone4": "Exaone4",
@@ -28,6 +29,8 @@ _SEQUENCE = {
     "gemma3_text": "Gemma3Text",
     "glm": "Glm",
     "glm4": "Glm4",
+    "gpt2": "GPT2",
+    "gpt_bigcode": "GPTBigCode",
     "gpt_neox": "GPTNeoX",
     "gpt_oss": "GptOss",
     "gptj": "GPTJ",
@@ -35,6 +38,7 @@ _SEQUENCE = {
     "hunyuan_v1_dense": "HunYuanDenseV1",
     "hunyuan_v1_moe": "HunYuanMoEV1",
     "llama": "Llama",
+    "minicpm3": "MiniCPM3",
     "ministral": "Ministral",
     "ministral3": "Ministral3",
     "mistral": "Mistral",
@@ -44,6 +48,7 @@ _SEQUENCE = {
     "olmo": "Olmo",
     "olmo2": "Olmo2",
     "olmo3": "Olmo3",
+    "opt": "OPT",
     "persimmon": "Persimmon",
     "phi": "Phi",
     "phi3": "Phi3",
@@ -62,7 +67,7 @@ _SEQUENCE = {
 _NOT_OF_TOKENS = frozenset(
     {
         *("deepseek_v2", "gemma3_text", "gptj", "hunyuan_v1_dense", "hunyuan_v1_moe"),
-        *("olmo", "olmo2", "olmo3", "qwen3_5_text"),
+        *("minicpm3", "olmo", "olmo2", "olmo3", "opt", "qwen3_5_text"),
     }
 )
 _NOT_OF_SEQUENCES = frozenset({"apertus"})

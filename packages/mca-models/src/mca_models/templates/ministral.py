@@ -1,11 +1,10 @@
 """Ministral 8B: HF ``MinistralForCausalLM``, Mistral's weights with a window in the layers that are named."""
 
-from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, Field, HfConfig, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.two_ropes import SLIDING
+from mca_models.templates.two_ropes import SLIDING, restore_kinds
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -15,17 +14,12 @@ def derive(hf: HfConfig) -> JsonObject:
     return {"layer_types": tuple(hf.get("layer_types") or [SLIDING] * hf["num_hidden_layers"])}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
-    return {"layer_types": list(config.layer_types)} if config.layer_types else {}
-
-
 CONFIG = ConfigTable(
     fields=(*dense_fields(), Field("window_size", "sliding_window", None)),
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     fixed=(SILU,),
     derive=derive,
-    restore=restore,
+    restore=restore_kinds,
 )
 
 FAMILY = Family(

@@ -7,12 +7,8 @@ from mca_models.templates.family import Family
 from mca_models.weights import Param
 
 NAMES = {
-    "o_proj": "dense",
-    "q_norm": "q_layernorm",
-    "k_norm": "k_layernorm",
-    "up_proj": "fc1",
-    "down_proj": "fc2",
-    "model.norm": "model.final_layernorm",
+    **{"o_proj": "dense", "q_norm": "q_layernorm", "k_norm": "k_layernorm"},
+    **{"up_proj": "fc1", "down_proj": "fc2", "model.norm": "model.final_layernorm"},
 }
 
 CONFIG = ConfigTable(

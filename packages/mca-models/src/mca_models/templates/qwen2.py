@@ -6,6 +6,7 @@ from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.llama import ignored_hf
+from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
 
 
 def window(hf: JsonObject) -> JsonObject:
@@ -13,9 +14,7 @@ def window(hf: JsonObject) -> JsonObject:
     if not hf.get("use_sliding_window"):
         return {"window_size": None, "layer_types": None}
     first = hf.get("max_window_layers", 28)
-    kinds = hf.get("layer_types") or [
-        "sliding_attention" if i >= first else "full_attention" for i in range(hf["num_hidden_layers"])
-    ]
+    kinds = hf.get("layer_types") or [FULL if i < first else SLIDING for i in range(hf["num_hidden_layers"])]
     return {"window_size": hf.get("sliding_window", 4096), "layer_types": tuple(kinds)}
 
 
@@ -23,8 +22,7 @@ def restore_window(config: McaModelConfig) -> JsonObject:
     """See ``ConfigTable.restore``."""
     if config.window_size is None:
         return {"use_sliding_window": False}
-    kinds = {"layer_types": list(config.layer_types)} if config.layer_types else {}
-    return {"use_sliding_window": True, "sliding_window": config.window_size, **kinds}
+    return {"use_sliding_window": True, "sliding_window": config.window_size, **restore_kinds(config)}
 
 
 CONFIG = ConfigTable(

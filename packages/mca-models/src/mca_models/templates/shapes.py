@@ -141,9 +141,21 @@ _EXPERTS = {
     "mlp.shared_experts.linear_fc1.weight": _fc1(lambda c: c.moe_shared_expert_intermediate_size),
     "mlp.shared_experts.linear_fc2.weight": _fc2(lambda c: c.moe_shared_expert_intermediate_size),
     "mlp.shared_experts.gate_weight": lambda c: (1, c.hidden_size),
+    "mlp.dense_layernorm.weight": _hidden,
+    "mlp.dense_post_layernorm.weight": _hidden,
+    "mlp.experts_layernorm.weight": _hidden,
+    "mlp.experts_post_layernorm.weight": _hidden,
+    "mlp.router_scale": _hidden,
+    "mlp.expert_scale": lambda c: (c.num_moe_experts,),
 }
 _ENDS = {
     "embedding.word_embeddings.weight": _vocabulary,
+    "embedding.layernorm.weight": _hidden,
+    "embedding.layernorm.bias": _hidden,
+    "embedding.position_embeddings.weight": lambda c: (
+        c.max_position_embeddings + c.position_offset,
+        c.hidden_size,
+    ),
     "decoder.final_layernorm.weight": _hidden,
     "decoder.final_layernorm.bias": _hidden,
     "output_layer.weight": lambda c: (c.num_labels or c.vocab_size, c.hidden_size),
@@ -184,6 +196,20 @@ _DELTA_NET = {
         _mamba_widths(c)[0] if c.mamba_num_heads else _delta_widths(c)[1],
     ),
 }
+_KIMI_DELTA = {
+    "self_attention.in_proj.weight": lambda c: (
+        c.linear_num_key_heads * (3 * c.linear_key_head_dim + 1),
+        c.hidden_size,
+    ),
+    "self_attention.gates_down.weight": lambda c: (2 * c.linear_key_head_dim, c.hidden_size),
+    "self_attention.fade_up.weight": lambda c: (_delta_widths(c)[0], c.linear_key_head_dim),
+    "self_attention.gate_up.weight": lambda c: (_delta_widths(c)[0], c.linear_key_head_dim),
+    "self_attention.conv1d.weight": _conv,
+    "self_attention.dt_bias": lambda c: (_delta_widths(c)[0],),
+    "self_attention.A_log": lambda c: (c.linear_num_key_heads,),
+    "self_attention.out_norm.weight": lambda c: (c.linear_key_head_dim,),
+    "self_attention.out_proj.weight": lambda c: (c.hidden_size, _delta_widths(c)[0]),
+}
 _LATENT = {
     "input_layernorm.weight": _hidden,
     "self_attention.linear_q_proj.weight": lambda c: (c.num_attention_heads * c.kv_channels, c.hidden_size),
@@ -217,5 +243,5 @@ _INDEXER = {
 _Table = Mapping[str, Callable[[FamilyConfig], Shape]]
 _TABLES: Mapping[type[McaModelConfig], _Table] = {
     McaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_ATTENTION, **_DELTA_NET},
-    MlaMcaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_LATENT, **_INDEXER},
+    MlaMcaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_LATENT, **_KIMI_DELTA, **_INDEXER},
 }

@@ -2,6 +2,7 @@
 
 from mca_models.weights.layouts import (
     SEPARATE,
+    Alternating,
     Concat,
     Each,
     GroupedHeads,
@@ -18,6 +19,7 @@ __all__ = [
     "REPLICATED",
     "ROW",
     "SEPARATE",
+    "Alternating",
     "Concat",
     "Each",
     "GroupedHeads",

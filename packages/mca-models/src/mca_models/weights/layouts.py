@@ -150,3 +150,27 @@ class Each:
         """See ``Layout.unpack``."""
         pairs = zip(stored, self.layouts, strict=True)
         return tuple(part for x, (layout, _) in pairs for part in layout.unpack((x,)))
+
+
+@dataclass(frozen=True)
+class Alternating:
+    """Another layout whose last part is two, row by row in turns: ``[a 0, b 0, a 1, b 1, ...]``.
+
+    Args:
+        inside: How the parts lie, those two as one.
+    """
+
+    inside: Layout
+
+    def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
+        """See ``Layout.pack``."""
+        *others, a, b = parts
+        return self.inside.pack([*others, *_IN_TURNS.pack((a, b))])
+
+    def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        """See ``Layout.unpack``."""
+        *others, both = self.inside.unpack(stored)
+        return (*others, *_IN_TURNS.unpack((both,)))
+
+
+_IN_TURNS = GroupedHeads((1, 1), 1)

@@ -11,6 +11,8 @@ _NORM = "mca_models/megatron/layers/norm.py: Norm.forward"
 _SDPA = "mca_models/megatron/layers/sdpa.py: scaled_dot_product_attention"
 CHUNK = 64
 """Tokens of a chunk of the delta rule, and of a state space layer."""
+_NEAR = 16
+"""Tokens of a chunk that are taken pair by pair where channels fade by themselves."""
 _BLOCK = 512
 """Queries of a block of it."""
 _DROP = "megatron/core/fusions/fused_bias_dropout.py"
@@ -55,12 +57,12 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
 
 def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
     """Of the attention of decoder layer ``number``."""
-    if isinstance(config, MlaMcaModelConfig):
-        return _latent(config, sizes)
     if config.is_linear_layer(number):
         return _linear(config, sizes)
     if config.is_mamba_layer(number):
         return state_space(config, sizes)
+    if isinstance(config, MlaMcaModelConfig):
+        return _latent(config, sizes)
     tp, width, tokens = sizes.layout.tp, sizes.width, sizes.tokens
     query = config.num_attention_heads * config.kv_channels / tp
     key = max(config.num_query_groups / tp, 1) * config.kv_channels
@@ -135,6 +137,7 @@ def _linear(config: McaModelConfig, sizes: Sizes) -> list[Line]:
     projected = 2 * (config.linear_num_key_heads or 0) * key / tp
     keys, values = heads * key, heads * value
     rule = "mca_models/megatron/families/delta_rule.py: gated_delta_rule"
+    pairs = _NEAR * key if config.linear_channel_decay else 0  # channels fade by themselves
     net = "mca_models/megatron/families/gated_delta_net.py: forward"
     return [
         Line("convolution: padded, and its output", tokens * (projected + values) * 2 * width, net),
@@ -142,7 +145,7 @@ def _linear(config: McaModelConfig, sizes: Sizes) -> list[Line]:
         Line("gate, activated, and output", tokens * values * (2 * SINGLE + 2 * width), net),
         *norm(tokens, values, sizes, output=False),
         Line("queries, keys and values of chunks", tokens * (2 * keys + values) * SINGLE, rule),
-        Line("tokens of a chunk by one another", tokens * heads * CHUNK * 6 * SINGLE, rule),
+        Line("tokens of a chunk by one another", tokens * heads * (CHUNK * 6 + 3 * pairs) * SINGLE, rule),
         Line("solved, and corrections", tokens * (keys + 2 * values) * SINGLE, rule),
         Line("faded queries and keys", tokens * 2 * keys * SINGLE, rule),
         Line("states", tokens / CHUNK * keys * value * SINGLE, rule),

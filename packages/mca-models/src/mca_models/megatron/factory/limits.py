@@ -158,6 +158,11 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
             f"the fused router chooses other experts than {config.model_type} with num_experts_per_tok "
             f"{config.moe_router_topk} and topk_group {config.moe_router_group_topk}; remove moe_router_fusion"
         )
+    if config.experts_beside_mlp and settings.get("moe_shared_expert_overlap"):
+        yield (
+            "an MLP beside experts cannot be computed while tokens are sent to these, as its norms would be left out; "
+            "remove moe_shared_expert_overlap"
+        )
     if settings.get("moe_router_load_balancing_type") == "sinkhorn" and settings.get("moe_aux_loss_coeff"):
         yield "moe_router_load_balancing_type sinkhorn has no auxiliary loss; set moe_aux_loss_coeff to 0"
     share = config.moe_router_topk / (config.num_moe_experts or 1)
@@ -213,8 +218,10 @@ def _fused_rope(config: McaModelConfig, settings: Values, version: Version) -> I
     """Megatron's call of the fused kernel for packed rows leaves out what the plain one is told."""
     if not settings.get("apply_rope_fusion"):
         return
+    kind = (config.rope_scaling or {}).get("rope_type", "yarn")
+    if isinstance(config, MlaMcaModelConfig) and kind != "yarn":
+        yield f"apply_rope_fusion has no rope_type {kind} in latent attention; remove it"
     if not isinstance(config, MlaMcaModelConfig) and attention_factor(config) != 1.0:
-        kind = (config.rope_scaling or {})["rope_type"]
         yield f"apply_rope_fusion omits the factor of rope_type {kind} on packed rows; remove it"
     if config.rotary_interleaved and version < FIXED_IN_0_17:
         yield "apply_rope_fusion of megatron-core 0.16 does not interleave the channels of packed rows; remove it"

@@ -235,12 +235,13 @@ def _window(config: McaModelConfig) -> Settings:
 def _latent_rope(config: MlaMcaModelConfig) -> Settings:
     rope = config.rope_scaling
     settings: Settings = {"rotary_base": config.rotary_base, "rotary_percent": config.rotary_percent}
-    if rope is None:
-        return settings | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
-    if rope["rope_type"] != "yarn":
+    if rope is not None and rope["rope_type"] != "yarn" and rope.get("mscale_all_dim"):
         raise McaError(
-            f"rope_type {rope['rope_type']!r} with latent attention is not supported; supported: yarn"
+            f"mscale_all_dim with rope_type {rope['rope_type']!r} in latent attention is not supported; use "
+            "yarn"
         )
+    if rope is None or rope["rope_type"] != "yarn":  # ours is put in the place of others
+        return settings | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
     factor, of_scores = yarn_factor(config, rope), rope.get("mscale_all_dim") or 0.0
     return settings | {
         "rope_type": "yarn",

@@ -1,7 +1,15 @@
 """What families need beyond Megatron's own layers, chosen by the fields of ``McaModelConfig``, never by name."""
 
-from mca_models.megatron.families.chunk import finish, rotary
+from mca_models.megatron.families.chunk import finish, positions, rotary
 from mca_models.megatron.families.settings import before_building, settings
 from mca_models.megatron.families.spec import adapted_block, adapted_prediction
 
-__all__ = ["adapted_block", "adapted_prediction", "before_building", "finish", "rotary", "settings"]
+__all__ = [
+    "adapted_block",
+    "adapted_prediction",
+    "before_building",
+    "finish",
+    "positions",
+    "rotary",
+    "settings",
+]

@@ -8,9 +8,14 @@ from torch.distributed import ProcessGroup
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_models.megatron.families.biased_experts import own_expert_outputs
-from mca_models.megatron.families.embedding import normalise_embedding, train_embedding_like_hf
+from mca_models.megatron.families.embedding import (
+    add_embedding_norm,
+    normalise_embedding,
+    train_embedding_like_hf,
+)
 from mca_models.megatron.families.images import take_images
-from mca_models.megatron.families.latent import set_latent_epsilon, set_yarn_ramp
+from mca_models.megatron.families.kimi_delta import set_no_rope
+from mca_models.megatron.families.latent import set_latent_epsilon, set_own_rope, set_yarn_ramp
 from mca_models.megatron.families.layer_scalar import add_layer_scalars
 from mca_models.megatron.families.norms import add_post_norms, normalise_after_rope
 from mca_models.megatron.families.output_bias import add_output_bias
@@ -27,8 +32,7 @@ from mca_models.megatron.types import GptModel
 
 def finish(model: GptModel, config: McaModelConfig) -> None:
     """Adds norms and factors to a chunk, mends its experts and norms; before anything else looks at its logits."""
-    if config.norm_placement != "pre":
-        add_post_norms(model)
+    add_post_norms(model, config)
     if config.qk_layernorm_after_rope:
         normalise_after_rope(model, config.no_rope_freq)
     if config.parallel_block != "none":
@@ -38,6 +42,8 @@ def finish(model: GptModel, config: McaModelConfig) -> None:
     if isinstance(config, MlaMcaModelConfig):
         set_latent_epsilon(model)
         set_yarn_ramp(model, config.rope_scaling)
+        set_own_rope(model, config)
+        set_no_rope(model, config)
     if config.layer_scalar:
         add_layer_scalars(model)
     if config.hidden_act == "xielu":
@@ -46,6 +52,8 @@ def finish(model: GptModel, config: McaModelConfig) -> None:
         add_output_bias(model)
     if config.embedding_norm:
         normalise_embedding(model, config.layernorm_epsilon)
+    if config.embedding_layernorm:
+        add_embedding_norm(model)
     add_scales(model, config)
     train_embedding_like_hf(model, config)
     add_vision_model(model, config)
@@ -53,9 +61,14 @@ def finish(model: GptModel, config: McaModelConfig) -> None:
     after_building(config, model.config)
 
 
+def positions(config: McaModelConfig) -> str:
+    """Megatron's ``position_embedding_type``."""
+    return "learned_absolute" if config.learned_positions else "none" if config.alibi else "rope"
+
+
 def rotary(config: McaModelConfig, cp_group: ProcessGroup) -> torch.nn.Module | None:
-    """The model's rotary embedding, None where Megatron's latent attention has its own."""
-    if isinstance(config, MlaMcaModelConfig):
+    """The model's rotary embedding, None where nothing rotates, or Megatron's latent attention has its own."""
+    if isinstance(config, MlaMcaModelConfig) or positions(config) != "rope":
         return None
     if config.rotary_base_local is not None:
         return TwoRopes(config, cp_group)

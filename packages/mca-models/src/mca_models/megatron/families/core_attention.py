@@ -16,6 +16,7 @@ def own_core(config: McaModelConfig) -> type[CoreAttention] | None:
         temperature=(heat["beta"], heat["length"], heat["first"]) if heat else None,
         heated=frozenset(layer for layer, skip in enumerate(skips) if skip) if heat and skips else None,
         chunk=config.attention_chunk_size,
+        leaning=config.alibi,
         chunked=frozenset(
             layer for layer, kind in kinds if config.attention_chunk_size and kind == "chunked_attention"
         ),

@@ -9,22 +9,42 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.families.norms import PostNorm
 from mca_models.megatron.types import GptModel, MegatronModule
 
 
 def train_embedding_like_hf(model: GptModel, config: McaModelConfig) -> None:
-    """Takes the dropout from a chunk's embedding, and the gradient from the padding token's row, if it has any.
+    """Gives a chunk's embedding the model's dropout, and takes the gradient from the padding token's row, if any.
 
     The row of a tied output layer keeps the gradient that it gets there.
     """
     if not hasattr(model, "embedding"):
         return
     if config.hidden_dropout:
-        model.embedding.embedding_dropout.p = 0.0
+        dropout = model.embedding.embedding_dropout
+        dropout.p = config.embedding_dropout if dropout.p else 0.0  # a run may turn both off
+    if config.learned_positions:
+        model.embedding.position_embeddings.register_forward_pre_hook(_rows(config))
     if config.pad_token_id is not None:
         row = config.pad_token_id % config.vocab_size  # torch counts a negative one from the end
         model.embedding.word_embeddings.register_forward_hook(_without_gradient(row))
+
+
+def _rows(config: McaModelConfig) -> Callable[[torch.nn.Module, tuple[Tensor]], Tensor]:
+    """The rows of the table of positions; on the CPU one that it lacks is refused by name."""
+
+    def rows(table: torch.nn.Module, args: tuple[Tensor]) -> Tensor:
+        positions, most = args[0], config.max_position_embeddings
+        if positions.device.type == "cpu" and positions.numel() and int(positions.max()) >= most:
+            raise McaError(
+                f"a sequence of {int(positions.max()) + 1} tokens is longer than the {most} positions that the model "
+                "has learned (max_position_embeddings); shorten it"
+            )
+        return positions + config.position_offset
+
+    return rows
 
 
 def normalise_embedding(model: GptModel, epsilon: float) -> None:
@@ -35,6 +55,14 @@ def normalise_embedding(model: GptModel, epsilon: float) -> None:
             return rms_norm(output.float(), output.shape[-1:], None, epsilon).to(output.dtype)
 
         model.embedding.register_forward_hook(normalise)
+
+
+def add_embedding_norm(model: GptModel) -> None:
+    """Gives a chunk's embedding a norm with weights, for what it gives."""
+    if hasattr(model, "embedding"):
+        config = model.config
+        model.embedding.layernorm = PostNorm(config, config.hidden_size, config.layernorm_epsilon)
+        model.embedding.register_forward_hook(lambda module, args, output: module.layernorm(output))
 
 
 def _without_gradient(row: int) -> Callable[[MegatronModule, tuple[Tensor], Tensor], Tensor]:

@@ -1,8 +1,7 @@
-"""Linear attention: Megatron's gated delta net with a forward pass in plain torch.
+"""Linear attention: Megatron's gated delta net with a forward pass of our own.
 
 Megatron's own needs kernels that only CUDA has, and knows neither context parallelism nor packed sequences in all
-versions. Its parameters, their names and their distributed checkpoint are kept. Context parallelism gathers the
-projected tokens; every rank runs the recurrence over whole sequences and keeps its own tokens.
+versions. Its parameters, their names and their distributed checkpoint are kept.
 """
 
 import sys
@@ -14,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from mca_models.megatron.families.delta_rule import gated_delta_rule
-from mca_models.megatron.families.whole_sequences import convolved, heads, of_whole_sequences
+from mca_config.model_config import McaModelConfig
+from mca_models.megatron.families.delta_rule import delta_rule
+from mca_models.megatron.families.kernels import kernel
+from mca_models.megatron.families.whole_sequences import convolved, of_whole_sequences
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, Spec, Upstream
@@ -41,7 +42,7 @@ class HeadNorm(Norm):
         return weight * normal.to(x.dtype)
 
 
-def delta_net_spec(implementation: Implementation) -> Spec:
+def delta_net_spec(config: McaModelConfig, implementation: Implementation) -> Spec:
     """The spec of a linear attention block."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -58,25 +59,30 @@ def delta_net_spec(implementation: Implementation) -> Spec:
 
         column, row = ColumnParallelLinear, RowParallelLinear
     submodules = GatedDeltaNetSubmodules(in_proj=column, out_norm=HeadNorm, out_proj=row)
-    return ModuleSpec(module=_module(), submodules=submodules)
+    module = _module(config.linear_beta_factor, config.linear_norm_epsilon or config.layernorm_epsilon)
+    return ModuleSpec(module=module, submodules=submodules)
 
 
 @cache
-def _module() -> type:
+def _module(beta_factor: float, epsilon: float) -> type:
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
     class DeltaNet(GatedDeltaNet):  # type: ignore[misc]
-        """Megatron's gated delta net without its kernels."""
+        """Megatron's gated delta net without its choice of kernels."""
 
         def __init__(
             self, *args: object, cp_comm_type: object = None, pp_layer_offset: object = None, **kwargs: object
         ) -> None:
             with _kernels_not_asked_for(GatedDeltaNet):
                 super().__init__(*args, **kwargs)
+            self.out_norm.eps = epsilon
+            where = self.A_log.device.type, self.config.params_dtype
+            self.rule = kernel("chunk_gated_delta_rule", *where)
+            self.convolution = kernel("causal_conv1d_fn", *where)
 
         def _setup_variant_attrs(self) -> None:
             super()._setup_variant_attrs()
-            self.gated_delta_rule = gated_delta_rule
+            self.gated_delta_rule = delta_rule
 
         def forward(
             self,
@@ -88,29 +94,22 @@ def _module() -> type:
         ) -> tuple[Tensor, Tensor | None]:
             """``[s / cp, b, hidden]`` to the same; all other arguments of an attention are of no consequence."""
             mixed, _ = self.in_proj(hidden_states)
-            group = self.pg_collection.cp
-            out = of_whole_sequences(self._sequence, mixed, packed_seq_params, group)
+            out = of_whole_sequences(self._sequence, mixed, packed_seq_params, self.pg_collection.cp)
             return self.out_proj(out)  # type: ignore[no-any-return]
 
         def _sequence(self, mixed: Tensor) -> Tensor:
             """One whole sequence of projections ``[s, b, q k v z b a]`` to normalised, gated values ``[s, b, v]``."""
             tp = self.tp_size
-            key_rows, value_rows, gates = self.qk_dim // tp, self.v_dim // tp, self.num_value_heads // tp
-            qkv, gate, beta, fade = mixed.split([2 * key_rows + value_rows, value_rows, gates, gates], -1)
-            qkv = convolved(qkv.permute(1, 2, 0), self.conv1d)
-            query, key, value = qkv.split([key_rows, key_rows, value_rows], 1)
-            repeats = self.num_value_heads // self.num_key_heads
-            query, key = (_unit(heads(x, self.key_head_dim)) for x in (query, key))
-            query, key = (x.repeat_interleave(repeats, 1) for x in (query, key))
+            key_rows, value_rows, heads = self.qk_dim // tp, self.v_dim // tp, self.num_value_heads // tp
+            qkv, gate, beta, fade = mixed.split([2 * key_rows + value_rows, value_rows, heads, heads], -1)
+            qkv = convolved(qkv.permute(1, 2, 0), self.conv1d, self.convolution).transpose(1, 2)
+            query, key, value = qkv.split([key_rows, key_rows, value_rows], -1)
+            query, key = (x.unflatten(-1, (-1, self.key_head_dim)) for x in (query, key))
+            value = value.unflatten(-1, (-1, self.value_head_dim))
             decay = -self.A_log.float().exp() * softplus(fade.float() + self.dt_bias)
-            out = gated_delta_rule(
-                query * self.key_head_dim**-0.5,
-                key,
-                heads(value, self.value_head_dim),
-                decay.permute(1, 2, 0),
-                beta.sigmoid().permute(1, 2, 0),
-            )
-            out = self.out_norm(out.permute(2, 0, 1, 3).to(mixed.dtype))
+            beta = beta.sigmoid() * beta_factor
+            out = delta_rule(query, key, value, decay.transpose(0, 1), beta.transpose(0, 1), self.rule)
+            out = self.out_norm(out.transpose(0, 1).to(mixed.dtype))
             gated: Tensor = (out.flatten(2) * silu(gate.float())).to(mixed.dtype)
             return gated
 
@@ -130,8 +129,3 @@ def _kernels_not_asked_for(megatron: type) -> Iterator[None]:
     finally:
         for module, value in zip(asking, before, strict=True):
             module.HAVE_FLA = value
-
-
-def _unit(x: Tensor) -> Tensor:
-    wide = x.float()
-    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)

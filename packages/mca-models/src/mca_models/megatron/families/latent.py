@@ -1,8 +1,14 @@
-"""Latent attention: the norms of compressed queries, keys and values as HF's models have them."""
+"""Latent attention: its norms and its rope as HF's models have them."""
 
+import copy
 from functools import cache
 
+import torch
+from torch import Tensor
+
+from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
+from mca_models.megatron.layers.rope import attention_factor, rotary_module
 from mca_models.megatron.types import GptModel, MegatronModule, Settings, Spec
 
 EPSILON = 1e-6
@@ -28,6 +34,31 @@ def set_yarn_ramp(model: GptModel, rope: Values | None) -> None:
     for attention in model.modules():
         if hasattr(attention, "linear_kv_up_proj"):
             attention.rotary_pos_emb.correction_range_round_to_int = False
+
+
+class _Scaled(torch.nn.Module):
+    """A rope that gives, as Megatron's yarn does, what cosine and sine are multiplied by."""
+
+    def __init__(self, rotary: MegatronModule, factor: float) -> None:
+        super().__init__()
+        self.rotary, self.factor = rotary, factor
+        self.get_rotary_seq_len = rotary.get_rotary_seq_len
+
+    def forward(self, length: int, packed_seq: bool = False) -> tuple[Tensor, float]:
+        """The angles of ``length`` tokens, and the factor."""
+        return self.rotary(length, packed_seq=packed_seq), self.factor
+
+
+def set_own_rope(model: GptModel, config: McaModelConfig) -> None:
+    """Gives every latent attention of a chunk its rope where Megatron has no scaling of that kind."""
+    if (config.rope_scaling or {}).get("rope_type", "yarn") == "yarn":
+        return
+    for attention in model.modules():
+        if hasattr(attention, "linear_kv_up_proj"):
+            rotary = rotary_module(config, attention.pg_collection.cp)
+            attention.rotary_pos_emb = _Scaled(rotary, attention_factor(config))
+            attention.config = copy.copy(attention.config)
+            attention.config.rope_type = "yarn"  # whose rope comes with a factor
 
 
 @cache

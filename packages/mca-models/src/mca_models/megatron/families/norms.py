@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mca_config.model_config import McaModelConfig
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, ShardedState, WithBias
@@ -136,13 +137,14 @@ class PostNorm(Norm):
         return sharded_state(self, prefix, sharded_offsets, {})
 
 
-def add_post_norms(model: GptModel) -> None:
-    """Gives the attention and the MLP of every decoder layer a ``post_layernorm``, applied to their output.
+def add_post_norms(model: GptModel, config: McaModelConfig) -> None:
+    """Gives attention and MLP of each decoder layer that has norms behind them a ``post_layernorm`` for their output.
 
     A hook on the whole block, not on its last projection: what an adapter adds to that one is normalised too.
     """
     for layer in model.decoder.layers:
-        for block in (layer.self_attention, layer.mlp):
+        placement = config.of_layer(layer.layer_number - 1).norm_placement
+        for block in (layer.self_attention, layer.mlp) if placement != "pre" else ():
             block.post_layernorm = PostNorm(
                 model.config, model.config.hidden_size, model.config.layernorm_epsilon
             )

@@ -10,8 +10,10 @@ from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_models.megatron.families.attention import with_biases, with_clipped_heads
 from mca_models.megatron.families.checkpoint_keys import keys_map
 from mca_models.megatron.families.core_attention import own_core
+from mca_models.megatron.families.experts_beside_mlp import with_mlp_beside
 from mca_models.megatron.families.gated_delta_net import delta_net_spec
 from mca_models.megatron.families.image_limits import image_reach
+from mca_models.megatron.families.kimi_delta import kimi_delta_spec
 from mca_models.megatron.families.latent import with_plain_query
 from mca_models.megatron.families.mamba import mamba_spec
 from mca_models.megatron.families.norms import (
@@ -50,20 +52,28 @@ def adapted_block(
     for layer, layer_spec in zip(layers, block.layer_specs, strict=True):
         own = _spelled(params, Stage.LAYER, layer, implementation)
         if config.is_linear_layer(layer):
-            own["self_attention"] = lambda attention: delta_net_spec(implementation)
+            own["self_attention"] = lambda attention: _linear_attention(config, implementation)
         if config.is_mamba_layer(layer):
             own["self_attention"] = lambda attention: mamba_spec(implementation, config)
         own |= _left_out(config, layer)
-        layer_specs.append(_changed(layer_spec, own, {}))
+        placed = _placed(layer_spec, config.of_layer(layer), implementation)
+        layer_specs.append(_changed(placed, own, {}))
     return dataclasses.replace(block, layer_specs=layer_specs)
+
+
+def _linear_attention(config: McaModelConfig, implementation: Implementation) -> Spec:
+    return (
+        kimi_delta_spec(implementation)
+        if config.linear_channel_decay
+        else delta_net_spec(config, implementation)
+    )
 
 
 def adapted_prediction(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
     """The spec of a chunk's prediction layers, which are all alike; None stays None."""
     params = family_of(config.model_type).params(config)
-    return _changed(
-        _adapted(spec, config, implementation), _spelled(params, Stage.MTP, 0, implementation), {}
-    )
+    placed = _placed(_adapted(spec, config, implementation), config, implementation)
+    return _changed(placed, _spelled(params, Stage.MTP, 0, implementation), {})
 
 
 def _spelled(
@@ -79,9 +89,7 @@ def _spelled(
 def _adapted(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
     """``spec`` (of a block, or of prediction layers) with everything that holds for all layers alike."""
     changes: dict[str, Change] = {}
-    if config.norm_placement == "post":
-        changes |= dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), _nothing)
-    elif config.has_own_norms:
+    if config.norm_placement != "post" and config.has_own_norms:
         changes |= _own_norms(config)
     if config.qk_layernorm_full_width:
         changes |= {"q_layernorm": lambda norm: WideNorm, "k_layernorm": lambda norm: WideKeyNorm}
@@ -95,7 +103,17 @@ def _adapted(spec: Spec, config: McaModelConfig, implementation: Implementation)
         changes |= dict.fromkeys(("self_attn_bda", "mlp_bda"), lambda add: scaled_residual(add, factor))
     if (router := own_router(config)) is not None:
         changes["router"] = router
+    if config.experts_beside_mlp:
+        changes["pre_mlp_layernorm"] = _nothing
     return _changed(spec, changes, _classes(config, implementation))
+
+
+def _placed(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
+    """``spec`` of a layer without the norms before attention and MLP if it has them behind those."""
+    if config.norm_placement != "post":
+        return spec
+    none = dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), _nothing)
+    return _changed(spec, none, _plain_linears() if implementation == "transformer_engine" else {})
 
 
 def _classes(config: McaModelConfig, implementation: Implementation) -> dict[type, type]:
@@ -112,6 +130,10 @@ def _classes(config: McaModelConfig, implementation: Implementation) -> dict[typ
 
         latent = MLASelfAttention if config.q_lora_rank else with_plain_query(MLASelfAttention)
         classes[MLASelfAttention] = latent if config.index_topk is None else with_indexer(latent)
+    if config.experts_beside_mlp:
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+
+        classes[MoELayer] = with_mlp_beside(MoELayer)
     from megatron.core.transformer.attention import SelfAttention
 
     classes[SelfAttention] = _self_attention(SelfAttention, config)
@@ -143,18 +165,23 @@ def _own_norms(config: McaModelConfig) -> dict[str, Change]:
 
 def _without_norms_inside(config: McaModelConfig, implementation: Implementation) -> dict[type, type]:
     """The linears of Transformer Engine that have a norm inside, and those without; and the last norm."""
-    classes: dict[type, type] = {}
+    if not config.has_own_norms:
+        return {}
     own = norm_with(weight=config.norm_weight, bias=config.norm_bias)
-    if implementation == "transformer_engine" and (config.has_own_norms or config.norm_placement == "post"):
-        from megatron.core.extensions.transformer_engine import (
-            TEColumnParallelLinear,
-            TELayerNormColumnParallelLinear,
-            TENorm,
-        )
+    if implementation != "transformer_engine":
+        return {Norm: own}
+    from megatron.core.extensions.transformer_engine import TENorm
 
-        classes[TELayerNormColumnParallelLinear] = TEColumnParallelLinear
-        classes |= {TENorm: own} if config.has_own_norms else {}
-    return {**classes, Norm: own} if config.has_own_norms else classes
+    return {**_plain_linears(), TENorm: own, Norm: own}
+
+
+def _plain_linears() -> dict[type, type]:
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TELayerNormColumnParallelLinear,
+    )
+
+    return {TELayerNormColumnParallelLinear: TEColumnParallelLinear}
 
 
 def _left_out(config: McaModelConfig, layer: int) -> dict[str, Change]:

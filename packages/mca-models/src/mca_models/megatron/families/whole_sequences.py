@@ -10,8 +10,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import conv1d, pad, silu
 
+from mca_models.megatron.families.kernels import Kernel
 from mca_models.megatron.layers.zigzag import in_order, ranges_of_rank
 from mca_models.megatron.types import PackedSeqParams
+
+_WIDEST = 4
+"""Tokens that the kernel of a convolution reaches, itself included."""
 
 
 def of_whole_sequences(
@@ -32,11 +36,21 @@ def of_whole_sequences(
     return own[0] if len(own) == 1 else torch.cat(own)
 
 
-def convolved(x: Tensor, convolution: torch.nn.Conv1d) -> Tensor:
-    """``[b, channels, s]``: each channel mixed with its past, and activated."""
-    kernel = convolution.weight
-    past = pad(x, (kernel.shape[-1] - 1, 0))
-    return silu(conv1d(past, kernel, convolution.bias, groups=x.shape[1]))
+def convolved(x: Tensor, convolution: torch.nn.Conv1d, kernel: Kernel | None = None) -> Tensor:
+    """``[b, channels, s]``: each channel mixed with its past, and activated.
+
+    Args:
+        x: The channels.
+        convolution: Has the weight, and a bias if there is one.
+        kernel: ``causal_conv1d_fn``; None: plain torch.
+    """
+    weight, bias = convolution.weight, convolution.bias
+    if kernel is not None and weight.shape[-1] <= _WIDEST:
+        mixed = kernel(x.contiguous(), weight.squeeze(1), bias, activation="silu")
+        assert isinstance(mixed, Tensor)
+        return mixed
+    past = pad(x, (weight.shape[-1] - 1, 0))
+    return silu(conv1d(past, weight, bias, groups=x.shape[1]))
 
 
 def heads(x: Tensor, width: int) -> Tensor:

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from mca_config.errors import McaError
 from mca_models.megatron.layers.both_ways import both_ways_attention
+from mca_models.megatron.layers.leaning import leaning, slopes
 from mca_models.megatron.layers.sdpa import causal_attention
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.layers.zigzag import in_order, ranges_of_rank
@@ -40,6 +41,7 @@ class Special:
         heated: Layers (from 0) whose queries are; None: all.
         chunk: A query sees the keys of its own chunk of so many positions only; None: all before it.
         chunked: Layers (from 0) with chunks.
+        leaning: Scores grow with the position of the key, as ALiBi's do.
     """
 
     softcap: float | None = None
@@ -47,6 +49,7 @@ class Special:
     heated: frozenset[int] | None = None
     chunk: int | None = None
     chunked: frozenset[int] = frozenset()
+    leaning: bool = False
 
 
 KNOWN_ENDS = "mca_ends"
@@ -93,6 +96,7 @@ class CoreAttention(torch.nn.Module):
         self.chunk = own.chunk if layer in own.chunked else None
         self.temperature = own.temperature if own.heated is None or layer in own.heated else None
         self.cp_group = _context_group(pg_collection)
+        self.slopes = _slopes(config) if own.leaning else None
         if config.softmax_type != "vanilla":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = cut_parameter((heads,), config.params_dtype)
@@ -178,14 +182,17 @@ class CoreAttention(torch.nn.Module):
                 scale=self.scale,
                 dropout=dropout,
             )
-        stop = start + query.shape[2]
+        stop, scale = start + query.shape[2], self.scale
+        if self.slopes is not None:
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            query, key = leaning(query, key, self.slopes.to(query.device), scale)
         return causal_attention(
             query,
             key[:, :, :stop],
             value[:, :, :stop],
             start=start,
             window=self.window,
-            scale=self.scale,
+            scale=scale,
             dropout=dropout,
             sink=self.softmax_offset,
             softcap=self.special.softcap,
@@ -254,6 +261,15 @@ def _window(config: MegatronConfig, layer_number: int) -> int | None:
         return None
     left: int = config.window_size[0]
     return left + 1
+
+
+def _slopes(config: MegatronConfig) -> Tensor:
+    """Of this tensor rank's heads."""
+    from megatron.core import parallel_state
+
+    share = config.num_attention_heads // config.tensor_model_parallel_size
+    first = parallel_state.get_tensor_model_parallel_rank() * share
+    return slopes(config.num_attention_heads)[first : first + share]
 
 
 def _context_group(pg_collection: GroupCollection) -> ProcessGroup:

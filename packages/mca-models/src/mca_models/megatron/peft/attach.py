@@ -194,7 +194,8 @@ def _order(
     first_row, start, order = 0, 0, np.full_like(rows, nothing)
     for number, size in enumerate(sizes):
         if part := known.get(number):
-            first = first_row if part.whole_b else first_row + cut.group.rank() * part.rows
+            shared = part.whole_b or cut.axis != "rows"
+            first = first_row if shared else first_row + cut.group.rank() * part.rows
             mine = (rows >= first_row) & (rows < first_row + size)
             order[mine] = rows[mine] - first + start
             start += part.rows

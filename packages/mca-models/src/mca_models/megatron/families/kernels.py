@@ -1,0 +1,52 @@
+"""Kernels of other packages for linear attention and state-space layers (``mca-models[kernels]``).
+
+They are used on CUDA where they are installed, and in half precision alone: what is asked for in fp32 is asked for
+exactly. Plain torch computes everything else.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+
+import torch
+
+Kernel = Callable[..., object]
+_log = logging.getLogger(__name__)
+
+_WHERE: Mapping[str, tuple[str, str]] = {
+    "chunk_gated_delta_rule": ("fla.ops.gated_delta_rule", "flash-linear-attention"),
+    "chunk_kda": ("fla.ops.kda", "flash-linear-attention"),
+    "causal_conv1d_fn": ("causal_conv1d", "causal-conv1d"),
+    "mamba_chunk_scan_combined": ("mamba_ssm.ops.triton.ssd_combined", "mamba-ssm"),
+}
+"""By the kernel's name, the module that has it, and the package that brings the module."""
+
+
+@cache
+def kernel(name: str, device: str, dtype: torch.dtype) -> Kernel | None:
+    """The kernel ``name``, or None where plain torch computes; which of both is logged, once.
+
+    Args:
+        name: One of ``_WHERE``.
+        device: The type of the device that computes.
+        dtype: Of what is computed with.
+    """
+    module, package = _WHERE[name]
+    found, why = None, ""
+    if device != "cuda":
+        why = f"the device is {device}"
+    elif dtype not in (torch.bfloat16, torch.float16):
+        why = f"the model is in {str(dtype).removeprefix('torch.')}"
+    else:
+        try:
+            found = getattr(import_module(module), name)
+        except (
+            ImportError,
+            AttributeError,
+            OSError,
+            RuntimeError,
+        ) as error:  # also what does not fit this GPU
+            why = f"{package} cannot be used ({error}); install mca-models[kernels]"
+    _log.info("%s: %s", name, f"the kernel of {package}" if found else f"plain torch, as {why}")
+    return found

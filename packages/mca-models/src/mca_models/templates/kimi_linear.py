@@ -1,0 +1,163 @@
+"""Kimi Linear: HF ``KimiLinearForCausalLM``: Kimi's delta attention, latent attention without a rope, experts."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from itertools import chain
+
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.types import FamilyConfig, JsonObject, Values
+from mca_models.templates.common import ATTN, embedding, head, inner, renamed
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    SILU,
+    ConfigTable,
+    Field,
+    Fixed,
+    HfConfig,
+    dense_fields,
+)
+from mca_models.templates.deepseek_v3 import LATENT_FIELDS, SCALED, latent_attention, sigmoid_experts
+from mca_models.templates.family import Family
+from mca_models.templates.gated_delta_net import fused, restore_layers
+from mca_models.templates.mixtral import NAMES as MIXTRAL
+from mca_models.templates.moe import SIGMOID_ROUTER, listed_layers, mlp_layers, restore_listed_layers
+from mca_models.templates.names import HF_ATTN
+from mca_models.templates.shapes import Shape
+from mca_models.weights import COLUMN, ROW, SEPARATE, Concat, Layout, Param, Shaped, each
+
+BLOCK = "block_sparse_moe."
+NAMES = replace(MIXTRAL, router_bias=f"{BLOCK}gate.e_score_correction_bias", shared=f"{BLOCK}shared_experts.")
+OTHER = {
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_group": "num_expert_group",
+    "n_shared_experts": "num_shared_experts",
+    "n_routed_experts": "num_experts",
+}
+"""DeepSeek's keys, and what files of this family call them."""
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Kinds of layers, the sizes of linear attention, and experts."""
+    said, count = hf.get("linear_attn_config") or {}, hf["num_hidden_layers"]
+    full = said.get("full_attn_layers") or [i + 1 for i in range(count) if i and i % 4 == 0]
+    kinds = ["full_attention" if i + 1 in full else "linear_attention" for i in range(count)]
+    heads = said.get("num_heads", hf.get("linear_num_heads", 32))
+    width = said.get("head_dim", hf.get("linear_head_dim", 128))
+    known = {own: hf.get(theirs, hf.get(own)) for own, theirs in OTHER.items()}
+    experts = sigmoid_experts({**hf, **{key: value for key, value in known.items() if value is not None}})
+    return {
+        **{**experts, **listed_layers({"first_k_dense_replace": 1, **hf}), "mtp_num_layers": 0},
+        "kv_channels": hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"],
+        "layer_types": tuple(hf.get("layer_types") or kinds),
+        "no_rope_freq": (1,) * count,
+        "linear_conv_kernel_dim": said.get("short_conv_kernel_size", hf.get("linear_conv_kernel_dim", 4)),
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), width),
+    }
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    shared = (config.moe_shared_expert_intermediate_size or 0) // (config.moe_ffn_hidden_size or 1)
+    return {
+        **{"num_shared_experts": shared, "num_expert_group": config.moe_router_num_groups or 1},
+        **{"topk_group": config.moe_router_group_topk or 1, "linear_num_heads": config.linear_num_key_heads},
+        **{"linear_head_dim": config.linear_key_head_dim},
+        "linear_conv_kernel_dim": config.linear_conv_kernel_dim,
+        **restore_layers(config),
+        **restore_listed_layers(config),
+    }
+
+
+def _either(mca: str, hf: str, other: str, default: int) -> Field:
+    return Field(mca, hf, lambda config: config.get(other, default))
+
+
+CONFIG = ConfigTable(
+    fields=(
+        *(its for its in dense_fields(eps=1e-5) if its.mca not in ("kv_channels", "max_position_embeddings")),
+        *LATENT_FIELDS,
+        SCALED,
+        _either("max_position_embeddings", "model_max_length", "max_position_embeddings", 1 << 20),
+        _either("num_moe_experts", "num_experts", "num_local_experts", 256),
+        _either("moe_router_topk", "num_experts_per_token", "num_experts_per_tok", 8),
+        Field("moe_ffn_hidden_size", "moe_intermediate_size", 1024),
+    ),
+    defaults={
+        **{"num_key_value_heads": 32, "routed_scaling_factor": 2.446, "kv_lora_rank": 512},
+        **{"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "pad_token_id": 163839},
+        **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+        **{"num_experts_per_tok": 8, "n_routed_experts": 256, "moe_intermediate_size": 1024},
+    },
+    constants={"qk_layernorm": True, "linear_channel_decay": True, **SIGMOID_ROUTER},
+    fixed=(
+        SILU,
+        NO_ATTENTION_BIAS,
+        Fixed("moe_renormalize", (True,), "Megatron normalises sigmoid scores over the chosen experts"),
+        Fixed("moe_router_activation_func", ("sigmoid",), "transformers ignores it"),
+        Fixed("mla_use_nope", (True,), "transformers ignores it"),
+    ),
+    derive=derive,
+    restore=restore,
+    config_class=MlaMcaModelConfig,
+)
+
+
+SAVED_BY_HF = "hf_saved_by_transformers"
+
+
+def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
+    """Whether transformers wrote the files: it gives the dense MLP the name of experts."""
+    dense = (layer for layer in range(config.num_layers) if not config.is_moe_layer(layer))
+    saved = any(f"model.layers.{layer}.{BLOCK}gate_proj.weight" in names for layer in dense)
+    return {SAVED_BY_HF: True} if saved else {}
+
+
+def delta_attention(config: FamilyConfig) -> list[Param]:
+    """Linear attention with the norm before it; transformers' modules have what makes keys fade in one of their own."""
+    rows, heads = config.linear_num_key_heads * config.linear_key_head_dim, config.linear_num_key_heads
+    loaded = bool(config.extra.get("fused_experts"))
+    gate = f"{HF_ATTN}forget_gate." if loaded else HF_ATTN
+    projections = tuple(f"{HF_ATTN}{part}_proj.weight" for part in "qkvb")
+    sizes, down = (rows, rows, rows, heads), (f"{gate}f_a_proj.weight", f"{HF_ATTN}g_a_proj.weight")
+    convolution = tuple(f"{HF_ATTN}{part}_conv1d.weight" for part in "qkv")
+    parts: Layout = SEPARATE if loaded else Concat((1, 1, 1))
+    return [
+        inner("input_layernorm.weight", "input_layernorm.weight"),
+        Param(mca=f"{ATTN}in_proj.weight", hf=projections, layout=Concat(sizes), shard=fused(sizes)),
+        Param(mca=f"{ATTN}gates_down.weight", hf=down, layout=Concat((1, 1))),
+        Param(mca=f"{ATTN}fade_up.weight", hf=(f"{gate}f_b_proj.weight",), shard=COLUMN),
+        inner("self_attention.gate_up.weight", "self_attn.g_b_proj.weight", shard=COLUMN),
+        Param(
+            mca=f"{ATTN}conv1d.weight",
+            hf=(f"{HF_ATTN}conv1d.weight",) if loaded else convolution,
+            layout=parts,
+            shard=fused((1, 1, 1)),
+        ),
+        Param(mca=f"{ATTN}dt_bias", hf=(f"{gate}dt_bias",), shard=COLUMN),
+        Param(mca=f"{ATTN}A_log", hf=(f"{gate}A_log",), hf_layout=Shaped((1, 1, -1, 1)), shard=COLUMN),
+        inner("self_attention.out_norm.weight", "self_attn.o_norm.weight"),
+        inner("self_attention.out_proj.weight", "self_attn.o_proj.weight", shard=ROW),
+    ]
+
+
+def params(config: MlaMcaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    kinds = {True: delta_attention(config), False: latent_attention(config)}
+    layers = (
+        each(kinds[config.is_linear_layer(layer)], layers=[layer]) for layer in range(config.num_layers)
+    )
+    mlps = list(mlp_layers(config, NAMES))
+    if config.extra.get(SAVED_BY_HF) and not config.extra.get("fused_experts"):
+        mlps = renamed(mlps, {".mlp.": f".{BLOCK}"})
+    return [embedding(), *chain.from_iterable(layers), *mlps, *head(config)]
+
+
+FAMILY = Family(
+    model_type="kimi_linear",
+    architecture="KimiLinearForCausalLM",
+    config=CONFIG,
+    params=params,
+    moe=NAMES,
+    found=found,
+)

@@ -1,0 +1,114 @@
+"""OLMo Hybrid: HF ``OlmoHybridForCausalLM``: gated delta nets beside OLMo 3's attention, with norms in other places."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from itertools import chain
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject, Values
+from mca_models.templates import gated_delta_net as delta
+from mca_models.templates import olmo2
+from mca_models.templates.common import attention, dense_mlp, embedding, head, renamed
+from mca_models.templates.config_table import ConfigTable, HfConfig, dense_fields
+from mca_models.templates.family import Family
+from mca_models.templates.names import HF
+from mca_models.templates.shapes import Shape
+from mca_models.weights import Concat, Param, each
+
+FULL, LINEAR, CONV = "full_attention", "linear_attention", "linear_attn.{}_conv1d.weight"
+PUBLISHED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+"""What files call the norms before linear attention and the MLP after it."""
+SAVED = {"post_attention_layernorm": "feedforward_layer_norm"}
+"""What transformers calls a norm in the other layers as well as it saves."""
+
+
+DEFAULTS = {
+    "linear_num_key_heads": lambda hf: hf["num_attention_heads"],
+    "linear_num_value_heads": lambda hf: hf["num_attention_heads"],
+    "linear_key_head_dim": lambda hf: _key_channels(hf),
+    "linear_value_head_dim": lambda hf: 2 * (hf.get("linear_key_head_dim") or _key_channels(hf)),
+}
+
+
+def _key_channels(hf: HfConfig) -> int:
+    return int(0.75 * hf["hidden_size"] / (hf.get("linear_num_key_heads") or hf["num_attention_heads"]))
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Kinds of layers, whether corrections may be doubled, and whether anything rotates."""
+    count, rope = hf["num_hidden_layers"], hf.get("rope_parameters") or {}
+    kinds = hf.get("layer_types") or [FULL if i % 4 == 3 else LINEAR for i in range(count)]
+    kinds = kinds if FULL in kinds else [*kinds[:-1], FULL]
+    still = rope.get("rope_theta", hf.get("rope_theta", 1.0)) is None
+    return {
+        "layer_types": tuple(kinds),
+        "no_rope_freq": (1,) * count if still else None,
+        "linear_beta_factor": 2.0 if hf.get("linear_allow_neg_eigval", True) else 1.0,
+    }
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    kinds = {**delta.restore_layers(config), "linear_allow_neg_eigval": config.linear_beta_factor == 2.0}
+    none = {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
+    return {**kinds, **(none if config.no_rope_freq else {})}
+
+
+CONFIG = ConfigTable(
+    fields=(*dense_fields(), *(replace(its, default=DEFAULTS.get(its.hf, 4)) for its in delta.FIELDS)),
+    defaults={"pad_token_id": 100277},
+    constants={
+        **{"qk_layernorm": True, "qk_layernorm_full_width": True, "linear_norm_epsilon": 1e-5},
+        "of_kind": {FULL: {"norm_placement": "post"}},
+    },
+    fixed=olmo2.CONFIG.fixed,
+    derive=derive,
+    restore=restore,
+)
+
+
+SAVED_BY_HF = "hf_saved_by_transformers"
+
+
+def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
+    """Whether transformers wrote the files: it renames a norm, and cuts convolutions in three that are alike."""
+    full = next(layer for layer in range(config.num_layers) if not config.is_linear_layer(layer))
+    saved = f"model.layers.{full}.feedforward_layer_norm.weight" in names
+    return {SAVED_BY_HF: True} if saved else {}
+
+
+def delta_net(config: McaModelConfig) -> list[Param]:
+    """Linear attention, whose projections HF has one by one, and its convolution in three parts."""
+    names = tuple(f"{HF}linear_attn.{part}_proj.weight" for part in "qkvgba")
+    in_proj = Param(mca="", hf=names, layout=Concat(delta.segments(config)))
+    rows = delta.segments(config)[:3]
+    if config.extra.get(SAVED_BY_HF):
+        third = -(-sum(rows) // 3)
+        rows = (third, third, sum(rows) - 2 * third)
+    parts = tuple(HF + CONV.format(part) for part in "qkv")
+    rules = renamed(delta.delta_net(config, in_proj), {"attn.norm": "attn.o_norm", "out_proj": "o_proj"})
+    return [replace(rule, hf=parts, layout=Concat(rows)) if "conv1d" in rule.mca else rule for rule in rules]
+
+
+def layer_rules(config: McaModelConfig, layer: int) -> list[Param]:
+    """The rules of one layer."""
+    own = config.of_layer(layer)
+    if config.is_linear_layer(layer):
+        return renamed([*delta_net(own), *dense_mlp(own)], PUBLISHED)
+    rules = [*attention(own), *dense_mlp(own)]
+    return renamed(rules, SAVED) if config.extra.get(SAVED_BY_HF) else rules
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    layers = (each(layer_rules(config, layer), layers=[layer]) for layer in range(config.num_layers))
+    return [embedding(), *chain.from_iterable(layers), *head(config)]
+
+
+FAMILY = Family(
+    model_type="olmo_hybrid",
+    architecture="OlmoHybridForCausalLM",
+    config=CONFIG,
+    params=params,
+    found=found,
+)

@@ -1,0 +1,66 @@
+"""The families of the last rounds: what differs from the sizes that all have."""
+
+from typing import Any
+
+from tiny_sizes import DELTA_NET, GROUPED, LATENT
+
+NEWER: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        {**DELTA_NET, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            **{**GROUPED, **LATENT, "q_lora_rank": None, "num_local_experts": 4, "linear_num_heads": 4},
+            **{"linear_head_dim": 8, "linear_conv_kernel_dim": 3},
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "minicpm3": (
+        "minicpm3",
+        {
+            **{
+                **LATENT,
+                "scale_emb": 3,
+                "scale_depth": 1.2,
+                "dim_model_base": 80,
+                "max_position_embeddings": 32,
+            },
+            "rope_parameters": {
+                **{"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 8},
+                **{"short_factor": [1.0, 1.2], "long_factor": [1.0, 3.0]},
+            },
+        },
+    ),
+    "gpt2": (
+        "gpt2",
+        {
+            **{"n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 64, "layer_norm_epsilon": 1e-3},
+            **{"num_key_value_heads": 4, "head_dim": 8},
+        },
+    ),
+    "bloom": (
+        "bloom",
+        {"n_layer": 4, "n_head": 4, "layer_norm_epsilon": 1e-3, "num_key_value_heads": 4, "head_dim": 8},
+    ),
+    "gpt_bigcode": (
+        "gpt_bigcode",
+        {"n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 64, "layer_norm_epsilon": 1e-3},
+    ),
+    "opt": ("opt", {"ffn_dim": 48, "num_key_value_heads": 4, "head_dim": 8}),
+    "gemma4_text-experts": (
+        "gemma4_text",
+        {
+            **{"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
+            **{
+                "global_head_dim": 24,
+                "sliding_window": 8,
+                "num_key_value_heads": 4,
+                "enable_moe_block": True,
+            },
+            **{"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+        },
+    ),
+}
