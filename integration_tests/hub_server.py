@@ -1,4 +1,4 @@
-"""A small server of the Hub's endpoints on loopback, for one model: listing, files with ranges, uploads."""
+"""A small server of the endpoints of the Hub on loopback, for a model and a data set: listing, files with ranges, uploads."""
 
 import base64
 import hashlib
@@ -23,10 +23,12 @@ class Hub:
     Args:
         folders: The files of ``org/model`` by revision.
         private: Only with the token.
+        datasets: The files of the data set ``org/rows`` by revision.
     """
 
     folders: dict[str, Path]
     private: bool = False
+    datasets: dict[str, Path] = field(default_factory=dict)
     address: str = ""
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     """Method, path and range of each request."""
@@ -82,6 +84,10 @@ class Handler(BaseHTTPRequestHandler):
                 for f in json.loads(body)["files"]
             ]
             self._json({"files": files})
+        elif "/paths-info/" in self.path:
+            folder = self.hub.datasets[_revision(self.path.rpartition("/")[2]) or ""]
+            wanted = parse_qs(body.decode())["paths"]
+            self._json([_entry(folder / name, name) for name in wanted if (folder / name).is_file()])
         elif self.path.endswith("/info/lfs/objects/batch"):
             self._json(
                 {"transfer": "basic", "objects": [_action(self.hub, o) for o in json.loads(body)["objects"]]}
@@ -120,31 +126,35 @@ class Handler(BaseHTTPRequestHandler):
         self.hub.asked.append((self.command, path, self.headers.get("Range", "")))
         if self.hub.private and self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._send(401, b"", {"X-Error-Code": "RepoNotFound"})
-        if path.startswith("/api/models/org/model"):
-            words = path.removeprefix("/api/models/org/model").strip("/").split("/")
-            return self._listing(words, parse_qs(parts.query))
-        if path.startswith("/org/model/resolve/"):
-            _, revision, name = path.removeprefix("/org/model").strip("/").split("/", 2)
-            return self._file(revision, name, body=body)
+        for kind, name, folders in (
+            ("models", "org/model", self.hub.folders),
+            ("datasets", "org/rows", self.hub.datasets),
+        ):
+            files = f"/{name}/resolve/" if kind == "models" else f"/{kind}/{name}/resolve/"
+            if path.startswith(f"/api/{kind}/{name}"):
+                words = path.removeprefix(f"/api/{kind}/{name}").strip("/").split("/")
+                return self._listing(folders, name, words)
+            if path.startswith(files):
+                return self._file(folders, *path.removeprefix(files).split("/", 1), body=body)
         return self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
 
-    def _listing(self, words: list[str], query: dict[str, list[str]]) -> None:
+    def _listing(self, folders: dict[str, Path], repository: str, words: list[str]) -> None:
         revision = _revision(words[1] if len(words) > 1 else "main")
-        if revision is None:
+        if revision is None or revision not in folders:
             return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        folder = self.hub.folders[revision]
+        folder = folders[revision]
         names = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
         if words[0] == "tree":
             entries = [_entry(folder / name, name) for name in names]
             return self._json(entries)
         siblings = [{"rfilename": name} for name in names]
-        return self._json({"id": "org/model", "sha": COMMITS[revision], "siblings": siblings, "tags": []})
+        return self._json({"id": repository, "sha": COMMITS[revision], "siblings": siblings, "tags": []})
 
-    def _file(self, revision: str, name: str, *, body: bool) -> None:
+    def _file(self, folders: dict[str, Path], revision: str, name: str, *, body: bool) -> None:
         known = _revision(revision)
-        if known is None:
+        if known is None or known not in folders:
             return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        file = self.hub.folders[known] / name
+        file = folders[known] / name
         if not file.is_file():
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
         data = file.read_bytes()

@@ -169,3 +169,34 @@ def test_training_starts_from_an_id(hub, tmp_path, monkeypatch, capsys):
         "model_name_or_path: org/none: no such directory is here, and the Hub answered"
         in capsys.readouterr().err
     )
+
+
+def test_rows_of_a_dataset_are_read_by_its_id_and_by_addresses(tmp_path, monkeypatch):
+    import datasets
+    from huggingface_hub import HfFileSystem, constants
+
+    from mca_train.config.arguments import DataArguments
+    from mca_train.data.files import load_rows
+    from mca_train.data.sources import rows_of, sources_of
+
+    revisions = {}
+    for name, count in (("main", 4), ("v1", 6)):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"question": f"{name} {number}"}) + "\n" for number in range(count)]
+        (tmp_path / name / "train.jsonl").write_text("".join(lines))
+        revisions[name] = tmp_path / name
+    with serving(Hub({}, datasets=revisions)) as hub:
+        for name, value in _settings(str(tmp_path / "cache"), hub.address).items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.address)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "made"))
+        HfFileSystem.clear_instance_cache()
+        monkeypatch.chdir(tmp_path)
+        entry = {"path": "org/rows", "split": "train[:3]", "columns": {"text": "question"}}
+        arguments = DataArguments(model_name_or_path="m")
+        sources = sources_of([entry, {**entry, "revision": "v1", "name": "b"}])
+        texts = [list(rows_of(source, "datasets", arguments)["text"]) for source in sources]
+        found = load_rows(["hf://datasets/org/rows/train.jsonl"], "train_file", arguments)
+    HfFileSystem.clear_instance_cache()
+    assert texts == [[f"{name} {number}" for number in range(3)] for name in ("main", "v1")]
+    assert found["question"] == [f"main {number}" for number in range(4)]

@@ -23,6 +23,12 @@ def test_links_out_of_the_documentation_become_text():
     assert read("[Training](training.md#data)") == "[Training](training.md#data)"
 
 
+def test_a_bar_in_the_code_of_a_table_is_shown_without_its_backslash():
+    read = _tool("site_links").on_page_markdown
+    assert read(r"| `a \| b` | c \| d |") == r"| `a | b` | c \| d |"
+    assert read(r"outside of tables `a \| b`") == r"outside of tables `a \| b`"
+
+
 def test_every_page_has_a_place_in_the_site():
     site = (ROOT / "mkdocs.yml").read_text()
     named = set(re.findall(r"(\w+\.md)", site))
