@@ -1,4 +1,4 @@
-"""A small server of the endpoints of the Hub on loopback, for a model and a dataset: listing, files with ranges, uploads."""
+"""A small server of the endpoints of the Hub on loopback, for a model and a dataset: listing, file ranges, uploads."""
 
 import base64
 import hashlib
