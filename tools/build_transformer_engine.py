@@ -103,7 +103,7 @@ def is_missing(name: str) -> bool:
 
 
 def run(command: list[str], **environment: str) -> str:
-    """What a command prints; its own errors are shown as they come, and it ends when this process is told to."""
+    """What a command prints; its own errors are shown as they come, and it ends when this process is asked to."""
     try:
         started = subprocess.Popen(
             command,

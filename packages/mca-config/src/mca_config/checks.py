@@ -1,4 +1,4 @@
-"""Whether a model fits a layout, told before any process group or device is touched, all problems at once.
+"""Whether a model fits a layout: all problems are reported before any process group or device is used.
 
 What an installed megatron-core cannot compute is not known here (`mca_models.megatron.factory.limits`).
 """

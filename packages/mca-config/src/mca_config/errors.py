@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class McaError(ValueError):
-    """A mistake in a user's input, told in one line.
+    """A mistake in a user's input, reported in one line.
 
     The message names the file, parameter or flag, what was expected and what to change. The commands
     print it as ``error: <message>`` and exit 1.
@@ -72,7 +72,7 @@ def raise_problems(
 
     Args:
         problems: What is wrong, a line each.
-        what: Where it was found; a single problem that begins with it is not told it twice.
+        what: Where it was found; it is not repeated before a single problem that begins with it.
         shown: Name only this many of them, and say how many more there are.
         kind: Of the error.
 

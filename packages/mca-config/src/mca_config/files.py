@@ -48,7 +48,7 @@ def present(directory: Path, name: str) -> bool:
     """Whether ``directory`` has an entry ``name``, be it one that cannot be read: a pipe, a link to nothing.
 
     Raises:
-        McaError: That cannot be told.
+        McaError: That cannot be found out.
     """
     with reading(directory / name):
         try:

@@ -18,7 +18,7 @@ class Forgiving:
 
     Args:
         stream: The one that is written to, until it fails.
-        name: What to call it when its failing is told on standard error; without one it is not told.
+        name: Its name when a failure is reported on standard error; without one it is not reported.
     """
 
     def __init__(self, stream: TextIO, name: str = "") -> None:

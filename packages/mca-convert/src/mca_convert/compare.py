@@ -1,6 +1,6 @@
 """Compares two checkpoints as models, streaming: same parameters, same shapes, same elements.
 
-Both are read in the order of the Hugging Face tensors, so differences are told by names that everybody
+Both are read in the order of the Hugging Face tensors, so differences are reported by names that everybody
 knows, whatever the two layouts are.
 """
 

@@ -113,7 +113,7 @@ _STEPS = 1000  # of a schedule that is only tried
 
 
 def schedule_problems(training: "TrainingArguments") -> Iterator[str]:
-    """Builds the schedule once: Hugging Face tells what its ``lr_scheduler_kwargs`` lack in many ways."""
+    """Builds the schedule once: Hugging Face reports what its ``lr_scheduler_kwargs`` lack in many ways."""
     try:
         LearningRate(training, training.max_steps if training.max_steps > 0 else _STEPS)
     except (TypeError, ValueError, KeyError, AttributeError) as error:

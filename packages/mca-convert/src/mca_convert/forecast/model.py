@@ -89,7 +89,7 @@ def _open(path: Path, request: Request, kind: CheckpointKind, result: Forecast) 
         return None
     config_only = result.attempt(lambda: ConfigOnlySource(path, config, request.cast))
     if seen:
-        result.refusals = seen  # the configuration's own faults were told when it was opened
+        result.refusals = seen  # the configuration's own faults were reported when it was opened
     return config_only
 
 

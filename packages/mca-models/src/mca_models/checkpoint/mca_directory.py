@@ -170,7 +170,7 @@ def _too_many_pieces(params: Iterable[Param], layout: ParallelLayout) -> list[st
 
 
 def layout_faults(params: Iterable[Param], config: McaModelConfig, wholes: Mapping[str, Shape]) -> list[str]:
-    """All reasons why a model cannot be laid out as ``config.layout`` says, alike parameters told once."""
+    """All reasons why a model cannot be laid out as ``config.layout`` says, similar parameters reported once."""
     params = stored(params)
     if problems := [*check_layout(config, config.layout), *_too_many_pieces(params, config.layout)]:
         return problems

@@ -106,7 +106,7 @@ def _next(source: BinaryIO, file: Path) -> bytes:
 
 @contextmanager
 def _naming(file: Path, done: str) -> Iterator[None]:
-    """What the system refuses is told of ``file``, which cannot be ``done``."""
+    """An error of the system is reported for ``file``, which cannot be ``done``."""
     try:
         yield
     except OSError as error:

@@ -115,7 +115,7 @@ class VirtualModels(torch.nn.Module):
                 yield item.param.mca_name(), tensor
 
     def train_parts(self, parts: Collection[Part]) -> None:
-        """Which parts of the model train from now on, before it is wrapped; until told, all but vision and projector.
+        """Selects the parts of the model that train, before it is wrapped; by default all but vision and projector.
 
         Raises:
             McaError: It has no vision model, or cannot take images on its layout.
@@ -183,7 +183,7 @@ class VirtualModels(torch.nn.Module):
             temperature: What logits are divided by.
             entropy: Also the entropy of the distribution that each token was drawn from.
             micro_batch_size: Sequences of a micro-batch.
-            chunk_size: Tokens whose logits stand at a time.
+            chunk_size: Tokens whose logits exist at a time.
             to: ``all`` ranks, or the first of each data-parallel replica; None is returned on the others.
 
         Returns:
@@ -281,7 +281,7 @@ class VirtualModels(torch.nn.Module):
 
         Every rank is given all tensors and keeps what it needs of each at once. A tensor may also come in pieces:
         ``(name, rows, first row)``. Tied tensors may come once or under both names. After an error the model has some
-        of the new weights. A trainer's optimizer must be told: ``trainer.engine.optimizer.reload_model_params()``.
+        of the new weights. Then refresh a trainer's optimizer: ``trainer.engine.optimizer.reload_model_params()``.
 
         Args:
             weights: Names and tensors, of any floating type and on any device.

@@ -1,7 +1,7 @@
 """Qwen 3 VL with experts: HF ``Qwen3VLMoeForConditionalGeneration``.
 
 Published files have a layer's experts in one tensor as ``[experts, in, out]``, transformers 5 saves them as
-``[experts, out, in]`` under the same names: only the shape tells.
+``[experts, out, in]`` under the same names: only the shape distinguishes them.
 """
 
 from collections.abc import Collection, Mapping

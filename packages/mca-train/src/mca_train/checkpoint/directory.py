@@ -73,7 +73,7 @@ def resolve(resume: str | bool | None, output_dir: Path) -> Path | None:
 def find(resume: str | bool | None, output_dir: Path, ranks: Ranks) -> Path | None:
     """The checkpoint that ``resume_from_checkpoint`` means, whole in every byte; collective.
 
-    Where it is up to us which one (``auto``, True), a damaged one is told and the one before it is taken.
+    Where it is up to us which one (``auto``, True), a damaged one is reported and the one before it is taken.
 
     Raises:
         McaError: As `resolve`; or what was named, or every checkpoint there is, is damaged.

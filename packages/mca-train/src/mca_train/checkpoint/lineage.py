@@ -1,8 +1,8 @@
 """Whose checkpoints stand in an ``output_dir``: those of one run, each made from the one before.
 
-A run that begins anew is refused where another one's stand, or removes them if it is told to. A run that goes back to
-an earlier checkpoint sets the later ones aside when it writes its first own. So ``auto`` and ``save_total_limit``,
-which go by the step, take a run's own.
+A new run is refused where another one's stand, or deletes them if that is asked for. A run that resumes from an
+earlier checkpoint sets the later ones aside when it writes its first own. So ``auto`` and ``save_total_limit``,
+which go by the step, find only a run's own.
 """
 
 import logging

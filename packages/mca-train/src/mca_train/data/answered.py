@@ -66,7 +66,7 @@ class AnsweredRows:
     Args:
         rows: All of them.
         make: Makes the sample of a row.
-        is_sure: Whether a row has a target for sure, as can be told without making its sample.
+        is_sure: Whether a row surely has a target, as far as that is known without making its sample.
         told: What those lack that have none, for the warning.
     """
 

@@ -40,7 +40,7 @@ class Conversation:
     Args:
         tokenizer: With a chat template.
         messages: ``{"role": ..., "content": ...}`` each.
-        tools: What the template is told of tools; None: nothing.
+        tools: The tools for the template; None: there are none.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ def tokenize_chat(
         tokenizer: With a chat template.
         messages: ``{"role": ..., "content": ...}`` each.
         first: Turns before this one are context even if the assistant's.
-        tools: What the template is told of tools.
+        tools: The tools for the template.
         length: Tokens that are wanted; None: all. A much longer conversation is tokenized in part.
     """
     if tokenizer.chat_template is None:

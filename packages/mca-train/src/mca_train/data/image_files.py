@@ -1,4 +1,4 @@
-"""`ImageFile` is an image that a row names or holds: its size, told by its header alone, and its pixels.
+"""`ImageFile` is an image that a row names or holds: its size, read from its header alone, and its pixels.
 
 Which parts of a row are images is decided in `image_rows`.
 """

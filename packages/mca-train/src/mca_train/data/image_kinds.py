@@ -1,4 +1,4 @@
-"""How the families cut an image into tokens, told from its size; what a checkpoint's own processor makes is held to it.
+"""How the families cut an image into tokens, computed from its size and compared with a checkpoint's own processor.
 
 Qwen, GLM    a grid of patches, of which some together are a token
 InternVL     tiles of equally many tokens, between two marks

@@ -4,7 +4,7 @@
     a column of images     for each {"type": "image"} without more, or each <image> in the text of a turn; if the
                            messages have no place for any, they stand before the first words of the user
 
-How large images are is told by `image_files`, how many tokens that is by `image_tokens`.
+`image_files` knows how large images are, `image_tokens` how many tokens that is.
 """
 
 from collections.abc import Iterator, Sequence

@@ -30,7 +30,7 @@ class ImageTokens(ABC):
     Args:
         processor: Of Hugging Face.
         token: The placeholder's id.
-        options: What the processor is told of every image.
+        options: The processor's options for every image.
     """
 
     taken: tuple[str, ...] = ("pixel_values",)

@@ -1,4 +1,4 @@
-"""`KeptWarnings` keeps what is logged as a warning, for those who are to be told of it again."""
+"""`KeptWarnings` keeps what is logged as a warning, to report it again."""
 
 import logging
 

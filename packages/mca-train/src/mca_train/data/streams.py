@@ -37,7 +37,7 @@ class AnswerStream(IterableDataset[Sample]):
     Args:
         rows: Of the files.
         encode: From a row to its sequences.
-        is_sure: Whether a row has a target for sure, as can be told without tokenizing it.
+        is_sure: Whether a row surely has a target, as far as that is known without tokenizing it.
         length: Tokens of a sequence; what is longer is cut.
         key: The argument that named the files, for errors.
         wanted: What a row without a target lacks.

@@ -98,7 +98,7 @@ def _started(task: Callable[[], StepNeeds]) -> Connection:
 def _answer(task: Callable[[], StepNeeds], connection: Connection) -> None:
     try:
         result: StepNeeds | BaseException = task()
-    except Exception as error:  # told by the parent, once
+    except Exception as error:  # reported by the parent, once
         result = error
     connection.send(result)
 

@@ -46,7 +46,7 @@ def require_finite(
 
 @contextmanager
 def telling_nan() -> Iterator[None]:
-    """A block in which Megatron looks at gradients (``check_for_nan_in_grad``): what it finds is told in one line.
+    """A block in which Megatron looks at gradients (``check_for_nan_in_grad``): what it finds is reported in one line.
 
     Raises:
         McaError: A gradient of this rank is not finite.

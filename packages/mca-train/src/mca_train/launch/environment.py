@@ -1,4 +1,4 @@
-"""What local ranks are told of one another, and who started this process. It starts nothing itself."""
+"""What local ranks know of one another, and who started this process. It starts nothing itself."""
 
 import os
 import socket

@@ -78,7 +78,7 @@ def _say(folder: Path | None, report: _Report) -> None:
 
 
 def _is_first_to_say(text: str) -> bool:
-    """Whether no rank has said the same before: all find what is wrong with a configuration, one tells it."""
+    """Whether no rank has said the same before: all find what is wrong with a configuration, one reports it."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_initialized():
         return True

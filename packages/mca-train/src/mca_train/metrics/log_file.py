@@ -19,7 +19,7 @@ class JsonlLog(TrainerCallback):  # type: ignore[misc]
     """Every log as a line of ``<output_dir>/train_log.jsonl``: step, time, and what was logged.
 
     On a resumed run, lines that were written after the checkpoint, or are not whole, are taken out first. A log that
-    cannot be written (a full disk) is told once and ends no run.
+    cannot be written (a full disk) is reported once and does not end a run.
     """
 
     name = "train_log.jsonl"

@@ -29,7 +29,7 @@ class Signals:
     Args:
         names: In the order of the log, the same on every rank.
         device: Where sums are kept.
-        differences: What is told too: of two means the first less the second.
+        differences: Also reported: the first of two means less the second.
         extremes: What is told too: the smallest or the largest of all numbers.
     """
 

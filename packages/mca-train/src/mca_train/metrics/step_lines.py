@@ -106,7 +106,7 @@ class StepLines(ProgressCallback):  # type: ignore[misc]
 
 
 def line_of(logs: Mapping[str, object], step: int, steps: int) -> str | None:
-    """The line of a log; None: the log ends the run, of which the summary tells."""
+    """The line of a log; None: the log ends the run, which the summary describes."""
     if "train_runtime" in logs:
         return None
     parts = list(_of_step(logs, steps - step) if "loss" in logs else _of_evaluation(logs))

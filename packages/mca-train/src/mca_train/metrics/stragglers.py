@@ -74,7 +74,7 @@ class Stragglers:
     def report(self, steps: int, step_time: float, step: int) -> dict[str, float]:
         """Keys of a log: the slowest rank, if it is slower than the others, and how far it is behind in a step.
 
-        Every rank calls this at the same step; the first one tells of it, once for each rank in a row.
+        Every rank calls this at the same step; the first one reports it, once for each rank in a row.
 
         Args:
             steps: Since the last time.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Implementation = Literal["local", "transformer_engine"]
 _LAYERS: dict[Implementation, ModuleType] = {"local": local_layers, "transformer_engine": te_layers}
 _SELECTED = ("core_attn",)
-"""What Megatron recomputes selectively unless told otherwise."""
+"""What Megatron recomputes selectively by default."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mca_train.config.parts import Part
 
 PIXELS = 448
-"""The side of an image unless a plan is told otherwise."""
+"""The default side of an image in a plan."""
 Form = Literal["patches", "tiles", "sizes"]
 """What a tower takes: a grid of patches, images of one size, or images with their sizes."""
 Pictures = tuple[Form, int | None, int]

@@ -1,4 +1,4 @@
-"""What can stand in a configuration is told here: to people as help and a file to begin with, to editors as a schema.
+"""What a configuration can hold: for people as help and a file to start from, for editors as a schema.
 
 Nothing is read or trained. What a key does is decided where its dataclass is.
 """

@@ -1,7 +1,7 @@
 """What a run does whose ranks torchrun starts anew: it goes on from the last checkpoint that it wrote itself.
 
 The first attempt notes what stood in ``output_dir`` when it began to train, where the next one finds it. So an
-attempt that died before its first checkpoint begins as the first one did, from wherever that was told to.
+attempt that died before its first checkpoint begins as the first one did, from wherever that was to start.
 """
 
 import json

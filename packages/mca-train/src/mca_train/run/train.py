@@ -186,7 +186,7 @@ def _evaluated(trainer: "McaTrainer") -> bool:
 
 
 def _stopped(trainer: "McaTrainer") -> str:
-    """Where a run that was told to stop can go on."""
+    """Where a run that was asked to stop can be resumed."""
     step = trainer.state.global_step
     return (
         f"stopped by SIGTERM after step {step} of {trainer.state.max_steps}; complete checkpoint: "

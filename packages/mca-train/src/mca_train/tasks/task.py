@@ -149,11 +149,11 @@ class Task(ABC):
         )
 
     def problems(self, settings: "Settings") -> Iterator[str]:
-        """What this kind cannot train with, as the configuration alone tells."""
+        """What this kind cannot train with, as far as the configuration shows it."""
         yield from ()
 
     def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
-        """The same, as Megatron's configuration of the model tells."""
+        """The same, as far as Megatron's configuration of the model shows it."""
         yield from ()
 
     def head(self, settings: "Settings") -> "Head | None":
@@ -207,7 +207,7 @@ class AnswerTask(Task):
     def surely_has_target(
         self, tokenizer: "PreTrainedTokenizerBase", data: DataArguments
     ) -> "Callable[[Row], bool]":
-        """The function that tells of a row, without tokenizing it, that it has a target for sure."""
+        """The function that says, without tokenizing a row, whether it surely has a target."""
 
     def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers | None":
         """The function from a row to the numbers that its sequences carry, such as its class; None: there are none."""

@@ -67,7 +67,7 @@ class TrainerParts(Trainer):  # type: ignore[misc]
         ranks: This rank among the others.
         signals: What `compute_loss` adds to, beside its loss.
         signal_names: The names of what it adds.
-        signal_differences: What is told beside their means.
+        signal_differences: What is reported beside their means.
         signal_extremes: The smallest or largest numbers that are told beside them.
         watch: What is looked after beside the steps.
         started_at_step: Steps that were done before `train`.

@@ -115,7 +115,7 @@ class Pulse:
         return time.monotonic() - self._since > min(patience, self._limit)
 
     def _speaks(self) -> bool:
-        """Whether this rank tells: the first one; the last one if the first is silent."""
+        """Whether this rank reports: the first one, or the last one if the first is silent."""
         return self._rank == 0 or (self._rank == self._size - 1 and self._is_silent(0))
 
     def _sign(self, rank: int) -> Sign | None:
@@ -139,7 +139,7 @@ class Pulse:
         waited, silent = moment - self._since, [r for r in range(self._size) if self._is_silent(r)]
         self._looking = moment if self._looking is None else self._looking
         if moment - self._looking <= 4 * self._beat or waited < self._next:
-            return  # who is silent is known after some looks; and it is told when twice the time has passed
+            return  # who is silent is known after some looks; and it is reported when twice the time has passed
         self._next = 2 * waited
         finding = told([self._sign(rank) for rank in range(self._size)], silent)
         self._store.set(_FINDING, finding)

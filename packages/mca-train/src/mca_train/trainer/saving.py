@@ -90,7 +90,7 @@ class WithCheckpoints(WithLogs):
         return stages
 
     def _after_checkpoint(self, state: TrainerState) -> None:
-        """Deletes what is one too many, and tells the callbacks; ``state`` is that of the checkpoint's step."""
+        """Deletes what is one too many, and calls the callbacks; ``state`` is that of the checkpoint's step."""
         args = self.args
         if self.ranks.is_first:
             output_dir, limit = Path(args.output_dir), args.save_total_limit

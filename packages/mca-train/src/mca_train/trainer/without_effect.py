@@ -1,4 +1,4 @@
-"""Options that change nothing in a run of this model, on these ranks, on this machine, are told here in one line.
+"""Options that change nothing in a run of this model, on these ranks, on this machine, are reported here in one line.
 
 `docs/configuration.md` lists them. Nothing is refused here: what could never be followed is refused when the arguments
 are made.

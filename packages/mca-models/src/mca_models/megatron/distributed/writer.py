@@ -183,7 +183,7 @@ class _Outcome:
 def _written(
     write: Callable[..., None], rank: int, buckets: object, results: "_Outcome", **options: object
 ) -> None:
-    """Megatron's writer, but its result always says why it failed: 0.19 tells that to its log only."""
+    """Megatron's writer, but its result always has the reason of a failure, which 0.19 only logs."""
     outcome, errors = _Outcome(), _Errors()
     logger = logging.getLogger(_filesystem_writer().__module__)
     logger.addHandler(errors)
@@ -227,7 +227,7 @@ def _held_back(owner: Upstream, method: str) -> Iterator[list[Exception]]:
 def _all_fail_alike(work: Callable[[], object], faults: list[Exception]) -> None:
     """Runs ``work``, which is collective and fails on all ranks or none, or fills ``faults``.
 
-    Megatron tells the first rank alone what went wrong.
+    Megatron reports only to the first rank what went wrong.
     """
     failed: list[RankFailed] = []
     try:

@@ -215,7 +215,7 @@ def _attention(
 
 
 def _fused_rope(config: McaModelConfig, settings: Values, version: Version) -> Iterator[str]:
-    """Megatron's call of the fused kernel for packed rows leaves out what the plain one is told."""
+    """Megatron's call of the fused kernel for packed rows omits what the plain one receives."""
     if not settings.get("apply_rope_fusion"):
         return
     kind = (config.rope_scaling or {}).get("rope_type", "yarn")

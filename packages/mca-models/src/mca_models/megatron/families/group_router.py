@@ -27,7 +27,7 @@ def own_groups(config: McaModelConfig) -> Callable[[type], type] | None:
 
 @dataclass
 class GroupChoice:
-    """Chooses experts in the place of Megatron's ``RouterReplay``, a router's only way to be told how.
+    """Chooses experts in the place of Megatron's ``RouterReplay``, the only way to tell a router how.
 
     So nothing else of the router changes: weights, auxiliary losses and the z-loss are of the scores for all experts.
 

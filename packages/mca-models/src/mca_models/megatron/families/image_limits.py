@@ -1,4 +1,4 @@
-"""What keeps a model from taking images, told before any is computed."""
+"""What keeps a model from taking images, reported before any is computed."""
 
 from collections.abc import Iterator
 

@@ -28,7 +28,7 @@ def settings(config: McaModelConfig) -> Settings:
         found["bias_activation_fusion"] = False
     if config.linear_conv_kernel_dim is not None:
         found |= {
-            # tells Megatron's distributed checkpoint that layers differ
+            # makes Megatron's distributed checkpoint expect different layers
             "linear_attention_freq": [int(config.is_linear_layer(i)) for i in range(config.num_layers)],
             "linear_conv_kernel_dim": config.linear_conv_kernel_dim,
             "linear_num_key_heads": config.linear_num_key_heads,

@@ -117,7 +117,7 @@ def indexed_attention(config: McaModelConfig) -> type[IndexedAttention] | None:
 
 @cache
 def with_indexer(attention: type) -> type:
-    """Megatron's latent attention that tells its core attention what it was given."""
+    """Megatron's latent attention that passes its inputs on to its core attention."""
 
     class Indexed(attention):  # type: ignore[misc]
         """Latent attention."""

@@ -24,7 +24,7 @@ _OF_LAYERS = ("layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_laye
 Part = Literal["language", "vision", "projector"]
 """What can be trained or left as it is: the text model, the tower, and what brings its features into the text."""
 TEXT: tuple[Part, ...] = ("language",)
-"""What adapters are for unless told otherwise."""
+"""The parts that adapters are for by default."""
 
 
 def part_of(param: Param, config: McaModelConfig) -> str:
@@ -36,7 +36,7 @@ def part_of(param: Param, config: McaModelConfig) -> str:
 
 
 def add_vision_model(model: GptModel, config: McaModelConfig) -> None:
-    """Gives a chunk with the embedding its vision model, which does not train until it is told to."""
+    """Gives a chunk with the embedding its vision model, which is frozen until it is selected."""
     if config.vision is None or not model.pre_process:
         return
     model.vision_model = vision_model(config, model.config.params_dtype)

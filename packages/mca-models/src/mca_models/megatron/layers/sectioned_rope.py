@@ -1,6 +1,6 @@
 """Rotary positions of three kinds: some channels follow a token's time, others its row or its column in an image.
 
-Whether a micro-batch has such positions is told by `families.images`; without them all channels follow one position,
+Whether a micro-batch has such positions is known to `families.images`; without them all channels follow one position,
 and the plain rope computes them.
 """
 

@@ -44,7 +44,7 @@ class Batch:
         cu_seqlens: ``[sequences + 1]``: where sequences begin in the one row of ``input_ids``, and its end.
         packed: Compute sequences one after the other in one row instead of each in its own.
         micro_batch_size: Sequences of a micro-batch.
-        chunk_size: Tokens whose logits stand at a time.
+        chunk_size: Tokens whose logits exist at a time.
     """
 
     input_ids: Tensor

@@ -19,7 +19,7 @@ class Patch:
         why: What goes wrong without it.
         megatron: The megatron-core versions that need it (PEP 440), as far as they are known.
         devices: Where it is applied.
-        needed: Whether the fault is there; looked at before ``apply``, and by a test that tells when the
+        needed: Whether the fault is there; checked before ``apply``, and by a test that shows when the
             patch can go.
         apply: Does it.
     """

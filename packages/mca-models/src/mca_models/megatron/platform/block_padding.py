@@ -1,4 +1,4 @@
-"""Layers that recomputation by ``block`` leaves out are told which tokens are padding.
+"""Layers that recomputation by ``block`` leaves out know which tokens are padding.
 
 megatron-core 0.16 hands the mask to the layers that it recomputes and to none of the others: experts' losses and biases
 count padding there.

@@ -38,7 +38,7 @@ def _apply() -> None:
 
 PATCH = Patch(
     name="expert-norm",
-    why="the optimizer of experts tells copies of a parameter by the dense tensor group",
+    why="the optimizer of experts finds copies of a parameter by the dense tensor group",
     megatron=">=0.16.1,<0.19",
     devices=EVERYWHERE,
     needed=_needed,

@@ -67,7 +67,7 @@ def _apply() -> None:
 
 PATCH = Patch(
     name="hybrid-split",
-    why="optimizer offloading tells parameters from their copies in host memory by is_cuda",
+    why="optimizer offloading distinguishes parameters from their copies in host memory by is_cuda",
     megatron=">=0.16.1",
     devices=CPU,
     needed=_needed,

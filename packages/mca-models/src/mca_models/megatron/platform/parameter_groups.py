@@ -1,8 +1,8 @@
 """Groups of parameters that differ in their learning rate alone stay apart when an optimizer's state is loaded.
 
-Megatron tells the groups of a saved state by a few of their keys, and ``max_lr`` and ``min_lr`` are not among them.
-With ``decoupled_lr`` two groups then count as one: the whole optimizer raises ("a parameter group that doesn't match
-the size of optimizer's group"), and the split one goes on with the rate of one group for both, without a word.
+Megatron distinguishes the groups of a saved state by a few of their keys, but not by ``max_lr`` and ``min_lr``. With
+``decoupled_lr`` two groups then count as one: the whole optimizer raises ("a parameter group that doesn't match the
+size of optimizer's group"), and the split one silently continues with the rate of one group for both.
 """
 
 from mca_models.megatron.platform._patch import EVERYWHERE, Patch

@@ -77,7 +77,7 @@ class Arrivals:
         return self._all[name].complete
 
     def take(self, name: str, tensor: Tensor, start: int | None, *, keep: bool = True) -> Tensor | None:
-        """A tensor, or its rows from ``start`` on; what is wrong with it is told by `finish`.
+        """A tensor, or its rows from ``start`` on; what is wrong with it is reported by `finish`.
 
         Args:
             name: Of the tensor.

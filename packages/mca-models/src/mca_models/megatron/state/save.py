@@ -152,7 +152,7 @@ def _writers(param: Param, layout: HfLayout, writer_of: Mapping[str, int]) -> fr
 def _write(
     filled: Filled, writers: Mapping[str, SafetensorsWriter], layout: HfLayout, faults: list[Exception]
 ) -> None:
-    """Writes what has arrived. A rank that cannot goes on sending; why it could not is told to all at the end."""
+    """Writes what has arrived. A rank that cannot write continues to send; all ranks learn the reason at the end."""
     try:
         for slot in filled.bucket.slots:
             for entry in slot.outputs:

@@ -47,7 +47,7 @@ class PlainWeights:
 
     Args:
         shape_of: Of a tensor that is wanted, by its name; None: it is not.
-        refuse: Is told the name of a tensor and what is wrong with it.
+        refuse: Is called with the name of a tensor and what is wrong with it.
         uses: Whether this rank needs a tensor; of others only the shape is right in what is handed on.
     """
 
