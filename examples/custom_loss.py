@@ -1,4 +1,4 @@
-"""A loss of one's own: focal loss, which looks less at tokens that the model already gets right.
+"""A custom loss: focal loss, which gives less weight to tokens that the model already predicts well.
 
     python examples/custom_loss.py                                # one process, a few seconds on a CPU
     torchrun --nproc-per-node 2 examples/custom_loss.py --tp 2    # the same numbers, over two tensor ranks
