@@ -5,8 +5,8 @@
 Draws small pictures with PIL, each one shape of one colour at any place and size, and writes them down as rows with an
 `images` column; makes a random Qwen3-VL with a word tokenizer and an image processor; trains all of it, the vision
 tower and the projector too, on tensor 2 x pipeline 2 (`mca-train sft`, 4 CPU ranks), which exports to Hugging Face
-format in the end; and lets transformers name what is on pictures that were not used in training. A guess is right once in
-sixteen times. Takes about two minutes on 2 cores.
+format in the end; and lets transformers name what is on pictures that were not used in training. A guess is right
+once in sixteen times. Takes about two minutes on 2 cores.
 """
 
 import argparse
