@@ -29,9 +29,9 @@ _log = logging.getLogger(__name__)
 
 
 class AutoModel:
-    """Makes ``VirtualModels``; collective: all ranks call it with equal arguments.
+    """Creates ``VirtualModels``. All its methods are collective: every rank calls them with equal arguments.
 
-    Under a launcher's environment (torchrun, mca-train) the process groups are started if nobody has.
+    Under a launcher (torchrun, mca-train) it also starts the process groups, unless they exist already.
     """
 
     @staticmethod
