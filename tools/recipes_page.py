@@ -58,10 +58,11 @@ _SAMPLES = 128
 _LORA = {"lora_rank": 16, "learning_rate": 1.0e-4}
 _HEAD = f"""# Recipes
 
-This page has recipes for twelve models: fine-tuning with packed rows of 8,192 tokens, {_SAMPLES} rows in a step, in bf16 on
-{_DEVICE} devices. Each recipe is the fastest layout that `mca-train plan sft CONFIG.yaml --search` finds; its memory is that of the
-fullest stage in `mca-train plan sft CONFIG.yaml --device {_DEVICE}`. These are predictions, made by `tools/recipes_page.py`: none of
-these models has been trained with mca on such a machine. For other sizes, devices or lengths, run a search; it takes seconds.
+This page has recipes for twelve models: fine-tuning with packed rows of 8,192 tokens, {_SAMPLES} rows in a
+step, in bf16 on {_DEVICE} devices. Each recipe is the fastest layout that `mca-train plan sft
+CONFIG.yaml --search` finds; its memory is that of the fullest stage in `mca-train plan sft CONFIG.yaml
+--device {_DEVICE}`. These are predictions, made by `tools/recipes_page.py`: none of these models has been
+trained with mca on such a machine. For other sizes, devices or lengths, run a search; it takes seconds.
 
 Paste a recipe below these lines, and enter the path of your data:
 
