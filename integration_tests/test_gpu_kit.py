@@ -62,6 +62,7 @@ def test_parity_compares_logits_and_gradients(tmp_path: Path) -> None:
         assert sum("gradients" in name for name in wrong) == len(CASES) * planted
 
 
+@pytest.mark.wide
 def test_one_command_runs_steps_and_keeps_what_they_found(tmp_path: Path) -> None:
     names = [step.name for step in STEPS] if os.environ.get("MCA_GPU_KIT") else ["smoke"]
     command = [

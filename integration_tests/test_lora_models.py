@@ -317,6 +317,7 @@ def with_prediction_layers(hf: dict[str, Any], layout: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.wide
 def test_models_with_prediction_layers_train_adapters_on_the_decoder(tmp_path: Path) -> None:
     path = make_reference("deepseek_v3", tmp_path).path
     hf = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}

@@ -189,6 +189,7 @@ def test_all_parts_train_as_in_transformers(folder: Path) -> None:
     assert _worst(folder / "one" / "hf", model)[0] < 2e-5
 
 
+@pytest.mark.wide
 def test_the_same_on_four_ranks_packed_and_resumed(folder: Path) -> None:
     losses, model = _expected(folder)
     packed = (*PACKS, "--sequence_packing", "true", "--seq_length", "96")

@@ -158,6 +158,7 @@ def trained(checkpoint: Path, output: Path, last: int, **changes: Any) -> Any:
     return [*found, result.training_loss]
 
 
+@pytest.mark.wide
 def test_an_interval_of_logs_that_is_cut_goes_on_upon_another_layout(tmp_path):
     model = sparse_checkpoint(tmp_path / "model")
     run = {

@@ -128,7 +128,11 @@ RESUMED: dict[str, tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]
 
 
 @pytest.mark.parametrize(
-    "name", sample(RESUMED, "exactly, split, precise, in background", "pp2 to split, precise")
+    "name",
+    tiered(
+        sample(RESUMED, "exactly, split, precise, in background", "pp2 to split, precise"),
+        "pp2 to split, precise",
+    ),
 )
 def test_the_loss_curve_goes_on(name, checkpoint, tmp_path):
     (size, before), (other, after) = RESUMED[name]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness import RanksFailed, prepare_parent, run_ranks
-from layouts import sample
+from layouts import sample, tiered
 from test_train_layouts import OVERLAP, PP, TP, VPP, ZERO
 from train_cases import history, make_trainer, quietly, stop_and_resume, tiny_checkpoint
 
@@ -50,7 +50,17 @@ def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("name", sample(LAYOUTS, *SOME))
+@pytest.mark.parametrize(
+    "name",
+    tiered(
+        sample(LAYOUTS, *SOME),
+        *(
+            "dp2-pp2-vpp2-overlap",
+            "the-same-rate-as-one-of-its-own",
+            "dp2-distributed-optimizer-in-background",
+        ),
+    ),
+)
 def test_resuming_changes_no_bit(name, checkpoint, tmp_path):
     size, changes = LAYOUTS[name]
     for found in run_ranks(size, stop_and_resume, checkpoint, tmp_path, **(changes | SMALL)):

@@ -215,6 +215,7 @@ def resumed(folder: Path, kinds: list[str]) -> list[tuple[Logged, Logged]]:
     return found
 
 
+@pytest.mark.wide
 def test_an_adapter_goes_on_as_if_it_had_not_stopped(folder: Path) -> None:
     kinds = list(RESUMED) if EVERY else ["kto"]
     for kind, (whole, again) in zip(kinds, run_ranks(2, resumed, folder, kinds)[0], strict=True):
