@@ -114,7 +114,7 @@ def run_ranks(
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="mca-ranks-") as folder:
-        call = _Call(size, fn, args, kwargs, Path(folder), process_group, timeout, _free_port())
+        call = _Call(size, fn, args, kwargs, Path(folder), process_group, timeout, free_port())
         ranks = [_fork(call, number) for number in range(size)]
         try:
             _collect(ranks, time.monotonic() + timeout)
@@ -137,7 +137,7 @@ class _Call:
     port: int
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

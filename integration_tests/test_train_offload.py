@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from harness import run_ranks
+from layouts import tiered
 from test_train_layouts import PP, TP, ZERO, worst
 from test_train_reshard import ALL, FIRST, run
 from test_train_reshard import HALF as TWO_EACH
