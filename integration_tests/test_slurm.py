@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 import forked_cli
-from harness import free_port
 from source_tree import ROOT
 from test_train_cli import config, folder, logs
 
