@@ -31,7 +31,10 @@ def stage(number: int) -> StepNeeds:
         backward=True,
         curve=tuple(20 * GIB + step * GIB // 100 for step in range(100)),
         flops=10**12,
-        messages=(Message("_allgather_base", GRID.group_of("tp", rank), 40, 8 * GIB),),
+        messages=(
+            Message("_allgather_base", GRID.group_of("tp", rank), 40, 8 * GIB),
+            Message("allreduce", GRID.group_of("dp", rank), 4, 5 << 10),
+        ),
         passes=tuple(Order(STAGES, 1, MICRO_BATCHES).of_rank(number)),
         synchronisations=0,
         **parts,
@@ -52,7 +55,9 @@ def test_every_picture_is_written_and_says_what_it_shows(tmp_path: Path) -> None
     assert "stage 15" in (tmp_path / "schedule.svg").read_text()
     assert "75.1 usable" in (tmp_path / "memory.svg").read_text()
     assert "30-31 head" in (tmp_path / "layers.svg").read_text()
-    assert "tp (2 ranks)" in (tmp_path / "messages.svg").read_text()
+    messages = (tmp_path / "messages.svg").read_text()
+    assert "tp (2 ranks)" in messages
+    assert "8 GiB, 40 times" in messages and "5 KiB, 4 times" in messages
 
 
 def test_passes_that_take_equally_long_wait_as_the_formula_of_the_bubble_says() -> None:

@@ -185,7 +185,7 @@ def draw_messages(folder: Path, stage: StepNeeds, grid: RankGrid) -> list[Path]:
     found.set_yticks(range(len(told)), names, fontsize=8)
     for place, message in enumerate(told):
         found.text(
-            sizes[place], place, f" {sizes[place]:.3g} GiB, {message.count} times", va="center", fontsize=8
+            sizes[place], place, f" {_size(message.bytes)}, {message.count} times", va="center", fontsize=8
         )
     found.set_xlim(0, max(sizes, default=1.0) * 1.35)
     found.set_xlabel("GiB")
@@ -194,6 +194,14 @@ def draw_messages(folder: Path, stage: StepNeeds, grid: RankGrid) -> list[Path]:
 
 def _short(operation: str) -> str:
     return operation.strip("_").replace("_base", "").replace("tensor_coalesced", "coalesced")
+
+
+def _size(nbytes: int) -> str:
+    """In the largest unit that there is one of."""
+    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}"
+    return f"{nbytes} bytes"
 
 
 def group_name(message: Message, rank: int, grid: RankGrid) -> str:
