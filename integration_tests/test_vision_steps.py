@@ -49,7 +49,7 @@ def exported(references: list[Mixed], folder: Path) -> None:
 
 
 def test_transformers_makes_the_same_of_an_export_and_images(tmp_path: Path) -> None:
-    cases = (*DENSE, *SPARSE) if EVERY else ("qwen3_vl", "gemma3")
+    cases = (*DENSE, *SPARSE) if EVERY else ("qwen3_vl",)
     references = [mixed(case, tmp_path) for case in cases]
     run_ranks(2, exported, references, tmp_path)
     for case, reference in zip(cases, references, strict=True):

@@ -174,11 +174,23 @@ def state_space(config: McaModelConfig, sizes: Sizes) -> list[Line]:
 def gated(config: McaModelConfig, inner: float, tokens: float, sizes: Sizes, module: str) -> list[Line]:
     """Of an MLP with ``inner`` channels on this rank: its projection, both factors, and their product."""
     if not config.gated_linear_unit:
-        return [Line("first projection and its activation", tokens * inner * 2 * sizes.width, _MLP, module)]
+        own = own_activation(config, tokens * inner, sizes, module)
+        return [
+            Line("first projection and its activation", tokens * inner * 2 * sizes.width, _MLP, module),
+            *own,
+        ]
     return [
         Line("gate and up as projected", tokens * inner * 2 * sizes.width, _MLP, module),
         Line("activated gate, up, and their product", tokens * inner * 3 * sizes.width, _MLP, module),
     ]
+
+
+def own_activation(config: McaModelConfig, elements: float, sizes: Sizes, module: str) -> list[Line]:
+    """Between both projections of an MLP whose activation is not one of torch's: both branches, and which it is."""
+    if config.hidden_act != "xielu":
+        return []
+    source = "mca_models/megatron/families/xielu.py: forward"
+    return [Line("both branches of xIELU", elements * (3 * sizes.width + 1), source, module)]
 
 
 def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> list[Line]:

@@ -5,7 +5,7 @@ the installed source. Nothing here could be measured without a GPU.
 """
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_train.plan.local_layers import state_space
+from mca_train.plan.local_layers import own_activation, state_space
 from mca_train.plan.sizes import SINGLE, Line, Sizes
 
 _NORM_LINEAR = (
@@ -88,6 +88,7 @@ def gated(config: McaModelConfig, inner: float, tokens: float, sizes: Sizes, mod
     return [
         Line("gate and up as projected", tokens * inner * first * sizes.width, _SWIGLU, module),
         Line("input of the second product", tokens * inner * sizes.operand, _LINEAR, module),
+        *own_activation(config, tokens * inner, sizes, module),
     ]
 
 
