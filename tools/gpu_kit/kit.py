@@ -110,10 +110,11 @@ class Kit:
 @cache
 def emulate() -> None:
     """Transformer Engine's own classes with arithmetic in plain torch, once in this process."""
+    emulated = of_tests("emulated_te")  # before Megatron
     from mca_models.megatron import platform
 
     platform.prepare()
-    of_tests("emulated_te").install()
+    emulated.install()
 
 
 def of_tests(name: str) -> Any:

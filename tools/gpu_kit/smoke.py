@@ -1,6 +1,5 @@
 """The first step: what is there, how fast the machine is, and that each kind of module computes at all."""
 
-import contextlib
 import importlib.metadata
 import os
 import platform as system
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tools.gpu_kit.kit import Kit, LeftOut
+from tools.gpu_kit.kit import Kit
 
 PACKAGES = ("torch", "transformers", "megatron-core", "transformer-engine", "peft", "mca-train")
 ROWS, WIDTH, HEADS = 64, 128, 4
@@ -32,8 +31,6 @@ def smoke(kit: Kit) -> None:
         "device", torch.cuda.get_device_name() if kit.device == "cuda" else f"CPU ({system.machine()})"
     )
     _connections(kit)
-    with contextlib.suppress(LeftOut):
-        kit.settings("engine")  # whose Adam is the one that runs
     _ceilings(kit)
     _copies(kit)
     _collective(kit)

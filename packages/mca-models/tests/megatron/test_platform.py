@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,11 +84,17 @@ def test_prepare_after_megatron_is_refused() -> None:
     assert "before mca_models.megatron.platform.prepare()" in run(code).stderr
 
 
-def test_prepare_is_quiet_idempotent_and_gives_compile_back() -> None:
+def test_prepare_is_quiet_idempotent_and_gives_compile_back(tmp_path: Path) -> None:
+    engine = tmp_path / "transformer_engine" / "__init__.py"
+    engine.parent.mkdir()
+    engine.touch()
     code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import transformer_engine  # as PEFT does\n"
         "import torch; compile = torch.compile\n"
         "from mca_models.megatron import platform\n"
         "platform.prepare(); platform.prepare()\n"
+        "from importlib.util import find_spec\n"
+        "assert find_spec('transformer_engine') is None, 'its kernels need a GPU'\n"
         "assert torch.compile is compile\n"
         "assert torch.zeros(2, device='cuda').device.type == 'cpu'\n"
         "assert torch.ones(1).cuda().pin_memory().type() == 'torch.cuda.FloatTensor'\n"

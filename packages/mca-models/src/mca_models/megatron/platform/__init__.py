@@ -20,6 +20,7 @@ from mca_models.megatron.platform import (
     cuda_tensors,
     distributed_adam,
     dp_reshardable_no_grad,
+    engine_on_cpu,
     expert_norm,
     hybrid_grads,
     hybrid_split,
@@ -57,8 +58,8 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-BEFORE_IMPORT: tuple[Patch, ...] = (cuda_calls.PATCH, cuda_tensors.PATCH)
-"""Patches of torch, made before Megatron is imported."""
+BEFORE_IMPORT: tuple[Patch, ...] = (cuda_calls.PATCH, cuda_tensors.PATCH, engine_on_cpu.PATCH)
+"""Patches of what Megatron imports, made before it is imported."""
 
 PATCHES: tuple[Patch, ...] = (
     rng_state.PATCH,
