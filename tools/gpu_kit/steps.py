@@ -58,7 +58,7 @@ STEPS: tuple[Step, ...] = (
     *_both("packing", "packing:packing", 60, exact=True),
     *_both("lora", "packing:lora", 60, exact=True),
     *_both("files", "files:files", 100, exact=True),
-    Step("kinds", "kinds:kinds", 2, 120),
+    Step("kinds", "kinds:kinds", 1, 120),
     Step("memory", "memory:memory", 2, 150),
     *(
         Step(f"speed-{size}-{rival}", "speed:speed", part, 110, {"size": size, "rival": rival})
