@@ -9,10 +9,13 @@ import pytest
 
 from harness import prepare_parent, run_ranks
 from loss_curves import _BUILDERS
-from mca_config.arguments import MegatronArguments
+from mca_config import _megatron_keys as keys
+from mca_config.arguments import MegatronArguments, _additional
 from mca_config.errors import McaError
+from mca_models.megatron import platform
+from prediction import deepseek_with_prediction
 from test_train_options import trained
-from train_cases import arguments
+from train_cases import arguments, samples
 
 pytestmark = pytest.mark.ranks
 
@@ -165,6 +168,13 @@ ELSEWHERE: dict[str, str] = {
 }
 """Where it is tried on layouts on which it matters."""
 
+FOLLOWED: dict[str, Any] = {
+    "moe_router_force_biased": 1.0,
+    "mtp_detach_heads": True,
+    "mlp_chunks_for_training": 2,
+}
+"""What megatron-core 0.19 alone has and ``additional_configs`` lets through on the local layers."""
+
 
 def test_no_option_is_forgotten() -> None:
     known = {field.name for field in dataclasses.fields(MegatronArguments)}
@@ -266,3 +276,49 @@ def numbers(checkpoint: Path, output: Path, changes: Changes) -> list[Any]:
 
 def test_options_that_change_numbers_change_them(models, tmp_path):
     assert run_ranks(1, without_effect, models, tmp_path, timeout=240) == [[]]
+
+
+def test_settings_of_the_newest_megatron_are_refused_by_name(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(_additional, "settable_keys", lambda: keys.COMMON | keys.ONLY_0_19)
+    taken = []
+    for name in keys.ONLY_0_19 - FOLLOWED.keys():
+        try:
+            megatron(models / "moe", tmp_path, {"additional_configs": {name: 2}})
+            taken.append(name)
+        except McaError as error:
+            assert name in str(error) and "\n" not in str(error), error
+    assert not taken
+    with pytest.raises(McaError, match="mlp_chunks_for_training balances"):
+        megatron(models / "moe", tmp_path, {"additional_configs": {"mlp_chunks_for_training": 2}})
+
+
+def with_and_without(models: Path, output: Path) -> dict[str, list[Any]]:
+    """Parameters after a step of sgd, without and with each of ``FOLLOWED``, and without prediction layers."""
+    step: Changes = SGD | {"max_steps": 1, "max_grad_norm": 0.0, "train_dataset": samples(4, vocab=64)}
+    names = {"moe_router_force_biased": "moe", "mtp_detach_heads": "predicting"}
+    found = {}
+    for name, value in FOLLOWED.items():
+        added: list[Changes] = [{}, {"additional_configs": {name: value}}, {"mtp_num_layers": 0}]
+        checkpoint = models / names.get(name, "dense")
+        found[name] = [trained(checkpoint, output, **(step | changes))[0] for changes in added]
+    return found
+
+
+@pytest.mark.skipif(platform.megatron_version() < (0, 19), reason="megatron-core 0.16 has none of them")
+def test_settings_of_the_newest_megatron_are_followed(models, tmp_path):
+    deepseek_with_prediction().save(models / "predicting")
+    (found,) = run_ranks(1, with_and_without, models, tmp_path)
+
+    def differ(name: str, *, one: int, other: int) -> set[str]:
+        both = found[name][one], found[name][other]
+        return {key for key in both[0].keys() & both[1].keys() if worst_of(both[0][key], both[1][key]) > 1e-6}
+
+    assert differ("moe_router_force_biased", one=0, other=1)
+    assert not differ("mlp_chunks_for_training", one=0, other=1)
+    attached = differ("mtp_detach_heads", one=0, other=2)
+    assert attached and not attached & differ("mtp_detach_heads", one=1, other=2)
+    assert all(not name.startswith("mtp.") for name in differ("mtp_detach_heads", one=0, other=1))
+
+
+def worst_of(one: Any, other: Any) -> float:
+    return float((one - other).abs().max())

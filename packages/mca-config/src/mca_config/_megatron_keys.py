@@ -111,6 +111,11 @@ ARCHITECTURE = frozenset(
     dsa_indexer_use_sparse_loss heterogeneous_block_specs is_hybrid_model mamba_head_dim mamba_num_groups
     mamba_num_heads mamba_state_dim use_mamba_mem_eff_path moe_latent_size moe_router_enable_expert_bias
     mrope_section mtp_standalone qk_l2_norm window_size window_attn_skip_freq moe_router_topk_limited_devices
+    dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_rope_interleaved dsa_indexer_rotate_activation
+    dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset dsa_indexer_topk_freq dsa_kernel_backend
+    mla_down_proj_fusion moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size moe_single_grouped_bias
+    moe_single_grouped_weight mtp_hybrid_override_pattern mtp_use_repeated_layer mup_attn_scale_power
+    mup_base_head_dim mup_base_hidden_size mup_embedding_mult mup_output_mult mup_width_mult use_mup
     """.split()
 )
 """What decides the model's tensors, or what they mean: the checkpoint says it, no argument may."""

@@ -149,6 +149,10 @@ _OF_ENGINE = (
     "fused_single_qkv_rope",
     "fine_grained_activation_offloading",
     "use_te_activation_func",
+    "use_transformer_engine_op_fuser",
+    "flash_attention_version",
+    "fused_residual_rmsnorm",
+    "overlap_dispatch_backward_with_experts_wgrad",
 )
 
 

@@ -16,8 +16,14 @@ _NOWHERE: Mapping[str, tuple[str, ...]] = {
         "symmetric_ar_type",
         "cache_mla_latents",
         "nccl_all_reduce_for_prefill",
+        "moe_pad_experts_for_cuda_graph_inference",
     ),
-    "no CUDA graphs are captured": ("cuda_graph_*", "enable_cuda_graph", "external_cuda_graph"),
+    "no CUDA graphs are captured": (
+        "cuda_graph_*",
+        "delay_offload_until_cuda_graph",
+        "enable_cuda_graph",
+        "external_cuda_graph",
+    ),
     "weights are filled from a checkpoint or a seed": (
         "perform_initialization",
         "use_cpu_initialization",
@@ -43,7 +49,13 @@ _NOWHERE: Mapping[str, tuple[str, ...]] = {
         "max_seqlen_per_dp_cp_rank",
         "moe_enable_routing_replay",
         "use_ring_exchange_p2p",
+        "tensor_parallel_num_weight_shards",
+        "expert_tensor_parallel_num_weight_shards",
+        "gtp_weight_remat_size",
+        "expert_gtp_weight_remat_size",
     ),
+    "experts are not balanced by quantiles": ("moe_router_quantile_balancing_ema",),
+    "no layers are made with it": ("use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
     "the package of that name is not used": ("use_kitchen", "use_kitchen_attention", "kitchen_*"),
     "losses of experts are logged as one": ("moe_per_layer_logging",),
     "it is for Megatron's own tests": ("test_mode",),
@@ -52,11 +64,27 @@ _DETAILS: Mapping[str, tuple[str, ...]] = {
     "tp_comm_overlap": ("tp_comm_*",),
     "fp8": ("fp8_*", "tp_only_amax_red", "first_last_layers_bf16", "num_layers_at_*_in_bf16"),
     "cpu_offloading": ("cpu_offloading_*",),
-    "fine_grained_activation_offloading": ("offload_modules", "min_offloaded_tensor_size"),
+    "fine_grained_activation_offloading": (
+        "offload_modules",
+        "min_offloaded_tensor_size",
+        "activation_offload_fraction",
+        "delta_offload_bytes_across_pp_ranks",
+        "fine_grained_offloading_max_inflight_offloads",
+    ),
     "defer_embedding_wgrad_compute": ("wgrad_deferral_limit",),
     "qk_clip": ("qk_clip_*",),
     "moe_enable_deepep": ("moe_deepep_*",),
+    "moe_paged_stash": ("moe_paged_stash_*",),
+    "overlap_moe_expert_parallel_comm": ("high_priority_a2a_comm_stream",),
+    "moe_token_dispatcher_type flex": (
+        "moe_flex_dispatcher_*",
+        "moe_hybridep_*",
+        "moe_ncclep_*",
+        "moe_permute_fusion_into_hybridep",
+        "moe_expert_rank_capacity_factor",
+    ),
 }
+"""By the switch, or the switch and the word that it has to be."""
 
 
 def problems(settings: Values, given: Values) -> Iterator[str]:
@@ -73,6 +101,13 @@ def problems(settings: Values, given: Values) -> Iterator[str]:
                 break
         else:
             for switch, patterns in _DETAILS.items():
-                is_on = settings.get(switch) or given.get(switch)
-                if not is_on and any(fnmatch(name, pattern) for pattern in patterns):
+                if not _is_on(switch, settings, given) and any(
+                    fnmatch(name, pattern) for pattern in patterns
+                ):
                     yield f"additional_configs: {name} needs {switch}; add it or remove {name}"
+
+
+def _is_on(switch: str, settings: Values, given: Values) -> bool:
+    name, _, word = switch.partition(" ")
+    value = settings.get(name) or given.get(name)
+    return value == word if word else bool(value)

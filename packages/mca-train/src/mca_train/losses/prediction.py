@@ -99,8 +99,6 @@ def _with_losses(
     mask, weight = rest["loss_mask"], _output_weight(model)
     for number, states in enumerate(further):
         logits, _ = model.output_layer(states, weight=weight)
-        if vars(model.config).get("use_mup"):  # not in 0.16
-            logits = model._scale_logits(logits)
         labels, mask = (_one_ahead(model, values, rest["packed_seq_params"]) for values in (labels, mask))
         losses = model.compute_language_model_loss(labels, logits) * mask
         targets = max(prediction.targets[number + 1], 1.0)

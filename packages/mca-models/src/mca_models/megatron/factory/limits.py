@@ -126,6 +126,11 @@ def _selective(config: McaModelConfig, settings: Values) -> Iterator[str]:
             "attention to chosen keys cannot be recomputed on its own; remove core_attn from "
             "recompute_modules, or set recompute_granularity to full"
         )
+    if "mlp" in modules and (settings.get("mlp_chunks_for_training") or 1) > 1:
+        yield (
+            "MLPs that are computed again are not cut into chunks; remove mlp from recompute_modules, or "
+            "mlp_chunks_for_training"
+        )
     if "layernorm" in modules and config.parallel_block != "none":
         yield (
             "norms cannot be recomputed on their own if attention and MLP are side by side; remove "
@@ -165,6 +170,11 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
         )
     if settings.get("moe_router_load_balancing_type") == "sinkhorn" and settings.get("moe_aux_loss_coeff"):
         yield "moe_router_load_balancing_type sinkhorn has no auxiliary loss; set moe_aux_loss_coeff to 0"
+    if config.num_moe_experts is not None and (settings.get("mlp_chunks_for_training") or 1) > 1:
+        yield (
+            "mlp_chunks_for_training balances experts by the tokens of a chunk, padding among them; remove it for a "
+            "model with experts"
+        )
     share = config.moe_router_topk / (config.num_moe_experts or 1)
     if (
         settings.get("moe_pad_expert_input_to_capacity")
