@@ -183,6 +183,9 @@ def test_a_full_disk_is_told_whatever_is_written(tmp_path):
     assert told(refused) == full and told(RankFailed(1, refused)) == full
     assert told(RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/3")) == full
     assert told(McaError("rank 1 fell")) == f"{tmp_path}: cannot be written: rank 1 fell"
+    around = McaError("rank 0 fell")
+    around.__cause__ = RankFailed(0, around)  # as `told_by_first` raises it
+    assert told(around) == f"{tmp_path}: cannot be written: rank 0 fell"
 
 
 def fail_while_saving(checkpoint: Path, output_dir: Path) -> None:

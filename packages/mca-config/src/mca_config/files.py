@@ -8,7 +8,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mca_config.errors import DiskFull, McaError
@@ -62,6 +62,19 @@ def cannot_write(file: object, error: OSError) -> McaError:
     """What to raise where the system refuses to write ``file``."""
     kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else McaError
     return kind(f"{file}: cannot be written ({error.strerror})")
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """A name beside ``file`` to write to: it takes that place when the block ends, and is removed if it fails."""
+    beside = file.with_name(f".{file.name}")
+    try:
+        yield beside
+        beside.replace(file)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink()
+        raise
 
 
 @contextmanager

@@ -1,3 +1,4 @@
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -5,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from mca_config.errors import McaError
 from mca_train.checkpoint.lineage import require_free
 from mca_train.checkpoint.output_dir import require_own
+from mca_train.checkpoint.writer import remove_unfinished
 
 
 @pytest.mark.parametrize(
@@ -34,3 +37,12 @@ def test_a_directory_that_another_rank_takes_away_is_one_that_is_not_there(
         monkeypatch.setattr(os, name, just_before(name))
     look(folder)
     assert lost
+
+
+def test_a_directory_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(McaError, match=f"{tmp_path}: cannot be read"):
+        remove_unfinished(tmp_path, "checkpoint")

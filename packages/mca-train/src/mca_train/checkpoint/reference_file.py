@@ -11,6 +11,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from mca_config.files import cannot_write, replacing
 from mca_train.types import SampleSource
 
 logger = logging.getLogger(__name__)
@@ -41,12 +42,17 @@ class ReferenceFile:
             return None
 
     def write(self, log_probs: NDArray[np.float64]) -> None:
-        """Replaces what it held."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_name(f".{self.path.name}")
-        with beside.open("wb") as file:
-            np.savez(file, log_probs=log_probs, key=np.array(self._key))
-        beside.replace(self.path)
+        """Replaces what it held.
+
+        Raises:
+            McaError: It cannot be written.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self.path) as beside, beside.open("wb") as file:
+                np.savez(file, log_probs=log_probs, key=np.array(self._key))
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
         logger.info("%s: log-probabilities of the reference, kept for this run", self.path)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mca_config.errors import DiskFull, McaError
+from mca_config.files import reading
 from mca_models.megatron.distributed.collectives import SharedDirectory, is_disk_full
 from mca_models.storage.partial_folder import remove_leftovers, retire
 from mca_train.types import Upstream
@@ -156,8 +157,14 @@ def name_errors(destination: Path) -> Iterator[None]:
 
 
 def remove_unfinished(output_dir: Path, prefix: str) -> None:
-    """Removes what killed runs left in ``output_dir``; what a living process is writing stays."""
-    for leftover in output_dir.glob(f"{prefix}-*.partial-*"):
+    """Removes what killed runs left in ``output_dir``; what a living process is writing stays.
+
+    Raises:
+        McaError: It cannot be listed.
+    """
+    with reading(output_dir):
+        found = list(output_dir.glob(f"{prefix}-*.partial-*"))
+    for leftover in found:
         remove_leftovers(leftover.with_name(leftover.name.split(".partial-")[0]))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
+from mca_config.files import replacing
 from mca_config.types import JsonObject
 from mca_train.types import TrainerControl, TrainerState, TrainingArguments
 
@@ -38,9 +39,8 @@ class JsonlLog(TrainerCallback):  # type: ignore[misc]
             path.parent.mkdir(parents=True, exist_ok=True)
             lines = path.read_bytes().splitlines() if path.exists() and state.global_step else []
             kept = _lines_before(lines, state)
-            beside = path.with_name(f".{self.name}")
-            beside.write_bytes(b"".join(line + b"\n" for line in kept))
-            beside.replace(path)
+            with replacing(path) as beside:
+                beside.write_bytes(b"".join(line + b"\n" for line in kept))
             broken = sum(_step_of(line) is None for line in lines)
             if broken:
                 logger.warning("%s: %d incomplete lines are removed (was a run killed?)", path, broken)

@@ -9,6 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
+from mca_config.files import replacing
 from mca_train.types import TrainerControl, TrainerState, TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -88,9 +89,8 @@ class StepProfile(TrainerCallback):  # type: ignore[misc]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{name}.txt").write_text(table, encoding="utf-8")
-            beside = folder / f".{name}.json.gz"
-            recorded.export_chrome_trace(str(beside))
-            beside.replace(folder / f"{name}.json.gz")
+            with replacing(folder / f"{name}.json.gz") as beside:
+                recorded.export_chrome_trace(str(beside))
         except OSError as error:
             logger.warning(
                 "%s: the profile cannot be written (%s); the run continues", folder, error.strerror

@@ -67,14 +67,22 @@ def as_mca_error(error: BaseException) -> McaError:
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether ``error``, or what led to it, is that a disk has no room."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _led_to(error):
         if isinstance(cause, DiskFull):
             return True
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
-        cause = cause.cause if isinstance(cause, RankFailed) else cause.__cause__ or cause.__context__
     return not isinstance(error, McaError) and _says_full(error)
+
+
+def _led_to(error: BaseException) -> list[BaseException]:
+    """``error`` and what led to it, each once: `told_by_first` raises a cause from the error that holds it."""
+    found: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and not any(cause is known for known in found):
+        found.append(cause)
+        cause = cause.cause if isinstance(cause, RankFailed) else cause.__cause__ or cause.__context__
+    return found
 
 
 def _says_full(error: BaseException) -> bool:

@@ -14,6 +14,8 @@ from dataclasses import asdict
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed
@@ -114,7 +116,7 @@ def write_state(state: ShardedState, folder: Path, *, background: bool = False) 
     if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
         options["async_strategy"] = "mcore"  # the other one is a package of its own
     strategy = _strategy()
-    with quiet(), _held_back(_common_writer(), "save_common") as faults:
+    with quiet(), _taken_for_empty(), _held_back(_common_writer(), "save_common") as faults:
         made: list[SaveRequest] = []
         _all_fail_alike(
             lambda: made.append(dist_checkpointing.save(state, str(folder), strategy, **options)), faults
@@ -146,6 +148,38 @@ def _common_writer() -> Upstream:
     from megatron.core.dist_checkpointing.strategies import common
 
     return getattr(common, "TorchCommonSaveStrategy", None)
+
+
+class _Empty:
+    """A folder with nothing in it, whatever its path."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def iterdir(self) -> Iterator[Path]:
+        return iter(())
+
+
+def _unchanged(writer: DcpObject, plan: DcpObject) -> DcpObject:
+    return plan
+
+
+@contextlib.contextmanager
+def _taken_for_empty() -> Iterator[None]:
+    """Has Megatron take its folder to be as it was made, there and empty.
+
+    The first rank would look whether it is empty, every rank whether it is there: alone, so that an error would leave
+    the others waiting in a collective.
+    """
+    from megatron.core.dist_checkpointing import serialization
+
+    newer = "maybe_msc" in vars(serialization)  # since 0.17
+    name, empty = ("maybe_msc", SimpleNamespace(Path=_Empty)) if newer else ("Path", _Empty)
+    with (
+        mock.patch.object(serialization, name, empty),
+        mock.patch.object(_filesystem_writer(), "prepare_local_plan", _unchanged),
+    ):
+        yield
 
 
 def _run(request: SaveRequest) -> None:
@@ -217,11 +251,8 @@ def _held_back(owner: Upstream, method: str) -> Iterator[list[Exception]]:
     if original is None:
         yield faults
         return
-    setattr(owner, method, attempt)
-    try:
+    with mock.patch.object(owner, method, attempt):
         yield faults
-    finally:
-        setattr(owner, method, original)
 
 
 def _all_fail_alike(work: Callable[[], object], faults: list[Exception]) -> None:
