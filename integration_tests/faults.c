@@ -2,7 +2,8 @@
  *
  * Loaded with LD_PRELOAD; faults_arm(n, error) has the n-th call from now on fail with that errno (0: none, they are
  * only counted), faults_disarm() ends it, faults_count() says how many there were, faults_call() which one failed. A
- * close that fails has closed.
+ * close that fails has closed. faults_only(name, part) has only calls of that function on paths with part in them
+ * counted; of "" all.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -24,6 +25,12 @@
 static atomic_long left, count;
 static int armed, fault;
 static char called[PATH_MAX + 64]; /* the name of the function and its file */
+static char only_name[64], only_part[256];
+
+void faults_only(const char *name, const char *part) {
+    snprintf(only_name, sizeof only_name, "%s", name);
+    snprintf(only_part, sizeof only_part, "%s", part);
+}
 
 void faults_arm(long number, int error) {
     count = 0;
@@ -68,6 +75,8 @@ static int fails(const char *name, int fd, const char *path) {
     }
     errno = before;
     if (!under_roots(whole)) return 0;
+    if (*only_name && strcmp(name, only_name)) return 0;
+    if (*only_part && !strstr(whole, only_part)) return 0;
     count++;
     if (--left != 0 || !fault) return 0;
     snprintf(called, sizeof called, "%s %.*s", name, PATH_MAX, whole);

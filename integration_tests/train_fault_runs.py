@@ -3,17 +3,23 @@
     LD_PRELOAD=faults.so MCA_FAULT_ROOTS=FOLDER python train_fault_runs.py
 
 A run is ``{"what": ..., "model": ..., "folder": ..., "from": ..., "rank": r, "number": n, "error": errno}``: the n-th
-call of rank r fails. A line of standard input is a list of them; they share their processes until one ends on one
-rank alone, as a launcher then ends the others. Prints a line of JSON for each: what came of it on each rank, and what
-stands in ``folder``, which is removed unless the run says ``"keep": true``.
+call of rank r fails, with ``"only": [function, part of the path]`` the n-th such one. A line of standard input is a
+list of them; they share their processes until one ends on one rank alone: when the other only waits for it, both are
+ended, as a launcher does. Prints a line of JSON for each: what came of it on each rank, and what stands in
+``folder``, which is removed unless the run says ``"keep": true``.
 """
 
+import contextlib
 import ctypes
+import faulthandler
 import json
+import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +27,8 @@ from harness import RanksFailed, prepare_parent, run_ranks
 from train_cases import arguments, history, make_trainer, quietly
 
 RANKS = 2
-_GRACE = 5.0  # seconds that a rank which fails waits for the other
+_IDLE = 10  # looks, 0.03 s apart, at which the other rank does nothing
+_HANGS = 60.0  # seconds, where a run takes less than one
 _TIMING = (
     "trainer_state.json",
     "training_args.json",
@@ -67,6 +74,7 @@ def outcome(case: dict[str, Any], rank: int) -> dict[str, Any]:
     library.faults_call.restype = ctypes.c_char_p
     library.faults_count.restype = ctypes.c_long
     library.faults_arm.argtypes = (ctypes.c_long, ctypes.c_int)
+    library.faults_only(*(word.encode() for word in case.get("only", ("", ""))))
     run = KINDS[case["what"]](case)
     library.faults_arm(case["number"] if rank == case["rank"] else 0, case["error"])
     found: dict[str, Any] = {"error": None, "said": "", "losses": None}
@@ -86,16 +94,55 @@ def go_through(cases: list[dict[str, Any]], results: Path) -> None:
     """On every rank: all of ``cases`` until one is not over on both."""
     import torch
 
-    rank = torch.distributed.get_rank()
+    rank, pids = torch.distributed.get_rank(), [0] * RANKS
+    torch.distributed.all_gather_object(pids, os.getpid())
     for index, case in enumerate(cases):
-        found = outcome(case, rank)
-        (results / f"{index}.{rank}.new").write_text(json.dumps(found))
-        (results / f"{index}.{rank}.new").rename(results / f"{index}.{rank}")
-        other, last = results / f"{index}.{1 - rank}", time.monotonic() + _GRACE
-        while found["error"] and not other.exists() and time.monotonic() < last:
-            time.sleep(0.02)
+        with told_if_it_hangs(results / f"{index}.{rank}"):
+            found = outcome(case, rank)
+        write(results / f"{index}.{rank}", found)
+        other, idle = results / f"{index}.{1 - rank}", 0
+        while found["error"] and not other.exists() and idle < _IDLE:
+            time.sleep(0.03)
+            idle = idle + 1 if does_nothing(pids[1 - rank]) else 0
         if found["error"] and not (other.exists() and json.loads(other.read_text())["said"] == found["said"]):
             raise RuntimeError("the ranks do not agree")
+
+
+def write(file: Path, found: dict[str, Any]) -> None:
+    new = file.with_suffix(f"{file.suffix}.new")
+    new.write_text(json.dumps(found))
+    new.rename(file)
+
+
+@contextlib.contextmanager
+def told_if_it_hangs(file: Path) -> Iterator[None]:
+    """A block that ends within `_HANGS`, or the process ends and says in ``file`` where it stood."""
+
+    def end() -> None:
+        with tempfile.TemporaryFile("w+") as stacks:
+            faulthandler.dump_traceback(stacks)
+            stacks.seek(0)
+            write(file, {"error": "it hangs", "said": stacks.read(), "losses": None, "calls": 0, "call": ""})
+        os._exit(1)
+
+    watch = threading.Timer(_HANGS, end)
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
+
+
+def does_nothing(pid: int) -> bool:
+    """Whether no thread of a process, or of one that it has started, computes or waits for a disk."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            if (task / "stat").read_text().rpartition(")")[2].split()[0] in "RD":
+                return False
+            if not all(does_nothing(int(child)) for child in (task / "children").read_text().split()):
+                return False
+    return True
 
 
 def tree(folder: Path) -> dict[str, int]:
@@ -114,7 +161,7 @@ def run_all(cases: list[dict[str, Any]], scratch: Path) -> None:
                 shutil.copytree(case["from"], case["folder"])
         results = Path(tempfile.mkdtemp(dir=scratch))
         try:
-            run_ranks(RANKS, go_through, cases, results, timeout=60 + 10 * len(cases))
+            run_ranks(RANKS, go_through, cases, results, timeout=120 + 10 * len(cases))
         except RanksFailed as error:
             sys.stderr.write(f"{error}\n")
         done = 0
