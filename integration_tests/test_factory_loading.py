@@ -1,11 +1,13 @@
 """What a rank reads of a checkpoint, who reads it, and vocabularies that grow."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from harness import RanksFailed, run_ranks
 from layouts import arguments, sample, world_size
@@ -42,6 +44,26 @@ def test_a_rank_reads_what_it_holds(case: str, tmp_path: Path) -> None:
     for layout in sample(("tp2pp2", "tp2", "pp2vpp2"), "tp2pp2", "pp2vpp2"):
         for shares in run_ranks(world_size(layout), reading, paths, layout):
             assert all(0.9 < share <= 1.1 for share in shares), (layout, shares)
+
+
+def save_again(paths: list[Path], folder: Path) -> None:
+    from mca_models.megatron import AutoModel
+
+    for path in paths:
+        AutoModel.from_pretrained(path, arguments("tp2")).save_pretrained_as_hf(folder / f"{path.name}-saved")
+
+
+def test_weights_of_torch_save_are_read_as_safetensors_are(tmp_path: Path) -> None:
+    reference = make_reference("qwen3", tmp_path)
+    weights, paths = load_file(reference.path / "model.safetensors"), []
+    for name, modern in (("zip", True), ("legacy", False)):
+        paths.append(tmp_path / name)
+        shutil.copytree(reference.path, paths[-1])
+        (paths[-1] / "model.safetensors").unlink()
+        torch.save(weights, paths[-1] / "pytorch_model.bin", _use_new_zipfile_serialization=modern)
+    run_ranks(2, save_again, paths, tmp_path)
+    for path in paths:
+        assert tensors_of(tmp_path / f"{path.name}-saved") == tensors_of(reference.path)
 
 
 RANDOM = {

@@ -85,7 +85,7 @@ def test_at_the_renaming_it_comes_too_late(exists, after, tiny, tmp_path: Path, 
     if not exists and after:  # the marker
         assert code == 130 and not list(tmp_path.iterdir())
         return
-    assert code == 0 and "nothing was left" not in capsys.readouterr().err
+    assert code == 0 and "nothing is left" not in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert_same_tensors(source, output)
 
@@ -94,7 +94,7 @@ def test_after_the_last_file_it_changes_nothing(tiny, tmp_path: Path, capsys, mo
     source, output = tiny("llama"), tmp_path / "out"
     raised = signalling(monkeypatch, "mca_convert.commands.carry_out._summary", signal.SIGTERM)
     assert main(["--checkpoint_path", str(source), "--output_path", str(output), "--to", "hf"]) == 0
-    assert raised and "nothing was left" not in capsys.readouterr().err
+    assert raised and "nothing is left" not in capsys.readouterr().err
     assert_same_tensors(source, output)
 
 
