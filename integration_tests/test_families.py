@@ -109,6 +109,7 @@ MOE = (
     "qwen3_next",
     "qwen3_5_moe_text",
     "nemotron_h",
+    "nemotron_h-latent",
     *MORE_MOE,
 )
 # every one where the tensors that are its own are cut, and by default one on each of the others

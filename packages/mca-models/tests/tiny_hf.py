@@ -79,6 +79,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_shared_expert_intermediate_size": 24,
         },
     ),
+    "nemotron_h-latent": (
+        "nemotron_h",
+        {
+            **{**MAMBA, "hybrid_override_pattern": "*EME", "moe_latent_size": 12},
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            "moe_shared_expert_intermediate_size": 24,
+        },
+    ),
     "nemotron_h-dense": ("nemotron_h", {**MAMBA, "hybrid_override_pattern": "M-M*"}),
     "deepseek_v3-no-q-lora": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": None}),
 }

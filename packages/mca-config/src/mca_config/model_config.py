@@ -189,6 +189,8 @@ class McaModelConfig:
     moe_layer_freq: tuple[int, ...] | None = None
     """1 for each decoder layer with experts, 0 for a dense one; None: all as ``num_moe_experts`` says."""
     moe_ffn_hidden_size: int | None = None
+    moe_latent_size: int | None = None
+    """Channels that routed experts get and give, projected from the hidden states and back; None: these."""
     moe_router_topk: int = 2
     moe_router_pre_softmax: bool = False
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"

@@ -48,6 +48,16 @@ def test_a_dense_model():
     assert found.of_tokens(20, 15**2 + 5**2) == 20 * found.per_token + 250 * found.per_square
 
 
+def test_only_layers_with_attention_have_a_squared_part():
+    found = flops(
+        **{"model_type": "nemotron_h", "head_dim": 6, "hybrid_override_pattern": "M-*MM"},
+        **{"mamba_num_heads": 2, "mamba_head_dim": 4, "n_groups": 1, "ssm_state_size": 3, "conv_kernel": 4},
+    )
+    assert found.per_square == 6 * 1 * 2 * 6
+    mamba = 8 * (2 * 8 + 2 * 3 + 2) + (8 + 2 * 3) * 4 + 8 * 8
+    assert found.per_token == 6 * (ATTENTION + 2 * 8 * 12 + 3 * mamba + 100 * 8)
+
+
 def test_of_experts_only_the_chosen_count():
     found = flops(
         model_type="qwen3_moe",

@@ -108,8 +108,8 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     "arcee": ("squared ReLUs, no gate", "Megatron's"),
     "nemotron": ("zero-centred LayerNorms, squared ReLUs, partial rope", "our norms"),
     "nemotron_h": (
-        "Nano 2, Nemotron 3 Nano: a layer is a state space model (Mamba 2), attention without a rope, squared ReLUs "
-        "or experts",
+        "Nano 2, Nemotron 3: a layer is a state space model (Mamba 2), attention without a rope, squared ReLUs or "
+        "experts, which may take a projection",
         "our state space layer",
     ),
     "bamba": ("state space models (Mamba 2) in most layers", "our state space layer"),

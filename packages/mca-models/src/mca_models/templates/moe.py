@@ -37,6 +37,9 @@ SIGMOID_ROUTER: Values = {
 TRANSPOSED = "transposed_experts"
 """The fact in ``extra`` that stacked experts lie as ``[experts, in, out]``."""
 
+LATENT = ("mlp.fc1_latent_proj.weight", "mlp.fc2_latent_proj.weight")
+"""The projections of what routed experts get and give."""
+
 NO_JITTER = Fixed(
     "router_jitter_noise",
     (0.0, None),
@@ -141,7 +144,8 @@ def mlp_layers(config: McaModelConfig, names: MoeNames) -> Iterator[Param]:
 
 def moe_layers(config: McaModelConfig, names: MoeNames, layers: Sequence[int]) -> Iterator[Param]:
     """The expert layers ``layers``."""
-    yield from each([*router(config, names), *shared_experts(config, names)], layers=layers)
+    projections = [inner(name, name) for name in LATENT] if config.moe_latent_size else []
+    yield from each([*router(config, names), *projections, *shared_experts(config, names)], layers=layers)
     yield from each(experts(config, names), layers=layers, experts=range(config.num_moe_experts or 0))
 
 

@@ -68,6 +68,7 @@ def derive(hf: HfConfig) -> JsonObject:
     groups = hf.get("n_group") or 1
     found: JsonObject = {
         **{"num_layers": len(layers), "layer_types": layers, "no_rope_freq": (1,) * len(layers)},
+        **{"rotary_base": 10000.0, "rope_scaling": None, "rotary_percent": 1.0},  # whatever is said of a rope
         **_experts(hf, layers),
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": hf.get("topk_group", 1) if groups > 1 else None,
@@ -81,7 +82,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def _experts(hf: HfConfig, layers: Collection[str]) -> JsonObject:
     if "moe" not in layers:
-        return {"num_moe_experts": None, "moe_ffn_hidden_size": None}
+        return {"num_moe_experts": None, "moe_ffn_hidden_size": None, "moe_latent_size": None}
     require_sigmoid_choice(hf)
     return {
         "moe_layer_freq": tuple(int(kind == "moe") for kind in layers),
@@ -113,6 +114,7 @@ _FIELDS = (
     Field("num_moe_experts", "n_routed_experts", 8),
     Field("moe_ffn_hidden_size", "moe_intermediate_size", 7688),
     Field("moe_router_topk", "num_experts_per_tok", 2),
+    Field("moe_latent_size", "moe_latent_size", None),
     *_MAMBA,
     Field("mamba_least_step", "time_step_min", 0.001),
     SCALED,
@@ -140,7 +142,6 @@ CONFIG = ConfigTable(
         Fixed("tie_word_embeddings", (False,), "transformers ties them in no model of this family"),
         Fixed("sliding_window", (None,), "transformers has no window in this family"),
         Fixed("residual_in_fp32", (False,), "transformers keeps no residual in fp32"),
-        Fixed("moe_latent_size", (None,), "experts get the hidden states, not a projection of them"),
     ),
     derive=derive,
     restore=restore,

@@ -127,17 +127,33 @@ _MLP = {
     "mlp.activation_func.beta": lambda c: (1,),
     "mlp.activation_func.eps": lambda c: (1,),
 }
-_EXPERT_1, _EXPERT_2 = _fc1(lambda c: c.moe_ffn_hidden_size), _fc2(lambda c: c.moe_ffn_hidden_size)
+
+
+def _routed(c: McaModelConfig) -> int:
+    """Channels that an expert gets."""
+    return c.moe_latent_size or c.hidden_size
+
+
+def _expert_1(c: FamilyConfig) -> Shape:
+    return c.moe_ffn_hidden_size * (1 + c.gated_linear_unit), _routed(c)
+
+
+def _expert_2(c: FamilyConfig) -> Shape:
+    return _routed(c), c.moe_ffn_hidden_size
+
+
 _EXPERTS = {
     "pre_mlp_layernorm.weight": _hidden,
     "pre_mlp_layernorm.bias": _hidden,
     "mlp.router.weight": lambda c: (c.num_moe_experts, c.hidden_size),
     "mlp.router.bias": lambda c: (c.num_moe_experts,),
     "mlp.router.expert_bias": lambda c: (c.num_moe_experts,),
-    "mlp.experts.linear_fc1.weight{expert}": _EXPERT_1,
-    "mlp.experts.linear_fc1.bias{expert}": _first(_EXPERT_1),
-    "mlp.experts.linear_fc2.weight{expert}": _EXPERT_2,
-    "mlp.experts.linear_fc2.bias{expert}": _first(_EXPERT_2),
+    "mlp.experts.linear_fc1.weight{expert}": _expert_1,
+    "mlp.experts.linear_fc1.bias{expert}": _first(_expert_1),
+    "mlp.experts.linear_fc2.weight{expert}": _expert_2,
+    "mlp.experts.linear_fc2.bias{expert}": _first(_expert_2),
+    "mlp.fc1_latent_proj.weight": lambda c: (c.moe_latent_size, c.hidden_size),
+    "mlp.fc2_latent_proj.weight": lambda c: (c.hidden_size, c.moe_latent_size),
     "mlp.shared_experts.linear_fc1.weight": _fc1(lambda c: c.moe_shared_expert_intermediate_size),
     "mlp.shared_experts.linear_fc2.weight": _fc2(lambda c: c.moe_shared_expert_intermediate_size),
     "mlp.shared_experts.gate_weight": lambda c: (1, c.hidden_size),

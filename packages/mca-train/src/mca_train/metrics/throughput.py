@@ -5,7 +5,8 @@ each sequence. The weights are all matrices that multiply a token: not the embed
 router picks, the output layer once more for each prediction layer. The second part is causal attention, which looks at
 half the sequence on average; of latent attention the head size is the mean of keys' and values'. Of an adapter's run
 frozen weights count 4 times, as they get no gradient. Recomputation does not count, nor does the reference of
-preferences; sliding windows and linear attention count as whole attention. MFU is model FLOP/s divided by ranks x peak.
+preferences; sliding windows and linear attention count as whole attention, state space layers by their weights alone.
+MFU is model FLOP/s divided by ranks x peak.
 """
 
 import resource
@@ -79,7 +80,9 @@ class ModelFlops:
             per_token += passes * times * prod(shape) * _share(param, config)
         for param, shape in () if adapter is None else adapter_shapes(config, adapter.factors):
             per_token += 6 * prod(shape) * _share(param, config)
-        return cls(per_token, 6.0 * (config.num_layers + depth) * config.num_attention_heads * _width(config))
+        layers = range(config.num_layers)
+        squared = sum(config.has_attention(layer) and not config.is_mamba_layer(layer) for layer in layers)
+        return cls(per_token, 6.0 * (squared + depth) * config.num_attention_heads * _width(config))
 
     def of_tokens(self, tokens: int, squares: int) -> float:
         """FLOP of ``tokens`` in sequences, the squares of whose lengths are ``squares`` together."""

@@ -200,7 +200,14 @@ def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> lis
     lines = [Line("router", sizes.split * (config.num_moe_experts or 0) * 10.0, _ROUTER)]
     if config.activation_func_clamp_value is not None:
         lines.append(Line("clamped, and moved by an offset", 2 * sent * inner * sizes.width, _MLP, "moe"))
-    lines.append(Line("tokens sent to experts", sent * config.hidden_size * sizes.width, _MOVE, "moe"))
+    lines.append(
+        Line(
+            "tokens sent to experts",
+            sent * (config.moe_latent_size or config.hidden_size) * sizes.width,
+            _MOVE,
+            "moe",
+        )
+    )
     lines += gated(config, inner, sent, sizes, "moe")
     lines.append(Line("product times probability", sent * inner * sizes.width, _MLP, "moe"))
     if shared := config.moe_shared_expert_intermediate_size:
@@ -218,5 +225,7 @@ def running(config: McaModelConfig, sizes: Sizes, number: int) -> tuple[float, f
             return 2 * between + gathered, between + gathered / 2
         inner = sizes.tokens * config.ffn_hidden_size / sizes.layout.tp * width
         return 2 * between + gathered, 2 * inner + between + gathered / 2
-    moved = sizes.dispatched() * hidden * width * (4 if sizes.layout.etp == 1 else 8)
+    moved = (
+        sizes.dispatched() * (config.moe_latent_size or hidden) * width * (4 if sizes.layout.etp == 1 else 8)
+    )
     return moved + 3 * between, moved * 3 / 4 + 2 * between

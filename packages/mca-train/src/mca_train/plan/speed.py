@@ -220,14 +220,15 @@ class Speed:
         their products: these take at least what launching them one by one takes.
         """
         config, sizes = self.model.config, self.model.sizes
+        routed = config.moe_latent_size or config.hidden_size
         inner = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / sizes.layout.etp
         sent, share = sizes.dispatched(), self.hardware.efficiency.experts / self.hardware.efficiency.products
-        products = self._products(2 * sent * self._mlp(inner)) / share
+        products = self._products(2 * sent * self._mlp(inner) * routed / config.hidden_size) / share
         copied, cast = _REARRANGED * sizes.width, 0.0
         if self.model.training.fp8:
             copied += _PADDED * sizes.width if sizes.capacity is None else 0
-            cast = _CAST * (config.hidden_size + inner)
-        moved = self._moved(sent * (copied * config.hidden_size + cast))
+            cast = _CAST * (routed + inner)
+        moved = self._moved(sent * (copied * routed + cast))
         once, twice = self._launches()
         shared = config.moe_shared_expert_intermediate_size or 0
         beside = self._products(2 * sizes.tokens * self._mlp(shared) / sizes.layout.tp)
@@ -283,7 +284,7 @@ class Speed:
         sent = (
             sizes.split
             * sizes.topk
-            * self.model.config.hidden_size
+            * (self.model.config.moe_latent_size or self.model.config.hidden_size)
             * sizes.width
             * (layout.ep - 1)
             / layout.ep

@@ -100,7 +100,10 @@ def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> lis
     lines = [
         Line("router", sizes.split * (config.num_moe_experts or 0) * 10.0, _ROUTER),
         Line(
-            "tokens sent to experts", sent * config.hidden_size * sizes.operand, f"{_MOVE}; {_GROUPED}", "moe"
+            "tokens sent to experts",
+            sent * (config.moe_latent_size or config.hidden_size) * sizes.operand,
+            f"{_MOVE}; {_GROUPED}",
+            "moe",
         ),
         Line("gate and up as projected", sent * inner * first * width, _WEIGHTED, "moe"),
         Line("input of the second products", sent * inner * sizes.operand, _GROUPED, "moe_act"),
@@ -120,5 +123,7 @@ def running(config: McaModelConfig, sizes: Sizes, number: int) -> tuple[float, f
             return 2 * between + gathered, between + gathered
         inner = sizes.tokens * config.ffn_hidden_size / sizes.layout.tp * width
         return 2 * between + gathered, 2 * inner + between + gathered
-    moved = sizes.dispatched() * hidden * width * (3 if sizes.layout.etp == 1 else 6)
+    moved = (
+        sizes.dispatched() * (config.moe_latent_size or hidden) * width * (3 if sizes.layout.etp == 1 else 6)
+    )
     return moved + 2 * between, moved + 2 * between

@@ -37,7 +37,8 @@ def build_chunk(
     decoder = block_spec(megatron, implementation, vp_stage)
     prediction = mtp_spec(megatron, decoder, implementation, vp_stage)
     backend = getattr(megatron.attention_backend, "name", None)
-    with kernel_choice(backend, engine=implementation == "transformer_engine" and backend != "local"):
+    engine = implementation == "transformer_engine" and backend != "local"
+    with kernel_choice(backend, engine=engine), families.latent_projections(config, implementation):
         model: GptModel = GPTModel(
             config=megatron,
             transformer_layer_spec=families.adapted_block(decoder, config, implementation, chunk.layers),

@@ -158,6 +158,8 @@ def _machine(settings: Values, device: str, implementation: str) -> Iterator[str
 def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
     if settings.get("moe_apply_probs_on_input") and settings.get("moe_router_topk") != 1:
         yield "moe_apply_probs_on_input needs num_experts_per_tok 1; remove it"
+    if settings.get("moe_shared_expert_overlap") and config.moe_latent_size:
+        yield "shared experts cannot overlap where routed ones take a projection; remove moe_shared_expert_overlap"
     if settings.get("moe_router_fusion") and own_router(config) is not None:
         yield (
             f"the fused router chooses other experts than {config.model_type} with num_experts_per_tok "

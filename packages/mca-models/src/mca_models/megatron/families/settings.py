@@ -15,6 +15,7 @@ _FUSED = ("silu", "quick_gelu")
 def settings(config: McaModelConfig) -> Settings:
     """The settings that differ from Megatron's defaults."""
     found: Settings = {
+        "moe_latent_size": config.moe_latent_size,
         "softmax_scale": config.softmax_scale,
         "activation_func_clamp_value": config.activation_func_clamp_value,
         "glu_linear_offset": config.glu_linear_offset or None,

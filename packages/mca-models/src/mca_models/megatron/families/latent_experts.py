@@ -1,0 +1,46 @@
+"""Experts that take a projection of the hidden states: Megatron's, which asks for Transformer Engine's linear.
+
+Where local layers are built, ours stands there in its place.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from mca_config.model_config import McaModelConfig
+from mca_models.megatron.layers.latent import DuplicatedLinear
+from mca_models.megatron.names import Implementation
+from mca_models.megatron.types import Upstream
+
+
+class LatentLinear(DuplicatedLinear):
+    """``x W^T`` of a rank's own tokens, with all of W on every tensor rank."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """``[..., in]`` to ``[..., out]``, and no bias."""
+        return linear(x, self.weight), None
+
+
+@contextmanager
+def latent_projections(config: McaModelConfig, implementation: Implementation) -> Iterator[None]:
+    """A block in which Megatron builds local expert layers that project their inputs."""
+    from megatron.core.transformer.moe import moe_layer
+
+    if config.moe_latent_size is None or implementation == "transformer_engine":
+        yield
+        return
+    module: Upstream = sys.modules[moe_layer.__name__]
+    names = {"HAVE_TE": True, "TELinear": LatentLinear}
+    before = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    for name, value in names.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(module, name)
+        for name, value in before.items():
+            setattr(module, name, value)
