@@ -160,10 +160,12 @@ def state_space(config: McaModelConfig, sizes: Sizes) -> list[Line]:
     states = (config.mamba_num_groups or 0) / tp * state
     net = "mca_models/megatron/families/mamba.py: forward"
     space = "mca_models/megatron/families/state_space.py: state_space"
+    beside = tokens * (inside + 4 * states + heads) * SINGLE if width == SINGLE else 0.0
     return [
         Line("convolution: padded, and its output", tokens * (inside + 2 * states) * 2 * width, net),
         Line("inputs, and inputs times steps", tokens * inside * 2 * SINGLE, net),
-        Line("gate, activated and not, and output", tokens * inside * (4 * SINGLE + width), net),
+        Line("what lies beside gate and inputs, of which no copies are made", beside, net),
+        Line("gate, activated and not, and output", tokens * inside * (5 * SINGLE + width), net),
         Line("what goes into states, and what reads them", tokens * 2 * states * SINGLE, space),
         Line("tokens of a chunk by one another", tokens * heads * CHUNK * 2 * SINGLE, space),
         Line("faded readings and inputs", tokens * heads * 2 * state * SINGLE, space),
@@ -222,7 +224,8 @@ def running(config: McaModelConfig, sizes: Sizes, number: int) -> tuple[float, f
     gathered = sizes.tokens * hidden * width if sizes.is_split else 0.0
     if not config.is_moe_layer(number):
         if not config.has_mlp(number):
-            return 2 * between + gathered, between + gathered / 2
+            weights = sizes.tokens * (config.mamba_num_heads or 0) / sizes.layout.tp * CHUNK * SINGLE
+            return 2 * between + gathered, 3 * weights + between + gathered / 2
         inner = sizes.tokens * config.ffn_hidden_size / sizes.layout.tp * width
         return 2 * between + gathered, 2 * inner + between + gathered / 2
     moved = (
