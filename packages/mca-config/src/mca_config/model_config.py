@@ -154,9 +154,8 @@ class McaModelConfig:
     window_size: int | None = None
     """Tokens each query sees in a sliding-window layer, itself included; None: all before it."""
     layer_types: tuple[str, ...] | None = None
-    """HF's kind of each decoder layer (``full_attention``, ``sliding_attention``, ``chunked_attention``,
-    ``linear_attention``), or ``mamba``; of ``single_blocks`` also ``mlp`` and ``moe``; None: all alike (sliding if
-    ``window_size``)."""
+    """HF's kind of each decoder layer (``full_``, ``sliding_``, ``chunked_`` or ``linear_attention``), or ``mamba``; of
+    ``single_blocks`` also ``mlp`` and ``moe``; None: all alike (sliding if ``window_size``)."""
     single_blocks: bool = False
     """A decoder layer is attention alone, or an MLP alone, after one norm."""
 
@@ -239,10 +238,8 @@ class McaModelConfig:
         if (self.head == "causal_lm") != (self.num_labels is None) or (self.num_labels or 1) < 1:
             raise McaError(f"num_labels is {self.num_labels} with head {self.head}; a score needs at least 1")
         if self.num_attention_heads % self.num_query_groups:
-            raise McaError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_query_groups "
-                f"{self.num_query_groups}"
-            )
+            heads, groups = self.num_attention_heads, self.num_query_groups
+            raise McaError(f"num_attention_heads {heads} is not a multiple of num_query_groups {groups}")
 
     @property
     def has_own_norms(self) -> bool:
