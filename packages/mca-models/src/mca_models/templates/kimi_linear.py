@@ -49,7 +49,7 @@ def derive(hf: HfConfig) -> JsonObject:
         **{**experts, **listed_layers({"first_k_dense_replace": 1, **hf}), "mtp_num_layers": 0},
         "kv_channels": hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"],
         "layer_types": tuple(hf.get("layer_types") or kinds),
-        "no_rope_freq": (1,) * count,
+        **{"no_rope_freq": (1,) * count, "rope_scaling": None},  # whatever files say of a rope
         "linear_conv_kernel_dim": said.get("short_conv_kernel_size", hf.get("linear_conv_kernel_dim", 4)),
         **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads),
         **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), width),
