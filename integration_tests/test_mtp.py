@@ -1,5 +1,7 @@
 """Multi-token prediction: loss, gradients and export equal a plain PyTorch model on transformers' layers."""
 
+import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from harness import RanksFailed, run_ranks
 from layouts import arguments, sample, world_size
 from mca_models.megatron import platform
 from prediction import SCALE, WithPrediction, deepseek_with_prediction
-from reference import Reference, make_reference
+from reference import Reference, hf_model, make_reference
 from test_gradient_parity import TOLERANCE, export_gradient, read, worst_errors
 
 pytestmark = pytest.mark.ranks
@@ -32,21 +34,24 @@ def total_loss(model: WithPrediction, input_ids: torch.Tensor) -> torch.Tensor:
     return entropy + SCALE * further / input_ids[:, lost:].numel()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def computed(case: str, model: WithPrediction, folder: Path, layouts: Sequence[str]) -> Path:
     """The model, its gradients as transformers' autograd has them, and those of every layout."""
-    folder = tmp_path_factory.mktemp("mtp")
-    plain = make_reference(CASE, folder, batch=BATCH)
-    model = deepseek_with_prediction()
-    reference = Reference(CASE, model.save(folder / "with"), plain.input_ids, plain.logits)
+    plain = make_reference(case, folder, batch=BATCH)
+    reference = Reference(case, model.save(folder / "with"), plain.input_ids, plain.logits)
     total_loss(model, reference.input_ids).backward()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     model.save(folder / "expected")
-    for layout in LAYOUTS:
+    for layout in layouts:
         run_ranks(world_size(layout), run, reference, layout, folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of DeepSeek V3 on every layout."""
+    return computed(CASE, deepseek_with_prediction(), tmp_path_factory.mktemp("mtp"), LAYOUTS)
 
 
 def run(reference: Reference, layout: str, folder: Path) -> None:
@@ -72,6 +77,14 @@ def test_prediction_layers_are_exported_bit_for_bit(layout: str, folder: Path) -
     source, export = read(folder / "with"), read(folder / f"{layout}-hf")
     assert source.keys() == export.keys()
     assert all(torch.equal(source[name], export[name]) for name in source)
+
+
+@pytest.mark.parametrize("case", sample(("deepseek_v32", "glm_moe_dsa"), "deepseek_v32"))
+def test_prediction_layers_have_an_indexer_of_their_own(case: str, tmp_path: Path) -> None:
+    found = computed(case, WithPrediction(copy.deepcopy(hf_model(case))), tmp_path, ["tp1"])
+    worst = worst_errors(found / "expected", found / "tp1-gradients")
+    assert worst[0][1] <= TOLERANCE, worst
+    assert any("layers.4.self_attn.indexer." in name for name in read(found / "tp1-hf"))
 
 
 def test_megatrons_own_loss_over_context_ranks_is_refused(folder: Path) -> None:
