@@ -82,7 +82,7 @@ def with_weights_and_with_states(cases: list[str]) -> dict[str, tuple[set[str], 
         state = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
         saved = {name.rpartition(f".{ENDING}")[0] for name in state if f".{ENDING}" in name}
         made = {name for name, module in chunk.named_modules() if is_engines(module) and has_weights(module)}
-        found[case] = made, {name for name in saved if not name.endswith(".core_attention")}
+        found[case] = made, saved
     return found
 
 
@@ -97,5 +97,6 @@ def has_weights(module: Any) -> bool:
 def test_every_module_with_weights_has_its_extra_state_saved() -> None:
     (found,) = run_emulated(1, with_weights_and_with_states, list(FAMILY_CASES), timeout=300)
     for case, (made, saved) in found.items():
-        assert made == saved, case
         assert made, case
+        assert made <= saved, case
+        assert all(name.endswith(".core_attention") for name in saved - made), case  # of prediction layers
