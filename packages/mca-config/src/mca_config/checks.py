@@ -91,6 +91,11 @@ def positions_exceeded(model: McaModelConfig, length: int) -> str | None:
     positions = max(known, int(scaled))
     if length <= positions:
         return None
+    if model.learned_positions:
+        return (
+            f"sequences of {length} tokens are longer than the {positions} positions that the model has learned "
+            "(max_position_embeddings); lower seq_length"
+        )
     return (
         f"sequences of {length} tokens are longer than the model's {positions} positions (max_position_embeddings and "
         "rope scaling), beyond which it has not been trained; lower seq_length, or set rope_scaling in its config.json"

@@ -7,12 +7,15 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mca_models.megatron import platform
 from mca_models.megatron.families import kernels
 from mca_models.megatron.families.delta_rule import delta_rule
+from mca_models.megatron.families.state_space import state_space_layer
 from mca_models.megatron.families.whole_sequences import convolved
 
 QWEN, KIMI = "qwen3_next", "kimi_linear"
@@ -71,6 +74,22 @@ def test_the_convolution_in_plain_torch_is_what_a_kernel_is_asked_for(bias: bool
     torch.testing.assert_close(plain, kernel)
 
 
+def test_a_state_space_in_plain_torch_is_what_a_kernel_is_asked_for() -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    into, read = random(2, 300, 2, 5), random(2, 300, 2, 5)
+    given = [random(2, 300, 4, 6), random(2, 300, 4).exp() / 9, -random(4).exp(), into, read, random(4)]
+    given = [x.requires_grad_() for x in given]
+    plain, kernel = (
+        state_space_layer(*given, k) for k in (None, of_transformers("bamba", "mamba2_chunk_scan"))
+    )
+    for a, b in zip(with_gradients(plain, given), with_gradients(kernel, given), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_a_strong_fade_of_channels_does_not_overflow() -> None:
     query, key, value, decay, beta = inputs(by_channel=True)
     out = delta_rule(query, key, value, decay * 1000, beta, None)
@@ -101,6 +120,18 @@ def test_plain_torch_is_chosen_and_said_once(
     assert re.search(why, record.getMessage())
 
 
+@pytest.mark.parametrize("deterministic,why", [(True, "deterministic_mode is on"), (False, "cannot be used")])
+def test_the_device_that_trains_and_the_mode_decide(
+    deterministic: bool, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "device_type", lambda: "cuda")
+    monkeypatch.setitem(kernels._WHERE, "chunk_kda", ("fla_that_is_not_there", "flash-linear-attention"))
+    config = SimpleNamespace(params_dtype=torch.bfloat16, deterministic_mode=deterministic)
+    with caplog.at_level(logging.INFO):
+        assert kernels.kernel_of("chunk_kda", config) is None
+    assert why in caplog.messages[0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "chunk_kda"])
 def test_kernels_agree_with_plain_torch(name: str) -> None:
@@ -127,3 +158,20 @@ def test_the_kernel_of_convolutions_agrees_with_plain_torch() -> None:
     convolution = torch.nn.Conv1d(32, 32, 4, groups=32, device="cuda", dtype=torch.bfloat16)
     a, b = (convolved(x, convolution, chosen).float() for chosen in (kernel, None))
     assert (a - b).abs().max() <= 3e-2 * b.abs().max()
+
+
+@pytest.mark.gpu
+def test_the_kernel_of_state_spaces_agrees_with_plain_torch() -> None:
+    pytest.importorskip("mamba_ssm")
+    kernel = kernels.kernel("mamba_chunk_scan_combined", "cuda", torch.bfloat16)
+    assert kernel is not None
+    torch.manual_seed(0)
+    x, into, read = (torch.randn(2, 300, *s, device="cuda") for s in ((4, 64), (2, 64), (2, 64)))
+    step, rate = torch.rand(2, 300, 4, device="cuda") / 9, -torch.rand(4, device="cuda")
+    half = [part.bfloat16().requires_grad_() for part in (x, into, read)]
+    outs = [
+        with_gradients(state_space_layer(half[0], step, rate, half[1], half[2], rate, k), half)
+        for k in (kernel, None)
+    ]
+    for a, b in zip(*outs, strict=True):
+        assert (a.float() - b.float()).abs().max() <= 3e-2 * b.float().abs().max()

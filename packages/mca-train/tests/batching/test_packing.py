@@ -71,6 +71,13 @@ def test_rows_of_a_step_have_one_length_the_rest_a_sequence_of_its_own():
     assert made.num_tokens == 19
 
 
+def test_what_fills_a_row_up_has_no_positions_that_a_model_may_lack():
+    long, short = step([10, 3], room=10, indices=(0, 1), multiple=1).micro_batches
+    assert long.position_ids.tolist() == [[*range(10)]]
+    assert short.position_ids.tolist() == [[0, 1, 2, 0, 0, 0, 0, 0, 0, 0]]
+    assert short.cu_seqlens.tolist() == [0, 3, 10]
+
+
 def test_a_repeated_pack_does_not_count():
     made = step([3, 2], room=3, indices=(0, ~0))
     assert [int(row.loss_mask.sum()) for row in made.micro_batches] == [2, 0]

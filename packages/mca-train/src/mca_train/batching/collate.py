@@ -160,7 +160,10 @@ class StepCollator:
         mask = following != IGNORED
         return MicroBatch(
             input_ids=join([ids[None] for ids in row.input_ids]),
-            position_ids=join([torch.arange(length)[None] for length in lengths]),
+            # what only fills up may be longer than the positions that a model has learned
+            position_ids=join(
+                [torch.arange(n)[None] * (own > 0) for n, own in zip(lengths, row.own_tokens, strict=True)]
+            ),
             labels=following.masked_fill(~mask, 0),
             loss_mask=mask.float(),
             segments=join([torch.full((1, length), number) for number, length in enumerate(lengths)]),

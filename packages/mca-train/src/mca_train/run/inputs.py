@@ -58,6 +58,8 @@ def read_inputs(run: Run, lock: OutputLock) -> Inputs:
     images = image_reader(run.settings, run.model)
     train, longest = _training_data(run, tokenizer, images)
     if told := positions_exceeded(run.model, longest):
+        if run.model.learned_positions:
+            raise UsageError(f"seq_length {data.seq_length}: {told}")
         logger.warning("seq_length %d: %s", data.seq_length, told)
     evaluation = None
     if data.eval_file:

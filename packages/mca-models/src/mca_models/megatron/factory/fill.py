@@ -24,8 +24,11 @@ from mca_models.weights import Param, Stage
 
 _NORMS = ("layernorm.weight", "layer_norm_weight", "norm.weight")
 
-_ONES = ("out_norm.weight", "dt_bias")
-"""Of gated delta nets; their own norm is never zero-centred."""
+_ONES = ("out_norm.weight", "dt_bias", "layer_scalar", "router_scale", "expert_scale")
+"""Of gated delta nets, whose own norm is never zero-centred, and factors."""
+
+_XIELU = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3)), "beta": 0.5, "eps": -1e-6}
+"""What an activation xIELU begins with, by its weights' names."""
 
 _ZERO = ("bias",)
 _DECAY = "A_log"
@@ -137,6 +140,8 @@ def _drawn(seed: int, param: Param, shape: tuple[int, ...], config: McaModelConf
         return torch.full(shape, 0.0 if config.layernorm_zero_centered_gamma else 1.0)
     if name.endswith(_ZERO):
         return torch.zeros(shape)
+    if "activation_func." in name:
+        return torch.full(shape, _XIELU[name.rpartition(".")[2]])
     generator = seeded_generator(f"{seed}/{name}")
     if name.endswith(_DECAY):
         return torch.empty(shape).uniform_(0.01, 16.0, generator=generator).log_()

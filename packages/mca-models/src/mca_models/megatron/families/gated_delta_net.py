@@ -15,7 +15,7 @@ from torch.nn.functional import silu, softplus
 
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.delta_rule import delta_rule
-from mca_models.megatron.families.kernels import kernel
+from mca_models.megatron.families.kernels import kernel_of
 from mca_models.megatron.families.whole_sequences import convolved, of_whole_sequences
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.names import Implementation
@@ -76,9 +76,8 @@ def _module(beta_factor: float, epsilon: float) -> type:
             with _kernels_not_asked_for(GatedDeltaNet):
                 super().__init__(*args, **kwargs)
             self.out_norm.eps = epsilon
-            where = self.A_log.device.type, self.config.params_dtype
-            self.rule = kernel("chunk_gated_delta_rule", *where)
-            self.convolution = kernel("causal_conv1d_fn", *where)
+            self.rule = kernel_of("chunk_gated_delta_rule", self.config)
+            self.convolution = kernel_of("causal_conv1d_fn", self.config)
 
         def _setup_variant_attrs(self) -> None:
             super()._setup_variant_attrs()

@@ -11,6 +11,9 @@ from importlib import import_module
 
 import torch
 
+from mca_models.megatron import platform
+from mca_models.megatron.types import MegatronConfig
+
 Kernel = Callable[..., object]
 _log = logging.getLogger(__name__)
 
@@ -23,19 +26,27 @@ _WHERE: Mapping[str, tuple[str, str]] = {
 """By the kernel's name, the module that has it, and the package that brings the module."""
 
 
+def kernel_of(name: str, config: MegatronConfig) -> Kernel | None:
+    """The kernel ``name`` for a model of ``config`` on the device that trains, or None; see ``kernel``."""
+    return kernel(name, platform.device_type(), config.params_dtype, bool(config.deterministic_mode))
+
+
 @cache
-def kernel(name: str, device: str, dtype: torch.dtype) -> Kernel | None:
+def kernel(name: str, device: str, dtype: torch.dtype, deterministic: bool = False) -> Kernel | None:
     """The kernel ``name``, or None where plain torch computes; which of both is logged, once.
 
     Args:
         name: One of ``_WHERE``.
         device: The type of the device that computes.
         dtype: Of what is computed with.
+        deterministic: The same bits every time are asked for, which no kernel promises.
     """
     module, package = _WHERE[name]
     found, why = None, ""
     if device != "cuda":
         why = f"the device is {device}"
+    elif deterministic:
+        why = "deterministic_mode is on"
     elif dtype not in (torch.bfloat16, torch.float16):
         why = f"the model is in {str(dtype).removeprefix('torch.')}"
     else:

@@ -10,7 +10,7 @@ from torch.nn.functional import softplus
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.delta_rule import delta_rule
 from mca_models.megatron.families.gated_delta_net import HeadNorm
-from mca_models.megatron.families.kernels import kernel
+from mca_models.megatron.families.kernels import kernel_of
 from mca_models.megatron.families.whole_sequences import convolved, of_whole_sequences
 from mca_models.megatron.layers.latent import DuplicatedLinear
 from mca_models.megatron.layers.sharded import cut_parameter
@@ -134,8 +134,8 @@ def _module(column: type, row: type) -> type:
                     self.A_log.uniform_(1, 16).log_()
                     step = self.dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
                     step.add_(torch.log(-torch.expm1(-step)))
-            where = self.A_log.device.type, dtype
-            self.rule, self.convolution = kernel("chunk_kda", *where), kernel("causal_conv1d_fn", *where)
+            self.rule = kernel_of("chunk_kda", config)
+            self.convolution = kernel_of("causal_conv1d_fn", config)
 
         def forward(
             self,

@@ -1,4 +1,4 @@
-"""A state space layer (Mamba 2) in the place of attention, in plain torch.
+"""A state space layer (Mamba 2) in the place of attention, in plain torch or by the kernel of mamba-ssm.
 
 Megatron's own needs kernels that only CUDA has. Its parameters, their names and the parts of its distributed checkpoint
 are kept. Tensor ranks hold groups of heads; context parallelism gathers the projected tokens.
@@ -12,8 +12,9 @@ from torch.nn.functional import silu, softplus
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
-from mca_models.megatron.families.state_space import state_space
-from mca_models.megatron.families.whole_sequences import convolved, heads, of_whole_sequences
+from mca_models.megatron.families.kernels import kernel_of
+from mca_models.megatron.families.state_space import state_space_layer
+from mca_models.megatron.families.whole_sequences import convolved, of_whole_sequences
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, ShardedState, Spec, WithBias
@@ -99,6 +100,8 @@ def _module() -> type:
                 bias=model.mamba_conv_bias,
                 dtype=config.params_dtype,
             )
+            self.convolution = kernel_of("causal_conv1d_fn", config)
+            self.scan = kernel_of("mamba_chunk_scan_combined", config)
             for name in _HEADS:
                 setattr(self, name, cut_parameter((self.sizes[4],), config.params_dtype))
             self.norm = GatedNorm(config, self.sizes[0], self.groups)
@@ -130,19 +133,18 @@ def _module() -> type:
             """One whole sequence of projections ``[s, b, z x B C dt]`` to normalised, gated values ``[s, b, x]``."""
             inside, _, states, _, count = self.sizes
             gate, convolving, step = mixed.split([inside, inside + 2 * states, count], -1)
-            x, into, read = convolved(convolving.permute(1, 2, 0), self.conv1d).split(
-                [inside, states, states], 1
+            mixed_in = convolved(convolving.permute(1, 2, 0), self.conv1d, self.convolution).transpose(1, 2)
+            x, into, read = mixed_in.split([inside, states, states], -1)
+            step = softplus(step.float() + self.dt_bias.float()).clamp(min=self.least_step).transpose(0, 1)
+            out = state_space_layer(
+                x.unflatten(-1, (count, -1)),
+                step,
+                -self.A_log.float().exp(),
+                *(part.unflatten(-1, (self.groups, -1)) for part in (into, read)),
+                self.D.float(),
+                self.scan,
             )
-            step = softplus(step.float() + self.dt_bias.float()).clamp(min=self.least_step).permute(1, 2, 0)
-            x = heads(x, inside // count).float()
-            out = state_space(
-                x * step.unsqueeze(-1),
-                -self.A_log.float().exp()[:, None] * step,
-                heads(into, states // self.groups),
-                heads(read, states // self.groups),
-            )
-            out = out + self.D.float()[:, None, None] * x
-            return self.norm(out.permute(2, 0, 1, 3).flatten(2), gate).to(mixed.dtype)  # type: ignore[no-any-return]
+            return self.norm(out.transpose(0, 1).flatten(2), gate).to(mixed.dtype)  # type: ignore[no-any-return]
 
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None

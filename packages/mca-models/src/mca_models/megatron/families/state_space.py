@@ -15,6 +15,38 @@ import torch
 from torch import Tensor
 
 from mca_models.megatron.families.delta_rule import chunks, fading
+from mca_models.megatron.families.kernels import Kernel
+
+_KERNELS_CHUNK = 256
+"""Tokens of a chunk, for the kernel."""
+
+
+def state_space_layer(
+    x: Tensor, step: Tensor, rate: Tensor, into: Tensor, read: Tensor, skip: Tensor, kernel: Kernel | None
+) -> Tensor:
+    """What a layer gives for its inputs, each of which counts for its step in time and is added to its output.
+
+    Args:
+        x: ``[b, s, h, p]``.
+        step: ``[b, s, h]``, fp32, at least 0.
+        rate: ``[h]``, fp32: how fast a head's state fades, below 0.
+        into: ``[b, s, g, n]``, B of each group of heads.
+        read: ``[b, s, g, n]``, C.
+        skip: ``[h]``, fp32: D, the part of the inputs that is added.
+        kernel: ``mamba_chunk_scan_combined``; None: plain torch.
+
+    Returns:
+        ``[b, s, h, p]`` in fp32.
+    """
+    if kernel is not None:
+        given = (part.contiguous() for part in (x, step, rate, into, read))
+        out = kernel(*given, chunk_size=_KERNELS_CHUNK, D=skip)
+        assert isinstance(out, Tensor)
+        return out.float()
+    x = x.float()
+    inputs, into, read = (part.transpose(1, 2) for part in (x * step.unsqueeze(-1), into, read))
+    out = state_space(inputs, (rate * step).transpose(1, 2), into, read).transpose(1, 2)
+    return out + skip[:, None] * x
 
 
 def state_space(inputs: Tensor, decay: Tensor, into: Tensor, read: Tensor) -> Tensor:

@@ -53,12 +53,6 @@ def convolved(x: Tensor, convolution: torch.nn.Conv1d, kernel: Kernel | None = N
     return silu(conv1d(past, weight, bias, groups=x.shape[1]))
 
 
-def heads(x: Tensor, width: int) -> Tensor:
-    """``[b, heads * width, s]`` as ``[b, heads, s, width]``."""
-    found: Tensor = x.unflatten(1, (-1, width)).transpose(2, 3)
-    return found
-
-
 def _sequences(x: Tensor, lengths: tuple[int, ...], group: ProcessGroup) -> list[Tensor]:
     """Every whole sequence ``[s, b, ...]``, gathered over the context ranks."""
     rows = x if x.dim() == 3 else x.unsqueeze(1)

@@ -167,7 +167,7 @@ class _Rows:
                     0, row, start + 1 : start + len(places)
                 ]
             lengths = self._lengths(number)
-            tokens[2] = torch.cat([torch.arange(n, device=self._device) for n in lengths])
+            tokens[2] = self._positions(number, lengths)
             own = tokens[..., self._held(lengths, group.rank(), group.size())]
             yield {
                 "input_ids": own[0].contiguous(),
@@ -190,6 +190,12 @@ class _Rows:
         lengths = [self._padded(len(places)) for _, _, places in self._laid(number)]
         rest = self.length - sum(lengths)
         return (*lengths, rest) if rest else tuple(lengths)
+
+    def _positions(self, number: int, lengths: tuple[int, ...]) -> Tensor:
+        """Of the tokens of a row; zeros where it holds nothing, which may be longer than the model's positions."""
+        filled = len(list(self._laid(number)))
+        found = [torch.arange(n) * (i < filled) for i, n in enumerate(lengths)]
+        return torch.cat(found).to(self._device)
 
     def _held(self, lengths: Sequence[int], rank: int, size: int) -> Tensor:
         """Which tokens of a row a context rank holds."""
