@@ -24,10 +24,15 @@ from mca_models.weights import Param, Stage
 
 _NORMS = ("layernorm.weight", "layer_norm_weight", "norm.weight")
 
-_ONES = ("out_norm.weight", "dt_bias", "layer_scalar", "router_scale", "expert_scale")
-"""Of gated delta nets, whose own norm is never zero-centred, and factors."""
+_ONES = ("out_norm.weight", "dt_bias", "layer_scalar", "router_scale", "expert_scale", "k_norm_weight")
+"""Of gated delta nets and indexers, whose own norms are never zero-centred, and factors."""
 
-_XIELU = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3)), "beta": 0.5, "eps": -1e-6}
+_XIELU = {
+    "alpha_p": math.log(math.expm1(0.8)),
+    "alpha_n": math.log(math.expm1(0.3)),
+    "beta": 0.5,
+    "eps": -1e-6,
+}
 """What an activation xIELU begins with, by its weights' names."""
 
 _ZERO = ("bias",)
