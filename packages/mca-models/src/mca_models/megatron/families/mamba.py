@@ -136,14 +136,9 @@ def _module() -> type:
             mixed_in = convolved(convolving.permute(1, 2, 0), self.conv1d, self.convolution).transpose(1, 2)
             x, into, read = mixed_in.split([inside, states, states], -1)
             step = softplus(step.float() + self.dt_bias.float()).clamp(min=self.least_step).transpose(0, 1)
-            out = state_space_layer(
-                x.unflatten(-1, (count, -1)),
-                step,
-                -self.A_log.float().exp(),
-                *(part.unflatten(-1, (self.groups, -1)) for part in (into, read)),
-                self.D.float(),
-                self.scan,
-            )
+            into, read = (part.unflatten(-1, (self.groups, -1)) for part in (into, read))
+            rate, x = -self.A_log.float().exp(), x.unflatten(-1, (count, -1))
+            out = state_space_layer(x, step, rate, into, read, self.D.float(), self.scan)
             return self.norm(out.transpose(0, 1).flatten(2), gate).to(mixed.dtype)  # type: ignore[no-any-return]
 
         def sharded_state_dict(
