@@ -73,7 +73,8 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "mca_models.megatron": (
         ("names", "tensors", "types"),
         ("layers",),
-        ("platform", "families"),
+        ("platform",),
+        ("families",),
         ("distributed",),
         ("live",),
         ("factory",),
