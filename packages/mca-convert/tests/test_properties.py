@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiny_hf import CASES
+from tiny_sizes import MAMBA
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
@@ -46,6 +47,12 @@ def config_of(family: str, draw: Any) -> dict[str, Any]:
     full_width = family in ("olmo2", "olmoe", "phi3", "granite", "smollm3")
     hidden = heads * head_dim if full_width else draw(st.sampled_from([8, 12, 16]))
     latent = family.startswith("deepseek")
+    states: dict[str, Any] = {}
+    if family == "nemotron_h":
+        kinds = st.sampled_from(["mamba", "moe", "attention", "mlp"])
+        kept = draw(st.lists(kinds, min_size=layers, max_size=layers))
+        states = {**MAMBA, "layers_block_type": kept, "sliding_window": None}
+        states["tie_word_embeddings"] = False
     return {
         "model_type": family,
         "vocab_size": draw(st.integers(5, 30)),
@@ -92,6 +99,8 @@ def config_of(family: str, draw: Any) -> dict[str, Any]:
         "attention_multiplier": 0.5,
         "residual_multiplier": 0.5,
         "logits_scaling": 2.0,
+        "moe_shared_expert_intermediate_size": 12,
+        **states,
     }
 
 
