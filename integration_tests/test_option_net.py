@@ -27,6 +27,7 @@ CHOSEN = numbers(
     SAMPLE if DEFAULT else os.environ.get("MCA_NET_ONLY", ""), int(os.environ.get("MCA_NET_CASES", "0"))
 )
 BLOCK = 60
+WIDE = (8, 24)
 
 
 class Net:
@@ -34,6 +35,7 @@ class Net:
 
     def __init__(self, chosen: Sequence[int]) -> None:
         blocks = [chosen[start : start + BLOCK] for start in range(0, len(chosen), BLOCK)]
+        self.numbers = tuple(chosen)
         self._block = {number: tuple(block) for block in blocks for number in block}
         self._verdicts = cache(self._of_block)
 
@@ -45,18 +47,18 @@ class Net:
 
 
 @pytest.fixture(scope="module")
-def net() -> Net:
-    return Net(CHOSEN)
+def net(request: pytest.FixtureRequest) -> Net:
+    return Net(sorted(chosen(request, "number")))
 
 
-@pytest.mark.parametrize("number", CHOSEN)
+@pytest.mark.parametrize("number", tiered(CHOSEN, *(WIDE if DEFAULT else ())))
 def test_training_equals_one_process_of_transformers(number: int, net: Net) -> None:
     assert not net[number].wrong, str(net[number])
 
 
 @pytest.mark.skipif(not DEFAULT, reason="of the fixed sample")
 def test_most_of_the_sample_is_trained(net: Net) -> None:
-    refused = [str(net[number]) for number in CHOSEN if not net[number].figures]
+    refused = [str(net[number]) for number in net.numbers if not net[number].figures]
     assert len(refused) <= 1, refused
 
 

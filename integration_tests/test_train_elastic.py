@@ -70,6 +70,7 @@ def curve(output: Path) -> list[tuple[int, float]]:
     return [(log["step"], log["loss"]) for log in logs(output) if "loss" in log]
 
 
+@pytest.mark.wide
 def test_a_killed_rank_is_started_anew_and_the_curve_is_that_of_a_whole_run(folder, tmp_path):
     changes = {
         "max_steps": _STEPS,

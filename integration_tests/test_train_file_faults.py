@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from layouts import tiered
 from test_file_faults import ERRORS, EVERY, HERE, compiled
 from train_cases import tiny_checkpoint
 
@@ -104,7 +105,7 @@ def fault_of(kind: str, found: Found, whole: Found, failed: str) -> str | None:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("turn", tiered(tuple(TURNS), *tuple(TURNS)[1:]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_call_of_a_rank_fails_once(kind: str, turn: int, runs: Runs, whole: dict[str, Found]) -> None:
     calls = {rank: whole[kind]["ranks"][rank]["calls"] for rank in ("0", "1")}

@@ -22,7 +22,7 @@ SAMPLE = (
     "moe/ep2-zero-reduce-gather",
 )
 """Of `ALL`, which take ten minutes: they are run with MCA_EVERY_CURVE=1, for fifty steps."""
-WIDE = ("dense/pp3-uneven", "dense/dp2-zero-reduce-gather", "moe/cp2")
+WIDE = ("dense/pp3-uneven", "dense/dp2-zero-reduce-gather", "dense/tp2-sp-cp2", "moe/cp2")
 EVERY = bool(os.environ.get("MCA_EVERY_CURVE"))
 CURVES = tuple(ALL) if EVERY else SAMPLE
 TP, SP, PP = loss_curves.TP, loss_curves.SP, loss_curves.PP
