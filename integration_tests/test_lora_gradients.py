@@ -119,7 +119,17 @@ BY_NAME = sample(
 )
 GRID += spread([case for case in BY_NAME if not is_sparse(case)], LAYOUTS if EVERY else ("tp2sp",))
 GRID += spread([case for case in BY_NAME if is_sparse(case)], EXPERT_LAYOUTS)
-RESEMBLING = ("cwm", "exaone4", "granite", "mistral", "seed_oss", "smollm3", "olmoe", "glm4_moe_lite", "minimax_m2")
+RESEMBLING = (
+    "cwm",
+    "exaone4",
+    "granite",
+    "mistral",
+    "seed_oss",
+    "smollm3",
+    "olmoe",
+    "glm4_moe_lite",
+    "minimax_m2",
+)
 RESEMBLING += () if EVERY else ("granitemoe", "hy_v3", "phi")
 WIDE = [pair for pair in GRID if pair[0] in RESEMBLING]
 TOLERANCE = 1e-4  # of the largest element of a tensor's gradient
