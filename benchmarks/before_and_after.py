@@ -119,6 +119,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=30)
     args = parser.parse_args()
+    for tree in (args.before / "packages", args.model / "config.json"):
+        if not tree.exists():
+            parser.error(f"{tree}: no such file or directory")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         trees = {
