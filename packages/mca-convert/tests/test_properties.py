@@ -37,6 +37,13 @@ EXPERTS |= {"qwen3_5_moe_text", "olmoe", "gpt_oss"}
 PREDICTING = {"glm4_moe", "deepseek_v3"}
 
 
+def of_states(layers: int, draw: Any) -> dict[str, Any]:
+    """What a model with state space layers has of its own, or has not."""
+    kinds = st.sampled_from(["mamba", "moe", "attention", "mlp"])
+    kept = draw(st.lists(kinds, min_size=layers, max_size=layers))
+    return {**MAMBA, "layers_block_type": kept, "sliding_window": None, "tie_word_embeddings": False}
+
+
 def config_of(family: str, draw: Any) -> dict[str, Any]:
     """A small random ``config.json`` with the fields of all families; each takes its own."""
     groups = draw(st.sampled_from([1, 2, 4]))
@@ -47,12 +54,6 @@ def config_of(family: str, draw: Any) -> dict[str, Any]:
     full_width = family in ("olmo2", "olmoe", "phi3", "granite", "smollm3")
     hidden = heads * head_dim if full_width else draw(st.sampled_from([8, 12, 16]))
     latent = family.startswith("deepseek")
-    states: dict[str, Any] = {}
-    if family == "nemotron_h":
-        kinds = st.sampled_from(["mamba", "moe", "attention", "mlp"])
-        kept = draw(st.lists(kinds, min_size=layers, max_size=layers))
-        states = {**MAMBA, "layers_block_type": kept, "sliding_window": None}
-        states["tie_word_embeddings"] = False
     return {
         "model_type": family,
         "vocab_size": draw(st.integers(5, 30)),
@@ -100,7 +101,7 @@ def config_of(family: str, draw: Any) -> dict[str, Any]:
         "residual_multiplier": 0.5,
         "logits_scaling": 2.0,
         "moe_shared_expert_intermediate_size": 12,
-        **states,
+        **(of_states(layers, draw) if family == "nemotron_h" else {}),
     }
 
 

@@ -16,6 +16,7 @@ from torch.nn.functional import silu, softplus
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.delta_rule import delta_rule
 from mca_models.megatron.families.kernels import kernel_of
+from mca_models.megatron.families.linears import normed_linears
 from mca_models.megatron.families.whole_sequences import convolved, of_whole_sequences
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.names import Implementation
@@ -47,17 +48,7 @@ def delta_net_spec(config: McaModelConfig, implementation: Implementation) -> Sp
     from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    if implementation == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import (
-            TELayerNormColumnParallelLinear,
-            TERowParallelLinear,
-        )
-
-        column, row = TELayerNormColumnParallelLinear, TERowParallelLinear
-    else:
-        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-
-        column, row = ColumnParallelLinear, RowParallelLinear
+    column, row = normed_linears(implementation)
     submodules = GatedDeltaNetSubmodules(in_proj=column, out_norm=HeadNorm, out_proj=row)
     module = _module(config.linear_beta_factor, config.linear_norm_epsilon or config.layernorm_epsilon)
     return ModuleSpec(module=module, submodules=submodules)

@@ -2,12 +2,14 @@
 
 import math
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from mca_config.model_config import McaModelConfig
+from mca_config.types import Typed
 from mca_models.megatron.families.delta_rule import delta_rule
 from mca_models.megatron.families.gated_delta_net import HeadNorm
 from mca_models.megatron.families.kernels import kernel_of
@@ -85,98 +87,98 @@ def _sharded(
     return state
 
 
+class KimiDelta(torch.nn.Module):
+    """The block; its norm stands before it, in the layer. `_module` makes it one of Megatron's modules."""
+
+    column: ClassVar[Typed]
+    row: ClassVar[Typed]
+
+    def __init__(
+        self,
+        config: MegatronConfig,
+        submodules: object = None,
+        layer_number: int = 1,
+        *,
+        pg_collection: GroupCollection,
+        **_: object,
+    ) -> None:
+        super().__init__(config)
+        self.groups, self.width = pg_collection, config.linear_key_head_dim
+        self.heads = config.linear_num_key_heads // self.groups.tp.size()
+        rows, width = config.linear_num_key_heads * self.width, self.width
+        plain = {"config": config, "bias": False, "is_expert": False, "tp_group": self.groups.tp}
+        first = {
+            **plain,
+            "init_method": config.init_method,
+            "gather_output": False,
+            "skip_bias_add": False,
+        }
+        hidden = config.hidden_size
+        self.in_proj = self.column(hidden, 3 * rows + config.linear_num_key_heads, **first)
+        self.gates_down = GatesDown(hidden, 2 * width, config=config, init_method=config.init_method)
+        self.fade_up, self.gate_up = (self.column(width, rows, **first) for _ in range(2))
+        self._own_parameters(config)
+        self.out_norm = HeadNorm(config, width, config.layernorm_epsilon)
+        last = {"init_method": config.output_layer_init_method, "input_is_parallel": True}
+        self.out_proj = self.row(rows, hidden, **plain, **last, skip_bias_add=True)
+
+    def _own_parameters(self, config: MegatronConfig) -> None:
+        share, dtype = self.heads * self.width, config.params_dtype
+        self.conv1d = torch.nn.Conv1d(
+            3 * share, 3 * share, config.linear_conv_kernel_dim, groups=3 * share, bias=False, dtype=dtype
+        )
+        self.conv1d.weight = cut_parameter(tuple(self.conv1d.weight.shape), dtype)
+        self.dt_bias, self.A_log = cut_parameter((share,), dtype), cut_parameter((self.heads,), dtype)
+        if config.perform_initialization:
+            with torch.no_grad():
+                self.conv1d.reset_parameters()
+                self.A_log.uniform_(1, 16).log_()
+                step = self.dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
+                step.add_(torch.log(-torch.expm1(-step)))
+        self.rule = kernel_of("chunk_kda", config)
+        self.convolution = kernel_of("causal_conv1d_fn", config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: object = None,
+        *,
+        packed_seq_params: PackedSeqParams = None,
+        **_: object,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``[s / cp, b, hidden]`` to the same; all other arguments of an attention are of no consequence."""
+        projected, _ = self.in_proj(hidden_states)
+        down, _ = self.gates_down(hidden_states)
+        fade, gate = (up(x)[0] for up, x in zip((self.fade_up, self.gate_up), down.chunk(2, -1), strict=True))
+        mixed = torch.cat([projected, fade, gate], -1)
+        out = of_whole_sequences(self._sequence, mixed, packed_seq_params, self.groups.cp)
+        return self.out_proj(out)  # type: ignore[no-any-return]
+
+    def _sequence(self, mixed: Tensor) -> Tensor:
+        """One whole sequence ``[s, b, q k v b fade gate]`` to normalised, gated values ``[s, b, v]``."""
+        share = self.heads * self.width
+        qkv, beta, fade, gate = mixed.split([3 * share, self.heads, share, share], -1)
+        qkv = convolved(qkv.permute(1, 2, 0), self.conv1d, self.convolution).transpose(1, 2)
+        query, key, value = (x.unflatten(-1, (-1, self.width)) for x in qkv.chunk(3, -1))
+        steps = softplus(fade.float() + self.dt_bias.float()).unflatten(-1, (-1, self.width))
+        decay = -self.A_log.float().exp().unsqueeze(-1) * steps
+        out = delta_rule(query, key, value, decay.transpose(0, 1), beta.sigmoid().transpose(0, 1), self.rule)
+        normal = self.out_norm(out.transpose(0, 1).float()).flatten(2)
+        gated: Tensor = (normal * gate.float().sigmoid()).to(mixed.dtype)
+        return gated
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[object, ...] = (),
+        metadata: ShardedState | None = None,
+    ) -> ShardedState:
+        """For Megatron's distributed checkpoint: the parts of the projection and the convolution one by one."""
+        return _sharded(self, prefix, sharded_offsets, metadata)
+
+
 @cache
 def _module(column: type, row: type) -> type:
     from megatron.core.transformer.module import MegatronModule as Module
 
-    class KimiDelta(Module):  # type: ignore[misc]
-        """The block; its norm stands before it, in the layer."""
-
-        def __init__(
-            self,
-            config: MegatronConfig,
-            submodules: object = None,
-            layer_number: int = 1,
-            *,
-            pg_collection: GroupCollection,
-            **_: object,
-        ) -> None:
-            super().__init__(config)
-            self.groups, self.width = pg_collection, config.linear_key_head_dim
-            self.heads = config.linear_num_key_heads // self.groups.tp.size()
-            rows, width = config.linear_num_key_heads * self.width, self.width
-            plain = {"config": config, "bias": False, "is_expert": False, "tp_group": self.groups.tp}
-            first = {
-                **plain,
-                "init_method": config.init_method,
-                "gather_output": False,
-                "skip_bias_add": False,
-            }
-            hidden = config.hidden_size
-            self.in_proj = column(hidden, 3 * rows + config.linear_num_key_heads, **first)
-            self.gates_down = GatesDown(hidden, 2 * width, config=config, init_method=config.init_method)
-            self.fade_up, self.gate_up = (column(width, rows, **first) for _ in range(2))
-            self._own_parameters(config)
-            self.out_norm = HeadNorm(config, width, config.layernorm_epsilon)
-            last = {"init_method": config.output_layer_init_method, "input_is_parallel": True}
-            self.out_proj = row(rows, hidden, **plain, **last, skip_bias_add=True)
-
-        def _own_parameters(self, config: MegatronConfig) -> None:
-            share, dtype = self.heads * self.width, config.params_dtype
-            self.conv1d = torch.nn.Conv1d(
-                3 * share, 3 * share, config.linear_conv_kernel_dim, groups=3 * share, bias=False, dtype=dtype
-            )
-            self.conv1d.weight = cut_parameter(tuple(self.conv1d.weight.shape), dtype)
-            self.dt_bias, self.A_log = cut_parameter((share,), dtype), cut_parameter((self.heads,), dtype)
-            if config.perform_initialization:
-                with torch.no_grad():
-                    self.conv1d.reset_parameters()
-                    self.A_log.uniform_(1, 16).log_()
-                    step = self.dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
-                    step.add_(torch.log(-torch.expm1(-step)))
-            self.rule = kernel_of("chunk_kda", config)
-            self.convolution = kernel_of("causal_conv1d_fn", config)
-
-        def forward(
-            self,
-            hidden_states: Tensor,
-            attention_mask: object = None,
-            *,
-            packed_seq_params: PackedSeqParams = None,
-            **_: object,
-        ) -> tuple[Tensor, Tensor | None]:
-            """``[s / cp, b, hidden]`` to the same; all other arguments of an attention are of no consequence."""
-            projected, _ = self.in_proj(hidden_states)
-            down, _ = self.gates_down(hidden_states)
-            fade, gate = (
-                up(x)[0] for up, x in zip((self.fade_up, self.gate_up), down.chunk(2, -1), strict=True)
-            )
-            mixed = torch.cat([projected, fade, gate], -1)
-            out = of_whole_sequences(self._sequence, mixed, packed_seq_params, self.groups.cp)
-            return self.out_proj(out)  # type: ignore[no-any-return]
-
-        def _sequence(self, mixed: Tensor) -> Tensor:
-            """One whole sequence ``[s, b, q k v b fade gate]`` to normalised, gated values ``[s, b, v]``."""
-            share = self.heads * self.width
-            qkv, beta, fade, gate = mixed.split([3 * share, self.heads, share, share], -1)
-            qkv = convolved(qkv.permute(1, 2, 0), self.conv1d, self.convolution).transpose(1, 2)
-            query, key, value = (x.unflatten(-1, (-1, self.width)) for x in qkv.chunk(3, -1))
-            steps = softplus(fade.float() + self.dt_bias.float()).unflatten(-1, (-1, self.width))
-            decay = -self.A_log.float().exp().unsqueeze(-1) * steps
-            out = delta_rule(
-                query, key, value, decay.transpose(0, 1), beta.sigmoid().transpose(0, 1), self.rule
-            )
-            normal = self.out_norm(out.transpose(0, 1).float()).flatten(2)
-            gated: Tensor = (normal * gate.float().sigmoid()).to(mixed.dtype)
-            return gated
-
-        def sharded_state_dict(
-            self,
-            prefix: str = "",
-            sharded_offsets: tuple[object, ...] = (),
-            metadata: ShardedState | None = None,
-        ) -> ShardedState:
-            """For Megatron's distributed checkpoint: the parts of the projection and the convolution one by one."""
-            return _sharded(self, prefix, sharded_offsets, metadata)
-
-    return KimiDelta
+    return type("KimiDelta", (KimiDelta, Module), {"column": column, "row": row})

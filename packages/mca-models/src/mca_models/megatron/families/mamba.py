@@ -13,6 +13,7 @@ from torch.nn.functional import silu, softplus
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
 from mca_models.megatron.families.kernels import kernel_of
+from mca_models.megatron.families.linears import normed_linears
 from mca_models.megatron.families.state_space import state_space_layer
 from mca_models.megatron.families.whole_sequences import convolved, of_whole_sequences
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
@@ -43,21 +44,107 @@ class GatedNorm(torch.nn.Module):
         return scaled
 
 
+class Mamba(torch.nn.Module):
+    """A state space layer of one tensor rank's heads; `_module` makes it one of Megatron's modules."""
+
+    dt_bias: Tensor
+    A_log: Tensor
+    D: Tensor
+
+    def __init__(
+        self, config: MegatronConfig, model: McaModelConfig, column: Typed, row: Typed, **options: Typed
+    ) -> None:
+        super().__init__(config)
+        self.groups_of_ranks = options["pg_collection"]
+        tp, sizes = self.groups_of_ranks.tp.size(), segments(model)
+        self.sizes = [size // tp for size in sizes]
+        self.groups, self.least_step = (model.mamba_num_groups or 1) // tp, model.mamba_least_step
+        linear = {
+            "config": config,
+            "bias": False,
+            "is_expert": False,
+            "tp_group": self.groups_of_ranks.tp,
+        }
+        self.in_proj = column(
+            model.hidden_size,
+            sum(sizes),
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **linear,
+        )
+        channels, kernel = sum(self.sizes[1:4]), model.mamba_conv_kernel_dim or 1
+        self.conv1d = torch.nn.Conv1d(
+            channels,
+            channels,
+            kernel,
+            groups=channels,
+            bias=model.mamba_conv_bias,
+            dtype=config.params_dtype,
+        )
+        self.convolution = kernel_of("causal_conv1d_fn", config)
+        self.scan = kernel_of("mamba_chunk_scan_combined", config)
+        for name in _HEADS:
+            setattr(self, name, cut_parameter((self.sizes[4],), config.params_dtype))
+        self.norm = GatedNorm(config, self.sizes[0], self.groups)
+        self.out_proj = row(
+            sizes[0],
+            model.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **linear,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: object = None,
+        *,
+        packed_seq_params: PackedSeqParams = None,
+        **_: object,
+    ) -> WithBias:
+        """``[s / cp, b, hidden]`` to the same; all other arguments of an attention are of no consequence."""
+        mixed, _ = self.in_proj(hidden_states)
+        group = self.groups_of_ranks.cp
+        out = of_whole_sequences(self._sequence, mixed, packed_seq_params, group)
+        return self.out_proj(out)  # type: ignore[no-any-return]
+
+    def _sequence(self, mixed: Tensor) -> Tensor:
+        """One whole sequence of projections ``[s, b, z x B C dt]`` to normalised, gated values ``[s, b, x]``."""
+        inside, _, states, _, count = self.sizes
+        gate, convolving, step = mixed.split([inside, inside + 2 * states, count], -1)
+        mixed_in = convolved(convolving.permute(1, 2, 0), self.conv1d, self.convolution).transpose(1, 2)
+        x, into, read = mixed_in.split([inside, states, states], -1)
+        step = softplus(step.float() + self.dt_bias.float()).clamp(min=self.least_step).transpose(0, 1)
+        into, read = (part.unflatten(-1, (self.groups, -1)) for part in (into, read))
+        rate, x = -self.A_log.float().exp(), x.unflatten(-1, (count, -1))
+        out = state_space_layer(x, step, rate, into, read, self.D.float(), self.scan)
+        return self.norm(out.transpose(0, 1).flatten(2), gate).to(mixed.dtype)  # type: ignore[no-any-return]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
+    ) -> ShardedState:
+        """What Megatron's distributed checkpoint holds: fused tensors in their parts, whatever ranks cut them."""
+        from megatron.core.ssm.mamba_mixer import _split_tensor_factory
+        from megatron.core.transformer.module import MegatronModule
+
+        found: ShardedState = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        cut = sharded_state(self, prefix, sharded_offsets, dict.fromkeys(_CUT, 0))
+        found |= {key: value for key, value in cut.items() if key.removeprefix(prefix) in _CUT}
+        for name, parts in _FUSED.items():
+            if (key := f"{prefix}{name}") in found:
+                found[key] = _split_tensor_factory(found[key], self.sizes[parts], list(_PARTS[parts]), 0)
+        return found
+
+
 def mamba_spec(implementation: Implementation, config: McaModelConfig) -> Spec:
     """The spec of a state space layer of ``config``."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    if implementation == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import (
-            TELayerNormColumnParallelLinear,
-            TERowParallelLinear,
-        )
-
-        column, row = TELayerNormColumnParallelLinear, TERowParallelLinear
-    else:
-        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-
-        column, row = ColumnParallelLinear, RowParallelLinear
+    column, row = normed_linears(implementation)
     return ModuleSpec(module=_module(), params={"model": config, "column": column, "row": row})
 
 
@@ -65,94 +152,4 @@ def mamba_spec(implementation: Implementation, config: McaModelConfig) -> Spec:
 def _module() -> type:
     from megatron.core.transformer.module import MegatronModule
 
-    class Mamba(MegatronModule):  # type: ignore[misc]
-        """A state space layer of one tensor rank's heads."""
-
-        def __init__(
-            self, config: MegatronConfig, model: McaModelConfig, column: Typed, row: Typed, **options: Typed
-        ) -> None:
-            super().__init__(config)
-            self.groups_of_ranks = options["pg_collection"]
-            tp, sizes = self.groups_of_ranks.tp.size(), segments(model)
-            self.sizes = [size // tp for size in sizes]
-            self.groups, self.least_step = (model.mamba_num_groups or 1) // tp, model.mamba_least_step
-            linear = {
-                "config": config,
-                "bias": False,
-                "is_expert": False,
-                "tp_group": self.groups_of_ranks.tp,
-            }
-            self.in_proj = column(
-                model.hidden_size,
-                sum(sizes),
-                init_method=config.init_method,
-                gather_output=False,
-                skip_bias_add=False,
-                tp_comm_buffer_name="fc1",
-                **linear,
-            )
-            channels, kernel = sum(self.sizes[1:4]), model.mamba_conv_kernel_dim or 1
-            self.conv1d = torch.nn.Conv1d(
-                channels,
-                channels,
-                kernel,
-                groups=channels,
-                bias=model.mamba_conv_bias,
-                dtype=config.params_dtype,
-            )
-            self.convolution = kernel_of("causal_conv1d_fn", config)
-            self.scan = kernel_of("mamba_chunk_scan_combined", config)
-            for name in _HEADS:
-                setattr(self, name, cut_parameter((self.sizes[4],), config.params_dtype))
-            self.norm = GatedNorm(config, self.sizes[0], self.groups)
-            self.out_proj = row(
-                sizes[0],
-                model.hidden_size,
-                init_method=config.output_layer_init_method,
-                input_is_parallel=True,
-                skip_bias_add=True,
-                tp_comm_buffer_name="fc2",
-                **linear,
-            )
-
-        def forward(
-            self,
-            hidden_states: Tensor,
-            attention_mask: object = None,
-            *,
-            packed_seq_params: PackedSeqParams = None,
-            **_: object,
-        ) -> WithBias:
-            """``[s / cp, b, hidden]`` to the same; all other arguments of an attention are of no consequence."""
-            mixed, _ = self.in_proj(hidden_states)
-            group = self.groups_of_ranks.cp
-            out = of_whole_sequences(self._sequence, mixed, packed_seq_params, group)
-            return self.out_proj(out)  # type: ignore[no-any-return]
-
-        def _sequence(self, mixed: Tensor) -> Tensor:
-            """One whole sequence of projections ``[s, b, z x B C dt]`` to normalised, gated values ``[s, b, x]``."""
-            inside, _, states, _, count = self.sizes
-            gate, convolving, step = mixed.split([inside, inside + 2 * states, count], -1)
-            mixed_in = convolved(convolving.permute(1, 2, 0), self.conv1d, self.convolution).transpose(1, 2)
-            x, into, read = mixed_in.split([inside, states, states], -1)
-            step = softplus(step.float() + self.dt_bias.float()).clamp(min=self.least_step).transpose(0, 1)
-            into, read = (part.unflatten(-1, (self.groups, -1)) for part in (into, read))
-            rate, x = -self.A_log.float().exp(), x.unflatten(-1, (count, -1))
-            out = state_space_layer(x, step, rate, into, read, self.D.float(), self.scan)
-            return self.norm(out.transpose(0, 1).flatten(2), gate).to(mixed.dtype)  # type: ignore[no-any-return]
-
-        def sharded_state_dict(
-            self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
-        ) -> ShardedState:
-            """What Megatron's distributed checkpoint holds: fused tensors in their parts, whatever ranks cut them."""
-            from megatron.core.ssm.mamba_mixer import _split_tensor_factory
-
-            found: ShardedState = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-            cut = sharded_state(self, prefix, sharded_offsets, dict.fromkeys(_CUT, 0))
-            found |= {key: value for key, value in cut.items() if key.removeprefix(prefix) in _CUT}
-            for name, parts in _FUSED.items():
-                if (key := f"{prefix}{name}") in found:
-                    found[key] = _split_tensor_factory(found[key], self.sizes[parts], list(_PARTS[parts]), 0)
-            return found
-
-    return Mamba
+    return type("Mamba", (Mamba, MegatronModule), {})
