@@ -127,3 +127,12 @@ def test_a_print_is_caught_except_in_a_command_line():
 def test_a_wrong_export_list_is_caught(names):
     assert wrong_exports(Source("m", f"a = b = 1\n__all__ = {names}\n"))
     assert not wrong_exports(Source("m", 'a = B = 1\n__all__ = ["B", "a"]\n'))
+
+
+def test_every_stage_of_ci_has_its_command() -> None:
+    """A stage is a function of the script once, or a program."""
+    script = (ROOT / ".ci" / "run").read_text()
+    functions = re.findall(r"^(\w+)\(\) \{", script, re.MULTILINE)
+    commands = re.findall(r'^ *stage ".*" (\S+)', script, re.MULTILINE)
+    assert len(functions) == len(set(functions))
+    assert len(commands) > 8 and set(commands) <= {*functions, "uv", "timeout"}

@@ -42,3 +42,44 @@ def test_a_source_that_is_cut_off_is_named(how: str, keep: int, tiny, tmp_path: 
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("\n") == 1 and str(weights) in done.stderr and "changed" in done.stderr
     assert not output.parent.exists()
+
+
+BOTH = """
+import ctypes, itertools, mmap, os, sys, threading
+from mca_convert import mapped
+
+size = 2 * mmap.PAGESIZE
+handle = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+os.ftruncate(handle, size)
+read = mmap.mmap(handle, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+start = ctypes.addressof(ctypes.c_char.from_buffer(read))
+os.ftruncate(handle, 0)
+told, arrived, order, file_at = [], threading.Barrier(2), itertools.count(), mapped._file_at
+given = threading.Event()
+
+def one_after_the_other(address):
+    if (turn := next(order)) < 2:
+        arrived.wait(60)  # both threads have read where nothing is
+        if turn == 1:
+            given.wait(60)
+    return file_at(address)
+
+def tell(error):
+    told.append(str(error))
+    given.set()
+
+mapped._file_at = one_after_the_other
+with mapped.cut_files_told(tell):
+    threads = [threading.Thread(target=ctypes.string_at, args=(start, 1)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ctypes.string_at(start + mmap.PAGESIZE, 1)
+assert len(told) == 2, told
+os._exit(0)
+"""
+
+
+def test_two_threads_may_read_one_page_that_is_gone(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", BOTH, str(tmp_path / "cut")], check=True)

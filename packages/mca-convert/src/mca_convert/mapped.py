@@ -43,18 +43,19 @@ def cut_files_told(tell: Callable[[McaError], None]) -> Iterator[None]:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
     before = _Action()
+    given: set[int] = set()  # pages of zeros: another thread may have read there before they were
 
     def touched(number: int, info: int, _context: int) -> None:
         address = ctypes.c_uint64.from_address(info + _ADDRESS_OFFSET).value
         code = ctypes.c_int.from_address(info + _CODE_OFFSET).value
+        page = address & -mmap.PAGESIZE
         file = _file_at(address) if code == _BUS_ADRERR else None
         if file is None:
-            libc.sigaction(
-                signal.SIGBUS, ctypes.byref(before), None
-            )  # not ours: it comes again, to whoever was there
+            if page not in given:  # not ours: it comes again, to whoever was there
+                libc.sigaction(signal.SIGBUS, ctypes.byref(before), None)
             return
-        page = address & -mmap.PAGESIZE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        given.add(page)
         libc.mmap(page, mmap.PAGESIZE, mmap.PROT_READ, flags, -1, 0)
         tell(
             McaError(
