@@ -82,7 +82,7 @@ MODELS: dict[str, Values] = {
     | {"layer_types": (["linear_attention"] * 3 + ["full_attention"])},
     "state space": _BASE
     | {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "hidden_act": None}
-    | {"mamba_num_heads": 32, "mamba_head_dim": 64, "n_groups": 4, "ssm_state_size": 64}
+    | {"mamba_num_heads": 32, "mamba_head_dim": 64, "n_groups": 1, "ssm_state_size": 64}
     | {"hybrid_override_pattern": "MM*-"},
     "images": {
         "model_type": "qwen3_vl",

@@ -128,6 +128,7 @@ OTHERS = ("qwen3_5_text", "gemma3-two-ropes", "olmo2", "exaone4")
 MOE_OTHERS = ("deepseek_v2", "gpt_oss", "deepseek_v3-choice", "minimax_m2", "qwen3_next", "glm4_moe_lite")
 GRID += spread(DENSE if EVERY else OTHERS, DENSE_LAYOUTS[1:])
 GRID += spread(MOE if EVERY else MOE_OTHERS, MOE_LAYOUTS[1:])
+OF_SHARED_GROUPS = ("bamba", "tp4")  # two tensor ranks for each group of heads with states
 RESEMBLING = ("deepseek_v2-no-q-lora", "exaone4", "glm4_moe_lite", "minimax_m2", "olmoe", "phi3-long")
 ALIKE_GRID = spread(ALIKE_DENSE, DENSE_LAYOUTS) + spread(ALIKE_MOE, MOE_LAYOUTS)
 # by default on two ranks, on which they cost a third
@@ -135,7 +136,10 @@ WIDE = [] if EVERY else [(case, layout) for case, layout in ALIKE_GRID if world_
 GRID += ALIKE_GRID + [(case, "tp2ep2etp1" if is_sparse(case) else "tp2sp") for case, _ in WIDE]
 # and of those on four ranks the ones whose parts another one has
 WIDE += [] if EVERY else [pair for pair in GRID if pair[0] in RESEMBLING and world_size(pair[1]) > 2]
-GRID = [(case, layout) for case, layout in GRID if not (case in UNCUT and "etp2" in layout)]
+WIDE += [OF_SHARED_GROUPS]
+GRID = [
+    (case, layout) for case, layout in [*GRID, OF_SHARED_GROUPS] if not (case in UNCUT and "etp2" in layout)
+]
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +176,7 @@ def test_packed_equals_separate(layout: str, tmp_path: Path) -> None:
 SAVED = [
     ("qwen3_next", "tp2ep2etp1"),
     ("qwen3_5_text", "tp2pp2vpp2"),
-    ("nemotron_h-dense", "tp2"),
+    ("granitemoehybrid-dense", "tp2"),
     ("phi3-long", "tp2"),
     ("gpt_oss", "ep2"),
 ]

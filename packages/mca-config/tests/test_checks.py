@@ -89,7 +89,16 @@ def test_what_fits(more: dict[str, Any], sizes: ParallelLayout, world: int | Non
         ),
         ({**EXPERTS, "add_bias_linear": True}, layout(tp=2), ["biases", "expert_tensor_parallel_size to 1"]),
         ({"linear_num_key_heads": 2}, layout(tp=4), ["linear_num_key_heads 2"]),
-        ({"mamba_num_groups": 1, "mamba_num_heads": 8}, layout(tp=2), ["mamba_num_groups 1"]),
+        (
+            {"mamba_num_groups": 3, "mamba_num_heads": 6, "mamba_state_dim": 4},
+            layout(tp=2),
+            ["mamba_num_groups 3 is neither a multiple nor a divisor"],
+        ),
+        (
+            {"mamba_num_groups": 1, "mamba_num_heads": 8, "mamba_state_dim": 5},
+            layout(tp=2),
+            ["mamba_num_groups x mamba_state_dim 5"],
+        ),
         (
             {"linear_num_key_heads": 4, "linear_num_value_heads": 6},
             layout(tp=4),

@@ -145,6 +145,7 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {
             **{**BAMBA, **GRANITE, "layer_types": ["linear_attention", "full_attention"] * 2},
+            "mamba_n_groups": 1,
             **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
         },
     ),
@@ -153,6 +154,7 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **{**BAMBA, **GRANITE, "layer_types": ["full_attention", "linear_attention"] * 2},
             **{"shared_intermediate_size": 40, "position_embedding_type": "rope", "num_local_experts": 0},
+            "mamba_n_groups": 1,
         },
     ),
     "arcee": ("arcee", {"hidden_act": "relu2"}),

@@ -46,7 +46,7 @@ MAMBA: dict[str, Any] = {
     **{"time_step_min": 0.6, "layer_norm_epsilon": 1e-3, "head_dim": 8},  # steps of this size are shorter
 }
 BAMBA: dict[str, Any] = {
-    **{"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 5, "mamba_d_conv": 3, "head_dim": 8},
+    **{"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3, "head_dim": 8},
     "time_step_limit": [0.6, math.inf],
 }
 SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 24}

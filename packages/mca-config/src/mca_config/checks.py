@@ -138,12 +138,25 @@ def _heads(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
         "linear_num_key_heads": model.linear_num_key_heads,
         "linear_num_value_heads": model.linear_num_value_heads,
         "mamba_num_heads": model.mamba_num_heads,
-        "mamba_num_groups": model.mamba_num_groups,
     }
     for name, heads in linear.items():
         if heads is not None:
             problems += _indivisible(name, heads, "tensor_model_parallel_size", layout.tp)
-    return problems + _few_groups(model, layout)
+    return problems + _few_groups(model, layout) + _groups_of_states(model, layout)
+
+
+def _groups_of_states(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
+    """A tensor rank of state space layers holds whole groups of heads, or heads of one group."""
+    tp, groups = layout.tp, model.mamba_num_groups
+    if groups is None or groups % tp == 0:
+        return []
+    if tp % groups:
+        return [
+            f"mamba_num_groups {groups} is neither a multiple nor a divisor of tensor_model_parallel_size {tp}; "
+            "change tensor_model_parallel_size"
+        ]
+    rows = groups * (model.mamba_state_dim or 0)
+    return _indivisible("mamba_num_groups x mamba_state_dim", rows, "tensor_model_parallel_size", tp)
 
 
 def _few_groups(model: McaModelConfig, layout: ParallelLayout) -> list[str]:

@@ -157,12 +157,13 @@ def state_space(config: McaModelConfig, sizes: Sizes) -> list[Line]:
     tp, tokens, width = sizes.layout.tp, sizes.tokens, sizes.width
     heads, state = (config.mamba_num_heads or 0) / tp, config.mamba_state_dim or 0
     inside = heads * (config.mamba_head_dim or 0)
-    states = (config.mamba_num_groups or 0) / tp * state
+    groups = (config.mamba_num_groups or 0) / tp
+    states, own = max(groups, 1) * state, groups * state
     net = "mca_models/megatron/families/mamba.py: forward"
     space = "mca_models/megatron/families/state_space.py: state_space"
-    beside = tokens * (inside + 4 * states + heads) * SINGLE if width == SINGLE else 0.0
+    beside = tokens * (inside + 4 * own + heads) * SINGLE if width == SINGLE else 0.0
     return [
-        Line("convolution: padded, and its output", tokens * (inside + 2 * states) * 2 * width, net),
+        Line("convolution: padded, and its output", tokens * (inside + 2 * own) * 2 * width, net),
         Line("inputs, and inputs times steps", tokens * inside * 2 * SINGLE, net),
         Line("what lies beside gate and inputs, of which no copies are made", beside, net),
         Line("gate, activated and not, and output", tokens * inside * (5 * SINGLE + width), net),

@@ -189,7 +189,8 @@ class Speed:
         width, state = config.mamba_head_dim or 0, config.mamba_state_dim or 0
         inside, states = heads * width, (config.mamba_num_groups or 0) * state
         weights = config.hidden_size * (3 * inside + 2 * states + heads) / tp
-        flops = 2 * sizes.tokens * (CHUNK * (inside + states) + 2 * inside * state) / tp
+        shared = max(states, tp * state)  # ranks with heads of one group compute the same
+        flops = 2 * sizes.tokens * (CHUNK * (inside + shared) + 2 * inside * state) / tp
         return weights, flops / (self.hardware.device.tflops * 1e12 * self.hardware.efficiency.attention)
 
     def _attention(self) -> tuple[float, float]:

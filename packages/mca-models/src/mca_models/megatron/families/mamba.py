@@ -1,13 +1,15 @@
 """A state space layer (Mamba 2) in the place of attention, in plain torch or by the kernel of mamba-ssm.
 
 Megatron's own needs kernels that only CUDA has. Its parameters, their names and the parts of its distributed checkpoint
-are kept. Tensor ranks hold groups of heads; context parallelism gathers the projected tokens.
+are kept. Tensor ranks hold groups of heads, or heads of a group: these cut what they share, B and C, among
+themselves and gather it for each token. Context parallelism gathers the projected tokens.
 """
 
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import silu, softplus
 
 from mca_config.model_config import McaModelConfig
@@ -28,18 +30,44 @@ _FUSED = {"in_proj.weight": slice(None), "conv1d.weight": slice(1, 4), "conv1d.b
 """Which of the parts lie in a tensor."""
 
 
+class HeadGroups:
+    """The groups that one tensor rank's heads belong to.
+
+    Args:
+        count: Groups of the model, a multiple or a divisor of the ranks.
+        ranks: All tensor ranks.
+    """
+
+    def __init__(self, count: int, ranks: ProcessGroup) -> None:
+        self.every_rank, self.here = ranks, max(count // ranks.size(), 1)
+        self.sharing = max(ranks.size() // count, 1)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """``[..., n]`` of each rank that shares this one's group, as ``[..., ranks, n]``."""
+        if self.sharing == 1:
+            return x.unsqueeze(-2)
+        from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+
+        ranks = self.every_rank
+        every = all_gather_last_dim_from_tensor_parallel_region(x.contiguous(), group=ranks)
+        first = ranks.rank() // self.sharing * self.sharing
+        shared: Tensor = every.unflatten(-1, (ranks.size(), -1)).narrow(-2, first, self.sharing)
+        return shared
+
+
 class GatedNorm(torch.nn.Module):
     """RMSNorm of the channels of each group of heads, after they are multiplied by their gate."""
 
-    def __init__(self, config: MegatronConfig, channels: int, groups: int) -> None:
+    def __init__(self, config: MegatronConfig, channels: int, groups: HeadGroups) -> None:
         super().__init__()
         self.groups, self.eps = groups, config.layernorm_epsilon
         self.weight = cut_parameter((channels,), config.params_dtype)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """``[..., channels]`` in fp32."""
-        gated = (x * silu(gate.float())).unflatten(-1, (self.groups, -1))
-        normal = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.eps)
+        gated = (x * silu(gate.float())).unflatten(-1, (self.groups.here, -1))
+        means = self.groups.gathered(gated.square().mean(-1)).mean(-2)
+        normal = gated * torch.rsqrt(means.unsqueeze(-1) + self.eps)
         scaled: Tensor = self.weight * normal.flatten(-2)
         return scaled
 
@@ -58,7 +86,8 @@ class Mamba(torch.nn.Module):
         self.groups_of_ranks = options["pg_collection"]
         tp, sizes = self.groups_of_ranks.tp.size(), segments(model)
         self.sizes = [size // tp for size in sizes]
-        self.groups, self.least_step = (model.mamba_num_groups or 1) // tp, model.mamba_least_step
+        self.groups = HeadGroups(model.mamba_num_groups or 1, self.groups_of_ranks.tp)
+        self.least_step = model.mamba_least_step
         linear = {
             "config": config,
             "bias": False,
@@ -117,9 +146,10 @@ class Mamba(torch.nn.Module):
         inside, _, states, _, count = self.sizes
         gate, convolving, step = mixed.split([inside, inside + 2 * states, count], -1)
         mixed_in = convolved(convolving.permute(1, 2, 0), self.conv1d, self.convolution).transpose(1, 2)
-        x, into, read = mixed_in.split([inside, states, states], -1)
+        x, shared = mixed_in.split([inside, 2 * states], -1)
+        into, read = self.groups.gathered(shared).unflatten(-1, (2, -1)).unbind(-2)
         step = softplus(step.float() + self.dt_bias.float()).clamp(min=self.least_step).transpose(0, 1)
-        into, read = (part.unflatten(-1, (self.groups, -1)) for part in (into, read))
+        into, read = (part.flatten(-2).unflatten(-1, (self.groups.here, -1)) for part in (into, read))
         rate, x = -self.A_log.float().exp(), x.unflatten(-1, (count, -1))
         out = state_space_layer(x, step, rate, into, read, self.D.float(), self.scan)
         return self.norm(out.transpose(0, 1).flatten(2), gate).to(mixed.dtype)  # type: ignore[no-any-return]
