@@ -11,7 +11,7 @@ from tiny_hf import save
 from mca_convert.cli import main
 from mca_models.opening import open_checkpoint
 from mca_models.quantised import blocks
-from mca_models.quantised.tile import TILE_BYTES
+from mca_models.quantised.tile import BLOCK, TILE_BYTES
 from mca_models.storage.safetensors import TensorInfo, read_header
 
 SIZES = {"hidden_size": 160, "intermediate_size": 272}
@@ -111,6 +111,22 @@ def test_rounding_is_to_the_nearest_even() -> None:
     values, scales = blocks.quantised("w", weight)
     assert (scales == 1).all()
     assert np.array_equal(values.view(np.uint8), weight.astype(E4M3).view(np.uint8))
+
+
+@pytest.mark.parametrize("exponent", [0, 35, 36, 127, 140, 141, 254])
+def test_every_number_of_bfloat16_is_divided_by_every_scale(exponent: int) -> None:
+    """Blocks with each largest number of an exponent, and all numbers below it by up to 2**128."""
+    largest = np.arange(exponent << 7, (exponent + 1) << 7)
+    blocks_of = np.maximum(largest - np.arange(BLOCK * BLOCK)[:, None], 0).astype(np.uint16)
+    blocks_of[1::2] |= 0x8000
+    wide = np.zeros((BLOCK, 128 * BLOCK + 5), np.uint16)  # and some that are no whole block
+    wide[:, :-5] = blocks_of.reshape(BLOCK, BLOCK, 128).swapaxes(1, 2).reshape(BLOCK, -1)
+    weight = wide.view(ml_dtypes.bfloat16)
+    values, scales = blocks.quantised("w", weight)
+    tops = (np.append(largest, 0).astype(np.uint32) << 16).view(np.float32)
+    assert np.array_equal(scales[0], np.where(tops, tops / np.float32(448), 1))
+    right = weight.astype(np.float32) / np.repeat(scales, BLOCK, 1)[:, : weight.shape[1]]
+    assert np.array_equal(values.view(np.uint8), right.astype(E4M3).view(np.uint8))
 
 
 def test_zeros_and_values_that_are_not_finite(tmp_path: Path) -> None:
