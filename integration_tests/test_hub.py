@@ -14,6 +14,15 @@ from train_cases import tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
+CONFIGURATIONS = """---
+configs:
+- config_name: default
+  data_files: train.jsonl
+- config_name: other
+  data_files: other.jsonl
+---
+"""
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
@@ -184,6 +193,8 @@ def test_rows_of_a_dataset_are_read_by_its_id_and_by_addresses(tmp_path, monkeyp
         (tmp_path / name).mkdir()
         lines = [json.dumps({"question": f"{name} {number}"}) + "\n" for number in range(count)]
         (tmp_path / name / "train.jsonl").write_text("".join(lines))
+        (tmp_path / name / "other.jsonl").write_text(json.dumps({"question": f"other of {name}"}) + "\n")
+        (tmp_path / name / "README.md").write_text(CONFIGURATIONS)
         revisions[name] = tmp_path / name
     with serving(Hub({}, datasets=revisions)) as hub:
         for name, value in _settings(str(tmp_path / "cache"), hub.address).items():
@@ -194,9 +205,11 @@ def test_rows_of_a_dataset_are_read_by_its_id_and_by_addresses(tmp_path, monkeyp
         monkeypatch.chdir(tmp_path)
         entry = {"path": "org/rows", "split": "train[:3]", "columns": {"text": "question"}}
         arguments = DataArguments(model_name_or_path="m")
-        sources = sources_of([entry, {**entry, "revision": "v1", "name": "b"}])
+        others = {**entry, "subset": "other", "split": "train", "name": "c"}
+        sources = sources_of([entry, {**entry, "revision": "v1", "name": "b"}, others])
         texts = [list(rows_of(source, "datasets", arguments)["text"]) for source in sources]
         found = load_rows(["hf://datasets/org/rows/train.jsonl"], "train_file", arguments)
     HfFileSystem.clear_instance_cache()
-    assert texts == [[f"{name} {number}" for number in range(3)] for name in ("main", "v1")]
+    wanted = [[f"{name} {number}" for number in range(3)] for name in ("main", "v1")]
+    assert texts == [*wanted, ["other of main"]]
     assert found["question"] == [f"main {number}" for number in range(4)]

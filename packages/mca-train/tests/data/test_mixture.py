@@ -120,6 +120,43 @@ def test_columns_change_places_and_folders_have_dots(tmp_path):
         loaded([{"path": str(tmp_path / "v1.0"), "columns": {"prompt": "text", "completion": "text"}}])
 
 
+def test_a_directory_with_configurations_is_read_by_subset(tmp_path):
+    folder = tmp_path / "both"
+    folder.mkdir()
+    for name in ("a", "b"):
+        jsonl(folder / f"{name}.jsonl", [{"text": f"{name}{number}"} for number in range(3)])
+    configurations = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("a", "b"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configurations}---\n")
+    path = str(folder)
+    mixture = loaded(
+        [
+            {"path": path, "subset": "b", "name": "b", "split": "train[:2]"},
+            {"path": path, "subset": "a", "name": "a", "max_samples": 1},
+        ]
+    )
+    texts = [byte_tokenizer().decode(mixture[place]["input_ids"]) for place in range(3)]
+    assert sorted(texts) == ["a0<|eos|>", "b0<|eos|>", "b1<|eos|>"]
+    with pytest.raises(
+        McaError, match=r"datasets, both: .*both cannot be read as a dataset: .*'c' not found"
+    ):
+        loaded([{"path": path, "subset": "c"}])
+    with pytest.raises(
+        McaError, match=r"datasets, both: .*both cannot be read as a dataset: Config name is miss"
+    ):
+        loaded([{"path": path}])
+
+
+@pytest.mark.parametrize("given", [{"split": "test"}, {"subset": "a"}, {"revision": "v1"}])
+def test_what_a_file_does_not_have_is_refused_and_not_ignored(given, tmp_path):
+    file = jsonl(tmp_path / "a.jsonl", [{"text": "x"}])
+    datasets.Dataset.from_list([{"text": "x"}]).save_to_disk(tmp_path / "saved")
+    for path, what in ((file, "a file"), (str(tmp_path / "saved"), "a")):
+        with pytest.raises(
+            McaError, match=f"{path} is {what}.*, which has no {next(iter(given))}; remove it"
+        ):
+            loaded([{"path": path, **given}])
+
+
 def test_a_split_or_a_column_that_is_not_there_is_named(tmp_path):
     saved = datasets.Dataset.from_list([{"text": "x"}])
     datasets.DatasetDict({"train": saved}).save_to_disk(tmp_path / "splits")

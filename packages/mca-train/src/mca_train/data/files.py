@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from mca_config.errors import McaError, UsageError
 from mca_config.types import JsonObject
 from mca_train.config.arguments import DataArguments
+from mca_train.data.addresses import fetched, is_address, is_missing, require_client
 from mca_train.data.formats import COLUMNS
 
 if TYPE_CHECKING:
@@ -104,8 +105,11 @@ def check_file(file: str, key: str) -> tuple[str, JsonObject]:
 
     Raises:
         McaError: The file is missing, empty, or of another type. What stands at an address is not looked for.
+        UsageError: An address needs a package that is not installed.
     """
-    if not is_address(file):
+    if is_address(file):
+        require_client(file, key)
+    else:
         _require_there(Path(file), key)
     reader = _READERS.get(_suffix(file))
     if reader is None:
@@ -114,11 +118,6 @@ def check_file(file: str, key: str) -> tuple[str, JsonObject]:
             f"{', '.join(_COMPRESSED)}"
         )
     return reader, {"sample_by": "document"} if reader == "text" else {}
-
-
-def is_address(file: str) -> bool:
-    """Whether ``file`` is one that ``fsspec`` opens: ``s3://``, ``gs://``, ``hf://``, ``https://``, ..."""
-    return "://" in file
 
 
 def _require_there(path: Path, key: str) -> None:
@@ -146,22 +145,39 @@ def _load_file(file: str, key: str) -> "datasets.Dataset":
 
     reader, options = check_file(file, key)
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of files that cannot be read, twice
+    here = local(file, key)
     with named(key, file, reader):
-        require_shallow(file, key)
-        return datasets.load_dataset(reader, data_files=file, split="train", **options)
+        require_shallow(file, key, copy=here)
+        return datasets.load_dataset(reader, data_files=str(here), split="train", **options)
 
 
-def require_shallow(file: str, key: str, limit: int | None = None) -> None:
-    """Refuses JSON that is nested so deeply that readers overflow their stack, which ends the process.
+def local(file: str, key: str) -> Path:
+    """Where ``file`` is on this machine, which an address is fetched for.
 
     Raises:
-        McaError: A row within the first ``limit`` bytes is.
+        McaError: It cannot be fetched.
+    """
+    return fetched(file, key) if is_address(file) else Path(file)
+
+
+def require_shallow(file: str, key: str, limit: int | None = None, copy: Path | None = None) -> None:
+    """Refuses JSON that is nested so deeply that readers overflow their stack, which ends the process.
+
+    Args:
+        file: A path or an address.
+        key: The argument that named it, for errors.
+        limit: Bytes that are looked at; None: all.
+        copy: Of the file, to be read in its place; it need not have its name.
+
+    Raises:
+        McaError: A row is.
     """
     if _suffix(file) not in (".json", ".jsonl"):
         return
     import fsspec
 
-    with fsspec.open(file, "rb", compression="infer") as stream:
+    compression = fsspec.utils.infer_compression(file)
+    with fsspec.open(str(copy or file), "rb", compression=compression) as stream:
         for number, line in enumerate(stream):
             if line.count(b"[") + line.count(b"{") > _DEEPEST and _depth(line) > _DEEPEST:
                 raise McaError(
@@ -199,6 +215,7 @@ def named(key: str, files: str, reader: str, errors: type[Exception] = Exception
         reason = " ".join(str(cause).split()) or type(cause).__name__
         if "corresponds to no data" in reason or isinstance(cause, StopIteration):
             raise McaError(f"{key}: {files} has no rows") from error
-        if isinstance(cause, FileNotFoundError):
-            raise McaError(f"{key}: {files} is not there any more") from error
+        if is_missing(error):
+            told = ": there is no such file or bucket" if is_address(files) else " is not there any more"
+            raise McaError(f"{key}: {files}{told}") from error
         raise McaError(f"{key}: {files} cannot be read as {reader}: {reason[:200]}") from error

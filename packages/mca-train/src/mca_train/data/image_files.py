@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from mca_config.errors import McaError
-from mca_train.data.files import is_address
+from mca_train.data.addresses import is_address, read_whole
 from mca_train.data.message_parts import KEYS
 
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
@@ -61,6 +61,8 @@ class ImageFile:
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 with Image.open(stream) as image:
                     yield image
+        except McaError:  # of an address
+            raise
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise McaError(
                 f"image {self.place} is too large: more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller"
@@ -82,9 +84,7 @@ class ImageFile:
         if self.data is not None:
             return io.BytesIO(self.data)
         if is_address(self.place):
-            import fsspec
-
-            return cast("BinaryIO", fsspec.open(self.place, "rb").open())
+            return io.BytesIO(read_whole(self.place))
         return Path(self.place).open("rb")
 
 

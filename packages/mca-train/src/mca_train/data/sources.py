@@ -13,7 +13,8 @@ from mca_config.errors import McaError, UsageError, raise_problems
 from mca_config.types import Values
 from mca_train.config.arguments import DataArguments
 from mca_train.config.fields import build
-from mca_train.data.files import is_address, load_rows, named, reader_of
+from mca_train.data.addresses import is_address
+from mca_train.data.files import load_rows, named, reader_of
 
 if TYPE_CHECKING:
     import datasets
@@ -106,17 +107,34 @@ def _loaded(source: Source, key: str, arguments: DataArguments) -> "datasets.Dat
     path = Path(source.path)
     is_named_file = not path.is_dir() and reader_of(source.path) != "a dataset"
     if path.is_file() or is_address(source.path) or is_named_file:
+        _require_without(source, key, "a file", ("split", "subset", "revision"))
         return load_rows([source.path], key, arguments)
     datasets.disable_progress_bars()
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
     with named(key, source.path, "a dataset"):
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            _require_without(source, key, "a directory that save_to_disk wrote", ("subset", "revision"))
             found = datasets.load_from_disk(source.path)
             if isinstance(found, datasets.DatasetDict):
                 if source.split not in found:
                     raise UsageError(
                         f"{key}: {path} has no split {source.split!r} (splits: {', '.join(found)}); set split"
                     )
-                found = found[source.split]
+                return found[source.split]
+            _require_without(source, key, "a saved dataset without splits", ("split",))
             return found
         return datasets.load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
+
+
+def _require_without(source: Source, key: str, what: str, names: Sequence[str]) -> None:
+    """Refuses what would be ignored.
+
+    Raises:
+        UsageError: One of ``names`` is set.
+    """
+    given = [name for name in names if getattr(source, name) not in (None, "train")]
+    if given:
+        raise UsageError(
+            f"{key}: {source.path} is {what}, which has no {' or '.join(given)}; remove it "
+            "(max_samples takes the first rows)"
+        )

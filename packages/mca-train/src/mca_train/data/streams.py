@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_train.config.arguments import DataArguments
+from mca_train.data.addresses import is_address, require_there
 from mca_train.data.answered import AnsweredRows, SampleMaker
 from mca_train.data.encoding import BlockTokenizer, Encoded, RowEncoder, RowNumbers
 from mca_train.data.file_rows import FileRows, Row
@@ -154,6 +155,8 @@ def _parts(
     parts, names = [], {}
     for file in files:
         reader, options = check_file(file, key)
+        if is_address(file):
+            require_there(file, key)
         with named(key, file, reader):
             require_shallow(file, key, _LOOKED_AT)
             part = datasets.load_dataset(

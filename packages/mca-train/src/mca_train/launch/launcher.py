@@ -5,6 +5,7 @@ four ranks start as fast as one. With GPUs each rank is a new process, because C
 One failing rank brings all down; what it said is printed once.
 """
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -45,6 +46,7 @@ def fork_ranks(target: Callable[[], None], num_ranks: int, folder: Path) -> int:
             _die_with(launcher)
             _become_rank(rank, environment, folder)
             code = report_failure(target, folder, rank)
+            atexit._run_exitfuncs()  # wandb and others write what they still hold
         finally:
             os._exit(code)
 
@@ -83,6 +85,7 @@ def _die_with(launcher: int) -> None:
 
 def _become_rank(rank: int, environment: dict[str, str], folder: Path) -> None:
     """In a fresh fork: a process group of its own, the rank's variables, and silence unless rank 0."""
+    atexit._clear()  # what the launcher does when it ends
     os.setpgid(0, 0)  # Ctrl-C reaches the launcher only, which passes it on once
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)

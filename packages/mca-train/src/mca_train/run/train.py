@@ -28,7 +28,7 @@ from mca_train.run.hub_paths import named_on_the_hub, with_directories
 from mca_train.run.inputs import Inputs, prepare_inputs
 from mca_train.run.logs import quiet_libraries, set_log_levels
 from mca_train.run.record import write_record
-from mca_train.run.summary import best_step, summary
+from mca_train.run.summary import summary
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -150,12 +150,15 @@ def _train_rank(inputs: Inputs, attempt: "Attempt | None") -> None:
 def _train(inputs: Inputs, attempt: "Attempt | None") -> None:
     from mca_train import groups
     from mca_train.run.build import make_trainer
+    from mca_train.run.last_evaluation import LastEvaluation
     from mca_train.run.restarts import NotesStart, is_started_again
 
     args = inputs.run.settings.training
     trainer = make_trainer(inputs)
     if attempt is not None:
         trainer.add_callback(NotesStart(attempt))
+    if inputs.evaluation is not None:
+        trainer.callback_handler.callbacks.insert(0, LastEvaluation(trainer))
     trainer.output_lock = inputs.lock
     if trainer.is_world_process_zero():
         write_record(inputs.run)
@@ -167,8 +170,6 @@ def _train(inputs: Inputs, attempt: "Attempt | None") -> None:
         if is_started_again():
             sys.exit(128 + signal.SIGTERM)
         return
-    if inputs.evaluation is not None and not _evaluated(trainer):
-        trainer.evaluate()
     logger.info("writing the model to %s", args.output_dir)
     trainer.save_model()
     if trainer.is_world_process_zero():
@@ -176,13 +177,6 @@ def _train(inputs: Inputs, attempt: "Attempt | None") -> None:
         plot_losses(trainer.state.log_history, Path(args.output_dir))
         sys.stdout.write(summary(trainer, result) + "\n")
     groups.barrier()
-
-
-def _evaluated(trainer: "McaTrainer") -> bool:
-    """Whether the model that the run ends with was evaluated."""
-    best, state = best_step(trainer), trainer.state
-    step = state.global_step if best is None else best
-    return any("eval_loss" in log and log["step"] == step for log in state.log_history)
 
 
 def _stopped(trainer: "McaTrainer") -> str:

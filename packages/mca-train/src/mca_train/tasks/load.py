@@ -44,7 +44,7 @@ def load_tokenized(
         evaluation: Whether these are the evaluation files.
         images: Of the model; None: rows have none.
     """
-    from mca_train.data.files import check_file, is_address, load_rows
+    from mca_train.data.files import check_file, load_rows
     from mca_train.data.files import named as named_files
 
     key = "eval_file" if evaluation else "train_file"
@@ -61,19 +61,27 @@ def load_tokenized(
         ):  # parquet's is decoded when looked at
             return task.samples(load(), tokenizer, arguments, key, own)
 
-    if arguments.tokenized_cache is None or any(map(is_address, files)):
+    if arguments.tokenized_cache is None:
         return make()
-    from mca_train.data.token_cache import cached, digest_of, key_of
+    from mca_train.data.token_cache import cached, key_of
 
     for file in files:
         check_file(file, key)
-    contents = [key, *(digest_of(Path(file)) for file in files), *_processors(own)]
+    contents = [key, *(_content(file, key) for file in files), *_processors(own)]
     return cached(
         Path(arguments.tokenized_cache),
         key_of(task.name, contents, tokenizer, arguments, limit),
         make,
         _again(task, load, tokenizer, arguments, key, own),
     )
+
+
+def _content(file: str, key: str) -> str:
+    """What tells ``file`` from others."""
+    from mca_train.data.files import local, reader_of
+    from mca_train.data.token_cache import digest_of
+
+    return f"{digest_of(local(file, key))} {reader_of(file)}"
 
 
 def _processors(images: "ImageReader | None") -> list[str]:
@@ -111,7 +119,7 @@ def _beside(
     images: "ImageReader | None", arguments: DataArguments, files: Sequence[str]
 ) -> "ImageReader | None":
     """``images`` with what relative paths in ``files`` start from."""
-    from mca_train.data.files import is_address
+    from mca_train.data.addresses import is_address
 
     if images is None or arguments.image_folder is not None:
         return images and replace(images, folder=Path(arguments.image_folder or ""))
