@@ -1,5 +1,6 @@
 """Balancing losses and biases of experts by definition, over what transformers' routers see."""
 
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear, one_hot
 
 DEFAULT_BIAS_RATE = 1e-3
-SIGMOID = ("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "kimi_k2", "minimax_m2", "solar_open")
+BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 @dataclass
@@ -40,8 +41,10 @@ class Routers:
         self.blocks = [block for block in model.modules() if _is_block(block)]
         depths = {id(part): depth for depth, layer in enumerate(ahead, 1) for part in layer.modules()}
         self.depths = [depths.get(id(block), 0) for block in self.blocks]
-        self.sigmoid = config.model_type in SIGMOID
-        self.top = int(config.num_experts_per_tok) if self.blocks else 0
+        routers = [_router(block) for block in self.blocks]
+        can = any("sigmoid" in inspect.getsource(type(router)) for router in routers)
+        self.sigmoid = can and getattr(config, "expert_selection_fn", "sigmoid") == "sigmoid"
+        self.top = max((_top(router, config) for router in routers), default=0)
 
     @contextmanager
     def watched(self) -> Iterator[list[Routed]]:
@@ -99,8 +102,7 @@ class Routers:
     def move_biases(self, rate: float, micro: list[list[Routed]]) -> None:
         """Towards equal shares by ``rate``, from what was sent to each expert in the whole step."""
         for layer, block in enumerate(self.blocks):
-            bias = dict(block.named_buffers()).get(_bias_name(block))
-            if bias is not None:
+            for bias in biases(block).values():
                 counts = torch.stack([count for of in micro for count in of[layer].counts]).sum(0).float()
                 bias += rate * torch.sign(counts.mean() - counts)
 
@@ -120,12 +122,30 @@ def _bare(module: Any) -> Any:
     return module
 
 
-def _bias_name(block: Any) -> str:
-    return next((name for name, _ in block.named_buffers() if name.endswith("e_score_correction_bias")), "")
+def biases(model: Any) -> dict[str, Tensor]:
+    """What moves without a gradient, by name."""
+    named = [*model.named_buffers(), *model.named_parameters()]
+    return {name: tensor for name, tensor in named if name.endswith(BIASES)}
+
+
+def _router(block: Any) -> Any:
+    return _bare(getattr(block, "gate", None) or block.router)
+
+
+def _top(router: Any, config: Any) -> int:
+    return int(getattr(router, "top_k", None) or config.num_experts_per_tok)
+
+
+def _product(router: Any) -> Any:
+    """The module whose input makes the logits: the router, or a linear in it."""
+    inner = [_bare(each) for each in router.children()]
+    return (
+        router if hasattr(router, "weight") else next(each for each in inner if hasattr(each, "in_features"))
+    )
 
 
 def _hooks(block: Any, routed: Routed, ahead: int) -> Iterator[Any]:
-    router = _bare(getattr(block, "gate", None) or block.router)
+    product = _product(_router(block))
     (experts,) = _experts(block)
 
     def see(module: Any, args: tuple[Any, ...]) -> None:
@@ -134,8 +154,10 @@ def _hooks(block: Any, routed: Routed, ahead: int) -> Iterator[Any]:
         routed.logits.append(linear(hidden, module.weight.float(), getattr(module, "bias", None)))
 
     def count(module: Any, args: tuple[Any, ...]) -> None:
+        if len(args) < 2:  # every expert sees every token
+            return
         chosen = args[1][: len(args[1]) - ahead].flatten()
-        routed.counts.append(torch.bincount(chosen, minlength=len(module.gate_up_proj)))
+        routed.counts.append(torch.bincount(chosen, minlength=len(module.down_proj)))
 
-    yield router.register_forward_pre_hook(see)
+    yield product.register_forward_pre_hook(see)
     yield experts.register_forward_pre_hook(count)

@@ -1,6 +1,5 @@
 """What of a case is not as on one process."""
 
-from collections.abc import Set
 from pathlib import Path
 
 import torch
@@ -26,7 +25,7 @@ def differences(case: Case, truth: Truth, ours: list[Ours], folder: Path) -> lis
             if not _close(right, each.logged[key], allowed * room):
                 found.append(f"{key} on rank {rank}: {_figures(each.logged[key])} for {_figures(right)}")
                 break
-    gradients, after = read(folder / "gradients", truth), read(folder / "after", truth)
+    gradients, after = read(folder / "gradients"), read(folder / "after")
     found += _apart("gradient", gradients, truth.gradients, truth.gradients, GRADIENT * room)
     found += _apart("parameter", after, truth.after, _moved(truth), MOVED * room)
     return found
@@ -43,7 +42,7 @@ def largest(truth: Truth, ours: list[Ours], folder: Path) -> dict[str, float]:
         "after": (truth.after, _moved(truth)),
     }
     for part, (right, scale) in compared.items():
-        found[part] = errors(read(folder / part, truth), right, scale)[0][1]
+        found[part] = errors(read(folder / part), right, scale)[0][1]
     return found
 
 
@@ -56,31 +55,12 @@ def _moved(truth: Truth) -> dict[str, Tensor]:
     }
 
 
-def read(folder: Path, truth: Truth) -> dict[str, Tensor]:
-    """The tensors of an export, with transformers' names in memory."""
+def read(folder: Path) -> dict[str, Tensor]:
+    """The tensors of an export."""
     tensors: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
-    tensors = {name.replace(".block_sparse_moe.", ".mlp."): tensor for name, tensor in tensors.items()}
-    return tensors | _stacked(tensors, truth.after.keys() - tensors.keys())
-
-
-_PARTS = {"gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")), "down_proj": (("down_proj", "w2"),)}
-"""Names that one expert's matrices have in files, of which a stacked parameter is made."""
-
-
-def _stacked(tensors: dict[str, Tensor], wanted: Set[str]) -> dict[str, Tensor]:
-    """Experts, which files hold one by one, as transformers has them in memory."""
-    found = {}
-    for name in wanted:
-        prefix, _, last = name.rpartition(".")
-        experts: list[Tensor] = []
-        while last in _PARTS and any(key.startswith(f"{prefix}.{len(experts)}.") for key in tensors):
-            own = [[f"{prefix}.{len(experts)}.{word}.weight" for word in words] for words in _PARTS[last]]
-            experts.append(torch.cat([tensors[key] for keys in own for key in keys if key in tensors]))
-        if experts:
-            found[name] = torch.stack(experts)
-    return found
+    return tensors
 
 
 def errors(

@@ -34,7 +34,7 @@ def draw(seed: int, number: int) -> Case:
 
 def _model_and_ranks(rng: random.Random, seed: int, number: int) -> Case:
     """A family and the sizes of a layout that stands on few enough ranks."""
-    bases = sorted(FAMILY_CASES.keys() - models.NOT_DRAWN - models.UNDRAWN)
+    bases = sorted(FAMILY_CASES)
     base = rng.choice(bases + [case for case in bases if models.is_sparse(case)])
     prediction = models.prediction_layers(rng, base)
     lora = models.adapter(rng, base) if not prediction and rng.random() < 0.25 else None

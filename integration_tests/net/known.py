@@ -43,5 +43,9 @@ KNOWN: Mapping[str, Case] = {
         options=_VIRTUAL | _GLOBAL | _OVERLAP,
         changes=_FOUR | {"num_hidden_layers": 4},
     ),
+    # prediction layers whose attention has an indexer: they were left behind
+    "chosen-keys": small_case(
+        17, "deepseek_v32", prediction=1, changes=_GROUPS | {"mlp_layer_types": ["dense", "sparse"]}
+    ),
 }
 """By name."""

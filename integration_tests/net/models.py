@@ -8,79 +8,39 @@ from prediction import APART, NUMBERED
 from reference import FAMILY_CASES
 from test_lora_gradients import CASES as ADAPTED
 
-NOT_DRAWN = frozenset({"exaone_moe", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3"})
-"""Families with experts whose tensors have other names in files than in transformers' modules."""
-UNDRAWN = frozenset(
-    {
-        *(
-            "afmoe",
-            "apertus",
-            "aria_text",
-            "cohere",
-            "cohere2",
-            "cohere2_moe",
-        ),
-        *(
-            "deepseek_v32",
-            "ernie4_5_moe",
-            "falcon",
-            "falcon-one-norm",
-            "flex_olmo",
-            "flint",
-        ),
-        *(
-            "gemma4_text",
-            "gemma4_unified_text",
-            "glm_moe_dsa",
-            "gpt_neox",
-            "gpt_neox-sequential",
-            "gptj",
-        ),
-        *(
-            "granite_swa",
-            "granitemoe_swa",
-            "llama4_text",
-            "mellum",
-            "mimo_v2_flash",
-            "ministral3",
-        ),
-        *(
-            "mistral4",
-            "nanochat",
-            "olmo",
-            "persimmon",
-            "phi",
-        ),
-        *("bamba", "granitemoehybrid", "granitemoehybrid-dense"),
-        *("nemotron_h", "nemotron_h-dense", "nemotron_h-latent"),
-        *(
-            "bloom",
-            "gemma4_text-experts",
-            "gpt2",
-            "gpt_bigcode",
-            "kimi_linear",
-            "minicpm3",
-            "olmo_hybrid",
-            "opt",
-        ),
-    }
+LATENT = (
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "kimi_linear"),
+    *("minicpm3", "mistral4", "youtu"),
 )
-"""Families of which nobody has told yet which sizes go together."""
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu")
-WHOLE_HEADS = ("arcee", "deepseek_v2", "internlm3", "iquestcoder", "jais2", "vaultgemma")
+WHOLE_HEADS = (
+    *(
+        "arcee",
+        "aria_text",
+        "deepseek_v2",
+        "falcon",
+        "gpt_bigcode",
+        "gptj",
+        "internlm3",
+        "iquestcoder",
+        "jais2",
+    ),
+    *("minicpm3", "vaultgemma"),
+)
 """transformers asks of these that the heads divide the hidden size, which they need not fill."""
 PREDICTING = {
     "deepseek_v3": NUMBERED,
     "deepseek_v3-no-q-lora": NUMBERED,
+    "deepseek_v32": NUMBERED,
     "glm4_moe": NUMBERED,
     "glm4_moe_lite": NUMBERED,
+    "glm_moe_dsa": NUMBERED,
     "qwen3_next": APART,
     "qwen3_5_text": APART,
     "qwen3_5_moe_text": APART,
 }
 """Families with prediction layers, and what those are called."""
 HEADS = ((4, 2), (4, 2), (4, 4), (4, 1), (8, 2), (8, 4), (12, 6), (6, 2), (6, 3), (3, 1), (5, 5))
-TYPES = ("mlp_layer_types", "layer_types")
+BY_LAYER = ("mlp_layer_types", "layer_types", "layer_rope_theta", "layers_block_type", "no_rope_layers")
 
 
 def is_sparse(base: str) -> bool:
@@ -106,24 +66,40 @@ def sizes(rng: random.Random, base: str) -> dict[str, Any]:
         found["head_dim"] = 8 if square else rng.choice((16, 8, 12, 24))
         if square:
             found["hidden_size"] = 8 * heads
+    if "num_kv_heads" in given:
+        found["num_kv_heads"] = groups
     if kind in WHOLE_HEADS:
         found["hidden_size"] = 8 * heads
     if "linear_num_key_heads" in given:
         kinds = ("linear_attention", "linear_attention", "full_attention")
         found["layer_types"] = [*(rng.choice(kinds) for _ in range(layers - 1)), "full_attention"]
     found |= {
-        name: [given[name][i % len(given[name])] for i in range(layers)] for name in TYPES if name in given
+        name: [given[name][i % len(given[name])] for i in range(layers)] for name in BY_LAYER if name in given
     }
+    found |= _states(rng, given, layers)
     return found | (_experts(rng, given) if is_sparse(base) else {})
+
+
+def _states(rng: random.Random, given: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Of families with state space layers."""
+    groups = next((name for name in ("mamba_n_groups", "n_groups") if name in given), None)
+    if groups is None:
+        return {}
+    found: dict[str, Any] = {groups: rng.choice((1, 2, 4, 8))}
+    if pattern := given.get("hybrid_override_pattern"):
+        found["hybrid_override_pattern"] = "".join(pattern[i % len(pattern)] for i in range(layers))
+    if "attn_layer_indices" in given:
+        found["attn_layer_indices"] = [i for i in given["attn_layer_indices"] if i < layers]
+    return found
 
 
 def _experts(rng: random.Random, given: dict[str, Any]) -> dict[str, Any]:
     count = rng.choice((4, 4, 6, 8))
     found = {name: count for name in _EXPERTS if name in given}
-    found["num_experts_per_tok"] = rng.choice((2, 2, 3, 1))
+    found["num_experts_per_tok"] = 1 if given.get("num_experts_per_tok") == 1 else rng.choice((2, 2, 3, 1))
     if "moe_intermediate_size" in given:
         found["moe_intermediate_size"] = rng.choice((16, 12, 20))
-    if "n_group" in given:
+    if given.get("n_group", 1) > 1:
         found["n_group"], found["topk_group"] = rng.choice(((2, 1), (2, 2), (1, 1)))
     return found
 

@@ -84,7 +84,7 @@ class Fault(OfTrainer):
 
 
 class FirstGradients(OfTrainer):
-    """Exports the gradients of the first step as if they were weights, before they are clipped."""
+    """Exports the gradients of the first step as if they were weights, before they are clipped; zeros without any."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -99,8 +99,7 @@ class FirstGradients(OfTrainer):
         kept = [(tensor, tensor.detach().clone()) for _, tensor in pairs]
         with torch.no_grad():
             for tensor, _ in kept:
-                if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
-                    tensor.copy_(tensor.main_grad)
+                tensor.copy_(tensor.main_grad if tensor.requires_grad else torch.zeros_like(tensor))
             model.save_pretrained_as_hf(self.folder)
             for tensor, before in kept:
                 tensor.copy_(before)

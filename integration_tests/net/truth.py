@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import reference
 from mca_models.templates import config_from_hf
-from net.balance import DEFAULT_BIAS_RATE, Routers
+from net.balance import BIASES, DEFAULT_BIAS_RATE, Routers, biases
 from net.case import STEPS, Case
 from net.data import held_out, micro_batches
 from net.models import PREDICTING
@@ -112,20 +112,30 @@ class _Run:
         return [(_adapter_name(name), p) for name, p in self.model.named_parameters()]
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is trained, and buffers that move, by name."""
+        """What is trained, and buffers that move, by name in files."""
         found = {name: p.detach().clone() for name, p in self.trained}
         if self.case.lora is None:
-            buffers = dict((self.model.main if self.case.prediction else self.model).named_buffers())
-            buffers |= self.model.tensors() if self.case.prediction else {}
-            found |= {n: b.clone() for n, b in buffers.items() if n.endswith("e_score_correction_bias")}
-        return found
+            moved = biases(self.model.main if self.case.prediction else self.model)
+            moved |= self.model.tensors() if self.case.prediction else {}
+            found |= {n: b.clone() for n, b in moved.items() if n.endswith(BIASES)}
+        return self._in_files(found)
+
+    def _in_files(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As transformers writes them: renamed, experts one by one, transposed."""
+        if self.case.lora is not None:
+            return tensors
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return dict(
+            revert_weight_conversion(self.model.main if self.case.prediction else self.model, tensors)
+        )
 
     def _optimizer(self) -> Any:
         decay = float(self.options.get("weight_decay", 0.1))
         apart = self.options.get("decoupled_lr")
         groups = []
         for name, p in self.trained:
-            matrix = p.dim() > 1 and not name.endswith("bias")
+            matrix = p.dim() > 1 and not name.endswith(("bias", "A_log")) and "norm" not in name
             outer = apart is not None and name.endswith(EMBEDDING_AND_OUTPUT)
             highest = float(apart) if outer and apart is not None else self.base
             rates = {"highest": highest, "least": self._least(outer=outer)}
@@ -172,7 +182,7 @@ class _Run:
         (main + scale * sum(further, torch.zeros(())) + self._balance(routed)).backward()
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self.trained}
         norm = self._move(number, routed)
-        return float(main.detach()), gradients, norm
+        return float(main.detach()), self._in_files(gradients), norm
 
     def _move(self, number: int, routed: list[Any]) -> float:
         """Clips and steps; the norm before."""

@@ -88,6 +88,7 @@ def test_what_fits(more: dict[str, Any], sizes: ParallelLayout, world: int | Non
             ["moe_shared_expert_intermediate_size 63"],
         ),
         ({**EXPERTS, "add_bias_linear": True}, layout(tp=2), ["biases", "expert_tensor_parallel_size to 1"]),
+        ({"mtp_num_layers": 1, "hidden_size": 66}, layout(tp=4), ["hidden_size (of prediction layers) 66"]),
         ({"linear_num_key_heads": 2}, layout(tp=4), ["linear_num_key_heads 2"]),
         (
             {"mamba_num_groups": 3, "mamba_num_heads": 6, "mamba_state_dim": 4},

@@ -33,7 +33,7 @@ def check_layout(
     """
     heads = dict.fromkeys(problem for kind in model.kinds() for problem in _heads(kind, layout))
     problems = [*_layers(model, layout), *heads, *_dense_mlp(model, layout)]
-    problems += _experts(model, layout)
+    problems += [*_prediction(model, layout), *_experts(model, layout)]
     if world_size is not None:
         problems += _message_of(lambda: RankGrid(layout, world_size))
     if seq_length is not None:
@@ -181,6 +181,14 @@ def _dense_mlp(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     if all(model.is_moe_layer(layer) for layer in layers):
         return []
     return _indivisible("ffn_hidden_size", model.ffn_hidden_size, "tensor_model_parallel_size", layout.tp)
+
+
+def _prediction(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
+    """The product that mixes embeddings into prediction layers is cut by its rows."""
+    if not model.mtp_num_layers:
+        return []
+    name = "hidden_size (of prediction layers)"
+    return _indivisible(name, model.hidden_size, "tensor_model_parallel_size", layout.tp)
 
 
 def _experts(model: McaModelConfig, layout: ParallelLayout) -> list[str]:

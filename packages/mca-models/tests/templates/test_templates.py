@@ -152,6 +152,32 @@ def test_what_cannot_be_represented_is_refused_by_name(change: dict[str, Any], m
         config_from_hf(hf)
 
 
+def test_one_expert_of_a_sigmoid_is_refused() -> None:
+    """transformers gives it the weight 1, Megatron its score; Llama 4 gives the score too."""
+    refused = set()
+    for kind, different in tiny_hf.ALL.values():
+        hf = transformers.AutoConfig.for_model(kind, **{**tiny_hf.SIZE, **different}).to_dict()
+        config = config_from_hf(hf)
+        scored = config.moe_router_score_function == "sigmoid" and config.num_moe_experts
+        if scored and kind != "llama4_text":
+            with pytest.raises(McaError, match="'num_experts_per_tok' is 1"):
+                config_from_hf(hf | {"num_experts_per_tok": 1})
+            refused.add(kind)
+    assert {"deepseek_v3", "flint", "nemotron_h"} < refused
+    sigmoids = transformers.Cohere2MoeConfig(expert_selection_fn="sigmoid", num_experts_per_tok=1).to_dict()
+    with pytest.raises(McaError, match="'num_experts_per_tok' is 1"):
+        config_from_hf(sigmoids)
+
+
+def test_sizes_of_full_layers_are_those_that_are_written() -> None:
+    hf = transformers.AutoConfig.for_model(
+        "gemma4_text", hidden_size_per_layer_input=0, head_dim=24, global_head_dim=24
+    ).to_dict()
+    assert hf["per_layer_config"] == {}  # nothing differs
+    full = (config_from_hf(hf).of_kind or {})["full_attention"]
+    assert (full["kv_channels"], full["num_query_groups"]) == (24, hf["num_key_value_heads"])
+
+
 def test_stacked_experts_and_doubled_tensors_are_noticed(tmp_path: Path) -> None:
     directory = tiny_hf.save("qwen3_moe", tmp_path)
     config = config_from_hf(tiny_hf.read_config(directory))

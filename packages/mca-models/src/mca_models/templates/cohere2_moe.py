@@ -7,7 +7,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import cohere, cohere2
 from mca_models.templates.config_table import Fixed, HfConfig
-from mca_models.templates.moe import expert_fields, moe_params, restore_listed_layers
+from mca_models.templates.moe import expert_fields, moe_params, require_sigmoid_choice, restore_listed_layers
 from mca_models.templates.names import MoeNames
 from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
 
@@ -16,6 +16,9 @@ NAMES = MoeNames()
 
 def derive(hf: HfConfig) -> JsonObject:
     """Kinds of layers, which have experts, their weights, and the factor on logits."""
+    score = hf.get("expert_selection_fn", "softmax")
+    if score == "sigmoid":
+        require_sigmoid_choice(hf)
     dense, count = hf.get("first_k_dense_replace", 0), hf["num_hidden_layers"]
     steps = [hf.get("prefix_dense_sliding_window_pattern", 1)] * dense
     steps += [hf.get("sliding_window_pattern", 4)] * (count - dense)
@@ -32,7 +35,7 @@ def derive(hf: HfConfig) -> JsonObject:
         "layer_types": tuple(kinds),
         "no_rope_freq": tuple(int(kind == FULL and (yes or not forced)) for kind, yes in plain),
         "moe_layer_freq": sparse,
-        "moe_router_score_function": hf.get("expert_selection_fn", "softmax"),
+        "moe_router_score_function": score,
         "ffn_hidden_size": hf.get("prefix_dense_intermediate_size") or hf["intermediate_size"],
     }
 

@@ -15,7 +15,7 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.exaone4 import rotated_windows
 from mca_models.templates.family import Family
-from mca_models.templates.moe import expert_fields, moe_params
+from mca_models.templates.moe import expert_fields, moe_params, require_sigmoid_choice
 from mca_models.templates.names import MoeNames
 from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
 from mca_models.weights import Param
@@ -25,6 +25,7 @@ NAMES = MoeNames(shared="mlp.shared_expert.")
 
 def derive(hf: HfConfig) -> JsonObject:
     """Kinds of layers, and which have experts."""
+    require_sigmoid_choice(hf)
     last = hf["num_hidden_layers"] - 1
     kinds = [FULL if i < 2 or i % 4 == 1 or i == last else SLIDING for i in range(last + 1)]
     return qwen3_moe.sparse_layers(hf) | rotated_windows(hf.get("layer_types") or kinds)

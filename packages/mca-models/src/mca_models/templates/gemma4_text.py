@@ -68,10 +68,11 @@ def derive(hf: HfConfig) -> JsonObject:
     groups = hf.get("num_global_key_value_heads") if shared else None
     own = {"kv_channels": hf.get("global_head_dim", 512), "values_are_keys": shared}
     own |= {"num_query_groups": groups or hf.get("num_key_value_heads", 4)}
-    by_layer = hf.get("per_layer_config") or {}
-    if said := next((its for layer, its in by_layer.items() if kinds[int(layer)] == FULL), None):
-        own |= {"kv_channels": said.get("head_dim", own["kv_channels"])}
-        own |= {"num_query_groups": said.get("num_key_value_heads", own["num_query_groups"])}
+    if "per_layer_config" in hf:  # transformers then asks for no global sizes, and writes what differs alone
+        by_layer = hf["per_layer_config"] or {}
+        said = next((its for layer, its in by_layer.items() if kinds[int(layer)] == FULL), {})
+        own |= {"kv_channels": said.get("head_dim", hf.get("head_dim", 256))}
+        own |= {"num_query_groups": said.get("num_key_value_heads", hf.get("num_key_value_heads", 4))}
     return {
         **_experts(hf),
         "layer_types": tuple(kinds),
