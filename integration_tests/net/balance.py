@@ -133,7 +133,8 @@ def _router(block: Any) -> Any:
 
 
 def _top(router: Any, config: Any) -> int:
-    return int(getattr(router, "top_k", None) or config.num_experts_per_tok)
+    sizes = (getattr(router, "top_k", None), getattr(config, "top_k_experts", None))
+    return int(next(filter(None, sizes), None) or config.num_experts_per_tok)
 
 
 def _product(router: Any) -> Any:

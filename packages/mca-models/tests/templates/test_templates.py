@@ -161,7 +161,7 @@ def test_one_expert_of_a_sigmoid_is_refused() -> None:
         scored = config.moe_router_score_function == "sigmoid" and config.num_moe_experts
         if scored and kind != "llama4_text":
             with pytest.raises(McaError, match="'num_experts_per_tok' is 1"):
-                config_from_hf(hf | {"num_experts_per_tok": 1})
+                config_from_hf(hf | {"num_experts_per_tok": 1, "num_experts_per_token": 1})
             refused.add(kind)
     assert {"deepseek_v3", "flint", "nemotron_h"} < refused
     sigmoids = transformers.Cohere2MoeConfig(expert_selection_fn="sigmoid", num_experts_per_tok=1).to_dict()
