@@ -70,7 +70,8 @@ def derive(hf: HfConfig) -> JsonObject:
     own |= {"num_query_groups": groups or hf.get("num_key_value_heads", 4)}
     if "per_layer_config" in hf:  # transformers then asks for no global sizes, and writes what differs alone
         by_layer = hf["per_layer_config"] or {}
-        said = next((its for layer, its in by_layer.items() if kinds[int(layer)] == FULL), {})
+        overrides = (its for layer, its in by_layer.items() if kinds[int(layer)] == FULL)
+        said: JsonObject = next(overrides, {})
         own |= {"kv_channels": said.get("head_dim", hf.get("head_dim", 256))}
         own |= {"num_query_groups": said.get("num_key_value_heads", hf.get("num_key_value_heads", 4))}
     return {
