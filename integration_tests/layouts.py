@@ -32,6 +32,13 @@ def sample(cases: Iterable[str], *names: str) -> list[str]:
     return every if EVERY else [case for case in every if case in names]
 
 
+def by_case(cases: Iterable[str], layouts: Sequence[str], some: Iterable[Pair]) -> dict[str, list[Pair]]:
+    """Pairs of case and layout that one test takes: ``some`` of all together; with `EVERY` all, case by case."""
+    if not EVERY:
+        return {"sample": list(some)}
+    return {case: [(case, layout) for layout in layouts] for case in cases}
+
+
 def tiered(cases: Sequence[Any], *wide: Any) -> list[ParameterSet]:
     """``cases``, of which those in ``wide`` are run by ``pytest -m wide`` and by CI; or, with `EVERY`, all alike."""
     unknown = [case for case in wide if case not in cases]

@@ -60,6 +60,27 @@ def _families() -> dict[str, Case]:
 CASES: dict[str, Case] = {**_families(), **ROPE_CASES}
 if "deepseek_v3" in CASES:
     CASES["deepseek_v3-yarn"] = ("deepseek_v3", {**CASES["deepseek_v3"][1], "rope_parameters": _LATENT_YARN})
+NEWEST = (
+    *(
+        "nemotron_h",
+        "nemotron_h-latent",
+        "nemotron_h-dense",
+        "bamba",
+        "granitemoehybrid",
+        "granitemoehybrid-dense",
+    ),
+    *("olmo_hybrid", "kimi_linear", "minicpm3", "gpt2", "gpt_bigcode", "opt", "bloom", "gemma4_text"),
+    *(
+        "gemma4_text-experts",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "mimo_v2_flash",
+        "llama4_text",
+        "qwen3_5_moe_text",
+    ),
+)
+"""Cases of parts that few others have: layers with a state, positions that are learned or biases, experts beside an
+MLP, an indexer."""
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "seed_oss")
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
 DENSE_CASES = tuple(case for case, (kind, _) in CASES.items() if kind in DENSE)

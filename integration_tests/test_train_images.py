@@ -306,8 +306,9 @@ def test_judged_answers_to_pictures_train_as_in_transformers(layout: str, folder
 
 
 @pytest.mark.skipif(not EVERY, reason="MCA_EVERY_LAYOUT=1 runs it")
+@pytest.mark.parametrize("source", ["file", "stream"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_texts_with_pictures_train_as_in_transformers(layout: str, folder: Path) -> None:
+def test_texts_with_pictures_train_as_in_transformers(layout: str, source: str, folder: Path) -> None:
     alone = (
         "--per_device_train_batch_size",
         "1",
@@ -317,7 +318,8 @@ def test_texts_with_pictures_train_as_in_transformers(layout: str, folder: Path)
         "400",
     )
     told = ("--freeze", "[]", "--save_hf_model", "false", *alone, *LAYOUTS[layout])
-    logs = _trained(folder, f"texts-{layout}", *told, kind="pretrain")
+    told += ("--streaming", str(source == "stream").lower())
+    logs = _trained(folder, f"texts-{layout}-{source}", *told, kind="pretrain")
     losses = _text_losses(folder)
     assert [log["image_tokens"] for log in logs] == [(4 + 6) + 10 + 6] * STEPS
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)

@@ -113,7 +113,7 @@ def test_rounding_is_to_the_nearest_even() -> None:
     assert np.array_equal(values.view(np.uint8), weight.astype(E4M3).view(np.uint8))
 
 
-@pytest.mark.parametrize("exponent", [0, 35, 36, 127, 140, 141, 254])
+@pytest.mark.parametrize("exponent", [0, 36, 127, 141])
 def test_every_number_of_bfloat16_is_divided_by_every_scale(exponent: int) -> None:
     """Blocks with each largest number of an exponent, and all numbers below it by up to 2**128."""
     largest = np.arange(exponent << 7, (exponent + 1) << 7)

@@ -8,7 +8,7 @@ import datasets
 import pytest
 import torch
 from drawn_images import MARKS, draw, image_token, processor
-from image_samples import ANSWER, asked, load, placed, reader, streamed, text
+from image_samples import ANSWER, asked, load, placed, reader, text
 from PIL import Image
 
 from mca_config.errors import McaError
@@ -156,9 +156,6 @@ def test_models_and_kinds_that_take_no_images_say_so(tokenizer, folder):
     row = asked({"type": "image", "path": "small.png"}, text("?"))
     with pytest.raises(McaError, match="row 0: a qwen2_5_vl model takes no images"):
         load([row], tokenizer, folder, vision=False)
-    column = {"text": "hello there <image>", "images": ["small.png"]}
-    with pytest.raises(McaError, match="mca-train pretrain with streaming takes no images"):
-        streamed([column], tokenizer, folder, kind="pretrain")
     with pytest.raises(
         McaError, match="row 0: a part of a message is an image; mca-train sft, dpo and kto take"
     ):

@@ -79,6 +79,38 @@ def test_blocks_of_texts_hold_images_whole(length, tokenizer, folder):
     assert found == [sizes[4], sizes[6], sizes[6]]
 
 
+@pytest.mark.parametrize("length", [24, 8])
+def test_a_stream_of_texts_gives_the_same_blocks(length, tokenizer, folder):
+    texts = [*TEXTS, *TEXTS[::-1], TEXTS[1], TEXTS[0]]
+    blocks = load(texts, tokenizer, folder, kind="pretrain", seq_length=length)
+    found = streamed(texts, tokenizer, folder, kind="pretrain", seq_length=length)
+    assert len(found) == len(blocks)
+    for mine, its in zip(found, (blocks[index] for index in range(len(blocks))), strict=True):
+        assert mine.keys() == its.keys()
+        assert torch.equal(mine["input_ids"], its["input_ids"])
+        assert torch.equal(mine["labels"], its["labels"])
+        if "images" in mine:
+            assert placed(mine) == placed(its)
+            theirs, ours = its["images"].tensors(), mine["images"].tensors()
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_stream_of_texts_names_what_is_wrong(tokenizer, folder):
+    with pytest.raises(McaError, match="train_file: an image has 6 tokens, more than seq_length 5"):
+        streamed(TEXTS, tokenizer, folder, kind="pretrain", seq_length=5)
+    wrong = [TEXTS[1], {"text": "none", "images": ["small.png"]}]
+    with pytest.raises(McaError, match=r"^train_file, row 1: 0 places for images .* but 1 images"):
+        streamed(wrong, tokenizer, folder, kind="pretrain")
+    (folder / "gone.png").write_bytes((folder / "wide.png").read_bytes())
+    late = streamed(
+        [TEXTS[1], {"text": "<image>", "images": ["gone.png"]}], tokenizer, folder, kind="pretrain"
+    )
+    (folder / "gone.png").unlink()
+    with pytest.raises(McaError, match=r"^train_file, row 1: image .*gone.png is not there"):
+        late[0]["images"].tensors()
+
+
 def test_blocks_of_texts_name_what_is_wrong(tokenizer, folder):
     with pytest.raises(McaError, match="train_file: an image has 6 tokens, more than seq_length 5"):
         load(TEXTS, tokenizer, folder, kind="pretrain", seq_length=5)

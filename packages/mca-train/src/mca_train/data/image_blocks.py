@@ -1,9 +1,10 @@
 """Texts with images for pre-training: one after another, cut into blocks that hold every image whole.
 
-A row's ``<image>`` are the places of the images in its column. How text alone is cut is in `samples`.
+A row's ``<image>`` are the places of the images in its column. How text alone is cut is in `samples`; the same of rows
+that are read as training goes is in `image_stream`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 """The first token of an image among all, and the one behind its last."""
+TextEncoder = Callable[[Values, str], tuple[Sequence[int], Sequence[bool], list[Grid]]]
 
 
 def image_blocks(
@@ -51,8 +53,8 @@ def image_blocks(
         raise McaError(f"{key}: the texts have fewer than two tokens together")
     origins = [(row, which) for row, grids in enumerate(tokenized["grids"]) for which in range(len(grids))]
     grids: list[Grid] = [(high, wide) for of_row in tokenized["grids"] for high, wide in of_row]
-    spans = _spans(tokens == read.tokens.token, grids) if grids else []
-    offsets = _cuts(len(tokens), spans, arguments.seq_length, key)
+    spans = image_spans(tokens == read.tokens.token, grids) if grids else []
+    offsets = block_cuts(len(tokens), spans, arguments.seq_length, key)
     if offsets[-1] - offsets[-2] < 2:  # a last token alone has nothing to learn
         offsets = offsets[:-1]
     made = TokenDataset(tokens[: offsets[-1]], np.array(offsets, np.int64), learnt[: offsets[-1]])
@@ -69,24 +71,10 @@ def _tokenized(
 ) -> "datasets.Dataset":
     import datasets
 
-    tokenize = block_tokenizer(rows.column_names, read.tokenizer, arguments, key)
+    encode = text_encoder(rows.column_names, read, arguments, key)
 
     def made(row: Values, index: int) -> JsonObject:
-        try:
-            text, files = read.text(row)
-            (tokens,) = tokenize([{arguments.text_column: text}], [f"row {index}"]) or ([],)
-            targets = [True] * len(tokens)
-            if not files and read.tokens.token in tokens:
-                raise McaError(
-                    "the text contains the image placeholder, but the row has no image; remove the placeholder"
-                )
-            if not files:
-                return {"input_ids": tokens, "is_target": targets, "grids": []}
-            grids = [read.grid(file) for file in files]
-            tokens, targets = read.tokens.expanded(tokens, targets, grids)
-        except McaError as error:
-            told = str(error).removeprefix(f"{key}, row {index}: ")
-            raise McaError(f"{key}, row {index}: {told}") from error
+        tokens, targets, grids = encode(row, f"row {index}")
         return {"input_ids": tokens, "is_target": targets, "grids": grids}
 
     def lists(kind: str) -> "datasets.Sequence":
@@ -103,7 +91,32 @@ def _tokenized(
     )
 
 
-def _spans(is_placeholder: NDArray[np.bool_], grids: Sequence[Grid]) -> list[Span]:
+def text_encoder(names: Sequence[str], read: ImageRows, arguments: DataArguments, key: str) -> TextEncoder:
+    """The function from a row with the columns ``names``, and its place, to its tokens, its targets and its images."""
+    tokenize = block_tokenizer(names, read.tokenizer, arguments, key)
+
+    def encode(row: Values, place: str) -> tuple[Sequence[int], Sequence[bool], list[Grid]]:
+        try:
+            text, files = read.text(row)
+            (tokens,) = tokenize([{arguments.text_column: text}], [place]) or ([],)
+            targets = [True] * len(tokens)
+            if not files and read.tokens.token in tokens:
+                raise McaError(
+                    "the text contains the image placeholder, but the row has no image; remove the placeholder"
+                )
+            if not files:
+                return tokens, targets, []
+            grids = [read.grid(file) for file in files]
+            return *read.tokens.expanded(tokens, targets, grids), grids
+        except McaError as error:
+            told = str(error).removeprefix(f"{key}, {place}: ")
+            raise McaError(f"{key}, {place}: {told}") from error
+
+    return encode
+
+
+def image_spans(is_placeholder: NDArray[np.bool_], grids: Sequence[Grid]) -> list[Span]:
+    """Where the images with ``grids`` are among tokens."""
     where = np.flatnonzero(is_placeholder)
     ends = np.cumsum([high * wide for high, wide in grids])
     return [
@@ -112,7 +125,7 @@ def _spans(is_placeholder: NDArray[np.bool_], grids: Sequence[Grid]) -> list[Spa
     ]
 
 
-def _cuts(total: int, spans: Sequence[Span], length: int, key: str) -> list[int]:
+def block_cuts(total: int, spans: Sequence[Span], length: int, key: str) -> list[int]:
     """Where blocks begin, and the end of the last: before an image that would be cut."""
     cuts, next_span = [0], 0
     while cuts[-1] < total:

@@ -55,8 +55,7 @@ class Pretrain(Task):
         from mca_train.data.image_rows import undecoded
         from mca_train.data.samples import pretrain_blocks
 
-        sees = images is not None and images.config.vision is not None
-        if images is not None and sees and data.images_column in rows.column_names:
+        if images is not None and _has_images(images, rows.column_names, data):
             known = self.image_rows(rows.column_names, images, data, tokenizer)
             return image_blocks(undecoded(rows), known, data, key)
         return pretrain_blocks(rows, tokenizer, data, key)
@@ -84,9 +83,15 @@ class Pretrain(Task):
     ) -> "IterableDataset[Sample]":
         """See `Task`."""
         from mca_train.data.encoding import block_tokenizer
-        from mca_train.data.image_rows import require_none
+        from mca_train.data.image_stream import ImageBlockStream
         from mca_train.data.streams import BlockStream
 
-        if images is not None and images.config.vision is not None:
-            require_none(names, data, f"{key}: mca-train {self.name} with streaming")
+        if images is not None and _has_images(images, names, data):
+            read = self.image_rows(names, images, data, tokenizer)
+            return ImageBlockStream(rows, names, read, data, key)
         return BlockStream(rows, block_tokenizer(names, tokenizer, data, key), data.seq_length)
+
+
+def _has_images(images: "ImageReader", names: Sequence[str], data: DataArguments) -> bool:
+    """Whether rows with the columns ``names`` may have images, which the model sees."""
+    return images.config.vision is not None and data.images_column in names
