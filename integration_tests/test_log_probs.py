@@ -40,9 +40,10 @@ GRIDS = by_case(FAMILIES, LAYOUTS, SAMPLE)
 if EVERY:
     GRIDS |= by_case(NEWEST, ("tp1", "tp2pp2", "cp2tp2sp", "ep2pp2vpp2"), ())
 TEMPERATURE = 0.7
-ALLOWED = {"qwen3_next": 3e-5}
-"""Where the logits themselves, of layers with a state, differ by 2e-5 from transformers' (docs/parity.md), in one
-process too: the state is summed in another order. Of these logits log-probabilities are within 1e-5, as is tested."""
+ALLOWED = {"qwen3_next": 3e-5, "qwen3_5_moe_text": 6e-5}
+"""Where the logits themselves, of layers with a state, differ by 2e-5 and more from transformers' (docs/parity.md), in
+one process too: the state is summed in another order, and transformers' own logits in fp32 and fp64 differ as much. Of
+these logits log-probabilities are within 1e-5, as is tested."""
 
 
 def expected(reference: Reference, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -112,19 +113,19 @@ def test_they_equal_those_of_transformers(grid: str, tmp_path: Path) -> None:
     groups: dict[int, list[tuple[Reference, str]]] = {}
     for case, layout in GRIDS[grid]:
         groups.setdefault(world_size(layout), []).append((make_reference(case, tmp_path), layout))
-    refused = []
+    refused: dict[tuple[str, str], str] = {}
     for size, pairs in groups.items():
         for of_rank in run_ranks(size, errors, pairs):
             for (reference, layout), found in zip(pairs, of_rank, strict=True):
                 if isinstance(found, str):
-                    refused.append((reference.case, layout, found))
+                    refused[reference.case, layout] = found
                 else:
                     assert max(found.values()) < ALLOWED.get(reference.case, 1e-5), (
                         reference.case,
                         layout,
                         found,
                     )
-    assert len(refused) < (len(GRIDS[grid]) if EVERY else 1), "\n".join(map(str, refused))
+    assert len(refused) < (len(GRIDS[grid]) if EVERY else 1), refused
 
 
 def gradients(width: int, vocab: int) -> list[float]:
