@@ -84,6 +84,10 @@ MODELS: dict[str, Values] = {
     | {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "hidden_act": None}
     | {"mamba_num_heads": 32, "mamba_head_dim": 64, "n_groups": 1, "ssm_state_size": 64}
     | {"hybrid_override_pattern": "MM*-"},
+    "states beside": _BASE
+    | {"model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 2048}
+    | {"mamba_n_heads": 32, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 64}
+    | {"mlp_multipliers": [0.9, 0.6], "ssm_multipliers": [0.4, 0.3, 0.4, 0.5, 0.4]},
     "images": {
         "model_type": "qwen3_vl",
         "architectures": ["Qwen3VLForConditionalGeneration"],
@@ -166,6 +170,7 @@ LORA: Values = {"lora_rank": 8}
 FP32: Values = {"bf16": False}
 CASES: dict[str, tuple[str, str, int, Values]] = {
     "state space": ("state space", "sft", 8, {}),
+    "states beside": ("states beside", "sft", 8, {}),
     "state space sp": ("state space", "sft", 8, SP | FP32),
     "plain": ("dense", "sft", 8, {}),
     "whole optimizer": ("dense", "sft", 8, {"use_distributed_optimizer": False}),

@@ -84,6 +84,7 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("gptj", {"target_modules": [*LINEAR[:3], "out_proj", "fc_in", "fc_out"]}),
     "granitemoe_swa": ("granitemoe_swa", {"target_modules": LINEAR[:4], "target_parameters": BLOCK}),
     "bamba": ("bamba", {"target_modules": ["in_proj", "out_proj", *LINEAR]}),
+    **{case: (case, {"target_modules": ["in_proj", *LINEAR]}) for case in ("falcon_h1", "falcon_h1-norm")},
     "granitemoehybrid": (
         "granitemoehybrid",
         {"target_modules": ["in_proj", "out_proj", "q_proj", "output_linear"], "target_parameters": BLOCK},

@@ -302,6 +302,27 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
             **{"floor_scale": 8, "attn_scale": 0.5},
         },
     ),
+    "falcon_h1": (
+        "falcon_h1",
+        {
+            **{**BAMBA, "mamba_d_ssm": 48, "mamba_d_head": 6, "mamba_n_groups": 1},
+            **{"embedding_multiplier": 3.0, "lm_head_multiplier": 2.5, "key_multiplier": 0.7},
+            **{
+                "attention_in_multiplier": 1.2,
+                "attention_out_multiplier": 0.8,
+                "mlp_multipliers": [1.5, 0.6],
+            },
+            **{
+                "ssm_in_multiplier": 1.3,
+                "ssm_multipliers": [0.9, 0.7, 1.1, 1.2, 0.6],
+                "ssm_out_multiplier": 0.5,
+            },
+        },
+    ),
+    "falcon_h1-norm": (
+        "falcon_h1",
+        {**BAMBA, "mamba_d_ssm": 48, "mamba_d_head": 6, "mamba_rms_norm": True},
+    ),
 }
 """Families of parts that those above have too, put together otherwise: not every test takes them by default."""
 ALL = {**CASES, **ALIKE}

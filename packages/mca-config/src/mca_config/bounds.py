@@ -66,6 +66,24 @@ def require_bounded(values: Values) -> None:
         raise McaError("; ".join(problems))
 
 
+def require_fitting(values: Values) -> None:
+    """Refuses facts of a model that contradict each other.
+
+    Args:
+        values: All fields of ``McaModelConfig`` by name.
+    """
+    layers, labels, head = values["num_layers"], values["num_labels"], values["head"]
+    for name in ("moe_layer_freq", "layer_types", "no_rope_freq"):
+        entries = values[name]
+        if entries is not None and len(entries) != layers:
+            raise McaError(f"{name} has {len(entries)} entries, expected num_layers {layers}")
+    if (head == "causal_lm") != (labels is None) or (labels or 1) < 1:
+        raise McaError(f"num_labels is {labels} with head {head}; a score needs at least 1")
+    heads, groups = values["num_attention_heads"], values["num_query_groups"]
+    if heads % groups:
+        raise McaError(f"num_attention_heads {heads} is not a multiple of num_query_groups {groups}")
+
+
 def _counts(values: Values) -> Iterator[str]:
     for name, most in {**dict.fromkeys(_WIDTHS, _LARGEST), **_MOST}.items():
         value, least = values.get(name), _LEAST.get(name, 1)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from mca_config import _roll, fields, files
 from mca_config._documents import VERSION, require_document, require_same_family
-from mca_config.bounds import require_bounded, require_numbers
+from mca_config.bounds import require_bounded, require_fitting, require_numbers
 from mca_config.errors import McaError, named
 from mca_config.layout import ParallelLayout
 from mca_config.pipeline import PipelinePlan, pipeline_plan
@@ -111,6 +111,8 @@ class McaModelConfig:
     """Added to the up half of a gated MLP: ``activation(gate) * (up + offset)``."""
     activation_func_clamp_value: float | None = None
     """The gate is clamped from above by it, the up half from both sides; None: neither."""
+    mlp_multipliers: tuple[float, ...] | None = None
+    """Factors on the gate of an MLP and on its output; None: there are none."""
     embedding_multiplier: float = 1.0
     """Factor on the word embeddings, rounded to their dtype."""
     residual_multiplier: float = 1.0
@@ -183,6 +185,14 @@ class McaModelConfig:
     mamba_conv_bias: bool = True
     mamba_least_step: float = 0.0
     """Steps in time are at least so long."""
+    mamba_norm: Literal["gated", "before_gate", "none"] = "gated"
+    """What a state space model gives is normalised with its gate, before it meets its gate, or not."""
+    mamba_multipliers: tuple[float, ...] | None = None
+    """Factors on the parts of its projection (gate, inputs, B, C, steps) and on its output; None: there are none."""
+    mamba_beside_attention: bool = False
+    """Every layer with attention has a state space model too: both take the same input and are added together."""
+    attention_out_multiplier: float = 1.0
+    """Factor on what attention gives there."""
 
     num_moe_experts: int | None = None
     moe_layer_freq: tuple[int, ...] | None = None
@@ -231,21 +241,14 @@ class McaModelConfig:
     def __post_init__(self) -> None:
         require_numbers(self)
         require_bounded(vars(self))
-        for name in ("moe_layer_freq", "layer_types", "no_rope_freq"):
-            values = getattr(self, name)
-            if values is not None and len(values) != self.num_layers:
-                raise McaError(f"{name} has {len(values)} entries, expected num_layers {self.num_layers}")
-        if (self.head == "causal_lm") != (self.num_labels is None) or (self.num_labels or 1) < 1:
-            raise McaError(f"num_labels is {self.num_labels} with head {self.head}; a score needs at least 1")
-        if self.num_attention_heads % self.num_query_groups:
-            heads, groups = self.num_attention_heads, self.num_query_groups
-            raise McaError(f"num_attention_heads {heads} is not a multiple of num_query_groups {groups}")
+        require_fitting(vars(self))
 
     @property
     def has_own_norms(self) -> bool:
         """Whether the norms around attention and MLP are modules of our own, which no linear can hold."""
         biased = self.normalization == "RMSNorm" or self.norm_bias
-        return self.parallel_block != "none" or not self.norm_weight or not biased
+        shared = self.parallel_block != "none" or self.mamba_beside_attention
+        return shared or not self.norm_weight or not biased
 
     @property
     def attention_biases(self) -> bool:
@@ -297,9 +300,8 @@ class McaModelConfig:
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder ``layer`` has experts."""
-        if self.num_moe_experts is None:
-            return False
-        return self.moe_layer_freq is None or bool(self.moe_layer_freq[layer])
+        chosen = self.moe_layer_freq
+        return self.num_moe_experts is not None and (chosen is None or bool(chosen[layer]))
 
     @property
     def padded_vocab_size(self) -> int:
@@ -374,9 +376,8 @@ class McaModelConfig:
     def load(directory: str | Path) -> "McaModelConfig":
         """Reads ``directory``'s ``mca_config.json``."""
         path = files.inside(Path(directory), FILE_NAME)
-        return McaModelConfig.from_json(
-            files.read_text(path, "expected an MCA checkpoint directory"), str(path)
-        )
+        text = files.read_text(path, "expected an MCA checkpoint directory")
+        return McaModelConfig.from_json(text, str(path))
 
 
 @dataclass(frozen=True, kw_only=True)

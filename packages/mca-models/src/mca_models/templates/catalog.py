@@ -113,6 +113,10 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "our state space layer",
     ),
     "bamba": ("state space models (Mamba 2) in most layers", "our state space layer"),
+    "falcon_h1": (
+        "attention and a state space model (Mamba 2) side by side in every layer, factors on what they take and give",
+        "our state space layer in Megatron's attention",
+    ),
     "granitemoehybrid": (
         "Granite 4: state space models (Mamba 2) in most layers; MLPs, or experts beside a shared one",
         "our state space layer",
@@ -230,7 +234,7 @@ _REASONS: Mapping[str, str] = {
     "attention and MLP side by side, and one tensor for q, k, v that lies in shares of tensor ranks": "codegen",
     "scores beside attention and MLP that have biases of another kind": "gpt_neox_japanese",
     "state-space or recurrent layers, alone or between attention layers": (
-        "falcon_h1 falcon_mamba jamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2"
+        "falcon_mamba jamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2"
     ),
     "linear attention of another kind than the gated delta nets built here": ("bailing_hybrid minimax"),
     "short convolutions in the place of attention, or before it": (

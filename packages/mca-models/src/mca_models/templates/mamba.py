@@ -46,8 +46,13 @@ BAMBA = {"mamba_n_groups": 1, "mamba_d_state": 256, "mamba_n_heads": 128, "mamba
 """What absent keys mean there."""
 
 
-def as_in_bamba(hf: HfConfig) -> JsonObject:
-    """The width of a head, which need not be said, and the shortest step in time."""
+def as_in_bamba(hf: HfConfig, inside: int | None = None) -> JsonObject:
+    """The width of a head, which need not be said, and the shortest step in time.
+
+    Args:
+        hf: The configuration.
+        inside: Channels of all heads; None: as ``mamba_expand`` says.
+    """
     heads, (least, most) = hf["mamba_n_heads"], hf.get("time_step_limit") or (0.0, math.inf)
     require_groups(heads, hf["mamba_n_groups"])
     if most not in (math.inf, {"__float__": "Infinity"}):
@@ -55,11 +60,11 @@ def as_in_bamba(hf: HfConfig) -> JsonObject:
             f"config.json: 'time_step_limit' ends at {most!r:.80}; supported: Infinity (steps in time have no upper "
             "limit here)"
         )
-    width = hf["mamba_expand"] * hf["hidden_size"] // heads
+    width = (inside or hf["mamba_expand"] * hf["hidden_size"]) // heads
     if hf.get("mamba_d_head", "auto") not in ("auto", None, width):
         raise HfConfigError(
-            f"config.json: 'mamba_d_head' is {hf['mamba_d_head']!r:.80}; supported: {width}, which is mamba_expand "
-            "times hidden_size divided by mamba_n_heads"
+            f"config.json: 'mamba_d_head' is {hf['mamba_d_head']!r:.80}; supported: {width}, which is "
+            f"{'mamba_d_ssm' if inside else 'mamba_expand times hidden_size'} divided by mamba_n_heads"
         )
     return {"mamba_head_dim": width, "mamba_least_step": float(least)}
 
@@ -102,19 +107,27 @@ def segments(config: FamilyConfig) -> tuple[int, int, int, int, int]:
 
 def mamba(config: McaModelConfig) -> list[Param]:
     """A state space layer with the norm before it."""
+    before = inner("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight")
+    return [before, *state_space(config, "self_attention.")]
+
+
+def state_space(config: McaModelConfig, at: str) -> list[Param]:
+    """A state space model alone; ``at`` is its place in Megatron's layer."""
     sizes = segments(config)
-    conv = fused(sizes[1:4])
-    biased = [inner("self_attention.conv1d.bias", "mamba.conv1d.bias", shard=conv)]
+    cut = {
+        **{
+            "in_proj.weight": fused(sizes),
+            "conv1d.weight": fused(sizes[1:4]),
+            "conv1d.bias": fused(sizes[1:4]),
+        },
+        **dict.fromkeys(("dt_bias", "A_log", "D", "norm.weight"), COLUMN),
+        "out_proj.weight": ROW,
+    }
+    absent = {"conv1d.bias": not config.mamba_conv_bias, "norm.weight": config.mamba_norm == "none"}
     return [
-        inner("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight"),
-        inner("self_attention.in_proj.weight", "mamba.in_proj.weight", shard=fused(sizes)),
-        inner("self_attention.conv1d.weight", "mamba.conv1d.weight", shard=conv),
-        *(biased if config.mamba_conv_bias else []),
-        inner("self_attention.dt_bias", "mamba.dt_bias", shard=COLUMN),
-        inner("self_attention.A_log", "mamba.A_log", shard=COLUMN),
-        inner("self_attention.D", "mamba.D", shard=COLUMN),
-        inner("self_attention.norm.weight", "mamba.norm.weight", shard=COLUMN),
-        inner("self_attention.out_proj.weight", "mamba.out_proj.weight", shard=ROW),
+        inner(f"{at}{name}", f"mamba.{name}", shard=shard)
+        for name, shard in cut.items()
+        if not absent.get(name)
     ]
 
 

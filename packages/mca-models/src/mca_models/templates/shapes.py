@@ -212,6 +212,12 @@ _DELTA_NET = {
         _mamba_widths(c)[0] if c.mamba_num_heads else _delta_widths(c)[1],
     ),
 }
+_PLACE = "self_attention."
+_BESIDE_ATTENTION = {
+    name.replace(_PLACE, f"{_PLACE}mamba."): shape
+    for name, shape in _DELTA_NET.items()
+    if "layer_norm" not in name
+}
 _KIMI_DELTA = {
     "self_attention.in_proj.weight": lambda c: (
         c.linear_num_key_heads * (3 * c.linear_key_head_dim + 1),
@@ -258,6 +264,6 @@ _INDEXER = {
 }
 _Table = Mapping[str, Callable[[FamilyConfig], Shape]]
 _TABLES: Mapping[type[McaModelConfig], _Table] = {
-    McaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_ATTENTION, **_DELTA_NET},
+    McaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_ATTENTION, **_DELTA_NET, **_BESIDE_ATTENTION},
     MlaMcaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_LATENT, **_KIMI_DELTA, **_INDEXER},
 }

@@ -61,6 +61,7 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
         return _linear(config, sizes)
     if config.is_mamba_layer(number):
         return state_space(config, sizes)
+    beside = state_space(config, sizes) if config.mamba_beside_attention else []
     if isinstance(config, MlaMcaModelConfig):
         return _latent(config, sizes)
     tp, width, tokens = sizes.layout.tp, sizes.width, sizes.tokens
@@ -76,7 +77,7 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
         lines.append(Line("keys, and q, k, v as projected", tokens * (2 * key + query + key) * width, _SDPA))
     if config.attention_output_gate:
         lines.append(Line("output gate", tokens * query * 2 * width, _SDPA))
-    return lines + _scores(config, sizes, query) + _window(config, sizes, number)
+    return beside + lines + _scores(config, sizes, query) + _window(config, sizes, number)
 
 
 def _seen(sizes: Sizes) -> float:
@@ -185,11 +186,15 @@ def gated(config: McaModelConfig, inner: float, tokens: float, sizes: Sizes, mod
     return [
         Line("gate and up as projected", tokens * inner * 2 * sizes.width, _MLP, module),
         Line("activated gate, up, and their product", tokens * inner * 3 * sizes.width, _MLP, module),
+        *own_activation(config, tokens * inner, sizes, module),
     ]
 
 
 def own_activation(config: McaModelConfig, elements: float, sizes: Sizes, module: str) -> list[Line]:
     """Between both projections of an MLP whose activation is not one of torch's: both branches, and which it is."""
+    if config.mlp_multipliers is not None:
+        scaled = "mca_models/megatron/families/scales.py: scaled_activation"
+        return [Line("gate times its factor", elements * sizes.width, scaled, module)]
     if config.hidden_act != "xielu":
         return []
     source = "mca_models/megatron/families/xielu.py: forward"

@@ -180,11 +180,18 @@ class Speed:
 
     def _before_mlp(self, number: int) -> tuple[float, float]:
         """See `_attention`, of what stands there."""
-        config, sizes = self.model.config, self.model.sizes
+        config = self.model.config
         if not config.has_attention(number):
             return 0.0, 0.0
-        if not config.is_mamba_layer(number):
-            return self._attention()
+        states = config.is_mamba_layer(number)
+        of_both = [] if states else [self._attention()]
+        of_both += [self._states()] if states or config.mamba_beside_attention else []
+        weights, seconds = (sum(parts) for parts in zip(*of_both, strict=True))
+        return weights, seconds
+
+    def _states(self) -> tuple[float, float]:
+        """Weights of a state space model's products on this rank, and seconds of its scan."""
+        config, sizes = self.model.config, self.model.sizes
         heads, tp = config.mamba_num_heads or 0, sizes.layout.tp
         width, state = config.mamba_head_dim or 0, config.mamba_state_dim or 0
         inside, states = heads * width, (config.mamba_num_groups or 0) * state

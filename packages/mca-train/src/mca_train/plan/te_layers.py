@@ -5,6 +5,7 @@ the installed source. Nothing here could be measured without a GPU.
 """
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_train.plan import local_layers
 from mca_train.plan.local_layers import own_activation, state_space
 from mca_train.plan.sizes import SINGLE, Line, Sizes
 
@@ -41,7 +42,9 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
         lines += [line for _ in range(2) for line in norm(sizes.split, config.hidden_size, sizes)]
     if config.has_attention(number):
         lines.append(Line("input of attention, and normalised", both, _NORM_LINEAR))
-        lines += state_space(config, sizes) if config.is_mamba_layer(number) else attention(config, sizes)
+        states = config.is_mamba_layer(number)
+        lines += state_space(config, sizes) if states or config.mamba_beside_attention else []
+        lines += [] if states else attention(config, sizes)
     if config.is_moe_layer(number):
         return [*lines, *norm(sizes.split, config.hidden_size, sizes), *experts(config, sizes, worst=worst)]
     if not config.has_mlp(number):
@@ -84,6 +87,8 @@ def attention(config: McaModelConfig, sizes: Sizes) -> list[Line]:
 
 def gated(config: McaModelConfig, inner: float, tokens: float, sizes: Sizes, module: str) -> list[Line]:
     """Of an MLP with ``inner`` channels on this rank, its activation fused."""
+    if config.mlp_multipliers is not None:  # which no fused activation has
+        return local_layers.gated(config, inner, tokens, sizes, module)
     first = 2 if config.gated_linear_unit else 1
     return [
         Line("gate and up as projected", tokens * inner * first * sizes.width, _SWIGLU, module),

@@ -161,4 +161,8 @@ def _state_space_start(seed: int, name: str, shape: tuple[int, ...]) -> Tensor |
         return steps + torch.log(-torch.expm1(-steps))  # the inverse of softplus
     if name.endswith("A_log"):
         return torch.arange(1, shape[0] + 1).float().log()
-    return torch.ones(shape) if name.endswith((".D", "self_attention.norm.weight")) else None
+    return (
+        torch.ones(shape)
+        if name.endswith((".D", "self_attention.norm.weight", "mamba.norm.weight"))
+        else None
+    )

@@ -179,7 +179,8 @@ def _construct(config: McaModelConfig, settings: Settings) -> MegatronConfig:
 
 def _architecture(config: McaModelConfig) -> Settings:
     settings: Settings = {name: getattr(config, name) for name in _SAME_NAME}
-    settings["activation_func"] = _activation(config.hidden_act)
+    activation = _activation(config.hidden_act)
+    settings["activation_func"] = families.scaled_activation(activation, config.mlp_multipliers)
     settings["mtp_num_layers"] = config.mtp_num_layers or None
     settings["moe_token_dispatcher_type"] = "alltoall"  # Megatron looks at it without experts too
     settings |= _window(config)

@@ -2,6 +2,7 @@
 
 from mca_models.megatron.families.chunk import finish, positions, rotary
 from mca_models.megatron.families.latent_experts import latent_projections
+from mca_models.megatron.families.scales import scaled_activation
 from mca_models.megatron.families.settings import before_building, settings
 from mca_models.megatron.families.spec import adapted_block, adapted_prediction
 
@@ -13,5 +14,6 @@ __all__ = [
     "latent_projections",
     "positions",
     "rotary",
+    "scaled_activation",
     "settings",
 ]

@@ -56,18 +56,24 @@ class HeadGroups:
 
 
 class GatedNorm(torch.nn.Module):
-    """RMSNorm of the channels of each group of heads, after they are multiplied by their gate."""
+    """RMSNorm of the channels of each group of heads, after they are multiplied by their gate, or before."""
 
-    def __init__(self, config: MegatronConfig, channels: int, groups: HeadGroups) -> None:
+    def __init__(
+        self, config: MegatronConfig, channels: int, groups: HeadGroups, *, gate_first: bool
+    ) -> None:
         super().__init__()
-        self.groups, self.eps = groups, config.layernorm_epsilon
+        self.groups, self.eps, self.gate_first = groups, config.layernorm_epsilon, gate_first
         self.weight = cut_parameter((channels,), config.params_dtype)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """``[..., channels]`` in fp32."""
-        gated = (x * silu(gate.float())).unflatten(-1, (self.groups.here, -1))
-        means = self.groups.gathered(gated.square().mean(-1)).mean(-2)
-        normal = gated * torch.rsqrt(means.unsqueeze(-1) + self.eps)
+        factor = silu(gate.float())
+        return self._normal(x * factor) if self.gate_first else self._normal(x) * factor
+
+    def _normal(self, x: Tensor) -> Tensor:
+        x = x.unflatten(-1, (self.groups.here, -1))
+        means = self.groups.gathered(x.square().mean(-1)).mean(-2)
+        normal = x * torch.rsqrt(means.unsqueeze(-1) + self.eps)
         scaled: Tensor = self.weight * normal.flatten(-2)
         return scaled
 
@@ -116,7 +122,10 @@ class Mamba(torch.nn.Module):
         self.scan = kernel_of("mamba_chunk_scan_combined", config)
         for name in _HEADS:
             setattr(self, name, cut_parameter((self.sizes[4],), config.params_dtype))
-        self.norm = GatedNorm(config, self.sizes[0], self.groups)
+        self.norm, first = None, model.mamba_norm == "gated"
+        if model.mamba_norm != "none":
+            self.norm = GatedNorm(config, self.sizes[0], self.groups, gate_first=first)
+        self.factors = model.mamba_multipliers
         self.out_proj = row(
             sizes[0],
             model.hidden_size,
@@ -137,9 +146,13 @@ class Mamba(torch.nn.Module):
     ) -> WithBias:
         """``[s / cp, b, hidden]`` to the same; all other arguments of an attention are of no consequence."""
         mixed, _ = self.in_proj(hidden_states)
+        if self.factors is not None:
+            parts = zip(mixed.split(self.sizes, -1), self.factors[:-1], strict=True)
+            mixed = torch.cat([part * factor for part, factor in parts], -1)
         group = self.groups_of_ranks.cp
         out = of_whole_sequences(self._sequence, mixed, packed_seq_params, group)
-        return self.out_proj(out)  # type: ignore[no-any-return]
+        found: WithBias = self.out_proj(out)
+        return found if self.factors is None else (found[0] * self.factors[-1], None)
 
     def _sequence(self, mixed: Tensor) -> Tensor:
         """One whole sequence of projections ``[s, b, z x B C dt]`` to normalised, gated values ``[s, b, x]``."""
@@ -152,7 +165,9 @@ class Mamba(torch.nn.Module):
         into, read = (part.flatten(-2).unflatten(-1, (self.groups.here, -1)) for part in (into, read))
         rate, x = -self.A_log.float().exp(), x.unflatten(-1, (count, -1))
         out = state_space_layer(x, step, rate, into, read, self.D.float(), self.scan)
-        return self.norm(out.transpose(0, 1).flatten(2), gate).to(mixed.dtype)  # type: ignore[no-any-return]
+        out = out.transpose(0, 1).flatten(2)
+        gated: Tensor = out * silu(gate.float()) if self.norm is None else self.norm(out, gate)
+        return gated.to(mixed.dtype)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
@@ -171,10 +186,10 @@ class Mamba(torch.nn.Module):
 
 
 def mamba_spec(implementation: Implementation, config: McaModelConfig) -> Spec:
-    """The spec of a state space layer of ``config``."""
+    """The spec of a state space layer of ``config``, or of what is beside its attention."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    column, row = normed_linears(implementation)
+    column, row = normed_linears(implementation, norm=not config.mamba_beside_attention)
     return ModuleSpec(module=_module(), params={"model": config, "column": column, "row": row})
 
 

@@ -4,6 +4,7 @@ Capped attention scores are computed in `layers.sdpa`.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,6 +34,20 @@ def add_scales(model: GptModel, config: McaModelConfig) -> None:
             return logits if cap is None else (logits / cap).tanh() * cap, bias
 
         model.output_layer.register_forward_hook(scale_logits)
+
+
+def scaled_activation(
+    activation: Callable[..., Tensor], factors: tuple[float, ...] | None
+) -> Callable[..., Tensor]:
+    """``activation`` with factors on the gate that it takes and on the output of the MLP, which is linear in it."""
+    if factors is None:
+        return activation
+    of_gate, of_output = factors
+    return partial(_scaled, activation, of_gate, of_output)
+
+
+def _scaled(activation: Callable[..., Tensor], of_gate: float, of_output: float, gate: Tensor) -> Tensor:
+    return activation(gate * of_gate) * of_output
 
 
 def scaled_residual(

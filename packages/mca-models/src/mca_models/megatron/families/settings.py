@@ -25,7 +25,7 @@ def settings(config: McaModelConfig) -> Settings:
     }
     if config.num_moe_experts and config.add_bias_linear:
         found["bias_dropout_fusion"] = False  # grouped experts refuse it
-    if config.hidden_act not in _FUSED:
+    if config.hidden_act not in _FUSED or config.mlp_multipliers is not None:
         found["bias_activation_fusion"] = False
     if config.linear_conv_kernel_dim is not None:
         found |= {

@@ -16,6 +16,7 @@ from mca_models.megatron.families.image_limits import image_reach
 from mca_models.megatron.families.kimi_delta import kimi_delta_spec
 from mca_models.megatron.families.latent import with_plain_query
 from mca_models.megatron.families.mamba import mamba_spec
+from mca_models.megatron.families.mamba_beside import with_mamba_beside
 from mca_models.megatron.families.norms import (
     HeadNorm,
     KeyHeadNorm,
@@ -136,7 +137,9 @@ def _classes(config: McaModelConfig, implementation: Implementation) -> dict[typ
         classes[MoELayer] = with_mlp_beside(MoELayer)
     from megatron.core.transformer.attention import SelfAttention
 
-    classes[SelfAttention] = _self_attention(SelfAttention, config)
+    attention = _self_attention(SelfAttention, config)
+    beside = config.mamba_beside_attention
+    classes[SelfAttention] = with_mamba_beside(attention, config, implementation) if beside else attention
     return classes
 
 

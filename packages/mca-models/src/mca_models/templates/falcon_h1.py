@@ -1,0 +1,112 @@
+"""Falcon H1: HF ``FalconH1ForCausalLM``: attention and a state space model side by side in every layer, and factors."""
+
+from math import isfinite
+
+from mca_config.errors import HfConfigError
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.templates.bamba import NAMES
+from mca_models.templates.common import attention, dense_mlp, embedding, head, renamed
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    NO_MLP_BIAS,
+    SILU,
+    ConfigTable,
+    Field,
+    Fixed,
+    HfConfig,
+    dense_fields,
+)
+from mca_models.templates.family import Family
+from mca_models.templates.mamba import (
+    BAMBA,
+    PLAIN_STEPS,
+    as_in_bamba,
+    fields_of_bamba,
+    restored_as_in_bamba,
+    state_space,
+)
+from mca_models.weights import Param, each
+
+
+def factors(hf: HfConfig, key: str, count: int) -> tuple[float, ...]:
+    """The ``count`` numbers at ``key``."""
+    found = hf.get(key) or [1.0] * count
+    if len(found) != count or not all(isinstance(x, int | float) and isfinite(x) for x in found):
+        raise HfConfigError(f"config.json: '{key}' is {found!r:.80}; supported: {count} numbers")
+    return tuple(float(x) for x in found)
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Factors, as far as there are some, and what is normalised of states.
+
+    Queries, keys and values are linear in what goes into attention: its factor, and that on keys, are one on scores.
+    """
+    of_mlp = factors(hf, "mlp_multipliers", 2)
+    before, after = hf.get("ssm_in_multiplier", 1.0), hf.get("ssm_out_multiplier", 1.0)
+    of_states = (*(before * x for x in factors(hf, "ssm_multipliers", 5)), after)
+    into, key = hf.get("attention_in_multiplier", 1.0), hf.get("key_multiplier", 1.0)
+    normal = "before_gate" if hf.get("mamba_norm_before_gate", True) else "gated"
+    width = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    scale = into**2 * key
+    return {
+        **as_in_bamba(hf, hf["mamba_d_ssm"]),
+        "mamba_norm": normal if hf.get("mamba_rms_norm", False) else "none",
+        "mamba_multipliers": None if set(of_states) == {1.0} else of_states,
+        "mlp_multipliers": None if set(of_mlp) == {1.0} else of_mlp,
+        "attention_out_multiplier": into * hf.get("attention_out_multiplier", 1.0),
+        "softmax_scale": None if scale == 1.0 else scale * width**-0.5,
+        "logits_scaling": 1 / hf.get("lm_head_multiplier", 1.0),
+    }
+
+
+def restore(config: McaModelConfig) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    *of_states, after = config.mamba_multipliers or (1.0,) * 6
+    scale = 1.0 if config.softmax_scale is None else config.softmax_scale / config.kv_channels**-0.5
+    return {
+        **restored_as_in_bamba(config),
+        "mamba_d_ssm": (config.mamba_num_heads or 0) * (config.mamba_head_dim or 0),
+        "mamba_rms_norm": config.mamba_norm != "none",
+        "mamba_norm_before_gate": config.mamba_norm != "gated",
+        **{"ssm_multipliers": of_states, "ssm_out_multiplier": after},
+        "mlp_multipliers": list(config.mlp_multipliers or (1.0, 1.0)),
+        "attention_out_multiplier": config.attention_out_multiplier,
+        "key_multiplier": scale,
+        "lm_head_multiplier": 1 / config.logits_scaling,
+    }
+
+
+CONFIG = ConfigTable(
+    fields=(
+        *dense_fields(eps=1e-5),
+        *fields_of_bamba(),
+        Field("embedding_multiplier", "embedding_multiplier", 1.0),
+    ),
+    defaults={**BAMBA, "mamba_d_ssm": 1024, "num_key_value_heads": 8, "pad_token_id": 0},
+    constants={"mamba_beside_attention": True},
+    fixed=(
+        SILU,
+        NO_ATTENTION_BIAS,
+        NO_MLP_BIAS,
+        PLAIN_STEPS,
+        Fixed("projectors_bias", (False,), "output projections of state space layers have no biases"),
+    ),
+    derive=derive,
+    restore=restore,
+)
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    of_layer = [*attention(config), *state_space(config, "self_attention.mamba."), *dense_mlp(config)]
+    return renamed([embedding(), *each(of_layer, layers=range(config.num_layers)), *head(config)], NAMES)
+
+
+FAMILY = Family(
+    model_type="falcon_h1",
+    architecture="FalconH1ForCausalLM",
+    config=CONFIG,
+    params=params,
+    unadapted=frozenset({"out_proj"}),
+)
