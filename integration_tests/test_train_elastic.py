@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness import run_ranks
+from harness import free_port, run_ranks
 from test_train_cli import config, folder, logs
 
 __all__ = ["folder"]
@@ -23,28 +23,57 @@ _STEPS = 6
 
 def elastic(words: list[str], mark: Path, restarts: int) -> dict[int, int]:
     """What torchrun does for one node, on two forks; the exit codes by rank."""
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    return agent(words, mark, _settings(max_nodes=1, nproc_per_node=2, max_restarts=restarts), kills_rank=1)
 
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(variable, None)
-    settings = LaunchConfig(
+
+def two_agents(words: list[str], mark: Path, port: int) -> tuple[dict[int, int], int]:
+    """Two agents of ``--nnodes 1:2`` on this machine; the exit codes of the first one's ranks, how the other ended."""
+    at, of_node = f"127.0.0.1:{port}", {"max_nodes": 2, "nproc_per_node": 1, "max_restarts": 3}
+    other = os.fork()
+    if not other:
+        try:
+            agent(words, mark, _settings(at, is_host="false", **of_node), kills_agent=True)
+        finally:
+            os._exit(1)
+    codes = agent(words, mark, _settings(at, is_host="true", **of_node))
+    return codes, os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])
+
+
+def _settings(at: str = "127.0.0.1:0", is_host: str = "true", **others: Any) -> Any:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    rendezvous = {"is_host": is_host, "last_call_timeout": 8}  # for another node, where one is enough
+    alive = {"keep_alive_interval": 3, "keep_alive_max_attempt": 6}  # a machine may stall for as long
+    return LaunchConfig(
         min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=2,
         run_id="test",
         rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        max_restarts=restarts,
+        rdzv_endpoint=at,
+        rdzv_configs=rendezvous | alive,
+        local_addr="127.0.0.1",
         monitor_interval=0.05,
         start_method="fork",
         shutdown_timeout=3,  # until a rank is killed that waits for the one that is gone
+        **others,
     )
-    codes: dict[int, int] = elastic_launch(settings, entrypoint=rank_of_attempt)(words, mark)
+
+
+def agent(
+    words: list[str], mark: Path, settings: Any, kills_rank: int | None = None, kills_agent: bool = False
+) -> dict[int, int]:
+    """torchrun's agent of a node; the exit codes of its ranks."""
+    from torch.distributed.launcher.api import elastic_launch
+
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(variable, None)
+    CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    launch = elastic_launch(settings, entrypoint=rank_of_attempt)
+    codes: dict[int, int] = launch(words, mark, kills_rank, kills_agent)
     return codes
 
 
-def rank_of_attempt(words: list[str], mark: Path) -> int:
-    """One rank's ``mca-train``, which kills itself in a step of the first attempt if it is the second rank."""
+def rank_of_attempt(words: list[str], mark: Path, kills_rank: int | None, kills_agent: bool) -> int:
+    """One rank's ``mca-train``, which is killed in a step of the first attempt, with its agent if that is asked for."""
     from mca_train.cli import main
     from mca_train.engine.engine import Engine
 
@@ -55,8 +84,11 @@ def rank_of_attempt(words: list[str], mark: Path) -> int:
 
     def killed(engine: Engine) -> Any:
         counted[0] += 1
-        if os.environ["RANK"] == "1" and counted[0] == _KILLED_AT and not mark.exists():
-            mark.touch()
+        is_killed = kills_agent or os.environ["RANK"] == str(kills_rank)
+        if is_killed and counted[0] == _KILLED_AT and not mark.exists():
+            mark.write_text(os.environ["WORLD_SIZE"])
+            if kills_agent:
+                os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
         return step(engine)
 
@@ -90,3 +122,25 @@ def test_a_killed_rank_is_started_anew_and_the_curve_is_that_of_a_whole_run(fold
     assert [step for step, _ in curve(folder / "elastic")] == list(range(1, _STEPS + 1))
     state = json.loads((folder / "elastic" / "trainer_state.json").read_text())
     assert state["global_step"] == _STEPS
+
+
+@pytest.mark.wide
+def test_a_node_that_is_lost_leaves_the_other_to_go_on_from_the_last_complete_checkpoint(folder, tmp_path):
+    changes = {"max_steps": _STEPS, "save_strategy": "steps", "save_steps": 1}
+    mark = tmp_path / "killed"
+    _, _, _, *words = config(folder, "nodes", **changes)
+    ((codes, ended),) = run_ranks(1, two_agents, words, mark, free_port(), process_group=False, timeout=200)
+    assert mark.read_text() == "2"  # both nodes were in the run
+    assert ended == -signal.SIGKILL
+    assert codes == {0: 0}
+    assert json.loads((folder / "nodes" / "trainer_state.json").read_text())["global_step"] == _STEPS
+    assert [step for step, _ in curve(folder / "nodes")] == list(range(1, _STEPS + 1))
+    last = folder / "nodes" / f"checkpoint-{_KILLED_AT - 1}"
+    _, _, _, *words = config(folder, "alone", **changes, resume_from_checkpoint=str(last))
+    (codes,) = run_ranks(1, elastic_alone, words, mark, process_group=False, timeout=90)
+    assert codes == {0: 0}
+    assert curve(folder / "alone") == curve(folder / "nodes")[_KILLED_AT - 1 :]
+
+
+def elastic_alone(words: list[str], mark: Path) -> dict[int, int]:
+    return agent(words, mark, _settings(max_nodes=1, nproc_per_node=1, max_restarts=0))
