@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mca_config.errors import McaError
+from mca_train.checkpoint.directory import checkpoints
 from mca_train.checkpoint.lineage import require_free
 from mca_train.checkpoint.output_dir import require_own
 from mca_train.checkpoint.writer import remove_unfinished
@@ -39,10 +40,14 @@ def test_a_directory_that_another_rank_takes_away_is_one_that_is_not_there(
     assert lost
 
 
-def test_a_directory_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("look", [lambda folder: remove_unfinished(folder, "checkpoint"), checkpoints])
+def test_a_directory_that_cannot_be_listed_is_named(
+    look: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Any) -> Any:
         raise OSError(errno.EIO, "Input/output error", str(path))
 
-    monkeypatch.setattr(os, "scandir", refuse)
+    for name in ("scandir", "listdir"):
+        monkeypatch.setattr(os, name, refuse)
     with pytest.raises(McaError, match=f"{tmp_path}: cannot be read"):
-        remove_unfinished(tmp_path, "checkpoint")
+        look(tmp_path)

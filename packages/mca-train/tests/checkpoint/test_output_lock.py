@@ -61,6 +61,23 @@ def test_a_full_disk_leaves_no_lock(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("call", ["close", "fstat", "unlink"])
+def test_giving_it_back_never_fails(call, tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(5, "Input/output error")
+
+    lock = OutputLock(tmp_path / "run")
+    lock.take()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refuse)
+        lock.release()
+    left = [tmp_path / "run" / NAME] if call != "close" else []
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == left
+    told = [f"{file} stays; the next run takes it over (Input/output error)" for file in left]
+    assert [record.getMessage() for record in caplog.records] == told
+    OutputLock(tmp_path / "run").take()
+
+
 def test_a_killed_run_keeps_no_lock(tmp_path, request):
     killed(forked(OutputLock(tmp_path).take))
     assert (tmp_path / NAME).exists()

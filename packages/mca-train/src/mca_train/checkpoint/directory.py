@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from mca_config.errors import McaError, UsageError
+from mca_config.files import reading
 from mca_models.megatron.distributed.collectives import on_first
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import integrity
@@ -22,13 +23,18 @@ _NAME = re.compile(rf"{PREFIX}-(\d+)")
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """The complete checkpoints in ``output_dir``, oldest step first."""
-    try:
-        names = [path.name for path in output_dir.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    found = [(int(m[1]), output_dir / name) for name in names if (m := _NAME.fullmatch(name))]
-    return [path for _, path in sorted(found) if (path / STATE_FILE).is_file()]
+    """The complete checkpoints in ``output_dir``, oldest step first.
+
+    Raises:
+        McaError: It cannot be listed.
+    """
+    with reading(output_dir):
+        try:
+            names = [path.name for path in output_dir.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        found = [(int(m[1]), output_dir / name) for name in names if (m := _NAME.fullmatch(name))]
+        return [path for _, path in sorted(found) if (path / STATE_FILE).is_file()]
 
 
 def step_of(checkpoint: Path) -> int:

@@ -68,10 +68,15 @@ class OutputLock:
     def release(self) -> None:
         """Gives it back."""
         if self._fd >= 0:
-            with suppress(OSError):
-                if _is_at(self._fd, self._path) and _read(self._path) in ({}, self._record):
+            try:
+                if _is_same(self._fd, self._path) and _read(self._path) in ({}, self._record):
                     self._path.unlink()
-            os.close(self._fd)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                logger.warning("%s stays; the next run takes it over (%s)", self._path, error.strerror)
+            with suppress(OSError):  # it is closed all the same
+                os.close(self._fd)
             self._fd = -1
         for path in self._made:
             with suppress(OSError):
@@ -202,6 +207,10 @@ def _lock(fd: int) -> bool | None:
 
 def _is_at(fd: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(fd), path.stat())
+        return _is_same(fd, path)
     except OSError:
         return False
+
+
+def _is_same(fd: int, path: Path) -> bool:
+    return os.path.samestat(os.fstat(fd), path.stat())

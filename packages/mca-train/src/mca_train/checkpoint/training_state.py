@@ -70,8 +70,8 @@ class TrainingState:
         self._scheduler.load_state_dict(json.loads((folder / "scheduler.json").read_text()))
 
     def load_rng(self, checkpoint: Path) -> None:
-        """Restores the random states; with another number of ranks, those of this run stay."""
-        if not load_rng(checkpoint / TRAINING, self._rank):
+        """Restores the random states; with another number of ranks, those of this run stay. Collective."""
+        if not together(lambda: load_rng(checkpoint / TRAINING, self._rank))[self._rank]:
             logger.warning(
                 "%s: no random state of rank %d; dropout starts with new random numbers",
                 checkpoint,

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from mca_config.errors import McaError
 from mca_config.files import reading
 from mca_config.types import JsonObject, Typed
 from mca_models.megatron.distributed import parallel
+from mca_models.storage.safetensors import read_header
 from mca_train.types import VirtualModels
 
 
@@ -66,15 +67,14 @@ def kept_rng() -> Iterator[None]:
 def load_rng(folder: Path, rank: int) -> bool:
     """Restores what `save_rng` wrote; False if this rank has no file (another number of ranks)."""
     from megatron.core import tensor_parallel
-    from safetensors import safe_open
 
     path = folder / f"rng_{rank}.safetensors"
     with reading(path):
         if not path.is_file():
             return False
-        tensors = load_file(path)
-        with safe_open(path, framework="pt") as file:
-            words: JsonObject = {key: json.loads(text) for key, text in (file.metadata() or {}).items()}
+        header = read_header(path)
+        tensors = {name: torch.from_numpy(tensor.read()) for name, tensor in header.tensors.items()}
+        words: JsonObject = {key: json.loads(text) for key, text in header.metadata.items()}
     if not {"torch", "numpy"} <= tensors.keys() or not {"python", "numpy"} <= words.keys():
         raise McaError(f"{path}: is not a file of random states; the checkpoint is damaged")
     version, state, gauss = words["python"]

@@ -14,7 +14,6 @@ from transformers.trainer_callback import ExportableState
 
 from mca_config.types import JsonObject
 from mca_models.megatron.distributed.collectives import on_first, told_by_first
-from mca_train import groups
 from mca_train.checkpoint import directory, lineage
 from mca_train.checkpoint.integrity import ARGUMENTS_FILE, Checksums
 from mca_train.checkpoint.model import ModelWriting
@@ -91,17 +90,18 @@ class WithCheckpoints(WithLogs):
 
     def _after_checkpoint(self, state: TrainerState) -> None:
         """Deletes what is one too many, and calls the callbacks; ``state`` is that of the checkpoint's step."""
-        args = self.args
-        if self.ranks.is_first:
-            output_dir, limit = Path(args.output_dir), args.save_total_limit
-            lineage.set_aside_newer(output_dir, self.started_at_step, self._checkpoints.written)
-            for path in directory.expendable(output_dir, limit, state.best_model_checkpoint):
-                logger.info("deleting %s (save_total_limit %d)", path, limit)
-                self._checkpoints.delete(path)
-        groups.barrier()
+        with name_errors(Path(self.args.output_dir)):
+            told_by_first(lambda: self._make_room(state.best_model_checkpoint))
         another = self.control.should_save
-        self.control = self.callback_handler.on_save(args, state, self.control)
+        self.control = self.callback_handler.on_save(self.args, state, self.control)
         self.control.should_save = another
+
+    def _make_room(self, best: str | None) -> None:
+        output_dir, limit = Path(self.args.output_dir), self.args.save_total_limit
+        lineage.set_aside_newer(output_dir, self.started_at_step, self._checkpoints.written)
+        for path in directory.expendable(output_dir, limit, best):
+            logger.info("deleting %s (save_total_limit %d)", path, limit)
+            self._checkpoints.delete(path)
 
     def _write_state(self, folder: Path) -> None:
         if self.output_lock is not None:
