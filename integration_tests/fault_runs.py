@@ -2,13 +2,12 @@
 
     LD_PRELOAD=faults.so MCA_FAULT_ROOTS=FOLDER python fault_runs.py < runs.json
 
-A run is ``{"arguments": [...], "folder": ..., "make": false, "number": n, "error": errno}``; each is a fork of this
-process, which has done the first one before, so that everything is imported. Prints a line of JSON for each: its exit
-code, what it said, how many calls it made and which one failed, and what stands in ``folder``, which is removed then.
-``"make": true`` makes ``folder/out`` before.
+A run is ``{"arguments": [...], "folder": ..., "make": false, "fault": {"site": ..., "nth": n, "error": errno}}``, or
+``"fault": null``; each is a fork of this process, which has done the first one before, so that everything is
+imported. Prints a line of JSON for each: its exit code, what it said, the sites that it called (see `fault_sites`) or
+the one that failed, and what stands in ``folder``, which is removed then. ``"make": true`` makes ``folder/out`` before.
 """
 
-import ctypes
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from fault_sites import Fault, heard, watched
 from mca_convert.cli import main
 
 
@@ -39,47 +39,36 @@ def fresh(case: dict[str, Any]) -> Path:
     return folder
 
 
-def run(library: Any, case: dict[str, Any], said: Path) -> tuple[int, int, str]:
-    """Exit code of a forked run, its calls, and the one that failed."""
-    reader, writer = os.pipe()
+def run(case: dict[str, Any], said: Path, told: Path) -> int:
+    """Exit code of a forked run, whose lines go to ``said`` and its calls to ``told``."""
     pid = os.fork()
     if pid == 0:
         sys.stderr.flush()
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-        library.faults_arm(case["number"], case["error"])
         code = 99
         try:
-            code = main(case["arguments"])
+            with watched(told, case["fault"] and Fault(**case["fault"])):
+                code = main(case["arguments"])
         except BaseException:
             import traceback
 
             traceback.print_exc()
         finally:
-            library.faults_disarm()
-            told = {"calls": library.faults_count(), "call": library.faults_call().decode()}
-            os.write(writer, json.dumps(told).encode())
             os._exit(code)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        told = json.loads(pipe.read() or '{"calls": 0, "call": "it died"}')
     _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status), told["calls"], told["call"]
+    return os.waitstatus_to_exitcode(status)
 
 
 def go_through(cases: list[dict[str, Any]]) -> None:
     """Runs all of ``cases``."""
-    library = ctypes.CDLL(None)
-    library.faults_call.restype = ctypes.c_char_p
-    library.faults_count.restype = ctypes.c_long
-    library.faults_arm.argtypes = (ctypes.c_long, ctypes.c_int)
     with tempfile.TemporaryDirectory() as scratch:
         folder = fresh(cases[0])
         main(cases[0]["arguments"])
         shutil.rmtree(folder)
-        for case in cases:
-            folder = fresh(case)
-            code, calls, call = run(library, case, Path(scratch, "said"))
-            found = {"code": code, "said": Path(scratch, "said").read_text(), "calls": calls, "call": call}
+        for number, case in enumerate(cases):
+            folder, told = fresh(case), Path(scratch, f"told.{number}")
+            code = run(case, Path(scratch, "said"), told)
+            found = {"code": code, "said": Path(scratch, "said").read_text(), "sites": heard(told)}
             sys.stdout.write(json.dumps(found | {"tree": tree(folder)}) + "\n")
             sys.stdout.flush()
             shutil.rmtree(folder)

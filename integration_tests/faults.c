@@ -1,9 +1,7 @@
-/* Fails one call to the C library, counted among those on files under MCA_FAULT_ROOTS (separated by colons).
+/* Asks before every call to the C library on a file under MCA_FAULT_ROOTS (separated by colons) whether it is to fail.
  *
- * Loaded with LD_PRELOAD; faults_arm(n, error) has the n-th call from now on fail with that errno (0: none, they are
- * only counted), faults_disarm() ends it, faults_count() says how many there were, faults_call() which one failed. A
- * close that fails has closed. faults_only(name, part) has only calls of that function on paths with part in them
- * counted; of "" all.
+ * Loaded with LD_PRELOAD; faults_ask(f) has f(name, path) answer from now on with the errno that the call is to fail
+ * with, 0 if it is not; faults_ask(NULL) ends it. What f calls itself is not asked about. A close that fails has closed.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -12,7 +10,6 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <stdarg.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,27 +19,10 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-static atomic_long left, count;
-static int armed, fault;
-static char called[PATH_MAX + 64]; /* the name of the function and its file */
-static char only_name[64], only_part[256];
+static int (*asked)(const char *name, const char *path);
+static __thread int asking;
 
-void faults_only(const char *name, const char *part) {
-    snprintf(only_name, sizeof only_name, "%s", name);
-    snprintf(only_part, sizeof only_part, "%s", part);
-}
-
-void faults_arm(long number, int error) {
-    count = 0;
-    left = number;
-    fault = error;
-    called[0] = 0;
-    armed = 1;
-}
-
-void faults_disarm(void) { armed = 0; }
-long faults_count(void) { return count; }
-const char *faults_call(void) { return called; }
+void faults_ask(int (*answer)(const char *, const char *)) { asked = answer; }
 
 static int under_roots(const char *path) {
     const char *roots = getenv("MCA_FAULT_ROOTS");
@@ -63,25 +43,43 @@ static int path_of(int fd, char *path) {
     return length > 0;
 }
 
+/* What f answers, an exception that Python is about to raise put aside. */
+static int ask(int (*answer)(const char *, const char *), const char *name, const char *path) {
+    static int (*ensure)(void);
+    static void (*release)(int), (*fetch)(void **, void **, void **), (*restore)(void *, void *, void *);
+    if (!restore) {
+        ensure = dlsym(RTLD_DEFAULT, "PyGILState_Ensure");
+        release = dlsym(RTLD_DEFAULT, "PyGILState_Release");
+        fetch = dlsym(RTLD_DEFAULT, "PyErr_Fetch");
+        restore = dlsym(RTLD_DEFAULT, "PyErr_Restore");
+    }
+    int state = ensure();
+    void *kind, *value, *trace;
+    fetch(&kind, &value, &trace);
+    int error = answer(name, path);
+    restore(kind, value, trace);
+    release(state);
+    return error;
+}
+
 /* Whether this call is to fail; errno is then set. */
 static int fails(const char *name, int fd, const char *path) {
-    if (!armed) return 0;
+    int (*answer)(const char *, const char *) = asked;
+    if (!answer || asking) return 0;
     char whole[2 * PATH_MAX] = "";
-    int before = errno;
+    int before = errno, fault = 0;
     if (path && *path == '/') strncpy(whole, path, sizeof whole - 1);
     else if (path_of(fd, whole) && path && *path) {
         strcat(whole, "/");
         strncat(whole, path, sizeof whole - strlen(whole) - 1);
     }
-    errno = before;
-    if (!under_roots(whole)) return 0;
-    if (*only_name && strcmp(name, only_name)) return 0;
-    if (*only_part && !strstr(whole, only_part)) return 0;
-    count++;
-    if (--left != 0 || !fault) return 0;
-    snprintf(called, sizeof called, "%s %.*s", name, PATH_MAX, whole);
-    errno = fault;
-    return 1;
+    if (under_roots(whole)) {
+        asking = 1;
+        fault = ask(answer, name, whole);
+        asking = 0;
+    }
+    errno = fault ? fault : before;
+    return fault;
 }
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
@@ -149,8 +147,8 @@ ON_FD(int, fdatasync, -1, (int fd), (fd))
 ON_FD(int, sync_file_range, -1, (int fd, off64_t at, off64_t size, unsigned flags), (fd, at, size, flags))
 ON_FD(int, ftruncate, -1, (int fd, off_t size), (fd, size))
 ON_FD(int, ftruncate64, -1, (int fd, off64_t size), (fd, size))
-ON_FD(int, posix_fallocate, fault, (int fd, off_t at, off_t size), (fd, at, size))
-ON_FD(int, posix_fallocate64, fault, (int fd, off64_t at, off64_t size), (fd, at, size))
+ON_FD(int, posix_fallocate, errno, (int fd, off_t at, off_t size), (fd, at, size))
+ON_FD(int, posix_fallocate64, errno, (int fd, off64_t at, off64_t size), (fd, at, size))
 ON_FD(int, fallocate64, -1, (int fd, int mode, off64_t at, off64_t size), (fd, mode, at, size))
 ON_FD(int, flock, -1, (int fd, int how), (fd, how))
 ON_FD(int, fchmod, -1, (int fd, mode_t mode), (fd, mode))
@@ -204,6 +202,6 @@ int close(int fd) {
     if (!real) real = dlsym(RTLD_NEXT, "close");
     int failed = fails("close", fd, NULL);
     int code = real(fd);
-    if (failed) errno = fault;
+    if (failed) errno = failed;
     return failed ? -1 : code;
 }

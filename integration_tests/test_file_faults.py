@@ -1,6 +1,8 @@
 """Every call that touches a file fails once: the result is complete or absent, one line says so, nothing is left.
 
-A sample by default; all of them with MCA_EVERY_FAULT=1: about 12,000 conversions.
+A sample by default, with one, two and four workers by turns. With MCA_EVERY_FAULT=1 each site (see `fault_sites`: calls
+of one function on one kind of file from the same code are one) fails with each of the errors, the first, the middle or
+the last call from it, with each number of workers.
 """
 
 import errno
@@ -10,16 +12,19 @@ import random
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fault_sites import Fault, Site
+
 HERE = Path(__file__).parent
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES)
 EVERY = bool(os.environ.get("MCA_EVERY_FAULT"))
 SAMPLE = 8  # of each conversion
+WORKERS = (1, 2, 4)
 
 
 @pytest.fixture(scope="module")
@@ -135,34 +140,44 @@ def fault_of(found: dict[str, Any], whole: dict[str, int], before: dict[str, int
     return None if len(lines) == 1 and lines[0].startswith("error: /") else f"{len(lines)} lines"
 
 
+CASES = [
+    (name, workers)
+    for number, name in enumerate(conversions(Sources(Path())))
+    for workers in (WORKERS if EVERY else (WORKERS[number % len(WORKERS)],))
+]
+
+
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", conversions(Sources(Path())))
+@pytest.mark.parametrize(("name", "workers"), CASES)
 def test_every_call_of_a_conversion_fails_once(
-    name: str, library: Path, sources: Sources, tmp_path: Path
+    name: str, workers: int, library: Path, sources: Sources, tmp_path: Path
 ) -> None:
     arguments, exists = conversions(sources)[name]
     folder = tmp_path / "folder"
     output = folder / "out" if exists else folder / "above" / "out"
     case = {
-        "arguments": [*arguments, "--output_path", str(output), "--workers=1"],
+        "arguments": [*arguments, "--output_path", str(output), f"--workers={workers}"],
         "folder": str(folder),
         "make": exists,
-        "number": 0,
-        "error": 0,
+        "fault": None,
     }
     (whole,) = run_all(library, sources, [case])
     assert whole["code"] == 0, whole["said"]
-    assert whole["calls"] > 100
-    chosen = [(number, error) for number in range(1, whole["calls"] + 1) for error in ERRORS]
+    sites = Site.all_of(whole["sites"])
+    assert len(sites) > 100
+    chosen = [
+        Fault(site.name, site.turn((number + turn) % len(ERRORS)), error)
+        for turn, error in enumerate(ERRORS)
+        for number, site in enumerate(sites)
+    ]
     if not EVERY:
         chosen = random.Random(name).sample(chosen, SAMPLE)
-    cases = [case | {"number": number, "error": error} for number, error in chosen]
-    results = run_all(library, sources, cases)
-    assert all(found["call"] for found in results), "calls come in one order"
+    results = run_all(library, sources, [case | {"fault": asdict(fault)} for fault in chosen])
+    assert all(found["sites"] for found in results), "every site is called as often as in the whole run"
     before = {"out": -1} if exists else {}
     faults = [
-        f"{found['call']} {errno.errorcode[error]}: {fault}\n{found['said']}"
-        for found, (_, error) in zip(results, chosen, strict=True)
-        if (fault := fault_of(found, whole["tree"], before))
+        f"{fault.nth} {errno.errorcode[fault.error]} {found['sites']}: {wrong}\n{found['said']}"
+        for found, fault in zip(results, chosen, strict=True)
+        if (wrong := fault_of(found, whole["tree"], before))
     ]
     assert not faults, f"{len(faults)} of {len(results)}:\n" + "\n".join(faults)

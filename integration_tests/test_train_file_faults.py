@@ -1,9 +1,11 @@
 """Every call of a rank that touches a file fails once, while it saves, resumes and exports.
 
-Complete or absent, one line says so, nothing is left, and what goes on has the same losses. A sample by default; all
-of them with MCA_EVERY_FAULT=1, about 2,900 a turn.
+Complete or absent, one line says so, nothing is left, and what goes on has the same losses. A sample by default. With
+MCA_EVERY_FAULT=1 each site (see `fault_sites`: calls of one function on one kind of file from the same code are one)
+fails with each of the errors: the first, the middle and the last call from it, one a turn.
 """
 
+import dataclasses
 import errno
 import json
 import os
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from fault_sites import Fault, Site
 from layouts import tiered
 from test_file_faults import ERRORS, EVERY, HERE, compiled
 from train_cases import tiny_checkpoint
@@ -24,8 +27,9 @@ pytestmark = pytest.mark.ranks
 
 SAMPLE = 1  # of each kind and turn
 KINDS = ("save", "resume", "export")
-TURNS = range(len(ERRORS))  # in each of which every call fails, one with this error and the next with another
+TURNS = range(len(ERRORS))  # in each of which every site fails, one with this error and the next with another
 
+LOCK = ".mca-train.lock"
 Found = dict[str, Any]
 
 
@@ -41,13 +45,12 @@ class Runs:
         with (folder / "said").open("w") as said:
             self._process = subprocess.Popen(command, env=environment, stderr=said, **pipes)
 
-    def case(
-        self, what: str, *, rank: int = 0, number: int = 0, error: int = 0, **more: Any
-    ) -> dict[str, Any]:
+    def case(self, what: str, fault: Fault | None = None, *, rank: str = "0", **more: Any) -> dict[str, Any]:
         self._made += 1
         folder = {"folder": str(self._folder / str(self._made)), "model": str(self._folder / "model")}
-        start = {"from": str(self._folder / "saved") if what == "resume" else None}
-        return folder | start | {"what": what, "rank": rank, "number": number, "error": error} | more
+        start = {"from": str(self._folder / "0") if what == "resume" else None}
+        faulty = {"rank": int(rank), "fault": dataclasses.asdict(fault) if fault else None}
+        return folder | start | faulty | {"what": what} | more
 
     def run(self, cases: list[dict[str, Any]]) -> list[Found]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -80,13 +83,15 @@ def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fou
     )
     for each in found.values():
         assert [rank["error"] for rank in each["ranks"].values()] == [None, None], each
-        assert each["ranks"]["0"]["calls"] > 50
+        assert len(each["sites"]["0"]) > 50
     return found
 
 
 def fault_of(kind: str, found: Found, whole: Found, failed: str) -> str | None:
     """What is wrong with the outcome of a run in which a call of rank ``failed`` has failed; None if nothing is."""
-    ranks, tree = found["ranks"], found["tree"]
+    ranks, tree = found["ranks"], dict(found["tree"])
+    if any(LOCK in site for site in found["sites"][failed]):
+        tree.pop(LOCK, None)  # it cannot be removed, and says so
     if any(".partial-" in name for name in tree):
         return f"left {[name for name in tree if '.partial-' in name][:3]}"
     if all(rank["error"] is None for rank in ranks.values()):
@@ -108,33 +113,56 @@ def fault_of(kind: str, found: Found, whole: Found, failed: str) -> str | None:
 @pytest.mark.parametrize("turn", tiered(tuple(TURNS), *tuple(TURNS)[1:]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_call_of_a_rank_fails_once(kind: str, turn: int, runs: Runs, whole: dict[str, Found]) -> None:
-    calls = {rank: whole[kind]["ranks"][rank]["calls"] for rank in ("0", "1")}
     chosen = [
-        (rank, n, ERRORS[(n + turn) % len(ERRORS)]) for rank in calls for n in range(1, calls[rank] + 1)
+        (rank, Fault(site.name, site.turn(turn), ERRORS[(number + turn) % len(ERRORS)]))
+        for rank, told in whole[kind]["sites"].items()
+        for number, site in enumerate(Site.all_of(told))
     ]
     if not EVERY:
         chosen = random.Random(f"{kind} {turn}").sample(chosen, SAMPLE)
-    results = runs.run([runs.case(kind, rank=int(rank), number=n, error=error) for rank, n, error in chosen])
+    results = runs.run([runs.case(kind, fault, rank=rank) for rank, fault in chosen])
+    unheard = [
+        fault for found, (rank, fault) in zip(results, chosen, strict=True) if not found["sites"][rank]
+    ]
+    assert all(fault.nth > 1 for fault in unheard), (
+        unheard
+    )  # how often a folder is looked into hangs on the others
     faults = [
-        f"{found['ranks'].get(rank)} {n} {errno.errorcode[error]}: {fault}"
-        for found, (rank, n, error) in zip(results, chosen, strict=True)
-        if (fault := fault_of(kind, found, whole[kind], rank))
+        f"{fault.nth} {errno.errorcode[fault.error]} {found['sites'][rank]}: {wrong}\n{found['ranks'].get(rank)}"
+        for found, (rank, fault) in zip(results, chosen, strict=True)
+        if (wrong := fault_of(kind, found, whole[kind], rank))
     ]
     assert not faults, f"{len(faults)} of {len(results)}:\n" + "\n".join(faults)
 
 
-KNOWN: dict[str, tuple[str, str, int]] = {
-    "the checkpoint's folder cannot be made": ("mkdir", "/checkpoint-1.partial-", 1),
-    "Megatron looks into its own": ("readdir64", "/optimizer", 1),
-    "Megatron makes its own again": ("mkdir", "/optimizer", 2),
-    "the log cannot take its place": ("rename", "/.train_log.jsonl", 1),
+KNOWN: dict[str, tuple[str, str, str, int]] = {
+    "the checkpoint's folder cannot be made": ("save", "mkdir", "/checkpoint-#.partial-#", 0),
+    "Megatron looks into its own": ("save", "readdir64", "/optimizer", 0),
+    "Megatron makes its own again": ("save", "mkdir", "/optimizer", 1),
+    "the log cannot take its place": ("save", "rename", "/.train_log.jsonl", 0),
+    "the directory cannot be listed when all is written": ("save", "opendir", "lineage.py", -1),
+    "torch's reader of a random state": ("resume", "close", "/training/rng_", 0),
 }
-"""What rank 0 did alone, so that an error left the others waiting, or a file behind: function, path, which of them."""
+"""What left the other rank waiting, a file behind, or a traceback.
+
+Kind of run, function, a part of the path or of the code, and which of these calls.
+"""
+
+
+def known(told: dict[str, list[str]], function: str, part: str, which: int) -> Fault:
+    """One of `KNOWN` that fails with EIO."""
+    fitting = [
+        (site, nth)
+        for site, where in told.items()
+        for nth in range(1, len(where) + 1)
+        if site.startswith(f"{function} ") and part in f"{site} {where[0]}"
+    ]
+    return Fault(*fitting[which], error=errno.EIO)
 
 
 def test_calls_that_were_not_looked_after(runs: Runs, whole: dict[str, Found]) -> None:
-    known = KNOWN.values()
-    cases = [runs.case("save", number=n, error=errno.EIO, only=(call, part)) for call, part, n in known]
-    for name, found in zip(KNOWN, runs.run(cases), strict=True):
-        assert found["ranks"]["0"]["calls"], f"{name}: nothing of that name is called"
-        assert fault_of("save", found, whole["save"], "0") is None, (name, found)
+    told = {kind: whole[kind]["sites"]["0"] for kind in KINDS}  # in the order of the first call from each
+    cases = [runs.case(kind, known(told[kind], *which)) for kind, *which in KNOWN.values()]
+    for (name, (kind, *_)), found in zip(KNOWN.items(), runs.run(cases), strict=True):
+        assert found["sites"]["0"], f"{name}: it is not called"
+        assert fault_of(kind, found, whole[kind], "0") is None, (name, found)

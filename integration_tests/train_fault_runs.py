@@ -2,19 +2,19 @@
 
     LD_PRELOAD=faults.so MCA_FAULT_ROOTS=FOLDER python train_fault_runs.py
 
-A run is ``{"what": ..., "model": ..., "folder": ..., "from": ..., "rank": r, "number": n, "error": errno}``: the n-th
-call of rank r fails, with ``"only": [function, part of the path]`` the n-th such one. A line of standard input is a
+A run is ``{"what": ..., "model": ..., "folder": ..., "from": ..., "rank": r, "fault": {"site": ..., "nth": n, "error":
+errno}}``: that call of rank r fails (see `fault_sites`); with ``"fault": null`` none. A line of standard input is a
 list of them; they share their processes until one ends on one rank alone: when the other only waits for it, both are
-ended, as a launcher does. Prints a line of JSON for each: what came of it on each rank, and what stands in
-``folder``, which is removed unless the run says ``"keep": true``.
+ended, as a launcher does. Prints a line of JSON for each: what came of it on each rank, with the sites that it called
+or the one that failed, and what stands in ``folder``, which is removed unless the run says ``"keep": true``.
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fault_sites import Fault, heard, watched
 from harness import RanksFailed, prepare_parent, run_ranks
 from train_cases import arguments, history, make_trainer, quietly
 
@@ -66,28 +67,24 @@ def exported(case: dict[str, Any]) -> Any:
 KINDS = {"save": saved, "resume": resumed, "export": exported}
 
 
-def outcome(case: dict[str, Any], rank: int) -> dict[str, Any]:
-    """What came of a run on this rank."""
+def outcome(case: dict[str, Any], rank: int, told: Path) -> dict[str, Any]:
+    """What came of a run on this rank, whose calls go to ``told``."""
     from mca_config.errors import McaError
 
-    library = ctypes.CDLL(None)
-    library.faults_call.restype = ctypes.c_char_p
-    library.faults_count.restype = ctypes.c_long
-    library.faults_arm.argtypes = (ctypes.c_long, ctypes.c_int)
-    library.faults_only(*(word.encode() for word in case.get("only", ("", ""))))
     run = KINDS[case["what"]](case)
-    library.faults_arm(case["number"] if rank == case["rank"] else 0, case["error"])
+    fault = case["fault"] and Fault(**case["fault"])
     found: dict[str, Any] = {"error": None, "said": "", "losses": None}
+    watch = watched(told, fault) if not fault or rank == case["rank"] else contextlib.nullcontext()
     try:
-        found["losses"] = quietly(run)
+        with watch:
+            found["losses"] = quietly(run)
     except BaseException as error:
         import traceback
 
         ours = isinstance(error, McaError)
         found["error"] = "McaError" if ours else type(error).__name__
         found["said"] = str(error) if ours else traceback.format_exc()
-    library.faults_disarm()
-    return found | {"calls": library.faults_count(), "call": library.faults_call().decode()}
+    return found
 
 
 def go_through(cases: list[dict[str, Any]], results: Path) -> None:
@@ -96,16 +93,32 @@ def go_through(cases: list[dict[str, Any]], results: Path) -> None:
 
     rank, pids = torch.distributed.get_rank(), [0] * RANKS
     torch.distributed.all_gather_object(pids, os.getpid())
-    for index, case in enumerate(cases):
+    for index, case in enumerate(begun(cases, rank)):
         with told_if_it_hangs(results / f"{index}.{rank}"):
-            found = outcome(case, rank)
+            found = outcome(case, rank, told(results, index, rank))
         write(results / f"{index}.{rank}", found)
         other, idle = results / f"{index}.{1 - rank}", 0
         while found["error"] and not other.exists() and idle < _IDLE:
             time.sleep(0.03)
             idle = idle + 1 if does_nothing(pids[1 - rank]) else 0
         if found["error"] and not (other.exists() and json.loads(other.read_text())["said"] == found["said"]):
+            os.kill(pids[1 - rank], signal.SIGKILL)
             raise RuntimeError("the ranks do not agree")
+
+
+def begun(cases: list[dict[str, Any]], rank: int) -> Iterator[dict[str, Any]]:
+    """Each of ``cases`` when its folder is as it is to be."""
+    import torch
+
+    for case in cases:
+        if rank == 0 and case["from"] is not None:
+            shutil.copytree(case["from"], case["folder"])
+        torch.distributed.barrier()
+        yield case
+
+
+def told(results: Path, index: int, rank: int) -> Path:
+    return results / f"told.{index}.{rank}"
 
 
 def write(file: Path, found: dict[str, Any]) -> None:
@@ -122,7 +135,7 @@ def told_if_it_hangs(file: Path) -> Iterator[None]:
         with tempfile.TemporaryFile("w+") as stacks:
             faulthandler.dump_traceback(stacks)
             stacks.seek(0)
-            write(file, {"error": "it hangs", "said": stacks.read(), "losses": None, "calls": 0, "call": ""})
+            write(file, {"error": "it hangs", "said": stacks.read(), "losses": None})
         os._exit(1)
 
     watch = threading.Timer(_HANGS, end)
@@ -156,9 +169,6 @@ def tree(folder: Path) -> dict[str, int]:
 def run_all(cases: list[dict[str, Any]], scratch: Path) -> None:
     """All of ``cases``, in as few groups of ranks as there are runs that end on one alone."""
     while cases:
-        for case in cases:
-            if case["from"] is not None:
-                shutil.copytree(case["from"], case["folder"])
         results = Path(tempfile.mkdtemp(dir=scratch))
         try:
             run_ranks(RANKS, go_through, cases, results, timeout=120 + 10 * len(cases))
@@ -167,7 +177,8 @@ def run_all(cases: list[dict[str, Any]], scratch: Path) -> None:
         done = 0
         while done < len(cases) and (by_rank := sorted(results.glob(f"{done}.[01]"))):
             ranks = {file.suffix[1:]: json.loads(file.read_text()) for file in by_rank}
-            print_line({"ranks": ranks, "tree": tree(Path(cases[done]["folder"]))})
+            sites = {rank: heard(told(results, done, int(rank))) for rank in ("0", "1")}
+            print_line({"ranks": ranks, "sites": sites, "tree": tree(Path(cases[done]["folder"]))})
             done += 1
         if not done:
             raise SystemExit("no rank has come to an end")

@@ -1,0 +1,111 @@
+"""Where a process calls the C library on files, and the one of these calls that fails; `faults.c` asks.
+
+    with watched(told, Fault("mkdir 0/out 1f0c...", nth=1, error=errno.EIO)):
+        ...
+    heard(told)
+
+A *site* is a function of the C library, a kind of file (its path without the numbers and random names in it) and all
+Python code that leads there, line by line: two calls from one site can differ in nothing but the numbers in a file's
+name and how often the loops around them have turned.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import itertools
+import json
+import os
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_VARIABLE = re.compile(r"(?<=/\.tmp)\w{6}|[0-9a-f]{8}|\d+")
+_SHOWN = 4  # frames
+
+
+class Site(NamedTuple):
+    """What is known of a site; its name says function, kind of file and code."""
+
+    name: str
+    times: int
+    where: str
+
+    @classmethod
+    def all_of(cls, told: dict[str, Any]) -> list["Site"]:
+        """Those of a run, by name."""
+        return [cls(name, len(where), where[0]) for name, where in sorted(told.items())]
+
+    def turn(self, number: int) -> int:
+        """Which of the calls is the first (0), the one in the middle (1) or the last (2)."""
+        return (1, (self.times + 1) // 2, self.times)[number]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The ``nth`` call from ``site`` fails with ``error``."""
+
+    site: str
+    nth: int
+    error: int
+
+
+@contextlib.contextmanager
+def watched(told: Path, fault: Fault | None) -> Iterator[None]:
+    """Writes to ``told`` each call of the block, or the one that fails; in the processes that it forks too."""
+    roots = os.environ["MCA_FAULT_ROOTS"].split(":")
+    counts: defaultdict[str, itertools.count[int]] = defaultdict(lambda: itertools.count(1))
+    log = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def answer(function: bytes, path: bytes) -> int:
+        start = f"{function.decode()} {_kind(os.fsdecode(path), roots)} "
+        if fault is not None and not fault.site.startswith(start):
+            return 0
+        frame = sys._getframe().f_back
+        site = start + _code(frame)
+        if fault is not None and (site != fault.site or next(counts[site]) != fault.nth):
+            return 0
+        os.write(log, json.dumps([site, _where(frame)]).encode() + b"\n")
+        return fault.error if fault else 0
+
+    asked = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)(answer)
+    library = ctypes.CDLL(None)
+    library.faults_ask(asked)
+    try:
+        yield
+    finally:
+        library.faults_ask(None)
+        os.close(log)
+
+
+def heard(told: Path) -> dict[str, list[str]]:
+    """Where each site that was called is, as often as it was; nothing where nothing was watched."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for line in told.read_text().splitlines() if told.exists() else ():
+        site, where = json.loads(line)
+        found[site].append(where)
+    return found
+
+
+def _kind(path: str, roots: list[str]) -> str:
+    number = next(n for n, root in enumerate(roots) if path.startswith(root))
+    return f"{number}{_VARIABLE.sub('#', path[len(roots[number]) :])}"
+
+
+def _code(frame: Any) -> str:
+    stack = hashlib.blake2b(digest_size=8)
+    while frame is not None:
+        stack.update(f"{frame.f_code.co_filename} {frame.f_lineno}\n".encode())
+        frame = frame.f_back
+    return stack.hexdigest()
+
+
+def _where(frame: Any) -> str:
+    shown = []
+    while frame is not None and len(shown) < _SHOWN:
+        shown.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(shown)
