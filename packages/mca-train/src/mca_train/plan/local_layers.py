@@ -163,11 +163,12 @@ def state_space(config: McaModelConfig, sizes: Sizes) -> list[Line]:
     net = "mca_models/megatron/families/mamba.py: forward"
     space = "mca_models/megatron/families/state_space.py: state_space"
     beside = tokens * (inside + 4 * own + heads) * SINGLE if width == SINGLE else 0.0
+    singles = 3 if config.mamba_norm == "none" else 5
     return [
         Line("convolution: padded, and its output", tokens * (inside + 2 * own) * 2 * width, net),
         Line("inputs, and inputs times steps", tokens * inside * 2 * SINGLE, net),
         Line("what lies beside gate and inputs, of which no copies are made", beside, net),
-        Line("gate, activated and not, and output", tokens * inside * (5 * SINGLE + width), net),
+        Line("gate, activated and not, and output", tokens * inside * (singles * SINGLE + width), net),
         Line("what goes into states, and what reads them", tokens * 2 * states * SINGLE, space),
         Line("tokens of a chunk by one another", tokens * heads * CHUNK * 2 * SINGLE, space),
         Line("faded readings and inputs", tokens * heads * 2 * state * SINGLE, space),
