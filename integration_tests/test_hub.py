@@ -156,6 +156,21 @@ def test_ranks_of_a_machine_download_once(hub, folders, tmp_path):
     assert hub.downloads("model.safetensors") == [""]
 
 
+def test_a_download_that_is_cut_goes_on_where_it_ended(hub, folders, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    from mca_train.run.hub_paths import with_directories
+
+    for name, value in _settings(str(tmp_path / "cache"), hub.address).items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)  # what it goes on from; 10 MB otherwise
+    hub.cut_at = 50_000
+    found = Path(str(with_directories({"model_name_or_path": "org/model"})["model_name_or_path"]))
+    assert hub.downloads("model.safetensors") == ["", "bytes=50000-"]
+    whole = folders["main"] / "model.safetensors"
+    assert (found / "model.safetensors").read_bytes() == whole.read_bytes()
+
+
 def test_training_starts_from_an_id(hub, tmp_path, monkeypatch, capsys):
     from huggingface_hub import constants
 
