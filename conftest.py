@@ -7,6 +7,7 @@ Everything is computed on the CPU, also where there is a GPU: a process that has
 that use it. ``MCA_DEVICE=cuda pytest -m gpu`` runs the tests of a GPU, and those alone.
 """
 
+import contextlib
 import gc
 import os
 import sys
@@ -14,6 +15,10 @@ from pathlib import Path
 
 os.environ.setdefault("MCA_DEVICE", "cpu")  # before anything asks; what tests start inherits it
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before libgomp is loaded: idle threads of a busy machine spin
+with contextlib.suppress(
+    OSError
+):  # gloo's threads spin where one that holds a connection's lock is interrupted
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # what wakes up interrupts nobody
 if os.environ.pop(
     "PYTHONDONTWRITEBYTECODE", None
 ):  # torch, Megatron and transformers anew: 6 s in every process

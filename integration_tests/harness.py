@@ -52,6 +52,7 @@ Result = TypeVar("Result")
 MAX_RANKS = 8
 _PR_SET_PDEATHSIG = 1
 _SEED = 1234
+_FRAME = 66_000  # pointers: Python takes a piece of 1 MiB for it, of which half is left
 _IMPORTED = ("datasets", "peft", "torch._dynamo", "mca_config.training", "mca_models.megatron.peft")
 """What ranks come to import, 1 to 3 s in each anew; torch's first optimizer imports dynamo."""
 
@@ -193,9 +194,23 @@ def _outcome(call: _Call, number: int) -> tuple[str, Any]:
         _environment(call, number)
         if call.process_group:
             _start_process_group(call, number)
-        return "result", call.fn(*call.args, **call.kwargs)
+        return "result", _with_room(call.fn)(*call.args, **call.kwargs)
     except BaseException:
         return "traceback", traceback.format_exc()
+
+
+def _with_room(fn: Callable[..., Result]) -> Callable[..., Result]:
+    """``fn``, called by a function whose frame is so large that what it calls has its frames in the same piece.
+
+    Python takes frames from pieces of 16 KiB; a loop that calls across the end of one maps and unmaps the next one
+    every time: nine of ten mmaps of a rank.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Result:
+        return fn(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_stacksize=_FRAME)
+    return call
 
 
 def _environment(call: _Call, number: int) -> None:

@@ -1,6 +1,7 @@
 """The harness itself: results in order, tracebacks shown, nothing left behind."""
 
 import os
+import resource
 import subprocess
 import time
 from pathlib import Path
@@ -93,3 +94,27 @@ def _backward() -> float:
 def test_ranks_differentiate_even_if_their_parent_did() -> None:
     _backward()
     assert run_ranks(2, _backward) == [6.0, 6.0]
+
+
+def faults_at_any_depth() -> int:
+    """Pages that are new to this process while functions are called in loops, at 240 depths."""
+
+    def leaf(*_: int) -> None:
+        pass
+
+    def down(depth: int) -> None:
+        if depth:
+            down(depth - 1)
+            return
+        for number in range(5000):
+            leaf(number, number, number)
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for depth in range(240):
+        down(depth)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_calls_of_a_rank_map_no_memory_for_their_frames() -> None:
+    (found,) = run_ranks(1, faults_at_any_depth, process_group=False)
+    assert found < 2500  # 5,000 where one of these loops stands at the end of a piece of 16 KiB

@@ -71,7 +71,10 @@ def patience(trainer: Any) -> set[float]:
     }
 
 
-@pytest.mark.parametrize(("size", "changes"), [(1, {}), (2, PP)])
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [pytest.param(1, {}, marks=pytest.mark.wide), (2, PP)],  # one rank: test_train_life.py interrupts it too
+)
 def test_sigterm_to_any_rank_saves_and_ends_at_one_step(size, changes, checkpoint, tmp_path):
     found = run_ranks(size, stopped_and_resumed, checkpoint, tmp_path, size - 1, max_steps=8, **changes)
     for rank in found:

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,12 +32,89 @@ print(json.dumps(needed))
 """
 
 
+CODES = {
+    "probe": PROBE,
+    "after megatron": (
+        "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')\n"
+        "from mca_models.megatron import platform; platform.prepare()"
+    ),
+    "twice": (
+        "import sys; sys.path.insert(0, ENGINE); import transformer_engine  # as PEFT does\n"
+        "import torch; compile = torch.compile\n"
+        "from mca_models.megatron import platform\n"
+        "platform.prepare(); platform.prepare()\n"
+        "from importlib.util import find_spec\n"
+        "assert find_spec('transformer_engine') is None, 'its kernels need a GPU'\n"
+        "assert torch.compile is compile\n"
+        "assert torch.zeros(2, device='cuda').device.type == 'cpu'\n"
+        "assert torch.ones(1).cuda().pin_memory().type() == 'torch.cuda.FloatTensor'\n"
+    ),
+    "cpu beside a gpu": (
+        "import os, torch\n"
+        "os.environ['MCA_DEVICE'] = 'cpu'\n"
+        "def used(*_): raise SystemExit('CUDA was asked')\n"
+        "torch._C._cuda_init = torch._C._cuda_getDeviceCount = torch.cuda.is_available = used\n"
+        "torch.cuda.device_count = used\n"
+        "from mca_config.model_config import McaModelConfig\n"
+        "from mca_models.megatron import AutoModel\n"
+        "sizes = dict(hidden_size=8, ffn_hidden_size=16, num_layers=1, num_attention_heads=2, vocab_size=10,\n"
+        "             num_query_groups=2, kv_channels=4, max_position_embeddings=8)\n"
+        "model = AutoModel.from_config(McaModelConfig(model_type='llama', **sizes))\n"
+        "assert model.logits(torch.zeros(1, 4, dtype=torch.int64)).device.type == 'cpu'\n"
+        "assert not torch.cuda.is_available() and torch.cuda.device_count() == 0\n"
+    ),
+    "unknown device": (
+        "import os; os.environ['MCA_DEVICE'] = 'tpu'\n"
+        "from mca_models.megatron import platform; platform.device_type()"
+    ),
+}
+
+FORKS = """
+import json, os, sys, traceback
+import torch  # what takes longest of every start; none of what is run has it otherwise
+
+found = []
+for code in json.loads(sys.argv[1]):
+    (out, in_), (err, in_err) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(in_, 1), os.dup2(in_err, 2)
+        failed = 0
+        try:
+            exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+            failed = 1
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(failed)
+    os.close(in_), os.close(in_err)
+    with os.fdopen(err) as errors, os.fdopen(out) as output:
+        said = {"stderr": errors.read(), "stdout": output.read()}
+    found.append(said | {"returncode": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])})
+print(json.dumps(found))
+"""
+"""Runs each code of a list in a fork of a process that has imported torch, and nothing of Megatron."""
+
+
 @pytest.fixture(scope="module")
-def needed() -> dict[str, list[bool]]:
-    """Whether each patch was needed before and after it was made, in a fresh process."""
-    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=False)
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each of `CODES`, and the probe, printed, and its exit code."""
+    engine = tmp_path_factory.mktemp("engine") / "transformer_engine" / "__init__.py"
+    engine.parent.mkdir()
+    engine.touch()
+    codes = {name: code.replace("ENGINE", repr(str(engine.parents[1]))) for name, code in CODES.items()}
+    command = [sys.executable, "-c", FORKS, json.dumps([*codes.values()])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, list[bool]] = json.loads(done.stdout.splitlines()[-1])
+    return dict(zip(codes, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.fixture(scope="module")
+def needed(ended: dict[str, dict[str, Any]]) -> dict[str, list[bool]]:
+    """Whether each patch was needed before and after it was made, in a fresh process."""
+    done = ended["probe"]
+    assert done["returncode"] == 0, done["stderr"]
+    found: dict[str, list[bool]] = json.loads(done["stdout"].splitlines()[-1])
     return found
 
 
@@ -72,60 +148,17 @@ def test_patch_mends_the_fault(name: str, needed: dict[str, list[bool]]) -> None
     assert needed[name][1] is False
 
 
-def run(code: str) -> Any:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def test_prepare_after_megatron_is_refused(ended: dict[str, dict[str, Any]]) -> None:
+    assert "before mca_models.megatron.platform.prepare()" in ended["after megatron"]["stderr"]
 
 
-def test_prepare_after_megatron_is_refused() -> None:
-    code = (
-        "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')\n"
-        "from mca_models.megatron import platform; platform.prepare()"
-    )
-    assert "before mca_models.megatron.platform.prepare()" in run(code).stderr
+def test_prepare_is_quiet_idempotent_and_gives_compile_back(ended: dict[str, dict[str, Any]]) -> None:
+    assert ended["twice"] == {"returncode": 0, "stderr": "", "stdout": ""}
 
 
-def test_prepare_is_quiet_idempotent_and_gives_compile_back(tmp_path: Path) -> None:
-    engine = tmp_path / "transformer_engine" / "__init__.py"
-    engine.parent.mkdir()
-    engine.touch()
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import transformer_engine  # as PEFT does\n"
-        "import torch; compile = torch.compile\n"
-        "from mca_models.megatron import platform\n"
-        "platform.prepare(); platform.prepare()\n"
-        "from importlib.util import find_spec\n"
-        "assert find_spec('transformer_engine') is None, 'its kernels need a GPU'\n"
-        "assert torch.compile is compile\n"
-        "assert torch.zeros(2, device='cuda').device.type == 'cpu'\n"
-        "assert torch.ones(1).cuda().pin_memory().type() == 'torch.cuda.FloatTensor'\n"
-    )
-    done = run(code)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr and not done.stdout
+def test_the_cpu_of_a_machine_with_a_gpu_leaves_the_gpu_alone(ended: dict[str, dict[str, Any]]) -> None:
+    assert ended["cpu beside a gpu"]["returncode"] == 0, ended["cpu beside a gpu"]["stderr"]
 
 
-def test_the_cpu_of_a_machine_with_a_gpu_leaves_the_gpu_alone() -> None:
-    code = (
-        "import os, torch\n"
-        "os.environ['MCA_DEVICE'] = 'cpu'\n"
-        "def used(*_): raise SystemExit('CUDA was asked')\n"
-        "torch._C._cuda_init = torch._C._cuda_getDeviceCount = torch.cuda.is_available = used\n"
-        "torch.cuda.device_count = used\n"
-        "from mca_config.model_config import McaModelConfig\n"
-        "from mca_models.megatron import AutoModel\n"
-        "sizes = dict(hidden_size=8, ffn_hidden_size=16, num_layers=1, num_attention_heads=2, vocab_size=10,\n"
-        "             num_query_groups=2, kv_channels=4, max_position_embeddings=8)\n"
-        "model = AutoModel.from_config(McaModelConfig(model_type='llama', **sizes))\n"
-        "assert model.logits(torch.zeros(1, 4, dtype=torch.int64)).device.type == 'cpu'\n"
-        "assert not torch.cuda.is_available() and torch.cuda.device_count() == 0\n"
-    )
-    done = run(code)
-    assert done.returncode == 0, done.stderr
-
-
-def test_an_unknown_device_is_refused() -> None:
-    done = run(
-        "import os; os.environ['MCA_DEVICE'] = 'tpu'\n"
-        "from mca_models.megatron import platform; platform.device_type()"
-    )
-    assert "MCA_DEVICE is 'tpu'" in done.stderr
+def test_an_unknown_device_is_refused(ended: dict[str, dict[str, Any]]) -> None:
+    assert "MCA_DEVICE is 'tpu'" in ended["unknown device"]["stderr"]
