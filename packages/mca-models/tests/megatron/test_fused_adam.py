@@ -48,3 +48,20 @@ def test_step_lives_in_the_group() -> None:
     optimizer.step()
     assert optimizer.param_groups[0]["step"] == 1
     assert set(optimizer.state[param]) == {"exp_avg", "exp_avg_sq"}
+
+
+def test_a_parameter_is_measured_once_a_step() -> None:
+    asked: list[int] = []
+
+    class Counted:
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        def numel(self) -> int:
+            asked.append(self.size)
+            return self.size
+
+    sizes = [1, 2**24, 1, 2, 2**24 - 3, 1]
+    groups = [[each.size for each in group] for group in fused_adam._together([Counted(x) for x in sizes])]
+    assert groups == [[1], [2**24], [1, 2, 2**24 - 3], [1]]
+    assert asked == sizes

@@ -82,10 +82,13 @@ class FusedAdam(torch.optim.Optimizer):
 def _together(params: list[Upstream]) -> Iterator[list[Upstream]]:
     """Parameters in groups for which one kernel is launched: each as large as temporaries may be, at least one."""
     found: list[Upstream] = []
+    elements = 0
     for param in params:
-        if found and sum(each.numel() for each in found) + param.numel() > _ELEMENTS:
+        size = param.numel()
+        if found and elements + size > _ELEMENTS:
             yield found
-            found = []
+            found, elements = [], 0
         found.append(param)
+        elements += size
     if found:
         yield found
