@@ -15,6 +15,8 @@ pytestmark = pytest.mark.ranks
 IDS = torch.arange(2 * 24).reshape(2, 24) * 7 % 130
 CASES = {"score": ("Qwen3", "SequenceClassification", 1), "tokens": ("Llama", "TokenClassification", 3)}
 LAYOUTS = sample(("tp1", "tp2sp", "tp2pp2", "cp2pp2", "pp2vpp2"), "tp1", "tp2sp", "cp2pp2")
+VALUES = ("tp2sp", "pp2vpp2")
+"""Layouts of which a new head gives a value for each token; of the others, three scores for each sequence."""
 SIZES = {"tp1": 1, "tp2sp": 2, "tp2pp2": 4, "cp2pp2": 4, "pp2vpp2": 2}
 
 
@@ -56,6 +58,8 @@ def by_megatron(folder: Path, layout: str) -> dict[str, Any]:
         again = AutoModel.from_pretrained(folder / f"{name}-{layout}-mca", arguments(layout))
         assert torch.equal(again.logits(IDS), found[name])
     head = Head(kind="sequence_classification", labels=("no", "maybe", "yes"))
+    if layout in VALUES:
+        head = Head(kind="token_classification", labels=("value",))
     new = AutoModel.from_pretrained(folder / "plain", arguments(layout), head=head)
     found["new"] = new.logits(IDS)
     new.save_pretrained_as_hf(folder / f"new-{layout}")
@@ -76,7 +80,9 @@ def test_scores_and_files_are_those_of_transformers(folder: Path, layout: str) -
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
         torch.testing.assert_close(scores(folder / f"{name}-{layout}", task), right)
-    written = scores(folder / f"new-{layout}", "SequenceClassification")
+    task = "TokenClassification" if layout in VALUES else "SequenceClassification"
+    written = scores(folder / f"new-{layout}", task)
+    assert written.shape[-1] == (1 if layout in VALUES else 3)
     torch.testing.assert_close(found[0]["new"], written, rtol=0, atol=1e-5)
     assert 0.1 < float(written.std()) < 10  # drawn, the same on every layout
 

@@ -37,9 +37,11 @@ SAMPLE = (
     ("gpt_oss", "ep2pp2"),
     ("deepseek_v3", "tp2pp2sp"),
     ("qwen3_vl", "tp2pp2sp"),
-    ("nemotron_h", "tp2pp2sp"),
+    ("gpt2", "tp2pp2sp"),
 )
 GRIDS = by_case((*FAMILY_CASES, *tiny_vision.CASES), LAYOUTS, SAMPLE)
+
+IDS = torch.arange(48).reshape(2, 24)
 
 Facts = dict[str, tuple[str, tuple[int, ...], str]]
 
@@ -100,6 +102,7 @@ def stream_all(pairs: list[tuple[Path, str]], folder: Path) -> list[Any]:
         }
         target = folder / f"{path.name}-{layout}"
         models.save_pretrained_as_hf(target, max_shard_bytes=50_000)
+        assert models.config.vision or models.logits(IDS).isfinite().all(), "all layers take this dtype"
         found.append((arrived, models.place.at))
     return found
 

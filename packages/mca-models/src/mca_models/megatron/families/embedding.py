@@ -26,7 +26,9 @@ def train_embedding_like_hf(model: GptModel, config: McaModelConfig) -> None:
         dropout = model.embedding.embedding_dropout
         dropout.p = config.embedding_dropout if dropout.p else 0.0  # a run may turn both off
     if config.learned_positions:
-        model.embedding.position_embeddings.register_forward_pre_hook(_rows(config))
+        table = model.embedding.position_embeddings
+        table.to(model.config.params_dtype)  # Megatron makes it in fp32, and so would be all that follows
+        table.register_forward_pre_hook(_rows(config))
     if config.pad_token_id is not None:
         row = config.pad_token_id % config.vocab_size  # torch counts a negative one from the end
         model.embedding.word_embeddings.register_forward_hook(_without_gradient(row))
