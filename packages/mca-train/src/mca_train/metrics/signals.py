@@ -111,6 +111,7 @@ class ModelLosses:
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         self._chunks = list(chunks)
         self._has_experts = bool(self._chunks[0].config.num_moe_experts)
+        self._routers = list(routers(self._chunks)) if self._has_experts else []
         self._prediction = int(self._chunks[0].config.mtp_num_layers or 0)
         self._steps = 0
         self._before: dict[str, list[float]] = {}
@@ -151,7 +152,7 @@ class ModelLosses:
     def _of_experts(self) -> dict[str, Tensor]:
         """The last step's losses on this rank, added over its layers."""
         found: dict[str, Tensor] = {}
-        for router in routers(self._chunks):
+        for router in self._routers:
             for name, value in router.mca_balance.found.items():
                 found[name] = found[name] + value if name in found else value
             router.mca_balance.found.clear()
@@ -172,7 +173,7 @@ class ModelLosses:
             name: rows.of_all_ranks(groups.sum_over_stage).flatten().tolist()
             for name, rows in sorted(self._rows.items())
         }
-        stages = groups.of_every_stage((sum(1 for _ in routers(self._chunks)), stage))
+        stages = groups.of_every_stage((len(self._routers), stage))
         layers = sum(count for count, _ in stages)
         whole: dict[str, list[float]] = {}
         for _, part in stages:
