@@ -50,8 +50,9 @@ class Fill:
         return self.tokens / (self.samples * self.longest)
 
     def __str__(self) -> str:
+        packs = f"{self.packs} pack{'s' * (self.packs != 1)} of {self.length}"
         return (
-            f"{self.samples} samples of {self.tokens} tokens in {self.packs} packs of {self.length}: "
+            f"{self.samples} samples of {self.tokens} tokens in {packs}: "
             f"{self.rate:.1%} full (padded to the longest: {self.padded_rate:.1%})"
         )
 
