@@ -138,6 +138,21 @@ def _model(reference: Reference, layout: str, **settings: Any) -> Any:
     return AutoModel.from_pretrained(reference.path, args)
 
 
+def owners_not_called(model: Any) -> set[str]:
+    """Modules that have parameters, until they are called: Megatron then waits for those that are being gathered."""
+    found: set[str] = set()
+
+    def await_call(name: str, module: torch.nn.Module) -> None:
+        found.add(name)
+        module.register_forward_pre_hook(lambda *_: found.discard(name))
+
+    for number, chunk in enumerate(model.chunks):
+        for name, module in chunk.named_modules():
+            if any(each.requires_grad for each in module.parameters(recurse=False)):
+                await_call(f"{number}.{name}", module)
+    return found
+
+
 def export_gradient_of(model: Any, reference: Reference, path: Path) -> None:
     """`export_gradient` of a model that is made for gradients of sums."""
     from megatron.core import parallel_state
@@ -153,6 +168,7 @@ def export_gradient_of(model: Any, reference: Reference, path: Path) -> None:
     chunks = [DistributedDataParallel(model.megatron, ddp, chunk) for chunk in model.chunks]
     replicas = parallel_state.get_data_parallel_world_size()
     count = min(4, 2 * replicas)
+    uncalled = owners_not_called(model)
     get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[batches(reference.input_ids, count) for _ in chunks],
@@ -162,6 +178,7 @@ def export_gradient_of(model: Any, reference: Reference, path: Path) -> None:
         micro_batch_size=reference.input_ids.shape[0] // count,
         forward_only=False,
     )
+    assert not uncalled, f"parameters are used of modules that are not called: {sorted(uncalled)}"
     with torch.no_grad():
         for _, tensor in model.held():
             if isinstance(tensor, torch.nn.Parameter):

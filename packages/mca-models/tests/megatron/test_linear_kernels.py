@@ -16,7 +16,7 @@ from mca_models.megatron import platform
 from mca_models.megatron.families import kernels
 from mca_models.megatron.families.delta_rule import delta_rule
 from mca_models.megatron.families.state_space import state_space_layer
-from mca_models.megatron.families.whole_sequences import convolved
+from mca_models.megatron.families.whole_sequences import CausalConvolution
 
 QWEN, KIMI = "qwen3_next", "kimi_linear"
 
@@ -70,7 +70,9 @@ def test_the_rule_in_plain_torch_is_what_a_kernel_is_asked_for(
 def test_the_convolution_in_plain_torch_is_what_a_kernel_is_asked_for(bias: bool) -> None:
     x = torch.randn(2, 7, 12).transpose(1, 2)
     convolution = torch.nn.Conv1d(12, 12, 4, groups=12, bias=bias)
-    plain, kernel = (convolved(x, convolution, k) for k in (None, of_transformers(QWEN, "causal_conv1d_fn")))
+    plain, kernel = (
+        CausalConvolution.of(convolution, k)(x) for k in (None, of_transformers(QWEN, "causal_conv1d_fn"))
+    )
     torch.testing.assert_close(plain, kernel)
 
 
@@ -156,7 +158,7 @@ def test_the_kernel_of_convolutions_agrees_with_plain_torch() -> None:
     assert kernel is not None
     x = torch.randn(2, 64, 32, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     convolution = torch.nn.Conv1d(32, 32, 4, groups=32, device="cuda", dtype=torch.bfloat16)
-    a, b = (convolved(x, convolution, chosen).float() for chosen in (kernel, None))
+    a, b = (CausalConvolution.of(convolution, chosen)(x).float() for chosen in (kernel, None))
     assert (a - b).abs().max() <= 3e-2 * b.abs().max()
 
 

@@ -17,7 +17,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.delta_rule import delta_rule
 from mca_models.megatron.families.kernels import kernel_of
 from mca_models.megatron.families.linears import normed_linears
-from mca_models.megatron.families.whole_sequences import convolved, of_whole_sequences
+from mca_models.megatron.families.whole_sequences import CausalConvolution, of_whole_sequences
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, Spec, Upstream
@@ -68,7 +68,7 @@ def _module(beta_factor: float, epsilon: float) -> type:
                 super().__init__(*args, **kwargs)
             self.out_norm.eps = epsilon
             self.rule = kernel_of("chunk_gated_delta_rule", self.config)
-            self.convolution = kernel_of("causal_conv1d_fn", self.config)
+            self.conv1d = CausalConvolution.of(self.conv1d, kernel_of("causal_conv1d_fn", self.config))
 
         def _setup_variant_attrs(self) -> None:
             super()._setup_variant_attrs()
@@ -92,7 +92,7 @@ def _module(beta_factor: float, epsilon: float) -> type:
             tp = self.tp_size
             key_rows, value_rows, heads = self.qk_dim // tp, self.v_dim // tp, self.num_value_heads // tp
             qkv, gate, beta, fade = mixed.split([2 * key_rows + value_rows, value_rows, heads, heads], -1)
-            qkv = convolved(qkv.permute(1, 2, 0), self.conv1d, self.convolution).transpose(1, 2)
+            qkv = self.conv1d(qkv.permute(1, 2, 0)).transpose(1, 2)
             query, key, value = qkv.split([key_rows, key_rows, value_rows], -1)
             query, key = (x.unflatten(-1, (-1, self.key_head_dim)) for x in (query, key))
             value = value.unflatten(-1, (-1, self.value_head_dim))

@@ -13,7 +13,7 @@ from mca_config.types import Typed
 from mca_models.megatron.families.delta_rule import delta_rule
 from mca_models.megatron.families.gated_delta_net import HeadNorm
 from mca_models.megatron.families.kernels import kernel_of
-from mca_models.megatron.families.whole_sequences import convolved, of_whole_sequences
+from mca_models.megatron.families.whole_sequences import CausalConvolution, of_whole_sequences
 from mca_models.megatron.layers.latent import DuplicatedLinear
 from mca_models.megatron.layers.sharded import cut_parameter
 from mca_models.megatron.names import Implementation
@@ -124,9 +124,10 @@ class KimiDelta(torch.nn.Module):
 
     def _own_parameters(self, config: MegatronConfig) -> None:
         share, dtype = self.heads * self.width, config.params_dtype
-        self.conv1d = torch.nn.Conv1d(
+        convolution = torch.nn.Conv1d(
             3 * share, 3 * share, config.linear_conv_kernel_dim, groups=3 * share, bias=False, dtype=dtype
         )
+        self.conv1d = CausalConvolution.of(convolution, kernel_of("causal_conv1d_fn", config))
         self.conv1d.weight = cut_parameter(tuple(self.conv1d.weight.shape), dtype)
         self.dt_bias, self.A_log = cut_parameter((share,), dtype), cut_parameter((self.heads,), dtype)
         if config.perform_initialization:
@@ -136,7 +137,6 @@ class KimiDelta(torch.nn.Module):
                 step = self.dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
                 step.add_(torch.log(-torch.expm1(-step)))
         self.rule = kernel_of("chunk_kda", config)
-        self.convolution = kernel_of("causal_conv1d_fn", config)
 
     def forward(
         self,
@@ -158,7 +158,7 @@ class KimiDelta(torch.nn.Module):
         """One whole sequence ``[s, b, q k v b fade gate]`` to normalised, gated values ``[s, b, v]``."""
         share = self.heads * self.width
         qkv, beta, fade, gate = mixed.split([3 * share, self.heads, share, share], -1)
-        qkv = convolved(qkv.permute(1, 2, 0), self.conv1d, self.convolution).transpose(1, 2)
+        qkv = self.conv1d(qkv.permute(1, 2, 0)).transpose(1, 2)
         query, key, value = (x.unflatten(-1, (-1, self.width)) for x in qkv.chunk(3, -1))
         steps = softplus(fade.float() + self.dt_bias.float()).unflatten(-1, (-1, self.width))
         decay = -self.A_log.float().exp().unsqueeze(-1) * steps

@@ -17,7 +17,7 @@ from mca_config.types import Typed
 from mca_models.megatron.families.kernels import kernel_of
 from mca_models.megatron.families.linears import normed_linears
 from mca_models.megatron.families.state_space import state_space_layer
-from mca_models.megatron.families.whole_sequences import convolved, of_whole_sequences
+from mca_models.megatron.families.whole_sequences import CausalConvolution, of_whole_sequences
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, ShardedState, Spec, WithBias
@@ -110,7 +110,7 @@ class Mamba(torch.nn.Module):
             **linear,
         )
         channels, kernel = sum(self.sizes[1:4]), model.mamba_conv_kernel_dim or 1
-        self.conv1d = torch.nn.Conv1d(
+        convolution = torch.nn.Conv1d(
             channels,
             channels,
             kernel,
@@ -118,7 +118,7 @@ class Mamba(torch.nn.Module):
             bias=model.mamba_conv_bias,
             dtype=config.params_dtype,
         )
-        self.convolution = kernel_of("causal_conv1d_fn", config)
+        self.conv1d = CausalConvolution.of(convolution, kernel_of("causal_conv1d_fn", config))
         self.scan = kernel_of("mamba_chunk_scan_combined", config)
         for name in _HEADS:
             setattr(self, name, cut_parameter((self.sizes[4],), config.params_dtype))
@@ -158,7 +158,7 @@ class Mamba(torch.nn.Module):
         """One whole sequence of projections ``[s, b, z x B C dt]`` to normalised, gated values ``[s, b, x]``."""
         inside, _, states, _, count = self.sizes
         gate, convolving, step = mixed.split([inside, inside + 2 * states, count], -1)
-        mixed_in = convolved(convolving.permute(1, 2, 0), self.conv1d, self.convolution).transpose(1, 2)
+        mixed_in = self.conv1d(convolving.permute(1, 2, 0)).transpose(1, 2)
         x, shared = mixed_in.split([inside, 2 * states], -1)
         into, read = self.groups.gathered(shared).unflatten(-1, (2, -1)).unbind(-2)
         step = softplus(step.float() + self.dt_bias.float()).clamp(min=self.least_step).transpose(0, 1)

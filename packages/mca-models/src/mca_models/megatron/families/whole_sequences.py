@@ -36,21 +36,31 @@ def of_whole_sequences(
     return own[0] if len(own) == 1 else torch.cat(own)
 
 
-def convolved(x: Tensor, convolution: torch.nn.Conv1d, kernel: Kernel | None = None) -> Tensor:
-    """``[b, channels, s]``: each channel mixed with its past, and activated.
+class CausalConvolution(torch.nn.Conv1d):
+    """Each channel mixed with its past, and activated.
 
-    Args:
-        x: The channels.
-        convolution: Has the weight, and a bias if there is one.
-        kernel: ``causal_conv1d_fn``; None: plain torch.
+    It is a module that is called, because Megatron waits for parameters that are gathered during a step
+    (``overlap_param_gather``) when the module that owns them is called.
     """
-    weight, bias = convolution.weight, convolution.bias
-    if kernel is not None and weight.shape[-1] <= _WIDEST:
-        mixed = kernel(x.contiguous(), weight.squeeze(1), bias, activation="silu")
-        assert isinstance(mixed, Tensor)
-        return mixed
-    past = pad(x, (weight.shape[-1] - 1, 0))
-    return silu(conv1d(past, weight, bias, groups=x.shape[1]))
+
+    kernel: Kernel | None
+
+    @classmethod
+    def of(cls, convolution: torch.nn.Conv1d, kernel: Kernel | None) -> "CausalConvolution":
+        """One with the parameters of ``convolution``; ``kernel`` is ``causal_conv1d_fn`` or None, plain torch."""
+        channels, (width,) = convolution.out_channels, convolution.kernel_size
+        found = cls(channels, channels, width, groups=channels, bias=False, device="meta")
+        found.weight, found.bias, found.kernel = convolution.weight, convolution.bias, kernel
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[b, channels, s]`` to the same."""
+        width = self.weight.shape[-1]
+        if self.kernel is not None and width <= _WIDEST:
+            mixed = self.kernel(x.contiguous(), self.weight.squeeze(1), self.bias, activation="silu")
+            assert isinstance(mixed, Tensor)
+            return mixed
+        return silu(conv1d(pad(x, (width - 1, 0)), self.weight, self.bias, groups=x.shape[1]))
 
 
 def _sequences(x: Tensor, lengths: tuple[int, ...], group: ProcessGroup) -> list[Tensor]:
