@@ -68,7 +68,9 @@ def _module(beta_factor: float, epsilon: float) -> type:
                 super().__init__(*args, **kwargs)
             self.out_norm.eps = epsilon
             self.rule = kernel_of("chunk_gated_delta_rule", self.config)
-            self.conv1d = CausalConvolution.of(self.conv1d, kernel_of("causal_conv1d_fn", self.config))
+            convolution = self._modules["conv1d"]
+            assert isinstance(convolution, torch.nn.Conv1d)
+            self.conv1d = CausalConvolution.of(convolution, kernel_of("causal_conv1d_fn", self.config))
 
         def _setup_variant_attrs(self) -> None:
             super()._setup_variant_attrs()
