@@ -156,6 +156,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "images cp packed": ("sft", 2, {CP: 2, "sequence_packing": True}),
 }
 SAMPLE = (
+    "offloaded",
     "dpo of an adapter",
     "tp sp",
     "vpp",
@@ -164,7 +165,7 @@ SAMPLE = (
     "latent again",
 )
 CHOSEN = tuple(CASES) if os.environ.get("MCA_DRY_RUNS") else SAMPLE
-WIDE = () if CHOSEN is not SAMPLE else ("dpo of an adapter", "latent again", "vpp")
+WIDE = () if CHOSEN is not SAMPLE else ("offloaded", "dpo of an adapter", "latent again", "vpp")
 
 
 def prepared(folder: Path, kind: str, changes: dict[str, Any], world_size: int) -> Any:
