@@ -1,6 +1,7 @@
 """``--fp8``: blocks of 128 x 128 as a plain loop makes them, from every source, read back and compared."""
 
 import json
+import threading
 from pathlib import Path
 
 import ml_dtypes
@@ -127,6 +128,31 @@ def test_every_number_of_bfloat16_is_divided_by_every_scale(exponent: int) -> No
     assert np.array_equal(scales[0], np.where(tops, tops / np.float32(448), 1))
     right = weight.astype(np.float32) / np.repeat(scales, BLOCK, 1)[:, : weight.shape[1]]
     assert np.array_equal(values.view(np.uint8), right.astype(E4M3).view(np.uint8))
+
+
+def test_numbers_are_the_same_where_the_cpu_takes_small_ones_for_0() -> None:
+    import torch
+
+    bits = np.arange(124 << 7, 127 << 7, dtype=np.uint16)[:, None] - np.arange(
+        0, 20 << 7, 20, dtype=np.uint16
+    )
+    weight = bits[:384, :128].view(ml_dtypes.bfloat16)  # below each largest number, all e4m3 numbers and 0
+    right = plain_blocks(weight)
+    found: list[np.ndarray] = []
+
+    def flushing() -> None:  # in a thread of its own, as the mode is a thread's
+        assert torch.set_flush_denormal(True)
+        try:
+            found.extend(blocks.quantised("w", weight))
+        finally:
+            torch.set_flush_denormal(False)
+
+    thread = threading.Thread(target=flushing)
+    thread.start()
+    thread.join()
+    values, scales = found
+    assert np.array_equal(scales, right[1])
+    assert np.array_equal(values.view(np.uint8), right[0].view(np.uint8))
 
 
 def test_zeros_and_values_that_are_not_finite(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ added to its bits, the upper ones are its code. 2**-120 over a scale is one fact
 each factor is tried with all of them once (`_factor`): it gives the codes that the division gives. There are largest
 numbers, 19 of 128, that have no such factor, as their quotients lie in the middle of two codes and go to the even one:
 these blocks are divided, and rounded so.
+
+All this needs fp32's numbers below 2**-126, which a thread may have its CPU take for 0 (`_flushes_to_zero`).
 """
 
 from collections.abc import Iterator
@@ -39,7 +41,7 @@ class Pairs:
         self._given, self._upper, self._lower, self._parity = given, upper, lower, parity
 
     def quantise(self, weight: NumpyArray, values: NumpyArray, largest: float, scales: NumpyArray) -> bool:
-        """False if a block's numbers are too large or too small for this.
+        """False if a block's numbers are too large or too small for this, or the thread's CPU has no small numbers.
 
         Args:
             weight: ``[rows, columns]``.
@@ -47,6 +49,8 @@ class Pairs:
             largest: The largest e4m3 number.
             scales: Where those of their blocks go.
         """
+        if _flushes_to_zero():
+            return False
         rows, blocks, half = len(weight), len(scales), weight.size // 2
         given, upper, lower = (
             each[:half].reshape(blocks, -1) for each in (self._given, self._upper, self._lower)
@@ -95,6 +99,11 @@ class Pairs:
                 half[block] += parity
                 half[block] -= 1
             half += _HALF
+
+
+def _flushes_to_zero() -> bool:
+    """Whether this thread's numbers below 2**-126 are 0 now; libraries set that as they are imported, and callers."""
+    return not (np.full(4, 2.0**-126, np.float32) * np.float32(0.5)).any()
 
 
 def _by_block(matrix: NumpyArray, blocks: int) -> NumpyArray:
