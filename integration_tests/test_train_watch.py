@@ -11,7 +11,7 @@ import pytest
 
 from harness import RanksFailed, run_ranks
 from test_train_layouts import PP
-from train_cases import history, make_trainer, quietly, tiny_checkpoint
+from train_cases import history, make_trainer, quietly, samples, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
@@ -33,6 +33,37 @@ def stop_at(step: int, rank: int) -> Any:
     return Stop()
 
 
+def stopped_in_the_last_evaluation(checkpoint: Path, output_dir: Path, rank: int, **changes: Any) -> None:
+    from transformers import TrainerCallback
+
+    from mca_train.run.last_evaluation import LastEvaluation
+
+    asked: list[int] = []
+
+    class Stop(TrainerCallback):
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            asked.append(state.global_step)
+            if len(asked) == 1 and int(os.environ["RANK"]) == rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(resume: str | None, callback: Any) -> Any:
+        trainer = make_trainer(checkpoint, output_dir, eval_dataset=samples(40, seed=9), **changes)
+        trainer.callback_handler.callbacks[:0] = [LastEvaluation(trainer), callback]
+        quietly(lambda: trainer.train(resume_from_checkpoint=resume))
+        return trainer
+
+    first = run(None, Stop())
+    assert first.watch.stopped
+    assert len(asked) < 10, "of 20 steps"
+    assert not history(first, "eval_loss")
+    assert [path.name for path in output_dir.glob("checkpoint-*")] == [
+        "checkpoint-2"
+    ]  # though save_strategy is "no"
+    second = run("auto", TrainerCallback())
+    assert not second.watch.stopped
+    assert history(second, "eval_loss") == [quietly(first.evaluate)["eval_loss"]]
+
+
 def stopped_and_resumed(checkpoint: Path, output_dir: Path, rank: int, **changes: Any) -> dict[str, Any]:
     from mca_train.trainer import stop_signal
 
@@ -44,6 +75,7 @@ def stopped_and_resumed(checkpoint: Path, output_dir: Path, rank: int, **changes
     quietly(first.train)
     second = make_trainer(checkpoint, output_dir, **changes)
     quietly(lambda: second.train(resume_from_checkpoint="auto"))
+    stopped_in_the_last_evaluation(checkpoint, output_dir / "last", rank, **changes | {"max_steps": 2})
     return {
         "stopped": (first.watch.stopped, first.state.global_step, second.watch.stopped),
         "straight": history(straight, "loss"),

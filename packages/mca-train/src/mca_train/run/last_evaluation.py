@@ -1,5 +1,6 @@
 """`LastEvaluation` evaluates the model that a run ends with, while those that the run reports to still listen."""
 
+import logging
 from typing import TYPE_CHECKING
 
 from transformers import TrainerCallback
@@ -9,6 +10,13 @@ from mca_train.types import TrainerControl, TrainerState, TrainingArguments
 
 if TYPE_CHECKING:
     from mca_train.trainer.trainer import McaTrainer
+
+
+logger = logging.getLogger(__name__)
+
+
+class _Stopped(Exception):
+    """SIGTERM came during the evaluation; on all ranks after the same step."""
 
 
 class LastEvaluation(TrainerCallback):  # type: ignore[misc]
@@ -23,13 +31,29 @@ class LastEvaluation(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: "McaTrainer") -> None:
         self._trainer = trainer
+        self._is_running = False
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Evaluates, if the run was not told to stop."""
-        if not self._trainer.watch.stopped and not self._is_done(state):
+        """Evaluates, if the run was not told to stop; told so meanwhile, it goes on when the run continues."""
+        if self._trainer.watch.stopped or self._is_done(state):
+            return
+        self._is_running = True
+        try:
             self._trainer.evaluate()
+        except _Stopped:
+            logger.warning("SIGTERM: the last evaluation is left out until the run continues")
+            self._trainer.complete_checkpoint()
+        finally:
+            self._is_running = False
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Asks whether to stop."""
+        if self._is_running and self._trainer.watch.signal.agreed():
+            raise _Stopped
 
     def _is_done(self, state: TrainerState) -> bool:
         best = best_step(self._trainer)

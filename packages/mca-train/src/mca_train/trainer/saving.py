@@ -56,6 +56,15 @@ class WithCheckpoints(WithLogs):
             hf = self.args.save_hf_model
             ModelWriting(self.model, folder, self.processing_class, hf=hf).finish()
 
+    def complete_checkpoint(self) -> None:
+        """Sees to it that there is a complete checkpoint of this step."""
+        self._checkpoints.finish()
+        there = [path.name for path in self._checkpoints.written]
+        step = self.state.global_step
+        if step != self.started_at_step and f"{directory.PREFIX}-{step}" not in there:
+            self._save_checkpoint()
+            self._checkpoints.finish()
+
     def _save_checkpoint(self, *_: object, **__: object) -> None:
         """A complete checkpoint of this step; with ``async_save`` it is complete some steps later."""
         target = Path(self.args.output_dir) / f"{directory.PREFIX}-{self.state.global_step}"
