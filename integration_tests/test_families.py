@@ -130,6 +130,30 @@ GRID += spread(DENSE if EVERY else OTHERS, DENSE_LAYOUTS[1:])
 GRID += spread(MOE if EVERY else MOE_OTHERS, MOE_LAYOUTS[1:])
 OF_SHARED_GROUPS = ("bamba", "tp4")  # two tensor ranks for each group of heads with states
 RESEMBLING = ("deepseek_v2-no-q-lora", "exaone4", "glm4_moe_lite", "minimax_m2", "olmoe", "phi3-long")
+# of parts that are another's, under names of their own
+RENAMED = (
+    *(
+        "dots1",
+        "ernie4_5",
+        "exaone_moe",
+        "falcon-one-norm",
+        "flex_olmo",
+        "gemma",
+        "gemma4_unified_text",
+        "glm",
+    ),
+    *(
+        "glm_moe_dsa",
+        "gpt_neox-sequential",
+        "gptj",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoeshared",
+        "helium",
+    ),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "internlm3", "iquestcoder", "jais2", "kimi_k2"),
+    *("mellum", "ministral", "phi", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu"),
+)
 ALIKE_GRID = spread(ALIKE_DENSE, DENSE_LAYOUTS) + spread(ALIKE_MOE, MOE_LAYOUTS)
 # by default on two ranks, on which they cost a third
 WIDE = [] if EVERY else [(case, layout) for case, layout in ALIKE_GRID if world_size(layout) > 2]
@@ -137,6 +161,7 @@ GRID += ALIKE_GRID + [(case, "tp2ep2etp1" if is_sparse(case) else "tp2sp") for c
 # and of those on four ranks the ones whose parts another one has
 WIDE += [] if EVERY else [pair for pair in GRID if pair[0] in RESEMBLING and world_size(pair[1]) > 2]
 WIDE += [OF_SHARED_GROUPS]
+WIDE += [] if EVERY else [pair for pair in GRID if pair[0] in RENAMED and pair not in WIDE]
 GRID = [
     (case, layout) for case, layout in [*GRID, OF_SHARED_GROUPS] if not (case in UNCUT and "etp2" in layout)
 ]

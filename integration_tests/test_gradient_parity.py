@@ -51,7 +51,8 @@ WIDE = (
     *(("mistral", "tp4"), ("seed_oss", "cp2pp2"), ("llama-llama3", "tp2pp2"), ("qwen2_moe", "tp2pp2ep2etp1")),
     *(("mixtral", "pp2vpp2ep2"), ("mixtral", "tp4etp2sp"), ("qwen2_moe", "tp2cp2sp")),
     *(("qwen2-tied", "tp2pp2vpp2"), ("mixtral", "pp2dp2etp2"), ("glm4_moe", "pp2vpp2ep2")),
-    ("qwen3-mixed-windows", "pp2vpp2"),
+    *(("qwen3-mixed-windows", "pp2vpp2"), ("deepseek_v3-no-q-lora", "cp2ep2"), ("qwen2-tied", "pp2vpp2")),
+    *(("deepseek_v3-no-q-lora", "pp2vpp2"), ("deepseek_v3-yarn", "tp2ep2etp1"), ("mistral-tied", "tp2")),
 )
 TOLERANCE = 1e-4
 UNTRAINED = ("e_score_correction_bias", "expert_bias", "layer_scalar", "act_fn.beta", "act_fn.eps")

@@ -197,7 +197,7 @@ def adapted(
     )
 
 
-@pytest.mark.parametrize("name", tiered(SOME, "tp2-etp1-split"))
+@pytest.mark.parametrize("name", tiered(SOME, "tp2-etp1-split", "etp2-allgather"))
 def test_experts_train_as_in_transformers(
     name: str, base: Path, whole: tuple[Trained, dict[str, Trained]]
 ) -> None:

@@ -52,7 +52,7 @@ SOME_DENSE = (
 SOME_RATES = (("pp2", "dp2-split"),)
 SOME_EXPERTS = (("ep2-split", "one"), ("ep2", "ep2"), ("dp2-etp2-split", "tp2-sp-etp1"))
 """Of all pairs, 185 in all, which are run with MCA_EVERY_TRANSITION=1."""
-WIDE = (("cp2", "dp2-pp2-vpp2-split"), ("ep2", "ep2"))
+WIDE = (("cp2", "dp2-pp2-vpp2-split"), ("ep2", "ep2"), ("one", "tp2-sp-dp2-split"))
 
 
 def pairs(layouts: dict[str, Any], some: tuple[tuple[str, str], ...]) -> Any:

@@ -44,7 +44,8 @@ TRAINED = {
 GRID = [(kind, layout) for layout, kinds in TRAINED.items() for kind in kinds]
 KEPT = ("precomputed", "single")
 WIDE = [(kind, "single") for kind in ("hinge", "simpo", "rpo", "several", "number", "grpo-grpo")]
-WIDE += [("grpo-grpo", "tp2-pp2"), ("classes", "cp2-dp2"), ("precomputed", "cp2-dp2")]
+WIDE += [("grpo-grpo", "tp2-pp2"), ("classes", "cp2-dp2"), ("precomputed", "cp2-dp2"), ("sft", "single")]
+WIDE += [("reward", "single"), ("kto", "single")]
 
 
 @pytest.fixture(scope="module")

@@ -162,7 +162,9 @@ def poisoned(checkpoint: Path, output_dir: Path, **changes: Any) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(("size", "changes"), [(1, {}), (2, PP | {"bf16": True})])
+@pytest.mark.parametrize(
+    ("size", "changes"), [pytest.param(1, {}, marks=pytest.mark.wide), (2, PP | {"bf16": True})]
+)
 def test_a_gradient_that_is_no_number_is_named_and_not_saved(size, changes, checkpoint, tmp_path):
     for message in run_ranks(size, poisoned, checkpoint, tmp_path, **changes):
         assert message.startswith("step 3: the gradient norm is nan")
@@ -244,6 +246,7 @@ def resumed_before_the_first_update(checkpoint: Path, output_dir: Path) -> list[
     return found
 
 
+@pytest.mark.wide
 def test_a_checkpoint_before_the_first_update_resumes(checkpoint, tmp_path):
     for straight, resumed in run_ranks(1, resumed_before_the_first_update, checkpoint, tmp_path)[0]:
         assert straight["skipped_steps"][0] == 1

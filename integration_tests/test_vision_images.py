@@ -52,6 +52,7 @@ GRID = [
 WIDE = (
     *(("qwen2_5_vl", "tp1"), ("qwen2_vl", "cp2packed"), ("internvl", "pp2"), ("mistral3", "dp2overlap")),
     *(("glm4v", "tp2"), ("gemma3", "tp1"), ("gemma3", "pp2recompute"), ("qwen3_5_moe", "tp1")),
+    *(("qwen3_5", "dp2"), ("glm4v", "pp2recompute")),
 )
 
 
