@@ -131,9 +131,13 @@ RESEMBLING = (
     "glm4_moe_lite",
     "minimax_m2",
 )
-RESEMBLING += () if EVERY else (
-    *("deepseek_v2", "glm", "glm4", "granitemoe", "granitemoeshared", "hy_v3", "olmo3", "phi", "phi3"),
-    *("qwen2_moe", "qwen2-tied-qv"),
+RESEMBLING += (
+    ()
+    if EVERY
+    else (
+        *("deepseek_v2", "glm", "glm4", "granitemoe", "granitemoeshared", "hy_v3", "olmo3", "phi", "phi3"),
+        *("qwen2_moe", "qwen2-tied-qv"),
+    )
 )
 WIDE = [pair for pair in GRID if pair[0] in RESEMBLING]
 TOLERANCE = 1e-4  # of the largest element of a tensor's gradient
