@@ -96,6 +96,11 @@ def test_what_is_no_number_is_named(name: str, value: Any) -> None:
         (lambda d: d["model"].update(tie_word_embeddings=1), ["tie_word_embeddings must be true or false"]),
         (lambda d: d["model"].update(moe_layer_freq=[1]), ["moe_layer_freq has 1 entries", "num_layers 4"]),
         (lambda d: d["model"].update(num_query_groups=3), ["not a multiple of num_query_groups 3"]),
+        (lambda d: d["model"].update(mlp_multipliers=[1.0]), ["mlp_multipliers must be 2 finite numbers"]),
+        (
+            lambda d: d["model"].update(mamba_multipliers=[1.0] * 5 + [float("nan")]),
+            ["mamba_multipliers must be 6 finite numbers"],
+        ),
         (lambda d: d["layout"].update(tp=2), ["layout", "unknown key tp"]),
         (lambda d: d.update(mca_version=2), ["mca_version must be 1", "2"]),
         (lambda d: d.pop("mca_version"), ["mca_version must be 1", "None"]),

@@ -50,6 +50,8 @@ _MOST_MLPS = 1 << 16
 _LEAST: Mapping[str, int] = {"mtp_num_layers": 0, "moe_shared_expert_intermediate_size": 0, "kv_lora_rank": 1}
 _POSITIVE = ("rotary_base", "rotary_base_local", "rotary_percent", "logits_scaling")
 _NOT_NEGATIVE = ("layernorm_epsilon", "init_method_std", "mamba_least_step")
+_FACTORS: Mapping[str, int] = {"mamba_multipliers": 6, "mlp_multipliers": 2}
+"""How many there are."""
 _SHARES = ("attention_dropout", "hidden_dropout", "embedding_dropout")
 
 
@@ -77,11 +79,19 @@ def require_fitting(values: Values) -> None:
         entries = values[name]
         if entries is not None and len(entries) != layers:
             raise McaError(f"{name} has {len(entries)} entries, expected num_layers {layers}")
+    for name, count in _FACTORS.items():
+        found = values[name]
+        if found is not None and (len(found) != count or not all(map(_is_finite, found))):
+            raise McaError(f"{name} must be {count} finite numbers, not {found!r:.80}")
     if (head == "causal_lm") != (labels is None) or (labels or 1) < 1:
         raise McaError(f"num_labels is {labels} with head {head}; a score needs at least 1")
     heads, groups = values["num_attention_heads"], values["num_query_groups"]
     if heads % groups:
         raise McaError(f"num_attention_heads {heads} is not a multiple of num_query_groups {groups}")
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _counts(values: Values) -> Iterator[str]:

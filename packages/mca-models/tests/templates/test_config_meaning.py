@@ -77,3 +77,25 @@ def test_the_padding_token_that_is_not_named_is_transformers(kind: str) -> None:
     theirs = None if kind in UNPADDED else transformers.AutoConfig.for_model(kind).pad_token_id
     assert config_from_hf(without).pad_token_id == theirs
     assert config_from_hf({**without, "pad_token_id": None}).pad_token_id is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("ssm_in_multiplier", float("nan"), "'ssm_in_multiplier' is nan; supported: a number"),
+        ("ssm_out_multiplier", None, "'ssm_out_multiplier' is None; supported: a number"),
+        ("attention_in_multiplier", [1.0], r"'attention_in_multiplier' is \[1.0\]; supported: a number"),
+        ("attention_out_multiplier", float("inf"), "'attention_out_multiplier' is inf; supported: a number"),
+        ("key_multiplier", "x", "'key_multiplier' is 'x'; supported: a number"),
+        ("lm_head_multiplier", None, "'lm_head_multiplier' is None; supported: a number"),
+        ("lm_head_multiplier", 0, "'lm_head_multiplier' is 0.0; supported: a number above 0"),
+        ("embedding_multiplier", float("nan"), "embedding_multiplier must be a finite number"),
+        ("ssm_multipliers", [1.0] * 4, "'ssm_multipliers' is .*; supported: 5 numbers"),
+        ("ssm_multipliers", 1.0, "'ssm_multipliers' is 1.0; supported: 5 numbers"),
+        ("mamba_d_ssm", "x", "mamba_d_ssm is .x.; supported: a multiple of mamba_n_heads"),
+        ("mamba_d_ssm", 50, "mamba_d_ssm is 50; supported: a multiple of mamba_n_heads, which is 8"),
+    ],
+)
+def test_falcon_h1_is_refused_by_the_key_that_is_wrong(key: str, value: Any, told: str) -> None:
+    with pytest.raises(McaError, match=told):
+        config_from_hf(described("falcon_h1", **{"mamba_d_head": "auto", key: value}))

@@ -32,9 +32,18 @@ from mca_models.weights import Param, each
 def factors(hf: HfConfig, key: str, count: int) -> tuple[float, ...]:
     """The ``count`` numbers at ``key``."""
     found = hf.get(key) or [1.0] * count
-    if len(found) != count or not all(isinstance(x, int | float) and isfinite(x) for x in found):
+    is_list = isinstance(found, list | tuple) and len(found) == count
+    if not is_list or not all(isinstance(x, int | float) and isfinite(x) for x in found):
         raise HfConfigError(f"config.json: '{key}' is {found!r:.80}; supported: {count} numbers")
     return tuple(float(x) for x in found)
+
+
+def factor(hf: HfConfig, key: str) -> float:
+    """The number at ``key``."""
+    found = hf.get(key, 1.0)
+    if not isinstance(found, int | float) or not isfinite(found):
+        raise HfConfigError(f"config.json: '{key}' is {found!r:.80}; supported: a number")
+    return float(found)
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -43,9 +52,12 @@ def derive(hf: HfConfig) -> JsonObject:
     Queries, keys and values are linear in what goes into attention: its factor, and that on keys, are one on scores.
     """
     of_mlp = factors(hf, "mlp_multipliers", 2)
-    before, after = hf.get("ssm_in_multiplier", 1.0), hf.get("ssm_out_multiplier", 1.0)
+    before, after = factor(hf, "ssm_in_multiplier"), factor(hf, "ssm_out_multiplier")
     of_states = (*(before * x for x in factors(hf, "ssm_multipliers", 5)), after)
-    into, key = hf.get("attention_in_multiplier", 1.0), hf.get("key_multiplier", 1.0)
+    into, key = factor(hf, "attention_in_multiplier"), factor(hf, "key_multiplier")
+    of_logits = factor(hf, "lm_head_multiplier")
+    if of_logits <= 0:
+        raise HfConfigError(f"config.json: 'lm_head_multiplier' is {of_logits}; supported: a number above 0")
     normal = "before_gate" if hf.get("mamba_norm_before_gate", True) else "gated"
     width = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     scale = into**2 * key
@@ -54,9 +66,9 @@ def derive(hf: HfConfig) -> JsonObject:
         "mamba_norm": normal if hf.get("mamba_rms_norm", False) else "none",
         "mamba_multipliers": None if set(of_states) == {1.0} else of_states,
         "mlp_multipliers": None if set(of_mlp) == {1.0} else of_mlp,
-        "attention_out_multiplier": into * hf.get("attention_out_multiplier", 1.0),
+        "attention_out_multiplier": into * factor(hf, "attention_out_multiplier"),
         "softmax_scale": None if scale == 1.0 else scale * width**-0.5,
-        "logits_scaling": 1 / hf.get("lm_head_multiplier", 1.0),
+        "logits_scaling": 1 / of_logits,
     }
 
 

@@ -60,11 +60,17 @@ def as_in_bamba(hf: HfConfig, inside: int | None = None) -> JsonObject:
             f"config.json: 'time_step_limit' ends at {most!r:.80}; supported: Infinity (steps in time have no upper "
             "limit here)"
         )
-    width = (inside or hf["mamba_expand"] * hf["hidden_size"]) // heads
+    channels = hf["mamba_expand"] * hf["hidden_size"] if inside is None else inside
+    said = "mamba_expand times hidden_size" if inside is None else "mamba_d_ssm"
+    if not isinstance(channels, int) or channels % heads:
+        raise HfConfigError(
+            f"config.json: {said} is {channels!r:.80}; supported: a multiple of mamba_n_heads, which is {heads}"
+        )
+    width = channels // heads
     if hf.get("mamba_d_head", "auto") not in ("auto", None, width):
         raise HfConfigError(
-            f"config.json: 'mamba_d_head' is {hf['mamba_d_head']!r:.80}; supported: {width}, which is "
-            f"{'mamba_d_ssm' if inside else 'mamba_expand times hidden_size'} divided by mamba_n_heads"
+            f"config.json: 'mamba_d_head' is {hf['mamba_d_head']!r:.80}; supported: {width}, which is {said} divided "
+            "by mamba_n_heads"
         )
     return {"mamba_head_dim": width, "mamba_least_step": float(least)}
 
