@@ -104,6 +104,21 @@ def test_a_rank_that_leaves_the_others_waiting_is_told(tmp_path):
     assert (done.returncode, done.stderr) == (1, "error: rank 1 ended with exit code 0 without a report\n")
 
 
+def test_a_rank_that_failed_does_not_write_its_last_words_for_ever():
+    body = """
+    import atexit
+    from mca_train.launch import launcher
+    launcher._LAST_WORDS = 1.0
+    if rank == 0:
+        atexit.register(time.sleep, 600)
+        atexit.register(print, "last words", flush=True)
+        raise McaError("no such file")
+    time.sleep(600)
+    """
+    done = run(body)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "last words\n", "error: no such file\n")
+
+
 def test_nobody_else_can_take_the_port_where_ranks_will_meet():
     body = """
     import socket

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,9 @@ from mca_train.launch.rendezvous import LISTENER, listening
 
 _GRACE = 1.0  # seconds in which the rank that failed first can be told from those that it pulled down
 POLL = 0.02
+_LAST_WORDS = (
+    10.0  # seconds in which a rank that failed may write what it still holds: the others wait for it
+)
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -46,6 +50,10 @@ def fork_ranks(target: Callable[[], None], num_ranks: int, folder: Path) -> int:
             _die_with(launcher)
             _become_rank(rank, environment, folder)
             code = report_failure(target, folder, rank)
+            if code:
+                timer = threading.Timer(_LAST_WORDS, os._exit, (code,))
+                timer.daemon = True
+                timer.start()
             atexit._run_exitfuncs()  # wandb and others write what they still hold
         finally:
             os._exit(code)
