@@ -42,7 +42,7 @@ def two_agents(words: list[str], mark: Path, port: int) -> tuple[dict[int, int],
 def _settings(at: str = "127.0.0.1:0", is_host: str = "true", **others: Any) -> Any:
     from torch.distributed.launcher.api import LaunchConfig
 
-    rendezvous = {"is_host": is_host, "last_call_timeout": 8}  # for another node, where one is enough
+    rendezvous = {"is_host": is_host, "last_call_timeout": 30}  # for another node, where one is enough
     alive = {"keep_alive_interval": 3, "keep_alive_max_attempt": 6}  # a machine may stall for as long
     return LaunchConfig(
         min_nodes=1,
