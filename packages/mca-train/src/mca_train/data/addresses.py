@@ -3,13 +3,19 @@
 How files are named and what their rows are is decided in `files`.
 """
 
+import hashlib
 import logging
-from collections.abc import Iterator
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from mca_config.errors import McaError, UsageError
 
+_WEB = ("http://", "https://")
 _EXTRAS = {"s3fs": "'mca-train[s3]'", "gcsfs": "'mca-train[gcs]'"}
 _CLIENTS = (
     "fsspec",
@@ -17,10 +23,39 @@ _CLIENTS = (
     "asyncio",
 )  # log each attempt with its traceback, and what a fork leaves behind
 
+_SECRETS = (
+    (re.compile(r"(://[^/@:\s]*):[^/@\s]*@"), r"\1:...@"),
+    (re.compile(r"""(https?://[^\s?#'"]*)[?#][^\s'"]*?(?=[,:;)]*(?:[\s'"]|$))"""), r"\1"),
+)
+
 
 def is_address(file: str) -> bool:
     """Whether ``file`` is one that ``fsspec`` opens: ``s3://``, ``gs://``, ``hf://``, ``https://``, ..."""
     return "://" in file
+
+
+def shown(text: str) -> str:
+    """``text`` as messages may hold it: without the passwords and the signed queries of the addresses in it."""
+    for found, kept in _SECRETS:
+        text = found.sub(kept, text)
+    return text
+
+
+def name_in(file: str) -> str:
+    """The end of an address that names the file: what stands before the query of ``https://``."""
+    return re.split("[?#]", file, maxsplit=1)[0] if file.startswith(_WEB) else file
+
+
+def of_hub(file: str) -> str:
+    """``hf://`` for a file's address among the pages of the Hub, whose client finds the token; others as they are."""
+    if not file.startswith(_WEB):
+        return file
+    import datasets
+
+    start = f"{datasets.config.HF_ENDPOINT}/"
+    if not file.startswith(start) or "/resolve/" not in file:
+        return file
+    return "hf://" + name_in(file).removeprefix(start).replace("/resolve/", "@", 1)
 
 
 def require_client(file: str, key: str) -> None:
@@ -39,19 +74,20 @@ def require_client(file: str, key: str) -> None:
 
     for name in _CLIENTS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    for link in file.split("::"):
+    told = shown(file)
+    for link in of_hub(file).split("::"):
         scheme = link.partition("://")[0]
         try:
             get_filesystem_class(scheme)
         except ValueError as error:
             raise UsageError(
-                f"{key}: {file}: '{scheme}' is no file system that fsspec knows; expected a path, or an address "
+                f"{key}: {told}: '{scheme}' is no file system that fsspec knows; expected a path, or an address "
                 "such as s3://bucket/rows.jsonl, gs://..., hf://... or https://..."
             ) from error
         except ImportError as error:
             package = getattr(error.__cause__, "name", None) or scheme
             raise UsageError(
-                f"{key}: {file} needs the package {package}, which is not installed; "
+                f"{key}: {told} needs the package {package}, which is not installed; "
                 f"pip install {_EXTRAS.get(package, package)}"
             ) from error
 
@@ -65,14 +101,15 @@ def require_there(file: str, key: str) -> None:
     from fsspec.core import url_to_fs
 
     with fetching(key, file):
-        system, path = url_to_fs(file)
+        system, path = url_to_fs(of_hub(file))
         system.info(path)
 
 
 def fetched(file: str, key: str) -> Path:
     """A copy of what stands at an address, made once on this machine for as long as the file stays the same.
 
-    ``datasets`` itself would keep the first copy for ever, whatever is written to the address later.
+    ``datasets`` itself would keep the first copy for ever, whatever is written to the address later. What stands at the
+    path that this returns stays as it is, whatever other processes fetch.
 
     Args:
         file: An address.
@@ -84,8 +121,27 @@ def fetched(file: str, key: str) -> Path:
     import datasets
 
     with fetching(key, file):
-        settings = datasets.DownloadConfig(force_download=not _has_version(file))
-        return Path(datasets.DownloadManager(download_config=settings).download(file))
+        address = of_hub(file)
+        has_version = _has_version(address)
+        settings = datasets.DownloadConfig(force_download=not has_version)
+        copy = Path(datasets.DownloadManager(download_config=settings).download(address))
+        return copy if has_version else _by_content(copy)
+
+
+def _by_content(copy: Path) -> Path:
+    """``copy`` under a name by its content: the same one, with what ``datasets`` made of it, is found the next time."""
+    held = copy.with_name(f"{copy.name}.{secrets.token_hex(4)}")
+    try:
+        os.link(copy, held)  # another process may put a newer one in its place
+    except OSError:
+        shutil.copyfile(copy, held)
+    with held.open("rb") as stream:
+        place = copy.with_name(f"{copy.name}.{hashlib.file_digest(stream, 'sha256').hexdigest()[:32]}")
+    if place.is_file():
+        held.unlink()
+    else:
+        held.replace(place)
+    return place
 
 
 def _has_version(file: str) -> bool:
@@ -93,7 +149,7 @@ def _has_version(file: str) -> bool:
     from fsspec.core import url_to_fs
 
     if file.startswith(("hf://", "file://")):
-        return True
+        return not file.startswith("hf://buckets/")
     system, path = url_to_fs(file)
     return not {"ETag", "etag"}.isdisjoint(system.info(path))
 
@@ -107,7 +163,7 @@ def read_whole(file: str) -> bytes:
     import fsspec
 
     require_client(file, "image")
-    with fetching("image", file), fsspec.open(file, "rb") as stream:
+    with fetching("image", file), fsspec.open(of_hub(file), "rb") as stream:
         data: bytes = stream.read()
     return data
 
@@ -122,19 +178,55 @@ def fetching(key: str, file: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of aiohttp, botocore, google and others, each with errors of its own
-        if is_missing(error):
-            raise McaError(f"{key}: {file}: there is no such file or bucket") from error
-        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
-        raise McaError(
-            f"{key}: {file} cannot be fetched: {reason[:200]}; check the address, the credentials and the network"
-        ) from error
+        raise unfetched(key, file, error) from error
+
+
+def unfetched(key: str, file: str, error: BaseException) -> McaError:
+    """What to tell of an address where reading ended with ``error``, in one line."""
+    told = f"{key}: {shown(file)}"
+    if any(type(each).__name__ == "OfflineModeIsEnabled" for each in _causes(error)):
+        return McaError(
+            f"{told} cannot be fetched in the offline mode of the Hub's libraries; "
+            "unset HF_HUB_OFFLINE, or name a copy on this machine"
+        )
+    cause = _reason(error)
+    if cause is None:
+        return McaError(
+            f"{told}: there is no such file or bucket, or no right to see it; check the address and the credentials"
+        )
+    reason = shown(" ".join(str(cause).split())) or type(cause).__name__
+    return McaError(
+        f"{told} cannot be fetched: {reason[:200]}; check the address, the credentials and the network"
+    )
 
 
 def is_missing(error: BaseException) -> bool:
     """Whether ``error``, or what it comes from, is that a file is not there."""
+    return any(isinstance(each, FileNotFoundError) for each in _causes(error))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
     found: BaseException | None = error
     while found is not None:
-        if isinstance(found, FileNotFoundError):
-            return True
+        yield found
         found = found.__cause__
-    return False
+
+
+def _reason(error: BaseException) -> BaseException | None:
+    """What went wrong; None: nothing stands there. Clients call a connection that is refused "not found" too."""
+    if not is_missing(error):
+        return error.__cause__ or error
+    found = [each for each in _causes(error) if isinstance(each, FileNotFoundError)][-1].__cause__
+    is_absence = found is None or isinstance(found, LookupError) or _status(found) in (404, 410)
+    return None if is_absence else found
+
+
+def _status(error: BaseException) -> object:
+    """The number that a server answered with, where the error of a client keeps it."""
+    response = getattr(error, "response", None)
+    if isinstance(response, Mapping):  # of botocore
+        return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    places = ((error, "status"), (response, "status_code"), (error, "code"))
+    return next(
+        (value for holder, name in places if (value := getattr(holder, name, None)) is not None), None
+    )

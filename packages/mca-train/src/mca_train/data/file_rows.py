@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mca_config.types import JsonObject, Values
+from mca_train.data.addresses import shown
 from mca_train.data.files import named, reader_of
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class FileRows:
                 if found is None:
                     break
                 row = Row(found)
-                row.place = f"row {number}" + (f" of {file}" if len(self._parts) > 1 else "")
+                row.place = f"row {number}" + (f" of {shown(file)}" if len(self._parts) > 1 else "")
                 yield row
                 number += 1
 

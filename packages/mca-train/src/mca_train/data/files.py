@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, TypeVar
 from mca_config.errors import McaError, UsageError
 from mca_config.types import JsonObject
 from mca_train.config.arguments import DataArguments
-from mca_train.data.addresses import fetched, is_address, is_missing, require_client
+from mca_train.data.addresses import (
+    fetched,
+    is_address,
+    is_missing,
+    name_in,
+    of_hub,
+    require_client,
+    shown,
+    unfetched,
+)
 from mca_train.data.formats import COLUMNS
 
 if TYPE_CHECKING:
@@ -33,6 +42,7 @@ def load_rows(
     arguments: DataArguments,
     limit: int | None = None,
     column: str | None = None,
+    copies: Sequence[Path] | None = None,
 ) -> "datasets.Dataset":
     """The rows of ``files``, with the columns that samples are made of.
 
@@ -44,6 +54,7 @@ def load_rows(
         arguments: Which columns these are.
         limit: Rows to keep; None: all.
         column: Every file must have it; None: they may differ.
+        copies: What `local` gave for ``files``; None: it is asked.
 
     Raises:
         McaError: A file is missing, of another type, not readable as its type, or without the column; or there
@@ -52,11 +63,12 @@ def load_rows(
     import datasets
 
     datasets.disable_progress_bars()
-    parts = [_load_file(file, key) for file in files]
+    places: Sequence[Path | None] = copies or [None] * len(files)
+    parts = [_load_file(file, key, copy) for file, copy in zip(files, places, strict=True)]
     if not any(map(len, parts)):
-        raise McaError(f"{key}: {', '.join(files)} has no rows")
+        raise McaError(f"{key}: {shown(', '.join(files))} has no rows")
     for file, part in zip(files, parts, strict=True):
-        require_column(part.column_names, column, f"{key}: {file}")
+        require_column(part.column_names, column, f"{key}: {shown(file)}")
     rows = joined(parts, files, key, arguments)
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
@@ -90,7 +102,7 @@ def joined(parts: Sequence[Rows], files: Sequence[str], key: str, arguments: Dat
     except (ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise McaError(
-            f"{key}: the columns of {', '.join(files)} cannot be combined: {reason[:300]}"
+            f"{key}: the columns of {shown(', '.join(files))} cannot be combined: {reason[:300]}"
         ) from error
 
 
@@ -113,8 +125,9 @@ def check_file(file: str, key: str) -> tuple[str, JsonObject]:
         _require_there(Path(file), key)
     reader = _READERS.get(_suffix(file))
     if reader is None:
+        ends = Path(name_in(file)).suffix
         raise McaError(
-            f"{key}: {file} ends in '{Path(file).suffix}'; expected one of {', '.join(_READERS)}, or one of these and "
+            f"{key}: {shown(file)} ends in '{ends}'; expected one of {', '.join(_READERS)}, or one of these and "
             f"{', '.join(_COMPRESSED)}"
         )
     return reader, {"sample_by": "document"} if reader == "text" else {}
@@ -131,8 +144,11 @@ def _require_there(path: Path, key: str) -> None:
 
 def _suffix(file: str) -> str:
     """How the name ends before the mark of compression."""
-    path = Path(file.lower())
-    return path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
+    endings = []
+    for name in (name_in(file), file):  # https://host/get?file=rows.jsonl has it in its query
+        path = Path(name.lower())
+        endings.append(path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix)
+    return next((ending for ending in endings if ending in _READERS), endings[0])
 
 
 def reader_of(file: str) -> str:
@@ -140,12 +156,12 @@ def reader_of(file: str) -> str:
     return _READERS.get(_suffix(file), "a dataset")
 
 
-def _load_file(file: str, key: str) -> "datasets.Dataset":
+def _load_file(file: str, key: str, copy: Path | None) -> "datasets.Dataset":
     import datasets
 
     reader, options = check_file(file, key)
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of files that cannot be read, twice
-    here = local(file, key)
+    here = copy or local(file, key)
     with named(key, file, reader):
         require_shallow(file, key, copy=here)
         return datasets.load_dataset(reader, data_files=str(here), split="train", **options)
@@ -176,12 +192,12 @@ def require_shallow(file: str, key: str, limit: int | None = None, copy: Path | 
         return
     import fsspec
 
-    compression = fsspec.utils.infer_compression(file)
-    with fsspec.open(str(copy or file), "rb", compression=compression) as stream:
+    compression = fsspec.utils.infer_compression(name_in(file))
+    with fsspec.open(str(copy or of_hub(file)), "rb", compression=compression) as stream:
         for number, line in enumerate(stream):
             if line.count(b"[") + line.count(b"{") > _DEEPEST and _depth(line) > _DEEPEST:
                 raise McaError(
-                    f"{key}: {file}, row {number}: nested more than {_DEEPEST} deep; leave the row out"
+                    f"{key}: {shown(file)}, row {number}: nested more than {_DEEPEST} deep; leave the row out"
                 )
             if limit is not None and stream.tell() > limit:
                 return
@@ -213,9 +229,11 @@ def named(key: str, files: str, reader: str, errors: type[Exception] = Exception
     except errors as error:  # of datasets, pyarrow, pandas and codecs, each with errors of its own
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split()) or type(cause).__name__
+        told = f"{key}: {shown(files)}"
         if "corresponds to no data" in reason or isinstance(cause, StopIteration):
-            raise McaError(f"{key}: {files} has no rows") from error
+            raise McaError(f"{told} has no rows") from error
         if is_missing(error):
-            told = ": there is no such file or bucket" if is_address(files) else " is not there any more"
-            raise McaError(f"{key}: {files}{told}") from error
-        raise McaError(f"{key}: {files} cannot be read as {reader}: {reason[:200]}") from error
+            if is_address(files):
+                raise unfetched(key, files, error) from error
+            raise McaError(f"{told} is not there any more") from error
+        raise McaError(f"{told} cannot be read as {reader}: {shown(reason)[:200]}") from error

@@ -1,4 +1,4 @@
-"""`ImageFile` is an image that a row names or holds: its size, read from its header alone, and its pixels.
+"""`ImageFile` is an image that a row names or holds: its size, read from the header of a file alone, and its pixels.
 
 Which parts of a row are images is decided in `image_rows`.
 """
@@ -16,7 +16,7 @@ from typing import BinaryIO
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from mca_config.errors import McaError
-from mca_train.data.addresses import is_address, read_whole
+from mca_train.data.addresses import is_address, read_whole, shown
 from mca_train.data.message_parts import KEYS
 
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
@@ -35,7 +35,7 @@ class ImageFile:
     data: bytes | None = field(default=None, repr=False)
 
     def size(self) -> tuple[int, int]:
-        """Height and width as people see it, from the header.
+        """Height and width as people see it, from the header; an image at an address is fetched whole for it.
 
         Raises:
             McaError: It is missing, no image, or too large.
@@ -65,12 +65,12 @@ class ImageFile:
             raise
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise McaError(
-                f"image {self.place} is too large: more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller"
+                f"image {shown(self.place)} is too large: more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller"
             ) from error
         except FileNotFoundError as error:
-            raise McaError(f"image {self.place} is not there") from error
+            raise McaError(f"image {shown(self.place)} is not there") from error
         except UnidentifiedImageError as error:
-            raise McaError(f"image {self.place} is no image that PIL can read") from error
+            raise McaError(f"image {shown(self.place)} is no image that PIL can read") from error
         except (
             OSError,
             SyntaxError,
@@ -78,7 +78,7 @@ class ImageFile:
             EOFError,
         ) as error:  # PIL's readers have no error of their own
             reason = " ".join(str(error).split())[:200]
-            raise McaError(f"image {self.place} cannot be read: {reason}") from error
+            raise McaError(f"image {shown(self.place)} cannot be read: {reason}") from error
 
     def _stream(self) -> BinaryIO:
         if self.data is not None:

@@ -13,7 +13,7 @@ from mca_config.errors import McaError, UsageError, raise_problems
 from mca_config.types import Values
 from mca_train.config.arguments import DataArguments
 from mca_train.config.fields import build
-from mca_train.data.addresses import is_address
+from mca_train.data.addresses import is_address, name_in, shown
 from mca_train.data.files import load_rows, named, reader_of
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Source:
     @property
     def called(self) -> str:
         """What logs call it."""
-        return self.name or Path(self.path).name.partition(".")[0]
+        return self.name or Path(name_in(self.path)).name.partition(".")[0]
 
 
 def sources_of(entries: Sequence[Values]) -> list[Source]:
@@ -132,9 +132,10 @@ def _require_without(source: Source, key: str, what: str, names: Sequence[str]) 
     Raises:
         UsageError: One of ``names`` is set.
     """
-    given = [name for name in names if getattr(source, name) not in (None, "train")]
+    defaults = {field.name: field.default for field in dataclasses.fields(source)}
+    given = [name for name in names if getattr(source, name) != defaults[name]]
     if given:
+        hint = " (max_samples takes the first rows)" if "split" in given else ""
         raise UsageError(
-            f"{key}: {source.path} is {what}, which has no {' or '.join(given)}; remove it "
-            "(max_samples takes the first rows)"
+            f"{key}: {shown(source.path)} is {what}, which has no {' or '.join(given)}; remove it{hint}"
         )

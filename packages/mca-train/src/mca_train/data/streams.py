@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_train.config.arguments import DataArguments
-from mca_train.data.addresses import is_address, require_there
+from mca_train.data.addresses import is_address, require_there, shown
 from mca_train.data.answered import AnsweredRows, SampleMaker
 from mca_train.data.encoding import BlockTokenizer, Encoded, RowEncoder, RowNumbers
 from mca_train.data.file_rows import FileRows, Row
@@ -165,13 +165,13 @@ def _parts(
             part = undecoded(part)
             first = next(iter(part), None)
         if first is None:
-            raise McaError(f"{key}: {file} has no rows")
-        require_column(list(first), column, f"{key}: {file}")
+            raise McaError(f"{key}: {shown(file)} has no rows")
+        require_column(list(first), column, f"{key}: {shown(file)}")
         parts.append((file, part))
         names[file] = list(first)
     columns = {file: sorted(set(some) & column_names(arguments)) for file, some in names.items()}
     if any(some != columns[files[0]] for some in columns.values()):
-        told = "; ".join(f"{file}: {', '.join(some)}" for file, some in columns.items())
+        told = "; ".join(f"{shown(file)}: {', '.join(some)}" for file, some in columns.items())
         raise McaError(f"{key}: with streaming all files must have the same columns ({told})")
     with named(key, ", ".join(files), "one"):
         joined([part for _, part in parts], files, key, arguments)

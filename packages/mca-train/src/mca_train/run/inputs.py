@@ -15,6 +15,7 @@ from mca_config.files import read_json
 from mca_config.model_config import McaModelConfig
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.config.run_config import Settings
+from mca_train.data.addresses import shown
 from mca_train.run.checks import Run, require_start
 from mca_train.tasks.load import load_mixture, load_stream, load_tokenized
 
@@ -52,9 +53,8 @@ def read_inputs(run: Run, lock: OutputLock) -> Inputs:
     with checking_usage():
         require_start(run.settings)  # again: another run may have ended there before the lock was taken
         tokenizer = load_tokenizer(run.settings)
-    logger.info(
-        "reading %s", ", ".join(data.train_file or [str(entry.get("path")) for entry in data.datasets])
-    )
+    paths = data.train_file or [str(entry.get("path")) for entry in data.datasets]
+    logger.info("reading %s", ", ".join(map(shown, paths)))
     images = image_reader(run.settings, run.model)
     train, longest = _training_data(run, tokenizer, images)
     if told := positions_exceeded(run.model, longest):

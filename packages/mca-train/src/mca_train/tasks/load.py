@@ -44,16 +44,21 @@ def load_tokenized(
         evaluation: Whether these are the evaluation files.
         images: Of the model; None: rows have none.
     """
-    from mca_train.data.files import check_file, load_rows
+    from mca_train.data.files import check_file, load_rows, local, reader_of
     from mca_train.data.files import named as named_files
 
     key = "eval_file" if evaluation else "train_file"
     limit = arguments.max_eval_samples if evaluation else arguments.max_train_samples
 
     own = _beside(images, arguments, files)
+    for file in files:
+        check_file(file, key)
+    copies = [
+        local(file, key) for file in files
+    ]  # once, so that the key and the rows are of the same content
 
     def load() -> "datasets.Dataset":
-        return load_rows(files, key, arguments, limit, task.required_column(arguments))
+        return load_rows(files, key, arguments, limit, task.required_column(arguments), copies)
 
     def make() -> "TokenDataset | PairDataset":
         with named_files(
@@ -63,25 +68,16 @@ def load_tokenized(
 
     if arguments.tokenized_cache is None:
         return make()
-    from mca_train.data.token_cache import cached, key_of
+    from mca_train.data.token_cache import cached, digest_of, key_of
 
-    for file in files:
-        check_file(file, key)
-    contents = [key, *(_content(file, key) for file in files), *_processors(own)]
+    rows = [f"{digest_of(copy)} {reader_of(file)}" for file, copy in zip(files, copies, strict=True)]
+    contents = [key, *rows, *_processors(own)]
     return cached(
         Path(arguments.tokenized_cache),
         key_of(task.name, contents, tokenizer, arguments, limit),
         make,
         _again(task, load, tokenizer, arguments, key, own),
     )
-
-
-def _content(file: str, key: str) -> str:
-    """What tells ``file`` from others."""
-    from mca_train.data.files import local, reader_of
-    from mca_train.data.token_cache import digest_of
-
-    return f"{digest_of(local(file, key))} {reader_of(file)}"
 
 
 def _processors(images: "ImageReader | None") -> list[str]:
