@@ -6,7 +6,8 @@
 
 A *site* is a function of the C library, a kind of file (its path without the numbers and random names in it) and all
 Python code that leads there, line by line: two calls from one site can differ in nothing but the numbers in a file's
-name and how often the loops around them have turned.
+name and how often the loops around them have turned. Its name is the same in every checkout and with every Python, as
+long as none of these functions changes; so a sample of faults, which is drawn by name (`lot`), can be had again.
 """
 
 import contextlib
@@ -17,14 +18,18 @@ import json
 import os
 import re
 import sys
+import sysconfig
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 _VARIABLE = re.compile(r"(?<=/\.tmp)\w{6}|[0-9a-f]{8}|\d+")
 _SHOWN = 4  # frames
+_PACKAGES = "/site-packages/"
+_ROOTS = (f"{Path(__file__).parents[1]}/", f"{sysconfig.get_path('stdlib')}/")
 
 
 class Site(NamedTuple):
@@ -38,6 +43,11 @@ class Site(NamedTuple):
     def all_of(cls, told: dict[str, Any]) -> list["Site"]:
         """Those of a run, by name."""
         return [cls(name, len(where), where[0]) for name, where in sorted(told.items())]
+
+    @property
+    def number(self) -> int:
+        """One that is its own, whichever other sites there are."""
+        return int(self.name.rpartition(" ")[2], 16)
 
     def turn(self, number: int) -> int:
         """Which of the calls is the first (0), the one in the middle (1) or the last (2)."""
@@ -57,7 +67,7 @@ class Fault:
 def watched(told: Path, fault: Fault | None) -> Iterator[None]:
     """Writes to ``told`` each call of the block, or the one that fails; in the processes that it forks too."""
     roots = os.environ["MCA_FAULT_ROOTS"].split(":")
-    counts: defaultdict[str, itertools.count[int]] = defaultdict(lambda: itertools.count(1))
+    calls = itertools.count(1)  # from the fault's site
     log = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def answer(function: bytes, path: bytes) -> int:
@@ -65,8 +75,8 @@ def watched(told: Path, fault: Fault | None) -> Iterator[None]:
         if fault is not None and not fault.site.startswith(start):
             return 0
         frame = sys._getframe().f_back
-        site = start + _code(frame)
-        if fault is not None and (site != fault.site or next(counts[site]) != fault.nth):
+        site = start + code_of(frame)
+        if fault is not None and (site != fault.site or next(calls) != fault.nth):
             return 0
         os.write(log, json.dumps([site, _where(frame)]).encode() + b"\n")
         return fault.error if fault else 0
@@ -95,12 +105,28 @@ def _kind(path: str, roots: list[str]) -> str:
     return f"{number}{_VARIABLE.sub('#', path[len(roots[number]) :])}"
 
 
-def _code(frame: Any) -> str:
+def code_of(frame: Any) -> str:
+    """What leads to ``frame``, function by function and line by line from where each begins."""
     stack = hashlib.blake2b(digest_size=8)
     while frame is not None:
-        stack.update(f"{frame.f_code.co_filename} {frame.f_lineno}\n".encode())
+        code = frame.f_code
+        line = (frame.f_lineno or 0) - code.co_firstlineno
+        stack.update(f"{named(code.co_filename)} {code.co_qualname} {line}\n".encode())
         frame = frame.f_back
     return stack.hexdigest()
+
+
+@cache
+def named(file: str) -> str:
+    """``file`` of Python code from the folder of the repository, of packages or of Python on."""
+    if _PACKAGES in file:
+        return file.rpartition(_PACKAGES)[2]
+    return next((file.removeprefix(root) for root in _ROOTS if file.startswith(root)), file)
+
+
+def lot(*words: object) -> bytes:
+    """Where a thing stands in a sample's order, whichever other things there are."""
+    return hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
 
 
 def _where(frame: Any) -> str:

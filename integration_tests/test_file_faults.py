@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from fault_sites import Fault, Site
+from fault_sites import Fault, Site, code_of, lot, named
 
 HERE = Path(__file__).parent
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES)
@@ -166,12 +166,12 @@ def test_every_call_of_a_conversion_fails_once(
     sites = Site.all_of(whole["sites"])
     assert len(sites) > 100
     chosen = [
-        Fault(site.name, site.turn((number + turn) % len(ERRORS)), error)
+        Fault(site.name, site.turn((site.number + turn) % len(ERRORS)), error)
         for turn, error in enumerate(ERRORS)
-        for number, site in enumerate(sites)
+        for site in sites
     ]
     if not EVERY:
-        chosen = random.Random(name).sample(chosen, SAMPLE)
+        chosen = sorted(chosen, key=lambda fault: lot(name, fault.site, fault.error))[:SAMPLE]
     results = run_all(library, sources, [case | {"fault": asdict(fault)} for fault in chosen])
     assert all(found["sites"] for found in results), "every site is called as often as in the whole run"
     before = {"out": -1} if exists else {}
@@ -181,3 +181,15 @@ def test_every_call_of_a_conversion_fails_once(
         if (wrong := fault_of(found, whole["tree"], before))
     ]
     assert not faults, f"{len(faults)} of {len(results)}:\n" + "\n".join(faults)
+
+
+def test_a_site_has_one_name_in_every_checkout_and_below_lines_that_are_new() -> None:
+    found = set()
+    for start, above in (("/a/lib/python3.11", ""), ("/b/lib/python3.12", "\n\n")):
+        space: dict[str, Any] = {}
+        file = f"{start}/site-packages/package/file.py"
+        exec(compile(f"{above}def called(then):\n    return then()\n", file, "exec"), space)
+        found.add(space["called"](lambda: code_of(sys._getframe().f_back)))
+    assert len(found) == 1
+    assert named(__file__) == "integration_tests/test_file_faults.py"
+    assert named(random.__file__) == "random.py"

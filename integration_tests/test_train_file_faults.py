@@ -9,7 +9,6 @@ import dataclasses
 import errno
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from fault_sites import Fault, Site
+from fault_sites import Fault, Site, lot
 from layouts import tiered
 from test_file_faults import ERRORS, EVERY, HERE, compiled
 from train_cases import tiny_checkpoint
@@ -114,12 +113,12 @@ def fault_of(kind: str, found: Found, whole: Found, failed: str) -> str | None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_call_of_a_rank_fails_once(kind: str, turn: int, runs: Runs, whole: dict[str, Found]) -> None:
     chosen = [
-        (rank, Fault(site.name, site.turn(turn), ERRORS[(number + turn) % len(ERRORS)]))
+        (rank, Fault(site.name, site.turn(turn), ERRORS[(site.number + turn) % len(ERRORS)]))
         for rank, told in whole[kind]["sites"].items()
-        for number, site in enumerate(Site.all_of(told))
+        for site in Site.all_of(told)
     ]
     if not EVERY:
-        chosen = random.Random(f"{kind} {turn}").sample(chosen, SAMPLE)
+        chosen = sorted(chosen, key=lambda each: lot(kind, turn, each[0], each[1].site))[:SAMPLE]
     results = runs.run([runs.case(kind, fault, rank=rank) for rank, fault in chosen])
     unheard = [
         fault for found, (rank, fault) in zip(results, chosen, strict=True) if not found["sites"][rank]
