@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +12,24 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+os.environ["NO_GCE_CHECK"] = "true"  # google.auth reads it once, when it is imported
 _WHEN = "2026-01-01T00:00:00.000Z"
 _CODES = {
     "NoSuchKey": 404,
     "NoSuchBucket": 404,
     "AccessDenied": 403,
 }
+
+OF_THE_USER = (
+    "AWS_PROFILE",
+    "AWS_SESSION_TOKEN",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_ENDPOINT_URL_S3",
+    "GOOGLE_APPLICATION_CREDENTIALS",
+    "GOOGLE_CLOUD_PROJECT",
+    "GOOGLE_CLOUD_QUOTA_PROJECT",
+)
+"""Variables that say who the user is; the clients may not see them, or they would tell this server."""
 
 
 @dataclass
@@ -44,7 +57,10 @@ class Store:
             "AWS_SECRET_ACCESS_KEY": "secret",
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
             "STORAGE_EMULATOR_HOST": self.address,
+            "CLOUDSDK_CONFIG": os.devnull,
             "no_proxy": "127.0.0.1",
         }
 

@@ -8,16 +8,17 @@ The clients speak to a server on loopback, or write their files offline. Without
 import gzip
 import importlib.util
 import json
+import socket
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forked_cli import launched
-from object_store import Store, serving
+from object_store import OF_THE_USER, Store, serving
 from test_train_cli import config, folder, logs
 
 __all__ = ["folder"]
@@ -44,12 +45,27 @@ def store(tmp_path, monkeypatch):
     with serving(
         Store({"bucket/rows/a.jsonl": rows(TEXTS), "bucket/a.jsonl.gz": gzip.compress(rows(TEXTS))})
     ) as store:
+        for name in OF_THE_USER:
+            monkeypatch.delenv(name, raising=False)
         for name, value in store.environment().items():
             monkeypatch.setenv(name, value)
+        for name in ("connect", "connect_ex"):
+            monkeypatch.setattr(socket.socket, name, loopback_alone(getattr(socket.socket, name)))
         yield store
     for client in ("s3", "gs"):
         if client in fsspec.registry:
             fsspec.get_filesystem_class(client).clear_instance_cache()
+
+
+def loopback_alone(connect: Callable[..., Any]) -> Callable[..., Any]:
+    """``connect`` for addresses of this machine; others fail the test, whatever a client makes of the error."""
+
+    def checked(own: socket.socket, address: Any) -> Any:
+        if own.family != socket.AF_UNIX and address[0] != "127.0.0.1":
+            pytest.fail(f"a client asks {address}")
+        return connect(own, address)
+
+    return checked
 
 
 def rows(texts: list[str]) -> bytes:
@@ -101,6 +117,38 @@ def test_what_cannot_be_fetched_is_one_line(scheme, name, changes, told, store):
     with pytest.raises(McaError, match=f"^train_file: {scheme}://{name}{told}") as caught:
         read(f"{scheme}://{name}")
     assert "\n" not in str(caught.value)
+
+
+@needs("gcsfs")
+def test_nobody_is_asked_who_the_user_is(store):
+    import google.auth
+
+    with pytest.raises(google.auth.exceptions.DefaultCredentialsError):
+        google.auth.default()
+
+
+@needs("aiohttp")
+def test_an_address_with_a_signature_is_read_and_not_shown(store):
+    from mca_config.errors import McaError
+    from mca_train.config.arguments import DataArguments
+    from mca_train.data.streams import open_rows
+
+    query = "?X-Amz-Signature=secret"
+    address = f"{store.address}/bucket/rows/a.jsonl"
+    assert read(address + query) == TEXTS
+    arguments = DataArguments(model_name_or_path="m")
+    found, _ = open_rows([address + query], "train_file", arguments, "text", seed=None)
+    assert [row["text"] for row in found] == TEXTS
+    for changes, told in (
+        ({"objects": {}}, ": there is no such file or bucket, or no right"),
+        ({"refuses": True}, " cannot be fetched: 403, .*; check the address, the credentials"),
+        ({"address": "http://127.0.0.1:1"}, " cannot be fetched: Cannot connect to host 127.0.0.1:1"),
+    ):
+        vars(store).update(changes)
+        address = f"{store.address}/bucket/rows/a.jsonl"
+        with pytest.raises(McaError, match=f"^train_file: {address}{told}") as caught:
+            read(address + query)
+        assert "secret" not in str(caught.value)
 
 
 @needs("s3fs")
