@@ -224,7 +224,9 @@ def test_rows_of_a_dataset_are_read_by_its_id_and_by_addresses(tmp_path, monkeyp
         sources = sources_of([entry, {**entry, "revision": "v1", "name": "b"}, others])
         texts = [list(rows_of(source, "datasets", arguments)["text"]) for source in sources]
         found = load_rows(["hf://datasets/org/rows/train.jsonl"], "train_file", arguments)
+        page = f"{hub.address}/datasets/org/rows/resolve/main/train.jsonl?download=true"
+        of_page = load_rows([page], "train_file", arguments)
     HfFileSystem.clear_instance_cache()
     wanted = [[f"{name} {number}" for number in range(3)] for name in ("main", "v1")]
     assert texts == [*wanted, ["other of main"]]
-    assert found["question"] == [f"main {number}" for number in range(4)]
+    assert list(found["question"]) == list(of_page["question"]) == [f"main {number}" for number in range(4)]
