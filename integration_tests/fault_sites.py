@@ -110,7 +110,7 @@ def code_of(frame: Any) -> str:
     stack = hashlib.blake2b(digest_size=8)
     while frame is not None:
         code = frame.f_code
-        line = (frame.f_lineno or 0) - code.co_firstlineno
+        line = 0 if code.co_name == "<module>" else (frame.f_lineno or 0) - code.co_firstlineno
         stack.update(f"{named(code.co_filename)} {code.co_qualname} {line}\n".encode())
         frame = frame.f_back
     return stack.hexdigest()

@@ -186,10 +186,11 @@ def test_every_call_of_a_conversion_fails_once(
 def test_a_site_has_one_name_in_every_checkout_and_below_lines_that_are_new() -> None:
     found = set()
     for start, above in (("/a/lib/python3.11", ""), ("/b/lib/python3.12", "\n\n")):
-        space: dict[str, Any] = {}
+        space: dict[str, Any] = {"then": lambda: code_of(sys._getframe().f_back)}
         file = f"{start}/site-packages/package/file.py"
-        exec(compile(f"{above}def called(then):\n    return then()\n", file, "exec"), space)
-        found.add(space["called"](lambda: code_of(sys._getframe().f_back)))
+        source = f"{above}def called():\n    return then()\nname = called()\n"
+        exec(compile(source, file, "exec"), space)
+        found.add(space["name"])
     assert len(found) == 1
     assert named(__file__) == "integration_tests/test_file_faults.py"
     assert named(random.__file__) == "random.py"
