@@ -42,6 +42,9 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
     hidden = config.hidden_size
     halves = range(config.has_attention(number) + config.has_mlp(number))
     lines = [line for _ in halves for line in norm(sizes.split, hidden, sizes, module="layernorm")]
+    if config.experts_beside_mlp:  # two norms around each, and the router's, for the one before both
+        lines += [line for _ in range(3) for line in norm(sizes.split, hidden, sizes)]
+        lines.append(Line("router: what it sees", sizes.split * hidden * (SINGLE + 2 * sizes.width), _ROUTER))
     if config.norm_placement == "sandwich":
         lines += [line for _ in halves for line in norm(sizes.split, hidden, sizes)]
     if config.has_attention(number):
