@@ -55,6 +55,10 @@ def described(case: str) -> dict[str, Any]:
         sizes["head_dim"] = 64
     if model_type == "mimo_v2_flash":
         sizes |= {"head_dim": 192, "v_head_dim": 128}
+    if "long_factor" in (rope := sizes.get("rope_parameters", {})):
+        pairs = (sizes["qk_rope_head_dim"] if "qk_rope_head_dim" in sizes else sizes["head_dim"]) // 2
+        factors = {name: (rope[name] * pairs)[:pairs] for name in ("short_factor", "long_factor")}
+        sizes["rope_parameters"] = {**rope, **factors}
     config = transformers.AutoConfig.for_model(model_type, **sizes)
     found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     found["architectures"] = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]

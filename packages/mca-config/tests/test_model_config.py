@@ -101,6 +101,10 @@ def test_what_is_no_number_is_named(name: str, value: Any) -> None:
             lambda d: d["model"].update(mamba_multipliers=[1.0] * 5 + [float("nan")]),
             ["mamba_multipliers must be 6 finite numbers"],
         ),
+        (
+            lambda d: d["model"].update(rope_scaling={"rope_type": "longrope", "long_factor": [1.0]}),
+            ["rope parameters: long_factor has 1 numbers, expected 8"],
+        ),
         (lambda d: d["layout"].update(tp=2), ["layout", "unknown key tp"]),
         (lambda d: d.update(mca_version=2), ["mca_version must be 1", "2"]),
         (lambda d: d.pop("mca_version"), ["mca_version must be 1", "None"]),

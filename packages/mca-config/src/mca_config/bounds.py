@@ -88,6 +88,19 @@ def require_fitting(values: Values) -> None:
     heads, groups = values["num_attention_heads"], values["num_query_groups"]
     if heads % groups:
         raise McaError(f"num_attention_heads {heads} is not a multiple of num_query_groups {groups}")
+    _require_factors(values)
+
+
+def _require_factors(values: Values) -> None:
+    """A factor for each pair of rotated channels."""
+    rotated = values.get("qk_pos_emb_head_dim") or int(values["kv_channels"] * values["rotary_percent"])
+    for name in ("short_factor", "long_factor"):
+        factors = (values["rope_scaling"] or {}).get(name)
+        if isinstance(factors, list | tuple) and len(factors) != rotated // 2:
+            raise McaError(
+                f"rope parameters: {name} has {len(factors)} numbers, expected {rotated // 2}, one for two channels "
+                "that are rotated"
+            )
 
 
 def _is_finite(value: object) -> bool:
