@@ -3,14 +3,15 @@
 import base64
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from loopback import served
 
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 TOKEN = "hf_secret"
@@ -45,16 +46,8 @@ class Hub:
 @contextmanager
 def serving(hub: Hub) -> Iterator[Hub]:
     """A block in which ``hub`` is served."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": hub}))
-    hub.address = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with served(Handler, hub=hub) as hub.address:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -3,14 +3,15 @@
 import hashlib
 import json
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+from loopback import served
 
 os.environ["NO_GCE_CHECK"] = "true"  # google.auth reads it once, when it is imported
 _WHEN = "2026-01-01T00:00:00.000Z"
@@ -89,21 +90,8 @@ class Store:
 @contextmanager
 def serving(store: Store) -> Iterator[Store]:
     """A block in which ``store`` is served."""
-    server = Server(("127.0.0.1", 0), type("Handler", (Handler,), {"store": store}))
-    store.address = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with served(Handler, store=store) as store.address:
         yield store
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-class Server(ThreadingHTTPServer):
-    def handle_error(self, *_: Any) -> None:
-        """A client that has gone is no error of the server's."""
 
 
 class Handler(BaseHTTPRequestHandler):
