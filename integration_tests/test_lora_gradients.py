@@ -112,11 +112,32 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama4_text": ("llama4_text", {"target_modules": [*LINEAR[:4], "shared_expert.up_proj"]}),
+    "minimax_m3_vl_text": (  # the indexer has linears of the same last names
+        "minimax_m3_vl_text",
+        {
+            "target_modules": [
+                *(f"self_attn.{name}" for name in LINEAR[:4]),
+                *("shared_experts.gate_up_proj", "mlp.gate_up_proj", "mlp.down_proj"),
+            ],
+            "target_parameters": STACKED,
+        },
+    ),
 }
 CASES |= ALIKE
 # by default those that name a linear otherwise than others
 BY_NAME = sample(
-    ALIKE, "falcon", "glm", "gpt2", "granitemoe", "granitemoeshared", "hy_v3", "kimi_linear", "phi"
+    ALIKE,
+    *(
+        "falcon",
+        "glm",
+        "gpt2",
+        "granitemoe",
+        "granitemoeshared",
+        "hy_v3",
+        "kimi_linear",
+        "minimax_m3_vl_text",
+        "phi",
+    ),
 )
 GRID += spread([case for case in BY_NAME if not is_sparse(case)], LAYOUTS if EVERY else ("tp2sp",))
 GRID += spread([case for case in BY_NAME if is_sparse(case)], EXPERT_LAYOUTS)

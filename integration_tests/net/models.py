@@ -68,6 +68,8 @@ def sizes(rng: random.Random, base: str) -> dict[str, Any]:
             found["hidden_size"] = 8 * heads
     if "num_kv_heads" in given:
         found["num_kv_heads"] = groups
+    if "index_block_size" in given:
+        found["index_n_heads"] = groups  # one for each
     if kind in WHOLE_HEADS:
         found["hidden_size"] = 8 * heads
     if "linear_num_key_heads" in given:

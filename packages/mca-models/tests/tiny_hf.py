@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_newer import NEWER
+from tiny_newer import LATEST, NEWER
 from tiny_sizes import BAMBA, DELTA_NET, EXPERTS, GROUPED, LATENT, MAMBA, OLD_GROUPS, SHARED, SIZE
 from transformers import conversion_mapping
 from transformers.models.auto import modeling_auto
@@ -323,6 +323,7 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon_h1",
         {**BAMBA, "mamba_d_ssm": 48, "mamba_d_head": 6, "mamba_rms_norm": True},
     ),
+    **LATEST,
 }
 """Families of parts that those above have too, put together otherwise: not every test takes them by default."""
 ALL = {**CASES, **ALIKE}

@@ -1,4 +1,7 @@
-"""The families of the last rounds: what differs from the sizes that all have."""
+"""The families of the last rounds: what differs from the sizes that all have.
+
+New ones go to the end of `LATEST`: grids deal layouts to cases in order, so one in between gives all after it others.
+"""
 
 from typing import Any
 
@@ -61,6 +64,38 @@ NEWER: dict[str, tuple[str, dict[str, Any]]] = {
             },
             **{"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
             "layer_types": ["full_attention", "sliding_attention"] * 2,
+        },
+    ),
+}
+
+LATEST: dict[str, tuple[str, dict[str, Any]]] = {
+    "phimoe": (
+        "phimoe",
+        {
+            **{"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8, "head_dim": 8},
+            **{"router_jitter_noise": 0.3, "attention_bias": True, "lm_head_bias": True},
+        },
+    ),
+    "phimoe-long": (
+        "phimoe",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.3, "head_dim": 8},
+            "rope_parameters": {
+                **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16},
+                **{"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 4.0, 8.0]},
+                **{"short_mscale": 1.2, "long_mscale": 1.2},
+            },
+        },
+    ),
+    "minimax_m3_vl_text": (
+        "minimax_m3_vl_text",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},
+            **{"dense_intermediate_size": 48, "shared_intermediate_size": 24, "swiglu_limit": 0.6},
+            **{"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 2},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse", "minimax_m3_sparse"],
         },
     ),
 }

@@ -49,10 +49,10 @@ _MOST_MLPS = 1 << 16
 """Layers times experts; DeepSeek V3 has 15,616."""
 _LEAST: Mapping[str, int] = {"mtp_num_layers": 0, "moe_shared_expert_intermediate_size": 0, "kv_lora_rank": 1}
 _POSITIVE = ("rotary_base", "rotary_base_local", "rotary_percent", "logits_scaling")
-_NOT_NEGATIVE = ("layernorm_epsilon", "init_method_std", "mamba_least_step")
+_NOT_NEGATIVE = ("layernorm_epsilon", "init_method_std", "mamba_least_step", "sparse_mixer_jitter")
 _FACTORS: Mapping[str, int] = {"mamba_multipliers": 6, "mlp_multipliers": 2}
 """How many there are."""
-_SHARES = ("attention_dropout", "hidden_dropout", "embedding_dropout")
+_SHARES = ("attention_dropout", "hidden_dropout", "embedding_dropout", "input_jitter_noise")
 
 
 def require_bounded(values: Values) -> None:

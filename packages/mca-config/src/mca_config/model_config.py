@@ -156,8 +156,11 @@ class McaModelConfig:
     window_size: int | None = None
     """Tokens each query sees in a sliding-window layer, itself included; None: all before it."""
     layer_types: tuple[str, ...] | None = None
-    """HF's kind of each decoder layer (``full_``, ``sliding_``, ``chunked_`` or ``linear_attention``), or ``mamba``; of
-    ``single_blocks`` also ``mlp`` and ``moe``; None: all alike (sliding if ``window_size``)."""
+    """HF's kind of each decoder layer (``full_``, ``sliding_``, ``chunked_``, ``sparse_`` or ``linear_attention``), or
+    ``mamba``; of ``single_blocks`` also ``mlp`` and ``moe``; None: all alike (sliding if ``window_size``)."""
+    index_blocks: JsonObject | None = None
+    """In ``sparse_attention`` layers a query of ``channels`` for each key/value head chooses ``topk`` blocks of
+    ``size`` keys, the last ``local`` ones among them; None: there are no such layers."""
     single_blocks: bool = False
     """A decoder layer is attention alone, or an MLP alone, after one norm."""
 
@@ -209,6 +212,10 @@ class McaModelConfig:
     moe_router_group_score: Literal["top_sum", "max"] = "top_sum"
     """A group's score: the sum of its two best experts', or its best one's."""
     moe_router_topk_scaling_factor: float | None = None
+    sparse_mixer_jitter: float | None = None
+    """Two experts are drawn in training of those so near the highest logit (SparseMixer); None: Megatron chooses."""
+    input_jitter_noise: float = 0.0
+    """Noise, twice, on what a SparseMixer and its experts get in training."""
     moe_apply_probs_on_input: bool = False
     """An expert's input is multiplied by its weight, not its output."""
     moe_shared_expert_intermediate_size: int | None = None
@@ -257,8 +264,7 @@ class McaModelConfig:
 
     def of_layer(self, layer: int) -> "McaModelConfig":
         """This model, as its decoder ``layer`` is."""
-        kind = self.layer_types[layer] if self.layer_types and self.of_kind else ""
-        own = (self.of_kind or {}).get(kind)
+        own = (self.of_kind or {}).get(self._kind(layer) or "")
         return replace(self, of_kind=None, **own) if own else self
 
     def kinds(self) -> list["McaModelConfig"]:
@@ -315,8 +321,7 @@ class McaModelConfig:
     def distribute_config_match(self, other: "McaModelConfig") -> bool:
         """Whether every rank holds the same pieces under both layouts, so that files map directly.
 
-        Data- and context-parallel sizes do not matter, nor does the virtual size as long as each pipeline
-        rank keeps its layers; expert sizes matter only with experts.
+        Only tp, the layers of each pipeline rank and, with experts, their sizes matter.
         """
         mine, its = self.layout, other.layout
         experts = self.num_moe_experts is not None and (mine.ep, mine.etp) != (its.ep, its.etp)
@@ -332,9 +337,8 @@ class McaModelConfig:
     def to_dict(self) -> JsonObject:
         """The contents of ``mca_config.json``."""
         model = fields.to_json(self)
-        layout = fields.to_json(model.pop("layout"))
-        hf_config = model.pop("hf_config")
-        return {"mca_version": VERSION, "model": model, "layout": layout, "hf_config": hf_config}
+        beside = {"layout": fields.to_json(model.pop("layout")), "hf_config": model.pop("hf_config")}
+        return {"mca_version": VERSION, "model": model, **beside}
 
     def to_json(self) -> str:
         """The text of ``mca_config.json``."""
@@ -342,10 +346,7 @@ class McaModelConfig:
 
     @staticmethod
     def from_dict(document: JsonObject, where: str = FILE_NAME) -> "McaModelConfig":
-        """Reads what :meth:`to_dict` or ROLL's mcore_adapter wrote; ``where`` names it in errors.
-
-        Returns an :class:`MlaMcaModelConfig` if the model has a ``kv_lora_rank``.
-        """
+        """Reads what :meth:`to_dict` or ROLL's mcore_adapter wrote, of any class; ``where`` names it in errors."""
         if "mca_version" not in document and _roll.is_roll(document):
             document = _roll.document_from_roll(document, where)
         else:
@@ -368,8 +369,7 @@ class McaModelConfig:
 
     def save(self, directory: str | Path) -> Path:
         """Writes ``mca_config.json`` into ``directory`` and returns its path."""
-        path = Path(directory) / FILE_NAME
-        path.write_text(self.to_json(), encoding="utf-8")
+        (path := Path(directory) / FILE_NAME).write_text(self.to_json(), encoding="utf-8")
         return path
 
     @staticmethod

@@ -17,23 +17,23 @@ from mca_models.lora import merge_to_hf, open_adapter, write_mca_adapter, write_
 from mca_models.opening import open_checkpoint
 from mca_models.templates import FAMILIES
 
-UNTRAINED = {"wq_b", "wk", "weights_proj"}  # an indexer gets no gradient
 OF_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 
 
 def targets(model: Any) -> dict[str, list[str]]:
     """All linears by their last names; with stacked experts peft cannot take the names that those share."""
-    linears = {
-        n.rpartition(".")[2] for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)
-    }
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    indexed = any(".indexer." in name for name in names)  # whose linears may be called like others
+    words = -2 if indexed else -1
+    linears = {".".join(name.split(".")[words:]) for name in names if ".indexer." not in name}
     stacked = {
         ".".join(name.split(".")[-3:])
         for name, _ in model.named_parameters()
         if name.endswith(("experts.gate_up_proj", "experts.up_proj", "experts.down_proj"))
         and "feed_forward" not in name  # Llama 4's lie turned, which peft is not told
     }
-    linears -= FAMILIES[model.config.model_type].unadapted
-    linears -= {"lm_head", *UNTRAINED, *(OF_EXPERTS if stacked else ())}
+    without = {"lm_head", *FAMILIES[model.config.model_type].unadapted, *(OF_EXPERTS if stacked else ())}
+    linears = {name for name in linears if name.rpartition(".")[2] not in without}
     return {"target_modules": sorted(linears), "target_parameters": sorted(stacked)}
 
 

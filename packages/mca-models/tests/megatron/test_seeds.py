@@ -18,7 +18,9 @@ def constant(tensor: torch.Tensor) -> float | None:
     return float(first) if bool((tensor == first).all()) else None
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma4_text-experts", "apertus", "deepseek_v32", "qwen3_next"])
+@pytest.mark.parametrize(
+    "case", ["llama", "gemma4_text-experts", "apertus", "deepseek_v32", "minimax_m3_vl_text", "qwen3_next"]
+)
 def test_what_begins_with_one_number_does_so_from_a_seed(case: str) -> None:
     model_type, different = ALL[case]
     described = transformers.AutoConfig.for_model(model_type, **{**SIZE, **different})

@@ -206,6 +206,15 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "latent attention that is rotated in halves, longrope, Granite's factors",
         "Megatron's, our rope",
     ),
+    "minimax_m3_vl_text": (
+        "MiniMax M3: an indexer chooses blocks of keys for each group of heads in some layers; sigmoid routing with a "
+        "bias, clamped activations",
+        "our core attention",
+    ),
+    "phimoe": (
+        "3.5: LayerNorms, biases on attention and logits; experts are drawn at random in training (SparseMixer)",
+        "our router and norms",
+    ),
 }
 """What sets a family apart, and whose layers compute it."""
 
@@ -214,7 +223,6 @@ INDEXER = "sparse attention: an indexer chooses the keys of each query"
 _REASONS: Mapping[str, str] = {
     "a norm after layers with experts only": "axk1",
     "norms with a gate that is computed from their input": "axk2",
-    "experts are drawn at random in training, with a gradient of their own (SparseMixer)": "phimoe",
     "an encoder that can be asked to look back only; trained with a head and positions of its own kind": (
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert "
         "roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xmod"
@@ -240,7 +248,6 @@ _REASONS: Mapping[str, str] = {
     "short convolutions in the place of attention, or before it": (
         "inkling2_text inkling_text lfm2 lfm2_moe lfm3 zaya"
     ),
-    "sparse attention: an indexer chooses blocks of keys for each group of heads": "minimax_m3_vl_text",
     "latent attention of two kinds, with an indexer and with a window": "dots3_note_text",
     INDEXER + ", and several residual streams": "hy_v4",
     INDEXER + ", n-gram embeddings and gated residuals": "qwen4_exp_text",
@@ -249,7 +256,7 @@ _REASONS: Mapping[str, str] = {
     ),
     "only the text part could be trained, and it is not taken out of the larger checkpoint": (
         "cohere_compass_text dots3_note emu3 fuyu gemma3n gemma4 gemma4_unified git got_ocr2 "
-        "llama4 mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
+        "llama4 minimax_m3_vl mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
     ),
     "it reads the keys and values of the larger model that it drafts for": (
         "gemma4_assistant gemma4_unified_assistant"

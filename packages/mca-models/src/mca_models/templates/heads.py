@@ -52,6 +52,7 @@ _SEQUENCE = {
     "persimmon": "Persimmon",
     "phi": "Phi",
     "phi3": "Phi3",
+    "phimoe": "Phimoe",
     "qwen2": "Qwen2",
     "qwen2_moe": "Qwen2Moe",
     "qwen3": "Qwen3",
@@ -67,7 +68,7 @@ _SEQUENCE = {
 _NOT_OF_TOKENS = frozenset(
     {
         *("deepseek_v2", "gemma3_text", "gptj", "hunyuan_v1_dense", "hunyuan_v1_moe"),
-        *("minicpm3", "olmo", "olmo2", "olmo3", "opt", "qwen3_5_text"),
+        *("minicpm3", "olmo", "olmo2", "olmo3", "opt", "phimoe", "qwen3_5_text"),
     }
 )
 _NOT_OF_SEQUENCES = frozenset({"apertus"})

@@ -262,8 +262,21 @@ _INDEXER = {
         "weights_proj": lambda c: (c.index_num_heads, c.hidden_size),
     }.items()
 }
+_BLOCK_INDEXER = {
+    f"self_attention.core_attention.indexer.{name}.weight": shape
+    for name, shape in {
+        "q_proj": lambda c: (c.num_query_groups * c.index_blocks["channels"], c.hidden_size),
+        "k_proj": lambda c: (c.index_blocks["channels"], c.hidden_size),
+        "q_norm": lambda c: (c.index_blocks["channels"],),
+        "k_norm": lambda c: (c.index_blocks["channels"],),
+    }.items()
+}
+
 _Table = Mapping[str, Callable[[FamilyConfig], Shape]]
 _TABLES: Mapping[type[McaModelConfig], _Table] = {
-    McaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_ATTENTION, **_DELTA_NET, **_BESIDE_ATTENTION},
+    McaModelConfig: {
+        **{**_ENDS, **_MLP, **_EXPERTS, **_ATTENTION},
+        **{**_DELTA_NET, **_BESIDE_ATTENTION, **_BLOCK_INDEXER},
+    },
     MlaMcaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_LATENT, **_KIMI_DELTA, **_INDEXER},
 }

@@ -121,7 +121,8 @@ def _selective(config: McaModelConfig, settings: Values) -> Iterator[str]:
     if settings.get("recompute_granularity") != "selective":
         return
     modules = settings.get("recompute_modules") or ["core_attn"]
-    if "core_attn" in modules and isinstance(config, MlaMcaModelConfig) and config.index_topk is not None:
+    indexed = isinstance(config, MlaMcaModelConfig) and config.index_topk is not None
+    if "core_attn" in modules and (indexed or config.index_blocks is not None):
         yield (
             "attention to chosen keys cannot be recomputed on its own; remove core_attn from "
             "recompute_modules, or set recompute_granularity to full"

@@ -1,14 +1,15 @@
-"""Which core attention a family needs that only ours computes: capped scores, heated queries, chunks, narrow values."""
+"""Which core attention a family needs that only ours computes: capped scores, chosen keys, ..."""
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.families.block_attention import block_attention
 from mca_models.megatron.families.sparse_attention import indexed_attention
 from mca_models.megatron.layers.attention import CoreAttention, Special, special_attention
 
 
 def own_core(config: McaModelConfig) -> type[CoreAttention] | None:
     """The class that computes it; None where any kernel does."""
-    if (indexed := indexed_attention(config)) is not None:
-        return indexed
+    if (chosen := indexed_attention(config) or block_attention(config)) is not None:
+        return chosen
     heat, skips = config.attn_temperature, config.no_rope_freq
     kinds = enumerate(config.layer_types or ())
     special = Special(

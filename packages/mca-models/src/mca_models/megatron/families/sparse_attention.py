@@ -1,28 +1,18 @@
-"""Latent attention to the keys that an indexer chooses (DeepSeek V3.2, GLM 5), in plain torch.
-
-It is exact and not fast: every query's scores with all keys are computed, block by block, and those of keys that were
-not chosen are thrown away.
-"""
+"""Latent attention to the keys that an indexer chooses one by one (DeepSeek V3.2, GLM 5)."""
 
 from functools import cache
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import rms_norm
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_models.megatron.layers.attention import CoreAttention
+from mca_models.megatron.families.chosen_keys import ChosenKeys, OfQueries
 from mca_models.megatron.layers.indexer import Indexer, IndexSizes
 from mca_models.megatron.layers.rope import attention_factor, frequencies
-from mca_models.megatron.layers.zigzag import ranges_of_rank
 from mca_models.megatron.types import MegatronConfig, MegatronModule
 
-BLOCK = 128
-"""Queries that are scored at a time."""
 
-
-class IndexedAttention(CoreAttention):
+class IndexedAttention(ChosenKeys):
     """Core attention whose queries see the keys that its ``indexer`` chooses, by what the layer was given."""
 
     sizes: IndexSizes
@@ -35,68 +25,18 @@ class IndexedAttention(CoreAttention):
         self.hidden: Tensor | None = None
         self.compressed: Tensor | None = None
 
-    def whole(self, x: Tensor) -> Tensor:
-        """``[tokens, b, channels]`` of this context rank, of all tensor ranks' shares."""
-        x = x.detach() if x.dim() == 3 else x.detach().unsqueeze(1)
-        if not self.config.sequence_parallel:
-            return x
-        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
-        gathered: Tensor = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
-        return gathered
-
-    @torch.no_grad()
-    def _index(self, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The indexer's queries and weights of this rank's tokens, and its keys of whole sequences."""
+    def _index(self, lengths: tuple[int, ...]) -> tuple[OfQueries, list[Tensor]]:
         if self.hidden is None or self.compressed is None:
             raise RuntimeError("core attention was called without its layer")
         hidden, compressed = self.whole(self.hidden), self.whole(self.compressed)
         self.hidden = self.compressed = None
-        ranges = ranges_of_rank(lengths, self.cp_group.rank(), self.cp_group.size())
-        places = torch.cat([torch.arange(each.start, each.start + each.length) for each in ranges])
-        places = places.to(hidden.device)
+        places = self.places(lengths, hidden)
         keys = self._sequences(self.indexer.keys(hidden, places), lengths)
-        return self.indexer.queries(compressed, places), self.indexer.weights(hidden), keys
+        return (self.indexer.queries(compressed, places), self.indexer.weights(hidden)), keys
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], ends: Tensor | None
-    ) -> Tensor:
-        index_queries, weights, index_keys = self._index(lengths)
-        keys, values = self._sequences(key, lengths), self._sequences(value, lengths)
-        outputs, row = [], 0
-        for chunk in ranges_of_rank(lengths, self.cp_group.rank(), self.cp_group.size()):
-            for first in range(0, chunk.length, BLOCK):
-                last = min(first + BLOCK, chunk.length)
-                rows, stop = slice(row + first, row + last), chunk.start + last
-                outputs.append(
-                    checkpoint(  # so that no seq x seq is kept for the gradient
-                        self._block,
-                        query[rows],
-                        keys[chunk.sequence][:stop],
-                        values[chunk.sequence][:stop],
-                        (index_queries[rows], weights[rows], index_keys[chunk.sequence][:stop]),
-                        chunk.start + first,
-                        use_reentrant=False,
-                        preserve_rng_state=self.dropout > 0,
-                    )
-                )
-            row += chunk.length
-        return torch.cat(outputs)
-
-    def _block(
-        self, query: Tensor, key: Tensor, value: Tensor, index: tuple[Tensor, Tensor, Tensor], start: int
-    ) -> Tensor:
-        with torch.no_grad():
-            seen = self.indexer.chosen(*index, start).unsqueeze(1)
-            mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
-            mask.masked_fill_(~seen, -torch.inf)
-        channels = value.shape[-1]
-        width = max(query.shape[-1], channels)  # torch's kernels want equal sizes
-        q, k, v = (pad(x, (0, width - x.shape[-1])).permute(1, 2, 0, 3) for x in (query, key, value))
-        with self._draws():
-            dropout = self.dropout if self.training else 0.0
-            out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=self.scale)
-        return out[..., :channels].permute(2, 0, 1, 3)
+    def _chosen(self, of_queries: OfQueries, keys: Tensor, start: int) -> Tensor:
+        queries, weights = of_queries
+        return self.indexer.chosen(queries, weights, keys, start).unsqueeze(1)
 
 
 def indexed_attention(config: McaModelConfig) -> type[IndexedAttention] | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_models.megatron.families.attention import with_biases, with_clipped_heads
+from mca_models.megatron.families.block_attention import with_block_indexer
 from mca_models.megatron.families.checkpoint_keys import keys_map
 from mca_models.megatron.families.core_attention import own_core
 from mca_models.megatron.families.experts_beside_mlp import with_mlp_beside
@@ -30,6 +31,7 @@ from mca_models.megatron.families.parallel_block import SharedNorm, second_norm
 from mca_models.megatron.families.router import own_router
 from mca_models.megatron.families.scales import scaled_residual
 from mca_models.megatron.families.sparse_attention import with_indexer
+from mca_models.megatron.families.sparse_mixer import with_noisy_input
 from mca_models.megatron.families.two_ropes import rope_widths, with_own_rope
 from mca_models.megatron.layers.attention import CoreAttention, image_attention
 from mca_models.megatron.layers.norm import Norm, norm_with
@@ -131,10 +133,11 @@ def _classes(config: McaModelConfig, implementation: Implementation) -> dict[typ
 
         latent = MLASelfAttention if config.q_lora_rank else with_plain_query(MLASelfAttention)
         classes[MLASelfAttention] = latent if config.index_topk is None else with_indexer(latent)
-    if config.experts_beside_mlp:
+    if config.experts_beside_mlp or config.input_jitter_noise:
         from megatron.core.transformer.moe.moe_layer import MoELayer
 
-        classes[MoELayer] = with_mlp_beside(MoELayer)
+        noise = config.input_jitter_noise
+        classes[MoELayer] = with_noisy_input(MoELayer, noise) if noise else with_mlp_beside(MoELayer)
     from megatron.core.transformer.attention import SelfAttention
 
     attention = _self_attention(SelfAttention, config)
@@ -151,6 +154,8 @@ def _self_attention(attention: type, config: McaModelConfig) -> type:
         )
     if config.has_own_heads:
         attention = with_own_heads(attention, heads_by_layer(config))
+    if config.index_blocks is not None:
+        attention = with_block_indexer(attention)
     if config.clip_qkv is not None:
         attention = with_clipped_heads(attention, config.clip_qkv)
     if config.add_bias_attention is not None:

@@ -95,13 +95,17 @@ class Indexer(torch.nn.Module):
 
     def _rotated(self, x: Tensor, places: Tensor) -> Tensor:
         """``[n, b, h, d]`` with its first channels turned."""
-        angles = torch.outer(places.float(), self.inverse_frequencies)[:, None, None]
-        cos, sin = (f(angles) * self.factor for f in (torch.cos, torch.sin))
-        width = 2 * self.inverse_frequencies.numel()
-        turning, rest = x[..., :width], x[..., width:]
-        if self.sizes.interleaved:
-            first, second = turning[..., ::2], turning[..., 1::2]
-        else:
-            first, second = turning.chunk(2, -1)
-        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+        frequencies = self.inverse_frequencies
+        return rotated(x, places, frequencies, self.factor, interleaved=self.sizes.interleaved)
+
+
+def rotated(
+    x: Tensor, places: Tensor, inverse_frequencies: Tensor, factor: float, *, interleaved: bool = False
+) -> Tensor:
+    """``x`` ``[n, b, h, d]`` at ``places`` ``[n]``, its first channels turned, in pairs of neighbours or in halves."""
+    angles = torch.outer(places.float(), inverse_frequencies)[:, None, None]
+    cos, sin = ((f(angles) * factor).to(x.dtype) for f in (torch.cos, torch.sin))
+    width = 2 * inverse_frequencies.numel()
+    turning, rest = x[..., :width], x[..., width:]
+    first, second = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)

@@ -1,0 +1,141 @@
+"""Experts drawn in training: with the same draws gradients are transformers', and ranks draw as they should."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.phimoe import modeling_phimoe
+
+import reference
+from harness import run_ranks
+from layouts import arguments, sample, world_size
+from mca_models.megatron.families import sparse_mixer
+from reference import Reference, hf_model, make_reference
+from test_gradient_parity import TOLERANCE, export_gradient, worst_errors
+
+pytestmark = pytest.mark.ranks
+
+CASE = "phimoe-noisy"
+reference.CASES[CASE] = ("phimoe", {**reference.CASES["phimoe"][1], "input_jitter_noise": 0.2})
+LAYOUTS = sample(("tp1", "tp2sp", "ep2", "cp2", "pp2vpp2", "tp2ep2etp1", "dp2"), "tp1", "tp2ep2etp1")
+
+
+# what the generators give is not the same on two layouts, so both sides make up numbers from what they are drawn for
+def exponential(like: Tensor) -> Tensor:
+    return 0.05 + (3 * like.detach().nan_to_num(neginf=0.0)).sin().square()
+
+
+def uniform(like: Tensor) -> Tensor:
+    return (5 * like.detach()).sin().square()
+
+
+def noise(like: Tensor, size: float) -> Tensor:
+    return 1 + size * (2 * like.detach()).sin()
+
+
+class Drawn:
+    """What transformers asks torch for, which draws in it."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+
+    def exponential_(self) -> Tensor:
+        return exponential(self.like)
+
+    def uniform_(self, low: float = 0.0, high: float = 1.0) -> Tensor:
+        if (low, high) == (0.0, 1.0):
+            return uniform(self.like)
+        return noise(self.like, (high - low) / 2)
+
+    def __gt__(self, other: float) -> Tensor:
+        return self.uniform_() > other
+
+
+class Torch:
+    """torch, whose draws are those above."""
+
+    empty_like = staticmethod(lambda like, **_: Drawn(like))
+    rand_like = staticmethod(Drawn)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def made_up() -> Iterator[None]:
+    """A block in which both sides draw these numbers."""
+    ours = {"exponential": exponential, "uniform": uniform, "noise": noise}
+    with patch.object(modeling_phimoe, "torch", Torch()), patch.multiple(sparse_mixer, **ours):
+        yield
+
+
+def gradients(each: Reference, layouts: list[str], folder: Path) -> None:
+    """Runs on every rank."""
+    with made_up():
+        for layout in layouts:
+            export_gradient(each, layout, folder / f"{CASE}-{layout}")
+
+
+def expected(each: Reference, folder: Path) -> None:
+    """A checkpoint with the gradients of transformers' model in training in the place of weights."""
+    model = copy.deepcopy(hf_model(CASE)).train()
+    with made_up():
+        logits = model(each.input_ids, use_cache=False).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), each.input_ids[:, 1:].flatten())
+        loss.backward()
+    with torch.no_grad():
+        assert float((logits - each.logits[:, :-1]).abs().max()) > 0.1  # it draws
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(folder)
+
+
+def test_gradients_in_training_are_those_of_transformers(tmp_path: Path) -> None:
+    each = make_reference(CASE, tmp_path, batch=4)
+    expected(each, tmp_path / "expected")
+    for size in sorted(set(map(world_size, LAYOUTS))):
+        layouts = [layout for layout in LAYOUTS if world_size(layout) == size]
+        run_ranks(size, gradients, each, layouts, tmp_path)
+        for layout in layouts:
+            worst = worst_errors(tmp_path / "expected", tmp_path / f"{CASE}-{layout}")
+            assert worst[0][1] <= TOLERANCE, (layout, worst)
+
+
+def routed(each: Reference, layout: str, **settings: Any) -> tuple[list[Tensor], Tensor]:
+    """Which experts a rank's routers draw for its tokens in a pass of training, and a gradient. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+
+    # what other tests take in its place draws nothing
+    with patch.object(sparse_mixer, "exponential", lambda like: torch.empty_like(like).exponential_()):
+        model = AutoModel.from_pretrained(each.path, arguments(layout, **settings))
+        found: list[Tensor] = []
+        model.train()
+        torch.manual_seed(5)
+        for layer in model.chunks[0].decoder.layers:
+            layer.mlp.router.register_forward_hook(lambda module, args, out: found.append(out[1].detach()))
+        ids = each.input_ids[:1]
+        places = torch.arange(ids.shape[1])[None]
+        out = model.chunks[0](input_ids=ids, position_ids=places, attention_mask=None)
+        out.float().square().sum().backward()
+        return found, model.chunks[0].decoder.layers[0].mlp.router.weight.grad.clone()
+
+
+def test_tensor_ranks_draw_for_tokens_of_their_own(tmp_path: Path) -> None:
+    """Megatron trains experts on several tensor ranks with sequence parallelism only."""
+    (one, _), (other, _) = run_ranks(2, routed, make_reference(CASE, tmp_path), "tp2sp")
+    assert not torch.equal(one[0], other[0])
+
+
+def test_what_is_computed_again_is_drawn_again_alike(tmp_path: Path) -> None:
+    each = make_reference(CASE, tmp_path)
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    ((plain, gradient),) = run_ranks(1, routed, each, "tp1")
+    ((twice, same),) = run_ranks(1, routed, each, "tp1", **again)
+    assert all(torch.equal(a, b) for a, b in zip(plain, twice[: len(plain)], strict=True))
+    torch.testing.assert_close(same, gradient, atol=1e-5 * float(gradient.abs().max()), rtol=0)

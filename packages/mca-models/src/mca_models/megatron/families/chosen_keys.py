@@ -1,0 +1,106 @@
+"""Core attention to the keys that an indexer chooses, in plain torch.
+
+It is exact and not fast: every query's scores with all keys are computed, block by block, and those of keys that were
+not chosen are thrown away. What an indexer looks at, and how it chooses, is in `sparse_attention` and
+`block_attention`.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from mca_models.megatron.layers.attention import CoreAttention
+from mca_models.megatron.layers.zigzag import ranges_of_rank
+
+BLOCK = 128
+"""Queries that are scored at a time."""
+
+OfQueries = tuple[Tensor, ...]
+"""What an indexer made of this rank's tokens, each tensor ``[tokens, ...]``."""
+
+
+class ChosenKeys(CoreAttention):
+    """Core attention whose queries see the keys that `_index` and `_chosen` choose."""
+
+    def _index(self, lengths: tuple[int, ...]) -> tuple[OfQueries, list[Tensor]]:
+        """What the indexer made of this rank's tokens, and its keys of whole sequences."""
+        raise NotImplementedError
+
+    def _chosen(self, of_queries: OfQueries, keys: Tensor, start: int) -> Tensor:
+        """Which keys queries see that stand from ``start`` on: ``[b, h, q, k]``, of equal shares of the heads."""
+        raise NotImplementedError
+
+    def whole(self, x: Tensor) -> Tensor:
+        """``[tokens, b, channels]`` of this context rank, of all tensor ranks' shares."""
+        x = x.detach() if x.dim() == 3 else x.detach().unsqueeze(1)
+        if not self.config.sequence_parallel:
+            return x
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        gathered: Tensor = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
+        return gathered
+
+    def places(self, lengths: tuple[int, ...], like: Tensor) -> Tensor:
+        """Where this rank's tokens stand in their sequences."""
+        ranges = ranges_of_rank(lengths, self.cp_group.rank(), self.cp_group.size())
+        places = torch.cat([torch.arange(each.start, each.start + each.length) for each in ranges])
+        return places.to(like.device)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], ends: Tensor | None
+    ) -> Tensor:
+        with torch.no_grad():
+            of_queries, index_keys = self._index(lengths)
+        keys, values = self._sequences(key, lengths), self._sequences(value, lengths)
+        outputs, row = [], 0
+        for chunk in ranges_of_rank(lengths, self.cp_group.rank(), self.cp_group.size()):
+            for first in range(0, chunk.length, BLOCK):
+                last = min(first + BLOCK, chunk.length)
+                rows, stop = slice(row + first, row + last), chunk.start + last
+                outputs.append(
+                    checkpoint(  # so that no seq x seq is kept for the gradient
+                        self._block,
+                        query[rows],
+                        keys[chunk.sequence][:stop],
+                        values[chunk.sequence][:stop],
+                        tuple(each[rows] for each in of_queries),
+                        index_keys[chunk.sequence][:stop],
+                        chunk.start + first,
+                        use_reentrant=False,
+                        preserve_rng_state=self.dropout > 0,
+                    )
+                )
+            row += chunk.length
+        return torch.cat(outputs)
+
+    def _block(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        of_queries: OfQueries,
+        index_keys: Tensor,
+        start: int,
+    ) -> Tensor:
+        with torch.no_grad():
+            seen = self._chosen(of_queries, index_keys, start)
+            mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
+            mask.masked_fill_(~seen, -torch.inf)
+        channels = value.shape[-1]
+        width = max(query.shape[-1], channels)  # torch's kernels want equal sizes
+        q, k, v = (pad(x, (0, width - x.shape[-1])).permute(1, 2, 0, 3) for x in (query, key, value))
+        shares = (each.chunk(mask.shape[1], 1) for each in (q, k, v, mask))
+        with self._draws():
+            dropout = self.dropout if self.training else 0.0
+            outputs = [
+                scaled_dot_product_attention(
+                    *heads,
+                    attn_mask=mask_of_heads,
+                    dropout_p=dropout,
+                    scale=self.scale,
+                    enable_gqa=heads[0].shape[1] != heads[1].shape[1],
+                )
+                for *heads, mask_of_heads in zip(*shares, strict=True)
+            ]
+        return torch.cat(outputs, 1)[..., :channels].permute(2, 0, 1, 3)
