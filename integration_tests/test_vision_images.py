@@ -19,7 +19,7 @@ from vision_reference import LENGTH, ROWS, Mixed, batch_of, mixed
 pytestmark = pytest.mark.ranks
 
 DENSE = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "internvl", "mistral3", "glm4v", "gemma3")
-SPARSE = ("qwen3_5_moe", "qwen3_vl_moe", "glm4v_moe")
+SPARSE = ("qwen3_5_moe", "qwen3_vl_moe", "glm4v_moe", "minimax_m3_vl-moe")
 COMMON = (
     "tp1",
     "tp2",

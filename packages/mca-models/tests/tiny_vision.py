@@ -120,6 +120,12 @@ CASES: dict[str, Case] = {
         {**_SIGLIP, "model_type": "pixtral", "head_dim": 8},
         {"image_token_index": 65, "tie_word_embeddings": False},
     ),
+    "minimax_m3_vl-moe": (
+        "minimax_m3_vl",
+        tiny_hf.ALIKE["minimax_m3_vl_text"][1],
+        {**_SIGLIP, "hidden_size": 24, "spatial_merge_size": 2},
+        {"image_token_index": 65, "video_token_index": 66, "projector_hidden_size": 28},
+    ),
 }
 
 

@@ -14,10 +14,11 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
-from mca_config.errors import McaError
+from mca_config.errors import McaError, UsageError
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
 from mca_train.batching.image_batch import ImageBatching
 from mca_train.config.arguments import DataArguments
+from mca_train.data.image_kinds import image_tokens
 from mca_train.data.image_rows import ImageReader
 from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS
@@ -184,3 +185,9 @@ def test_a_tokenizer_without_the_marks_is_told(tmp_path, monkeypatch):
     kind.tokenizer = byte_tokenizer(kind.tokenizer.chat_template)
     with pytest.raises(McaError, match=r"the tokenizer has no token \[IMG_BREAK\], \[IMG_END\]"):
         load(kind, tmp_path, row("<image>?", "small"))
+
+
+def test_images_whose_marks_are_not_known_are_refused_by_name():
+    config = SimpleNamespace(model_type="minimax_m3_vl", vision={})
+    with pytest.raises(UsageError, match="images of minimax_m3_vl are not supported in rows"):
+        image_tokens(config, (), None)

@@ -211,6 +211,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "bias, clamped activations",
         "our core attention",
     ),
+    "minimax_m3_vl": ("`minimax_m3_vl_text` with a vision model", "as of the text part"),
     "phimoe": (
         "3.5: LayerNorms, biases on attention and logits; experts are drawn at random in training (SparseMixer)",
         "our router and norms",
@@ -256,7 +257,7 @@ _REASONS: Mapping[str, str] = {
     ),
     "only the text part could be trained, and it is not taken out of the larger checkpoint": (
         "cohere_compass_text dots3_note emu3 fuyu gemma3n gemma4 gemma4_unified git got_ocr2 "
-        "llama4 minimax_m3_vl mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
+        "llama4 mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
     ),
     "it reads the keys and values of the larger model that it drafts for": (
         "gemma4_assistant gemma4_unified_assistant"

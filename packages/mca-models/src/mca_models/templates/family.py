@@ -106,7 +106,9 @@ class Family:
 
     def as_modules(self, config: McaModelConfig) -> McaModelConfig:
         """``config`` with the names of transformers' modules, whatever the files say."""
-        facts = {SPELLING: len(self.vision.spellings) - 1} if self.vision else self.module_names
+        facts = dict(self.text(config).module_names)
+        if self.vision:
+            facts[SPELLING] = len(self.vision.spellings) - 1
         return replace(config, extra={**config.extra, **facts})
 
     def as_found(

@@ -30,6 +30,12 @@ NAMES = replace(
     shared="block_sparse_moe.shared_experts.",
     in_memory=(("block_sparse_moe.e_score", "mlp.gate.e_score"), ("block_sparse_moe.", "mlp.")),
 )
+OF_MODULES = replace(
+    NAMES,
+    router=NAMES.loaded(NAMES.router),
+    router_bias=NAMES.loaded(NAMES.router_bias),
+    shared=NAMES.loaded(NAMES.shared),
+)
 MODULES = "hf_names_of_modules"
 """The fact in ``extra`` that files name things as transformers' modules do, which the published ones do not."""
 
@@ -165,8 +171,10 @@ def params(config: McaModelConfig) -> list[Param]:
         each([*attention(config), *(indexer(config) if kind == "sparse_attention" else ())], layers=[layer])
         for layer, kind in kinds
     )
-    rules = [embedding(), *chain.from_iterable(layers), *mlp_layers(config, NAMES), *head(config)]
-    return [_one_tensor(rule) for rule in rules] if config.extra.get(MODULES) else rules
+    modules = config.extra.get(MODULES)
+    names = OF_MODULES if modules else NAMES
+    rules = [embedding(), *chain.from_iterable(layers), *mlp_layers(config, names), *head(config)]
+    return [_one_tensor(rule) for rule in rules] if modules else rules
 
 
 FAMILY = Family(

@@ -29,6 +29,7 @@ _KEYS = (
     *("image_end_token_id", "video_start_token_id", "video_end_token_id", "mm_tokens_per_image"),
     *("image_seq_length", "downsample_ratio", "projector_hidden_act", "vision_feature_layer"),
     *("vision_feature_select_strategy", "multimodal_projector_bias", "spatial_merge_size"),
+    *("projector_hidden_size", "video_token_index"),
 )
 _ROPES = ("rope_parameters", "rope_scaling")
 _MROPE = ("mrope_section", "mrope_interleaved")

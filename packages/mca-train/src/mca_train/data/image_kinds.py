@@ -179,6 +179,10 @@ def image_tokens(
     """
     if config.vision is None:
         raise UsageError(f"a {config.model_type} model takes no images; leave them out of the rows")
+    if config.model_type == "minimax_m3_vl":
+        raise UsageError(
+            "images of minimax_m3_vl are not supported in rows: their marks are not written here; leave them out"
+        )
     vision, processor = config.vision, _processor(directories)
     token = vision.get("image_token_id", vision.get("image_token_index"))
     if token is None:

@@ -46,7 +46,8 @@ class BlockAttention(ChosenKeys):
 
     def _chosen(self, of_queries: OfQueries, keys: Tensor, start: int) -> Tensor:
         assert self.indexer is not None
-        return self.indexer.chosen(*of_queries, keys, start)
+        (queries,) = of_queries
+        return self.indexer.chosen(queries, keys, start)
 
     def _groups(self) -> slice:
         """Those that this tensor rank has heads of."""

@@ -91,16 +91,12 @@ class ChosenKeys(CoreAttention):
         width = max(query.shape[-1], channels)  # torch's kernels want equal sizes
         q, k, v = (pad(x, (0, width - x.shape[-1])).permute(1, 2, 0, 3) for x in (query, key, value))
         shares = (each.chunk(mask.shape[1], 1) for each in (q, k, v, mask))
+        grouped, dropout = q.shape[1] != k.shape[1], self.dropout if self.training else 0.0
         with self._draws():
-            dropout = self.dropout if self.training else 0.0
             outputs = [
                 scaled_dot_product_attention(
-                    *heads,
-                    attn_mask=mask_of_heads,
-                    dropout_p=dropout,
-                    scale=self.scale,
-                    enable_gqa=heads[0].shape[1] != heads[1].shape[1],
+                    q, k, v, attn_mask=mask, dropout_p=dropout, scale=self.scale, enable_gqa=grouped
                 )
-                for *heads, mask_of_heads in zip(*shares, strict=True)
+                for q, k, v, mask in zip(*shares, strict=True)
             ]
         return torch.cat(outputs, 1)[..., :channels].permute(2, 0, 1, 3)

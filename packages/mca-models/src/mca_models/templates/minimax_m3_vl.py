@@ -1,0 +1,64 @@
+"""MiniMax M3: HF ``MiniMaxM3SparseForConditionalGeneration``: a tower of CLIP's layers beside the text model."""
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import minimax_m3_vl_text
+from mca_models.templates.gemma3 import PROJECTOR, TOWER
+from mca_models.templates.vision import (
+    Shapes,
+    Spelling,
+    TextInside,
+    VisionPart,
+    as_modules,
+    linear,
+    norm,
+    numbered,
+)
+from mca_models.templates.with_vision import with_vision
+
+_INNER = f"{TOWER}vision_model."
+PUBLISHED = Spelling(
+    "language_model.model.",
+    "language_model.lm_head.",
+    {
+        f"{TOWER}embeddings.proj.": f"{_INNER}embeddings.patch_embedding.",
+        f"{TOWER}layers.": f"{_INNER}encoder.layers.",
+        f"{TOWER}pre_layrnorm.": f"{_INNER}pre_layrnorm.",
+        f"{PROJECTOR}merge_": "patch_merge_mlp.",
+        PROJECTOR: PROJECTOR,
+    },
+)
+
+
+def tensors(config: McaModelConfig) -> Shapes:
+    """Every tensor of tower and projector."""
+    about = config.vision or {}
+    vision = about["vision_config"]
+    width, inner = vision.get("hidden_size", 1280), vision.get("intermediate_size", 5120)
+    size, times = vision.get("patch_size", 14), vision.get("temporal_patch_size", 2)
+    between, merged = about.get("projector_hidden_size", 6144), vision.get("spatial_merge_size", 2) ** 2
+    layer = {
+        **norm("layer_norm1", width),
+        **norm("layer_norm2", width),
+        **linear("mlp.fc1", inner, width),
+        **linear("mlp.fc2", width, inner),
+    }
+    for x in ("q", "k", "v", "out"):
+        layer |= linear(f"self_attn.{x}_proj", width, width)
+    return {
+        f"{TOWER}embeddings.proj.weight": (width, vision.get("num_channels", 3), times, size, size),
+        **norm(f"{TOWER}pre_layrnorm", width),
+        **numbered(f"{TOWER}layers", vision.get("num_hidden_layers", 32), layer),
+        **linear(f"{PROJECTOR}linear_1", between, width),
+        **linear(f"{PROJECTOR}linear_2", config.hidden_size, between),
+        **linear(f"{PROJECTOR}merge_linear_1", between, config.hidden_size * merged),
+        **linear(f"{PROJECTOR}merge_linear_2", config.hidden_size, between),
+    }
+
+
+FAMILY = with_vision(
+    "minimax_m3_vl",
+    "MiniMaxM3SparseForConditionalGeneration",
+    {"minimax_m3_vl_text": minimax_m3_vl_text.FAMILY},
+    VisionPart(tensors=tensors, spellings=(PUBLISHED, as_modules(TOWER, PROJECTOR)), projector=(PROJECTOR,)),
+    TextInside(text_model_type="", text_ties=True),
+)
