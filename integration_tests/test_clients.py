@@ -156,6 +156,17 @@ def test_an_address_with_a_signature_is_read_and_not_shown(store):
         assert "secret" not in str(caught.value)
 
 
+@needs("aiohttp")
+def test_an_address_behind_a_proxy_is_asked_through_it(store, monkeypatch):
+    from mca_train.data.addresses import read_whole, require_there
+
+    monkeypatch.setenv("http_proxy", store.address)
+    address = "http://rows.invalid/bucket/rows/a.jsonl"
+    require_there(address, "train_file")
+    assert read_whole(address) == rows(TEXTS)
+    assert read(address) == TEXTS
+
+
 @needs("s3fs")
 def test_a_connection_that_ends_in_the_middle_is_taken_up_where_it_ended(store):
     store.cut_at = 4000

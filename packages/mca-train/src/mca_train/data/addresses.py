@@ -12,8 +12,12 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError, UsageError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 _WEB = ("http://", "https://")
 _EXTRAS = {"s3fs": "'mca-train[s3]'", "gcsfs": "'mca-train[gcs]'"}
@@ -98,10 +102,8 @@ def require_there(file: str, key: str) -> None:
     Raises:
         McaError: There is none, or it may not be read.
     """
-    from fsspec.core import url_to_fs
-
     with fetching(key, file):
-        system, path = url_to_fs(of_hub(file))
+        system, path = _opened(of_hub(file))
         system.info(path)
 
 
@@ -146,12 +148,21 @@ def _by_content(copy: Path) -> Path:
 
 def _has_version(file: str) -> bool:
     """Whether its server says when it has changed."""
-    from fsspec.core import url_to_fs
-
     if file.startswith(("hf://", "file://")):
         return not file.startswith("hf://buckets/")
-    system, path = url_to_fs(file)
+    system, path = _opened(file)
     return not {"ETag", "etag"}.isdisjoint(system.info(path))
+
+
+def _opened(address: str) -> "tuple[AbstractFileSystem, str]":
+    """The file system of ``address``, and the path there; a web client takes the proxy that the environment names."""
+    from fsspec.core import url_to_fs
+
+    schemes = {link.partition("://")[0] for link in address.split("::")} & {"http", "https"}
+    found: tuple[AbstractFileSystem, str] = url_to_fs(
+        address, **{scheme: {"client_kwargs": {"trust_env": True}} for scheme in schemes}
+    )
+    return found
 
 
 def read_whole(file: str) -> bytes:
@@ -160,11 +171,11 @@ def read_whole(file: str) -> bytes:
     Raises:
         McaError: It cannot be fetched.
     """
-    import fsspec
-
     require_client(file, "image")
-    with fetching("image", file), fsspec.open(of_hub(file), "rb") as stream:
-        data: bytes = stream.read()
+    with fetching("image", file):
+        system, path = _opened(of_hub(file))
+        with system.open(path, "rb") as stream:
+            data: bytes = stream.read()
     return data
 
 
