@@ -11,9 +11,6 @@ transformers: its loss on held-out text must be the trainer's own. Takes about t
 import argparse
 import json
 import math
-import os
-import shutil
-import subprocess
 import sys
 import sysconfig
 import time
@@ -21,31 +18,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from steps import run, start_clean, step
+
 VOCAB, SEQ_LENGTH, EVAL_FILES = 512, 128, 6
 
 
 def main() -> None:
     arguments = parse_arguments()
     out = arguments.output_dir.resolve()
-    start_clean(out)
+    start_clean(out, "quickstart")
     started = time.monotonic()
 
-    step(1, "Collect real text: the standard library's own source")
+    step(1, 5, "Collect real text: the standard library's own source")
     train_file, eval_file = write_corpus(out / "data")
 
-    step(2, "Train a tokenizer and make a random Qwen3 checkpoint with transformers")
+    step(2, 5, "Train a tokenizer and make a random Qwen3 checkpoint with transformers")
     tokenizer = train_tokenizer(train_file)
     make_checkpoint(out / "hf_random", tokenizer)
 
-    step(3, "mca-train: tensor 2 x pipeline 2 x virtual pipeline 2, on 4 CPU ranks")
+    step(3, 5, "mca-train: tensor 2 x pipeline 2 x virtual pipeline 2, on 4 CPU ranks")
     config = write_config(out, train_file, eval_file, arguments.steps)
     run("mca-train", "pretrain", config)
     log = read_log(out / "trained")
 
-    step(4, "mca-convert: back to a Hugging Face checkpoint")
+    step(4, 5, "mca-convert: back to a Hugging Face checkpoint")
     run("mca-convert", "--checkpoint_path", out / "trained", "--output_path", out / "hf_trained")
 
-    step(5, "transformers: load it, check its loss, let it write")
+    step(5, 5, "transformers: load it, check its loss, let it write")
     loss, sample = use_with_transformers(out / "hf_trained", eval_file)
 
     plot(log, out / "loss.png")
@@ -61,30 +60,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=240, help="training steps (default 240)")
     return parser.parse_args()
-
-
-def start_clean(out: Path) -> None:
-    """Removes the last run's output, and nothing else."""
-    marker = out / ".quickstart"
-    if out.exists() and not marker.exists() and any(out.iterdir()):
-        sys.exit(f"error: --output_dir {out} exists and was not made by this script; choose another")
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    marker.touch()
-
-
-def step(number: int, title: str) -> None:
-    print(f"\n[{number}/5] {title}", flush=True)
-
-
-def run(command: str, *arguments: str | Path) -> None:
-    """Runs one of mca's commands as a user would, its output shown."""
-    print("$", command, *arguments, flush=True)
-    executable = Path(sysconfig.get_path("scripts")) / command
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([executable, *map(str, arguments)], check=False, env=environment)
-    if done.returncode:
-        sys.exit(f"error: {command} ended with exit code {done.returncode}")
 
 
 def write_corpus(directory: Path) -> tuple[Path, Path]:

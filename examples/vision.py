@@ -11,17 +11,14 @@ once in sixteen times. Takes about two minutes on 2 cores.
 
 import argparse
 import json
-import os
 import random
-import shutil
-import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
+from steps import run, start_clean, step
 
 SHAPES = ("circle", "square", "triangle", "cross")
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (230, 210, 40)}
@@ -40,21 +37,21 @@ TEMPLATE = (
 def main() -> None:
     arguments = parse_arguments()
     out = arguments.output_dir.resolve()
-    start_clean(out)
+    start_clean(out, "vision")
     started = time.monotonic()
 
-    step(1, "Draw pictures, and write down what is on them")
+    step(1, 4, "Draw pictures, and write down what is on them")
     draw = random.Random(0)
     train = write_rows(out / "train", arguments.pictures, draw)
     held_out = write_rows(out / "held_out", arguments.held_out, draw)
 
-    step(2, "Make a random Qwen3-VL with transformers")
+    step(2, 4, "Make a random Qwen3-VL with transformers")
     make_checkpoint(out / "random")
 
-    step(3, "mca-train sft: tensor 2 x pipeline 2, on 4 CPU ranks; tower, projector and text are trained")
+    step(3, 4, "mca-train sft: tensor 2 x pipeline 2, on 4 CPU ranks; tower, projector and text are trained")
     run("mca-train", "sft", write_config(out, train, arguments.steps))
 
-    step(4, "transformers: name what is on pictures that were held out")
+    step(4, 4, "transformers: name what is on pictures that were held out")
     answers = answered(out / "trained" / "hf", held_out)
     summary(answers, time.monotonic() - started)
 
@@ -68,30 +65,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pictures", type=int, default=2000, help="to train on (default 2000)")
     parser.add_argument("--held_out", type=int, default=160, help="to answer about (default 160)")
     return parser.parse_args()
-
-
-def start_clean(out: Path) -> None:
-    """Removes the last run's output, and nothing else."""
-    marker = out / ".vision"
-    if out.exists() and not marker.exists() and any(out.iterdir()):
-        sys.exit(f"error: --output_dir {out} exists and was not made by this script; choose another")
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    marker.touch()
-
-
-def step(number: int, title: str) -> None:
-    print(f"\n[{number}/4] {title}", flush=True)
-
-
-def run(command: str, *arguments: str | Path) -> None:
-    """Runs one of mca's commands as a user would, its output shown."""
-    print("$", command, *arguments, flush=True)
-    executable = Path(sysconfig.get_path("scripts")) / command
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([executable, *map(str, arguments)], check=False, env=environment)
-    if done.returncode:
-        sys.exit(f"error: {command} ended with exit code {done.returncode}")
 
 
 def write_rows(folder: Path, count: int, draw: random.Random) -> Path:

@@ -3,6 +3,7 @@
 Seconds are saved on every rank. Tests of the process itself (signals, launchers, exit) start a real one.
 """
 
+import json
 import logging
 import os
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from harness import run_ranks
 
@@ -38,6 +40,29 @@ def launched(
         )
         printed = ["" if stdout else (Path(name) / "stdout").read_text(), (Path(name) / "stderr").read_text()]
     return subprocess.CompletedProcess(command, code, *printed)
+
+
+def command(folder: Path, kind: str, name: str, values: dict[str, Any]) -> list[str]:
+    """``mca-train KIND`` of a configuration with ``values``, written to ``folder``; ``name`` is also the output's.
+
+    Args:
+        folder: Has the model in ``model``.
+        kind: Of the run.
+        name: Of the file and of the output directory.
+        values: Of the keys; what most tests leave alone is set.
+    """
+    settings = {
+        "model_name_or_path": str(folder / "model"),
+        "output_dir": str(folder / name),
+        "max_steps": 4,
+        "logging_steps": 1,
+        "learning_rate": "5e-3",
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "no",
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in (settings | values).items()))
+    return [sys.executable, "-m", "mca_train", kind, str(path)]
 
 
 def _main(words: list[str], folder: Path, stdout: str | None, before: Callable[[], None]) -> int:

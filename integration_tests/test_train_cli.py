@@ -41,21 +41,8 @@ def write(path: Path, rows: list[Any]) -> None:
 
 
 def config(folder: Path, name: str, **changes: Any) -> list[str]:
-    values = {
-        "model_name_or_path": str(folder / "model"),
-        "train_file": str(folder / "train.jsonl"),
-        "output_dir": str(folder / name),
-        "seq_length": 64,
-        "max_steps": 4,
-        "logging_steps": 1,
-        "learning_rate": "5e-3",
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "save_strategy": "no",
-    } | changes
-    path = folder / f"{name}.yaml"
-    path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items()))
-    return [sys.executable, "-m", "mca_train", "sft" if "sft" in name else "pretrain", str(path)]
+    values = {"train_file": str(folder / "train.jsonl"), "seq_length": 64, "per_device_train_batch_size": 2}
+    return forked_cli.command(folder, "sft" if "sft" in name else "pretrain", name, values | changes)
 
 
 def logs(output: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +36,8 @@ def folder(tmp_path_factory):
 
 
 def launched(folder: Path, kind: str, name: str, **changes: Any) -> subprocess.CompletedProcess[str]:
-    values = {
-        "model_name_or_path": str(folder / "model"),
-        "train_file": str(folder / "rows.jsonl"),
-        "output_dir": str(folder / name),
-        "seq_length": 32,
-        "max_steps": 4,
-        "logging_steps": 1,
-        "learning_rate": "5e-3",
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 2,
-        "save_strategy": "no",
-        **changes,
-    }
-    path = folder / f"{name}.yaml"
-    path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items()))
-    return forked_cli.launched([sys.executable, "-m", "mca_train", kind, str(path)])
+    values = {"train_file": str(folder / "rows.jsonl"), "seq_length": 32, "per_device_train_batch_size": 1}
+    return forked_cli.launched(forked_cli.command(folder, kind, name, values | changes))
 
 
 def logs(output: Path, key: str) -> list[float]:

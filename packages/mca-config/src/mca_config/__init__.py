@@ -4,7 +4,9 @@ What is exported is imported when it is first asked for, so that a command's ``-
 not need. ``TrainingArguments`` and ``Seq2SeqTrainingArguments`` need the extra ``training`` (transformers).
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mca_config.lazy_names import lazily
 
 if TYPE_CHECKING:
     from mca_config.arguments import DistributingParallelArguments, MegatronArguments
@@ -53,10 +55,4 @@ _HOME = {
     "sequence_multiple": "checks",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        from importlib import import_module
-
-        return getattr(import_module(f"mca_config.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, _HOME)

@@ -3,7 +3,9 @@
 ``McaTrainer`` is imported when first asked for: it needs torch, transformers and megatron-core.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mca_config.lazy_names import lazily
 
 if TYPE_CHECKING:
     from mca_train.batching.micro_batch import MicroBatch
@@ -39,10 +41,4 @@ _HOME = {
     "TokenDataset": "data.token_dataset",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        from importlib import import_module
-
-        return getattr(import_module(f"mca_train.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, _HOME)

@@ -7,18 +7,11 @@ from html import escape
 from pathlib import Path
 
 from mca_config.errors import UsageError
+from mca_train.plots.drawing import PARTS
 from mca_train.report.charts import COLOURS, bars, lines
 from mca_train.report.reading import RunFiles, read_run
 
 _GIB = 1024**3
-_PARTS = {
-    "weights": "#4c78a8",
-    "gradients": "#72b7b2",
-    "optimizer": "#54a24b",
-    "reference": "#b279a2",
-    "activations": "#f58518",
-    "temporaries": "#e45756",
-}
 _FIRST = (
     "loss",
     "eval_loss",
@@ -122,10 +115,10 @@ def _memory(runs: Sequence[RunFiles]) -> str:
         if not stages:
             continue
         rows = [
-            (f"stage {number}", {part: stage.get(part, 0) / _GIB for part in _PARTS})
+            (f"stage {number}", {part: stage.get(part, 0) / _GIB for part in PARTS})
             for number, stage in enumerate(stages)
         ]
-        found.append(bars(f"planned memory, {run.name}", _PARTS, rows, "GiB"))
+        found.append(bars(f"planned memory, {run.name}", PARTS, rows, "GiB"))
         if "peak_memory_gib" in run.last:
             measured = max(value for _, value in run.curves["peak_memory_gib"])
             planned = max(sum(sizes.values()) for _, sizes in rows)
