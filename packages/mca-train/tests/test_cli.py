@@ -80,7 +80,7 @@ def test_wrong_usage_is_one_line_and_2(words, message, capsys):
             [],
             "is true, but eval_strategy is no, so there is no best model",
         ),
-        ({}, ["--eval_file"], "eval_file must be a list, not True"),
+        ({}, ["--eval_file"], "eval_file must be a list, not True; a flag without a value means true"),
     ],
 )
 def test_wrong_configurations_are_one_line_and_2(run, changes, flags, message, capsys, tmp_path, monkeypatch):

@@ -138,7 +138,8 @@ def cast(name: str, value: Typed, hint: TypeHint, *, words: bool) -> Typed:
             continue
     if inner and isinstance(value, list | tuple):
         raise inner
-    raise kind(f"{name} must be {describe(hint)}, not {value!r:.80}")
+    bare = "; a flag without a value means true" if words and value is True else ""
+    raise kind(f"{name} must be {describe(hint)}, not {value!r:.80}{bare}")
 
 
 def alternatives(hint: TypeHint) -> tuple[TypeHint, ...]:

@@ -1,6 +1,11 @@
-"""`printable` makes a text safe for a terminal, whatever file name or tensor name is quoted in it."""
+"""`printable` makes a text safe for a terminal, whatever file name or tensor name is quoted in it; `counted` counts."""
 
 _LONGEST_LINE = 4000
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 file``, ``2,000 files``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def printable(text: str) -> str:

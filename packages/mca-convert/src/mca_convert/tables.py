@@ -16,11 +16,6 @@ def size_of(nbytes: int) -> str:
     return f"{value:.2f} TB"
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 file``, ``2 files``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Lines of a table: the first column to the left, the others to the right unless they are words."""
     columns = list(zip(head, *rows, strict=True))

@@ -17,13 +17,15 @@ ROWS = [{"prompt": "2+2=", "completion": "4"}] * 3 + [{"prompt": "x" * 99, "comp
 
 def test_counts_lengths_samples_and_what_is_left_out(run, tmp_path, capsys):
     file = jsonl(tmp_path / "rows.jsonl", ROWS)
-    assert main(["data", "sft", run(train_file=file, sequence_packing=True)]) == 0
+    held_out = jsonl(tmp_path / "held_out.jsonl", ROWS[:1])
+    assert main(["data", "sft", run(train_file=file, eval_file=held_out, sequence_packing=True)]) == 0
     out, err = capsys.readouterr()
     assert not err
+    assert "eval_file, mca-train sft\n1 sample, 6 tokens, of which 2 are targets" in out
     assert "3 samples, 18 tokens, of which 6 are targets" in out
     assert "tokens of a sample: 6 to 6, median 6, mean 6" in out
     assert "  6 - 6  ########################################  3\n" in out
-    assert out.count("  | 2+2=⟦4<|eos|>⟧\n") == 3
+    assert out.count("  | 2+2=⟦4<|eos|>⟧\n") == 4
     assert "train_file: 1 of 4 rows are longer than seq_length 64 and are cut at the end" in out
     assert "train_file: 1 of 4 rows do not have an answer within seq_length 64 and are left out" in out
     assert "packing: 3 samples of 18 tokens in 1 pack of 64: 28.1% full" in out

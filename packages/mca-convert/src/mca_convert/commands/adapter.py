@@ -10,7 +10,7 @@ from typing import Literal
 
 from mca_config.layout import ParallelLayout
 from mca_config.parser import Parser
-from mca_config.printable import printable
+from mca_config.printable import counted, printable
 from mca_convert.commands.carry_out import carry_out, layout_arguments, layout_flags_for_hf, layout_of
 from mca_convert.conversion import plan_to_hf, plan_to_mca, refuse_no_adapter, refuse_taken
 from mca_convert.interrupts import Interrupts
@@ -52,7 +52,9 @@ def convert_adapter(parser: Parser, options: argparse.Namespace, interrupts: Int
         return 0
     kind = "PEFT adapter" if target == "hf" else f"MCA adapter, {layout}"
     sys.stderr.write(
-        printable(f"{destination}: {converted.model.model_type}, {kind}, {len(converted.params)} tensors\n")
+        printable(
+            f"{destination}: {converted.model.model_type}, {kind}, {counted(len(converted.params), 'tensor')}\n"
+        )
     )
     return 0
 

@@ -13,13 +13,13 @@ from mca_config.arguments.distributing import LAYOUT_FIELDS
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.parser import Parser
-from mca_config.printable import printable
+from mca_config.printable import counted, printable
 from mca_convert.conversion import Conversion
 from mca_convert.interrupts import Interrupts
 from mca_convert.open_files import allow_open_files
 from mca_convert.pool import Limits, default_workers
 from mca_convert.progress import bar
-from mca_convert.tables import counted, size_of
+from mca_convert.tables import size_of
 from mca_models.checkpoint.mca_directory import McaLayout
 
 

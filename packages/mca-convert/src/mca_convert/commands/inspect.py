@@ -7,9 +7,10 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
+from mca_config.printable import counted
 from mca_convert.inspection import Inspection, inspect_directory
 from mca_convert.output import as_json, by_name, say
-from mca_convert.tables import counted, size_of
+from mca_convert.tables import size_of
 
 
 def inspect(options: argparse.Namespace, called: Mapping[str, str]) -> int:

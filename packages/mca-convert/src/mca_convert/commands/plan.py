@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mca_config.parser import Parser
+from mca_config.printable import counted
 from mca_convert.commands.carry_out import layout_flags_for_hf, limits_of, read_layout
 from mca_convert.forecast.model import forecast
 from mca_convert.forecast.outcome import Forecast, Request
 from mca_convert.output import as_json, by_name, say
-from mca_convert.tables import counted, size_of, table
+from mca_convert.tables import size_of, table
 
 
 def plan(parser: Parser, options: argparse.Namespace, called: Mapping[str, str]) -> int:

@@ -8,6 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from mca_config.printable import counted
 from mca_convert.commands.carry_out import limits_of
 from mca_convert.compare import Comparison, compare
 from mca_convert.compare_adapters import compare_adapters
@@ -72,7 +73,7 @@ def report(result: Comparison, options: argparse.Namespace, what: str) -> str:
     pair = f"{options.first} and {options.second}"
     if result.same:
         how = "bit for bit" if options.tolerance is None else f"within {options.tolerance:g}"
-        return f"same {what}, {how}: {pair}, {result.tensors} tensors, {result.elements} elements"
+        return f"same {what}, {how}: {pair}, {counted(result.tensors, 'tensor')}, {counted(result.elements, 'element')}"
     lines = [f"different {what}s: {pair}"]
     lines += [f"  {problem}" for problem in result.problems[:_SHOWN]]
     for name, difference in sorted(result.differences.items())[:_SHOWN]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from mca_config.errors import McaError
+from mca_config.printable import counted
 from mca_train.data.token_dataset import VALUES
 from mca_train.types import Sample, SampleSource
 
@@ -50,9 +51,9 @@ class Fill:
         return self.tokens / (self.samples * self.longest)
 
     def __str__(self) -> str:
-        packs = f"{self.packs} pack{'s' * (self.packs != 1)} of {self.length}"
         return (
-            f"{self.samples} samples of {self.tokens} tokens in {packs}: "
+            f"{counted(self.samples, 'sample')} of {self.tokens} tokens in {counted(self.packs, 'pack')} of "
+            f"{self.length}: "
             f"{self.rate:.1%} full (padded to the longest: {self.padded_rate:.1%})"
         )
 

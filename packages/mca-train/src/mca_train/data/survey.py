@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from mca_config.printable import counted
 from mca_train.data.token_dataset import IGNORED, Sample
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def survey(
     targets = sum(_targets(samples[place]) for place in range(len(samples)))
     pairs = lengths.shape[1] > 1
     lines = [
-        f"{len(samples):,} {'pairs' if pairs else 'samples'}, {int(sequences.sum()):,} tokens, of which {targets:,} "
-        "are targets",
+        f"{counted(len(samples), 'pair' if pairs else 'sample')}, {counted(int(sequences.sum()), 'token')}, "
+        f"of which {targets:,} are targets",
         f"tokens of a {'sequence' if pairs else 'sample'}: {int(sequences.min())} to {int(sequences.max())}, "
         f"median {int(np.median(sequences))}, mean {sequences.mean():.0f}",
         "",

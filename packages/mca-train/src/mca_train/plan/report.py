@@ -1,6 +1,7 @@
 """`render` makes the text of a plan. It computes nothing: the numbers are those of `plan.memory`."""
 
 from mca_config.model_config import McaModelConfig
+from mca_config.printable import counted
 from mca_train.config.run_config import Settings
 from mca_train.plan.fitting import Remedy
 from mca_train.plan.hardware import Device
@@ -15,10 +16,10 @@ def render(plan: Plan, settings: Settings, model: McaModelConfig, device: Device
     training = settings.training
     told = " (LoRA)" if settings.lora.wanted else ""
     lines = [
-        f"model        {model.model_type}, {plan.total_parameters:,} parameters, {model.num_layers} layers"
+        f"model        {model.model_type}, {plan.total_parameters:,} parameters, {counted(model.num_layers, 'layer')}"
         + ("" if plan.trained_parameters is None else f"; {plan.trained_parameters:,} trained{told}"),
         f"ranks        {plan.world_size} = {plan.layout}, data parallel {plan.data_parallel_size}",
-        f"global batch {plan.global_batch} samples, {plan.tokens_per_step:,} tokens = micro-batch "
+        f"global batch {counted(plan.global_batch, 'sample')}, {plan.tokens_per_step:,} tokens = micro-batch "
         f"{training.per_device_train_batch_size} x accumulated {training.gradient_accumulation_steps} x data "
         f"parallel {plan.data_parallel_size}",
         f"bubble       {plan.bubble:.1%} of a step",

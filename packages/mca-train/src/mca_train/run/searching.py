@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from mca_config.layout import SIZE_FIELDS
+from mca_config.printable import counted
 from mca_config.types import JsonObject, Values
 from mca_train.config.run_config import Settings
 from mca_train.plan.fitting import OF_DEVICES, changed
@@ -74,7 +75,7 @@ def render(found: list[Found], batch: int, gpus: int, hardware: Hardware) -> str
     """The layouts as text."""
     device = hardware.device
     lines = [
-        f"search       {gpus} x {device.name}, {batch} samples a step, {device.usable_gib:.1f} GiB usable",
+        f"search       {gpus} x {device.name}, {counted(batch, 'sample')} a step, {device.usable_gib:.1f} GiB usable",
         "",
     ]
     if not found:

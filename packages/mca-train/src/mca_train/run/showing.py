@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.errors import UsageError, checking_usage, raise_problems
+from mca_config.printable import counted
 from mca_train.config.model import model_config
 from mca_train.config.run_config import Settings, given_values
 from mca_train.data.kept_warnings import KeptWarnings
@@ -64,7 +65,7 @@ def _print(task: Task, settings: Settings, tokenizer: "PreTrainedTokenizerBase",
     if data.streaming:
         rows = min(data.max_train_samples or _ROWS_OF_A_STREAM, _ROWS_OF_A_STREAM)
         data = replace(data, streaming=False, max_train_samples=rows)
-        sys.stdout.write(f"streaming: the first {rows:,} rows\n")
+        sys.stdout.write(f"streaming: the first {counted(rows, 'row')}\n")
     images = None
     if Path(data.model_name_or_path).is_dir():  # else rows with images are refused
         images = image_reader(settings, model_config(data.model_name_or_path))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.errors import UsageError, checking_usage, raise_problems
+from mca_config.printable import counted
 from mca_train.config.run_config import Settings, given_values
 from mca_train.run.checks import data_problems, settings_of
 from mca_train.run.hub_paths import with_directories
@@ -47,7 +48,9 @@ def tokenize(config: Path, overrides: list[str], output_prefix: str | None) -> i
     from mca_train.data.indexed import write_indexed
 
     count, tokens = write_indexed(Path(prefix), _documents(settings, tokenizer), len(tokenizer))
-    sys.stdout.write(f"wrote {prefix}.bin and {prefix}.idx: {count:,} documents, {tokens:,} tokens\n")
+    sys.stdout.write(
+        f"wrote {prefix}.bin and {prefix}.idx: {counted(count, 'document')}, {counted(tokens, 'token')}\n"
+    )
     return 0
 
 
