@@ -57,7 +57,7 @@ Chunk = Any
 """``GPTModel``, alone or wrapped by Megatron's ``DistributedDataParallel``: the model of one virtual stage."""
 
 Upstream = Any
-"""A module, method or value of Megatron's that is replaced or handed on as it is."""
+"""A module, method or value of Megatron's or torch's that is replaced, watched or handed on as it is."""
 
 Scheduler = Any
 """A schedule of ``transformers.get_scheduler``: ``torch.optim.lr_scheduler.LambdaLR``, and those of its kind."""

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+
+from mca_train.types import Upstream
 
 
 class ModuleNames:
@@ -41,15 +42,15 @@ class ModuleNames:
 
     def here(self) -> tuple[str, bool]:
         """The module that runs, and whether it is its backward."""
-        node: Any = torch._C._current_autograd_node()
+        node: Upstream = torch._C._current_autograd_node()
         if node is not None and not self._stack:
             return self._of_node.get(node._sequence_nr(), ""), True
         name = self._stack[-1] if self._stack else ""
         self._of_node[torch._C._autograd._get_sequence_nr() - 1] = name  # the node of this operation is made
         return name, False
 
-    def _enter(self, module: torch.nn.Module, _: Any) -> None:
+    def _enter(self, module: torch.nn.Module, _: object) -> None:
         self._stack.append(self._names.get(module) or (self._stack[-1] if self._stack else ""))
 
-    def _leave(self, module: torch.nn.Module, _: Any, __: Any) -> None:
+    def _leave(self, module: torch.nn.Module, _: object, __: object) -> None:
         self._stack.pop()

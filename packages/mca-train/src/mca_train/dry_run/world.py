@@ -6,11 +6,12 @@ is answered here; nothing is sent.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+
+from mca_train.types import Upstream
 
 
 @contextmanager
@@ -20,7 +21,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
     new_group = dist.new_group
 
-    def fake_group(*args: Any, **options: Any) -> Any:
+    def fake_group(*args: Upstream, **options: Upstream) -> Upstream:
         return new_group(*args, **options | {"backend": "fake"})
 
     with ExitStack() as stack:
@@ -40,7 +41,7 @@ def _end() -> None:
     dist.destroy_process_group()
 
 
-def _same_of_all(found: list[Any], value: object, group: object = None) -> None:
+def _same_of_all(found: list[Upstream], value: object, group: object = None) -> None:
     found[:] = [value] * len(found)
 
 

@@ -13,19 +13,19 @@ of booleans, the digits of the number, through that layer. What Megatron leaves 
 from collections.abc import Iterable, Iterator
 from functools import partial
 from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch
+from mca_train.types import Upstream
 
 _PLANES = 16
 """Digits of a sequence's number; the row of a micro-batch has less than 2^16 of them."""
 
 
-def hand_tokens(batch: MicroBatch, model: Any) -> Tensor | None:
+def hand_tokens(batch: MicroBatch, model: Upstream) -> Tensor | None:
     """What ``GPTModel`` takes as ``padding_mask``, None without experts; prediction layers get theirs here.
 
     Args:
@@ -75,13 +75,15 @@ def prediction_routers(chunk: torch.nn.Module) -> dict[torch.nn.Module, int]:
     }
 
 
-def _prediction_layers(modules: Iterable[Any]) -> Iterator[Any]:
+def _prediction_layers(modules: Iterable[Upstream]) -> Iterator[Upstream]:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
     return (module for module in modules if isinstance(module, MultiTokenPredictionLayer))
 
 
-def _to_planes(module: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _to_planes(
+    module: Upstream, args: Upstream, options: dict[str, Upstream]
+) -> tuple[Upstream, dict[str, Upstream]]:
     """Before an experts' layer: numbers ``[b, s]`` to planes ``[b, s, planes]``."""
     tokens = options.get("padding_mask")
     if tokens is None:
@@ -107,21 +109,25 @@ def numbers_of(mask: Tensor | None, logits: Tensor) -> Tensor:
     return (rows if mask is None else rows.masked_fill(mask, -1)).flatten()
 
 
-def _embeddings_and_tokens(layer: Any, plain: Any, *args: Any, **options: Any) -> tuple[Any, ...]:
+def _embeddings_and_tokens(
+    layer: Upstream, plain: Upstream, *args: Upstream, **options: Upstream
+) -> tuple[Upstream, ...]:
     """A prediction layer's ``_get_embeddings``, whose third result is the mask."""
     ids, positions, _, *rest = plain(*args, **(options | {"padding_mask": None}))
-    return ids, positions, vars(layer).pop("mca_tokens", None), *rest
+    return ids, positions, layer.__dict__.pop("mca_tokens", None), *rest
 
 
-def _forward_with_tokens(layer: Any, plain: Any, *args: Any, **options: Any) -> Any:
+def _forward_with_tokens(layer: Upstream, plain: Upstream, *args: Upstream, **options: Upstream) -> Upstream:
     """A prediction layer's forward; what it recomputes in the backward pass still has this micro-batch's tokens."""
     compute = type(layer)._proj_and_transformer_layer
-    tokens = vars(layer).pop("mca_tokens", None)
+    tokens = layer.__dict__.pop("mca_tokens", None)
     layer._proj_and_transformer_layer = partial(_with_tokens, layer, compute, tokens)
     return plain(*args, **options)
 
 
-def _with_tokens(layer: Any, compute: Any, tokens: Tensor, *args: Any, **options: Any) -> Any:
+def _with_tokens(
+    layer: Upstream, compute: Upstream, tokens: Tensor, *args: Upstream, **options: Upstream
+) -> Upstream:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     experts = [module for module in layer.modules() if isinstance(module, MoELayer)]

@@ -3,11 +3,12 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mca_config.checks import check_layout
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
+from mca_config.types import JsonObject
 from mca_train.plan.hardware import Device
 from mca_train.plan.memory import GIB, Plan, Subject, plan_of
 
@@ -23,7 +24,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 class Remedy:
     """Keys to set, and what the fullest stage needs then, in bytes."""
 
-    changes: dict[str, Any]
+    changes: JsonObject
     needs: int
     fits: bool
 
@@ -41,7 +42,7 @@ def over(plan: Plan, device: Device) -> list[int]:
     return [pp for pp, stage in enumerate(plan.stages) if stage.total > device.usable_gib * GIB]
 
 
-def changed(training: "TrainingArguments", changes: dict[str, Any]) -> "TrainingArguments":
+def changed(training: "TrainingArguments", changes: JsonObject) -> "TrainingArguments":
     """The same arguments with others set; they are not checked again."""
     other = copy.copy(training)
     for name, value in changes.items():
@@ -70,7 +71,7 @@ def remedies(
 
 def _candidates(
     subject: Subject, training: "TrainingArguments", layout: ParallelLayout
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[JsonObject]:
     if not training.use_distributed_optimizer and subject.adapter is None:
         yield {"use_distributed_optimizer": True}
     if layout.tp > 1 and training.sequence_parallel is None:
@@ -89,7 +90,7 @@ def _candidates(
     yield from _larger(subject, layout)
 
 
-def _larger(subject: Subject, layout: ParallelLayout) -> Iterator[dict[str, Any]]:
+def _larger(subject: Subject, layout: ParallelLayout) -> Iterator[JsonObject]:
     if subject.config.num_moe_experts:
         yield {"expert_model_parallel_size": layout.ep * 2}
     for sizes in (
@@ -101,7 +102,7 @@ def _larger(subject: Subject, layout: ParallelLayout) -> Iterator[dict[str, Any]
         {"tp": 8, "pp": 4},
     ):
         tp, pp = layout.tp * sizes.get("tp", 1), layout.pp * sizes.get("pp", 1)
-        changes: dict[str, Any] = {}
+        changes: JsonObject = {}
         if tp != layout.tp:
             changes |= {"tensor_model_parallel_size": tp, "sequence_parallel": True}
         if pp != layout.pp:

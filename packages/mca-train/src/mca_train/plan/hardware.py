@@ -4,9 +4,10 @@ import tomllib
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mca_config.errors import UsageError
+from mca_config.types import JsonObject
 
 RESERVED_GIB = 4.0
 """Of a device's memory: its context, communication buffers and workspaces of kernels."""
@@ -95,7 +96,7 @@ def _gib(name: str) -> float:
     return size
 
 
-def _read(table: Path | None) -> dict[str, dict[str, Any]]:
+def _read(table: Path | None) -> dict[str, JsonObject]:
     try:
         text = (files(__package__) / "hardware.toml").read_text() if table is None else table.read_text()
         return tomllib.loads(text)
@@ -103,7 +104,7 @@ def _read(table: Path | None) -> dict[str, dict[str, Any]]:
         raise UsageError(f"--hardware {table}: {error}; see the comment in hardware.toml") from None
 
 
-def _made(kind: type[T], values: dict[str, Any], section: str, table: Path | None) -> T:
+def _made(kind: type[T], values: JsonObject, section: str, table: Path | None) -> T:
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     wrong = sorted(names ^ values.keys())
     bad = [name for name, value in values.items() if name != "name" and not isinstance(value, int | float)]

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mca_config.checks import check_layout
 from mca_config.errors import McaError
 from mca_config.layout import SIZE_FIELDS, ParallelLayout, RankGrid
+from mca_config.types import JsonObject
 from mca_train.plan.chunks import Model
 from mca_train.plan.counts import shares
 from mca_train.plan.fitting import FULL, changed, fullest, over
@@ -18,18 +19,18 @@ from mca_train.plan.speed import Speed, StepTime
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
 
-_RECOMPUTE: tuple[dict[str, Any], ...] = (
+_RECOMPUTE: tuple[JsonObject, ...] = (
     {"recompute_granularity": None},
     {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     FULL,
 )
-_ENDS_COUNT: dict[str, Any] = {
+_ENDS_COUNT: JsonObject = {
     "account_for_embedding_in_pipeline_split": True,
     "account_for_loss_in_pipeline_split": True,
 }
-_SPLITS: tuple[dict[str, Any], ...] = ({}, _ENDS_COUNT)
+_SPLITS: tuple[JsonObject, ...] = ({}, _ENDS_COUNT)
 _MICRO_BATCHES = (1, 2, 4, 8)
-_ALWAYS: dict[str, Any] = {
+_ALWAYS: JsonObject = {
     "use_distributed_optimizer": True,
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
@@ -45,7 +46,7 @@ LAYOUT_KEYS = frozenset(
 class Found:
     """A layout that fits: keys to set, its step's time, and bytes of the fullest stage."""
 
-    changes: dict[str, Any]
+    changes: JsonObject
     layout: ParallelLayout
     time: StepTime
     needs: int
@@ -120,7 +121,7 @@ def predicted(
 
 def _candidates(
     subject: Subject, batch: int, gpus: int, node: int
-) -> Iterator[tuple[ParallelLayout, dict[str, Any]]]:
+) -> Iterator[tuple[ParallelLayout, JsonObject]]:
     for layout in _layouts(subject, gpus, node):
         data = gpus // layout.model_parallel_size
         for size in _MICRO_BATCHES:
@@ -138,9 +139,9 @@ def _candidates(
 _SIZES = ("tp", "pp", "cp", "ep")
 
 
-def _keys(layout: ParallelLayout) -> dict[str, Any]:
+def _keys(layout: ParallelLayout) -> JsonObject:
     """What to write for a layout; sizes of 1 too, as leaving them out means those of the checkpoint."""
-    keys: dict[str, Any] = {SIZE_FIELDS[short]: getattr(layout, short) for short in _SIZES}
+    keys: JsonObject = {SIZE_FIELDS[short]: getattr(layout, short) for short in _SIZES}
     keys |= {
         name: getattr(layout, name)
         for name, field in ParallelLayout.__dataclass_fields__.items()

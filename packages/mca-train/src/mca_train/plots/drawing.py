@@ -5,7 +5,7 @@ from typing import Any
 
 from mca_config.errors import UsageError
 
-PARTS = {
+COLOURS = {
     "weights": "#4c78a8",
     "gradients": "#72b7b2",
     "optimizer": "#54a24b",
@@ -13,7 +13,6 @@ PARTS = {
     "activations": "#f58518",
     "temporaries": "#e45756",
 }
-"""Colours of what takes memory."""
 CHUNKS = ("#4c78a8", "#9ecae9", "#54a24b", "#b4e197", "#72b7b2", "#b279a2", "#d6a5c9", "#9d755d")
 """Of forward passes, by chunk."""
 BACKWARD = ("#f58518", "#ffbf79", "#e45756", "#ff9d98", "#d8b5a5", "#bab0ac", "#eeca3b", "#d67195")

@@ -12,7 +12,7 @@ from mca_train.dry_run.tracker import Message
 from mca_train.plan.memory import GIB, layers_of
 from mca_train.plan.schedule import Pass
 from mca_train.plan.timeline import Ran, timeline
-from mca_train.plots.drawing import BACKWARD, CHUNKS, PARTS, axes, save
+from mca_train.plots.drawing import BACKWARD, CHUNKS, COLOURS, axes, save
 
 _AXES = ("tp", "cp", "dp", "dp-cp", "tp-cp", "tp-dp-cp", "pp", "ep", "etp", "etp-ep", "edp", "tp-pp")
 
@@ -106,7 +106,7 @@ def draw_memory(folder: Path, stages: Sequence[StepNeeds], limit_gib: float | No
         max(6.0, 2.5 + 0.62 * len(stages)), 4.6, "memory of a rank of each stage at its peak"
     )
     bottoms = [0.0] * len(stages)
-    for part, colour in PARTS.items():
+    for part, colour in COLOURS.items():
         sizes = [getattr(stage, part) / GIB for stage in stages]
         if any(sizes):
             found.bar(range(len(stages)), sizes, bottom=bottoms, color=colour, label=part, width=0.74)
@@ -130,11 +130,11 @@ def draw_step(folder: Path, stage: StepNeeds, limit_gib: float | None) -> list[P
     """Memory over the step of one stage."""
     figure, found = axes(9.0, 3.6, f"memory over the step, stage {stage.stage} (the fullest)")
     curve = [size / GIB for size in stage.curve]
-    found.fill_between(range(len(curve)), curve, color=PARTS["activations"], alpha=0.35, linewidth=0)
-    found.plot(curve, color=PARTS["activations"], linewidth=1.0)
+    found.fill_between(range(len(curve)), curve, color=COLOURS["activations"], alpha=0.35, linewidth=0)
+    found.plot(curve, color=COLOURS["activations"], linewidth=1.0)
     fixed = (stage.weights + stage.gradients + stage.optimizer + stage.reference) / GIB
-    found.axhline(fixed, color=PARTS["weights"], linewidth=1.0)
-    found.text(0, fixed, " weights, gradients, optimizer", va="top", fontsize=8, color=PARTS["weights"])
+    found.axhline(fixed, color=COLOURS["weights"], linewidth=1.0)
+    found.text(0, fixed, " weights, gradients, optimizer", va="top", fontsize=8, color=COLOURS["weights"])
     top = curve.index(max(curve))
     where = f"{'backward of ' if stage.backward else ''}{stage.module or 'loss and schedule'}"
     found.annotate(
@@ -180,7 +180,7 @@ def draw_messages(folder: Path, stage: StepNeeds, grid: RankGrid) -> list[Path]:
     title = f"messages of rank {stage.rank} (stage {stage.stage}), {stage.micro_batches} micro-batches"
     figure, found = axes(9.0, 1.4 + 0.36 * max(len(told), 1), title)
     sizes = [message.bytes / GIB for message in told]
-    found.barh(range(len(told)), sizes, color=PARTS["weights"], height=0.7)
+    found.barh(range(len(told)), sizes, color=COLOURS["weights"], height=0.7)
     names = [f"{_short(message.operation)}, {group_name(message, stage.rank, grid)}" for message in told]
     found.set_yticks(range(len(told)), names, fontsize=8)
     for place, message in enumerate(told):

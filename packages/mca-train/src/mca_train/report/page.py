@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from mca_config.errors import UsageError
-from mca_train.plots.drawing import PARTS
+from mca_train.plots.drawing import COLOURS as PARTS
 from mca_train.report.charts import COLOURS, bars, lines
 from mca_train.report.reading import RunFiles, read_run
 

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -112,7 +112,7 @@ def _reason(one: Found, best: Found, usable: float) -> str:
 def document(found: list[Found], batch: int, gpus: int, hardware: Hardware) -> JsonObject:
     """The layouts as a JSON object: ``mca-train/search``, version 1; sizes in bytes, times in seconds."""
 
-    def told(one: Found) -> dict[str, Any]:
+    def told(one: Found) -> JsonObject:
         return {
             "changes": one.changes,
             "layout_sizes": {short: getattr(one.layout, short) for short in SIZE_FIELDS},
