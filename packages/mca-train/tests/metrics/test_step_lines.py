@@ -33,6 +33,10 @@ def test_an_evaluation_is_one_line_and_the_end_is_the_summary():
     logs = {"eval_loss": 1.5, "eval_runtime": 2.5, "eval_samples_per_second": 4.0, "epoch": 1.0}
     assert line_of(logs, 5, 10) == "step  5/10  eval_loss 1.5000  in 2.5 s"
     assert line_of(logs, 0, 0) == "eval_loss 1.5000  in 2.5 s"
+    pairs = {"rewards/margins": 0.5, "rewards/chosen": 0.25, "logps/rejected": -9.0}
+    assert line_of({"loss": 1.5} | pairs, 5, 10) == "step  5/10  loss 1.5000  rewards/margins 0.5"
+    evaluated = {f"eval_{name}": value for name, value in pairs.items()}
+    assert line_of(evaluated, 5, 10) == "step  5/10  eval_rewards/margins 0.5000"
     assert line_of({"train_runtime": 3.0, "train_loss": 1.0}, 10, 10) is None
 
 

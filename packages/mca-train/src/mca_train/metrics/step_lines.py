@@ -25,7 +25,12 @@ _SHOWN = {
     "slowest_rank_behind",
 }
 """What has a place of its own in a step's line."""
-_IN_THE_FILE_ONLY = {"samples_per_second", "pipeline_bubble", "model_tflops", "total_flos", "step"}
+_IN_THE_FILE_ONLY = {
+    *("samples_per_second", "pipeline_bubble", "model_tflops", "total_flos", "step"),
+    *(f"{what}/{side}" for what in ("rewards", "logps") for side in ("chosen", "rejected")),
+    *("min_reward", "max_reward"),
+}
+"""What a line would be too long with; of evaluations too."""
 _TIMES = ("_runtime", "_samples_per_second", "_steps_per_second")
 
 
@@ -140,7 +145,8 @@ def _of_evaluation(logs: Mapping[str, object]) -> Iterator[str]:
     """Losses and what is computed beside them; how long it took."""
     seconds = 0.0
     for name, value in logs.items():
-        if not isinstance(value, int | float) or name in _SHOWN | _IN_THE_FILE_ONLY:
+        known = name in _SHOWN or name.removeprefix("eval_") in _IN_THE_FILE_ONLY
+        if known or not isinstance(value, int | float):
             continue
         if name.endswith("_runtime"):
             seconds += value
