@@ -334,6 +334,23 @@ def test_wrong_keys_and_wrong_values_are_told_together(run, capsys):
 
 
 @pytest.mark.parametrize(
+    ("command", "changes", "flags", "message"),
+    [
+        ("plan", {}, ["--imges", "3"], "unknown key 'imges'; did you mean --images?"),
+        ("plan", {}, ["--serach", "--gpu", "8"], "unknown key 'serach'; did you mean --search?"),
+        ("plan", {}, ["--serach", "--gpu", "8"], "unknown key 'gpu'; did you mean --gpus?"),
+        ("plan", {}, ["--learning_rat", "1"], "unknown key 'learning_rat'; did you mean 'learning_rate'?"),
+        ("plan", {"gpus": 8}, [], "gpus: is a flag of mca-train plan (--gpus), no key of a run; remove it"),
+        ("sft", {}, ["--dry_run"], "dry_run: is a flag of mca-train plan (--dry_run), no key of a run"),
+        ("sft", {}, ["--serach"], "unknown key 'serach'"),
+    ],
+)
+def test_flags_of_a_plan_are_told_from_keys(run, command, changes, flags, message, capsys):
+    assert main([command, run(**changes), *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
         ("reward", {"lora_rank": 4}, "lora_modules_to_save lacks score"),

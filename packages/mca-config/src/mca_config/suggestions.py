@@ -13,7 +13,9 @@ def suggestion(word: str, known: Iterable[str], otherwise: str) -> str:
     """
     from difflib import get_close_matches  # a command's help does without it
 
-    close = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    plain = {one.lstrip("-"): one for one in known}
+    close = get_close_matches(word.lstrip("-"), plain, n=1, cutoff=0.6)
     if not close:
         return f"; {otherwise}"
-    return f"; did you mean {close[0] if close[0].startswith('-') else repr(close[0])}?"
+    meant = plain[close[0]]
+    return f"; did you mean {meant if meant.startswith('-') else repr(meant)}?"

@@ -18,6 +18,7 @@ def build(
     where: str,
     only: Iterable[str] = (),
     elsewhere: Mapping[str, str] = MappingProxyType({}),
+    flags: Iterable[str] = (),
 ) -> tuple[Typed, ...]:
     """One instance of each of ``classes`` from ``values`` of a YAML file and the command line together.
 
@@ -27,6 +28,7 @@ def build(
         where: What to name in an error.
         only: Names that must have a value although some class has a default for them.
         elsewhere: What to say of keys that have no meaning here but have one elsewhere.
+        flags: Names of the command's flags that are no keys, one of which can be meant by an unknown key.
 
     Raises:
         UsageError: Something is wrong: all that is.
@@ -35,6 +37,7 @@ def build(
     def unknown(key: str, known: Iterable[str]) -> str:
         if key in elsewhere:
             return f"{key}: {elsewhere[key]}"
-        return f"unknown key '{key}'{suggestion(key, known, 'mca-train sft --help lists the keys')}"
+        words = [*known, *(f"--{flag}" for flag in flags)]
+        return f"unknown key '{key}'{suggestion(key, words, 'mca-train sft --help lists the keys')}"
 
     return fields.build(classes, values, where=where, unknown=unknown, only=only)

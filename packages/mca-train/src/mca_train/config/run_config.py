@@ -3,7 +3,7 @@
 Whether the arguments make sense together is not decided here but in `mca_train.run.checks`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -56,6 +56,7 @@ def parse(
     data: type[DataArguments] = DataArguments,
     own: type | None = None,
     elsewhere: Mapping[str, str] = MappingProxyType({}),
+    flags: Iterable[str] = (),
 ) -> Settings:
     """The arguments that ``values`` give.
 
@@ -65,6 +66,7 @@ def parse(
         data: The class of model and files.
         own: The class of what the kind of run alone understands.
         elsewhere: What to say of the keys of other kinds; those of other programs are known.
+        flags: Names of the command's flags that are no keys.
 
     Raises:
         UsageError: Keys or values are wrong.
@@ -78,6 +80,7 @@ def parse(
         where=where,
         only=["output_dir"],
         elsewhere={**RENAMED, **elsewhere},
+        flags=flags,
     )
     return Settings(
         training=training,

@@ -7,7 +7,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from mca_config.checks import check_layout
@@ -21,9 +21,14 @@ from mca_train.config.checks import contradictions
 from mca_train.config.model import layout_of, model_config, num_local_ranks
 from mca_train.config.parts import part_problems
 from mca_train.config.run_config import Settings, parse
+from mca_train.plan.options import PlanOptions
 from mca_train.tasks.table import keys_of_others
 from mca_train.tasks.task import Task
 
+_OF_PLANS = {
+    flag.name: f"is a flag of mca-train plan (--{flag.name}), no key of a run; remove it"
+    for flag in fields(PlanOptions)
+}
 _TIMES = ("runtime", "samples_per_second", "steps_per_second")
 
 
@@ -73,14 +78,19 @@ class Findings:
         return self.run
 
 
-def settings_of(task: Task, values: Values, where: str) -> Settings:
-    """The arguments that ``values`` give for ``task``.
+def settings_of(task: Task, values: Values, where: str, flags: Iterable[str] = ()) -> Settings:
+    """The arguments that ``values`` give for ``task``; ``flags`` of the command are no keys.
 
     Raises:
         UsageError: Keys or values are wrong.
     """
     return parse(
-        values, where, data=task.data_arguments, own=task.own_arguments, elsewhere=keys_of_others(task)
+        values,
+        where,
+        data=task.data_arguments,
+        own=task.own_arguments,
+        elsewhere=_OF_PLANS | keys_of_others(task),
+        flags=flags,
     )
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,7 @@ def print_plan(task: Task | None, config: Path, overrides: list[str], options: P
     values, where = given_values(config, overrides)
     task = task or task_of(values)
     values = with_directories(values, only="config")
-    settings = settings_of(task, values, where)
+    settings = settings_of(task, values, where, [flag.name for flag in fields(options)])
     if options.search:
         return _search(task, values, settings, options)
     findings = check(task, _checkable(settings, hardware), _ranks_of(options))
