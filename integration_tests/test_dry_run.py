@@ -206,7 +206,7 @@ def without_memory(folder: Path, kind: str, changes: dict[str, Any], rank: int, 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
     run = prepared(folder, kind, changes | EVALUATED, world_size)
-    return step_needs(run.task, run.settings, run.model, rank, world_size, 4, images_in(run))
+    return step_needs(run.task, run.settings, run.model, rank, world_size, 4, images_in(run), ordered=4)
 
 
 def with_memory(folder: Path, names: list[str]) -> dict[str, StepNeeds]:
@@ -268,6 +268,7 @@ def compare(name: str, planned: StepNeeds, real: StepNeeds) -> None:
         assert mine == pytest.approx(its, abs=WITHIN * real.peak), (name, part)
     assert planned.module == real.module, name
     pp, vpp = (CASES[name.split(", rank")[0]][2].get(key) or 1 for key in (PP, VPP))
+    assert planned.order == real.passes, name
     assert list(planned.passes) == list(Order(pp, vpp, planned.micro_batches).of_rank(planned.stage)), name
     assert {(m.operation, m.ranks): (m.count, m.bytes) for m in planned.messages} == {
         (m.operation, m.ranks): (m.count, m.bytes) for m in real.messages

@@ -35,7 +35,8 @@ def stage(number: int) -> StepNeeds:
             Message("_allgather_base", GRID.group_of("tp", rank), 40, 8 * GIB),
             Message("allreduce", GRID.group_of("dp", rank), 4, 5 << 10),
         ),
-        passes=tuple(Order(STAGES, 1, MICRO_BATCHES).of_rank(number)),
+        passes=(),
+        order=tuple(Order(STAGES, 1, MICRO_BATCHES).of_rank(number)),
         synchronisations=0,
         **parts,
     )

@@ -1,6 +1,6 @@
 """The tensors of a micro-batch and of a training step. How they are made is in `collate`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -73,6 +73,11 @@ class MicroBatch:
         place = self.position_ids + 1
         found = self.values[self.segments, start + place.clamp(max=count - 1)]
         return found.float().masked_fill(place >= count, 0)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All of them."""
+        yield from (found for f in fields(self) if isinstance(found := getattr(self, f.name), Tensor))
+        yield from (self.images or {}).values()
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on ``device``."""

@@ -1,11 +1,12 @@
 """What only tensors with memory know, answered for tensors without: values that the host reads.
 
 The lengths of packed sequences are known, and which tokens go to which experts: to all of them alike. So is whatever is
-computed of these alone. All other values are 1, or true: they are norms, scales and flags that decide nothing about
-sizes.
+computed of these alone, but for tables of many fractions, such as angles of positions. All other values are 1, or true:
+they are norms, scales and flags that decide nothing about sizes.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ _GROUPED = (
     torch.ops.c10d.allreduce_coalesced_.default,
 )
 """Collectives for which torch has no answer of its own."""
+_FRACTIONS = 4096
+"""In a tensor whose values are kept, at most."""
 _HOST = torch.device("cpu")
 """Where known values are, whatever device their tensors are on."""
 
@@ -80,10 +83,14 @@ class Answers(TorchDispatchMode):
 
     def _values(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """What ``func`` gives for true values; None if it takes a tensor whose values are not known."""
-        if func.namespace == "c10d" or "empty" in func._schema.name:
+        valueless, mutable = _kind(func)
+        if valueless:
+            return None
+        first = args[0] if args else None
+        if not mutable and isinstance(first, torch.Tensor) and first not in self._known:
             return None
         tensors = [leaf for leaf in _pytree.tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)]
-        if func._schema.is_mutable:
+        if mutable:
             for tensor in tensors:
                 self._known.pop(tensor, None)
             return None
@@ -108,8 +115,16 @@ class Answers(TorchDispatchMode):
 
     def _remember(self, out: Any, values: Any) -> None:
         for made, value in zip(_pytree.tree_leaves(out), _pytree.tree_leaves(values), strict=True):
-            if isinstance(made, torch.Tensor):
+            if not isinstance(made, torch.Tensor):
+                continue
+            if not value.is_floating_point() or value.numel() <= _FRACTIONS:
                 self._known[made] = value
+
+
+@cache
+def _kind(func: Any) -> tuple[bool, bool]:
+    """Whether the values of what ``func`` gives are of no use, and whether it changes what it takes."""
+    return func.namespace == "c10d" or "empty" in func._schema.name, func._schema.is_mutable
 
 
 def _usual(dtype: torch.dtype) -> bool | float | int:

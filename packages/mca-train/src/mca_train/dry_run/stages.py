@@ -26,7 +26,7 @@ def needs_of_stages(
     layout: ParallelLayout,
     world_size: int,
     *,
-    alike: bool = False,
+    ordered: bool = False,
     images: "Images | None" = None,
 ) -> list[StepNeeds]:
     """What the first rank of each pipeline stage needs for a step.
@@ -37,7 +37,7 @@ def needs_of_stages(
         model: The architecture.
         layout: How the ranks stand.
         world_size: Their number.
-        alike: Whether all stages run as many micro-batches, so that their passes make one timeline.
+        ordered: Whether to put the micro-batches of the first stage in order on all of them, for one timeline.
         images: In each sequence; None: there are none.
     """
     from mca_models.megatron import platform
@@ -54,8 +54,9 @@ def needs_of_stages(
                 model,
                 rank,
                 world_size,
-                micro_batches_to_run(accumulated, layout, 0 if alike else stage),
+                micro_batches_to_run(accumulated, layout, stage),
                 images,
+                micro_batches_to_run(accumulated, layout, 0) if ordered else 0,
             )
             for stage, rank in enumerate(_first_ranks(grid))
         ]

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -23,7 +24,7 @@ from mca_train.config.model import adapter_config, model_config
 from mca_train.config.parts import trained_parts
 from mca_train.dry_run.answers import Answers
 from mca_train.dry_run.modules import ModuleNames
-from mca_train.dry_run.passes import Passes
+from mca_train.dry_run.passes import Passes, order_of
 from mca_train.dry_run.routing import known_as_arrays, route_evenly
 from mca_train.dry_run.samples import LongestSamples
 from mca_train.dry_run.tracker import GRADIENTS, KEPT, OPTIMIZER, REFERENCE, STEP, WEIGHTS, Message, Tracker
@@ -71,6 +72,8 @@ class StepNeeds:
     messages: tuple[Message, ...]
     passes: tuple[Pass, ...]
     """In the order in which they ran."""
+    order: tuple[Pass, ...] = ()
+    """Of as many micro-batches as were asked for, in the order in which the engine's schedule runs them."""
     synchronisations: int
     """How often the host read a value."""
 
@@ -83,10 +86,12 @@ def step_needs(
     world_size: int,
     micro_batches: int,
     images: Images | None = None,
+    ordered: int = 0,
 ) -> StepNeeds:
     """What ``rank`` of a run needs for a step of ``micro_batches``, with ``images`` in each sequence.
 
-    To be called in a process of its own, as Megatron's groups are the process's.
+    To be called in a process of its own, as Megatron's groups are the process's. ``ordered`` micro-batches are only
+    put in order.
     """
     from mca_models import AutoModel
     from mca_models.megatron import platform
@@ -102,7 +107,12 @@ def step_needs(
         stack.enter_context(known_as_arrays(answers))
         trainer, engine = build(task, settings, model, modes, AutoModel.unfilled, images)
         route_evenly(engine.models, answers)
-        return measure(trainer, engine, modes, next(steps_of(trainer.get_train_dataloader())))
+        batch = next(steps_of(trainer.get_train_dataloader()))
+        needs = measure(trainer, engine, modes, batch)
+        if not ordered:
+            return needs
+        with modes.entered(STEP):
+            return replace(needs, order=order_of(engine, batch, ordered, modes.tracker))
 
 
 def _short(settings: "Settings", folder: str, micro_batches: int) -> "Settings":
@@ -214,6 +224,8 @@ def measure(trainer: "McaTrainer", engine: "Engine", modes: Modes, batch: StepBa
     ):
         tracker.restart()
         given = batch if modes.answers is None else _without_memory(batch, modes.answers)
+        for tensor in chain.from_iterable(each.tensors() for each in given.micro_batches):
+            tracker.add(tensor)
         trainer.before_forward(given)
         passes.forget()  # those of a reference
         engine.forward_backward(given)

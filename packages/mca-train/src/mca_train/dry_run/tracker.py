@@ -1,7 +1,7 @@
 """Counts what a step allocates, computes and sends, operation by operation, on real tensors or on fake ones.
 
-A storage is counted from the operation that returns it until nothing refers to it, views once. What allocators add
-(rounding, fragments) and what kernels take inside is not seen.
+A storage is counted from the operation that makes it until nothing refers to it. What allocators add (rounding,
+fragments) and what kernels and libraries take inside is not counted, even if a view of it is seen.
 """
 
 import weakref
@@ -141,6 +141,8 @@ class Tracker(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs ``func`` and counts what it did."""
+        if func is torch.ops.prim.device.default:  # two in three calls, if tensors have no memory
+            return args[0].device
         options = dict(kwargs or {})
         if func is torch.ops.aten._local_scalar_dense.default:
             self.tally.synchronisations[self.names.here()[0]] += 1
@@ -149,25 +151,29 @@ class Tracker(TorchDispatchMode):
             self.tally.flops += flops(*args, **options, out_val=out)
         if func.namespace == "c10d":
             self._send(func, args)
-        self._count(func, out)
+        self._count(func, out, (args, options))
         return out
 
-    def _count(self, func: Any, out: Any) -> None:
-        grown = False
-        for tensor in (out,) if isinstance(out, torch.Tensor) else _pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                grown |= self.add(tensor)
-        if grown:
+    def _count(self, func: Any, out: Any, given: Any) -> None:
+        made = [tensor for tensor in _tensors(out) if self._is_new(tensor)]
+        if not made:
+            return
+        if func is not torch.ops.aten.lift_fresh.default:  # which gives what no operation made
+            before = {tensor.untyped_storage()._cdata for tensor in _tensors(given)}
+            made = [tensor for tensor in made if tensor.untyped_storage()._cdata not in before]
+        for tensor in made:
+            self.add(tensor)
+        if made:
             self._note(str(func._overloadpacket), torch._C._current_autograd_node() is not None)
 
-    def add(self, tensor: torch.Tensor) -> bool:
+    def add(self, tensor: torch.Tensor) -> None:
         """Counts the storage of ``tensor``, if it is new."""
+        if self._is_new(tensor):
+            self._take(tensor.untyped_storage())
+
+    def _is_new(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known or not storage.nbytes():
-            return False
-        self._take(storage)
-        return True
+        return storage._cdata not in self._known and storage.nbytes() > 0
 
     def _take(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -198,7 +204,7 @@ class Tracker(TorchDispatchMode):
             tally.peak = Peak(tally.live, operation, self.names.here()[0], backward, held)
 
     def _send(self, func: Any, args: Sequence[Any]) -> None:
-        sizes = [t.numel() * t.element_size() for t in _pytree.tree_leaves(args) if _is_tensor(t)]
+        sizes = [tensor.numel() * tensor.element_size() for tensor in _tensors(args)]
         group = next((found for arg in args if (found := _group(arg)) is not None), None)
         ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else ()
         name = str(func._overloadpacket).removeprefix("c10d.").rstrip("_")
@@ -207,8 +213,10 @@ class Tracker(TorchDispatchMode):
         message.bytes += max(sizes, default=0)
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+def _tensors(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [leaf for leaf in _pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _group(value: object) -> dist.ProcessGroup | None:

@@ -24,7 +24,7 @@ def draw_all(
 
     Args:
         folder: Made if it is not there.
-        stages: The dry run of each pipeline stage, all with as many micro-batches.
+        stages: The dry run of each pipeline stage, with the order of as many micro-batches on all.
         plan: Layers on stages.
         grid: Who stands where.
         limit_gib: Of the device; None: no line.
@@ -48,7 +48,7 @@ def ran_of(stages: Sequence[StepNeeds], chunks: int) -> list[Ran]:
     def duration(rank: int, step: Pass) -> float:
         return max(work[rank] / most, 0.05) * (1.0 if step.forward else 2.0)
 
-    return timeline([stage.passes for stage in stages], chunks, duration)
+    return timeline([stage.order for stage in stages], chunks, duration)
 
 
 def draw_schedule(folder: Path, ran: Sequence[Ran], ranks: int) -> list[Path]:

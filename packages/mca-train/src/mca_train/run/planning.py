@@ -64,7 +64,7 @@ def print_plan(task: Task | None, config: Path, overrides: list[str], options: P
     planned = _Planned.of(_as_asked(findings.run, settings), settings, hardware, images)
     stages: list[StepNeeds] = []
     if options.dry_run or options.plot:
-        stages = _dry_run(findings.run, images, alike=options.plot is not None)
+        stages = _dry_run(findings.run, images, ordered=options.plot is not None)
     if options.plot is not None:
         planned.draw(options.plot, stages)
     if options.json:
@@ -198,9 +198,9 @@ def _implementation(settings: Settings, hardware: Hardware | None) -> Implementa
     return "transformer_engine" if hardware is not None else implementation_of(settings.training)
 
 
-def _dry_run(run: Run, images: Images | None, *, alike: bool) -> "list[StepNeeds]":
+def _dry_run(run: Run, images: Images | None, *, ordered: bool) -> "list[StepNeeds]":
     from mca_train.dry_run.stages import needs_of_stages
 
     return needs_of_stages(
-        run.task, run.settings, run.model, run.layout, run.world_size, alike=alike, images=images
+        run.task, run.settings, run.model, run.layout, run.world_size, ordered=ordered, images=images
     )
