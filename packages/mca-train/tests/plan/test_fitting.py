@@ -102,6 +102,8 @@ def test_the_plans_own_words_are_told_from_the_runs() -> None:
         (["--gpus", "many"], "--gpus must be an integer, not 'many'"),
         (["--gpus", "0"], "expected at least 1"),
         (["--search"], "add --gpus N"),
+        (["--search", "--gpus", "8", "--dry_run"], "--search excludes --dry_run and --plot"),
+        (["--search", "--gpus", "8", "--plot", "pictures"], "--search excludes --dry_run and --plot"),
         (["--json=file"], "--json takes no value"),
         (["--images", "-1"], "--images -1: expected 0 or more"),
         (["--image_size", "big"], "--image_size must be an integer"),

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from mca_config.errors import UsageError
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.pipeline import pipeline_plan
 from mca_train.dry_run.step import StepNeeds
 from mca_train.dry_run.tracker import Message
 from mca_train.plan.schedule import Order
+from mca_train.plots.drawing import ready
 from mca_train.plots.pictures import draw_all, group_name, ran_of
 
 GIB = 1024**3
@@ -73,3 +75,11 @@ def test_groups_are_named_by_their_axis() -> None:
         message = Message("allreduce", GRID.group_of(axis, 0), 1, 1)
         assert group_name(message, 0, GRID).startswith(f"{axis} (")
     assert group_name(Message("allreduce", tuple(range(64)), 1, 1), 0, GRID) == "all 64 ranks"
+
+
+def test_a_directory_that_cannot_be_written_is_told_before_anything_is_computed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be written .*; name another directory"):
+        ready(tmp_path / "file" / "pictures")
+    ready(tmp_path / "new" / "pictures")
+    assert list((tmp_path / "new" / "pictures").iterdir()) == []

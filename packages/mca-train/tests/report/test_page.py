@@ -92,6 +92,15 @@ def test_two_runs_stand_beside_each_other(tmp_path):
     assert "<th>one</th><th>other</th>" in text
 
 
+def test_a_run_whose_record_was_cut_is_shown_without_it(tmp_path):
+    folder = a_run(tmp_path / "one", 6.0)
+    (folder / "run.json").write_bytes(b'{"task": "sft", "layout": "\xff')
+    assert write_report(folder) == 0
+    text = (folder / "report.html").read_text()
+    assert "unknown" in text
+    assert "moe_balance" in text
+
+
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     run = str(a_run(tmp_path / "run", 1.0))
     for words, said in [

@@ -67,5 +67,7 @@ class PlanOptions:
             raise UsageError(f"--image_size {self.image_size}: expected at least 1")
         if self.search and self.gpus is None:
             raise UsageError("--search looks for layouts of a number of devices; add --gpus N")
+        if self.search and (self.dry_run or self.plot is not None):
+            raise UsageError("--search excludes --dry_run and --plot; plan a layout that it prints with them")
         if self.hardware is not None and self.device is None:
             raise UsageError("--hardware FILE does nothing without --device NAME, which it may define")

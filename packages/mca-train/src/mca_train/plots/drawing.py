@@ -1,6 +1,8 @@
 """How every picture is made: matplotlib without a screen, one style, an SVG and a PNG."""
 
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from mca_config.errors import UsageError
@@ -18,16 +20,27 @@ CHUNKS = ("#4c78a8", "#9ecae9", "#54a24b", "#b4e197", "#72b7b2", "#b279a2", "#d6
 BACKWARD = ("#f58518", "#ffbf79", "#e45756", "#ff9d98", "#d8b5a5", "#bab0ac", "#eeca3b", "#d67195")
 
 
-def axes(width: float, height: float, title: str) -> tuple[Any, Any]:
-    """A figure and its axes.
+def ready(folder: Path) -> None:
+    """Makes ``folder``, before what is drawn into it is computed.
 
     Raises:
-        UsageError: matplotlib is not installed.
+        UsageError: It cannot be written, or matplotlib is not installed.
     """
+    if find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib; install mca-train[plots] or leave --plot out")
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("--plot needs matplotlib; install mca-train[plots] or leave --plot out") from None
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UsageError(
+            f"--plot {folder}: cannot be written ({error.strerror}); name another directory"
+        ) from None
+
+
+def axes(width: float, height: float, title: str) -> tuple[Any, Any]:
+    """A figure and its axes."""
+    from matplotlib.figure import Figure
+
     figure: Any = Figure(figsize=(width, height), layout="constrained")
     found = figure.subplots()
     found.set_title(title, loc="left", fontsize=11)
@@ -38,7 +51,6 @@ def axes(width: float, height: float, title: str) -> tuple[Any, Any]:
 
 def save(figure: Any, folder: Path, name: str) -> list[Path]:
     """Writes ``name.svg`` and ``name.png`` into ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.{kind}" for kind in ("svg", "png")]
     from matplotlib import rc_context
 

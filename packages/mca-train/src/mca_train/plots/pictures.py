@@ -23,7 +23,7 @@ def draw_all(
     """Writes every picture into ``folder``.
 
     Args:
-        folder: Made if it is not there.
+        folder: Is there.
         stages: The dry run of each pipeline stage, with the order of as many micro-batches on all.
         plan: Layers on stages.
         grid: Who stands where.

@@ -62,7 +62,11 @@ def read_run(folder: Path) -> RunFiles:
         for name, value in entry.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 curves.setdefault(name, []).append((float(step), float(value)))
-    record = _object((folder / RECORD).read_text(encoding="utf-8")) if (folder / RECORD).is_file() else {}
+    record = (
+        _object((folder / RECORD).read_text(encoding="utf-8", errors="replace"))
+        if (folder / RECORD).is_file()
+        else {}
+    )
     seconds = max(times) - min(times) if times else 0.0
     return RunFiles(
         folder=folder, curves=curves, record=record, checkpoints=_checkpoints(folder), seconds=seconds

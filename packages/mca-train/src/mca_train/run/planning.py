@@ -61,6 +61,10 @@ def print_plan(task: Task | None, config: Path, overrides: list[str], options: P
         _say_impossible(findings, options)
         return 2
     images = images_of_run(findings.run, options.images, options.image_size)
+    if options.plot is not None:
+        from mca_train.plots.drawing import ready
+
+        ready(options.plot)
     planned = _Planned.of(_as_asked(findings.run, settings), settings, hardware, images)
     stages: list[StepNeeds] = []
     if options.dry_run or options.plot:
