@@ -5,6 +5,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,8 @@ def needs_of_stages(
     """
     from mca_models.megatron import platform
 
-    platform.prepare()  # what the processes below would each import
+    platform.prepare()  # here and below: what the processes would each import
+    import_module("mca_train.trainer.trainer")
     accumulated = settings.training.gradient_accumulation_steps
     grid = RankGrid(layout, world_size)
     return _in_processes(
