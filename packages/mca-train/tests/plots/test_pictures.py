@@ -79,7 +79,7 @@ def test_groups_are_named_by_their_axis() -> None:
 
 def test_a_directory_that_cannot_be_written_is_told_before_anything_is_computed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be written .*; name another directory"):
+    with pytest.raises(UsageError, match=r"cannot be written .*; name another directory"):
         ready(tmp_path / "file" / "pictures")
     ready(tmp_path / "new" / "pictures")
     assert list((tmp_path / "new" / "pictures").iterdir()) == []
