@@ -50,6 +50,33 @@ def test_one_run_at_a_time_and_nothing_left(tmp_path, no_waiting):
     assert list(tmp_path.iterdir()) == []
 
 
+def unread(file, monkeypatch):
+    def refuse(self, **_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(type(file), "read_text", refuse)
+
+
+LOST = {
+    "was removed, so": lambda file, _: file.unlink(),
+    r"cannot be read \(Input/output error\), so": unread,
+    "was taken by another run; ": lambda file, _: file.write_bytes(b"\xff{"),
+}
+
+
+@pytest.mark.parametrize("told", LOST)
+def test_why_a_run_lost_its_lock_is_told(told, tmp_path, monkeypatch):
+    lock = OutputLock(tmp_path)
+    lock.take()
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(McaError, match=f"^output_dir: .*{told}.*this one ends"),
+    ):
+        LOST[told](tmp_path / NAME, patch)
+        lock.require_own()
+    lock.release()
+
+
 def test_a_full_disk_leaves_no_lock(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

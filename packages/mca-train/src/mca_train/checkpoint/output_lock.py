@@ -97,12 +97,26 @@ class OutputLock:
                 thread.join()
 
     def require_own(self) -> None:
-        """Raises if a run elsewhere, which does not see the lock, has taken the directory since.
+        """Raises if a run elsewhere, which does not see the lock, may have taken the directory since.
 
         Raises:
-            McaError: It has.
+            McaError: It has, or the record of this run is gone or cannot be read.
         """
-        if self._fd >= 0 and (found := _read(self._path)) != self._record:
+        if self._fd < 0:
+            return
+        try:
+            found = _parsed(self._path.read_text(errors="replace"))
+        except FileNotFoundError:
+            raise McaError(
+                f"output_dir: {self._path} was removed, so that another run may use the directory; this one ends"
+            ) from None
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise McaError(
+                f"output_dir: {self._path} cannot be read ({reason}), so that another run may use the directory; "
+                "this one ends"
+            ) from error
+        if found != self._record:
             raise McaError(f"output_dir: {self._output_dir} was taken by {_told(found)}; this one ends")
 
     def _touch_until(self, ended: threading.Event) -> None:
@@ -167,9 +181,16 @@ def _record(fd: int) -> JsonObject:
 
 
 def _read(path: Path) -> JsonObject:
+    with suppress(OSError):
+        return _parsed(path.read_text(errors="replace"))
+    return {}
+
+
+def _parsed(text: str) -> JsonObject:
+    """The record that ``text`` is; empty if it is none."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        found = json.loads(text)
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 
