@@ -137,3 +137,12 @@ def test_a_plateau_of_the_metric_lowers_the_rate(tmp_path):
     for metric in (1.0, 1.0, 1.0):
         rate.scheduler.step(metric)
     assert rate.value == 1e-3
+    args.min_lr = 4e-4
+    ended = LearningRate(args, STEPS)
+    seen = []
+    for _ in range(6):  # as many evaluations as a schedule with a warm-up would have steps of it, and more
+        ended.scheduler.step(1.0)
+        seen.append(ended.value)
+    assert seen == pytest.approx([2e-3, 2e-3, 1.2e-3, 1.2e-3, 8e-4, 8e-4]), (
+        "no jump after warmup_steps evaluations"
+    )

@@ -57,7 +57,7 @@ class LearningRate:
         """The coming step's rate of parameters whose rates are ``highest`` at most and ``least`` in the end."""
         rate = float(self._carrier.param_groups[0]["lr"])
         share = rate / self._base if self._base else 0.0
-        if least and self.scheduler.last_epoch >= self._warmup:
+        if least and (self._by_metric or self.scheduler.last_epoch >= self._warmup):
             return least + (highest - least) * share
         return rate if highest == self._base else highest * share
 
