@@ -45,6 +45,7 @@ def lives(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
     found["replaced"] = trained(checkpoint, output_dir, 4, None, overwrite_output_dir=True)
     found["went on"] = trained(checkpoint, output_dir, 8, "checkpoint-4")
     found["went back"] = trained(checkpoint, output_dir, 7, "checkpoint-6", save_steps=1)
+    found["went back again"] = trained(checkpoint, output_dir, 7, "checkpoint-6", save_steps=1)
     found["went back, others removed"] = trained(
         checkpoint, output_dir, 7, "checkpoint-6", overwrite_output_dir=True, save_strategy="no"
     )
@@ -64,4 +65,5 @@ def test_a_run_keeps_its_own_checkpoints_and_no_others(tmp_path):
     assert found["replaced"] == ["2", "4"], "not its own were removed, and those of the first run all"
     assert found["went on"] == ["6", "8"]
     assert found["went back"] == ["6", "7", "8.set-aside"]
-    assert found["went back, others removed"] == ["6", "8.set-aside"]
+    assert found["went back again"] == ["6", "7", "7.set-aside", "8.set-aside"], "one of the same step too"
+    assert found["went back, others removed"] == ["6", "7.set-aside", "8.set-aside"]

@@ -1,8 +1,8 @@
 """Whose checkpoints stand in an ``output_dir``: those of one run, each made from the one before.
 
 A new run is refused where another one's stand, or deletes them if that is asked for. A run that resumes from an
-earlier checkpoint sets the later ones aside when it writes its first own. So ``auto`` and ``save_total_limit``,
-which go by the step, find only a run's own.
+earlier checkpoint sets the later ones aside when it writes its first own, and one of the same step just before. So
+``auto`` and ``save_total_limit``, which go by the step, find only a run's own.
 """
 
 import logging
@@ -57,11 +57,22 @@ def set_aside_newer(output_dir: Path, first: int, own: Iterable[Path]) -> None:
     """
     names = {path.name for path in own}
     for path in checkpoints(output_dir):
-        if step_of(path) > first and path.name not in names:
-            free = (f"{path.name}.set-aside{f'-{number}' if number else ''}" for number in count())
-            aside = next(name for name in free if not path.with_name(name).exists())
-            logger.warning("%s: this run resumed from step %d; the checkpoint is now %s", path, first, aside)
-            path.rename(path.with_name(aside))
+        if path.name not in names:
+            _set_aside(path, first)
+
+
+def make_way(target: Path, first: int, own: Iterable[Path]) -> None:
+    """Renames a complete checkpoint at ``target`` that a run had written before it went back, as `set_aside_newer`."""
+    if target.name in {path.name for path in checkpoints(target.parent)} - {path.name for path in own}:
+        _set_aside(target, first)
+
+
+def _set_aside(path: Path, first: int) -> None:
+    if step_of(path) > first:
+        free = (f"{path.name}.set-aside{f'-{number}' if number else ''}" for number in count())
+        aside = next(name for name in free if not path.with_name(name).exists())
+        logger.warning("%s: this run resumed from step %d; the checkpoint is now %s", path, first, aside)
+        path.rename(path.with_name(aside))
 
 
 def _stands_in(output_dir: Path, checkpoint: Path | None) -> bool:

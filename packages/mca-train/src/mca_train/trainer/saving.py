@@ -72,6 +72,9 @@ class WithCheckpoints(WithLogs):
             require_finite_weights(self.state.global_step, self.model.held())
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(target)
+        self._checkpoints.finish()
+        with name_errors(target):
+            told_by_first(lambda: lineage.make_way(target, self.started_at_step, self._checkpoints.written))
         of_step = copy.copy(self.state) if self.args.async_save else self.state
         self._checkpoints.write(target, self._begin_checkpoint, lambda: self._after_checkpoint(of_step))
 
