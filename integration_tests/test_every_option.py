@@ -111,6 +111,17 @@ SAID: dict[str, tuple[str, Changes]] = {
 }
 """What is said of the dense model on one rank without a GPU."""
 
+CONSTANT = {"lr_scheduler_type": "constant", "warmup_steps": 0}
+SELECTIVE = {"recompute_granularity": "selective"}
+SAID_OF_VALUES: dict[str, tuple[str, Changes]] = {
+    "warmup_steps": ("constant has no warm-up", {"lr_scheduler_type": "constant"}),
+    "min_lr": ("constant stays where it begins", CONSTANT | {"min_lr": 1e-3}),
+    "decoupled_min_lr": ("constant stays where it begins", CONSTANT | RATES | {"decoupled_min_lr": 1e-3}),
+    "adam_beta1, adam_epsilon": ("the optimizer is sgd", SGD | {"adam_beta1": 0.5, "adam_epsilon": 1e-3}),
+    "recompute_modules moe": ("the model has no experts", SELECTIVE | {"recompute_modules": ["mlp", "moe"]}),
+}
+"""What another argument, or the model, leaves nothing to do."""
+
 ELSEWHERE: dict[str, str] = {
     "moe_pad_expert_input_to_capacity": "../packages/mca-config/tests/test_arguments.py",
     "moe_router_load_balancing_type": "test_train_moe.py",
@@ -224,13 +235,19 @@ def test_stands_in_megatrons_configuration(name, models, tmp_path):
 def test_what_does_nothing_is_said_in_one_line(models, tmp_path, caplog):
     from mca_train.trainer.without_effect import tell_without_effect
 
-    for name, (why, changes) in SAID.items():
+    for name, (why, changes) in (SAID | SAID_OF_VALUES).items():
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="mca_train"):
             tell_without_effect(*megatron(models / "dense", tmp_path, changes))
         (line,) = [record.getMessage() for record in caplog.records]
         assert line.startswith("without effect in this run: "), line
-        assert name in line and why in line, line
+        assert f"{name} (" in line and why in line, line
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="mca_train"):
+        tell_without_effect(*megatron(models / "dense", tmp_path, RATES), trains_vocabulary=False)
+    assert caplog.messages == [
+        "without effect in this run: decoupled_lr (embedding and output layer are not trained)"
+    ]
 
 
 def test_nothing_is_said_of_what_has_an_effect(models, tmp_path, caplog):

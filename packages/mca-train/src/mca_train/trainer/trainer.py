@@ -62,7 +62,7 @@ from mca_train.trainer.monitor import Watch
 from mca_train.trainer.parts import Training
 from mca_train.trainer.saving import WithCheckpoints
 from mca_train.trainer.unsupported import require_honoured
-from mca_train.trainer.without_effect import tell_without_effect
+from mca_train.trainer.without_effect import tell_without_effect, trains_vocabulary
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
@@ -137,7 +137,8 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         )
         choose_parts(model, args)
         self._print_lines()
-        tell_without_effect(args, model.config, model.megatron)
+        has_rows = args.decoupled_lr is None or trains_vocabulary(model)
+        tell_without_effect(args, model.config, model.megatron, trains_vocabulary=has_rows)
         seed_dropout(model, args.seed)
         self.model = self.model_wrapped = model
         self._view = view

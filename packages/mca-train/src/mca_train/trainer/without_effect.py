@@ -4,11 +4,14 @@
 are made.
 """
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.distributed.collectives import all_gather
+from mca_train.types import VirtualModels
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -29,11 +32,20 @@ _OF_PIPELINES = (
 
 _OF_BALANCE = ("moe_aux_loss_coeff",)
 _ALWAYS_ON = ("attention_softmax_in_fp32",)
+_OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+_OF_VOCABULARY = ("decoupled_lr", "decoupled_min_lr")
+_WITHOUT_WARM_UP = ("constant", "reduce_lr_on_plateau", "greedy")
+_WITHOUT_END = ("constant", "constant_with_warmup")
+_EXPERTS_MODULES = ("moe", "moe_act", "shared_experts")
 _OF_DEVICES = ("pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d", "deterministic_mode")
 
 
 def tell_without_effect(
-    args: "TrainingArguments", config: McaModelConfig, megatron: "TransformerConfig"
+    args: "TrainingArguments",
+    config: McaModelConfig,
+    megatron: "TransformerConfig",
+    *,
+    trains_vocabulary: bool = True,
 ) -> None:
     """Logs what of ``args`` does nothing here.
 
@@ -41,15 +53,27 @@ def tell_without_effect(
         args: Training arguments.
         config: The model, with the layout it stands on.
         megatron: Megatron's configuration of it.
+        trains_vocabulary: The embedding or the output layer is trained.
     """
     found: dict[str, list[str]] = {}
     for why, names in _groups(args, config, megatron):
-        given = [name for name in names if _given(args, name)]
-        if given:
-            found[why] = given
+        found[why] = [name for name in names if _given(args, name)]
+    if not trains_vocabulary:
+        found["embedding and output layer are not trained"] = [
+            name for name in _OF_VOCABULARY if _given(args, name)
+        ]
+    for why, told in _values(args, config):
+        found.setdefault(why, []).extend(told)
+    found = {why: names for why, names in found.items() if names}
     if found:
         told = "; ".join(f"{', '.join(names)} ({why})" for why, names in found.items())
         logger.warning("without effect in this run: %s", told)
+
+
+def trains_vocabulary(model: VirtualModels) -> bool:
+    """Whether any rank trains the embedding or the output layer, or an adapter's rows of them; collective."""
+    mine = any(item.param.vocab and tensor.requires_grad for item, tensor in model.held())
+    return any(all_gather(mine))
 
 
 def _given(args: "TrainingArguments", name: str) -> bool:
@@ -79,6 +103,25 @@ def _groups(
     if layout.tp == 1:
         yield "one tensor rank", ("distribute_saved_activations",)
     yield from _machine(args, megatron)
+
+
+def _values(args: "TrainingArguments", config: McaModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What another argument, or the model, leaves nothing to do; told as it was given."""
+    schedule = args.lr_scheduler_type.value
+    if args.warmup_steps and schedule in _WITHOUT_WARM_UP:
+        yield f"lr_scheduler_type {schedule} has no warm-up", ("warmup_steps",)
+    if schedule in _WITHOUT_END:
+        ends = tuple(name for name in ("min_lr", "decoupled_min_lr") if getattr(args, name))
+        yield f"lr_scheduler_type {schedule} stays where it begins", ends
+    if args.optimizer == "sgd":
+        usual = {field.name: field.default for field in dataclasses.fields(args)}
+        yield "the optimizer is sgd", tuple(n for n in _OF_ADAM if getattr(args, n) != usual[n])
+    modules = args.recompute_modules or ()
+    if config.num_moe_experts is None:
+        of_experts = [name for name in modules if name in _EXPERTS_MODULES]
+        yield "the model has no experts", tuple(f"recompute_modules {name}" for name in of_experts)
+    elif not config.moe_shared_expert_intermediate_size and "shared_experts" in modules:
+        yield "the model has no shared experts", ("recompute_modules shared_experts",)
 
 
 def _experts(config: McaModelConfig, megatron: "TransformerConfig") -> Iterator[tuple[str, tuple[str, ...]]]:
