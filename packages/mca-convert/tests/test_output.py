@@ -109,6 +109,28 @@ def test_only_a_checkpoint_is_replaced_and_only_on_demand(
     assert {path.name for path in tmp_path.iterdir()} == {"source", "mca", "precious"}
 
 
+@pytest.mark.parametrize(
+    ("umask", "small", "others"), [(0o077, 0o600, 0o600), (0o022, 0o640, 0o644), (0o002, 0o640, 0o664)]
+)
+def test_permissions_are_those_of_the_source_but_for_the_umask(
+    umask: int, small: int, others: int, source: Path, convert
+) -> None:
+    """Small files keep theirs; of what is written anew the umask decides."""
+    (source / "generation_config.json").chmod(0o440)
+    before = os.umask(umask)
+    try:
+        mca = convert(source, "mca", tp=2)
+        hf = convert(mca, "hf")
+    finally:
+        os.umask(before)
+    for folder in (mca, hf):
+        for path in (folder, *folder.rglob("*")):
+            expected = 0o777 & ~umask if path.is_dir() else others
+            if path.name == "generation_config.json":
+                expected = small
+            assert path.stat().st_mode & 0o777 == expected, path
+
+
 def test_quiet_and_lines_of_progress(tiny, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
     sizes = ["--tensor_model_parallel_size=2", "--expert_model_parallel_size=2"]

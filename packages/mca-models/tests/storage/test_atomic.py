@@ -57,6 +57,33 @@ def test_overwrite_exchanges_whole_directories(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["new"]
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_replaces_a_directory_is_for_whom_that_was(
+    refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "x"
+    target.mkdir()
+    (target / "old").touch()
+    if os.getuid() == 0:
+        os.chown(target, 1234, 2345)
+    target.chmod(0o2750)
+    before = target.stat()
+    if refused:
+
+        def refuse(*_: int) -> None:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(os, "fchown", refuse)
+        monkeypatch.setattr(os, "fchmod", refuse)
+    with atomic_directory(target, overwrite=True) as partial:
+        (partial / "file").touch()
+    after = target.stat()
+    assert [path.name for path in target.iterdir()] == ["file"]
+    if not refused:
+        assert after.st_ino != before.st_ino
+        assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+
+
 def test_leftovers_of_killed_writers_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
     target = tmp_path / "x [1]"  # a name with glob characters
     writers = [

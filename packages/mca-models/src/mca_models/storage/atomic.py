@@ -2,12 +2,14 @@
 
 A directory is written in a marked folder beside its destination (``partial_folder``), synced, and renamed. Where an
 empty directory stands already (a volume's mount point, say) it stays what it is, with its owner and mode: the folder is
-made in it, and what was written is moved up, last of all the file without which readers find no checkpoint.
+made in it, and what was written is moved up, last of all the file without which readers find no checkpoint. What
+replaces a directory gets its owner and mode.
 """
 
 import fcntl
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -150,6 +152,7 @@ class PartialDirectory:
     def _rename(self, folder: PartialFolder) -> None:
         """Puts the directory where none stands, or exchanges it with the one that does."""
         if self._overwrite and self.destination.is_dir():
+            _give_access(self._content, self.destination.stat())
             exchange(folder, self.destination)
             return
         try:
@@ -251,6 +254,15 @@ def write_file(path: Path, data: bytes | Iterable[bytes], mode: int = 0o666) -> 
     except OSError as error:
         raise cannot_write(path, error) from None
     return written
+
+
+def _give_access(fd: int, like: os.stat_result) -> None:
+    """Gives the directory ``fd`` the owner, group and mode of ``like``, as far as this user and file system can."""
+    for uid, gid in ((-1, like.st_gid), (like.st_uid, -1)):
+        with suppress(OSError):
+            os.fchown(fd, uid, gid)
+    with suppress(OSError):
+        os.fchmod(fd, stat.S_IMODE(like.st_mode) | stat.S_IRWXU)
 
 
 def _resolved(destination: Path) -> Path:
