@@ -1,13 +1,14 @@
-"""Whoever has a GPU and no Transformer Engine is told so once."""
+"""What is told of a model when it is made: layers that nobody asked for, results that depend on the layout."""
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.errors import McaError
-from mca_models.megatron.auto import slower_layers
+from mca_models.megatron.auto import dealt_by_ranks, slower_layers
 from mca_models.megatron.factory.transformer_config import implementation_of
 from mca_models.megatron.platform import _device
 
@@ -25,6 +26,22 @@ def test_local_layers_on_a_gpu_are_told_unless_asked_for(built, asked, missing, 
     said = slower_layers(built, asked, missing)
     assert (said is not None) == told
     assert not told or ("mca-models[te]" in said and said.startswith(missing))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "capacity", "told"),
+    [
+        ("sinkhorn", None, "moe_router_load_balancing_type sinkhorn distributes the tokens"),
+        (["aux_loss", "sinkhorn"], None, "moe_router_load_balancing_type sinkhorn distributes the tokens"),
+        ("aux_loss", 0.7, "moe_expert_capacity_factor distributes the tokens"),
+        ("aux_loss", None, None),
+        (["none"], None, None),
+    ],
+)
+def test_what_depends_on_how_tokens_are_dealt_is_told(kinds, capacity, told):
+    megatron = SimpleNamespace(moe_router_load_balancing_type=kinds, moe_expert_capacity_factor=capacity)
+    said = dealt_by_ranks(megatron)
+    assert said is None if told is None else said.startswith(told) and "\n" not in said
 
 
 @pytest.fixture

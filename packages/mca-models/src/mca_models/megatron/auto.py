@@ -20,6 +20,7 @@ from mca_models.megatron.factory import fill
 from mca_models.megatron.factory.execution import DTYPES
 from mca_models.megatron.factory.vocabulary import growth_of, require_growth
 from mca_models.megatron.names import DtypeName, Implementation
+from mca_models.megatron.types import Upstream
 from mca_models.megatron.virtual_models import VirtualModels
 from mca_models.opening import open_checkpoint
 from mca_models.storage.source import ModelSource
@@ -134,7 +135,27 @@ def _build(
     models = VirtualModels(config, args, place, dtype=trained_dtype(config, args, dtype), source=source)
     if told := slower_layers(models.implementation, args.transformer_impl, _missing()):
         _log.warning("%s", told)
+    if told := dealt_by_ranks(models.megatron):
+        _log.info("%s", told)
     return models
+
+
+def dealt_by_ranks(megatron: Upstream) -> str | None:
+    """What to say of settings with which results depend on how the tokens are dealt to ranks.
+
+    Args:
+        megatron: Megatron's configuration.
+    """
+    kinds = megatron.moe_router_load_balancing_type
+    name = None
+    if "sinkhorn" in ([kinds] if isinstance(kinds, str) else kinds):
+        name = "moe_router_load_balancing_type sinkhorn"
+    elif megatron.moe_expert_capacity_factor is not None:
+        name = "moe_expert_capacity_factor"
+    return name and (
+        f"{name} distributes the tokens that a rank has of a micro-batch, so results depend on the layout, on the "
+        "micro-batch and on padding; they are reproducible if these stay the same"
+    )
 
 
 def _missing() -> str | None:

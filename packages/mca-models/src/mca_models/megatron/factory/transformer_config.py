@@ -5,7 +5,6 @@ How the model runs is said in `execution`. What cannot be computed rightly is re
 
 import dataclasses
 import functools
-import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -31,7 +30,6 @@ from mca_models.megatron.layers.rope import attention_factor, yarn_factor, yarn_
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, Settings
 
-_log = logging.getLogger(__name__)
 _TANH_GELU = functools.partial(functional.gelu, approximate="tanh")
 _ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
     "silu": functional.silu,
@@ -125,22 +123,7 @@ def transformer_config(
     settings["transformer_impl"] = implementation
     settings["moe_grouped_gemm"] = grouped_experts(settings, implementation)
     _require(config, layout, settings, implementation)
-    _say_what_depends_on_ranks(settings)
     return _with_attention_factor(_construct(config, settings), config)
-
-
-def _say_what_depends_on_ranks(settings: Settings) -> None:
-    sinkhorn = settings.get("moe_router_load_balancing_type") == "sinkhorn"
-    for name, used in (
-        ("moe_router_load_balancing_type sinkhorn", sinkhorn),
-        ("moe_expert_capacity_factor", settings.get("moe_expert_capacity_factor") is not None),
-    ):
-        if used:
-            _log.info(
-                "%s distributes the tokens that a rank has of a micro-batch, so results depend on the layout, on "
-                "the micro-batch and on padding; they are reproducible if these stay the same",
-                name,
-            )
 
 
 def _require(
