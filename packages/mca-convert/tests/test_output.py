@@ -15,6 +15,7 @@ from mca_config.printable import printable
 from mca_convert import progress
 from mca_convert.cli import main
 from mca_convert.flags import byte_count
+from mca_models.storage import atomic
 
 
 def arguments(source: Path, target: Path) -> list[str]:
@@ -192,6 +193,23 @@ def test_what_cannot_be_written_is_foreseen(source: Path, tmp_path: Path, capsys
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert main(["plan", *arguments(source, tmp_path / "out")]) == 1
     assert "cannot be written to; name another place" in capsys.readouterr().out
+    monkeypatch.undo()
+    volume = tmp_path / "volume"  # written inside, so that the directory above it does not matter
+    volume.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) == volume)
+    assert main(["plan", *arguments(source, volume)]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != volume)
+    assert main(["plan", *arguments(source, volume)]) == 1
+    assert f"{volume} cannot be written to; name another place" in capsys.readouterr().out
+    monkeypatch.undo()
+    mca = volume / "mca"
+    assert main(arguments(source, mca)) == 0
+    monkeypatch.setattr(atomic, "_is_mount", lambda path: path == mca)
+    for command in (["plan"], []):
+        assert main([*command, *arguments(source, mca), "--overwrite"]) == 1
+        told = capsys.readouterr()
+        assert "is a mount point, which cannot be replaced" in told.out + told.err
     monkeypatch.undo()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (12, 12))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)

@@ -19,7 +19,7 @@ from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout, iteration_name
 from mca_models.checkpoint.side_files import copy_side_files, side_files
 from mca_models.opening import kind_of
-from mca_models.storage.atomic import PartialDirectory, require_absent
+from mca_models.storage.atomic import PartialDirectory, require_absent, require_free
 from mca_models.storage.dtypes import DTYPE_NAMES
 from mca_models.storage.manifest import FileRecord
 from mca_models.storage.safetensors import FilePlan, plan_file
@@ -178,6 +178,7 @@ def refuse_taken(source: Path, destination: Path, *, overwrite: bool = False) ->
                 f"--output_path {destination}: holds no checkpoint, so --overwrite does not replace it; remove it "
                 "or name another directory"
             ) from None
+        require_free(destination, overwrite=True)
     if source.resolve().is_relative_to(destination.resolve()):
         raise McaError(f"--output_path {destination}: holds the source {source}; name another directory")
     if destination.resolve().is_relative_to(source.resolve()):

@@ -16,6 +16,7 @@ from mca_convert.conversion import refuse_taken
 from mca_convert.forecast.stages import PlannedStage
 from mca_convert.pool import Limits
 from mca_convert.tables import size_of
+from mca_models.storage.atomic import place_of
 
 T = TypeVar("T")
 
@@ -118,8 +119,8 @@ def require_writable(destination: Path) -> None:
 
 
 def _nearest(destination: Path) -> Path:
-    """What exists of the path to ``destination``'s parent."""
-    place = Path(os.path.abspath(destination)).parent  # noqa: PTH100
+    """What exists of the path to where the files would be written."""
+    place = place_of(destination)
     while not place.exists() and place != place.parent:
         place = place.parent
     return place
@@ -129,8 +130,7 @@ def require_space(destination: Path | None, result: Forecast) -> None:
     """Notes it if the disk has no room for what would be written."""
     if destination is None:
         return
-    # a mount point has room of its own
-    place = result.attempt(lambda: destination if destination.is_dir() else _nearest(destination))
+    place = result.attempt(lambda: _nearest(destination))
     if place is None:
         return
     free = shutil.disk_usage(place).free

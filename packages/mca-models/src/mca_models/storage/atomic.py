@@ -32,8 +32,10 @@ logger = logging.getLogger(__name__)
 __all__ = [
     "PartialDirectory",
     "atomic_directory",
+    "place_of",
     "remove_leftovers",
     "require_absent",
+    "require_free",
     "sync_directory",
     "write_file",
 ]
@@ -70,9 +72,9 @@ class PartialDirectory:
         require_free(self.destination, overwrite=self._overwrite)
         self.destination = _resolved(self.destination)
         remove_leftovers(self.destination)
-        self._inside = self.destination.is_dir() and _taken_by(self.destination) is None
+        place = place_of(self.destination)
+        self._inside = place == self.destination
         self._make_parents(self.destination.parent)
-        place = self.destination if self._inside else self.destination.parent
         self._folder = PartialFolder(place, self.destination.name)
         self.path = self._folder.path / CONTENT
         self.path.mkdir()
@@ -224,6 +226,12 @@ def require_free(destination: Path, *, overwrite: bool) -> None:
         raise McaError(
             f"{destination}: is a mount point, which cannot be replaced; empty it or name a directory in it"
         )
+
+
+def place_of(destination: Path) -> Path:
+    """Where what becomes ``destination`` is written: in it, if it is an empty directory, else beside it."""
+    resolved = _resolved(destination)
+    return resolved if resolved.is_dir() and _taken_by(resolved) is None else resolved.parent
 
 
 def sync_directory(path: Path) -> None:
