@@ -163,7 +163,7 @@ def test_configurations_that_no_model_has(
 
 BYTES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "deep": (lambda data: b"[" * 100_000, "nested too deeply"),
-    "digits": (lambda data: data.replace(b"{", b'{"x": ' + b"9" * 5000 + b",", 1), "digits"),
+    "digits": (lambda data: data.replace(b"{", b'{"x": ' + b"9" * 5000 + b",", 1), "thousands of digits"),
     "no UTF-8": (lambda data: b"\xff" + data, "expected UTF-8"),
     "list": (lambda data: b"[]", "expected a JSON object, not list"),
 }

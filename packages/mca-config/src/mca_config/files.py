@@ -156,9 +156,12 @@ def parse_object(text: str, where: str) -> JsonObject:
     """
     try:
         document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise McaError(f"{where}: cannot be read (not valid JSON: {reason})") from None
+    except json.JSONDecodeError as error:
+        raise McaError(f"{where}: cannot be read (not valid JSON: {error})") from None
+    except ValueError:  # Python's own limit
+        raise McaError(f"{where}: cannot be read (it has a number of thousands of digits)") from None
+    except RecursionError:
+        raise McaError(f"{where}: cannot be read (not valid JSON: nested too deeply)") from None
     if not isinstance(document, dict):
         raise McaError(f"{where}: expected a JSON object, not {type(document).__name__}")
     if any(depth > _DEEPEST for depth in _depths(document)):
