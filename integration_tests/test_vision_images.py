@@ -327,6 +327,27 @@ def test_dealt_images_leave_random_states_alike(tmp_path: Path) -> None:
     assert torch.equal(state, other)
 
 
+def moved_biases(reference: Mixed) -> list[bool]:
+    """Whether a step moves the biases of routers: with the text part frozen, and trained."""
+    from mca_models.megatron import AutoModel
+
+    found = []
+    for parts in ({"vision", "projector"}, {"vision", "projector", "language"}):
+        settings = {"calculate_per_token_loss": True, "moe_router_bias_update_rate": 0.1}
+        model = AutoModel.from_pretrained(reference.path, arguments("tp1", **settings))
+        model.train_parts(parts)
+        chunks = wrapped(model, "tp1")
+        biases = [x for name, x in chunks[0].named_buffers() if name.endswith("expert_bias")]
+        before = [x.clone() for x in biases]
+        forward_backward(reference, "tp1", model, chunks, [])
+        found.append(any(not torch.equal(*both) for both in zip(biases, before, strict=True)))
+    return found
+
+
+def test_biases_of_frozen_routers_stay(tmp_path: Path) -> None:
+    assert run_ranks(1, moved_biases, mixed("glm4v_moe", tmp_path)) == [[False, True]]
+
+
 FAULTS = {
     "gradients of shared images stay apart": (_shared_gradients_stay_apart, "qwen2_5_vl", "cp2"),
     "averaged over tensor ranks": (_averaged, "qwen2_5_vl", "tp2sp"),

@@ -91,6 +91,7 @@ class VirtualModels(torch.nn.Module):
         )
         self._held = [list(self._match(index)) for index in range(len(self.chunks))]
         mark_parameters(self.held(), self.config.layout)
+        self._bias_rate = self.megatron.moe_router_bias_update_rate
 
     def _match(self, index: int) -> Iterator[tuple[Held, Tensor]]:
         held = chunk_params(
@@ -127,6 +128,8 @@ class VirtualModels(torch.nn.Module):
         for item, tensor in self.held():
             if isinstance(tensor, torch.nn.Parameter):
                 tensor.requires_grad_(part_of(item.param, self.config) in parts)
+        # biases that balance experts are no parameters, but belong to routers, which may be frozen
+        self.megatron.moe_router_bias_update_rate = self._bias_rate if "language" in parts else 0.0
 
     def require_images(self) -> None:
         """Refuses images where the model, its layout or its settings cannot take them, all reasons at once.

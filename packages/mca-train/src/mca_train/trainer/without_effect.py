@@ -62,8 +62,8 @@ def tell_without_effect(
         found["embedding and output layer are not trained"] = [
             name for name in _OF_VOCABULARY if _given(args, name)
         ]
-    for why, told in _values(args, config):
-        found.setdefault(why, []).extend(told)
+    for why, values in _values(args, config):
+        found.setdefault(why, []).extend(values)
     found = {why: names for why, names in found.items() if names}
     if found:
         told = "; ".join(f"{', '.join(names)} ({why})" for why, names in found.items())
@@ -92,6 +92,8 @@ def _groups(
         yield "the model has no experts", (*names, *cut)
     else:
         yield from _experts(config, megatron)
+        if args.moe_router_bias_update_rate and not megatron.moe_router_bias_update_rate:
+            yield "the routers are not trained", _OF_ROUTERS_BIAS
     if not megatron.mtp_num_layers:
         yield "no prediction layers", ("mtp_loss_scaling_factor",)
     if layout.vpp == 1:

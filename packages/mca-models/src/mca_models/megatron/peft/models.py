@@ -84,7 +84,6 @@ class PeftModels(VirtualModels):
         self._handles = [handle for chunk in self.chunks for handle in begin_gradients(chunk)]
         self._share_state_dicts()
         # the routers are frozen, so their balancing biases are too
-        self._bias_rate = self.megatron.moe_router_bias_update_rate
         self.megatron.moe_router_bias_update_rate = 0.0
 
     def _attach(self) -> list[Attached]:
@@ -204,7 +203,7 @@ class PeftModels(VirtualModels):
         self.megatron.moe_router_bias_update_rate = self._bias_rate
         base = VirtualModels.__new__(VirtualModels)
         torch.nn.Module.__init__(base)
-        own = ("adapter", "rules", "_originals", "_attached", "_factors", "_saved", "_handles", "_bias_rate")
+        own = ("adapter", "rules", "_originals", "_attached", "_factors", "_saved", "_handles")
         base.__dict__.update({name: value for name, value in self.__dict__.items() if name not in own})
         return base.requires_grad_(True)
 
