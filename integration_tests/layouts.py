@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
+from tiny_newer import ONE_STAGE
 
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.layout import SIZE_FIELDS
@@ -17,11 +18,27 @@ EVERY = bool(os.environ.get("MCA_EVERY_LAYOUT"))
 
 
 def spread(cases: Sequence[str], layouts: Sequence[str]) -> list[Pair]:
-    """Each case on a layout and each layout with a case, in as few pairs as there are of the longer; or the product."""
+    """Each case on a layout and each layout with a case, in as few pairs as there are of the longer; or the product.
+
+    A case that cannot stand on its layout takes the first that it can.
+    """
     if EVERY:
-        return [(case, layout) for case in cases for layout in layouts]
+        return [(case, layout) for case in cases for layout in layouts if stands(case, layout)]
     longer = range(max(len(cases), len(layouts)))
-    return [(cases[number % len(cases)], layouts[number % len(layouts)]) for number in longer]
+    pairs = [(cases[number % len(cases)], layouts[number % len(layouts)]) for number in longer]
+    others = {case: [layout for layout in layouts if stands(case, layout)][:1] for case in cases}
+    return list(
+        dict.fromkeys(
+            (case, own)
+            for case, layout in pairs
+            for own in ([layout] if stands(case, layout) else others[case])
+        )
+    )
+
+
+def stands(case: str, layout: str) -> bool:
+    """Whether the model of ``case`` can be laid out so."""
+    return case not in ONE_STAGE or "pp" not in layout
 
 
 def sample(cases: Iterable[str], *names: str) -> list[str]:
@@ -36,7 +53,7 @@ def by_case(cases: Iterable[str], layouts: Sequence[str], some: Iterable[Pair]) 
     """Pairs of case and layout that one test takes: ``some`` of all together; with `EVERY` all, case by case."""
     if not EVERY:
         return {"sample": list(some)}
-    return {case: [(case, layout) for layout in layouts] for case in cases}
+    return {case: [(case, layout) for layout in layouts if stands(case, layout)] for case in cases}
 
 
 def tiered(cases: Sequence[Any], *wide: Any) -> list[ParameterSet]:

@@ -76,6 +76,7 @@ NEWEST = (
     ),
     *("olmo_hybrid", "kimi_linear", "minicpm3", "gpt2", "gpt_bigcode", "opt", "bloom", "gemma4_text"),
     *(
+        "gemma4_text-e2b",
         "gemma4_text-experts",
         "deepseek_v32",
         "glm_moe_dsa",

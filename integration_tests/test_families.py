@@ -16,7 +16,14 @@ from mca_convert.cli import main as convert
 from parity import is_sparse
 from reference import make_reference
 from test_factory_checkpoints import round_trip, tensors_of
-from test_gradient_parity import TOLERANCE, Computed, compute_all
+from test_gradient_parity import (
+    TOLERANCE,
+    Computed,
+    compute_all,
+    expected_gradients,
+    export_gradient,
+    worst_errors,
+)
 from test_packing import compare_all
 
 pytestmark = pytest.mark.ranks
@@ -128,6 +135,7 @@ OTHERS = ("qwen3_5_text", "gemma3-two-ropes", "olmo2", "exaone4")
 MOE_OTHERS = ("deepseek_v2", "gpt_oss", "deepseek_v3-choice", "minimax_m2", "qwen3_next", "glm4_moe_lite")
 GRID += spread(DENSE if EVERY else OTHERS, DENSE_LAYOUTS[1:])
 GRID += spread(MOE if EVERY else MOE_OTHERS, MOE_LAYOUTS[1:])
+GRID += [] if EVERY else [("gemma4_text-e2b", "tp2")]  # a table of each layer's own, summed over tensor ranks
 OF_SHARED_GROUPS = ("bamba", "tp4")  # two tensor ranks for each group of heads with states
 RESEMBLING = ("deepseek_v2-no-q-lora", "exaone4", "glm4_moe_lite", "minimax_m2", "olmoe", "phi3-long")
 # of parts that are another's, under names of their own
@@ -182,7 +190,7 @@ PACKED = ("gpt_oss", "gemma3-two-ropes", "olmo2", "qwen3_5_text", "nemotron_h-de
 # learned positions, channels that fade by themselves; by default on one rank
 PACKED_ALIKE = (
     *("deepseek_v32", "gemma4_text", "gpt2", "granite_swa", "kimi_linear", "llama4_text", "mimo_v2_flash"),
-    *("minimax_m3_vl_text", "ministral3", "olmo_hybrid"),
+    *("gemma4_text-e2b", "minimax_m3_vl_text", "ministral3", "olmo_hybrid"),
 )
 
 
@@ -204,6 +212,7 @@ SAVED = [
     ("granitemoehybrid-dense", "tp2"),
     ("phi3-long", "tp2"),
     ("gpt_oss", "ep2"),
+    ("gemma4_text-e2b", "tp2"),
 ]
 if EVERY:
     SAVED += [("gemma3-two-ropes", "tp2pp2"), ("olmo2", "tp2"), ("deepseek_v2", "ep2")]
@@ -218,6 +227,29 @@ def test_saved_checkpoints_are_those_of_the_converter(case: str, layout: str, tm
     flags = [f"--{name}={size}" for name, size in asdict(sizes).items() if type(size) is int]
     assert convert([f"--checkpoint_path={source}", f"--output_path={converted}", *flags]) == 0
     assert tensors_of(converted) == tensors_of(tmp_path / f"{source.name}-{layout}-mca")
+
+
+AGAIN: dict[str, dict[str, Any]] = {
+    "uniform": {"recompute_method": "uniform", "recompute_num_layers": 1},
+    "pairs": {"recompute_method": "uniform", "recompute_num_layers": 2},
+    "block": {"recompute_method": "block", "recompute_num_layers": 2},
+}
+
+
+def recomputed_gradients(each: reference.Reference, folder: Path) -> None:
+    """The gradients under every kind of full recomputation. Runs on a rank."""
+    for name, settings in AGAIN.items():
+        full = {"recompute_granularity": "full", **settings}
+        export_gradient(each, "tp1", folder / f"{each.case}-{name}", **full)
+
+
+def test_what_layers_hand_on_comes_back_through_recomputation(tmp_path: Path) -> None:
+    each = make_reference("gemma4_text-e2b", tmp_path, batch=4)
+    expected = expected_gradients(each, tmp_path)
+    run_ranks(1, recomputed_gradients, each, tmp_path)
+    for name in AGAIN:
+        worst = worst_errors(expected, tmp_path / f"{each.case}-{name}")
+        assert worst[0][1] <= TOLERANCE, (name, worst)
 
 
 def test_references_are_not_trivial(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from test_lora import LATENT, LINEAR, STACKED
 pytestmark = pytest.mark.ranks
 
 DELTA = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "v_proj", "shared_expert_gate"]
+PER_LAYER = ["per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"]
 KIMI_GATES = ["f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]
 DELTA_3_5 = ["in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj", "up_proj"]
 ALL: dict[str, Any] = {"target_modules": LINEAR}
@@ -94,6 +95,7 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": ["in_proj", "out_proj", "q_proj", "input_linear", "output_linear"]},
     ),
     **{case: (case, {"target_modules": ["c_attn", "c_fc", "c_proj"]}) for case in ("gpt2", "gpt_bigcode")},
+    "gemma4_text-e2b": ("gemma4_text-e2b", {"target_modules": [*LINEAR, *PER_LAYER]}),
     "gemma4_text-experts": (
         "gemma4_text-experts",
         {
@@ -129,6 +131,7 @@ BY_NAME = sample(
     ALIKE,
     *(
         "falcon",
+        "gemma4_text-e2b",
         "glm",
         "gpt2",
         "granitemoe",

@@ -9,7 +9,7 @@ import pytest
 from harness import RanksFailed, prepare_parent, run_ranks
 from layouts import sample, tiered
 from test_train_layouts import OVERLAP, PP, TP, VPP, ZERO
-from train_cases import history, make_trainer, quietly, stop_and_resume, tiny_checkpoint
+from train_cases import VOCAB, history, make_trainer, quietly, stop_and_resume, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
@@ -64,6 +64,29 @@ def checkpoint(tmp_path_factory):
 def test_resuming_changes_no_bit(name, checkpoint, tmp_path):
     size, changes = LAYOUTS[name]
     for found in run_ranks(size, stop_and_resume, checkpoint, tmp_path, **(changes | SMALL)):
+        assert found["resumed"] == found["straight"]
+        assert found["state"] == {"steps": 5, "equal_weights": True}
+
+
+def test_layers_that_differ_in_shape_resume(tmp_path):
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    beside = {
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "num_kv_shared_layers": 2,
+    }
+    wide = {
+        "use_double_wide_mlp": True,
+        "global_head_dim": 24,
+        "sliding_window": 8,
+        "tie_word_embeddings": True,
+    }
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    model = tiny_checkpoint(
+        tmp_path / "model", Gemma4TextConfig, Gemma4ForCausalLM, **beside, **wide, **kinds
+    )
+    for found in run_ranks(2, stop_and_resume, model, tmp_path / "run", **(ZERO | SMALL)):
         assert found["resumed"] == found["straight"]
         assert found["state"] == {"steps": 5, "equal_weights": True}
 

@@ -79,7 +79,22 @@ def sizes(rng: random.Random, base: str) -> dict[str, Any]:
         name: [given[name][i % len(given[name])] for i in range(layers)] for name in BY_LAYER if name in given
     }
     found |= _states(rng, given, layers)
+    if given.get("hidden_size_per_layer_input"):
+        found |= _beside_hidden(rng, found)
     return found | (_experts(rng, given) if is_sparse(base) else {})
+
+
+def _beside_hidden(rng: random.Random, found: dict[str, Any]) -> dict[str, Any]:
+    """Of families whose layers take embeddings of their own, or keys of earlier layers, of which two have their own."""
+    shared = bool(rng.choice((0, 0, 1)))
+    return {
+        "hidden_size_per_layer_input": rng.choice((6, 6, 8, 5, 0)),
+        "vocab_size_per_layer_input": found["vocab_size"],
+        "num_kv_shared_layers": rng.randint(0, found["num_hidden_layers"] - 2),
+        "use_double_wide_mlp": bool(rng.choice((0, 1))),
+        "attention_k_eq_v": shared,
+        **({"num_global_key_value_heads": found["num_key_value_heads"]} if shared else {}),
+    }
 
 
 def _states(rng: random.Random, given: dict[str, Any], layers: int) -> dict[str, Any]:

@@ -56,6 +56,8 @@ def layout(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int | None =
         (EXPERTS, layout(tp=2, ep=8, etp=1), 8, None),
         ({**EXPERTS, "ffn_hidden_size": 127}, layout(tp=2), None, None),
         ({"vocab_size": 4099}, layout(tp=8), None, None),
+        ({"per_layer_input_size": 4, "num_kv_shared_layers": 6}, layout(tp=2), None, None),
+        ({"num_kv_shared_layers": 3}, layout(pp=2), None, None),
     ],
 )
 def test_what_fits(more: dict[str, Any], sizes: ParallelLayout, world: int | None, seq: int | None) -> None:
@@ -109,6 +111,16 @@ def test_what_fits(more: dict[str, Any], sizes: ParallelLayout, world: int | Non
             {"attention_output_gate": True, "num_query_groups": 1},
             layout(tp=2),
             ["num_query_groups 1", "attention_output_gate", "at most 1"],
+        ),
+        (
+            {"per_layer_input_size": 4},
+            layout(pp=2),
+            ["hidden_size_per_layer_input", "pipeline_model_parallel_size to 1, not 2"],
+        ),
+        (
+            {"num_kv_shared_layers": 6},
+            layout(pp=2),
+            ["layer 4 takes the keys and values of layer 1", "num_kv_shared_layers"],
         ),
         (
             {"qk_layernorm_full_width": True, "num_query_groups": 1},

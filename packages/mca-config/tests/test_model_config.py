@@ -243,3 +243,15 @@ def test_layouts_match_when_each_rank_holds_the_same(
     right = config(layout=its, num_moe_experts=experts)
     assert left.distribute_config_match(right) is match
     assert right.distribute_config_match(left) is match
+
+
+def test_late_layers_take_the_keys_of_the_last_of_their_kind() -> None:
+    kinds = ("sliding_attention", "full_attention", "sliding_attention") * 2
+    model = config(num_layers=6, layer_types=kinds, num_kv_shared_layers=3, double_wide_mlp=True)
+    assert [model.keys_from(layer) for layer in range(6)] == [None, None, None, 2, 1, 2]
+    widths = [model.of_layer(layer).ffn_hidden_size for layer in range(6)]
+    assert widths == [128, 128, 128, 256, 256, 256]
+    late = model.of_layer(4)
+    assert late.takes_keys and late.of_layer(4) == late
+    with pytest.raises(McaError, match="num_kv_shared_layers 5 of 6 leaves no layer of kind full_attention"):
+        replace(model, num_kv_shared_layers=5)

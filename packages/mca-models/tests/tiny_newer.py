@@ -7,6 +7,8 @@ from typing import Any
 
 from tiny_sizes import DELTA_NET, GROUPED, LATENT
 
+ONE_STAGE = ("gemma4_text-e2b",)
+"""Those whose layers all stand on one pipeline stage."""
 NEWER: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo_hybrid": (
         "olmo_hybrid",
@@ -52,6 +54,14 @@ NEWER: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 64, "layer_norm_epsilon": 1e-3},
     ),
     "opt": ("opt", {"ffn_dim": 48, "num_key_value_heads": 4, "head_dim": 8}),
+    "gemma4_text-e2b": (
+        "gemma4_text",
+        {
+            **{"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 70, "global_head_dim": 24},
+            **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 3.0},
+            **{"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        },
+    ),
     "gemma4_text-experts": (
         "gemma4_text",
         {

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _MOST: Mapping[str, int] = {
     "num_layers": 1 << 12,
+    "num_kv_shared_layers": 1 << 12,
     "mtp_num_layers": 100,
     "num_attention_heads": 1 << 12,
     "num_query_groups": 1 << 12,
@@ -33,6 +34,7 @@ _LARGEST = 1 << 22
 _WIDTHS = (
     *("hidden_size", "ffn_hidden_size", "kv_channels", "vocab_size", "moe_ffn_hidden_size"),
     *("moe_shared_expert_intermediate_size", "linear_conv_kernel_dim", "linear_key_head_dim"),
+    "per_layer_input_size",
     *("mamba_head_dim", "mamba_state_dim", "mamba_conv_kernel_dim", "moe_latent_size"),
     *(
         "linear_value_head_dim",
@@ -47,7 +49,10 @@ _LARGEST_MATRIX = 1 << 36
 """Elements of one weight; the embedding of a large model has 2 ** 32."""
 _MOST_MLPS = 1 << 16
 """Layers times experts; DeepSeek V3 has 15,616."""
-_LEAST: Mapping[str, int] = {"mtp_num_layers": 0, "moe_shared_expert_intermediate_size": 0, "kv_lora_rank": 1}
+_LEAST: Mapping[str, int] = {
+    **{"mtp_num_layers": 0, "moe_shared_expert_intermediate_size": 0, "kv_lora_rank": 1},
+    **{"per_layer_input_size": 0, "num_kv_shared_layers": 0},
+}
 _POSITIVE = ("rotary_base", "rotary_base_local", "rotary_percent", "logits_scaling")
 _NOT_NEGATIVE = ("layernorm_epsilon", "init_method_std", "mamba_least_step", "sparse_mixer_jitter")
 _FACTORS: Mapping[str, int] = {"mamba_multipliers": 6, "mlp_multipliers": 2}
@@ -85,6 +90,13 @@ def require_fitting(values: Values) -> None:
             raise McaError(f"{name} must be {count} finite numbers, not {found!r:.80}")
     if (head == "causal_lm") != (labels is None) or (labels or 1) < 1:
         raise McaError(f"num_labels is {labels} with head {head}; a score needs at least 1")
+    own = layers - values["num_kv_shared_layers"]
+    kinds = values["layer_types"] or ("attention",) * layers
+    if missing := sorted({*kinds[max(own, 0) :]} - {*kinds[: max(own, 0)]}):
+        raise McaError(
+            f"num_kv_shared_layers {layers - own} of {layers} leaves no layer of kind {missing[0]} whose keys and "
+            "values the last ones could take; lower it"
+        )
     heads, groups = values["num_attention_heads"], values["num_query_groups"]
     if heads % groups:
         raise McaError(f"num_attention_heads {heads} is not a multiple of num_query_groups {groups}")

@@ -34,6 +34,7 @@ def check_layout(
     heads = dict.fromkeys(problem for kind in model.kinds() for problem in _heads(kind, layout))
     problems = [*_layers(model, layout), *heads, *_dense_mlp(model, layout)]
     problems += [*_prediction(model, layout), *_experts(model, layout)]
+    problems += _one_stage(model, layout) if not _layers(model, layout) else []
     if world_size is not None:
         problems += _message_of(lambda: RankGrid(layout, world_size))
     if seq_length is not None:
@@ -116,6 +117,25 @@ def _message_of(build: Callable[[], object]) -> list[str]:
 
 def _layers(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     return _message_of(lambda: pipeline_plan(layout, model.num_layers, model.mtp_num_layers))
+
+
+def _one_stage(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
+    """What a stage needs of an earlier one beside its hidden states, which is not sent."""
+    if model.per_layer_input_size and layout.pp > 1:
+        return [
+            "each layer takes embeddings of its own (hidden_size_per_layer_input), which are made where the tokens "
+            f"are; set pipeline_model_parallel_size to 1, not {layout.pp}"
+        ]
+    plan = pipeline_plan(layout, model.num_layers, model.mtp_num_layers)
+    for layer in range(model.num_layers):
+        source = model.keys_from(layer)
+        if source is not None and plan.chunk_of_layer(source) != plan.chunk_of_layer(layer):
+            return [
+                f"layer {layer} takes the keys and values of layer {source} (num_kv_shared_layers), which must stand "
+                "on its stage; set pipeline_model_parallel_size to 1, or move the layers by "
+                "pipeline_model_parallel_layout"
+            ]
+    return []
 
 
 def _heads(model: McaModelConfig, layout: ParallelLayout) -> list[str]:

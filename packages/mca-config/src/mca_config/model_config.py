@@ -4,12 +4,13 @@ How a family's ``config.json`` becomes one is written in `mca_models.templates`.
 """
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from mca_config import _roll, fields, files
 from mca_config._documents import VERSION, require_document, require_same_family
+from mca_config._layers import Layers
 from mca_config.bounds import require_bounded, require_fitting, require_numbers
 from mca_config.errors import McaError, named
 from mca_config.layout import ParallelLayout
@@ -23,7 +24,7 @@ FILE_NAME = "mca_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class McaModelConfig:
+class McaModelConfig(Layers):
     """One model: what its weights look like and how its layers compute.
 
     Fields carry Megatron's ``TransformerConfig`` names; those that Megatron takes elsewhere carry HF's.
@@ -32,11 +33,7 @@ class McaModelConfig:
 
     model_type: str
     """HF ``model_type``; names the template."""
-    num_layers: int
-    """Decoder layers, multi-token-prediction layers not counted."""
     hidden_size: int
-    ffn_hidden_size: int
-    """Width of the dense MLP (of one gate or up half)."""
     num_attention_heads: int
     num_query_groups: int
     """Key/value heads."""
@@ -86,8 +83,8 @@ class McaModelConfig:
     """Factor on values."""
     layer_scalar: bool = False
     """What a layer gives is multiplied by a number of its own, which is not trained."""
-    of_kind: JsonObject | None = None
-    """What layers of a kind (see ``layer_types``) have otherwise, by names of these fields; None: nothing."""
+    per_layer_input_size: int = 0
+    """Channels of an embedding of its own that each layer takes beside the hidden states; 0: there is none."""
     clip_qkv: float | None = None
     """Queries, keys and values are clipped to its size before they are rotated; None: they stay."""
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
@@ -155,14 +152,9 @@ class McaModelConfig:
     """1 for each decoder layer without rope, 0 for one with; None: all have it."""
     window_size: int | None = None
     """Tokens each query sees in a sliding-window layer, itself included; None: all before it."""
-    layer_types: tuple[str, ...] | None = None
-    """HF's kind of each decoder layer (``full_``, ``sliding_``, ``chunked_``, ``sparse_`` or ``linear_attention``), or
-    ``mamba``; of ``single_blocks`` also ``mlp`` and ``moe``; None: all alike (sliding if ``window_size``)."""
     index_blocks: JsonObject | None = None
     """In ``sparse_attention`` layers a query of ``channels`` for each key/value head chooses ``topk`` blocks of
     ``size`` keys, the last ``local`` ones among them; None: there are no such layers."""
-    single_blocks: bool = False
-    """A decoder layer is attention alone, or an MLP alone, after one norm."""
 
     linear_conv_kernel_dim: int | None = None
     """Width of the causal convolution in ``linear_attention`` layers (gated delta net); None: there are none."""
@@ -262,17 +254,6 @@ class McaModelConfig:
         """Whether all linears of attention have biases."""
         return self.add_bias_linear if self.add_bias_attention is None else self.add_bias_attention
 
-    def of_layer(self, layer: int) -> "McaModelConfig":
-        """This model, as its decoder ``layer`` is."""
-        own = (self.of_kind or {}).get(self._kind(layer) or "")
-        return replace(self, of_kind=None, **own) if own else self
-
-    def kinds(self) -> list["McaModelConfig"]:
-        """This model as its layers of each kind are."""
-        if not self.of_kind or not self.layer_types:
-            return [self]
-        return [self.of_layer(self.layer_types.index(kind)) for kind in dict.fromkeys(self.layer_types)]
-
     @property
     def value_width(self) -> int:
         """Channels of a head's values."""
@@ -282,27 +263,9 @@ class McaModelConfig:
     def has_own_heads(self) -> bool:
         """Whether queries, keys and values are made otherwise than Megatron makes them, or by layer."""
         other = self.values_are_keys or self.value_norm or self.value_scale != 1.0
+        other = other or self.takes_keys or self.num_kv_shared_layers > 0
         by_layer = any(set(own) - {"norm_placement"} for own in (self.of_kind or {}).values())
         return other or by_layer or self.value_width != self.kv_channels
-
-    def is_linear_layer(self, layer: int) -> bool:
-        """Whether decoder ``layer`` has linear attention (a gated delta net)."""
-        return self._kind(layer) == "linear_attention"
-
-    def is_mamba_layer(self, layer: int) -> bool:
-        """Whether decoder ``layer`` is a state space model."""
-        return self._kind(layer) == "mamba"
-
-    def has_attention(self, layer: int) -> bool:
-        """Whether decoder ``layer`` has attention, or what stands in its place."""
-        return not self.single_blocks or self._kind(layer) not in ("mlp", "moe")
-
-    def has_mlp(self, layer: int) -> bool:
-        """Whether decoder ``layer`` has an MLP, dense or of experts."""
-        return not self.single_blocks or not self.has_attention(layer)
-
-    def _kind(self, layer: int) -> str | None:
-        return self.layer_types[layer] if self.layer_types else None
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder ``layer`` has experts."""

@@ -71,6 +71,16 @@ def test_what_cannot_be_represented_is_refused_by_name(settings: dict[str, Any],
         )
 
 
+def test_embeddings_of_each_layers_own_carry_no_adapter() -> None:
+    import tiny_hf
+
+    kind, different = tiny_hf.ALL["gemma4_text-e2b"]
+    model = config_from_hf({**tiny_hf.SIZE, **different, "model_type": kind})
+    settings = {"peft_type": "LORA", "target_modules": ["embed_tokens_per_layer", "q_proj"]}
+    with pytest.raises(McaError, match="embed_tokens_per_layer cannot carry an adapter"):
+        rules_for_training(model, AdapterConfig.from_dict(settings))
+
+
 @pytest.mark.parametrize("fault", ["missing", "unexpected", "rank", "truncated", "pickle", "embedding"])
 def test_damaged_adapters_are_refused(fault: str, tmp_path: Path) -> None:
     base, source = adapters.save("qwen2", tmp_path)

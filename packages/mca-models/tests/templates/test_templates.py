@@ -114,7 +114,6 @@ def test_unknown_fields_and_transformers_4_spelling_survive() -> None:
 
 MUST_BE_SAID: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},  # transformers too needs it
-    "gemma4_text": {"hidden_size_per_layer_input": 0},  # the default is a size that is refused
     "dots1": {
         "num_experts_per_tok": 6,
         "n_routed_experts": 128,
@@ -176,6 +175,37 @@ def test_sizes_of_full_layers_are_those_that_are_written() -> None:
     assert hf["per_layer_config"] == {}  # nothing differs
     full = (config_from_hf(hf).of_kind or {})["full_attention"]
     assert (full["kv_channels"], full["num_query_groups"]) == (24, hf["num_key_value_heads"])
+
+
+def test_keys_that_no_layer_uses_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    kind, different = tiny_hf.ALL["gemma4_text-e2b"]
+    hf = transformers.AutoConfig.for_model(kind, **{**tiny_hf.SIZE, **different}).to_dict()
+    config, family = config_from_hf(hf), FAMILIES[kind]
+    names = family.hf_shapes(config).keys()
+    unused = {f"model.layers.3.self_attn.{part}.weight" for part in ("k_proj", "v_proj", "k_norm")}
+    assert not unused & names
+    assert "hf_left_behind" not in family.as_found(config, names).extra
+    assert family.ignored_hf(family.as_found(config, names | unused)) == unused
+    assert "3 tensors of keys and values are left out" in caplog.text
+    grown = config_to_hf(replace(config, vocab_size=80))
+    assert grown["vocab_size"] == grown["vocab_size_per_layer_input"] == 80
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"vocab_size_per_layer_input": 80},
+            "'vocab_size_per_layer_input' is 80; supported: the vocab_size 70",
+        ),
+        ({"enable_moe_block": True}, "'use_double_wide_mlp' is True"),
+        ({"model_type": "gemma4_unified_text"}, "'hidden_size_per_layer_input' is 6"),
+    ],
+)
+def test_what_embeddings_of_each_layers_own_cannot_be(change: dict[str, Any], message: str) -> None:
+    kind, different = tiny_hf.ALL["gemma4_text-e2b"]
+    with pytest.raises(McaError, match=message):
+        config_from_hf({"model_type": kind, **tiny_hf.SIZE, **different, **change})
 
 
 def test_stacked_experts_and_doubled_tensors_are_noticed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.rules import AdapterRules, Factors, by_part
 from mca_models.storage.moves import HF, Rule, part_shapes
+from mca_models.templates.common import EMBEDDING
 from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
@@ -110,7 +111,7 @@ def require_untied(adapter: Adapter, what: str) -> None:
     Raises:
         McaError: The model is tied and the adapter saved its embedding.
     """
-    if adapter.model.tie_word_embeddings and any(param.vocab for param in adapter.rules.saved):
+    if adapter.model.tie_word_embeddings and any(param.mca == EMBEDDING for param in adapter.rules.saved):
         raise McaError(
             f"modules_to_save: embed_tokens is tied to the output layer, which PEFT leaves as it was; {what} would "
             "need an untied model"

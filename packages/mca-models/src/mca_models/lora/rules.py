@@ -22,7 +22,6 @@ from mca_config.model_config import McaModelConfig
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.targets import Target, linear_targets, stacked_targets
 from mca_models.templates import family_of
-from mca_models.templates.common import EMBEDDING
 from mca_models.weights import COLUMN, REPLICATED, ROW, Param, Shard, Stage
 from mca_models.weights.layouts import SEPARATE, Concat, GroupedHeads
 
@@ -227,9 +226,9 @@ def _checked(config: McaModelConfig, adapter: AdapterConfig, rules: AdapterRules
         raise McaError(
             f"target_modules: PEFT refuses adapters on {label} of {config.model_type}; name others"
         )
-    (first,) = (param for param in _base_params(config) if param.mca == EMBEDDING)
-    embedding = first.hf_names()[0].removesuffix(".weight")
-    for name in (embedding, *(("lm_head",) if config.tie_word_embeddings else ())):
+    tables = (param for param in _base_params(config) if param.vocab and param.stage is Stage.FIRST)
+    embeddings = [param.hf_names()[0].removesuffix(".weight") for param in tables]
+    for name in (*embeddings, *(("lm_head",) if config.tie_word_embeddings else ())):
         if adapter.targets(name, linear=False):
             raise McaError(f"target_modules: {name} cannot carry an adapter here; use modules_to_save")
     if config.tie_word_embeddings and adapter.saves("lm_head.weight"):

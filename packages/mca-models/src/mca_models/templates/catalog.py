@@ -168,8 +168,9 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "our core attention and norms",
     ),
     "gemma4_text": (
-        "31B, 26B A4B: wider heads in full layers, whose keys may be their values too; experts beside the MLP",
-        "our heads, norms and ropes",
+        "31B, 26B A4B, E2B, E4B: wider heads in full layers, whose keys may be their values too; experts beside the "
+        "MLP; in E2B and E4B embeddings of each layer's own, and late layers with the keys and values of earlier ones",
+        "our heads, norms, ropes and embeddings",
     ),
     "mimo_v2_flash": (
         "layers with a window have sinks and twice the keys; values are narrower than keys",

@@ -44,7 +44,7 @@ def qkv(config: McaModelConfig) -> list[Param]:
     its queries, then all its gates: ``[q..q gate..gate k v]``.
     """
     heads, width = config.num_attention_heads // config.num_query_groups, config.kv_channels
-    parts = "qk" if config.values_are_keys else "qkv"
+    parts = "q" if config.takes_keys else "qk" if config.values_are_keys else "qkv"
     # rows of different heads count one by one
     rows = (heads * width, width, config.value_width)[: len(parts)]
     layout: Layout = GroupedHeads(rows, 1) if config.has_own_heads else GroupedHeads((heads, 1, 1), width)
@@ -110,7 +110,8 @@ def qk_norms(config: McaModelConfig) -> list[Param]:
         return []
     own = config.qk_layernorm_full_width or config.qk_layernorm_per_head
     lies = Shaped((-1, config.kv_channels)) if config.qk_layernorm_per_head else SEPARATE
-    names = ((f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in "qk")
+    parts = "q" if config.takes_keys else "qk"
+    names = ((f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in parts)
     norms = [inner(mca, hf, shard=COLUMN if own else REPLICATED, hf_layout=lies) for mca, hf in names]
     return norms if own else with_norm_biases(config, norms)
 

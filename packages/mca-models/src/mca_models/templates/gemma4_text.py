@@ -1,7 +1,14 @@
-"""Gemma 4, the text model: HF ``Gemma4ForCausalLM``: wider heads in full layers, whose keys may be their values too."""
+"""Gemma 4, the text model: HF ``Gemma4ForCausalLM``: wider heads in full layers, whose keys may be their values too.
 
+In E2B and E4B each layer takes embeddings of its own, late ones the keys and values of earlier ones.
+"""
+
+import logging
+from collections.abc import Collection, Mapping
+
+from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates.common import (
     MLP,
     attention,
@@ -23,18 +30,15 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.gemma3_text import GELU, GELU_ONLY
-from mca_models.templates.names import HF, HF_MLP
+from mca_models.templates.mtp import left_behind
+from mca_models.templates.names import HF, HF_ATTN, HF_MLP
+from mca_models.templates.shapes import Shape
 from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
-from mca_models.weights import GATED, ROW, Param, each
+from mca_models.weights import COLUMN, GATED, ROW, Param, Stage, each
 
-NO = {
-    "hidden_size_per_layer_input": "E2B, E4B: each layer takes embeddings of its own",
-    "num_kv_shared_layers": "E2B, E4B: late layers take keys and values of earlier ones",
-    "use_double_wide_mlp": "MLPs of two widths",
-}
-"""What other sizes have, and is not built here."""
-
-
+logger = logging.getLogger(__name__)
+ROWS = 262_144
+"""Tokens with embeddings for all layers, where ``config.json`` does not say it."""
 NORMS = {
     "dense_layernorm": "pre_feedforward_layernorm",
     "dense_post_layernorm": "post_feedforward_layernorm_1",
@@ -52,10 +56,42 @@ EXPERTS = [
     )
     for number, name, shard in ((1, "gate_up_proj", GATED), (2, "down_proj", ROW))
 ]
+PER_LAYER = [
+    inner("per_layer_gate.weight", "per_layer_input_gate.weight"),
+    inner("per_layer_projection.weight", "per_layer_projection.weight"),
+    inner("per_layer_layernorm.weight", "post_per_layer_input_norm.weight"),
+]
+"""Of embeddings that a layer takes beside the hidden states."""
+PER_LAYER_TABLES = [
+    Param(
+        mca="embedding.per_layer_embeddings.weight",
+        hf=("model.embed_tokens_per_layer.weight",),
+        shard=COLUMN,
+        stage=Stage.FIRST,
+        vocab=True,
+    ),
+    Param(
+        mca="embedding.per_layer_projection.weight",
+        hf=("model.per_layer_model_projection.weight",),
+        stage=Stage.FIRST,
+    ),
+    Param(
+        mca="embedding.per_layer_layernorm.weight",
+        hf=("model.per_layer_projection_norm.weight",),
+        stage=Stage.FIRST,
+    ),
+]
+"""Of all layers together."""
 
 
 def derive(hf: HfConfig) -> JsonObject:
     """Kinds of layers, their heads and ropes, and the scale of embeddings."""
+    rows, vocabulary = hf.get("vocab_size_per_layer_input", ROWS), hf["vocab_size"]
+    if hf.get("hidden_size_per_layer_input") and rows != vocabulary:
+        raise HfConfigError(
+            f"config.json: 'vocab_size_per_layer_input' is {rows!r:.80}; supported: the vocab_size {vocabulary} "
+            "(each token has embeddings for all layers)"
+        )
     count = hf["num_hidden_layers"]
     kinds = hf.get("layer_types") or [SLIDING if (i + 1) % 6 else FULL for i in range(count)]
     kinds = [*kinds[:-1], FULL]  # transformers has the last one see everything
@@ -89,6 +125,9 @@ def _experts(hf: HfConfig) -> JsonObject:
     """26B A4B: experts beside the MLP."""
     if not hf.get("enable_moe_block"):
         return {}
+    Fixed(
+        "use_double_wide_mlp", (False, None), "no published model has experts beside MLPs of two widths"
+    ).check(hf)
     return {
         **{"num_moe_experts": hf["num_experts"], "moe_ffn_hidden_size": hf["moe_intermediate_size"]},
         **{"moe_router_topk": hf["top_k_experts"], "experts_beside_mlp": True},
@@ -106,27 +145,28 @@ def restore(config: McaModelConfig) -> HfConfig:
     experts = {"num_experts": config.num_moe_experts, "moe_intermediate_size": config.moe_ffn_hidden_size}
     if config.experts_beside_mlp:
         shared |= {**experts, "top_k_experts": config.moe_router_topk, "enable_moe_block": True}
-    return {**dict.fromkeys(NO, 0), **shared, **sizes, "rope_parameters": {FULL: full, SLIDING: local}}
+    return {**shared, **sizes, "rope_parameters": {FULL: full, SLIDING: local}}
 
 
+FIELDS = (
+    *dense_fields(tied=True),
+    Field("window_size", "sliding_window", 512),
+    Field("final_logit_softcapping", "final_logit_softcapping", None),
+    Field("num_kv_shared_layers", "num_kv_shared_layers", 0),
+    Field("double_wide_mlp", "use_double_wide_mlp", False),
+)
 CONFIG = ConfigTable(
     fields=(
-        *dense_fields(tied=True),
-        Field("window_size", "sliding_window", 512),
-        Field("final_logit_softcapping", "final_logit_softcapping", None),
+        Field("vocab_size", "vocab_size_per_layer_input", ROWS),  # which `derive` compares with the other one
+        Field("per_layer_input_size", "hidden_size_per_layer_input", 256),
+        *FIELDS,
     ),
-    defaults={
-        "hidden_size_per_layer_input": 256,
-        "head_dim": 256,
-        "num_key_value_heads": 4,
-        "pad_token_id": 0,
-    },
+    defaults={"head_dim": 256, "num_key_value_heads": 4, "pad_token_id": 0},
     constants={
         **{"hidden_act": GELU, "norm_placement": "sandwich", "qk_layernorm": True},
         **{"softmax_scale": 1.0, "value_norm": True, "layer_scalar": True},
     },
     fixed=(
-        *(Fixed(key, (0, False, None), why) for key, why in NO.items()),
         NO_ATTENTION_BIAS,
         GELU_ONLY,
         Fixed("use_bidirectional_attention", (None, "vision"), "Megatron's decoder is causal"),
@@ -152,12 +192,36 @@ def experts_beside(config: McaModelConfig) -> list[Param]:
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     layers = range(config.num_layers)
-    scalar = list(each([inner("layer_scalar", "layer_scalar")], layers=layers))
+    beside = [inner("layer_scalar", "layer_scalar"), *(PER_LAYER if config.per_layer_input_size else [])]
+    rules = [*(PER_LAYER_TABLES if config.per_layer_input_size else []), *each(beside, layers=layers)]
     if not config.experts_beside_mlp:
-        return [*dense_layers(config), *scalar]
-    rules = in_layers(config, lambda own: [*attention(own), *experts_beside(own)])
+        return [*dense_layers(config), *rules]
+    blocks = in_layers(config, lambda own: [*attention(own), *experts_beside(own)])
     stacked = each(EXPERTS, layers=layers, experts=range(config.num_moe_experts or 0))
-    return [embedding(), *rules, *stacked, *scalar, *head(config)]
+    return [embedding(), *blocks, *stacked, *rules, *head(config)]
 
 
-FAMILY = Family(model_type="gemma4_text", architecture="Gemma4ForCausalLM", config=CONFIG, params=params)
+def unused_keys(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
+    """The projections and norms of keys and values in layers that take another's, which transformers passes over."""
+    takers = [layer for layer in range(config.num_layers) if config.keys_from(layer) is not None]
+    parts = ("k_proj", "v_proj", "k_norm", "v_norm")
+    known = {f"{HF_ATTN}{part}.weight".format(layer=layer) for layer in takers for part in parts}
+    left = sorted(known.intersection(names))
+    if left:
+        logger.warning(
+            "%d tensors of keys and values are left out (%s, ...): their layers take those of earlier ones, and an "
+            "export has none",
+            len(left),
+            left[0],
+        )
+    return {"hf_left_behind": left} if left else {}
+
+
+FAMILY = Family(
+    model_type="gemma4_text",
+    architecture="Gemma4ForCausalLM",
+    config=CONFIG,
+    params=params,
+    ignored_hf=left_behind,
+    found=unused_keys,
+)

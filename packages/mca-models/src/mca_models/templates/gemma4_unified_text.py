@@ -3,9 +3,15 @@
 from dataclasses import replace
 
 from mca_models.templates import gemma4_text
+from mca_models.templates.config_table import Fixed
 
 CONFIG = replace(
     gemma4_text.CONFIG,
+    fields=gemma4_text.FIELDS,
+    fixed=(
+        *gemma4_text.CONFIG.fixed,
+        Fixed("hidden_size_per_layer_input", (0, False, None), "transformers ignores it in this family"),
+    ),
     defaults={"head_dim": 256, "num_key_value_heads": 4, "pad_token_id": 0, "sliding_window": 1024},
 )
 

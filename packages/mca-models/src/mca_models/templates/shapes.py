@@ -55,6 +55,11 @@ def _hidden(c: McaModelConfig) -> Shape:
     return (c.hidden_size,)
 
 
+def _per_layer(c: McaModelConfig) -> int:
+    """Channels of the embeddings that all layers take."""
+    return c.num_layers * c.per_layer_input_size
+
+
 def _fc1(width: Callable[[FamilyConfig], int]) -> Callable[[FamilyConfig], Shape]:
     return lambda c: (width(c) * (1 + c.gated_linear_unit), c.hidden_size)
 
@@ -71,6 +76,8 @@ def _first(shape: Callable[[FamilyConfig], Shape]) -> Callable[[FamilyConfig], S
 def _qkv(c: McaModelConfig) -> Shape:
     queries = c.num_attention_heads * (1 + c.attention_output_gate) * c.kv_channels
     values = 0 if c.values_are_keys else c.value_width
+    if c.takes_keys:
+        return queries, c.hidden_size
     return queries + c.num_query_groups * (c.kv_channels + values), c.hidden_size
 
 
@@ -122,6 +129,9 @@ _MLP = {
     "mlp.linear_fc2.bias": _hidden,
     "mlp.post_layernorm.weight": _hidden,
     "layer_scalar": lambda c: (1,),
+    "per_layer_gate.weight": lambda c: (c.per_layer_input_size, c.hidden_size),
+    "per_layer_projection.weight": lambda c: (c.hidden_size, c.per_layer_input_size),
+    "per_layer_layernorm.weight": _hidden,
     "mlp.activation_func.alpha_p": lambda c: (1,),
     "mlp.activation_func.alpha_n": lambda c: (1,),
     "mlp.activation_func.beta": lambda c: (1,),
@@ -172,6 +182,9 @@ _ENDS = {
         c.max_position_embeddings + c.position_offset,
         c.hidden_size,
     ),
+    "embedding.per_layer_embeddings.weight": lambda c: (c.vocab_size, _per_layer(c)),
+    "embedding.per_layer_projection.weight": lambda c: (_per_layer(c), c.hidden_size),
+    "embedding.per_layer_layernorm.weight": lambda c: (c.per_layer_input_size,),
     "decoder.final_layernorm.weight": _hidden,
     "decoder.final_layernorm.bias": _hidden,
     "output_layer.weight": lambda c: (c.num_labels or c.vocab_size, c.hidden_size),

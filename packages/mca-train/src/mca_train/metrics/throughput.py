@@ -73,7 +73,8 @@ class ModelFlops:
         per_token, depth = 0.0, config.mtp_num_layers or 0
         for param in params_of(config):
             shape, name = shape_of(param, config), param.mca_name()
-            if len(shape) < 2 or name.startswith("embedding.") or param.stage is Stage.VISION:
+            table = name.startswith("embedding.") and name.endswith("_embeddings.weight")
+            if len(shape) < 2 or table or param.stage is Stage.VISION:
                 continue
             times = 1 + depth * (name == "output_layer.weight")
             passes = 6 if trained is None or name in trained else 4

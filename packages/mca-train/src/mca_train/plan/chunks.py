@@ -69,6 +69,11 @@ class Model:
         """What goes from layer to layer."""
         return self.sizes.split * self.config.hidden_size * self.sizes.width
 
+    @property
+    def per_layer(self) -> float:
+        """The embeddings that all layers take beside the hidden states, or their gradient."""
+        return self.sizes.split * _per_layer_channels(self.config) * self.sizes.width
+
     def layer(self, number: int, *, worst: bool = False) -> Bytes:
         """Of decoder layer ``number``, with selective recomputation if that is on."""
         again = recomputed(self.training)
@@ -80,7 +85,7 @@ class Model:
         if "layernorm" in again and self.implementation == "local" and self.sizes.width < SINGLE:
             kept += 2 * self.between  # what both norms take, which else is kept in fp32 alone
         forward, backward = _LAYERS[self.implementation].running(self.config, self.sizes, number)
-        return Bytes(kept, forward, backward + dropped)
+        return Bytes(kept, forward, backward + dropped + 2 * self.per_layer)
 
     def _inputs_of_attention(self, number: int) -> float:
         """Keys as they were before they were copied for each head, and what values are a view of."""
@@ -108,6 +113,9 @@ def of_chunk(model: Model, chunk: PipelineChunk, *, worst: bool = False) -> Byte
     if chunk.has_embedding and model.images is not None:
         kept = sum(line.bytes for line in model.images.lines(model.sizes))
         parts = [Bytes(kept, 0.0 if kept else model.images.running(model.sizes)), *parts]
+    if chunk.has_embedding and model.per_layer:
+        channels = _per_layer_channels(model.config)
+        parts = [Bytes(model.per_layer + model.norm(channels, output=False)), *parts]
     parts = [*parts, *([_ends(model, chunk)] if chunk.has_loss or chunk.mtp_layers else [])]
     kept = sum(part.kept for part in parts) + _passed(model, chunk)
     if not parts:
@@ -115,8 +123,13 @@ def of_chunk(model: Model, chunk: PipelineChunk, *, worst: bool = False) -> Byte
     forward = max(_after(parts, index) for index in range(len(parts)))
     backward = max(part.backward - sum(p.kept for p in parts[i + 1 :]) for i, part in enumerate(parts))
     if chunk.has_embedding and not model.sizes.frozen:
-        backward = max(backward, _rows(model) * model.config.hidden_size * model.sizes.width - kept)
+        widest = max(model.config.hidden_size, _per_layer_channels(model.config))
+        backward = max(backward, _rows(model) * widest * model.sizes.width - kept)
     return Bytes(kept, max(forward, 0.0), backward)
+
+
+def _per_layer_channels(config: McaModelConfig) -> int:
+    return config.num_layers * config.per_layer_input_size
 
 
 def _after(parts: list[Bytes], index: int) -> float:

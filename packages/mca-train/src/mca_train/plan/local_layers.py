@@ -20,6 +20,7 @@ _ROPE = "megatron/core/models/common/embeddings/rope_utils.py: apply_rotary_pos_
 _MLP = "megatron/core/transformer/mlp.py: MLP.forward (glu)"
 _MOVE = "megatron/core/transformer/moe/token_dispatcher.py: dispatch"
 _ROUTER = "megatron/core/transformer/moe/router.py: routing"
+_PER_LAYER = "mca_models/megatron/families/per_layer_inputs.py: _add_input"
 _LATENT = "megatron/core/transformer/multi_latent_attention.py: get_query_key_value_tensors"
 
 
@@ -49,6 +50,7 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
         lines += [line for _ in halves for line in norm(sizes.split, hidden, sizes)]
     if config.has_attention(number):
         lines += attention(config, sizes, number)
+    lines += per_layer_input(config, sizes)
     if config.hidden_dropout:
         lines.append(Line("what was dropped", 2.0 * sizes.split * hidden, _DROP))
     if config.is_moe_layer(number):
@@ -72,7 +74,7 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
     key = max(config.num_query_groups / tp, 1) * config.kv_channels
     lines = [Line("queries", tokens * query * width, _ROPE)]
     if config.qk_layernorm:
-        lines += norm(tokens, query + key, sizes, output=False)
+        lines += norm(tokens, query + (0 if config.takes_keys else key), sizes, output=False)
     if key < query:  # a copy of each key and value for each head of its group
         copies = _seen(sizes) * query * 2 * width
         lines.append(Line("keys and values of every head", copies, _SDPA, "core_attn"))
@@ -81,6 +83,18 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
     if config.attention_output_gate:
         lines.append(Line("output gate", tokens * query * 2 * width, _SDPA))
     return beside + lines + _scores(config, sizes, query) + _window(config, sizes, number)
+
+
+def per_layer_input(config: McaModelConfig, sizes: Sizes) -> list[Line]:
+    """Of the embedding that a layer takes beside the hidden states; that itself is kept for all layers together."""
+    if not config.per_layer_input_size:
+        return []
+    own = sizes.split * config.per_layer_input_size * sizes.width
+    return [
+        Line("what the gate looks at", sizes.split * config.hidden_size * sizes.width, _PER_LAYER),
+        Line("gate, activated, and what it lets through", 3 * own, _PER_LAYER),
+        *norm(sizes.split, config.hidden_size, sizes, output=False),
+    ]
 
 
 def _seen(sizes: Sizes) -> float:

@@ -143,7 +143,7 @@ class Speed:
         known = self._known
         halves = config.has_attention(number), config.has_mlp(number)
         states = config.is_linear_layer(number), config.is_mamba_layer(number)
-        kind = (config.is_moe_layer(number), *states, *halves)
+        kind = (config.is_moe_layer(number), config.keys_from(number) is not None, *states, *halves)
         if kind not in known:
             known[kind] = self._measured(number)
         return known[kind]
@@ -156,9 +156,11 @@ class Speed:
         config, sizes = self.model.config, self.model.sizes
         moe = config.is_moe_layer(number)
         attention, scores = self._before_mlp(number)
-        inner = self._mlp(config.ffn_hidden_size) / sizes.layout.tp
+        inner = self._mlp(config.of_layer(number).ffn_hidden_size) / sizes.layout.tp
         mlp = 0.0 if moe or not config.has_mlp(number) else self._products(2 * sizes.tokens * inner)
-        products = self._products(2 * sizes.tokens * attention) + mlp
+        # a gate, a projection, and a share of what makes the embeddings of all layers
+        beside = 3 * config.per_layer_input_size * config.hidden_size
+        products = self._products(2 * (sizes.tokens * attention + sizes.split * beside)) + mlp
         moved = self._moved(2.5 * self.model.layer(number).kept)
         launch = _KERNELS * (2 if moe else 1) * self.hardware.efficiency.launch_us * 1e-6
         experts = self._experts() if moe else _Layer(0.0, 0.0, 0.0)

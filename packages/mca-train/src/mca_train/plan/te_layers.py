@@ -6,7 +6,7 @@ the installed source. Nothing here could be measured without a GPU.
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_train.plan import local_layers
-from mca_train.plan.local_layers import own_activation, state_space
+from mca_train.plan.local_layers import own_activation, per_layer_input, state_space
 from mca_train.plan.sizes import SINGLE, Line, Sizes
 
 _NORM_LINEAR = (
@@ -37,7 +37,7 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
     """All lines of decoder layer ``number``."""
     config = config.of_layer(number)
     both = sizes.split * config.hidden_size * (sizes.width + sizes.operand)
-    lines: list[Line] = []
+    lines = per_layer_input(config, sizes)
     if config.norm_placement == "sandwich":
         lines += [line for _ in range(2) for line in norm(sizes.split, config.hidden_size, sizes)]
     if config.has_attention(number):

@@ -20,8 +20,10 @@ from mca_models.megatron.families.layer_scalar import add_layer_scalars
 from mca_models.megatron.families.norms import add_post_norms, normalise_after_rope
 from mca_models.megatron.families.output_bias import add_output_bias
 from mca_models.megatron.families.parallel_block import set_side_by_side
+from mca_models.megatron.families.per_layer_inputs import add_per_layer_inputs
 from mca_models.megatron.families.scales import add_scales
 from mca_models.megatron.families.settings import after_building
+from mca_models.megatron.families.shared_keys import share_keys
 from mca_models.megatron.families.two_ropes import TwoRopes
 from mca_models.megatron.families.vision_model import add_vision_model
 from mca_models.megatron.families.xielu import use_xielu
@@ -44,8 +46,6 @@ def finish(model: GptModel, config: McaModelConfig) -> None:
         set_yarn_ramp(model, config.rope_scaling)
         set_own_rope(model, config)
         set_no_rope(model, config)
-    if config.layer_scalar:
-        add_layer_scalars(model)
     if config.hidden_act == "xielu":
         use_xielu(model)
     if config.output_bias and config.num_labels is None:
@@ -55,10 +55,21 @@ def finish(model: GptModel, config: McaModelConfig) -> None:
     if config.embedding_layernorm:
         add_embedding_norm(model)
     add_scales(model, config)
+    _add_to_layers(model, config)
     train_embedding_like_hf(model, config)
     add_vision_model(model, config)
     take_images(model, config)
     after_building(config, model.config)
+
+
+def _add_to_layers(model: GptModel, config: McaModelConfig) -> None:
+    """What layers of a chunk take and give besides, in the order in which they do."""
+    if config.per_layer_input_size:
+        add_per_layer_inputs(model, config)
+    if config.num_kv_shared_layers:
+        share_keys(model, config)
+    if config.layer_scalar:
+        add_layer_scalars(model)
 
 
 def positions(config: McaModelConfig) -> str:

@@ -16,7 +16,7 @@ from mca_models.megatron.types import GptModel, MegatronModule
 
 
 def train_embedding_like_hf(model: GptModel, config: McaModelConfig) -> None:
-    """Gives a chunk's embedding the model's dropout, and takes the gradient from the padding token's row, if any.
+    """Gives a chunk's embedding the model's dropout, and takes the gradient from the padding token's rows, if any.
 
     The row of a tied output layer keeps the gradient that it gets there.
     """
@@ -31,7 +31,9 @@ def train_embedding_like_hf(model: GptModel, config: McaModelConfig) -> None:
         table.register_forward_pre_hook(_rows(config))
     if config.pad_token_id is not None:
         row = config.pad_token_id % config.vocab_size  # torch counts a negative one from the end
-        model.embedding.word_embeddings.register_forward_hook(_without_gradient(row))
+        tables = ["word_embeddings", *(["per_layer_embeddings"] if config.per_layer_input_size else [])]
+        for table in tables:
+            getattr(model.embedding, table).register_forward_hook(_without_gradient(row))
 
 
 def _rows(config: McaModelConfig) -> Callable[[torch.nn.Module, tuple[Tensor]], Tensor]:

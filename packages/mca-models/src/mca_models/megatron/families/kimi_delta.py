@@ -14,7 +14,7 @@ from mca_models.megatron.families.delta_rule import delta_rule
 from mca_models.megatron.families.gated_delta_net import HeadNorm
 from mca_models.megatron.families.kernels import kernel_of
 from mca_models.megatron.families.whole_sequences import CausalConvolution, of_whole_sequences
-from mca_models.megatron.layers.latent import DuplicatedLinear
+from mca_models.megatron.layers.replicated import ReplicatedLinear
 from mca_models.megatron.layers.sharded import cut_parameter
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import (
@@ -28,13 +28,6 @@ from mca_models.megatron.types import (
 )
 
 _PARTS = ["query", "key", "value", "beta"]
-
-
-class GatesDown(DuplicatedLinear):
-    """What both gates are made of: few channels, the same on every tensor rank."""
-
-    def _summed_key(self, y: Tensor) -> Tensor:
-        return y
 
 
 def kimi_delta_spec(implementation: Implementation) -> Spec:
@@ -115,7 +108,7 @@ class KimiDelta(torch.nn.Module):
         }
         hidden = config.hidden_size
         self.in_proj = self.column(hidden, 3 * rows + config.linear_num_key_heads, **first)
-        self.gates_down = GatesDown(hidden, 2 * width, config=config, init_method=config.init_method)
+        self.gates_down = ReplicatedLinear(hidden, 2 * width, config=config, init_method=config.init_method)
         self.fade_up, self.gate_up = (self.column(width, rows, **first) for _ in range(2))
         self._own_parameters(config)
         self.out_norm = HeadNorm(config, width, config.layernorm_epsilon)

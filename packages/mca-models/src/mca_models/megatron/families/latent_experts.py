@@ -7,21 +7,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
-from torch.nn.functional import linear
-
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.layers.latent import DuplicatedLinear
+from mca_models.megatron.layers.replicated import ReplicatedLinear
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import Upstream
-
-
-class LatentLinear(DuplicatedLinear):
-    """``x W^T`` of a rank's own tokens, with all of W on every tensor rank."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """``[..., in]`` to ``[..., out]``, and no bias."""
-        return linear(x, self.weight), None
 
 
 @contextmanager
@@ -33,7 +22,7 @@ def latent_projections(config: McaModelConfig, implementation: Implementation) -
         yield
         return
     module: Upstream = sys.modules[moe_layer.__name__]
-    names = {"HAVE_TE": True, "TELinear": LatentLinear}
+    names = {"HAVE_TE": True, "TELinear": ReplicatedLinear}
     before = {name: getattr(module, name) for name in names if hasattr(module, name)}
     for name, value in names.items():
         setattr(module, name, value)

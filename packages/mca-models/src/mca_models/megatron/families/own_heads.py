@@ -24,6 +24,8 @@ class Heads:
         keys_again: The values are the keys before their norm.
         norm: The epsilon of the values' norm; None: they have none.
         scale: Factor on values.
+        takes: Keys and values are another layer's (see `shared_keys`).
+        lends: They are another layer's too.
     """
 
     settings: tuple[object, ...]
@@ -31,10 +33,13 @@ class Heads:
     keys_again: bool
     norm: float | None
     scale: float
+    takes: bool
+    lends: bool
 
 
 def heads_by_layer(config: McaModelConfig) -> tuple[Heads, ...]:
     """Those of every decoder layer."""
+    sources = {config.keys_from(layer) for layer in range(config.num_layers)}
     return tuple(
         Heads(
             settings=tuple(getattr(own, name) for name in _BY_LAYER),
@@ -42,8 +47,10 @@ def heads_by_layer(config: McaModelConfig) -> tuple[Heads, ...]:
             keys_again=own.values_are_keys,
             norm=own.layernorm_epsilon if own.value_norm else None,
             scale=own.value_scale,
+            takes=own.takes_keys,
+            lends=layer in sources,
         )
-        for own in map(config.of_layer, range(config.num_layers))
+        for layer, own in enumerate(map(config.of_layer, range(config.num_layers)))
     )
 
 
@@ -67,6 +74,8 @@ def with_own_heads(attention: type, by_layer: tuple[Heads, ...]) -> type:
                 setattr(own, name, value)
             queries = own.num_attention_heads * own.kv_channels
             shared = own.num_query_groups * (own.kv_channels + (0 if heads.keys_again else heads.values))
+            if heads.takes:
+                shared = 0
             sized_submodules = dataclasses.replace(
                 submodules,
                 linear_qkv=sized(submodules.linear_qkv, rows=queries + shared),
@@ -74,6 +83,8 @@ def with_own_heads(attention: type, by_layer: tuple[Heads, ...]) -> type:
             )
             super().__init__(own, submodules=sized_submodules, layer_number=layer_number, **kwargs)
             self.heads = heads
+            self.lent: tuple[Tensor, Tensor] | None = None
+            self.taken: tuple[Tensor, Tensor] | None = None
 
         def get_query_key_value_tensors(
             self, hidden_states: Tensor, *args: object, **kwargs: object
@@ -81,12 +92,18 @@ def with_own_heads(attention: type, by_layer: tuple[Heads, ...]) -> type:
             """Queries, keys and values, ``[s, b, heads of this rank, channels]``."""
             mixed, _ = self.linear_qkv(hidden_states)
             groups, width = self.num_query_groups_per_partition, self.config.kv_channels
+            if self.heads.takes:
+                taken, self.taken = self.taken, None
+                assert taken is not None
+                return _normal(self.q_layernorm, mixed.unflatten(-1, (-1, width))), *taken
             of_group = self.num_attention_heads_per_partition // groups * width
             sizes = [of_group, width] if self.heads.keys_again else [of_group, width, self.heads.values]
             query, key, *own = torch.split(mixed.unflatten(-1, (groups, -1)), sizes, -1)
             value = own[0] if own else key
             query = query.reshape(*query.shape[:2], -1, width)
-            return _normal(self.q_layernorm, query), _normal(self.k_layernorm, key), self._valued(value)
+            key, value = _normal(self.k_layernorm, key), self._valued(value)
+            self.lent = (key, value) if self.heads.lends else None
+            return _normal(self.q_layernorm, query), key, value
 
         def _valued(self, value: Tensor) -> Tensor:
             if self.heads.norm is not None:

@@ -26,7 +26,7 @@ from mca_models.megatron.families.norms import (
     WideKeyNorm,
     WideNorm,
 )
-from mca_models.megatron.families.own_heads import heads_by_layer, with_own_heads
+from mca_models.megatron.families.own_heads import heads_by_layer, sized, with_own_heads
 from mca_models.megatron.families.parallel_block import SharedNorm, second_norm
 from mca_models.megatron.families.router import own_router
 from mca_models.megatron.families.scales import scaled_residual
@@ -58,7 +58,7 @@ def adapted_block(
             own["self_attention"] = lambda attention: _linear_attention(config, implementation)
         if config.is_mamba_layer(layer):
             own["self_attention"] = lambda attention: mamba_spec(implementation, config)
-        own |= _left_out(config, layer)
+        own |= _left_out(config, layer) | _of_takers(config.of_layer(layer), config)
         placed = _placed(layer_spec, config.of_layer(layer), implementation)
         layer_specs.append(_changed(placed, own, {}))
     return dataclasses.replace(block, layer_specs=layer_specs)
@@ -204,6 +204,17 @@ def _left_out(config: McaModelConfig, layer: int) -> dict[str, Change]:
         left |= dict.fromkeys(("pre_mlp_layernorm", "mlp"), _nothing)
         left["mlp_bda"] = lambda add: IdentityFuncOp
     return left
+
+
+def _of_takers(own: McaModelConfig, config: McaModelConfig) -> dict[str, Change]:
+    """What layers have otherwise that take the keys of another: no norm of their own, and maybe a wider MLP."""
+    changes: dict[str, Change] = {"k_layernorm": _nothing} if own.takes_keys else {}
+    if own.ffn_hidden_size != config.ffn_hidden_size:
+        width = own.ffn_hidden_size
+        rows = width * (1 + config.gated_linear_unit)
+        changes["linear_fc1"] = lambda linear: sized(linear, rows=rows)
+        changes["linear_fc2"] = lambda linear: sized(linear, columns=width)
+    return changes
 
 
 def _nothing(module: Spec) -> Spec:

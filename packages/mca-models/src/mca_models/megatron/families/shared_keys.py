@@ -1,0 +1,80 @@
+"""Late layers that take the keys and values of an earlier one (Gemma 4 E2B, E4B).
+
+They travel as the block's ``context``, ``[s, b, channels of all that is lent]``, which Megatron hands from layer to
+layer and through recomputation. A layer that takes keys rotates them once more as its source did: they are lent as
+they were before the rope.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.megatron.types import GptModel, MegatronModule
+
+Arguments = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where keys and values of one layer lie in a context, in channels of this tensor rank.
+
+    Args:
+        start: The first of them.
+        keys: Of all heads.
+        values: Of all heads.
+        groups: Heads.
+    """
+
+    start: int
+    keys: int
+    values: int
+    groups: int
+
+    def of(self, context: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, ``[s, b, heads, channels]``."""
+        both = context.narrow(-1, self.start, self.keys + self.values)
+        key, value = both.split([self.keys, self.values], -1)
+        return key.unflatten(-1, (self.groups, -1)), value.unflatten(-1, (self.groups, -1))
+
+
+def share_keys(model: GptModel, config: McaModelConfig) -> None:
+    """Has the layers of a chunk lend and take keys and values."""
+    places = _places(config)
+    for layer in model.decoder.layers:
+        number = layer.layer_number - 1
+        if number in places:
+            layer.register_forward_hook(_lend)
+        source = config.keys_from(number)
+        if source is not None:
+            layer.register_forward_pre_hook(partial(_take, places[source]), with_kwargs=True)
+
+
+def _places(config: McaModelConfig) -> dict[int, Place]:
+    """By the number of the layer that lends, in order."""
+    sources = {config.keys_from(layer) for layer in range(config.num_layers)} - {None}
+    places: dict[int, Place] = {}
+    start = 0
+    for layer in sorted(source for source in sources if source is not None):
+        own = config.of_layer(layer)
+        groups = own.num_query_groups // config.layout.tp
+        places[layer] = Place(start, groups * own.kv_channels, groups * own.value_width, groups)
+        start += groups * (own.kv_channels + own.value_width)
+    return places
+
+
+def _lend(
+    layer: MegatronModule, args: Arguments, output: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    hidden, context = output
+    attention = layer.self_attention
+    lent = torch.cat([part.flatten(2) for part in attention.lent], -1)
+    attention.lent = None
+    return hidden, lent if context is None else torch.cat([context, lent], -1)
+
+
+def _take(place: Place, layer: MegatronModule, args: Arguments, kwargs: JsonObject) -> None:
+    layer.self_attention.taken = place.of(kwargs["context"])
