@@ -37,8 +37,8 @@ def settings(config: McaModelConfig) -> Settings:
             "linear_key_head_dim": config.linear_key_head_dim,
             "linear_value_head_dim": config.linear_value_head_dim,
         }
-    if config.mamba_num_heads is not None:
-        found["hetereogenous_dist_checkpoint"] = True
+    if config.mamba_num_heads is not None or len(config.kinds()) > 1:
+        found["hetereogenous_dist_checkpoint"] = True  # tensors of layers that differ are not stacked
     chosen = {name: value for name, value in found.items() if value is not None}
     if own_groups(config) is not None:
         chosen |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
