@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("own_threads")
         (["sft"], "mca-train sft needs a configuration file"),
         (["sft", "--bf16"], "mca-train sft needs a configuration file"),
         (["plan", "none.yaml"], "configuration file none.yaml does not exist"),
+        (["plan", "/"], "configuration file / is a directory; name a YAML file"),
     ],
 )
 def test_wrong_usage_is_one_line_and_2(words, message, capsys):

@@ -18,6 +18,8 @@ def read_yaml(path: Path) -> JsonObject:
     Raises:
         UsageError: The file is missing, is not YAML, or is not a mapping with string keys.
     """
+    if path.is_dir():
+        raise UsageError(f"configuration file {path} is a directory; name a YAML file")
     if not path.is_file():
         raise UsageError(f"configuration file {path} does not exist")
     try:
