@@ -53,7 +53,9 @@ def measure_all(references: list[Reference], layouts: list[str]) -> dict[tuple[s
         for reference in references:
             if "ep" in layout and not is_sparse(reference.case):
                 continue
-            extra = {"pipeline_model_parallel_layout": UNEVEN} if layout.endswith("uneven") else {}
+            more = CASES[reference.case][1].get("num_hidden_layers", 4) // 4
+            uneven = {"pipeline_model_parallel_layout": UNEVEN.replace("t", "t" * more)}
+            extra = uneven if layout.endswith("uneven") else {}
             try:
                 model = AutoModel.from_pretrained(reference.path, arguments(layout, **extra))
             except McaError as error:
@@ -93,8 +95,9 @@ def render(found: dict[tuple[str, str], Measured], cases: Iterable[str], layouts
         "Printed by `.venv/bin/python integration_tests/parity.py docs/parity.md`; do not edit.",
         f"megatron-core {version('megatron-core')}, transformers {version('transformers')}, torch CPU over gloo.",
         "",
-        "Each figure is the largest absolute difference of the fp32 logits of a tiny random model (4 layers) between",
-        f"the factory on that layout and `transformers` on one process; {TOLERANCE:g} is allowed. Where there are",
+        "Each figure is the largest absolute difference of the fp32 logits of a tiny random model (4 layers; 8 where",
+        "they come in pairs, two for each `t` below) between the factory on that layout and `transformers` on one",
+        f"process; {TOLERANCE:g} is allowed. Where there are",
         "experts, every token is sent to the same ones in every layer; a layout that did not would read **fails**.",
         f"`sp` is sequence parallelism, `pp3uneven` the pipeline `{UNEVEN}`; `-` means that the model has no experts.",
         "",

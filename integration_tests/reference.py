@@ -74,7 +74,17 @@ NEWEST = (
         "granitemoehybrid",
         "granitemoehybrid-dense",
     ),
-    *("olmo_hybrid", "kimi_linear", "minicpm3", "gpt2", "gpt_bigcode", "opt", "bloom", "gemma4_text"),
+    *(
+        "olmo_hybrid",
+        "kimi_linear",
+        "minicpm3",
+        "longcat_flash",
+        "gpt2",
+        "gpt_bigcode",
+        "opt",
+        "bloom",
+        "gemma4_text",
+    ),
     *(
         "gemma4_text-e2b",
         "gemma4_text-experts",

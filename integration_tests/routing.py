@@ -16,13 +16,14 @@ Experts = dict[int, Tensor]
 def recorded_experts(model: Any, batch: int) -> Iterator[Experts]:
     """What the experts of a transformers model are given in one forward pass, by layer."""
     found: Experts = {}
+    halves = 2 if hasattr(model.config, "zero_expert_num") else 1  # a layer is two of ours
 
     def record(layer: int) -> Any:
         def hook(module: Any, args: tuple[Any, ...]) -> None:
             chosen: Tensor = args[1]  # [batch * seq, topk]
-            count = next(module.parameters()).shape[0]
+            count = getattr(module, "total_experts", next(module.parameters()).shape[0])
             sent = torch.zeros(len(chosen), count, dtype=torch.bool).scatter_(1, chosen, True)
-            found[layer] = sent.unflatten(0, (batch, -1))
+            found[layer * halves] = sent.unflatten(0, (batch, -1))
 
         return hook
 

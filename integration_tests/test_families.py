@@ -190,7 +190,7 @@ PACKED = ("gpt_oss", "gemma3-two-ropes", "olmo2", "qwen3_5_text", "nemotron_h-de
 # learned positions, channels that fade by themselves; by default on one rank
 PACKED_ALIKE = (
     *("deepseek_v32", "gemma4_text", "gpt2", "granite_swa", "kimi_linear", "llama4_text", "mimo_v2_flash"),
-    *("gemma4_text-e2b", "minimax_m3_vl_text", "ministral3", "olmo_hybrid"),
+    *("gemma4_text-e2b", "longcat_flash", "minimax_m3_vl_text", "ministral3", "olmo_hybrid"),
 )
 
 

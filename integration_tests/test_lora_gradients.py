@@ -63,6 +63,7 @@ EXPERTS: dict[str, Any] = {"target_modules": LINEAR[:4], "target_parameters": ST
 FUSED_MLP: dict[str, Any] = {"target_modules": [*LINEAR[:4], "gate_up_proj", "down_proj"]}
 NO_GATE: dict[str, Any] = {"target_modules": [*LINEAR[:4], "up_proj", "down_proj"]}
 FUSED_QKV: dict[str, Any] = {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]}
+HALVES = ["mlps.0.up_proj.weight", "mlps.1.down_proj.weight"]
 BLOCK = [name.replace("mlp.", "block_sparse_moe.") for name in STACKED]
 ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     **{case: (case, EXPERTS if is_sparse(case) else ALL) for case in tiny_hf.ALIKE},
@@ -105,6 +106,8 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "opt": ("opt", {"target_modules": [*LINEAR[:3], "out_proj", "fc1", "fc2"]}),
     "minicpm3": ("minicpm3", {"target_modules": [*LATENT, *LINEAR[4:]]}),
+    # as those of shared experts: peft takes the projections of MLPs by target_parameters only
+    "longcat_flash": ("longcat_flash", {"target_modules": LATENT, "target_parameters": [*STACKED, *HALVES]}),
     "olmo_hybrid": ("olmo_hybrid", {"target_modules": [*LINEAR, "a_proj", "b_proj", "g_proj"]}),
     "kimi_linear": (
         "kimi_linear",

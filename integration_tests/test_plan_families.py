@@ -21,6 +21,7 @@ LATENT = (
     "glm4_moe_lite",
     "glm_moe_dsa",
     "kimi_k2",
+    "longcat_flash",
     "mistral4",
     "youtu",
 )

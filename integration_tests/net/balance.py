@@ -138,11 +138,10 @@ def _top(router: Any, config: Any) -> int:
 
 
 def _product(router: Any) -> Any:
-    """The module whose input makes the logits: the router, or a linear in it."""
+    """The module whose input makes the logits: the router, or a linear in it that it calls."""
     inner = [_bare(each) for each in router.children()]
-    return (
-        router if hasattr(router, "weight") else next(each for each in inner if hasattr(each, "in_features"))
-    )
+    alone = hasattr(router, "weight") or hasattr(router, "classifier")
+    return router if alone else next(each for each in inner if hasattr(each, "in_features"))
 
 
 def _hooks(block: Any, routed: Routed, ahead: int) -> Iterator[Any]:
@@ -152,13 +151,15 @@ def _hooks(block: Any, routed: Routed, ahead: int) -> Iterator[Any]:
     def see(module: Any, args: tuple[Any, ...]) -> None:
         hidden = args[0].flatten(0, -2).float()
         hidden = hidden[: len(hidden) - ahead]
+        module = _bare(getattr(module, "classifier", module))
         routed.logits.append(linear(hidden, module.weight.float(), getattr(module, "bias", None)))
 
     def count(module: Any, args: tuple[Any, ...]) -> None:
         if len(args) < 2:  # every expert sees every token
             return
         chosen = args[1][: len(args[1]) - ahead].flatten()
-        routed.counts.append(torch.bincount(chosen, minlength=len(module.down_proj)))
+        experts = getattr(module, "total_experts", len(module.down_proj))
+        routed.counts.append(torch.bincount(chosen, minlength=experts))
 
     yield product.register_forward_pre_hook(see)
     yield experts.register_forward_pre_hook(count)

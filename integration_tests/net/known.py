@@ -18,6 +18,7 @@ _GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_co
 _FOUR = {"num_experts": 4, "num_experts_per_tok": 2}
 _SPLIT = {"use_distributed_optimizer": True}
 _OVERLAP = _SPLIT | {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 300}
+_FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _RATES = {"decoupled_lr": 6e-3, "decoupled_min_lr": 1e-3, "lr_scheduler_type": "cosine"}
 _VIRTUAL = _STAGES | {"virtual_pipeline_model_parallel_size": 2}
 
@@ -46,6 +47,10 @@ KNOWN: Mapping[str, Case] = {
     # prediction layers whose attention has an indexer: they were left behind
     "chosen-keys": small_case(
         17, "deepseek_v32", prediction=1, changes=_GROUPS | {"mlp_layer_types": ["dense", "sparse"]}
+    ),
+    # what experts give skips a layer, through recomputation layer by layer
+    "skipped-layers": small_case(
+        18, "longcat_flash", options=_STAGES | _FULL | _SPLIT, changes={"num_hidden_layers": 4}
     ),
 }
 """By name."""

@@ -10,7 +10,7 @@ from test_lora_gradients import CASES as ADAPTED
 
 LATENT = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "kimi_linear"),
-    *("minicpm3", "mistral4", "youtu"),
+    *("longcat_flash", "minicpm3", "mistral4", "youtu"),
 )
 WHOLE_HEADS = (
     *(
@@ -27,6 +27,8 @@ WHOLE_HEADS = (
     *("minicpm3", "vaultgemma"),
 )
 """transformers asks of these that the heads divide the hidden size, which they need not fill."""
+IN_PAIRS = ("longcat_flash",)
+"""Families of which a layer counts for two."""
 PREDICTING = {
     "deepseek_v3": NUMBERED,
     "deepseek_v3-no-q-lora": NUMBERED,
@@ -53,6 +55,8 @@ def sizes(rng: random.Random, base: str) -> dict[str, Any]:
     kind, given = FAMILY_CASES[base]
     heads, groups = rng.choice(HEADS)
     layers = rng.choice((2, 3, 4, 4, 5))
+    if kind in IN_PAIRS:
+        layers *= 2
     found: dict[str, Any] = {
         "num_hidden_layers": layers,
         "num_attention_heads": heads,

@@ -53,6 +53,7 @@ def layout(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int | None =
         ({}, layout(tp=2, pp=2, cp=2), 16, 512),
         ({"num_query_groups": 2}, layout(tp=4), None, None),
         (EXPERTS, layout(tp=2, ep=4), 8, 512),
+        ({**EXPERTS, "moe_shortcut": True}, layout(pp=4), None, None),
         (EXPERTS, layout(tp=2, ep=8, etp=1), 8, None),
         ({**EXPERTS, "ffn_hidden_size": 127}, layout(tp=2), None, None),
         ({"vocab_size": 4099}, layout(tp=8), None, None),
@@ -90,6 +91,15 @@ def test_what_fits(more: dict[str, Any], sizes: ParallelLayout, world: int | Non
             ["moe_shared_expert_intermediate_size 63"],
         ),
         ({**EXPERTS, "add_bias_linear": True}, layout(tp=2), ["biases", "expert_tensor_parallel_size to 1"]),
+        (
+            {**EXPERTS, "moe_shortcut": True, "num_layers": 12},
+            layout(pp=4),
+            [
+                "leaves a stage with 3 layers",
+                "pairs",
+                "pipeline_model_parallel_layout with an even number of t",
+            ],
+        ),
         ({"mtp_num_layers": 1, "hidden_size": 66}, layout(tp=4), ["hidden_size (of prediction layers) 66"]),
         ({"linear_num_key_heads": 2}, layout(tp=4), ["linear_num_key_heads 2"]),
         (

@@ -5,7 +5,9 @@ New ones go to the end of `LATEST`: grids deal layouts to cases in order, so one
 
 from typing import Any
 
+import torch
 from tiny_sizes import DELTA_NET, GROUPED, LATENT
+from transformers.models.longcat_flash import modeling_longcat_flash as longcat
 
 ONE_STAGE = ("gemma4_text-e2b",)
 """Those whose layers all stand on one pipeline stage."""
@@ -36,6 +38,19 @@ NEWER: dict[str, tuple[str, dict[str, Any]]] = {
                 **{"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 8},
                 **{"short_factor": [1.0, 1.2], "long_factor": [1.0, 3.0]},
             },
+        },
+    ),
+    "longcat_flash": (
+        "longcat_flash",
+        {
+            **{
+                **LATENT,
+                "head_dim": 4,
+                "n_routed_experts": 4,
+                "zero_expert_num": 2,
+                "num_experts_per_tok": 3,
+            },
+            **{"moe_intermediate_size": 16, "routed_scaling_factor": 1.5, "num_hidden_layers": 8},
         },
     ),
     "gpt2": (
@@ -109,3 +124,14 @@ LATEST: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+class LongcatFlashExperts(longcat.LongcatFlashExperts):  # type: ignore[misc]
+    """transformers makes matrices for experts without weights too, which no published file has and nothing reads."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.gate_up_proj = torch.nn.Parameter(self.gate_up_proj.detach()[: self.num_routed_experts].clone())
+
+
+longcat.LongcatFlashExperts = LongcatFlashExperts

@@ -26,6 +26,7 @@ _MOST: Mapping[str, int] = {
     "mamba_num_groups": 1 << 12,
     "num_moe_experts": 1 << 16,
     "moe_router_topk": 1 << 16,
+    "moe_identity_experts": 1 << 16,
     "max_position_embeddings": 1 << 40,
     "window_size": 1 << 40,
 }
@@ -51,7 +52,7 @@ _MOST_MLPS = 1 << 16
 """Layers times experts; DeepSeek V3 has 15,616."""
 _LEAST: Mapping[str, int] = {
     **{"mtp_num_layers": 0, "moe_shared_expert_intermediate_size": 0, "kv_lora_rank": 1},
-    **{"per_layer_input_size": 0, "num_kv_shared_layers": 0},
+    **{"per_layer_input_size": 0, "num_kv_shared_layers": 0, "moe_identity_experts": 0},
 }
 _POSITIVE = ("rotary_base", "rotary_base_local", "rotary_percent", "logits_scaling")
 _NOT_NEGATIVE = ("layernorm_epsilon", "init_method_std", "mamba_least_step", "sparse_mixer_jitter")
@@ -88,6 +89,10 @@ def require_fitting(values: Values) -> None:
         found = values[name]
         if found is not None and (len(found) != count or not all(map(_is_finite, found))):
             raise McaError(f"{name} must be {count} finite numbers, not {found!r:.80}")
+    if values["moe_shortcut"] and layers % 2:
+        raise McaError(
+            f"num_layers is {layers} with moe_shortcut, whose layers come in pairs; expected an even number"
+        )
     if (head == "causal_lm") != (labels is None) or (labels or 1) < 1:
         raise McaError(f"num_labels is {labels} with head {head}; a score needs at least 1")
     own = layers - values["num_kv_shared_layers"]

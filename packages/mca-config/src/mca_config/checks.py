@@ -32,7 +32,7 @@ def check_layout(
         sequence_parallel: None: as Megatron needs it, on with both tensor and expert parallelism.
     """
     heads = dict.fromkeys(problem for kind in model.kinds() for problem in _heads(kind, layout))
-    problems = [*_layers(model, layout), *heads, *_dense_mlp(model, layout)]
+    problems = [*_layers(model, layout), *_pairs(model, layout), *heads, *_dense_mlp(model, layout)]
     problems += [*_prediction(model, layout), *_experts(model, layout)]
     problems += _one_stage(model, layout) if not _layers(model, layout) else []
     if world_size is not None:
@@ -136,6 +136,19 @@ def _one_stage(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
                 "pipeline_model_parallel_layout"
             ]
     return []
+
+
+def _pairs(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
+    """What experts of a pair's first layer give stays on its pipeline stage until the second one has run."""
+    if not model.moe_shortcut or _layers(model, layout):
+        return []
+    parted = [chunk for chunk in pipeline_plan(layout, model.num_layers) if len(chunk.layers) % 2]
+    return [
+        f"pipeline_model_parallel_size {layout.pp} x virtual_pipeline_model_parallel_size {layout.vpp} leaves a stage "
+        f"with {len(chunk.layers)} layers, and layers of {model.model_type} come in pairs that share a stage; change "
+        "these sizes, or give pipeline_model_parallel_layout with an even number of t in each stage"
+        for chunk in parted[:1]
+    ]
 
 
 def _heads(model: McaModelConfig, layout: ParallelLayout) -> list[str]:

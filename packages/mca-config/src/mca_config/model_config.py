@@ -214,6 +214,11 @@ class McaModelConfig(Layers):
     moe_shared_expert_gate: bool = False
     experts_beside_mlp: bool = False
     """The shared expert is the layer's MLP: it and the routed ones have norms of their own, the router factors."""
+    moe_shortcut: bool = False
+    """Layers come in pairs: what experts of the first give is added behind the second, as what its MLP, the shared
+    expert, gives is added at once."""
+    moe_identity_experts: int = 0
+    """Experts without weights, which give a token back as it is; they follow the others in the router's order."""
     moe_aux_loss_coeff: float = 0.0
     """HF's ``router_aux_loss_coef``: of a loss over all layers together; arguments take Megatron's, of each layer's."""
     moe_router_load_balancing_type: str = "none"
@@ -271,6 +276,11 @@ class McaModelConfig(Layers):
         """Whether decoder ``layer`` has experts."""
         chosen = self.moe_layer_freq
         return self.num_moe_experts is not None and (chosen is None or bool(chosen[layer]))
+
+    @property
+    def num_router_choices(self) -> int:
+        """Experts that a router knows, with weights or without."""
+        return (self.num_moe_experts or 0) + self.moe_identity_experts
 
     @property
     def padded_vocab_size(self) -> int:
@@ -355,6 +365,10 @@ class MlaMcaModelConfig(McaModelConfig):
     v_head_dim: int
     rotary_halves: bool = False
     """Files have what is rotated in two halves, whose channels pair up, not in pairs of neighbours as Megatron has."""
+    query_multiplier: float = 1.0
+    """Factor on queries."""
+    latent_multiplier: float = 1.0
+    """Factor on compressed keys and values behind their norm; the rotated channels of keys have none."""
     index_topk: int | None = None
     """Keys that an indexer chooses for each query; None: a query sees all before it."""
     index_num_heads: int | None = None

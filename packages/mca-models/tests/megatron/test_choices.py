@@ -50,10 +50,20 @@ def test_an_indexer_turns_pairs_by_their_place(interleaved: bool) -> None:
 
 def test_a_bias_chooses_experts_and_weighs_none() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
-    router = SimpleNamespace(expert_bias=torch.tensor([-1.0, 0.0, 0.0, 1.0]))
+    config = SimpleNamespace(moe_router_pre_softmax=False)
+    router = SimpleNamespace(expert_bias=torch.tensor([-1.0, 0.0, 0.0, 1.0]), config=config)
     values, chosen = BiasedChoice(router).get_replay_topk(logits, 2)
     assert chosen.tolist() == [[3, 1]]
     assert values.tolist() == [[-1.0, 1.0]]
+
+
+def test_chances_of_all_experts_meet_the_bias_as_they_are() -> None:
+    chances = torch.tensor([[0.7, 0.2, 0.1]])
+    config = SimpleNamespace(moe_router_pre_softmax=True)
+    router = SimpleNamespace(expert_bias=torch.tensor([-0.3, 0.0, 0.0]), config=config)
+    values, chosen = BiasedChoice(router).get_replay_topk(chances, 1)
+    assert chosen.tolist() == [[0]]  # after another softmax it would be the second
+    torch.testing.assert_close(values, torch.tensor([[0.7]]))
 
 
 def attention(special: Special, layer: int) -> Any:

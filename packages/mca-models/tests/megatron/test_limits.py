@@ -40,6 +40,13 @@ GROUPED = replace(
     moe_router_group_topk=1,
     moe_router_topk=3,
 )
+SHORTCUT = replace(
+    MOE,
+    moe_shortcut=True,
+    moe_identity_experts=2,
+    moe_router_enable_expert_bias=True,
+    moe_router_pre_softmax=True,
+)
 INDEXED = replace(MLA, q_lora_rank=8, index_topk=4, index_num_heads=2, index_head_dim=8)
 PARALLEL = replace(DENSE, parallel_block="one_norm")
 WINDOWED = replace(DENSE, window_size=8)
@@ -96,6 +103,15 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
         {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
         "remove layernorm from recompute_modules",
     ),
+    (
+        SHORTCUT,
+        PP2,
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+        "remove layernorm from recompute_modules",
+    ),
+    (SHORTCUT, TP2, {"moe_shared_expert_overlap": True}, "remove moe_shared_expert_overlap"),
+    (SHORTCUT, TP2, {"moe_expert_capacity_factor": 1.0}, "remove moe_expert_capacity_factor"),
+    (SHORTCUT, TP2, ENGINE | {"moe_token_dispatcher_type": "flex"}, "equally many experts"),
     (DENSE, VPP, {"overlap_p2p_comm": True, "batch_p2p_comm": True}, "remove overlap_p2p_comm and batch_p2p"),
     (DENSE, PP2, {"overlap_p2p_comm": True}, "virtual_pipeline_model_parallel_size of at least 2"),
     (DENSE, TP2, {"cpu_offloading": True}, "cpu_offloading needs transformer_impl transformer_engine"),

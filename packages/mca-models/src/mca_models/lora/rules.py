@@ -224,7 +224,7 @@ def _checked(config: McaModelConfig, adapter: AdapterConfig, rules: AdapterRules
         {pair.target.label for pair in rules.factors} & family_of(config.model_type).unadapted
     ):
         raise McaError(
-            f"target_modules: PEFT refuses adapters on {label} of {config.model_type}; name others"
+            f"target_modules: PEFT trains no adapters on {label} of {config.model_type}; name others"
         )
     tables = (param for param in _base_params(config) if param.vocab and param.stage is Stage.FIRST)
     embeddings = [param.hf_names()[0].removesuffix(".weight") for param in tables]

@@ -217,6 +217,11 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "3.5: LayerNorms, biases on attention and logits; experts are drawn at random in training (SparseMixer)",
         "our router and norms",
     ),
+    "longcat_flash": (
+        "latent attention with factors; two attentions and MLPs in a layer, experts on a shortcut past half of it, of "
+        "which some give a token back",
+        "our layer and router",
+    ),
 }
 """What sets a family apart, and whose layers compute it."""
 
@@ -265,7 +270,6 @@ _REASONS: Mapping[str, str] = {
     ),
     "several residual streams, and inputs of each layer's own": "gemma3n_text",
     "attention within chunks, queries and keys normalised after the rope": "",
-    "each layer holds two attentions and two MLPs, with experts beside them": "longcat_flash",
     "layers have different numbers of attention heads": "laguna",
     "experts inside attention": "jetmoe",
     "differences of two attentions": "diffllama",

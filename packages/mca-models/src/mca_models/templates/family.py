@@ -60,7 +60,7 @@ class Family:
         found: Further facts for ``extra`` that only the names and shapes of tensors tell.
         prediction_layers: How many prediction layers a checkpoint with these tensor names holds.
         copies: HF tensors that may repeat another one, beside a tied head.
-        unadapted: Modules that PEFT refuses to adapt in models of this type.
+        unadapted: Modules that PEFT refuses to adapt in models of this type, or adapts without effect.
         module_names: Facts in ``extra`` with which everything has the names of transformers' modules, where files
             have others.
         texts: The families that its text part may be of, by HF's ``model_type`` of that part.

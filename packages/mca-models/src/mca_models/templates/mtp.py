@@ -58,7 +58,7 @@ def predictions_left_behind(
     config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]
 ) -> Values:
     """The tensors of prediction layers that transformers leaves out of its model, and nothing here builds."""
-    own = ("mtp.", f"model.layers.{config.num_layers}.")
+    own = ("mtp.", "model.mtp.", f"model.layers.{config.num_layers}.")
     left = sorted(name for name in names if name.startswith(own))
     if left:
         logger.warning(

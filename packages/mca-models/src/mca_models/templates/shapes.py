@@ -155,9 +155,9 @@ def _expert_2(c: FamilyConfig) -> Shape:
 _EXPERTS = {
     "pre_mlp_layernorm.weight": _hidden,
     "pre_mlp_layernorm.bias": _hidden,
-    "mlp.router.weight": lambda c: (c.num_moe_experts, c.hidden_size),
-    "mlp.router.bias": lambda c: (c.num_moe_experts,),
-    "mlp.router.expert_bias": lambda c: (c.num_moe_experts,),
+    "mlp.router.weight": lambda c: (c.num_router_choices, c.hidden_size),
+    "mlp.router.bias": lambda c: (c.num_router_choices,),
+    "mlp.router.expert_bias": lambda c: (c.num_router_choices,),
     "mlp.experts.linear_fc1.weight{expert}": _expert_1,
     "mlp.experts.linear_fc1.bias{expert}": _first(_expert_1),
     "mlp.experts.linear_fc2.weight{expert}": _expert_2,

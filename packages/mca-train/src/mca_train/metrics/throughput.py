@@ -92,7 +92,7 @@ class ModelFlops:
 
 def _share(param: Param, config: McaModelConfig) -> float:
     """How many of the tokens a weight multiplies."""
-    return 1.0 if param.expert is None else config.moe_router_topk / (config.num_moe_experts or 1)
+    return 1.0 if param.expert is None else config.moe_router_topk / max(config.num_router_choices, 1)
 
 
 def _width(config: McaModelConfig) -> float:

@@ -150,10 +150,13 @@ def _in_full(model: Model, layers: list[Bytes]) -> list[Bytes]:
     training, count = model.training, model.training.recompute_num_layers or 1
     share = model.sizes.layout.tp if training.distribute_saved_activations else 1
     if training.recompute_method == "block":
-        blocks, rest = [[layer] for layer in layers[:count]], layers[count:]
+        firsts, blocks, rest = range(count), [[layer] for layer in layers[:count]], layers[count:]
     else:
-        blocks, rest = [layers[i : i + count] for i in range(0, len(layers), count)], []
-    return [_block(model.between / share, block) for block in blocks] + rest
+        firsts, rest = range(0, len(layers), count), []
+        blocks = [layers[i : i + count] for i in firsts]
+    within_pairs = model.config.moe_shortcut  # what experts of the first layer give is an input of the second
+    inputs = [model.between / share + model.between * (within_pairs and i % 2) for i in firsts]
+    return [_block(kept, block) for kept, block in zip(inputs, blocks, strict=False)] + rest
 
 
 def _block(kept: float, block: list[Bytes]) -> Bytes:

@@ -223,7 +223,7 @@ def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> lis
     """Of a layer's experts, run one after the other."""
     sent = sizes.dispatched(worst=worst)
     inner = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / sizes.layout.etp
-    lines = [Line("router", sizes.split * (config.num_moe_experts or 0) * 10.0, _ROUTER)]
+    lines = [Line("router", sizes.split * config.num_router_choices * 10.0, _ROUTER)]
     if config.activation_func_clamp_value is not None:
         lines.append(Line("clamped, and moved by an offset", 2 * sent * inner * sizes.width, _MLP, "moe"))
     lines.append(

@@ -50,6 +50,8 @@ class Sizes:
     """Whether the base weights are, as under an adapter."""
     topk: int
     experts: int
+    choices: int
+    """What a token can be sent to: experts, and those without weights, to which it is not moved."""
     capacity: float | None
     """``moe_expert_capacity_factor``."""
     rms: bool
@@ -94,10 +96,16 @@ class Sizes:
             frozen=frozen,
             topk=config.moe_router_topk,
             experts=config.num_moe_experts or 0,
+            choices=config.num_router_choices,
             capacity=training.moe_expert_capacity_factor,
             rms=config.normalization == "RMSNorm",
             materialised=config.attention_dropout > 0 and not on_gpu,
         )
+
+    @property
+    def moved(self) -> float:
+        """How many experts a token is sent to, in the mean."""
+        return self.topk * self.experts / max(self.choices, 1)
 
     @property
     def is_split(self) -> bool:
@@ -111,7 +119,7 @@ class Sizes:
             worst: All that could be sent here, not an equal share.
         """
         layout = self.layout
-        here = float(self.split * self.topk)
+        here = self.split * self.moved
         if self.capacity is not None:  # each expert of each rank gets at most so many
             here = min(here, here * self.capacity) if not worst else here * self.capacity
             return here * layout.etp

@@ -293,7 +293,7 @@ class Speed:
             return 0.0
         sent = (
             sizes.split
-            * sizes.topk
+            * sizes.moved
             * (self.model.config.moe_latent_size or self.model.config.hidden_size)
             * sizes.width
             * (layout.ep - 1)

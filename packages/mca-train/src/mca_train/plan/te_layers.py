@@ -103,7 +103,7 @@ def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> lis
     inner = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / sizes.layout.etp
     first = 2 if config.gated_linear_unit else 1
     lines = [
-        Line("router", sizes.split * (config.num_moe_experts or 0) * 10.0, _ROUTER),
+        Line("router", sizes.split * config.num_router_choices * 10.0, _ROUTER),
         Line(
             "tokens sent to experts",
             sent * (config.moe_latent_size or config.hidden_size) * sizes.operand,

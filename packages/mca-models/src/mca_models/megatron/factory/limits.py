@@ -132,10 +132,10 @@ def _selective(config: McaModelConfig, settings: Values) -> Iterator[str]:
             "MLPs that are computed again are not cut into chunks; remove mlp from recompute_modules, or "
             "mlp_chunks_for_training"
         )
-    if "layernorm" in modules and config.parallel_block != "none":
+    if "layernorm" in modules and (config.parallel_block != "none" or config.moe_shortcut):
         yield (
-            "norms cannot be recomputed on their own if attention and MLP are side by side; remove "
-            "layernorm from recompute_modules, or set recompute_granularity to full"
+            "norms cannot be recomputed on their own if attention and MLP, or MLP and experts, are side by side; "
+            "remove layernorm from recompute_modules, or set recompute_granularity to full"
         )
 
 
@@ -166,11 +166,12 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
             f"the fused router chooses other experts than {config.model_type} with num_experts_per_tok "
             f"{config.moe_router_topk} and topk_group {config.moe_router_group_topk}; remove moe_router_fusion"
         )
-    if config.experts_beside_mlp and settings.get("moe_shared_expert_overlap"):
+    if settings.get("moe_shared_expert_overlap") and (config.experts_beside_mlp or config.moe_shortcut):
         yield (
-            "an MLP beside experts cannot be computed while tokens are sent to these, as its norms would be left out; "
-            "remove moe_shared_expert_overlap"
+            "an MLP beside experts cannot be computed while tokens are sent to these, as its norms would be left out, "
+            "or both would be added at once; remove moe_shared_expert_overlap"
         )
+    yield from _identity_experts(config, settings)
     if settings.get("moe_router_load_balancing_type") == "sinkhorn" and settings.get("moe_aux_loss_coeff"):
         yield "moe_router_load_balancing_type sinkhorn has no auxiliary loss; set moe_aux_loss_coeff to 0"
     if config.num_moe_experts is not None and (settings.get("mlp_chunks_for_training") or 1) > 1:
@@ -187,6 +188,22 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
             "megatron-core cannot pad experts to a capacity above the number of all tokens, and "
             f"moe_expert_capacity_factor {settings['moe_expert_capacity_factor']} exceeds it; lower it to "
             f"{1 / share:g}, or remove moe_pad_expert_input_to_capacity"
+        )
+
+
+def _identity_experts(config: McaModelConfig, settings: Values) -> Iterator[str]:
+    """A token is not sent to as many experts as another one."""
+    if not config.moe_identity_experts:
+        return
+    if settings.get("moe_expert_capacity_factor") is not None:
+        yield (
+            "experts that give a token back as it is have no capacity that would be met; remove "
+            "moe_expert_capacity_factor"
+        )
+    if settings.get("moe_token_dispatcher_type") == "flex":
+        yield (
+            "moe_token_dispatcher_type flex sends each token to equally many experts, of which some here have no "
+            "weights; use alltoall or allgather"
         )
 
 

@@ -1,4 +1,7 @@
-"""Softmax routing with a bias that only chooses experts (ERNIE 4.5); Megatron has such a bias beside sigmoids only."""
+"""Softmax routing with a bias that only chooses experts (ERNIE 4.5, LongCat Flash); Megatron has it with sigmoids only.
+
+The softmax is over the chosen experts, or over all.
+"""
 
 from dataclasses import dataclass
 from functools import cache
@@ -28,15 +31,20 @@ class BiasedChoice:
     layer_number: int | None = None
 
     def get_replay_topk(self, logits: Tensor, topk: int, *_: object) -> tuple[Tensor, Tensor]:
-        """Of ``logits`` ``[tokens, experts]`` those whose chance and bias are highest together, and whose they are."""
-        chances = logits.detach().softmax(-1, dtype=torch.float32)
+        """Of ``logits`` ``[tokens, experts]`` those whose chance and bias are highest together, and whose they are.
+
+        With the softmax over all experts Megatron gives the chances themselves.
+        """
+        chances = logits.detach()
+        if not self.router.config.moe_router_pre_softmax:
+            chances = chances.softmax(-1, dtype=torch.float32)
         chosen = (chances + self.router.expert_bias).topk(topk, dim=1).indices
         return logits.gather(1, chosen), chosen
 
 
 @cache
 def biased_router(router: type) -> type:
-    """A router class whose softmax is over the experts that its bias helps to choose."""
+    """A router class whose bias helps to choose experts."""
 
     class BiasedRouter(router):  # type: ignore[misc]
         """Megatron's router."""

@@ -62,6 +62,26 @@ def set_own_rope(model: GptModel, config: McaModelConfig) -> None:
 
 
 @cache
+def with_factors(attention: type, of_query: float, of_latent: float) -> type:
+    """Megatron's ``MLASelfAttention`` with factors on queries, and on compressed keys and values.
+
+    The latter is on the queries instead of the keys: on the channels that are not rotated.
+    """
+
+    class WithFactors(attention):  # type: ignore[misc]
+        """Latent attention."""
+
+        def get_query_key_value_tensors(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
+            """Queries, keys, values, and what they were compressed to."""
+            query, key, value, *compressed = super().get_query_key_value_tensors(*args, **kwargs)
+            still, turned = query.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], -1)
+            query = torch.cat([still * (of_query * of_latent), turned * of_query], -1)
+            return query, key, value * of_latent, *compressed
+
+    return WithFactors
+
+
+@cache
 def with_plain_query(attention: type) -> type:
     """Megatron's ``MLASelfAttention`` with the modules of its spec taken as they are, on megatron-core 0.17 and later.
 

@@ -15,7 +15,7 @@ from mca_models.megatron.families.experts_beside_mlp import with_mlp_beside
 from mca_models.megatron.families.gated_delta_net import delta_net_spec
 from mca_models.megatron.families.image_limits import image_reach
 from mca_models.megatron.families.kimi_delta import kimi_delta_spec
-from mca_models.megatron.families.latent import with_plain_query
+from mca_models.megatron.families.latent import with_factors, with_plain_query
 from mca_models.megatron.families.mamba import mamba_spec
 from mca_models.megatron.families.mamba_beside import with_mamba_beside
 from mca_models.megatron.families.norms import (
@@ -30,6 +30,11 @@ from mca_models.megatron.families.own_heads import heads_by_layer, sized, with_o
 from mca_models.megatron.families.parallel_block import SharedNorm, second_norm
 from mca_models.megatron.families.router import own_router
 from mca_models.megatron.families.scales import scaled_residual
+from mca_models.megatron.families.shortcut import (
+    with_experts_apart,
+    with_identity_experts,
+    with_shortcut,
+)
 from mca_models.megatron.families.sparse_attention import with_indexer
 from mca_models.megatron.families.sparse_mixer import with_noisy_input
 from mca_models.megatron.families.two_ropes import rope_widths, with_own_rope
@@ -132,18 +137,33 @@ def _classes(config: McaModelConfig, implementation: Implementation) -> dict[typ
         from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
         latent = MLASelfAttention if config.q_lora_rank else with_plain_query(MLASelfAttention)
+        factors = config.query_multiplier, config.latent_multiplier
+        latent = latent if factors == (1.0, 1.0) else with_factors(latent, *factors)
         classes[MLASelfAttention] = latent if config.index_topk is None else with_indexer(latent)
-    if config.experts_beside_mlp or config.input_jitter_noise:
-        from megatron.core.transformer.moe.moe_layer import MoELayer
-
-        noise = config.input_jitter_noise
-        classes[MoELayer] = with_noisy_input(MoELayer, noise) if noise else with_mlp_beside(MoELayer)
+    classes |= _experts(config)
     from megatron.core.transformer.attention import SelfAttention
 
     attention = _self_attention(SelfAttention, config)
     beside = config.mamba_beside_attention
     classes[SelfAttention] = with_mamba_beside(attention, config, implementation) if beside else attention
     return classes
+
+
+def _experts(config: McaModelConfig) -> dict[type, type]:
+    """Megatron's expert layer, and the layer around it, where they are not as the model has them."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    experts: type = MoELayer
+    if config.input_jitter_noise:
+        experts = with_noisy_input(experts, config.input_jitter_noise)
+    if config.experts_beside_mlp:
+        experts = with_mlp_beside(experts)
+    if config.moe_identity_experts:
+        experts = with_identity_experts(experts, config.moe_identity_experts)
+    if not config.moe_shortcut:
+        return {MoELayer: experts}
+    return {MoELayer: with_experts_apart(experts), TransformerLayer: with_shortcut(TransformerLayer)}
 
 
 def _self_attention(attention: type, config: McaModelConfig) -> type:
