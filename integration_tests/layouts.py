@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
-from tiny_newer import ONE_STAGE
 
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.layout import SIZE_FIELDS
 
 Pair = tuple[str, str]
+ONE_STAGE = ("gemma4_text-e2b",)
+"""Cases whose layers all stand on one pipeline stage."""
 EVERY = bool(os.environ.get("MCA_EVERY_LAYOUT"))
 """Test every case on every layout; by default a choice, in which each of both is at least once."""
 

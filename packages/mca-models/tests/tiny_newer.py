@@ -9,8 +9,6 @@ import torch
 from tiny_sizes import DELTA_NET, GROUPED, LATENT
 from transformers.models.longcat_flash import modeling_longcat_flash as longcat
 
-ONE_STAGE = ("gemma4_text-e2b",)
-"""Those whose layers all stand on one pipeline stage."""
 NEWER: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo_hybrid": (
         "olmo_hybrid",
