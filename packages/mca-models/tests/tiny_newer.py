@@ -38,19 +38,6 @@ NEWER: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "longcat_flash": (
-        "longcat_flash",
-        {
-            **{
-                **LATENT,
-                "head_dim": 4,
-                "n_routed_experts": 4,
-                "zero_expert_num": 2,
-                "num_experts_per_tok": 3,
-            },
-            **{"moe_intermediate_size": 16, "routed_scaling_factor": 1.5, "num_hidden_layers": 8},
-        },
-    ),
     "gpt2": (
         "gpt2",
         {
@@ -119,6 +106,19 @@ LATEST: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
             "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
             "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse", "minimax_m3_sparse"],
+        },
+    ),
+    "longcat_flash": (
+        "longcat_flash",
+        {
+            **{
+                **LATENT,
+                "head_dim": 4,
+                "n_routed_experts": 4,
+                "zero_expert_num": 2,
+                "num_experts_per_tok": 3,
+            },
+            **{"moe_intermediate_size": 16, "routed_scaling_factor": 1.5, "num_hidden_layers": 8},
         },
     ),
 }
