@@ -364,7 +364,9 @@ def test_a_setting_that_has_its_own_argument_becomes_it() -> None:
         ({"test_mode": True}, ["test_mode is not supported"]),
         ({"tp_comm_bulk_wgrad": False}, ["tp_comm_bulk_wgrad needs tp_comm_overlap; add it"]),
         ({"fp8_margin": 1}, ["fp8_margin needs fp8; add it"]),
-        ({"num_layers_at_end_in_bf16": 2}, ["num_layers_at_end_in_bf16 needs fp8"]),
+        ({"num_layers_at_end_in_bf16": 2}, ["num_layers_at_end_in_bf16 needs first_last_layers_bf16"]),
+        ({"first_last_layers_bf16": True}, ["first_last_layers_bf16 needs fp8"]),
+        ({"fp8_interval": 2}, ["fp8_interval is not supported (Megatron does not look"]),
         ({"cpu_offloading_weights": True}, ["cpu_offloading_weights needs cpu_offloading"]),
         ({"offload_modules": ["attn"]}, ["offload_modules needs fine_grained_activation_offloading"]),
         ({"finalize_model_grads_func": 1}, ["unknown key finalize_model_grads_func"]),
@@ -383,6 +385,28 @@ def test_a_detail_whose_switch_is_on_is_accepted() -> None:
     given = DistributingParallelArguments(fp8="hybrid", additional_configs={"fp8_margin": 1})
     assert given.transformer_config_overrides() == {"fp8": "hybrid", "fp8_margin": 1}
     DistributingParallelArguments(additional_configs={"qk_clip": True, "qk_clip_alpha": 0.4})
+
+
+@pytest.mark.parametrize(
+    "recipe,detail,needed",
+    [
+        ("blockwise", {"fp8_margin": 1}, "fp8_recipe delayed"),
+        ("tensorwise", {"fp8_amax_history_len": 16}, "fp8_recipe delayed"),
+        ("tensorwise", {"fp8_wgrad": False}, "fp8_recipe delayed"),
+        ("mxfp8", {"fp8_dot_product_attention": True}, "fp8_recipe delayed or tensorwise"),
+        ("delayed", {"fp8_quantizer_factory": "a.b"}, "fp8_recipe custom"),
+    ],
+)
+def test_a_detail_that_a_recipe_does_not_follow_is_refused(recipe: str, detail: Any, needed: str) -> None:
+    (name,) = detail
+    with pytest.raises(McaError, match=f"{name} needs {needed}; add it or remove {name}"):
+        DistributingParallelArguments(fp8="hybrid", fp8_recipe=recipe, additional_configs=detail)
+
+
+def test_a_detail_that_several_recipes_follow_is_accepted() -> None:
+    detail = {"fp8_dot_product_attention": True}
+    for recipe in (None, "delayed", "tensorwise"):
+        DistributingParallelArguments(fp8="hybrid", fp8_recipe=recipe, additional_configs=detail)
 
 
 def test_every_setting_that_is_refused_is_one_of_megatrons() -> None:

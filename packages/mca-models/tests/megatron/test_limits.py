@@ -69,6 +69,7 @@ PP2 = ParallelLayout(pipeline_model_parallel_size=2)
 UNEVEN = ParallelLayout(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1)
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 CP2 = ParallelLayout(context_parallel_size=2)
+CP4 = ParallelLayout(context_parallel_size=4)
 
 
 def check(
@@ -147,7 +148,8 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (MOE, ParallelLayout(), {"moe_token_dispatcher_type": "flex"}, "use alltoall or allgather"),
     (DENSE, CP2, {"cp_comm_type": "p2p"}, "all_gather"),
     (WINDOWED, CP2, HALF, "no sliding window"),
-    (SINKS, CP2, {**HALF, "cp_comm_type": "all_gather"}, "attention sinks"),
+    (SINKS, CP2, {**HALF, "cp_comm_type": "a2a"}, "attention sinks"),
+    (DENSE, CP4, {**HALF, "cp_comm_type": "a2a"}, "its 2 of keys and values"),
     (MLA, CP2, {**HALF, "cp_comm_type": "a2a"}, "no latent attention"),
     (DENSE, CP2, ENGINE, "no context parallelism in fp32"),
     (DENSE, TP2, ENGINE | {"fp8": "hybrid", "fp8_param": True}, "fp8_param is not supported"),
@@ -184,7 +186,7 @@ ACCEPTED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any]]] = [
     (DENSE, CP2, {"cp_comm_type": "p2p", **HALF}),
     (WINDOWED, ParallelLayout(), ENGINE),
     (WINDOWED, CP2, {"cp_comm_type": "a2a", **HALF}),
-    (SINKS, CP2, {"cp_comm_type": "a2a", **HALF}),
+    (DENSE, CP2, {"cp_comm_type": "a2a", **HALF}),
     (MLA, CP2, HALF),
     (DENSE, TP2, ENGINE | {"apply_rope_fusion": True}),
     (INTERLEAVED, TP2, ENGINE | {"apply_rope_fusion": True, "version": V19}),

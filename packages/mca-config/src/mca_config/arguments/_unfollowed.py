@@ -36,6 +36,7 @@ _NOWHERE: Mapping[str, tuple[str, ...]] = {
         "apply_residual_connection_post_layernorm",
         "async_tensor_model_parallel_allreduce",
         "barrier_with_L1_time",
+        "fp8_interval",
         "hetereogenous_dist_checkpoint",
         "moe_extended_tp",
         "moe_token_dropping",
@@ -62,7 +63,17 @@ _NOWHERE: Mapping[str, tuple[str, ...]] = {
 }
 _DETAILS: Mapping[str, tuple[str, ...]] = {
     "tp_comm_overlap": ("tp_comm_*",),
-    "fp8": ("fp8_*", "tp_only_amax_red", "first_last_layers_bf16", "num_layers_at_*_in_bf16"),
+    "fp8": ("fp8_*", "tp_only_amax_red", "first_last_layers_bf16"),
+    "first_last_layers_bf16": ("num_layers_at_*_in_bf16",),
+    "fp8_recipe delayed": (
+        "fp8_margin",
+        "fp8_amax_*",
+        "fp8_wgrad",
+        "fp8_multi_head_attention",
+        "tp_only_amax_red",
+    ),
+    "fp8_recipe delayed or tensorwise": ("fp8_dot_product_attention",),
+    "fp8_recipe custom": ("fp8_quantizer_factory",),
     "cpu_offloading": ("cpu_offloading_*",),
     "fine_grained_activation_offloading": (
         "offload_modules",
@@ -84,7 +95,9 @@ _DETAILS: Mapping[str, tuple[str, ...]] = {
         "moe_expert_rank_capacity_factor",
     ),
 }
-"""By the switch, or the switch and the word that it has to be."""
+"""By the switch, or the switch and the words of which it has to be one."""
+_UNSET: Mapping[str, str] = {"fp8_recipe": "delayed"}
+"""What Megatron takes where a switch is not set."""
 
 
 def problems(settings: Values, given: Values) -> Iterator[str]:
@@ -108,6 +121,6 @@ def problems(settings: Values, given: Values) -> Iterator[str]:
 
 
 def _is_on(switch: str, settings: Values, given: Values) -> bool:
-    name, _, word = switch.partition(" ")
-    value = settings.get(name) or given.get(name)
-    return value == word if word else bool(value)
+    name, _, words = switch.partition(" ")
+    value = settings.get(name) or given.get(name) or _UNSET.get(name)
+    return value in words.split(" or ") if words else bool(value)

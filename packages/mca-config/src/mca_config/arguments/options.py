@@ -109,7 +109,7 @@ class DistributingOptions:
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] | None = option(
         "Attention kernel, by Megatron's names; local is mca's own, also in Transformer Engine's layers."
     )
-    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] | None = option(
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = option(
         "How keys and values travel between context-parallel ranks."
     )
     attention_softmax_in_fp32: bool | None = switch("Compute the attention softmax in fp32.")

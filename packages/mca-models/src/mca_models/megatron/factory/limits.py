@@ -3,6 +3,7 @@
 Each was found by comparing losses and gradients over layouts; each has a test.
 """
 
+import math
 from collections.abc import Iterator
 
 from mca_config.arguments import needing_engine
@@ -226,22 +227,38 @@ def _attention(
             "Transformer Engine's attention has no context parallelism in fp32; train in bf16 or fp16, or set "
             "attention_backend to local"
         )
-    ring = kind in (None, "p2p", "a2a+p2p")
+    ring = kind in (None, "p2p")
     if config.window_size is not None and ring:
         yield (
             "Transformer Engine's ring attention has no sliding window; set cp_comm_type to all_gather or a2a, "
             "or attention_backend to local"
         )
-    if config.softmax_type != "vanilla" and kind != "a2a":
+    if config.softmax_type != "vanilla":
         yield (
-            "Transformer Engine supports attention sinks under context parallelism only with cp_comm_type a2a; "
-            "set that, or attention_backend to local"
+            "Transformer Engine has attention sinks under context parallelism only with cp_comm_type a2a, where each "
+            "context rank counts their whole gradient and so it is added several times; set attention_backend to local"
         )
     if isinstance(config, MlaMcaModelConfig) and not ring:
         yield (
             f"Transformer Engine has no latent attention with cp_comm_type {kind}; set it to p2p, or "
             "attention_backend to local"
         )
+    if kind == "a2a":
+        yield from _shared_heads(config, layout)
+
+
+def _shared_heads(config: McaModelConfig, layout: ParallelLayout) -> Iterator[str]:
+    """Context ranks that share heads need whole ones, and Transformer Engine's fused kernel an even number of them."""
+    multiple = math.lcm(2, layout.cp)
+    for kind in config.kinds():
+        heads, groups = (max(n // layout.tp, 1) for n in (kind.num_attention_heads, kind.num_query_groups))
+        if heads % multiple or groups % multiple:
+            yield (
+                f"cp_comm_type a2a cuts the {heads} heads of a tensor rank and its {groups} of keys and values over "
+                f"context_parallel_size {layout.cp}, which needs multiples of {multiple}; set it to p2p or all_gather, "
+                "or change the sizes"
+            )
+            return
 
 
 def _fused_rope(config: McaModelConfig, settings: Values, version: Version) -> Iterator[str]:
