@@ -7,11 +7,13 @@
     def test_...: run_emulated(2, fn, ...)         # as harness.run_ranks; in fn, layers are Transformer Engine's
 
 Constructors, names, marks, extra states and sharded keys are Transformer Engine's and Megatron's. Emulated are the
-forward passes of linears, norms and attention, and the kernels of the optimizer; each accepts only what it computes.
-Nothing is changed in the process that forks. Not emulated: fp8, context parallelism, dropout of attention.
+forward passes of linears and norms, rounding to fp8 (`emulated_fp8`), the kernels of attention (`emulated_attention`)
+and of the optimizer; each accepts only what it computes. Nothing is changed in the process that forks. Not emulated:
+dropout of attention.
 """
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -22,6 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import emulated_attention
+import emulated_fp8
+from emulated_fp8 import forward_of, is_first, product
 from harness import run_ranks
 from mca_models.megatron import platform
 
@@ -29,6 +34,7 @@ Result = TypeVar("Result")
 
 _IS_THERE = importlib.util.find_spec("transformer_engine") is not None
 if _IS_THERE:
+    os.environ["NVTE_TORCH_COMPILE"] = "0"  # read when it is imported
     # before Megatron, which is to see it here on a CPU too
     platform.BEFORE_IMPORT = tuple(patch for patch in platform.BEFORE_IMPORT if patch.name != "engine-on-cpu")
 
@@ -60,7 +66,6 @@ def install() -> None:
         te.GroupedLinear: _grouped_linear,
         te.RMSNorm: _norm,
         te.LayerNorm: _norm,
-        te.DotProductAttention: _attention,
     }
     for cls, forward in forwards.items():
         cls.forward = forward
@@ -72,7 +77,9 @@ def install() -> None:
         "multi_tensor_scale_tensor": _scale,
         "multi_tensor_adam": _adam,
     }
+    kernels |= emulated_fp8.install()
     replaced = {getattr(tex, name): kernel for name, kernel in kernels.items()}
+    replaced |= emulated_attention.install()
     _exchange({**replaced, te.utils.get_device_compute_capability: lambda: (9, 0)})  # an H100
     _choose_as_on_a_gpu()
 
@@ -142,15 +149,21 @@ def _with_bias(self: Any, y: Tensor) -> Any:
 
 
 def _linear(self: Any, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-    return _with_bias(self, _left(self, functional.linear(_entered(self, inp), self.weight.to(inp.dtype))))
+    with forward_of(self, inp):
+        return _with_bias(self, _left(self, _multiplied(self, _entered(self, inp))))
 
 
 def _layer_norm_linear(self: Any, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-    normal = _normal(self, inp, self.layer_norm_weight, getattr(self, "layer_norm_bias", None))
-    y = _with_bias(self, functional.linear(_entered(self, normal), self.weight.to(inp.dtype)))
+    with forward_of(self, inp):
+        normal = _normal(self, inp, self.layer_norm_weight, getattr(self, "layer_norm_bias", None))
+        y = _with_bias(self, _multiplied(self, _entered(self, normal)))
     if not self.return_layernorm_output:
         return y
     return (*y, normal) if isinstance(y, tuple) else (y, normal)
+
+
+def _multiplied(self: Any, x: Tensor) -> Tensor:
+    return product(self, x, self.weight, first=self.fp8 and torch.is_grad_enabled() and is_first())
 
 
 def _norm(self: Any, inp: Tensor) -> Tensor:
@@ -168,64 +181,17 @@ def _grouped_linear(self: Any, inp: Tensor, m_splits: Any, is_first_microbatch: 
     rows = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
     assert len(rows) == self.num_gemms
     biases = [getattr(self, f"bias{i}").to(inp.dtype) if self.use_bias else None for i in range(len(rows))]
-    parts = [
-        functional.linear(x, getattr(self, f"weight{i}").to(x.dtype), biases[i] if self.apply_bias else None)
-        for i, x in enumerate(inp.reshape(-1, inp.shape[-1]).split(rows))
-    ]
+    with forward_of(self, inp, self.num_gemms):
+        first = self.fp8 and torch.is_grad_enabled() and is_first()
+        parts = [
+            product(self, x, getattr(self, f"weight{i}"), i, first=first and i == 0)
+            for i, x in enumerate(inp.reshape(-1, inp.shape[-1]).split(rows))
+        ]
+    if self.use_bias and self.apply_bias:
+        parts = [part + bias for part, bias in zip(parts, biases, strict=True)]
     y = torch.cat(parts)
     y = y.view(*inp.shape[:-1], y.shape[-1])
     return (y, biases) if self.return_bias else y
-
-
-def _attention(
-    self: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    *,
-    attn_mask_type: str,
-    qkv_format: str | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    **unused: Any,
-) -> Tensor:
-    """Causal attention, over every packed sequence for itself; ``[s, b, heads * dim]``, or ``[t, heads * dim]``."""
-    assert attention_mask is None and "causal" in attn_mask_type
-    assert self.cp_group is None or torch.distributed.get_world_size(self.cp_group) == 1
-    packed = (qkv_format or self.qkv_format) == "thd"
-    if not packed:
-        assert query.dim() == 4
-        return _spans(self, query, key, value, [query.shape[0]]).flatten(2)
-    assert cu_seqlens_q is not None and cu_seqlens_q.dtype == torch.int32 and isinstance(max_seqlen_q, int)
-    lengths = cu_seqlens_q.diff().tolist()
-    assert sum(lengths) == query.shape[0] and max(lengths) <= max_seqlen_q
-    one_row = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-    return _spans(self, *one_row, lengths).squeeze(1).flatten(1)
-
-
-def _spans(self: Any, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-    """Attention within each of the sequences that lie one after the other; ``[s, b, heads, dim]``."""
-    spans = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-    return torch.cat([_attended(self, *span) for span in spans])
-
-
-def _attended(self: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    q, k, v = (x.permute(1, 2, 0, 3).float() for x in (query, key, value))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    place = torch.arange(q.shape[2])
-    past = place[:, None] - place[None, :]
-    seen = past >= 0
-    if self.window_size is not None and self.window_size[0] >= 0:
-        seen &= past <= self.window_size[0]
-    scores = (q @ k.mT * self.softmax_scale).masked_fill(~seen, float("-inf"))
-    if self.softmax_type == "learnable":
-        sink = self.softmax_offset.float().reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-    else:
-        assert self.softmax_type == "vanilla"
-        weights = scores.softmax(-1)
-    return (weights @ v).to(value.dtype).permute(2, 0, 1, 3)
 
 
 def _l2norm(chunk: int, noop: Tensor, lists: list[list[Tensor]], per_tensor: bool = False, *_: Any) -> Any:

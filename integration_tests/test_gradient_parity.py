@@ -55,6 +55,8 @@ WIDE = (
     *(("deepseek_v3-no-q-lora", "pp2vpp2"), ("deepseek_v3-yarn", "tp2ep2etp1"), ("mistral-tied", "tp2")),
 )
 TOLERANCE = 1e-4
+NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+"""Seed OSS has it."""
 UNTRAINED = ("e_score_correction_bias", "expert_bias", "layer_scalar", "act_fn.beta", "act_fn.eps")
 """Ends of the names of tensors that are no parameters, or get no gradient: Megatron moves biases by itself."""
 
@@ -112,12 +114,12 @@ Found = float | str
 """The largest difference of the logits, or what went wrong: it could not be built, or chose other experts."""
 
 
-def compute(references: list[Reference], layout: str, folder: Path) -> list[Found]:
+def compute(references: list[Reference], layout: str, folder: Path, **settings: Any) -> list[Found]:
     """Logits and gradients of each model; the gradients are exported. Runs on every rank."""
     found: list[Found] = []
     for reference in references:
         try:
-            model = _model(reference, layout, attention_dropout=0.0, hidden_dropout=0.0)  # seed_oss has it
+            model = _model(reference, layout, **NO_DROPOUT, **settings)
             compared = compare(model, reference)
             export_gradient_of(model, reference, folder / f"{reference.case}-{layout}")
             found.append(compared.problem() or compared.difference)

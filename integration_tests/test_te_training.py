@@ -8,7 +8,7 @@ import pytest
 from emulated_te import needs_te, run_emulated
 from loss_curves import worst
 from reference import make_reference
-from test_train_layouts import SP, TP, ZERO
+from test_train_layouts import CP, SP, TP, ZERO
 from test_train_moe import tokens
 from test_train_reshard import EP, ETP1, FIRST, HALF, TORCH_DIST, run
 from train_cases import filled_packs, stop_and_resume, train_losses
@@ -27,6 +27,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "tp2-recompute": TP | RECOMPUTE,
     "tp2-sp-recompute-modules": SP | MODULES,
     "tp2-packed": TP | PACKS,
+    "cp2-packed": CP | PACKS,
 }
 SPARSE: dict[str, dict[str, Any]] = {
     "ep2-split": EP | ZERO,

@@ -141,6 +141,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
         {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 1},
         ["overlap_moe_expert_parallel_comm excludes expert_model_parallel_size 1"],
     ),
+    ({"cp_comm_type": "a2a+p2p"}, ["cp_comm_type", "'a2a+p2p'", "all_gather"]),
     ({"fp8_param": True}, ["fp8_param needs fp8"]),
     ({"fp8_recipe": "delayed"}, ["fp8_recipe needs fp8"]),
     ({"fp8": "e4m3", "transformer_impl": "local"}, ["fp8 needs transformer_impl transformer_engine"]),

@@ -1,0 +1,111 @@
+"""Products in fp8 on ranks without a GPU: recipes, scales, histories and reductions are Transformer Engine's.
+
+Emulated is the rounding of a tensor to fp8 and the product of what was rounded; delayed and tensorwise scaling alone.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def install() -> dict[str, Callable[..., None]]:
+    """Prepares this process; returns the kernels that are to be exchanged, by name."""
+    from mca_models.megatron.factory import limits
+
+    os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # scales are computed in Python
+    torch.cuda.is_current_stream_capturing = lambda: False
+    limits._OF_CUDA = tuple(name for name in limits._OF_CUDA if name != "fp8")
+    return {"fused_multi_row_padding": _padded, "fused_multi_row_unpadding": _unpadded}
+
+
+@contextmanager
+def forward_of(module: Any, inp: Tensor, gemms: int = 1) -> Iterator[None]:
+    """The block in which Transformer Engine's ``module`` computes, with the checks and scales of its own."""
+    with mock.patch.object(torch.Tensor, "is_cuda", True):
+        module.prepare_forward(inp, num_gemms=gemms)
+    try:
+        yield
+    finally:
+        module.end_forward()
+
+
+def product(module: Any, x: Tensor, weight: Tensor, gemm: int = 0, *, first: bool = False) -> Tensor:
+    """``x @ weight.T``, in fp8 where the module computes in it.
+
+    Args:
+        module: Transformer Engine's.
+        x: ``[..., in]``.
+        weight: ``[out, in]``.
+        gemm: Which of the module's products.
+        first: After its backward pass all modules' scales of gradients change.
+    """
+    if not module.fp8:
+        return functional.linear(x, weight.to(x.dtype))
+    made: Tensor = _Product.apply(x, weight, module, gemm, first)
+    return made
+
+
+def is_first() -> bool:
+    """Whether no module has asked before in this forward pass: once for each call of a module."""
+    from transformer_engine.pytorch.module.linear import _check_fp8_reduce_and_update
+
+    return bool(_check_fp8_reduce_and_update())
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, module: Any, gemm: int, first: bool) -> Tensor:
+        from transformer_engine.pytorch.utils import assert_dim_for_fp8_exec
+
+        rows = x.reshape(-1, x.shape[-1])
+        assert_dim_for_fp8_exec(rows, weight)
+        assert len(rows) % 16 == 0 and weight.shape[0] % 16 == 0, f"{len(rows)} tokens, {tuple(weight.shape)}"
+        scaled = module.quantizers["scaling_fwd"]
+        rows, kept = _rounded(rows, scaled[3 * gemm]), _rounded(weight, scaled[3 * gemm + 1]).to(x.dtype)
+        ctx.save_for_backward(rows, kept)
+        ctx.module, ctx.gemm, ctx.first = module, gemm, first
+        return functional.linear(rows, kept).reshape(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        rows, weight = ctx.saved_tensors
+        over = _rounded(grad.reshape(-1, grad.shape[-1]), ctx.module.quantizers["scaling_bwd"][2 * ctx.gemm])
+        of_input = (over @ weight).reshape(*grad.shape[:-1], -1)
+        if ctx.first:
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+        return of_input, over.mT @ rows, None, None, None
+
+
+def _rounded(x: Tensor, quantizer: Any) -> Tensor:
+    """``x`` as it is after a way to fp8 and back; a quantizer of delayed scaling is told its largest value."""
+    from transformer_engine.pytorch.constants import DType
+
+    dtype = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}[quantizer.dtype]
+    largest, most = x.detach().abs().max().float().reshape(1), torch.finfo(dtype).max
+    kind = type(quantizer).__name__
+    assert kind in ("Float8Quantizer", "Float8CurrentScalingQuantizer"), f"{kind} is not emulated"
+    if kind == "Float8Quantizer":
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, largest))
+        scale = quantizer.scale
+    else:
+        scale = torch.where(largest > 0, most / largest, torch.ones_like(largest))
+    return ((x.detach().float() * scale).clamp(-most, most).to(dtype).float() / scale).to(x.dtype)
+
+
+def _padded(rows: Tensor, out: Tensor, lengths: list[int], padded: list[int]) -> None:
+    out.zero_()
+    for ours, theirs, length in zip(rows.split(lengths), out.split(padded), lengths, strict=True):
+        theirs[:length] = ours
+
+
+def _unpadded(rows: Tensor, out: Tensor, padded: list[int], lengths: list[int]) -> None:
+    for ours, theirs, length in zip(rows.split(padded), out.split(lengths), lengths, strict=True):
+        theirs.copy_(ours[:length])

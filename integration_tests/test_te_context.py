@@ -1,0 +1,158 @@
+"""Context parallelism over Transformer Engine's attention computes what transformers does, whatever way keys travel.
+
+What it cannot compute, or would compute wrongly, is refused by name. ``MCA_EVERY_LAYOUT=1`` tests every family.
+"""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from tiny_hf import ALIKE
+
+from emulated_te import needs_te, run_emulated
+from layouts import EVERY, Pair, arguments, by_layout, selected, spread, world_size
+from reference import FAMILY_CASES, Reference, make_reference
+from test_gradient_parity import NO_DROPOUT, TOLERANCE, compute, expected_gradients, read, worst_errors
+from test_packing import compare as compare_packed
+
+pytestmark = [pytest.mark.ranks, needs_te]
+
+WAYS = ("p2p", "all_gather", "a2a")
+SINKS = "counts their whole gradient"
+CASES = [case for case in FAMILY_CASES if EVERY or case not in ALIKE]
+FOUR_RANKS = [("qwen3", "tp2cp2sp"), ("deepseek_v3", "tp2cp2sp"), ("qwen2", "cp4"), ("mixtral", "cp2ep2pp2")]
+GRID = list(dict.fromkeys([*spread(CASES, ("cp2",)), *FOUR_RANKS, ("qwen3_moe", "cp2ep2")]))
+
+
+def in_some_way(
+    references: list[Reference], layout: str, folder: Path, first: list[str]
+) -> list[tuple[str, Any]]:
+    """Each model in the way that comes first and is not refused for it, and what `compute` found."""
+    found = []
+    for reference, preferred in zip(references, first, strict=True):
+        for way in (preferred, *(way for way in WAYS if way != preferred)):
+            (result,) = compute([reference], layout, folder, cp_comm_type=way)
+            if not isinstance(result, str) or (
+                "set it to p2p" not in result and "cp_comm_type" not in result
+            ):
+                break
+        found.append((way, result))
+    return found
+
+
+@pytest.fixture(scope="module")
+def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Pair, Any]:
+    folder = tmp_path_factory.mktemp("context")
+    chosen = selected(request, GRID)
+    references = {case: make_reference(case, folder, batch=4) for case, _ in chosen}
+    for reference in references.values():
+        expected_gradients(reference, folder)
+    by_pair: dict[Pair, Any] = {}
+    for layout, cases in by_layout(chosen).items():
+        first = [WAYS[list(FAMILY_CASES).index(case) % len(WAYS)] for case in cases]
+        models = [references[case] for case in cases]
+        ranks = run_emulated(world_size(layout), in_some_way, models, layout, folder, first, timeout=500)
+        for number, case in enumerate(cases):
+            by_pair[case, layout] = folder, [of_rank[number] for of_rank in ranks]
+    return by_pair
+
+
+@pytest.mark.parametrize("case,layout", GRID)
+def test_logits_and_gradients_equal_transformers(case: str, layout: str, computed: dict[Pair, Any]) -> None:
+    folder, found = computed[case, layout]
+    if SINKS in str(found[0][1]):
+        assert all(SINKS in str(result) for _, result in found)
+        return
+    assert all(isinstance(result, float) and result <= TOLERANCE for _, result in found), found
+    worst = worst_errors(folder / f"{case}-expected", folder / f"{case}-{layout}")
+    assert worst[0][1] <= TOLERANCE, (found[0][0], worst)
+
+
+PACKED = {
+    "qwen3": "p2p",
+    "mistral": "all_gather",
+    "qwen2": "a2a",
+    "deepseek_v3": "p2p",
+    "gemma3_text": "all_gather",
+}
+
+
+def packed(references: list[Reference]) -> dict[str, Any]:
+    """Differences of packed rows to separate ones and to transformers. Runs on every rank."""
+    return {each.case: compare_packed(each, "cp2", cp_comm_type=PACKED[each.case]) for each in references}
+
+
+def test_packed_equals_separate_and_transformers(tmp_path: Path) -> None:
+    references = [make_reference(case, tmp_path) for case in PACKED]
+    for of_rank in run_emulated(2, packed, references):
+        for case, found in of_rank.items():
+            assert max(found) <= TOLERANCE, (case, found)
+
+
+UNREFUSED = (
+    ("mistral", "p2p", "sliding window"),
+    ("gpt_oss", "p2p", "a2a"),
+    ("llama-one-group", "a2a", "num_heads"),
+)
+"""What mca refuses, and a word of what Transformer Engine says of it, or that it has no kernel."""
+
+
+def unrefused(references: list[Reference], folder: Path) -> dict[str, tuple[Any, Any]]:
+    """What is said of each, by mca and without it by Transformer Engine; and of sinks that are not refused."""
+    from mca_models.megatron.factory import limits
+
+    found = {}
+    for each, (case, way, _) in zip(references, UNREFUSED, strict=True):
+        (ours,) = compute([each], "cp2", folder, cp_comm_type=way)
+        with patch.object(limits, "_attention", lambda *_: []):
+            (theirs,) = compute([each], "cp2", folder, cp_comm_type=way)
+        found[case] = ours, theirs
+    with patch.object(limits, "_attention", lambda *_: []):
+        compute([references[1]], "cp2", folder, cp_comm_type="a2a")
+    return found
+
+
+def test_what_is_refused_transformer_engine_refuses_or_computes_wrongly(tmp_path: Path) -> None:
+    references = [make_reference(case, tmp_path, batch=4) for case, _, _ in UNREFUSED]
+    expected = read(expected_gradients(references[1], tmp_path))
+    for found in run_emulated(2, unrefused, references, tmp_path):
+        for case, _, word in UNREFUSED:
+            ours, theirs = found[case]
+            assert (
+                "set attention_backend to local" in ours
+                or "set cp_comm_type to" in ours
+                or "a2a cuts" in ours
+            )
+            assert word in theirs or "No dot product attention backend is available" in theirs, (case, theirs)
+    twice = read(tmp_path / "gpt_oss-cp2")
+    for name, gradient in expected.items():
+        times = 2 if name.endswith("sinks") else 1
+        assert (twice[name] - times * gradient).abs().max() <= TOLERANCE * max(
+            float(gradient.abs().max()), 1e-3
+        ), name
+
+
+def log_probabilities(reference: Reference) -> list[Any]:
+    """Of packed rows, over local layers and in each way over Transformer Engine's. Runs on every rank."""
+    import torch
+
+    from mca_models.megatron import AutoModel
+
+    choices: list[dict[str, Any]] = [{"transformer_impl": "local"}, *({"cp_comm_type": way} for way in WAYS)]
+    lengths = torch.tensor([[7], [16], [13]])
+    mask = torch.arange(reference.input_ids.shape[1]) < lengths
+    models = (
+        AutoModel.from_pretrained(reference.path, arguments("cp2", **NO_DROPOUT, **each)) for each in choices
+    )
+    return [
+        model.log_probs(reference.input_ids, mask=mask, packed=True, micro_batch_size=2).log_probs
+        for model in models
+    ]
+
+
+def test_log_probabilities_equal_those_of_local_layers(tmp_path: Path) -> None:
+    for local, *others in run_emulated(2, log_probabilities, make_reference("qwen3", tmp_path)):
+        assert local.abs().max() > 1
+        for other in others:
+            assert (local - other).abs().max() <= 1e-5
