@@ -139,9 +139,26 @@ def sum_over(values: Tensor, group: ProcessGroup) -> Tensor:
 
 def sum_over_stage(values: Tensor) -> Tensor:
     """``values`` added over all ranks of this pipeline stage."""
+    return sum_over(values, _stage_group())
+
+
+def largest_over_stage(values: Tensor) -> Tensor:
+    """Of each of ``values`` the largest of all ranks of this pipeline stage."""
+    found = values.clone()
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=_stage_group())
+    return found
+
+
+def is_first_of_stage() -> bool:
+    """Whether this rank speaks for those of its pipeline stage."""
+    return _stage_group().rank() == 0
+
+
+def _stage_group() -> ProcessGroup:
     from megatron.core import parallel_state
 
-    return sum_over(values, parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+    group: ProcessGroup = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return group
 
 
 def own_tensor_share(values: Tensor, axis: int) -> Tensor:

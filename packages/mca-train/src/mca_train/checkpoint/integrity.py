@@ -23,7 +23,7 @@ from mca_train.groups import Ranks
 MANIFEST = Path("training") / "manifest.json"
 ARGUMENTS_FILE = "training_args.json"
 _CHUNK = 1 << 22
-_OF_RANK = re.compile(r"(?:rng_|__)(\d+)")
+_OF_RANK = re.compile(r"(?:rng_|fp8_|__)(\d+)")
 _Record = tuple[int, int]
 
 

@@ -13,7 +13,7 @@ from mca_models.megatron.distributed.collectives import on_first, together
 from mca_models.megatron.distributed.writer import Writing
 from mca_models.storage.atomic import write_file
 from mca_train.batching.position import RunPosition
-from mca_train.checkpoint import optimizer_state
+from mca_train.checkpoint import fp8_scales, optimizer_state
 from mca_train.checkpoint.carried import Carried
 from mca_train.engine.engine import Engine
 from mca_train.engine.rng import load_rng, save_rng
@@ -47,6 +47,8 @@ class TrainingState:
         optimizer = folder / "optimizer"
         on_first(lambda: optimizer.mkdir(parents=True))
         together(lambda: save_rng(folder, self._rank))
+        ranges = fp8_scales.collect(self._modules())
+        together(lambda: fp8_scales.save(folder, self._rank, ranges))
         with _without_warnings():
             numbers, writing = optimizer_state.save(
                 self._engine.optimizer, self._modules(), optimizer, background=background
@@ -67,6 +69,7 @@ class TrainingState:
         numbers = optimizer_state.Numbers(**json.loads((folder / "optimizer.json").read_text()))
         with _without_warnings():
             optimizer_state.load(self._engine.optimizer, self._modules(), folder / "optimizer", numbers)
+        together(lambda: fp8_scales.load(folder, self._modules()))
         self._scheduler.load_state_dict(json.loads((folder / "scheduler.json").read_text()))
 
     def load_rng(self, checkpoint: Path) -> None:

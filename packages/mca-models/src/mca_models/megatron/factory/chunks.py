@@ -11,6 +11,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_models.megatron import families, platform
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.factory.fp8_sizes import require_sizes
 from mca_models.megatron.factory.kernel_choice import kernel_choice
 from mca_models.megatron.factory.limits import FIXED_IN_0_17
 from mca_models.megatron.layers.score import Score
@@ -54,6 +55,7 @@ def build_chunk(
             mtp_block_spec=families.adapted_prediction(prediction, config, implementation),
             vp_stage=vp_stage,
         )
+    require_sizes(model, megatron)
     rotary = families.rotary(config, parallel.context_group())
     if rotary is not None:
         model.rotary_pos_emb = rotary

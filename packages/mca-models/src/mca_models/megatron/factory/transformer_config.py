@@ -123,6 +123,8 @@ def transformer_config(
     settings["transformer_impl"] = implementation
     settings["moe_grouped_gemm"] = grouped_experts(settings, implementation)
     _require(config, layout, settings, implementation)
+    if settings.get("fp8"):
+        _require_fp8(settings.get("fp8_recipe") or "delayed")
     return _with_attention_factor(_construct(config, settings), config)
 
 
@@ -137,6 +139,14 @@ def _require(
         version=platform.megatron_version(),
         implementation=implementation,
     )
+
+
+def _require_fp8(recipe: str) -> None:
+    reason = platform.no_fp8(recipe)
+    if reason is not None:
+        raise McaError(
+            f"fp8 with fp8_recipe {recipe} cannot run on this GPU ({reason}); use another fp8_recipe, or remove fp8"
+        )
 
 
 def _construct(config: McaModelConfig, settings: Settings) -> MegatronConfig:

@@ -36,7 +36,14 @@ from mca_models.megatron.platform import (
     split_sizes,
     uneven_collectives,
 )
-from mca_models.megatron.platform._device import backend, current_device, device_type, no_engine, use_device
+from mca_models.megatron.platform._device import (
+    backend,
+    current_device,
+    device_type,
+    no_engine,
+    no_fp8,
+    use_device,
+)
 from mca_models.megatron.platform._patch import Patch
 from mca_models.megatron.platform.compile_at_import import without_compile
 from mca_models.megatron.platform.fused_adam import FusedAdam
@@ -52,6 +59,7 @@ __all__ = [
     "device_type",
     "megatron_version",
     "no_engine",
+    "no_fp8",
     "prepare",
     "use_device",
 ]

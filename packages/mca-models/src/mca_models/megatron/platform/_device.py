@@ -62,6 +62,20 @@ def no_engine() -> str | None:
     return None
 
 
+@cache
+def no_fp8(recipe: str) -> str | None:
+    """Why this machine's GPU has no fp8 with that scaling; None if it has, and where no Transformer Engine is."""
+    if no_engine() is not None:
+        return None
+    names = (
+        f"transformer_engine.pytorch.{name}" for name in ("quantization", "fp8")
+    )  # before 2.9 the latter
+    engine = importlib.import_module(next(filter(importlib.util.find_spec, names))).FP8GlobalStateManager
+    special = {"mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_available"}
+    available, reason = getattr(engine, special.get(recipe, "is_fp8_available"))()
+    return None if available else str(reason)
+
+
 def backend() -> str:
     """The torch.distributed backend for this device."""
     return "nccl" if device_type() == "cuda" else "gloo"

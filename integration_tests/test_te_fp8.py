@@ -1,0 +1,85 @@
+"""Training in fp8 over Transformer Engine's modules: its scales resume with the run, sizes are checked by name.
+
+Rounding and products are emulated (`emulated_fp8`); recipes, histories and their reduction over ranks are not.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from emulated_te import needs_te, run_emulated
+from layouts import arguments
+from mca_config.errors import McaError
+from test_train_layouts import CP, SP
+from train_cases import stop_and_resume, tiny_checkpoint
+
+pytestmark = [pytest.mark.ranks, needs_te]
+
+FP8 = {"fp8": "hybrid", "additional_configs": {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}}
+TENSORWISE = {"fp8": "e4m3", "fp8_recipe": "tensorwise"}
+SHORT = {"max_steps": 3}
+RESUMED: dict[str, dict[str, Any]] = {
+    "tp2-sp": SP,
+    "cp2-evaluated": CP | {"eval_strategy": "steps", "eval_steps": 2},
+}
+
+
+def resumed(model: Path, folder: Path) -> dict[str, Any]:
+    """What `stop_and_resume` finds of each. Runs on every rank."""
+    return {
+        name: stop_and_resume(model, folder / name, 2, **FP8, **SHORT, **each)
+        for name, each in RESUMED.items()
+    }
+
+
+def test_resuming_under_delayed_scaling_changes_no_bit(checkpoint: Path, tmp_path: Path) -> None:
+    for of_rank in run_emulated(2, resumed, checkpoint, tmp_path, timeout=400):
+        for name, found in of_rank.items():
+            assert found["resumed"] == found["straight"], name
+            assert found["state"] == {"steps": 3, "equal_weights": True}, name
+    for name in RESUMED:
+        (file,) = (tmp_path / name / "checkpoint-2" / "training").glob("fp8_*")
+        scales = {
+            key: scale
+            for key, scale in load_file(file).items()
+            if key.endswith("linear_fc2.scaling_bwd.scale")
+        }
+        assert set(scales) == {
+            f"decoder.layers.{layer}.mlp.linear_fc2.scaling_bwd.scale" for layer in range(4)
+        }
+        assert min(float(scale.max()) for scale in scales.values()) > 1  # gradients are small
+
+
+def refusals(folder: Path) -> list[str]:
+    """What is said of matrices that fp8 cannot take, of a GPU without a recipe; and of layers that stay in bf16."""
+    from mca_models.megatron import AutoModel, platform
+    from mca_models.megatron.platform import _device
+
+    narrow = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "intermediate_size": 40}
+    said = []
+    path = tiny_checkpoint(folder / "narrow", **narrow)
+    every = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
+    TENSORWISE_KEPT = TENSORWISE | {"additional_configs": every}
+    AutoModel.from_pretrained(path, arguments("tp1", **TENSORWISE_KEPT))
+    for layout, settings in (("tp1", FP8), ("tp1", {"fp8": "e4m3", "fp8_recipe": "mxfp8"})):
+        try:
+            AutoModel.from_pretrained(path, arguments(layout, **settings))
+        except McaError as error:
+            said.append(str(error))
+    _device.no_engine = lambda: None
+    platform.no_fp8.cache_clear()
+    try:
+        AutoModel.from_pretrained(path, arguments("tp1", fp8="e4m3", fp8_recipe="mxfp8"))
+    except McaError as error:
+        said.append(str(error))
+    return said
+
+
+def test_what_fp8_cannot_compute_is_named_before_training(tmp_path: Path) -> None:
+    ((delayed, mxfp8, gpu),) = run_emulated(1, refusals, tmp_path)
+    assert "linear_fc2.weight is 64 x 40 on each tensor rank, and fp8 needs multiples of 16" in delayed
+    assert "tensor_model_parallel_size or fp8_recipe" in delayed
+    assert "fp8 needs multiples of 32" in mxfp8
+    assert "fp8 with fp8_recipe mxfp8 cannot run on this GPU (" in gpu
