@@ -101,7 +101,7 @@ LATEST: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m3_vl_text",
         {
             **{"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},
-            **{"dense_intermediate_size": 48, "shared_intermediate_size": 24, "swiglu_limit": 0.6},
+            **{"dense_intermediate_size": 48, "shared_intermediate_size": 24, "swiglu_limit": 2.0},
             **{"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 2},
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
             "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
