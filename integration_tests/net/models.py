@@ -42,6 +42,8 @@ PREDICTING = {
 }
 """Families with prediction layers, and what those are called."""
 HEADS = ((4, 2), (4, 2), (4, 4), (4, 1), (8, 2), (8, 4), (12, 6), (6, 2), (6, 3), (3, 1), (5, 5))
+ALWAYS_LONG = {"original_max_position_embeddings": 1, "attention_factor": 1.1}
+"""The longest of a pack decides which frequencies all its samples have; the truth takes each sample alone."""
 BY_LAYER = ("mlp_layer_types", "layer_types", "layer_rope_theta", "layers_block_type", "no_rope_layers")
 
 
@@ -85,6 +87,8 @@ def sizes(rng: random.Random, base: str) -> dict[str, Any]:
     found |= _states(rng, given, layers)
     if given.get("hidden_size_per_layer_input"):
         found |= _beside_hidden(rng, found)
+    if given.get("rope_parameters", {}).get("rope_type") == "longrope":
+        found["rope_parameters"] = {**given["rope_parameters"], **ALWAYS_LONG}
     return found | (_experts(rng, given) if is_sparse(base) else {})
 
 
