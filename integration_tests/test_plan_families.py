@@ -54,6 +54,8 @@ def described(case: str) -> dict[str, Any]:
         sizes |= {"head_dim": 32, "num_key_value_heads": 8}
     elif "head_dim" in different:
         sizes["head_dim"] = 64
+    if sizes.get("hidden_size_per_layer_input"):
+        sizes |= {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": sizes["vocab_size"]}
     if model_type == "mimo_v2_flash":
         sizes |= {"head_dim": 192, "v_head_dim": 128}
     if "long_factor" in (rope := sizes.get("rope_parameters", {})):
