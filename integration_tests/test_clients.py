@@ -1,6 +1,7 @@
 """Files at addresses through the real clients of S3 and Google's storage, and runs reported through real clients.
 
-    uv run --group clients pytest -n 0 integration_tests/test_clients.py
+    UV_PROJECT_ENVIRONMENT=.venv-clients uv run --no-default-groups --group clients \
+        pytest -n 0 integration_tests/test_clients.py
 
 The clients speak to a server on loopback, or write their files offline. Without a client its tests are skipped.
 """
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.ranks
 
 def needs(package: str) -> pytest.MarkDecorator:
     missing = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"needs the package {package}: uv run --group clients")
+    return pytest.mark.skipif(missing, reason=f"needs the package {package}, which is in the group clients")
 
 
 SCHEMES = [pytest.param("s3", marks=needs("s3fs")), pytest.param("gs", marks=needs("gcsfs"))]
