@@ -184,6 +184,43 @@ def test_layers_with_fused_projections_go_on(case, changes, tmp_path):
     assert run_ranks(1, run, model, tmp_path / "resumed", FIRST + 2, before, **changes) == [straight]
 
 
+def adapter_of(case: str, folder: Path, **settings: Any) -> tuple[Path, Path]:
+    """A model, and PEFT's files of an adapter on it whose factors are both random."""
+    import peft
+    import transformers
+
+    from reference import make_reference
+
+    model = make_reference(case, folder / "model").path
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+    chosen = peft.LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, **settings)
+    peft.get_peft_model(base, chosen).save_pretrained(folder / "adapter")
+    return model, folder / "adapter"
+
+
+STACKED = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+
+
+@pytest.mark.parametrize(
+    "case,before,after,adapted",
+    [
+        pytest.param("qwen3_moe", EP | ZERO | HALF, ETP2 | ZERO | HALF, STACKED, id="experts"),
+        pytest.param("phi3", SP, ZERO | HALF, {"target_modules": ["gate_up_proj"]}, id="gate-and-up"),
+    ],
+)
+def test_adapters_of_fused_projections_go_on(case, before, after, adapted, tmp_path):
+    """A rank's rows of lora_B are some of each projection's, so its moments and masters are stored in parts."""
+    from test_train_moe import tokens
+
+    model, adapter = adapter_of(case, tmp_path, **adapted)
+    changes = {"data": lambda: tokens(96), "adapter": adapter, "learning_rate": 2e-2}
+    straight = run_ranks(2, run, model, tmp_path / "straight", FIRST + 2, **changes | before)[0]
+    checkpoint = tmp_path / "straight" / f"checkpoint-{FIRST}"
+    found = run_ranks(2, run, model, tmp_path / "on", FIRST + 2, checkpoint, **changes | after)[0]
+    assert worst(straight["loss"], found["loss"]) < 1e-4
+    assert worst(straight["grad_norm"], found["grad_norm"]) < 1e-4
+
+
 def run_under_megatrons_names(*args: Any, **changes: Any) -> Any:
     """`run` with the names that Megatron's local layers have for norms; checkpoints held them once."""
     from unittest import mock

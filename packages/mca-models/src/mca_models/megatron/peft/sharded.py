@@ -1,7 +1,8 @@
 """The factors in Megatron's distributed checkpoints (the optimizer's state is laid out by them).
 
 Megatron stacks a tensor over layers and experts, which adapters with patterns of ranks, or on some layers
-only, cannot be. So each factor is one tensor of its own, under its canonical name.
+only, cannot be. So each factor is one tensor of its own, under its canonical name. Of one whose rows are several
+segments (``[gate, up]``), each of which is cut over ranks, every segment is: one cut does not tell where its rows are.
 """
 
 from collections.abc import Mapping
@@ -15,8 +16,10 @@ from mca_models.megatron.factory.fill import cut_of
 from mca_models.megatron.peft.attach import CHILD
 from mca_models.megatron.types import DcpObject, GptModel, ShardedState
 from mca_models.weights import Param
+from mca_models.weights.arrays import split_ratio
 
 _METHOD = "sharded_state_dict"
+Replica = tuple[int, int, int]
 
 
 def share(chunk: GptModel, by_tensor: Mapping[int, Param], place: Place) -> None:
@@ -46,19 +49,32 @@ def unshare(chunk: torch.nn.Module) -> None:
 
 
 def _sharded(param: Param, tensor: Tensor, place: Place) -> DcpObject:
+    name, replica = param.mca_name(), _replica(param, place.at, place.layout.cp)
+    cut = cut_of(param, place.layout, place.at)
+    if len(param.shard.segments) == 1:
+        return _piece(name, tensor, param, cut, replica)
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    def segments(key: str, piece: Tensor, replica_id: Replica, _: object) -> list[DcpObject]:
+        rows = split_ratio(piece, 0, param.shard.segments)
+        return [_piece(f"{key}.{i}", each, param, cut, replica_id) for i, each in enumerate(rows)]
+
+    return ShardedTensorFactory(name, tensor, segments, torch.cat, replica)
+
+
+def _piece(name: str, tensor: Tensor, param: Param, cut: tuple[int, int], replica_id: Replica) -> DcpObject:
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    axis, (rank, size) = param.shard.axis, cut_of(param, place.layout, place.at)
     return ShardedTensor.from_rank_offsets(
-        param.mca_name(),
+        name,
         tensor,
-        *([] if axis is None else [(axis, rank, size)]),
-        replica_id=_replica(param, place.at, place.layout.cp),
+        *([] if param.shard.axis is None else [(param.shard.axis, *cut)]),
+        replica_id=replica_id,
         allow_shape_mismatch=param.vocab,
     )
 
 
-def _replica(param: Param, at: Coordinates, cp: int) -> tuple[int, int, int]:
+def _replica(param: Param, at: Coordinates, cp: int) -> Replica:
     """Which copy of its piece this rank holds, as Megatron counts: over pipeline, tensor and data ranks."""
     cut = param.shard.axis is not None
     if param.expert is not None:
