@@ -153,6 +153,7 @@ def of_transformers(name: str, folder: Path) -> Reference | None:
         return None
 
 
+@pytest.mark.wide
 def test_every_value_is_computed_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = {}
     for name, case, different in models():

@@ -306,6 +306,7 @@ def _other_python() -> Path | None:
     return next((p for p in found if p.exists() and p.parent.parent.resolve() != here), None)
 
 
+@pytest.mark.wide
 def test_two_versions_of_megatron_read_each_other(tmp_path: Path) -> None:
     python = _other_python()
     if python is None:

@@ -140,6 +140,7 @@ OF_SHARED_GROUPS = ("bamba", "tp4")  # two tensor ranks for each group of heads 
 RESEMBLING = ("deepseek_v2-no-q-lora", "exaone4", "glm4_moe_lite", "minimax_m2", "olmoe", "phi3-long")
 # of parts that are another's, under names of their own
 RENAMED = (
+    *("cwm", "exaone4-no-window", "glm4", "granite", "olmo3-yarn", "phi3-short"),
     *(
         "dots1",
         "ernie4_5",

@@ -163,7 +163,7 @@ RESEMBLING += (
     if EVERY
     else (
         *("deepseek_v2", "glm", "glm4", "granitemoe", "granitemoeshared", "hy_v3", "olmo3", "phi", "phi3"),
-        *("qwen2_moe", "qwen2-tied-qv"),
+        *("falcon", "gemma2", "glm4_moe", "olmo2", "qwen2_moe", "qwen2-tied-qv", "qwen3_moe"),
     )
 )
 WIDE = [pair for pair in GRID if pair[0] in RESEMBLING]
