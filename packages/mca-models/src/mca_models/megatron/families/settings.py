@@ -8,9 +8,6 @@ from mca_models.megatron.families.biased_router import has_biased_softmax
 from mca_models.megatron.families.group_router import own_groups
 from mca_models.megatron.types import MegatronConfig, Settings
 
-_FUSED = ("silu", "quick_gelu")
-"""Activations that Megatron has a fused kernel for; that for ``gelu`` computes an approximation."""
-
 
 def settings(config: McaModelConfig) -> Settings:
     """The settings that differ from Megatron's defaults."""
@@ -25,7 +22,7 @@ def settings(config: McaModelConfig) -> Settings:
     }
     if config.num_moe_experts and config.add_bias_linear:
         found["bias_dropout_fusion"] = False  # grouped experts refuse it
-    if config.hidden_act not in _FUSED or config.mlp_multipliers is not None:
+    if not _has_fused_activation(config):
         found["bias_activation_fusion"] = False
     if config.linear_conv_kernel_dim is not None:
         found |= {
@@ -45,6 +42,16 @@ def settings(config: McaModelConfig) -> Settings:
     if has_biased_softmax(config):  # which Megatron refuses; it builds one nevertheless
         chosen["moe_router_enable_expert_bias"] = False
     return chosen
+
+
+def _has_fused_activation(config: McaModelConfig) -> bool:
+    """Whether Megatron has a kernel for it in every MLP; that for ``gelu`` computes an approximation."""
+    if config.mlp_multipliers is not None:
+        return False
+    if config.hidden_act == "quick_gelu":  # of routed experts alone
+        dense = not all(config.is_moe_layer(i) for i in range(config.num_layers))
+        return not dense and config.moe_shared_expert_intermediate_size is None
+    return config.hidden_act == "silu"
 
 
 def before_building(config: McaModelConfig, megatron: MegatronConfig) -> None:
