@@ -76,22 +76,19 @@ def written_out(kind: Kind) -> list[Tensor]:
     ]
 
 
-def ours(kind: Kind, group: Any) -> list[Tensor]:
-    """The same from ``CoreAttention``: this context rank's tokens; of the sinks' gradient its part."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from mca_models.megatron.layers.attention import CoreAttention, Special, special_attention
-
+def of_kind(core: Any, kind: Kind, group: Any, dropout: float = 0.0) -> tuple[Any, list[Tensor], Tensor]:
+    """A core attention of this class, its inputs of this context rank, and the weight of each output."""
     config = SimpleNamespace(
         softmax_type="learnable" if kind.sink else "vanilla",
-        attention_dropout=0.0,
+        attention_dropout=dropout,
+        sequence_parallel=False,
         window_size=(kind.window - 1, 0) if kind.window else None,
         window_attn_skip_freq=None,
         num_attention_heads=HEADS,
         tensor_model_parallel_size=1,
         params_dtype=torch.float64,
     )
-    attention = (special_attention(Special(softcap=kind.softcap)) if kind.softcap else CoreAttention)(
+    attention = core(
         config,
         1,
         SimpleNamespace(name="causal"),
@@ -102,7 +99,17 @@ def ours(kind: Kind, group: Any) -> list[Tensor]:
     *qkv, weight, sink = (own_rows(x, kind, group) if x.dim() > 1 else x for x in inputs(kind))
     if kind.sink:
         attention.softmax_offset.data.copy_(sink)
-    leaves = [x.clone().requires_grad_() for x in qkv]
+    return attention, [x.clone().requires_grad_() for x in qkv], weight
+
+
+def ours(kind: Kind, group: Any) -> list[Tensor]:
+    """The same from ``CoreAttention``: this context rank's tokens; of the sinks' gradient its part."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from mca_models.megatron.layers.attention import CoreAttention, Special, special_attention
+
+    core = special_attention(Special(softcap=kind.softcap)) if kind.softcap else CoreAttention
+    attention, leaves, weight = of_kind(core, kind, group)
     ends = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
     longest = max(LENGTHS)
     packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
@@ -146,3 +153,36 @@ def test_every_combination_equals_a_mask_written_out(context_ranks: int) -> None
 def test_combinations_differ() -> None:
     outputs = [written_out(kind)[0] for kind in KINDS if kind.width == CHANNELS and not kind.packed]
     assert all(float((a - b).abs().max()) > 1e-2 for a, b in itertools.combinations(outputs, 2))
+
+
+def dropped() -> dict[str, tuple[float, float]]:
+    """Of each core, with weights dropped: the loss, and its gradient times the values, in which it is linear."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from mca_models.megatron.families.chosen_keys import ChosenKeys
+    from mca_models.megatron.layers.attention import CoreAttention, Special, special_attention
+
+    class AllBefore(ChosenKeys):
+        def _index(self, lengths: tuple[int, ...]) -> Any:
+            return (), [torch.zeros(length) for length in lengths]
+
+        def _chosen(self, of_queries: Any, keys: Tensor, start: int) -> Tensor:
+            places = torch.arange(len(keys))
+            return (places <= places[start:, None]).expand(2, 1, -1, -1)
+
+    get_cuda_rng_tracker().add("model-parallel-rng", 5)
+    cores = {"plain": CoreAttention, "capped": special_attention(Special(softcap=2.0)), "chosen": AllBefore}
+    found = {}
+    for name, core in cores.items():
+        attention, leaves, weight = of_kind(core, KINDS[0], torch.distributed.group.WORLD, dropout=0.5)
+        loss = (attention(*leaves).view(weight.shape) * weight).sum()
+        loss.backward()
+        found[name] = (float(loss.detach()), float((leaves[2].grad * leaves[2].detach()).sum()))
+    return found
+
+
+def test_the_gradient_is_of_what_was_dropped() -> None:
+    (found,) = run_ranks(1, dropped)
+    assert {name: gradient for name, (_, gradient) in found.items()} == {
+        name: pytest.approx(loss, rel=1e-9) for name, (loss, _) in found.items()
+    }

@@ -58,8 +58,10 @@ class ChosenKeys(CoreAttention):
             for first in range(0, chunk.length, BLOCK):
                 last = min(first + BLOCK, chunk.length)
                 rows, stop = slice(row + first, row + last), chunk.start + last
-                outputs.append(
-                    checkpoint(  # so that no seq x seq is kept for the gradient
+                with (
+                    self._draws()
+                ):  # around the checkpoint, which restores the generator that draws, not the fork
+                    out = checkpoint(  # so that no seq x seq is kept for the gradient
                         self._block,
                         query[rows],
                         keys[chunk.sequence][:stop],
@@ -70,7 +72,7 @@ class ChosenKeys(CoreAttention):
                         use_reentrant=False,
                         preserve_rng_state=self.dropout > 0,
                     )
-                )
+                outputs.append(out)
             row += chunk.length
         return torch.cat(outputs)
 
@@ -92,11 +94,10 @@ class ChosenKeys(CoreAttention):
         q, k, v = (pad(x, (0, width - x.shape[-1])).permute(1, 2, 0, 3) for x in (query, key, value))
         shares = (each.chunk(mask.shape[1], 1) for each in (q, k, v, mask))
         grouped, dropout = q.shape[1] != k.shape[1], self.dropout if self.training else 0.0
-        with self._draws():
-            outputs = [
-                scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, dropout_p=dropout, scale=self.scale, enable_gqa=grouped
-                )
-                for q, k, v, mask in zip(*shares, strict=True)
-            ]
+        outputs = [
+            scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, scale=self.scale, enable_gqa=grouped
+            )
+            for q, k, v, mask in zip(*shares, strict=True)
+        ]
         return torch.cat(outputs, 1)[..., :channels].permute(2, 0, 1, 3)
