@@ -2,11 +2,13 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from harness import run_ranks
 from test_train_layouts import CP, PP, SP, TP
+from mca_models.megatron.families import sparse_mixer
 from train_cases import make_trainer, quietly, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -63,3 +65,29 @@ def test_only_tensor_ranks_that_hold_the_same_drop_the_same(name, checkpoint, tm
         whole = at[1:] == other_at[1:] and "sequence_parallel" not in changes
         assert (hidden == other_hidden) is whole, (at, other_at)
         assert attention != other_attention, (at, other_at)
+
+
+def experts_drawn(checkpoint: Path, output: Path, **changes: Any) -> list[list[float]]:
+    """The numbers by which this rank's routers draw experts."""
+    import torch
+
+    found: list[list[float]] = []
+
+    def exponential(like: Any) -> Any:
+        found.append((drawn := torch.empty_like(like).exponential_()).flatten()[:4].tolist())
+        return drawn
+
+    with patch.object(sparse_mixer, "exponential", exponential):
+        quietly(make_trainer(checkpoint, output, **RUN | changes).train)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "changes"), [(2, {}), pytest.param(4, PP | CP, marks=pytest.mark.wide)], ids=["dp2", "pp2-cp2"]
+)
+def test_ranks_draw_experts_of_their_own(size, changes, tmp_path):
+    from transformers import PhimoeConfig, PhimoeForCausalLM
+
+    path = tiny_checkpoint(tmp_path / "model", PhimoeConfig, PhimoeForCausalLM, num_local_experts=4)
+    first, *others = run_ranks(size, experts_drawn, path, tmp_path, **changes)
+    assert first and all(not any(draws in first for draws in other) for other in others)
