@@ -91,3 +91,68 @@ def test_ranks_draw_experts_of_their_own(size, changes, tmp_path):
     path = tiny_checkpoint(tmp_path / "model", PhimoeConfig, PhimoeForCausalLM, num_local_experts=4)
     first, *others = run_ranks(size, experts_drawn, path, tmp_path, **changes)
     assert first and all(not any(draws in first for draws in other) for other in others)
+
+
+def restored(folder: Path) -> dict[str, Any]:
+    """This rank's next draws after its random state was loaded, and those that it would have had, by layout."""
+    from dataclasses import replace
+
+    import torch
+
+    from mca_config.layout import ParallelLayout
+    from mca_models.megatron.distributed import parallel
+    from mca_train import groups
+    from mca_train.batching.position import RunPosition
+    from mca_train.checkpoint.training_state import TRAINING, TrainingState
+    from mca_train.engine.rng import save_rng
+
+    tp2, one = ParallelLayout(tensor_model_parallel_size=2), ParallelLayout()
+
+    def drawn_on(layout: Any, checkpoint: str) -> tuple[Any, Any]:
+        parallel.seed_device(3, parallel.start(layout))
+        own = torch.rand(4).tolist()
+        parallel.seed_device(3, parallel.start(layout))
+        here: Any = groups.here(layout)
+        nothing: Any = None
+        TrainingState(nothing, nothing, here, RunPosition()).load_rng(folder / checkpoint)
+        return torch.rand(4).tolist(), own
+
+    parallel.seed_device(3, parallel.start(one))
+    here = groups.here(one)
+    torch.rand(7)
+    save_rng(folder / "of-replicas" / TRAINING, here)
+    if here.is_first:
+        save_rng(folder / "of-one" / TRAINING, replace(here, world_size=1))
+    went_on = torch.rand(4).tolist()
+    found: dict[str, Any] = {"replicas": (*drawn_on(one, "of-replicas"), went_on)}
+    return found | {f"tp2-{name}": drawn_on(tp2, name) for name in ("of-replicas", "of-one")}
+
+
+def test_random_states_are_restored_on_their_own_layout_alone(tmp_path):
+    first, second = run_ranks(2, restored, tmp_path)
+    for drawn, own, went_on in (first["replicas"], second["replicas"]):
+        assert drawn == went_on != own
+    assert first["replicas"] != second["replicas"]
+    for name in ("tp2-of-replicas", "tp2-of-one"):
+        assert first[name] == second[name], "tensor ranks must drop alike what they hold twice"
+        assert first[name][0] == first[name][1]
+
+
+def on_tensor_ranks(checkpoint: Path, output: Path) -> tuple[int, Any]:
+    """After a step on two replicas and one more on two tensor ranks: the generator, and what both hold of norms."""
+    import torch
+
+    run = RUN | DROPOUT | {"save_strategy": "steps", "save_steps": 1, "learning_rate": 0.05}
+    quietly(make_trainer(checkpoint, output, **run).train)
+    trainer = make_trainer(
+        checkpoint, output, **run | TP | {"max_steps": 2, "gradient_accumulation_steps": 4}
+    )
+    quietly(lambda: trainer.train(resume_from_checkpoint=True))
+    norms = {name: tensor.tolist() for name, tensor in trainer.model.canonical_parameters() if "norm" in name}
+    return hash(torch.get_rng_state().numpy().tobytes()), norms
+
+
+@pytest.mark.wide
+def test_tensor_ranks_drop_alike_after_a_run_on_replicas(checkpoint, tmp_path):
+    first, second = run_ranks(2, on_tensor_ranks, checkpoint, tmp_path)
+    assert first[1] and first == second

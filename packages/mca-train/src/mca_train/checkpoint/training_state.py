@@ -16,7 +16,8 @@ from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import fp8_scales, optimizer_state
 from mca_train.checkpoint.carried import Carried
 from mca_train.engine.engine import Engine
-from mca_train.engine.rng import load_rng, save_rng
+from mca_train.engine.rng import is_of_layout, load_rng, save_rng
+from mca_train.groups import Ranks
 from mca_train.lr_schedule import LearningRate
 from mca_train.types import Upstream
 
@@ -31,24 +32,24 @@ class TrainingState:
     Args:
         engine: With the optimizer and the wrapped chunks.
         scheduler: The learning rate, with ``state_dict`` and ``load_state_dict``.
-        rank: Of this process.
+        ranks: This rank.
         place: Where the run stands in its data.
     """
 
-    def __init__(self, engine: Engine, scheduler: LearningRate, rank: int, place: RunPosition) -> None:
+    def __init__(self, engine: Engine, scheduler: LearningRate, ranks: Ranks, place: RunPosition) -> None:
         self._place = place
         self._engine = engine
         self._scheduler = scheduler
-        self._rank = rank
+        self._ranks = ranks
 
     def begin_save(self, checkpoint: Path, carried: Carried, *, background: bool) -> Writing:
         """Writes this rank's part, and what one rank writes for all; the optimizer's tensors have yet to be."""
         folder = checkpoint / TRAINING
         optimizer = folder / "optimizer"
         on_first(lambda: optimizer.mkdir(parents=True))
-        together(lambda: save_rng(folder, self._rank))
+        together(lambda: save_rng(folder, self._ranks))
         ranges = fp8_scales.collect(self._modules())
-        together(lambda: fp8_scales.save(folder, self._rank, ranges))
+        together(lambda: fp8_scales.save(folder, self._ranks.rank, ranges))
         with _without_warnings():
             numbers, writing = optimizer_state.save(
                 self._engine.optimizer, self._modules(), optimizer, background=background
@@ -73,12 +74,18 @@ class TrainingState:
         self._scheduler.load_state_dict(json.loads((folder / "scheduler.json").read_text()))
 
     def load_rng(self, checkpoint: Path) -> None:
-        """Restores the random states; with another number of ranks, those of this run stay. Collective."""
-        if not together(lambda: load_rng(checkpoint / TRAINING, self._rank))[self._rank]:
+        """Restores the random states, those of all ranks or of none; collective.
+
+        On another layout every rank keeps its own new one: tensor ranks would otherwise drop differently what they
+        hold twice.
+        """
+        folder = checkpoint / TRAINING
+        if all(together(lambda: is_of_layout(folder, self._ranks))):
+            together(lambda: load_rng(folder, self._ranks))
+        else:
             logger.warning(
-                "%s: no random state of rank %d; dropout starts with new random numbers",
+                "%s: holds no random states of this layout; dropout starts with new random numbers",
                 checkpoint,
-                self._rank,
             )
 
     def _modules(self) -> list[Upstream]:

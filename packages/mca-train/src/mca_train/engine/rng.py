@@ -15,7 +15,10 @@ from mca_config.files import reading
 from mca_config.types import JsonObject, Typed
 from mca_models.megatron.distributed import parallel
 from mca_models.storage.safetensors import read_header
+from mca_train.groups import Ranks
 from mca_train.types import VirtualModels
+
+_LAYOUT = "layout"
 
 
 def seed_dropout(model: VirtualModels, seed: int) -> None:
@@ -31,8 +34,8 @@ def seed_dropout(model: VirtualModels, seed: int) -> None:
         parallel.seed_device(seed, model.place)
 
 
-def save_rng(folder: Path, rank: int) -> None:
-    """Writes every generator's state of this rank to ``folder/rng_<rank>.safetensors``."""
+def save_rng(folder: Path, ranks: Ranks) -> None:
+    """Writes every generator's state of this rank to ``folder/rng_<rank>.safetensors``, and of which layout it is."""
     from megatron.core import tensor_parallel
 
     tensors = {f"megatron.{k}": v for k, v in tensor_parallel.get_cuda_rng_tracker().get_states().items()}
@@ -45,10 +48,22 @@ def save_rng(folder: Path, rank: int) -> None:
     words = {
         "python": json.dumps(random.getstate()),
         "numpy": json.dumps([kind, int(position), int(has_gauss), float(gauss)]),
+        _LAYOUT: json.dumps(_sizes(ranks)),
     }
     folder.mkdir(parents=True, exist_ok=True)
     copies = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
-    save_file(copies, folder / f"rng_{rank}.safetensors", metadata=words)
+    save_file(copies, _file(folder, ranks.rank), metadata=words)
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rng_{rank}.safetensors"
+
+
+def _sizes(ranks: Ranks) -> JsonObject:
+    """What says which ranks draw alike: those that differ in their place along the tensor axis alone."""
+    layout = ranks.layout
+    sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp}
+    return {"ranks": ranks.world_size} | sizes
 
 
 @contextmanager
@@ -65,14 +80,19 @@ def kept_rng() -> Iterator[None]:
         tracker.set_states(states)
 
 
-def load_rng(folder: Path, rank: int) -> bool:
-    """Restores what `save_rng` wrote; False if this rank has no file (another number of ranks)."""
+def is_of_layout(folder: Path, ranks: Ranks) -> bool:
+    """Whether `save_rng` wrote this rank's file on the layout of this run, so that the state fits its place."""
+    path = _file(folder, ranks.rank)
+    with reading(path):
+        return path.is_file() and json.loads(read_header(path).metadata.get(_LAYOUT, "null")) == _sizes(ranks)
+
+
+def load_rng(folder: Path, ranks: Ranks) -> None:
+    """Restores what `save_rng` wrote."""
     from megatron.core import tensor_parallel
 
-    path = folder / f"rng_{rank}.safetensors"
+    path = _file(folder, ranks.rank)
     with reading(path):
-        if not path.is_file():
-            return False
         header = read_header(path)
         tensors = {name: torch.from_numpy(tensor.read()) for name, tensor in header.tensors.items()}
         words: JsonObject = {key: json.loads(text) for key, text in header.metadata.items()}
@@ -90,4 +110,3 @@ def load_rng(folder: Path, rank: int) -> bool:
     }
     if tracked:
         tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
-    return True

@@ -129,7 +129,7 @@ class WithCheckpoints(WithLogs):
 
     def _training_state(self) -> TrainingState:
         training = self._training
-        return TrainingState(training.engine, training.rate, self.ranks.rank, self._place)
+        return TrainingState(training.engine, training.rate, self.ranks, self._place)
 
     def _exportable(self) -> list[TrainerCallback | TrainerControl]:
         return [
