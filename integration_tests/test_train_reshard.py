@@ -10,7 +10,7 @@ import pytest
 from harness import run_ranks
 from test_train_layouts import CP, OVERLAP, PP, SP, TP, VPP, ZERO, worst
 from test_train_resume import ASYNC
-from train_cases import history, make_trainer, quietly, tiny_checkpoint
+from train_cases import history, make_trainer, quietly, stop_and_resume, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
@@ -219,6 +219,41 @@ def test_adapters_of_fused_projections_go_on(case, before, after, adapted, tmp_p
     found = run_ranks(2, run, model, tmp_path / "on", FIRST + 2, checkpoint, **changes | after)[0]
     assert worst(straight["loss"], found["loss"]) < 1e-4
     assert worst(straight["grad_norm"], found["grad_norm"]) < 1e-4
+
+
+def test_a_stage_that_trains_nothing_has_the_step_of_the_others(tmp_path):
+    """Rank 0 writes the step, and its optimizer counts none."""
+    from test_train_moe import tokens
+
+    model, adapter = adapter_of("phi3", tmp_path, target_modules=["qkv_proj"], layers_to_transform=[3])
+    changes = {"max_steps": 2, "at": 1, "gradient_accumulation_steps": 2, "learning_rate": 2e-2}
+    changes |= {"train_dataset": tokens(8), "adapter": adapter} | PP
+    for found in run_ranks(2, stop_and_resume, model, tmp_path / "run", **changes):
+        assert found["resumed"] == found["straight"]
+        assert found["state"] == {"steps": 2, "equal_weights": True}
+
+
+def thawed(model: Path, output_dir: Path) -> str:
+    """What a run says whose embedding was frozen until its checkpoint."""
+    from mca_config.errors import McaError
+
+    def trainer() -> Any:
+        return make_trainer(model, output_dir, save_strategy="steps", save_steps=1, max_steps=1, **PP)
+
+    first = trainer()
+    for name, parameter in first.model.chunks[0].named_parameters():
+        parameter.requires_grad_("word_embeddings" not in name)
+    quietly(first.train)
+    try:
+        trainer().train(resume_from_checkpoint=True)
+    except McaError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_state_that_one_stage_lacks_is_missed_by_all(dense, tmp_path):
+    told = run_ranks(2, thawed, dense.model, tmp_path, timeout=60)
+    assert all("holds no 'exp_avg.embedding.word_embeddings.weight'" in each for each in told), told
 
 
 def run_under_megatrons_names(*args: Any, **changes: Any) -> Any:

@@ -254,6 +254,19 @@ def test_a_checkpoint_before_the_first_update_resumes(checkpoint, tmp_path):
         assert resumed == straight
 
 
+def without_its_given_scale(checkpoint: Path, output_dir: Path) -> list[float]:
+    """Loss scales of a run that goes on from one with a given scale."""
+    run = {"fp16": True, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    quietly(make_trainer(checkpoint, output_dir, max_steps=1, loss_scale=1024.0, **run).train)
+    trainer = make_trainer(checkpoint, output_dir, max_steps=2, initial_loss_scale=256.0, **run)
+    quietly(lambda: trainer.train(resume_from_checkpoint=True))
+    return history(trainer, "loss_scale")
+
+
+def test_a_run_with_a_given_loss_scale_goes_on_without_it(checkpoint, tmp_path):
+    assert run_ranks(1, without_its_given_scale, checkpoint, tmp_path) == [[1024.0, 256.0]]
+
+
 HOPELESS: dict[str, dict[str, Any]] = {
     "fixed scale": {"fp16": True, "loss_scale": 1e9},
     "large steps": {"fp16": True, "learning_rate": 1e5, "initial_loss_scale": 16.0},

@@ -10,7 +10,7 @@ them the few numbers that are no tensors (`Numbers`). Loading asks for what the 
 
 import re
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -46,12 +46,12 @@ def save(
     """Begins to write the tensors into the existing, empty ``folder``; collective.
 
     Returns:
-        The numbers, which are the caller's to keep, and what has yet to be finished.
+        The numbers of all ranks, which are the caller's to keep, and what has yet to be finished.
     """
     with as_plain(optimizer, loading=False):
         state = _sharded(optimizer, chunks, loading=False)
     leaves = {str(number): leaf for number, (_, _, leaf) in enumerate(_leaves(state))}
-    return _numbers(state), write_state(leaves, folder, background=background)
+    return _of_all_ranks(_numbers(state)), write_state(leaves, folder, background=background)
 
 
 def load(optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbers: Numbers) -> None:
@@ -69,15 +69,13 @@ def _load(optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbe
     state = _sharded(optimizer, chunks, loading=True)
     _require_same_kind(folder, saved, state)
     _ask_as_spelled(state, saved)
-    asked = {}
+    asked, absent = {}, []
     for number, (_, key, leaf) in enumerate(_leaves(state)):
         if all(key in saved for key in _keys(leaf)):
             asked[str(number)] = leaf
         elif not leaf.key.startswith(_MASTER):
-            raise McaError(
-                f"{folder}: holds no '{leaf.key.removeprefix('optimizer.state.')}' ({key}); it was written with "
-                "another optimizer or another model, training cannot resume with this one"
-            )
+            absent.append(f"'{leaf.key.removeprefix('optimizer.state.')}' ({key})")
+    _require_none(folder, absent)
     loaded = read_state(asked, folder) if any(all_gather(len(asked))) else {}
     for number, (container, key, leaf) in enumerate(list(_leaves(state))):
         if str(number) in asked:
@@ -135,6 +133,15 @@ def _require_same_kind(folder: Path, saved: Iterable[str], state: OptimizerState
         )
 
 
+def _require_none(folder: Path, absent: list[str]) -> None:
+    """Raises on all ranks if one of them finds no state for a parameter; collective."""
+    if missing := [name for names in all_gather(absent) for name in names]:
+        raise McaError(
+            f"{folder}: holds no {missing[0]}; it was written with another optimizer or another model, training "
+            "cannot resume with this one"
+        )
+
+
 def _kinds(keys: Iterable[str]) -> set[str]:
     """What besides masters stands there of parameters: ``exp_avg``, ``momentum_buffer``, ..."""
     return {found[1] for key in keys if (found := _KIND.match(key))}
@@ -188,9 +195,17 @@ def _numbers(state: OptimizerState) -> Numbers:
     return Numbers(None if step is None else float(step), scaler)
 
 
+def _of_all_ranks(numbers: Numbers) -> Numbers:
+    """With the step of the ranks that count it: a pipeline stage that trains nothing does not. Collective."""
+    steps = [step for step in all_gather(numbers.step) if step is not None]
+    return replace(numbers, step=max(steps, default=None))
+
+
 def _put_numbers(state: OptimizerState, numbers: Numbers) -> None:
     for part in _parts(state):
-        if numbers.grad_scaler is not None and "grad_scaler" in part:
+        if (
+            numbers.grad_scaler and "grad_scaler" in part
+        ):  # that of a loss scale which is given has no numbers
             part["grad_scaler"] = _like(numbers.grad_scaler, part["grad_scaler"])
         if numbers.step is None:
             continue
