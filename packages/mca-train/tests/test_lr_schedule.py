@@ -1,5 +1,7 @@
 """Every schedule that Hugging Face names drives Megatron's groups as it drives a torch optimizer."""
 
+import json
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -49,7 +51,7 @@ def test_rates_are_hugging_faces_and_survive_a_checkpoint(name, tmp_path):
     for step in range(STEPS):
         if step == 9:
             state, ours = ours.state_dict(), LearningRate(args, STEPS)
-            ours.load_state_dict(state)
+            ours.load_state_dict(state, 0)
         ours.write(groups)
         assert groups[0]["lr"] == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9, abs=1e-15)
         assert groups[1]["lr"] == pytest.approx(groups[0]["lr"] / 2)
@@ -68,7 +70,7 @@ def test_a_run_that_goes_on_follows_its_own_rate_and_length(tmp_path):
     args = arguments(tmp_path, "linear")
     args.learning_rate = 1e-2
     longer, whole = LearningRate(args, 2 * STEPS), LearningRate(args, 2 * STEPS)
-    longer.load_state_dict(first.state_dict())
+    longer.load_state_dict(first.state_dict(), 0)
     whole.move(STEPS)
     for _ in range(3):
         assert longer.value == whole.value > 0.0
@@ -146,3 +148,30 @@ def test_a_plateau_of_the_metric_lowers_the_rate(tmp_path):
     assert seen == pytest.approx([2e-3, 2e-3, 1.2e-3, 1.2e-3, 8e-4, 8e-4]), (
         "no jump after warmup_steps evaluations"
     )
+
+
+@pytest.mark.parametrize("name", BY_METRIC)
+def test_a_run_goes_on_by_steps_after_a_metric_and_back(name, tmp_path):
+    from mca_train.lr_schedule import LearningRate
+
+    def plateau():
+        return LearningRate(arguments(tmp_path, name, eval_strategy="steps", eval_steps=5), STEPS)
+
+    def saved(rate):
+        return json.loads(json.dumps(rate.state_dict()))
+
+    first, counted = plateau(), LearningRate(arguments(tmp_path, "linear"), STEPS)
+    first.scheduler.step(1.0)
+    by_steps = LearningRate(arguments(tmp_path, "linear"), STEPS)
+    by_steps.load_state_dict(saved(first), 9)
+    for _ in range(9):
+        counted.step()
+    for _ in range(3):
+        assert by_steps.value == counted.value < 2e-3
+        by_steps.step()
+        counted.step()
+    again = plateau()
+    again.load_state_dict(saved(by_steps), 12)
+    again.scheduler.step(1.0)
+    assert again.value == by_steps.value
+    assert again.scheduler.num_bad_epochs == first.scheduler.num_bad_epochs

@@ -93,19 +93,24 @@ class LearningRate:
         """The scheduler's state, and the coming step's rate."""
         return dict(self.scheduler.state_dict()) | {"mca_rate": self._carrier.param_groups[0]["lr"]}
 
-    def load_state_dict(self, state: Values) -> None:
+    def load_state_dict(self, state: Values, steps: int) -> None:
         """Restores the place in the schedule; its rates are those of this run, also where it was another's.
 
         A schedule that follows a metric has no place but its rate, which is restored.
+
+        Args:
+            state: Of this kind of schedule or of another.
+            steps: The place, if ``state`` is of a schedule that follows a metric.
         """
         rest = dict(state)
         rate = rest.pop("mca_rate")
+        counts_steps = "lr_lambdas" in rest
         if self._by_metric:
             self._carrier.param_groups[0]["lr"] = rate
-            self.scheduler.load_state_dict(rest)
+            if not counts_steps:
+                self.scheduler.load_state_dict(rest)
             return
-        rest.pop("base_lrs", None)
-        self.scheduler.load_state_dict(rest)
+        self.scheduler.last_epoch = rest["last_epoch"] if counts_steps else steps
         self._compute()
 
 

@@ -71,7 +71,8 @@ class TrainingState:
         with _without_warnings():
             optimizer_state.load(self._engine.optimizer, self._modules(), folder / "optimizer", numbers)
         together(lambda: fp8_scales.load(folder, self._modules()))
-        self._scheduler.load_state_dict(json.loads((folder / "scheduler.json").read_text()))
+        schedule = json.loads((folder / "scheduler.json").read_text())
+        self._scheduler.load_state_dict(schedule, self._place.schedule)
 
     def load_rng(self, checkpoint: Path) -> None:
         """Restores the random states, those of all ranks or of none; collective.
