@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 
 from harness import run_ranks
-from test_train_layouts import CP, PP, SP, TP
 from mca_models.megatron.families import sparse_mixer
+from test_train_layouts import CP, PP, SP, TP
 from train_cases import make_trainer, quietly, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks

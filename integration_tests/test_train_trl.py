@@ -1,6 +1,7 @@
 """TRL is the referee: ``mca-train`` logs its losses, gradient norms and metrics, step by step, from the same files."""
 
 import json
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,12 @@ def again_without_reference(folder: Path) -> list[float]:
 def test_kept_log_probabilities_serve_the_run_that_goes_on(folder: Path, ours: Any) -> None:
     first = ours(*KEPT)["loss"]
     assert run_ranks(1, again_without_reference, folder)[0] == first
+    weights = folder / "model" / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    os.utime(weights, ns=(written, written + 1))
+    with pytest.raises(AssertionError, match="were kept"):  # of other weights in the same place
+        run_ranks(1, again_without_reference, folder)
+    os.utime(weights, ns=(written, written))
     kept = folder / "precomputed-single" / "reference_log_probs" / "train.npz"
     kept.write_bytes(kept.read_bytes()[:-40])
     with pytest.raises(AssertionError, match="were kept"):

@@ -1,7 +1,13 @@
+import os
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
+import pytest
 
 from mca_train import PairDataset, TokenDataset
-from mca_train.checkpoint.reference_file import ReferenceFile
+from mca_train.checkpoint import reference_file
+from mca_train.checkpoint.reference_file import ReferenceFile, name_of
 
 
 def pairs(last=5, *, target=True):
@@ -25,3 +31,23 @@ def test_a_file_that_is_not_whole_counts_as_none(tmp_path):
     kept.write(np.array([[-1.5, -2.25]]))
     kept.path.write_bytes(kept.path.read_bytes()[:-30])
     assert kept.read() is None
+
+
+def test_a_reference_is_known_by_its_weights_and_its_settings(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"weights")
+    opened = SimpleNamespace(tensors=lambda: [SimpleNamespace(file=weights)] * 2)
+    monkeypatch.setattr(reference_file, "open_checkpoint", lambda path: opened)
+
+    def name(source: Any = tmp_path, **settings: Any) -> str:
+        config = SimpleNamespace(to_dict=lambda: {"model": settings})
+        return name_of(SimpleNamespace(source=source, config=config))
+
+    first = name(dtype="float32", rotary_base=10000)
+    assert name(rotary_base=10000, dtype="float32") == first
+    assert len({first, name(dtype="bfloat16", rotary_base=10000), name(dtype="float32", rotary_base=9)}) == 3
+    os.utime(weights, ns=(1, 1))
+    assert name(dtype="float32", rotary_base=10000) != first
+    assert name(None) != name(None), "no file says which random model it was"

@@ -4,19 +4,35 @@ They are computed elsewhere. A file of other samples, or of another reference, c
 """
 
 import hashlib
+import json
 import logging
 from pathlib import Path
+from uuid import uuid4
 from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mca_config.files import cannot_write, replacing
-from mca_train.types import SampleSource
+from mca_models.opening import open_checkpoint
+from mca_train.types import SampleSource, VirtualModels
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "reference_log_probs"
+
+
+def name_of(model: VirtualModels) -> str:
+    """A name for what ``model`` computes: its settings, and the files that it was read from, as they are now.
+
+    A model that no file holds is never the same again.
+    """
+    if model.source is None:
+        return uuid4().hex
+    paths = sorted({tensor.file for tensor in open_checkpoint(model.source).tensors()})
+    files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    settings = json.dumps(model.config.to_dict()["model"], sort_keys=True)
+    return hashlib.sha256(f"{files} {settings}".encode()).hexdigest()
 
 
 class ReferenceFile:
@@ -26,7 +42,7 @@ class ReferenceFile:
         output_dir: Of the run.
         name: Of the dataset: ``train``, ``eval`` or ``eval_<name>``.
         dataset: Its samples.
-        reference: Names the model that the log-probabilities are of.
+        reference: `name_of` the model that the log-probabilities are of.
     """
 
     def __init__(self, output_dir: Path, name: str, dataset: SampleSource, reference: str) -> None:

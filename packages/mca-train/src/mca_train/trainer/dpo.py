@@ -14,12 +14,13 @@ from torch import Tensor
 from transformers.trainer_utils import TrainOutput
 
 from mca_config.errors import McaError
+from mca_models.megatron.distributed.collectives import told_by_first
 from mca_train import groups
 from mca_train.batching.loaders import steps_of
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.step_stream import is_stream
 from mca_train.batching.valued import WithValues
-from mca_train.checkpoint.reference_file import ReferenceFile
+from mca_train.checkpoint.reference_file import ReferenceFile, name_of
 from mca_train.data.token_dataset import Samples
 from mca_train.losses.preference import (
     SIGNAL_NAMES,
@@ -80,7 +81,7 @@ class DpoTrainer(McaTrainer):
             raise McaError(
                 f"precompute_ref_log_probs: dpo_loss {self.preference.kind} has no reference; remove it"
             )
-        self._source = str((reference or self.model).source)
+        self._compared: VirtualModels | None = reference or self.model
 
     def _new_reference(self, given: "VirtualModels | None") -> Reference:
         chunk = self.args.loss_chunk_size
@@ -112,9 +113,10 @@ class DpoTrainer(McaTrainer):
 
     def _keep_log_probs(self) -> None:
         """Those of all datasets: computed, or as an earlier part of this run has kept them."""
-        reference, name = self._reference, self._source
-        if reference is None or not self._keeps:
+        reference, model = self._reference, self._compared
+        if reference is None or model is None or not self._keeps:
             return
+        name = told_by_first(lambda: name_of(model))
 
         def kept(dataset: SampleSource, part: str) -> Samples | None:
             return None if dataset is None else self._with_log_probs(reference, dataset, part, name)
@@ -125,7 +127,7 @@ class DpoTrainer(McaTrainer):
             self.eval_dataset = {part: kept(dataset, f"eval_{part}") for part, dataset in parts}
         else:
             self.eval_dataset = kept(self.eval_dataset, "eval")
-        self._reference = None
+        self._reference = self._compared = None
 
     def _with_log_probs(self, reference: Reference, dataset: SampleSource, part: str, name: str) -> Samples:
         if is_stream(dataset):
