@@ -72,7 +72,8 @@ def test_round_trip_is_bit_exact_on_every_layout(case: str, tiny, convert, tmp_p
 @pytest.mark.parametrize("case", TIERED)
 def test_verify_finds_them_the_same(case: str, tiny, convert) -> None:
     source = tiny(case, "bfloat16")
-    mca = convert(source, "mca", **trainable(case, {"tp": 2, "pp": 2}))
+    whole = case == "gemma4_text-e2b"  # its layers' own embeddings are made on one stage
+    mca = convert(source, "mca", **trainable(case, {"tp": 2, "pp": 1 if whole else 2}))
     assert main(["verify", str(source), str(mca)]) == 0
 
 
