@@ -34,6 +34,7 @@ CASES = (
     ("qwen3_moe", "tp2ep2etp1dp2", "ep2"),
     ("deepseek_v3", "pp2ep2", "tp2ep1sp"),
     ("qwen3_next", "tp2", "pp2"),
+    ("kimi_linear", "tp2", "pp2"),
     ("nemotron_h-dense", "tp2", "pp2"),
     ("gpt_oss", "ep2", "tp2ep2etp1"),
     ("mixtral", "tp2etp2", "ep2etp1"),
@@ -44,8 +45,8 @@ Case = tuple[str, str, str]
 
 
 def _hf(family: str) -> str:
-    """DeepSeek's expert bias is always fp32 where it is trained."""
-    return f"{family}-float32" if family == "deepseek_v3" else f"{family}-bfloat16"
+    """DeepSeek's expert bias is always fp32 where it is trained, and Kimi's."""
+    return f"{family}-float32" if family in ("deepseek_v3", "kimi_linear") else f"{family}-bfloat16"
 
 
 def save_all(cases: list[Case], hf: Path, folder: Path) -> None:

@@ -1,13 +1,18 @@
 """Checkpoints that Megatron's own dist_checkpointing saved are read back without torch, bit for bit."""
 
+import itertools
 import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_hf
+import tiny_vision
 import torch
+import transformers
 from compare import assert_same
 from safetensors.torch import load_file
 
@@ -15,9 +20,13 @@ from harness import run_ranks
 from layouts import EVERY, arguments, chosen, world_size
 from mca_config.errors import McaError
 from mca_models.checkpoint.mca_directory import McaSource
+from mca_models.megatron.distributed.collectives import all_gather
 from mca_models.storage.source import read_piece
+from mca_models.storage.strided import Block, StridedTensor
 from mca_models.templates import config_from_hf
-from mca_models.torch_checkpoint.torch_dist import open_torch_dist
+from mca_models.templates.heads import Head, with_head
+from mca_models.torch_checkpoint.dcp import TensorEntry
+from mca_models.torch_checkpoint.torch_dist import _Reader, open_torch_dist
 
 pytestmark = pytest.mark.ranks
 
@@ -104,8 +113,6 @@ def save_cases(sources: dict[str, Path], folder: Path, cases: list[Case]) -> dic
 
 def save_prediction(source: Path, folder: Path) -> None:
     """Saves a model with a prediction layer in both formats. Runs on every rank."""
-    from dataclasses import replace
-
     from mca_models.megatron import AutoModel
 
     config = replace(config_from_hf(tiny_hf.read_config(source)), mtp_num_layers=1)
@@ -174,3 +181,89 @@ def test_prediction_layers_are_recovered(saved: Any, folder: Path) -> None:
     for param in source.params:
         (piece,) = source.read(param, 1)
         assert piece.tobytes() == read_piece(expected, param).tobytes(), param.mca_name()
+
+
+HEADS = {
+    "llama-score": Head(kind="sequence_classification", labels=("no", "maybe", "yes")),
+    "llama-value": Head(kind="token_classification", labels=("value",)),
+}
+PREDICTION = {f"{case}-prediction": case for case in ("deepseek_v3", "glm4_moe", "qwen3_next")}
+EVERY_MODEL = (*tiny_hf.ALL, *tiny_vision.CASES, *HEADS, *PREDICTION)
+WITH_PARTS_OF_THEIR_OWN = (
+    *("apertus", "deepseek_v32", "falcon_h1", "gemma4_text-e2b", "gpt_oss", "kimi_linear", "longcat_flash"),
+    *("mimo_v2_flash", "minimax_m3_vl_text", "nemotron_h", "olmo2", "qwen3_next"),
+    *("qwen3_vl", "llama-score", "deepseek_v3-prediction"),
+)
+
+
+class Unwritten:
+    """A directory that would hold the states of all ranks: of every tensor its name, shape and place, and no bytes."""
+
+    def __init__(self, states: list[list[Any]]) -> None:
+        self.path = Path("unwritten")
+        self.tensors: dict[str, TensorEntry] = {}
+        self._blocks: dict[str, list[Block]] = {}
+        for key, whole, size, offset in itertools.chain(*states):
+            strides = torch.empty(size, device="meta").stride()
+            stored = StridedTensor(key, "F32", size, strides, 0, self.path)
+            self.tensors[key] = TensorEntry(key, "F32", whole, {})
+            self._blocks.setdefault(key, []).append(Block(offset, stored))
+
+    def chunks(self, names: Iterable[str]) -> Iterator[tuple[str, list[Block]]]:
+        return ((name, self._blocks[name]) for name in names)
+
+
+def written(state: Any) -> Iterator[Any]:
+    """Name, whole shape, size and offset of every tensor that this rank, not one with a copy of it, would write."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    if isinstance(state, ShardedTensorFactory):
+        state = state.build()
+    if isinstance(state, ShardedTensor) and not any(state.replica_id):
+        size = (1,) * state.prepend_axis_num + tuple(state.local_shape)
+        yield state.key, tuple(state.global_shape), size, tuple(state.global_offset)
+    elif isinstance(state, (dict, list)):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from written(value)
+
+
+def config_of(case: str) -> Any:
+    if case in tiny_vision.CASES:
+        described = tiny_vision.described(case)
+        return config_from_hf(transformers.AutoConfig.for_model(**described).to_dict())
+    kind, different = tiny_hf.ALL[PREDICTION.get(case, "llama" if case in HEADS else case)]
+    described = transformers.AutoConfig.for_model(kind, **{**tiny_hf.SIZE, **different}).to_dict()
+    config = replace(config_from_hf(described), mtp_num_layers=int(case in PREDICTION))
+    return with_head(config, HEADS[case]) if case in HEADS else config
+
+
+def unreadable(cases: Sequence[str]) -> dict[str, str]:
+    """Of which models a ``torch_dist`` checkpoint could not be read again, and why. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.state.torch_dist import model_state
+
+    failures = {}
+    for case in cases:
+        config = config_of(case)
+        models = AutoModel.unfilled(config, arguments("tp2ep2etp1" if config.num_moe_experts else "tp2sp"))
+        directory: Any = Unwritten(all_gather(list(written(model_state(models)))))
+        try:
+            _Reader(directory, models.config).source(directory.path)
+        except McaError as error:
+            failures[case] = str(error)
+    return failures
+
+
+OF_OTHERS_PARTS = [case for case in EVERY_MODEL if case not in WITH_PARTS_OF_THEIR_OWN]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(WITH_PARTS_OF_THEIR_OWN, id="own"),
+        pytest.param(OF_OTHERS_PARTS, id="others", marks=pytest.mark.wide),
+    ],
+)
+def test_what_any_family_would_write_can_be_read(cases: Sequence[str]) -> None:
+    assert run_ranks(2, unreadable, cases) == [{}, {}]

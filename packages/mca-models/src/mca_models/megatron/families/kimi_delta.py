@@ -72,7 +72,9 @@ def _sharded(
     )
     for name, module in block.named_children():
         if name != "conv1d":
-            state |= sharded_state_dict_default(module, f"{prefix}{name}.", offsets, metadata)
+            state |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", offsets, metadata, tp_group=block.groups.tp
+            )
     share = block.heads * block.width
     for name, rows in (("in_proj.weight", [share] * 3 + [block.heads]), ("conv1d.weight", [share] * 3)):
         whole = state[f"{prefix}{name}"]
