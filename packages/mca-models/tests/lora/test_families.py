@@ -8,16 +8,22 @@ import peft
 import pytest
 import tiny_hf
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from mca_config.checks import check_layout
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_models.lora import merge_to_hf, open_adapter, write_mca_adapter, write_peft
+from mca_models.lora import AdapterConfig, merge_to_hf, open_adapter, write_mca_adapter, write_peft
+from mca_models.lora.parts import exclude_unadapted
+from mca_models.lora.rules import rules_for_training
 from mca_models.opening import open_checkpoint
-from mca_models.templates import FAMILIES
+from mca_models.templates import FAMILIES, config_from_hf
 
 OF_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
+UNADAPTED = sorted(case for case, (kind, _) in tiny_hf.ALL.items() if FAMILIES[kind].unadapted)
+ROUTERS = ("llama4_text", "phimoe")
+"""Whose routers are linears that return several tensors."""
 
 
 def targets(model: Any) -> dict[str, list[str]]:
@@ -63,3 +69,22 @@ def test_every_linear_of_every_family(case: str, tmp_path: Path) -> None:
     theirs = lora.merge_and_unload().state_dict()
     for name, tensor in adapters.base_model(tmp_path / "merged").state_dict().items():
         torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in ROUTERS else [pytest.mark.wide]) for case in UNADAPTED]
+)
+def test_all_linear_leaves_out_what_peft_cannot_adapt(case: str) -> None:
+    kind, different = tiny_hf.ALL[case]
+    described = transformers.AutoConfig.for_model(kind, **{**tiny_hf.SIZE, **different})
+    config = config_from_hf(described.to_dict())
+    document = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "target_modules": "all-linear"}
+    exclude_unadapted(document, config, ())
+    adapter = AdapterConfig.from_dict(document)
+    model = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_config(described), peft.LoraConfig(**document)
+    )
+    found = [name for name, each in model.named_modules() if isinstance(each, peft.tuners.lora.LoraLayer)]
+    assert found and not {name.rpartition(".")[2] for name in found} & FAMILIES[kind].unadapted
+    assert rules_for_training(config, adapter).factors
+    assert model(torch.arange(1, 9)[None], use_cache=False).logits.shape[1] == 8

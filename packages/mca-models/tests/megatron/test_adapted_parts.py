@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from mca_models.lora.config import AdapterConfig
-from mca_models.lora.parts import exclude_parts
+from mca_models.lora.parts import exclude_unadapted
 from mca_models.lora.targets import linear_targets
 from mca_models.megatron.families.vision_model import part_of
 from mca_models.templates import config_from_hf
@@ -25,7 +25,7 @@ def test_the_parts_that_are_not_adapted_are_excluded(case: str) -> None:
     config = config_from_hf(tiny_vision.described(case))
     for adapted in SOME:
         document = {"peft_type": "LORA", "target_modules": "all-linear", "exclude_modules": ["1.mlp.fc1"]}
-        exclude_parts(document, config, adapted)
+        exclude_unadapted(document, config, adapted)
         adapter = AdapterConfig.from_dict(document)
         found = [
             target

@@ -89,4 +89,10 @@ def params(config: McaModelConfig) -> list[Param]:
     return renamed(moe_params(stacked, NAMES), {"mlp.": "feed_forward."})
 
 
-FAMILY = Family(model_type="llama4_text", architecture="Llama4ForCausalLM", config=CONFIG, params=params)
+FAMILY = Family(
+    model_type="llama4_text",
+    architecture="Llama4ForCausalLM",
+    config=CONFIG,
+    params=params,
+    unadapted=frozenset({"router"}),
+)

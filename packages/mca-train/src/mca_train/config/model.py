@@ -80,12 +80,12 @@ def adapter_config(
         McaError: The adapter's directory has no usable configuration.
     """
     from mca_models.lora.config import AdapterConfig
-    from mca_models.lora.parts import exclude_parts
+    from mca_models.lora.parts import exclude_unadapted
 
     if lora.adapter_name_or_path is not None:
         return AdapterConfig.load(Path(lora.adapter_name_or_path))
     if not lora.wanted:
         return None
     document = {**lora.config()}
-    exclude_parts(document, config, parts)
+    exclude_unadapted(document, config, parts)
     return AdapterConfig.from_dict(document)
