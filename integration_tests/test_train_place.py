@@ -3,6 +3,7 @@
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -93,6 +94,36 @@ def test_every_sample_comes_once_whatever_the_batch_size(tmp_path):
     assert ended["seen"] == []
     assert "none; the checkpoint is at step 15 already, the end of the run" in ended["summary"]
     assert "training loss" not in ended["summary"]
+
+
+def packed_again(checkpoint: Path, output_dir: Path) -> list[list[str]]:
+    """What a run that goes on says, with the same packs and with those for two context ranks; by data."""
+    from dataclasses import replace
+
+    from mca_train.batching.loaders import continued
+
+    told = []
+    settings = RUN | {"sequence_packing": True, "pack_length": 16, "max_steps": 5, "save_strategy": "no"}
+    for data in (numbered(), (numbered()[number] for number in range(SAMPLES))):
+        trainer = make_trainer(checkpoint, output_dir, train_dataset=data, **settings)
+        loaders, ranks = trainer._loaders, trainer.ranks
+        cut = replace(ranks, layout=replace(ranks.layout, context_parallel_size=2))
+        others = replace(loaders, ranks=cut, _packs={})
+        place = continued(trainer._place, loaders.train(data)[1])
+        for again in (loaders, others):
+            with patch("mca_train.batching.loaders.logger.warning") as warning:
+                continued(place, again.train(data)[1])
+            told.append([call.args[0] % call.args[1:] for call in warning.call_args_list])
+    return told
+
+
+def test_packs_of_another_context_size_are_told_of(tmp_path):
+    (told,) = run_ranks(1, packed_again, tiny_checkpoint(tmp_path / "tiny"), tmp_path / "run")
+    expected = (
+        "the checkpoint counts packs of 16 tokens, of sequences in multiples of 1, this run packs of 16 tokens, of "
+        "sequences in multiples of 4: some samples of this epoch may be used twice or not at all"
+    )
+    assert told == [[], [expected]] * 2, "in memory, and of a stream"
 
 
 def streamed(checkpoint: Path, output_dir: Path) -> str:

@@ -14,7 +14,7 @@ from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.packing import PackedDataset, longest_sample
 from mca_train.batching.position import RunPosition
-from mca_train.batching.sampling import BatchShape, StepSampler
+from mca_train.batching.sampling import SAMPLES, BatchShape, StepSampler
 from mca_train.batching.step_stream import PackedStream, StepStream, is_stream, require_steps
 from mca_train.data.streams import AnswerStream
 from mca_train.groups import Ranks
@@ -52,17 +52,18 @@ class Loaders:
         args = self.args
         if is_stream(dataset):
             return self._of_stream(dataset)
-        length = _length(dataset, "train_dataset")
+        length, units = _length(dataset, "train_dataset"), SAMPLES
         strategy = str(getattr(args, "train_sampling_strategy", "random"))
         seed = args.seed if args.data_seed is None else args.data_seed
         if args.sequence_packing:
             dataset = self._packed(dataset, "train_dataset", seed if strategy == "random" else None)
-            length = len(dataset)
+            length, units = len(dataset), dataset.units
         sampler = StepSampler(
             length,
             self._shape(args.per_device_train_batch_size, args.gradient_accumulation_steps),
             seed=seed if strategy == "random" else None,
             drop_last=args.dataloader_drop_last,
+            units=units,
         )
         return self._of_samples(dataset, sampler), sampler
 
@@ -76,14 +77,17 @@ class Loaders:
             )
         shape = self._shape(args.per_device_train_batch_size, args.gradient_accumulation_steps)
         rows, make = (dataset.rows, dataset.make) if isinstance(dataset, AnswerStream) else (dataset, None)
+        units = SAMPLES
         if args.sequence_packing:
             if self.pack_length is None:
                 raise McaError(
                     "sequence_packing of a stream needs pack_length: its longest sample is not known"
                 )
             rows = PackedStream(rows, self.pack_length, multiple=self._sequence_multiple(), make=make)
-            make = None
-        stream = StepStream(rows, shape, args.max_steps, make=make, drop_last=args.dataloader_drop_last)
+            make, units = None, rows.units
+        stream = StepStream(
+            rows, shape, args.max_steps, make=make, drop_last=args.dataloader_drop_last, units=units
+        )
         return self._loader(stream, stream, None), stream
 
     def _common_length(self, dataset: SampleSource, shape: BatchShape) -> int | None:
@@ -215,11 +219,17 @@ def continued(place: RunPosition, sampler: StepSampler | StepStream) -> RunPosit
             f"the checkpoint's steps have {place.batch} samples, this run's {size}; a stream can only be resumed with "
             "steps of the same size: change gradient_accumulation_steps or per_device_train_batch_size"
         )
-    if isinstance(sampler, StepSampler) and place.of not in (0, samples):
+    if place.units not in ("", sampler.units):
+        logger.warning(
+            "the checkpoint counts %s, this run %s: some samples of this epoch may be used twice or not at all",
+            place.units,
+            sampler.units,
+        )
+    elif isinstance(sampler, StepSampler) and place.of not in (0, samples):
         logger.warning(
             "the checkpoint is in an epoch of %d samples, this run's have %d: some samples of this "
             "epoch may be used twice or not at all",
             place.of,
             samples,
         )
-    return replace(place, of=samples, batch=size)
+    return replace(place, of=samples, batch=size, units=sampler.units)

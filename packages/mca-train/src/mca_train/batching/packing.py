@@ -58,6 +58,11 @@ class Fill:
         )
 
 
+def packs_of(room: int, multiple: int) -> str:
+    """Packs in words: the same words for those that hold the same of the same samples."""
+    return f"packs of {room} tokens, of sequences in multiples of {multiple}"
+
+
 class PackedDataset(Dataset[list[Sample]]):
     """Samples in packs; an item is the list of a pack's samples.
 
@@ -104,6 +109,7 @@ class PackedDataset(Dataset[list[Sample]]):
             length=room,
             longest=int(needs.max(initial=0)),
         )
+        self.units = packs_of(room, multiple)
 
     def __len__(self) -> int:
         return len(self.packs)

@@ -27,6 +27,8 @@ class RunPosition:
     """Of this epoch, trained already."""
     of: int = 0
     """Samples in an epoch; 0: the run has not begun."""
+    units: str = ""
+    """What is counted as a sample: one, or a pack of some size; empty: nobody knows."""
     batch: int = 0
     """Samples in a step."""
     schedule: int = 0

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
+SAMPLES = "samples"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +46,21 @@ class StepSampler:
         shape: How they are dealt out.
         seed: Of the shuffle; None keeps the dataset's order.
         drop_last: Leave out the samples that do not fill a step.
+        units: What the samples are, in words.
     """
 
     def __init__(
-        self, num_samples: int, shape: BatchShape, *, seed: int | None = None, drop_last: bool = False
+        self,
+        num_samples: int,
+        shape: BatchShape,
+        *,
+        seed: int | None = None,
+        drop_last: bool = False,
+        units: str = SAMPLES,
     ) -> None:
         self.num_samples = num_samples
         self.shape = shape
+        self.units = units
         self._seed = seed
         self._drop_last = drop_last and num_samples >= shape.global_size
         self._epoch = 0

@@ -14,8 +14,8 @@ import torch.utils.data
 from torch.utils.data import IterableDataset
 
 from mca_config.errors import McaError
-from mca_train.batching.packing import OpenPacks, sequences_of
-from mca_train.batching.sampling import BatchShape, deal
+from mca_train.batching.packing import OpenPacks, packs_of, sequences_of
+from mca_train.batching.sampling import SAMPLES, BatchShape, deal
 from mca_train.types import Sample, SampleSource
 
 
@@ -44,6 +44,7 @@ class StepStream(IterableDataset[list[tuple[Sample, bool]]]):
         max_steps: Steps of the run.
         make: Makes a sample of what the stream gives; None: it is one.
         drop_last: Leave out what does not fill a step at the end of a pass.
+        units: What the samples are, in words.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class StepStream(IterableDataset[list[tuple[Sample, bool]]]):
         *,
         make: Callable[[Sample], Sample] | None = None,
         drop_last: bool = False,
+        units: str = SAMPLES,
     ) -> None:
         self.shape = shape
+        self.units = units
         self.num_steps = max_steps
         self._dataset, self._make, self._drop_last = dataset, make, drop_last
         self._first_step = 0
@@ -133,6 +136,7 @@ class PackedStream:
     ) -> None:
         self._dataset, self._make = dataset, make or (lambda row: row)
         self._length, self._multiple = length + -length % multiple, multiple
+        self.units = packs_of(self._length, multiple)
 
     def set_epoch(self, epoch: int) -> None:
         """The stream's own."""
