@@ -198,13 +198,22 @@ def adapter_of(case: str, folder: Path, **settings: Any) -> tuple[Path, Path]:
     return model, folder / "adapter"
 
 
-STACKED = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+EXPERTS_ALONE = {"target_parameters": ["mlp.experts.gate_up_proj"]}
+WITH_EXPERTS = EXPERTS_ALONE | {"target_modules": ["q_proj"]}
 
 
 @pytest.mark.parametrize(
     "case,before,after,adapted",
     [
-        pytest.param("qwen3_moe", EP | ZERO | HALF, ETP2 | ZERO | HALF, STACKED, id="experts"),
+        pytest.param("qwen3_moe", EP | ZERO | HALF, ETP2 | ZERO | HALF, EXPERTS_ALONE, id="experts-alone"),
+        pytest.param(
+            "qwen3_moe",
+            EP | ZERO | HALF,
+            ETP2 | HALF,
+            WITH_EXPERTS,
+            id="with-experts",
+            marks=pytest.mark.wide,
+        ),
         pytest.param("phi3", SP, ZERO | HALF, {"target_modules": ["gate_up_proj"]}, id="gate-and-up"),
     ],
 )

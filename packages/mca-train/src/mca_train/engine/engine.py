@@ -112,6 +112,7 @@ class Engine(Pipeline):
 
         config = OptimizerConfig(**optimizer_settings(self._args, self.params_dtype))
         optimizer = get_megatron_optimizer(config, self.chunks, **rates_of_parts(self._args, config))
+        _leave_out_empty(optimizer)
         rebuild_hybrids(optimizer)
         return optimizer
 
@@ -172,3 +173,14 @@ class Engine(Pipeline):
                 hooks.callback(chunk.enable_forward_pre_hook)
             with super().at_rest():
                 yield
+
+
+def _leave_out_empty(optimizer: MegatronOptimizer) -> None:
+    """Megatron chains an optimizer without an inner one before that of experts, if only experts are trained.
+
+    It has nothing to save, and its loss scale, which is the one that losses get, never sees an overflow.
+    """
+    singles = getattr(optimizer, "chained_optimizers", [])
+    trained = [single for single in singles if not getattr(single, "is_stub_optimizer", False)]
+    if 0 < len(trained) < len(singles):
+        optimizer.chained_optimizers = trained
