@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -161,6 +162,54 @@ def test_the_best_checkpoint_is_where_the_run_is(tmp_path):
     gone = TrainerState(best_model_checkpoint="before/checkpoint-1", best_metric=1.5, best_global_step=1)
     locate_best(gone, run / "checkpoint-6")
     assert (gone.best_model_checkpoint, gone.best_metric, gone.best_global_step) == (None, None, None)
+
+
+def by_another_metric(checkpoint: Path, output_dir: Path) -> list[Any]:
+    """The best value and the patience that are gone on with, with the same metric and in the other direction."""
+    from transformers import EarlyStoppingCallback, TrainerCallback
+
+    from mca_train.checkpoint import directory
+
+    def run(steps: int, *, greater: bool) -> tuple[Any, Any]:
+        early = EarlyStoppingCallback(9)
+        begun: list[Any] = []
+
+        class Look(TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                kept = (state.best_metric, state.best_model_checkpoint, state.best_global_step)
+                begun.append((*kept, early.early_stopping_patience_counter))
+
+        trainer = make_trainer(
+            checkpoint,
+            output_dir,
+            max_steps=steps,
+            gradient_accumulation_steps=1,
+            learning_rate=0.0,  # the first checkpoint is the best one
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            metric_for_best_model="eval_loss",
+            greater_is_better=greater,
+            callbacks=[early, Look()],
+        )
+        quietly(lambda: trainer.train(resume_from_checkpoint="auto"))
+        return begun[0], history(trainer, "eval_loss")
+
+    run(2, greater=True)
+    with patch.object(directory.logger, "warning") as warning:
+        same, losses = run(3, greater=True)
+        assert not warning.called
+        other, _ = run(4, greater=False)
+    (told,) = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return [(same[0] == losses[0], *same[1:]), other, told]
+
+
+def test_the_best_model_by_another_metric_is_none(checkpoint, tmp_path):
+    ((same, other, told),) = run_ranks(1, by_another_metric, checkpoint, tmp_path)
+    assert same == (True, str(tmp_path / "checkpoint-1"), 1, 1)
+    assert other == (None, None, None, 0)
+    assert "by eval_loss (greater is better), this run's by eval_loss (smaller is better)" in told
 
 
 def test_a_checkpoint_is_deleted_beside_the_training(tmp_path, monkeypatch):

@@ -175,3 +175,22 @@ def test_a_run_goes_on_by_steps_after_a_metric_and_back(name, tmp_path):
     again.scheduler.step(1.0)
     assert again.value == by_steps.value
     assert again.scheduler.num_bad_epochs == first.scheduler.num_bad_epochs
+
+
+def test_a_schedule_that_follows_another_metric_keeps_its_rate_alone(tmp_path):
+    from mca_train.lr_schedule import LearningRate
+
+    def plateau(metric):
+        args = arguments(
+            tmp_path, "reduce_lr_on_plateau", eval_strategy="steps", metric_for_best_model=metric
+        )
+        args.lr_scheduler_kwargs = {"patience": 0}
+        return LearningRate(args, STEPS)
+
+    first = plateau("loss")
+    for value in (1.0, 1.0, 0.5):
+        first.scheduler.step(value)
+    for metric, best in (("eval_loss", 0.5), ("accuracy", float("inf"))):
+        again = plateau(metric)
+        again.load_state_dict(first.state_dict(), 0)
+        assert (again.value, again.scheduler.best) == (first.value, best)

@@ -18,6 +18,13 @@ ParamGroup = dict[str, Any]
 """One of an optimizer's parameter groups: torch and Megatron keep parameters and numbers in it under their names."""
 
 
+def followed_metric(name: str | None, greater_is_better: bool | None) -> str | None:
+    """What says which model is the best one (``metric_for_best_model``), in words; None: nothing."""
+    if name is None:
+        return None
+    return f"eval_{name.removeprefix('eval_')} ({'greater' if greater_is_better else 'smaller'} is better)"
+
+
 class LearningRate:
     """A Hugging Face scheduler over an optimizer of its own, and its rate written into Megatron's groups.
 
@@ -46,6 +53,7 @@ class LearningRate:
         )
         carrier.step()  # a scheduler that steps before its optimizer warns
         self._carrier = carrier
+        self._metric = followed_metric(args.metric_for_best_model, args.greater_is_better)
         self._by_metric = str(args.lr_scheduler_type.value) in ("reduce_lr_on_plateau", "greedy")
 
     @property
@@ -90,24 +98,26 @@ class LearningRate:
         self.scheduler._last_lr = [rate]
 
     def state_dict(self) -> JsonObject:
-        """The scheduler's state, and the coming step's rate."""
-        return dict(self.scheduler.state_dict()) | {"mca_rate": self._carrier.param_groups[0]["lr"]}
+        """The scheduler's state, the coming step's rate, and the metric that it may follow."""
+        own = {"mca_rate": self._carrier.param_groups[0]["lr"], "mca_metric": self._metric}
+        return dict(self.scheduler.state_dict()) | own
 
     def load_state_dict(self, state: Values, steps: int) -> None:
         """Restores the place in the schedule; its rates are those of this run, also where it was another's.
 
-        A schedule that follows a metric has no place but its rate, which is restored.
+        A schedule that follows a metric has no place but its rate, which is restored; what it knows of the metric is so
+        only if it still is the same one.
 
         Args:
             state: Of this kind of schedule or of another.
             steps: The place, if ``state`` is of a schedule that follows a metric.
         """
         rest = dict(state)
-        rate = rest.pop("mca_rate")
+        rate, metric = rest.pop("mca_rate"), rest.pop("mca_metric", self._metric)
         counts_steps = "lr_lambdas" in rest
         if self._by_metric:
             self._carrier.param_groups[0]["lr"] = rate
-            if not counts_steps:
+            if not counts_steps and metric == self._metric:
                 self.scheduler.load_state_dict(rest)
             return
         self.scheduler.last_epoch = rest["last_epoch"] if counts_steps else steps

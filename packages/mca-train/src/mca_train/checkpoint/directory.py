@@ -6,14 +6,15 @@ import re
 from pathlib import Path
 
 from mca_config.errors import McaError, UsageError
-from mca_config.files import reading
+from mca_config.files import read_json, reading
 from mca_models.megatron.distributed.collectives import on_first
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import integrity
 from mca_train.checkpoint.carried import Carried, Totals
 from mca_train.checkpoint.training_state import TRAINING
 from mca_train.groups import Ranks
-from mca_train.types import OptimizerState
+from mca_train.lr_schedule import followed_metric
+from mca_train.types import OptimizerState, TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,27 @@ def locate_best(state: OptimizerState, resumed: Path) -> None:
     elif not Path(state.best_model_checkpoint).is_dir():
         logger.warning("the best checkpoint, %s, no longer exists; the best one from now on counts", beside)
         state.best_model_checkpoint = state.best_metric = state.best_global_step = None
+
+
+def forget_best_of_other_metric(state: OptimizerState, resumed: Path, args: TrainingArguments) -> bool:
+    """Drops the best value of ``state``, that of the checkpoint ``resumed``, if this run follows another metric.
+
+    Returns:
+        Whether it does.
+    """
+    there = read_json(resumed / integrity.ARGUMENTS_FILE, "the checkpoint is incomplete")
+    before = followed_metric(there["metric_for_best_model"], there["greater_is_better"])
+    now = followed_metric(args.metric_for_best_model, args.greater_is_better)
+    if state.best_metric is None or now in (None, before):
+        return False
+    logger.warning(
+        "the checkpoint's best model is that by %s, this run's by %s: the best one from now on counts, and early "
+        "stopping and a schedule that follows the metric begin anew",
+        before,
+        now,
+    )
+    state.best_model_checkpoint = state.best_metric = state.best_global_step = None
+    return True
 
 
 def place_in(checkpoint: Path) -> RunPosition:

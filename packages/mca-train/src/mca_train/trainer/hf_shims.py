@@ -148,6 +148,13 @@ def restore_counters(callbacks: Iterable[TrainerCallback], saved: Values) -> Non
             vars(callback).update(states.pop(0).get("attributes", {}))
 
 
+def forget_patience(callbacks: Iterable[TrainerCallback]) -> None:
+    """Lets early stopping count from 0: what it has counted is of another metric."""
+    for callback in callbacks:
+        if isinstance(callback, EarlyStoppingCallback):
+            callback.early_stopping_patience_counter = 0
+
+
 def has_given_up(callbacks: Iterable[TrainerCallback]) -> bool:
     """Whether early stopping had ended the run when the checkpoint was written that it was restored from."""
     return any(

@@ -53,6 +53,7 @@ from mca_train.trainer.evaluating import WithEvaluation
 from mca_train.trainer.hf_shims import (
     ModelView,
     WithoutAccelerator,
+    forget_patience,
     require_mca,
     require_vocabulary,
     restore_counters,
@@ -294,6 +295,8 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             directory.locate_best(self.state, checkpoint)
             restore_counters(self.callback_handler.callbacks, self.state.stateful_callbacks)
             self._load_callback_state()
+            if directory.forget_best_of_other_metric(self.state, checkpoint, self.args):
+                forget_patience(self.callback_handler.callbacks)
             carried = directory.carried_in(checkpoint, self.state.global_step)
         self.state.train_batch_size = self.args.per_device_train_batch_size
         self.state.is_world_process_zero = self.is_world_process_zero()
