@@ -192,6 +192,7 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
     model = AutoModel.from_pretrained(checkpoint, args)
     theirs = transformers.TrainingArguments(output_dir=str(output), use_cpu=True)
     unfinished = arguments(output, lr_scheduler_type="warmup_stable_decay")
+    packing = arguments(output, sequence_packing=True)
     good = {"model": model, "args": args, "train_dataset": samples(8)}
     wrong = [
         lambda: McaTrainer(**(good | {"model": torch.nn.Linear(1, 1)})),
@@ -201,6 +202,7 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
         lambda: OneNumber(**good).train(),
         lambda: McaTrainer(**(good | {"train_dataset": [{"text": "a"}] * 8})).train(),
         lambda: McaTrainer(**good, data_collator=lambda rows: {"input_ids": [[1]]}).train(),
+        lambda: McaTrainer(**(good | {"args": packing}), data_collator=lambda rows: {}),
     ]
     failing = quietly(lambda: OneNumber(**good, eval_dataset={"some": samples(2)}))
     signals = failing.signals
@@ -224,6 +226,7 @@ def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
         "OneNumber.compute_loss returned tensor(",
         "a sample of the dataset has text; expected 'input_ids'",
         "data_collator made no tensor 'input_ids'",
+        "sequence_packing makes rows of samples itself, without data_collator",
         "OneNumber.compute_loss returned tensor(",
         "eval_dataset has no dataset 'other'; it has: some",
     ]

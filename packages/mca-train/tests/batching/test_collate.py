@@ -93,6 +93,37 @@ def test_a_hugging_face_collator_does():
     assert step.num_tokens == 3
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_mask": torch.tensor([[0, 1], [1, 1]])}, "set padding_side of its tokenizer to 'right'"),
+        ({"attention_mask": torch.ones(2, 1, 2, 2)}, "that is not .samples, tokens."),
+        ({"position_ids": torch.tensor([[0, 0], [0, 1]])}, "set sequence_packing"),
+    ],
+)
+def test_rows_that_attention_would_take_for_others_are_refused(changes, message):
+    ids = torch.tensor([[5, 6], [7, 8]])
+    step = StepCollator(collate=lambda samples: {"input_ids": ids, **changes}, micro_batch_size=2)
+    with pytest.raises(McaError, match=message):
+        step(CountedSamples(dataset()).__getitems__([0, 2]))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_columns_that_say_what_labels_say_are_refused_without_labels(packed):
+    step = StepCollator(collate=PadCollator(0), micro_batch_size=1, packed=packed)
+    for name in ("attention_mask", "completion_mask", "assistant_masks"):
+        ids = {"input_ids": [1, 2, 3]}
+        with pytest.raises(McaError, match=f"'{name}' and no 'labels'; give labels, -100 where {name} is 0"):
+            step([(ids | {name: [1, 1, 0]}, True)])
+        made = step([(ids | {name: [1, 1, 0], "labels": [1, 2, -100]}, True), (ids | {name: [True] * 3}, True)])
+        step([(ids | {name: torch.tensor([True, True, False]), "labels": [1, 2, -100]}, True)])
+        assert [int(batch.loss_mask.sum()) for batch in made.micro_batches] == [1, 2]
+    with pytest.raises(McaError, match="padding before tokens"):
+        step([(ids | {"attention_mask": [0, 1, 1], "labels": [-100, 2, 3]}, True)])
+    with pytest.raises(McaError, match="position_ids that do not count from 0"):
+        step([(ids | {"position_ids": [0, 1, 0]}, True)])
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 def test_numbers_of_tokens_stand_beside_the_token_before(packed: bool, size: int) -> None:

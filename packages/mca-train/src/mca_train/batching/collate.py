@@ -13,7 +13,15 @@ from mca_config.types import JsonObject
 from mca_models.megatron.layers.zigzag import take
 from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
-from mca_train.batching.packing import Row, count_samples, other_sequence, row_of, sequences_of, values_of
+from mca_train.batching.packing import (
+    Row,
+    count_samples,
+    other_sequence,
+    require_own_targets,
+    row_of,
+    sequences_of,
+    values_of,
+)
 from mca_train.data.token_dataset import IGNORED, VALUES
 from mca_train.types import PreTrainedTokenizerBase, Sample, SampleSource
 
@@ -35,6 +43,8 @@ class PadCollator:
     def __call__(self, features: list[JsonObject]) -> dict[str, Tensor]:
         """``input_ids`` and ``labels`` ``[b, s]``, ``num_tokens`` ``[b]`` without padding, and samples' ``values``."""
         ids = [torch.as_tensor(_tokens(feature)) for feature in features]
+        for feature in features:
+            require_own_targets(feature)
         labels = [torch.as_tensor(feature.get("labels", feature["input_ids"])) for feature in features]
         pad = torch.nn.utils.rnn.pad_sequence
         values = values_of(features)
@@ -189,11 +199,9 @@ class StepCollator:
         labels = batch.get("labels", batch["input_ids"]).clone()
         labels[~counts] = IGNORED
         batch["labels"] = labels
-        lengths = batch.get("num_tokens")
-        if lengths is None:
-            mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-            lengths = mask.sum(-1)
-        batch["num_tokens"] = lengths * counts
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        _require_own_rows(batch, mask)
+        batch["num_tokens"] = batch.get("num_tokens", mask.sum(-1)) * counts
         return batch
 
     def _micro_batches(
@@ -224,6 +232,22 @@ class StepCollator:
 
     def _slice(self, whole: Tensor, axis: int = 1) -> Tensor:
         return take(whole, axis, self.context_parallel_rank, self.context_parallel_size).contiguous()
+
+
+def _require_own_rows(batch: Mapping[str, Tensor], mask: Tensor) -> None:
+    """Raises unless each row of a collator is one sample and then its padding, which no token attends to."""
+    ids = batch["input_ids"]
+    if mask.shape != ids.shape or bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise McaError(
+            "data_collator made rows with padding before tokens, or an attention_mask that is not [samples, tokens]; "
+            "set padding_side of its tokenizer to 'right'"
+        )
+    places = batch.get("position_ids", torch.arange(ids.shape[1]))
+    if places.shape == ids.shape and bool(((places != torch.arange(ids.shape[1])) & (mask > 0)).any()):
+        raise McaError(
+            "data_collator made position_ids that do not count from 0, as of several samples in one row; leave it "
+            "out and set sequence_packing"
+        )
 
 
 def _with_sources(batch: MicroBatch, sequences: Sequences) -> MicroBatch:

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from mca_config.checks import sequence_multiple, tokens_of_fp8
 from mca_config.errors import McaError, UsageError
-from mca_train.batching.collate import Collator, CountedSamples, StepCollator
+from mca_train.batching.collate import Collator, CountedSamples, PadCollator, StepCollator
 from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.packing import PackedDataset, longest_sample
@@ -46,6 +46,13 @@ class Loaders:
     images: ImageBatching = field(default_factory=ImageBatching)
     _packs: dict[int, PackedDataset] = field(default_factory=dict)
     _read: dict[int, tuple[Sample, list[Sample]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.args.sequence_packing and not isinstance(self.collate, PadCollator):
+            raise McaError(
+                "sequence_packing makes rows of samples itself, without data_collator; give samples their labels and "
+                "leave it out, or set sequence_packing to false"
+            )
 
     def train(self, dataset: SampleSource) -> tuple[DataLoader[StepBatch], StepSampler | StepStream]:
         """An item is a step; the sampler says which epoch and where in it to begin."""

@@ -18,6 +18,9 @@ from mca_train.types import Sample, SampleSource
 
 _PARTS = ("input_ids", "labels", VALUES, "images")
 
+_TARGETS = ("attention_mask", "completion_mask", "assistant_masks")
+"""What other trainers make labels of."""
+
 OPEN_PACKS = 256
 """Packs that are tried for a sample, the oldest first; when none has room, the fullest is closed."""
 
@@ -242,6 +245,7 @@ def row_of(sequences: Sequence[tuple[Sample, bool]], multiple: int, pad_token_id
     """The row of ``(sequence, whether it counts)``, each padded to a multiple of ``multiple``."""
     ids, labels = [], []
     for sequence, counts in sequences:
+        require_own_targets(sequence)
         tokens = torch.as_tensor(sequence["input_ids"])
         targets = torch.as_tensor(sequence.get("labels", tokens))
         targets = targets if counts else torch.full_like(targets, ignored)
@@ -251,6 +255,27 @@ def row_of(sequences: Sequence[tuple[Sample, bool]], multiple: int, pad_token_id
     own = [len(sequence["input_ids"]) * counts for sequence, counts in sequences]
     values = values_of([sequence for sequence, _ in sequences])
     return Row(input_ids=ids, labels=labels, own_tokens=own, values=values)
+
+
+def require_own_targets(sample: Sample) -> None:
+    """Raises if columns say of targets, padding or positions what would not be followed."""
+    for name in () if "labels" in sample else _TARGETS:
+        if name in sample and not torch.as_tensor(sample[name]).all():
+            raise McaError(
+                f"a sample of the dataset has {name!r} and no 'labels'; give labels, -100 where {name} is 0"
+            )
+    mask = torch.as_tensor(sample.get("attention_mask", []))
+    if bool((mask[1:] > mask[:-1]).any()):
+        raise McaError(
+            "a sample of the dataset has padding before tokens; set padding_side of the tokenizer to 'right', or do "
+            "not pad it"
+        )
+    places = torch.as_tensor(sample.get("position_ids", []))
+    if places.ndim == 1 and bool((places != torch.arange(len(places))).any()):
+        raise McaError(
+            "a sample of the dataset has position_ids that do not count from 0; give each sequence as a sample of its "
+            "own, and set sequence_packing to have several in a row"
+        )
 
 
 def values_of(sequences: Sequence[Sample]) -> list[torch.Tensor]:
