@@ -169,6 +169,10 @@ def test_optim_chooses_the_optimizer() -> None:
         ({"decoupled_min_lr": 1e-4}, "decoupled_min_lr needs decoupled_lr"),
         ({"decoupled_lr": 1e-4, "learning_rate": 0.0}, "decoupled_lr needs a learning_rate above 0"),
         (
+            {"projector_learning_rate": 1e-3, "learning_rate": 0.0},
+            "projector_learning_rate needs a learning_rate above 0",
+        ),
+        (
             {"decoupled_lr": 1e-6, "min_lr": 1e-5},
             "min_lr 1e-05 is above decoupled_lr 1e-06; set decoupled_min_lr",
         ),

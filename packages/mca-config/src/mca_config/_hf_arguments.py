@@ -169,6 +169,11 @@ def _ends(args: HfArguments) -> Iterator[str]:
     for name in _OF_PARTS:
         if (rate := getattr(args, name, None)) is not None and least is not None and least > rate:
             yield f"min_lr {least} is above {name} {rate}; lower it"
+        if rate and not args.learning_rate:
+            yield (
+                f"{name} needs a learning_rate above 0, whose schedule it follows; raise learning_rate, and name in "
+                "freeze what shall stay as it is"
+            )
     if least is not None and least > args.learning_rate:
         yield f"min_lr {least} is above learning_rate {args.learning_rate}; lower it"
     if own is not None and decoupled is None:
