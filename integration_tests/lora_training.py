@@ -147,16 +147,21 @@ def peft_gradients(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
     return {name.replace(".default", "").replace(".modules_to_save", ""): x for name, x in values.items()}
 
 
+def gradients_of(models: Any) -> None:
+    """One backward pass into the parameters' ``main_grad``, in the mode that the chunks are in."""
+    wrapped = _with_gradient_buffers(models)
+    for chunk in wrapped:
+        chunk.zero_grad_buffer()
+    _forward_backward(models, wrapped)
+
+
 def megatron_gradients(models: Any) -> dict[str, torch.Tensor] | None:
     """The same through Megatron, put together from all ranks; on rank 0."""
     from mca_models.lora.peft_directory import PeftTensors
     from mca_models.megatron.peft.exchange import whole_adapter
 
-    wrapped = _with_gradient_buffers(models)
     models.eval()
-    for chunk in wrapped:
-        chunk.zero_grad_buffer()
-    _forward_backward(models, wrapped)
+    gradients_of(models)
     live = [(param, tensor.main_grad) for param, tensor in models._live()]
     whole = whole_adapter(live, models.place, models.config, models.adapter, models.rules)
     if whole is None:

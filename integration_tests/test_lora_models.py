@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import train_cases
 from harness import run_ranks
 from layouts import EVERY, arguments, sample, world_size
-from lora_training import tokens, train_megatron
+from lora_training import gradients_of, tokens, train_megatron
 from mca_config.errors import McaError
 from reference import make_reference
 
@@ -234,6 +234,45 @@ def test_dropout_keeps_replicas_equal_and_is_off_in_evaluation(layout: str, tmp_
     assert float((logits - alone).abs().max()) < 1e-4
     assert replicas[0]
     assert all(torch.equal(tensor, replicas[1][name]) for name, tensor in replicas[0].items())
+
+
+def of_dropped(base: Path, layout: str) -> dict[str, list[torch.Tensor]]:
+    """The factors' gradients from the same random states: of whole passes, and of what is computed again."""
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.log_probs.chunks import ChunkedOutput
+    from mca_models.megatron.peft import get_peft_model
+    from mca_train.engine.rng import kept_rng
+
+    args = arguments(layout, attention_dropout=0.3, hidden_dropout=0.3)
+    settings = lora(target_modules=[*ATTENTION, *MLP, "lm_head"], lora_dropout=0.3)
+    models = get_peft_model(AutoModel.from_pretrained(base, args), settings)
+    (chunk,) = models.chunks
+
+    def gradients() -> list[torch.Tensor]:
+        for _, factor in models.adapter_parameters():
+            del factor.main_grad
+        with kept_rng():
+            gradients_of(models)
+        return [factor.main_grad.clone() for _, factor in models.adapter_parameters()]
+
+    models.train()
+    gradients_of(models)
+    found = {"whole": gradients()}
+    models.megatron.recompute_granularity = "full"
+    models.megatron.recompute_method, models.megatron.recompute_num_layers = "uniform", 1
+    found["recomputed"] = gradients()
+    models.megatron.recompute_granularity = None
+    chunk._postprocess = ChunkedOutput(chunk, 1000, chunk.compute_language_model_loss)
+    return found | {"in one chunk": gradients()}
+
+
+@pytest.mark.parametrize("layout", [pytest.param("tp1", marks=pytest.mark.wide), "tp2sp"])
+def test_what_is_computed_again_drops_the_same(layout: str, tmp_path: Path) -> None:
+    base = make_reference("qwen2", tmp_path).path
+    for found in run_ranks(world_size(layout), of_dropped, base, layout):
+        for way in ("recomputed", "in one chunk"):
+            for again, whole in zip(found[way], found["whole"], strict=True):
+                torch.testing.assert_close(again, whole, msg=way)  # fp32 sums in another order
 
 
 def refused(base: Path, layout: str, changes: list[dict[str, Any]]) -> list[str]:

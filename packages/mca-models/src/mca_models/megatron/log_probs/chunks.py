@@ -6,7 +6,8 @@ with the output matrix. What the layers do stays theirs: vocabulary and sequence
 vocabulary, factors on logits, adapters.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class ChunkedOutput:
         by_rank = labels.reshape(len(labels), -1, rows)  # which of the tokens each rank holds
         step = max(self._tokens * rows // labels.numel(), 1)
         made = [
-            checkpoint(self._made, hidden, part, weight, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(self._made, hidden, part, weight, use_reentrant=False, context_fn=_same_draws)
             for hidden, part in zip(hidden_states.split(step), by_rank.split(step, 2), strict=True)
         ]
         values = torch.cat(made, -1)
@@ -57,6 +58,30 @@ class ChunkedOutput:
         logits, _ = self._model.output_layer(hidden, weight=weight)
         values = self._values(labels.flatten(1), logits)
         return values.view(*values.shape[:-2], *labels.shape)
+
+
+def _same_draws() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What a chunk runs in, and runs in again: an adapter's dropout draws from states that torch does not know too."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    return nullcontext(), _drawing_from(_copied(get_cuda_rng_tracker().get_states()))
+
+
+@contextmanager
+def _drawing_from(states: dict[str, Tensor]) -> Iterator[None]:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    running = _copied(tracker.get_states())
+    tracker.set_states(states)
+    try:
+        yield
+    finally:
+        tracker.set_states(running)
+
+
+def _copied(states: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: state.clone() for name, state in states.items()}
 
 
 def token_values(values: Callable[[Tensor, Tensor, int], Tensor], vocab_size: int) -> Values:

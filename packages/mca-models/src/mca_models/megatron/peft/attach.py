@@ -56,7 +56,13 @@ class LinearGroups:
         expert = param.expert is not None
         group = self.expert if expert else self.tensor
         whole = expert or param.stage is Stage.VISION  # on each rank all of the sequence
-        return Cut(_AXES[param.shard.axis], group, self.sequence_parallel and not whole, expert)
+        return Cut(
+            _AXES[param.shard.axis],
+            group,
+            sequence=self.sequence_parallel and not whole,
+            expert=expert,
+            forked=self.sequence_parallel and param.stage is Stage.LAYER,
+        )
 
 
 @dataclass(frozen=True)

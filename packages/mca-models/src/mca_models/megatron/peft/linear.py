@@ -38,12 +38,14 @@ class Cut:
         group: The ranks it is cut over.
         sequence: Inputs (outputs, of a column-cut one) are cut along the sequence.
         expert: It belongs to a routed expert.
+        forked: It runs in a random state that ranks do not share: under sequence parallelism all layers do.
     """
 
     axis: Axis
     group: ProcessGroup
     sequence: bool = False
     expert: bool = False
+    forked: bool = False
 
     @property
     def many(self) -> bool:
@@ -161,8 +163,8 @@ class LoraLinear(torch.nn.Module):
         if not self.p or not self.training:
             return x
         same = self.cut.axis != "columns" and not self.cut.sequence
-        if same or not self.cut.many:
-            return dropout(x, self.p)
+        if same or self.cut.forked or not self.cut.many:
+            return dropout(x, self.p)  # a fork inside a fork draws other numbers when the layer is recomputed
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
         with get_cuda_rng_tracker().fork():  # each rank has its own tokens or features
