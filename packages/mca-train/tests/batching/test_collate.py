@@ -115,7 +115,9 @@ def test_columns_that_say_what_labels_say_are_refused_without_labels(packed):
         ids = {"input_ids": [1, 2, 3]}
         with pytest.raises(McaError, match=f"'{name}' and no 'labels'; give labels, -100 where {name} is 0"):
             step([(ids | {name: [1, 1, 0]}, True)])
-        made = step([(ids | {name: [1, 1, 0], "labels": [1, 2, -100]}, True), (ids | {name: [True] * 3}, True)])
+        made = step(
+            [(ids | {name: [1, 1, 0], "labels": [1, 2, -100]}, True), (ids | {name: [True] * 3}, True)]
+        )
         step([(ids | {name: torch.tensor([True, True, False]), "labels": [1, 2, -100]}, True)])
         assert [int(batch.loss_mask.sum()) for batch in made.micro_batches] == [1, 2]
     with pytest.raises(McaError, match="padding before tokens"):
