@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,7 @@ def adapter_of(case: str, folder: Path, **settings: Any) -> tuple[Path, Path]:
 
 
 EXPERTS_ALONE = {"target_parameters": ["mlp.experts.gate_up_proj"]}
+GATE_AND_UP = {"target_modules": ["gate_up_proj"], "modules_to_save": ["layers.1.self_attn"]}
 WITH_EXPERTS = EXPERTS_ALONE | {"target_modules": ["q_proj"]}
 
 
@@ -214,11 +216,11 @@ WITH_EXPERTS = EXPERTS_ALONE | {"target_modules": ["q_proj"]}
             id="with-experts",
             marks=pytest.mark.wide,
         ),
-        pytest.param("phi3", SP, ZERO | HALF, {"target_modules": ["gate_up_proj"]}, id="gate-and-up"),
+        pytest.param("phi3", SP, ZERO | HALF, GATE_AND_UP, id="gate-and-up"),
     ],
 )
-def test_adapters_of_fused_projections_go_on(case, before, after, adapted, tmp_path):
-    """A rank's rows of lora_B are some of each projection's, so its moments and masters are stored in parts."""
+def test_adapters_go_on(case, before, after, adapted, tmp_path):
+    """A rank's rows of lora_B of fused projections are some of each one's; a saved module may be of one layer."""
     from test_train_moe import tokens
 
     model, adapter = adapter_of(case, tmp_path, **adapted)
@@ -265,20 +267,27 @@ def test_a_state_that_one_stage_lacks_is_missed_by_all(dense, tmp_path):
     assert all("holds no 'exp_avg.embedding.word_embeddings.weight'" in each for each in told), told
 
 
-def run_under_megatrons_names(*args: Any, **changes: Any) -> Any:
-    """`run` with the names that Megatron's local layers have for norms; checkpoints held them once."""
+def run_as_it_once_was(*args: Any, **changes: Any) -> Any:
+    """`run` that writes one tensor of all layers, and norms under the names that Megatron's local layers give them."""
     from unittest import mock
 
-    with mock.patch("mca_models.megatron.families.spec._spelled", return_value={}):
+    from mca_train.checkpoint import optimizer_state
+
+    sharded = partial(optimizer_state._sharded, by_layer=False)
+    with (
+        mock.patch("mca_models.megatron.families.spec._spelled", return_value={}),
+        mock.patch.object(optimizer_state, "_sharded", sharded),
+    ):
         return run(*args, **changes)
 
 
-def test_the_states_of_norms_are_found_under_their_earlier_names(tmp_path):
+@pytest.mark.parametrize("case", ["deepseek_v3", "phi3"])
+def test_states_are_found_under_their_earlier_names(case, tmp_path):
     from reference import make_reference
     from test_train_moe import tokens
 
-    model = make_reference("deepseek_v3", tmp_path / "model").path
+    model = make_reference(case, tmp_path / "model").path
     changes = {"data": lambda: tokens(96)}
-    straight = run_ranks(1, run_under_megatrons_names, model, tmp_path / "old", FIRST + 2, **changes)
+    straight = run_ranks(1, run_as_it_once_was, model, tmp_path / "old", FIRST + 2, **changes)
     before = tmp_path / "old" / f"checkpoint-{FIRST}"
     assert run_ranks(1, run, model, tmp_path / "new", FIRST + 2, before, **changes) == straight

@@ -30,6 +30,7 @@ from mca_train.types import Chunk, MegatronOptimizer, OptimizerState
 _MASTER = "optimizer.state.fp32_param."
 _MASTER_WHERE_SPLIT = "optimizer.state.param."
 _KIND = re.compile(r"optimizer\.state\.(?!fp32_param\.)(\w+)\.")
+_ALL_LAYERS = re.compile(r"optimizer\.state\.\w+\.decoder\.layers\.(?!\d)")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def load(optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, number
 
 def _load(optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbers: Numbers) -> None:
     saved = shapes_in(folder)
-    state = _sharded(optimizer, chunks, loading=True)
+    state = _sharded(optimizer, chunks, loading=True, by_layer=not any(map(_ALL_LAYERS.match, saved)))
     _require_same_kind(folder, saved, state)
     _ask_as_spelled(state, saved)
     asked, absent = {}, []
@@ -85,8 +86,15 @@ def _load(optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbe
     optimizer.load_state_dict(_bare(state))
 
 
-def _sharded(optimizer: MegatronOptimizer, chunks: list[Chunk], *, loading: bool) -> OptimizerState:
+def _sharded(
+    optimizer: MegatronOptimizer, chunks: list[Chunk], *, loading: bool, by_layer: bool = True
+) -> OptimizerState:
+    """The state, of which each layer has tensors of its own: one of all layers has holes where some are not trained.
+
+    Checkpoints of models whose layers are alike once had these (``by_layer`` False).
+    """
     metadata = {
+        "non_homogeneous_layers": by_layer,
         "distrib_optim_sharding_type": "fully_reshardable",
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
