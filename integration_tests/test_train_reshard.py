@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from harness import run_ranks
+from mca_config.errors import McaError
 from test_train_layouts import CP, OVERLAP, PP, SP, TP, VPP, ZERO, worst
 from test_train_resume import ASYNC
 from train_cases import history, make_trainer, quietly, stop_and_resume, tiny_checkpoint
@@ -291,3 +292,40 @@ def test_states_are_found_under_their_earlier_names(case, tmp_path):
     straight = run_ranks(1, run_as_it_once_was, model, tmp_path / "old", FIRST + 2, **changes)
     before = tmp_path / "old" / f"checkpoint-{FIRST}"
     assert run_ranks(1, run, model, tmp_path / "new", FIRST + 2, before, **changes) == straight
+
+
+def run_as_0_1_0_cut(*args: Any, **changes: Any) -> Any:
+    """`run` that writes a factor of fused projections as one tensor, of each rank's rows one below the other."""
+    from unittest import mock
+
+    from mca_models.megatron.peft import sharded
+
+    def whole(param: Any, tensor: Any, place: Any) -> Any:
+        cut = sharded.cut_of(param, place.layout, place.at)
+        replica = sharded._replica(param, place.at, place.layout.cp)
+        return sharded._piece(param.mca_name(), tensor, param, cut, replica)
+
+    with mock.patch.object(sharded, "_sharded", whole):
+        return run(*args, **changes)
+
+
+def refused(*args: Any, **changes: Any) -> str:
+    with pytest.raises(McaError) as error:
+        run(*args, **changes)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "size,other", [(1, 2), pytest.param(2, 1, marks=pytest.mark.wide)], ids=["of-one", "of-two"]
+)
+def test_rows_of_ranks_go_on_where_as_many_ranks_are(size, other, tmp_path):
+    from test_train_moe import tokens
+
+    model, adapter = adapter_of("phi3", tmp_path, target_modules=["gate_up_proj"])
+    changes = {"data": lambda: tokens(96), "adapter": adapter, "learning_rate": 2e-2} | ZERO
+    layouts = {1: changes, 2: changes | TP}
+    straight = run_ranks(size, run_as_0_1_0_cut, model, tmp_path / "old", FIRST + 2, **layouts[size])
+    before = tmp_path / "old" / f"checkpoint-{FIRST}"
+    assert run_ranks(size, run, model, tmp_path / "new", FIRST + 2, before, **layouts[size]) == straight
+    for message in run_ranks(other, refused, model, tmp_path / "other", FIRST + 2, before, **layouts[other]):
+        assert f"tensor_model_parallel_size (of experts expert_tensor_parallel_size) {size}, and" in message

@@ -23,6 +23,7 @@ from mca_models.megatron.distributed.reader import read_state, shapes_in
 from mca_models.megatron.distributed.writer import Writing, write_state
 from mca_models.torch_checkpoint.forms import global_spellings
 from mca_train import groups
+from mca_train.checkpoint.rows_of_ranks import ask_for_rows_of_ranks
 from mca_train.checkpoint.split_state import by_parameter
 from mca_train.engine.offload import as_plain
 from mca_train.types import Chunk, MegatronOptimizer, OptimizerState
@@ -70,6 +71,7 @@ def _load(optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbe
     state = _sharded(optimizer, chunks, loading=True, by_layer=not any(map(_ALL_LAYERS.match, saved)))
     _require_same_kind(folder, saved, state)
     _ask_as_spelled(state, saved)
+    ask_for_rows_of_ranks(list(_leaves(state)), saved, folder)
     asked, absent = {}, []
     for number, (_, key, leaf) in enumerate(_leaves(state)):
         if all(key in saved for key in _keys(leaf)):
