@@ -115,3 +115,22 @@ def test_either_kind_of_layers_goes_on_from_the_others_checkpoint(case: str, tmp
         for key in ("loss", "grad_norm"):
             assert len(found[name][key]) == STEPS
             assert worst(found["local"][key], found[name][key]) < 1e-4, (name, key, found)
+
+
+def precisely(model: Path, folder: Path) -> dict[str, Any]:
+    """Curves of runs whose optimizer holds the fp32 weights, or not, and of each from the other's checkpoint."""
+    kinds: dict[str, dict[str, Any]] = {"plain": {}, "precise": {"use_precision_aware_optimizer": True}}
+    changes = ZERO | HALF | {"bf16": True}
+    found = {kind: run(model, folder / kind, STEPS, **changes | choice) for kind, choice in kinds.items()}
+    for before in kinds:
+        for kind, choice in kinds.items():
+            on, checkpoint = f"{kind}-after-{before}", folder / before / f"checkpoint-{FIRST}"
+            found[on] = run(model, folder / on, STEPS, checkpoint, **changes | choice)
+    return found
+
+
+def test_the_masters_of_a_precision_aware_optimizer_go_on(checkpoint: Path, tmp_path: Path) -> None:
+    """In a checkpoint they are fp32 weights, not what Transformer Engine keeps of them beside those in bf16."""
+    found = run_emulated(2, precisely, checkpoint, tmp_path)[0]
+    for name, curves in found.items():
+        assert curves == found["plain"], name

@@ -71,3 +71,15 @@ def test_fp16_starts_at_hugging_faces_loss_scale(given, scale, tmp_path):
 
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, fp16=True, **given)
     assert optimizer_settings(args, torch.float16)["initial_loss_scale"] == scale
+
+
+def test_masters_are_whole_whatever_holds_them(tmp_path):
+    """Remainders beside weights in bf16 would go into a checkpoint in the place of fp32 weights."""
+    import torch
+
+    from mca_config import TrainingArguments
+    from mca_train.engine.engine import optimizer_settings
+
+    precise = {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True}
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=True, **precise)
+    assert optimizer_settings(args, torch.bfloat16)["store_param_remainders"] is False

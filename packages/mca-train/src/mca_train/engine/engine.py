@@ -43,6 +43,7 @@ def optimizer_settings(args: TrainingArguments, params_dtype: torch.dtype) -> Js
         "sgd_momentum": 0.0,
         "optimizer_offload_fraction": 1.0,
         "initial_loss_scale": 2.0**16,
+        "store_param_remainders": False,  # of masters: in a checkpoint they are whole
         "clip_grad": args.max_grad_norm or 0.0,
         "bf16": params_dtype == torch.bfloat16,
         "fp16": params_dtype == torch.float16,
