@@ -47,6 +47,8 @@ SHORTCUT = replace(
     moe_router_enable_expert_bias=True,
     moe_router_pre_softmax=True,
 )
+CHANCES = replace(MOE, moe_router_pre_softmax=True)
+SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
 INDEXED = replace(MLA, q_lora_rank=8, index_topk=4, index_num_heads=2, index_head_dim=8)
 PARALLEL = replace(DENSE, parallel_block="one_norm")
 WINDOWED = replace(DENSE, window_size=8)
@@ -122,12 +124,11 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (DENSE, TP2, {"attention_backend": "flash"}, "attention_backend flash needs transformer_impl"),
     (MLA, TP2, {"sequence_parallel": False}, "set sequence_parallel"),
     (GROUPED, ParallelLayout(), ENGINE | {"moe_router_fusion": True}, "remove moe_router_fusion"),
-    (
-        MOE,
-        ParallelLayout(),
-        {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.1},
-        "moe_aux_loss_coeff to 0",
-    ),
+    (CHANCES, ParallelLayout(), SINKHORN | {"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff to 0"),
+    (MOE, ParallelLayout(), SINKHORN, "and qwen3_moe otherwise"),
+    (GROUPED, ParallelLayout(), SINKHORN, "and deepseek_v3 otherwise"),
+    (replace(CHANCES, sparse_mixer_jitter=0.01), ParallelLayout(), SINKHORN, "and qwen3_moe otherwise"),
+    (SHORTCUT, ParallelLayout(), SINKHORN, "and qwen3_moe otherwise"),
     (
         MOE,
         ParallelLayout(),
@@ -175,7 +176,8 @@ ACCEPTED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any]]] = [
     (MLA, TP2, {"version": V19}),
     (DENSE, CP2, {"mtp_num_layers": 1}),
     (DENSE, CP2, {"mtp_num_layers": 1, "version": V19}),
-    (MOE, ParallelLayout(), {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}),
+    (CHANCES, ParallelLayout(), SINKHORN),
+    (replace(MOE, moe_router_topk=1, moe_router_score_function="sigmoid"), ParallelLayout(), SINKHORN),
     (
         MOE,
         ParallelLayout(),

@@ -173,8 +173,8 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
             "or both would be added at once; remove moe_shared_expert_overlap"
         )
     yield from _identity_experts(config, settings)
-    if settings.get("moe_router_load_balancing_type") == "sinkhorn" and settings.get("moe_aux_loss_coeff"):
-        yield "moe_router_load_balancing_type sinkhorn has no auxiliary loss; set moe_aux_loss_coeff to 0"
+    if settings.get("moe_router_load_balancing_type") == "sinkhorn":
+        yield from _sinkhorn(config, settings)
     if config.num_moe_experts is not None and (settings.get("mlp_chunks_for_training") or 1) > 1:
         yield (
             "mlp_chunks_for_training balances experts by the tokens of a chunk, padding among them; remove it for a "
@@ -189,6 +189,22 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
             "megatron-core cannot pad experts to a capacity above the number of all tokens, and "
             f"moe_expert_capacity_factor {settings['moe_expert_capacity_factor']} exceeds it; lower it to "
             f"{1 / share:g}, or remove moe_pad_expert_input_to_capacity"
+        )
+
+
+def _sinkhorn(config: McaModelConfig, settings: Values) -> Iterator[str]:
+    """Megatron's own weights, in evaluation too: chances among all experts, of a single one by sigmoid."""
+    if settings.get("moe_aux_loss_coeff"):
+        yield "moe_router_load_balancing_type sinkhorn has no auxiliary loss; set moe_aux_loss_coeff to 0"
+    score, single = config.moe_router_score_function, config.moe_router_topk == 1
+    alike = score == "sigmoid" if single else score == "softmax" and config.moe_router_pre_softmax
+    changed = (
+        config.moe_router_enable_expert_bias or config.moe_router_topk_scaling_factor or own_router(config)
+    )
+    if not alike or changed or config.moe_router_num_groups:
+        yield (
+            "moe_router_load_balancing_type sinkhorn weighs experts by their chances among all, in evaluation too, "
+            f"and {config.model_type} otherwise; set it to aux_loss or none"
         )
 
 
