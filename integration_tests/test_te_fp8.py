@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from emulated_te import needs_te, run_emulated
 from layouts import arguments
 from mca_config.errors import McaError
-from test_train_layouts import CP, SP
+from test_train_layouts import CP, PP, SP
 from train_cases import stop_and_resume, tiny_checkpoint
 
 pytestmark = [pytest.mark.ranks, needs_te]
@@ -23,6 +23,7 @@ SHORT = {"max_steps": 3}
 RESUMED: dict[str, dict[str, Any]] = {
     "tp2-sp": SP,
     "cp2-evaluated": CP | {"eval_strategy": "steps", "eval_steps": 2},
+    "stage-without-layers": PP | {"pipeline_model_parallel_layout": "Etttt|L"},
 }
 
 

@@ -32,6 +32,8 @@ def collect(chunks: Sequence[Chunk]) -> dict[str, Tensor]:
     if _delayed_recipe(chunks) is None:
         return {}
     modules = dict(_modules(chunks))
+    if not modules:  # a stage without layers: on all of its ranks
+        return {}
     ahead = _largest_of_coming_passes(modules)
     if not groups.is_first_of_stage():
         return {}
