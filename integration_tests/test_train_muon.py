@@ -1,12 +1,14 @@
 """Muon: Megatron builds it from megatron-core 0.17 on, with the package emerging-optimizers."""
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import reference
 from harness import run_ranks
-from train_cases import stop_and_resume, tiny_checkpoint, train_losses
+from train_cases import arguments, stop_and_resume, tiny_checkpoint, train_losses
 
 pytestmark = [
     pytest.mark.ranks,
@@ -38,3 +40,39 @@ def test_muon_is_not_adam_and_does_not_depend_on_the_pipeline(checkpoint, tmp_pa
         "before the first step both are the model"
     )
     assert adam["loss"] != pytest.approx(alone["loss"], rel=1e-2)
+
+
+def splits(path: Path, output: Path, **settings: Any) -> list[tuple[int, Any]]:
+    """Rows of each layer's queries, keys and values on this rank, and how the optimizer splits them."""
+
+    from mca_models import AutoModel
+    from mca_train.engine.engine import Engine
+
+    args = arguments(output, **MUON, **settings)
+    model = AutoModel.from_pretrained(path, args)
+    engine = Engine(model.chunks, args, lambda output, batch: (output.sum(), batch.loss_mask.sum()))
+    used = {id(each) for group in engine.optimizer.param_groups for each in group["params"]}
+    found = []
+    for layer in model.chunks[0].decoder.layers:
+        weight = layer.self_attention.linear_qkv.weight
+        optimized = getattr(weight, "main_param", None) if settings else weight
+        assert id(optimized) in used
+        found.append((len(weight), optimized.qkv_split_shapes if optimized.is_qkv else None))
+    return found
+
+
+# of the first the last two layers take the keys of others; of the second values in full layers are the keys
+SPLITS = {
+    "gemma4_text-e2b": [(128, [32, 16, 16]), (192, [48, 24, 24]), (64, None), (96, None)],
+    "gemma4_text": [(144, [48, 24]), (192, [16, 16, 16]), (144, [48, 24]), (144, [48, 24])],
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [("gemma4_text-e2b", {}), pytest.param("gemma4_text", {"bf16": True}, marks=pytest.mark.wide)],
+)
+def test_every_layer_is_split_at_its_own_heads(case, settings, tmp_path):
+    each = reference.make_reference(case, tmp_path / "model")
+    (found,) = run_ranks(1, splits, each.path, tmp_path, **settings)
+    assert found == SPLITS[case]

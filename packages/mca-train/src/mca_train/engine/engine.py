@@ -13,6 +13,7 @@ from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.engine.finite import telling_nan
 from mca_train.engine.late_buckets import reduce_vision_late
 from mca_train.engine.offload import rebuild_hybrids
+from mca_train.engine.own_heads import split_own_heads
 from mca_train.engine.part_rates import rates_of_parts
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import kept_rng
@@ -115,6 +116,8 @@ class Engine(Pipeline):
         optimizer = get_megatron_optimizer(config, self.chunks, **rates_of_parts(self._args, config))
         _leave_out_empty(optimizer)
         rebuild_hybrids(optimizer)
+        if self._args.optimizer == "muon":
+            split_own_heads(self.chunks)
         return optimizer
 
     def _wire(self) -> None:

@@ -86,6 +86,14 @@ def with_own_heads(attention: type, by_layer: tuple[Heads, ...]) -> type:
             self.lent: tuple[Tensor, Tensor] | None = None
             self.taken: tuple[Tensor, Tensor] | None = None
 
+        def rows_of_group(self) -> list[int]:
+            """Rows of ``linear_qkv`` that are the queries, keys and values of each group; one number: queries alone."""
+            width = self.config.kv_channels
+            queries = self.num_attention_heads_per_partition // self.num_query_groups_per_partition * width
+            if self.heads.takes:
+                return [queries]
+            return [queries, width] if self.heads.keys_again else [queries, width, self.heads.values]
+
         def get_query_key_value_tensors(
             self, hidden_states: Tensor, *args: object, **kwargs: object
         ) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,9 +104,7 @@ def with_own_heads(attention: type, by_layer: tuple[Heads, ...]) -> type:
                 taken, self.taken = self.taken, None
                 assert taken is not None
                 return _normal(self.q_layernorm, mixed.unflatten(-1, (-1, width))), *taken
-            of_group = self.num_attention_heads_per_partition // groups * width
-            sizes = [of_group, width] if self.heads.keys_again else [of_group, width, self.heads.values]
-            query, key, *own = torch.split(mixed.unflatten(-1, (groups, -1)), sizes, -1)
+            query, key, *own = torch.split(mixed.unflatten(-1, (groups, -1)), self.rows_of_group(), -1)
             value = own[0] if own else key
             query = query.reshape(*query.shape[:2], -1, width)
             key, value = _normal(self.k_layernorm, key), self._valued(value)
