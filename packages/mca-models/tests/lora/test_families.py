@@ -17,6 +17,7 @@ from mca_config.layout import ParallelLayout
 from mca_models.lora import AdapterConfig, merge_to_hf, open_adapter, write_mca_adapter, write_peft
 from mca_models.lora.parts import exclude_unadapted
 from mca_models.lora.rules import rules_for_training
+from mca_models.lora.targets import linear_targets
 from mca_models.opening import open_checkpoint
 from mca_models.templates import FAMILIES, config_from_hf
 
@@ -24,6 +25,16 @@ OF_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 UNADAPTED = sorted(case for case, (kind, _) in tiny_hf.ALL.items() if FAMILIES[kind].unadapted)
 ROUTERS = ("llama4_text", "phimoe")
 """Whose routers are linears that return several tensors."""
+
+OTHERWISE_CALLED = {
+    "gpt2": "wte.weight",
+    "bloom": "word_embeddings.weight",
+    "qwen3_5_text": "model.language_model.norm.weight",
+    "qwen3_5_moe_text": "model.language_model.norm.weight",
+    "kimi_linear": "model.layers.0.block_sparse_moe.gate_proj.weight",
+    "gpt_neox": "embed_out.weight",
+}
+"""A tensor that tells a checkpoint whose names are not those of transformers' modules."""
 
 
 def targets(model: Any) -> dict[str, list[str]]:
@@ -69,6 +80,20 @@ def test_every_linear_of_every_family(case: str, tmp_path: Path) -> None:
     theirs = lora.merge_and_unload().state_dict()
     for name, tensor in adapters.base_model(tmp_path / "merged").state_dict().items():
         torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", OTHERWISE_CALLED)
+def test_linears_are_called_as_modules_whatever_files_call_them(case: str) -> None:
+    kind, different = tiny_hf.ALL[case]
+    described = transformers.AutoConfig.for_model(kind, **{**tiny_hf.SIZE, **different})
+    with torch.device("meta"):
+        modules = dict(transformers.AutoModelForCausalLM.from_config(described).named_modules())
+    config = config_from_hf(described.to_dict())
+    found = FAMILIES[kind].as_found(config, [OTHERWISE_CALLED[case]])
+    names = [target.module for target in linear_targets(found)]
+    assert names == [target.module for target in linear_targets(config)]
+    adapted = {target.module for target in linear_targets(found) if target.linear or target.base.vocab}
+    assert len(adapted) > 8 and adapted <= modules.keys()
 
 
 @pytest.mark.parametrize(

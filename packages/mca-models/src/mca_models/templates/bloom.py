@@ -78,5 +78,10 @@ def params(config: McaModelConfig) -> list[Param]:
 
 
 FAMILY = Family(
-    model_type="bloom", architecture="BloomForCausalLM", config=CONFIG, params=params, found=found
+    model_type="bloom",
+    architecture="BloomForCausalLM",
+    config=CONFIG,
+    params=params,
+    found=found,
+    module_names={BARE: False},
 )

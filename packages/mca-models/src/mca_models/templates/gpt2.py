@@ -103,4 +103,5 @@ FAMILY = Family(
     params=params,
     found=found,
     ignored_hf=masks,
+    module_names={BARE: False},
 )

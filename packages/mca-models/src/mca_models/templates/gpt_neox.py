@@ -14,8 +14,9 @@ OUTER = {
     "model.embed_tokens": "gpt_neox.embed_in",
     "model.final_layernorm": "gpt_neox.final_layer_norm",
     "model.": "gpt_neox.",
-    "lm_head": "embed_out",
 }
+MODULES = "module_names"
+"""The fact in ``extra`` that the output layer is called as transformers' module, not as files call it."""
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -58,7 +59,14 @@ CONFIG = ConfigTable(
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    return renamed(persimmon.params(config), OUTER | token_head(config))
+    output = {} if config.extra.get(MODULES) else {"lm_head": "embed_out"}
+    return renamed(persimmon.params(config), OUTER | output | token_head(config))
 
 
-FAMILY = Family(model_type="gpt_neox", architecture="GPTNeoXForCausalLM", config=CONFIG, params=params)
+FAMILY = Family(
+    model_type="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    config=CONFIG,
+    params=params,
+    module_names={MODULES: True},
+)

@@ -160,4 +160,5 @@ FAMILY = Family(
     params=params,
     moe=NAMES,
     found=found,
+    module_names={SAVED_BY_HF: False},
 )

@@ -15,7 +15,7 @@ from mca_models.templates.family import Family
 from mca_models.templates.moe import aux_loss, expert_fields, last_layer, mlp_layers, restore_aux_loss
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.qwen2_moe import SHARED
-from mca_models.templates.qwen3_5_text import OWN_EMBEDDING, found, in_proj, prefixed
+from mca_models.templates.qwen3_5_text import BESIDE, OWN_EMBEDDING, found, in_proj, prefixed
 from mca_models.templates.qwen3_next import NAMES
 from mca_models.weights import Param
 
@@ -70,4 +70,5 @@ FAMILY = Family(
     moe=NAMES,
     found=found,
     prediction_layers=delta.prediction_found,
+    module_names={BESIDE: ""},
 )

@@ -38,16 +38,18 @@ CONFIG = ConfigTable(
 
 PREFIX = "model.language_model."
 """What names begin with where transformers saved the text part of a larger model."""
+BESIDE = "hf_prefix"
+"""The fact in ``extra`` that they do."""
 
 
 def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
     """Whether the names have the prefix that they have beside a vision model."""
-    return {"hf_prefix": PREFIX} if any(name.startswith(PREFIX) for name in names) else {}
+    return {BESIDE: PREFIX} if any(name.startswith(PREFIX) for name in names) else {}
 
 
 def prefixed(config: McaModelConfig, params: list[Param]) -> list[Param]:
     """``params`` under the names that the checkpoint has."""
-    if not config.extra.get("hf_prefix"):
+    if not config.extra.get(BESIDE):
         return params
     spelled = Spelling(PREFIX, "lm_head.", {}).of_text
     return [replace(param, hf=tuple(map(spelled, param.hf))) for param in params]
@@ -76,4 +78,5 @@ FAMILY = Family(
     params=params,
     found=found,
     prediction_layers=delta.prediction_found,
+    module_names={BESIDE: ""},
 )
