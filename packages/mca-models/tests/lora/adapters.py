@@ -41,6 +41,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"target_modules": DENSE[:4], "target_parameters": STACKED, "rank_pattern": {"experts.down_proj": 2}},
     ),
+    "qwen3_moe-layers": (
+        "qwen3_moe",
+        {"target_modules": ["q_proj"], "target_parameters": [STACKED[0], f"layers.0.{STACKED[1]}"]},
+    ),
     "mixtral-down": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": STACKED[1:]}),
     "qwen2_moe-linear": ("qwen2_moe", {"target_modules": "all-linear"}),
     "glm4_moe-gate": (

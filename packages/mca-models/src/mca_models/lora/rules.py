@@ -106,23 +106,21 @@ def _linear_factors(
 
 
 def _stacked_factors(config: McaModelConfig, adapter: AdapterConfig) -> list[Factors]:
-    """PEFT wraps the module once for each parameter, so the first of two lies a ``base_layer`` deeper."""
+    """PEFT wraps a module once for each of its parameters, so the first of two lies a ``base_layer`` deeper."""
     if not adapter.document.get("target_parameters") or not config.num_moe_experts:
         return []
     found = [t for t in stacked_targets(config) if adapter.targets_parameter(t.module)]
     if found and adapter.dropout:
         raise McaError("lora_dropout: must be 0 with target_parameters on stacked experts, as in PEFT")
-    labels = list(dict.fromkeys(target.label for target in found))
-    depth = {label: len(labels) - 1 - i for i, label in enumerate(labels)}
-    return [
-        _factors(
-            config,
-            adapter,
-            target,
-            f"{PREFIX}{target.module.removesuffix(target.label)}{'base_layer.' * depth[target.label]}",
-        )
-        for target in found
-    ]
+    parameters: dict[str, list[str]] = {}
+    for name in dict.fromkeys(target.module for target in found):
+        parameters.setdefault(name.rpartition(".")[0], []).append(name)
+    wrapped = {
+        name: f"{PREFIX}{module}.{'base_layer.' * deeper}"
+        for module, names in parameters.items()
+        for deeper, name in enumerate(reversed(names))
+    }
+    return [_factors(config, adapter, target, wrapped[target.module]) for target in found]
 
 
 def _factors(config: McaModelConfig, adapter: AdapterConfig, target: Target, hf: str) -> Factors:
