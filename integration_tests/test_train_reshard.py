@@ -329,3 +329,49 @@ def test_rows_of_ranks_go_on_where_as_many_ranks_are(size, other, tmp_path):
     assert run_ranks(size, run, model, tmp_path / "new", FIRST + 2, before, **layouts[size]) == straight
     for message in run_ranks(other, refused, model, tmp_path / "other", FIRST + 2, before, **layouts[other]):
         assert f"tensor_model_parallel_size (of experts expert_tensor_parallel_size) {size}, and" in message
+
+
+def in_fp32(model: Path, output_dir: Path) -> list[Any]:
+    """This rank's weights when a run goes on in fp32 that was one in bf16, both with a split optimizer."""
+    import torch
+    from transformers import TrainerCallback
+
+    begun: list[Any] = []
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            begun.extend(tensor.detach().clone() for _, tensor in trainer.model.held())
+
+    settings = ZERO | HALF | {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 0}
+    quietly(make_trainer(model, output_dir, max_steps=1, bf16=True, **settings).train)
+    trainer = make_trainer(model, output_dir, max_steps=2, callbacks=[Look()], **settings)
+    quietly(lambda: trainer.train(resume_from_checkpoint=True))
+    assert all(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in begun), "masters"
+    return [tensor.tolist() for tensor in begun]
+
+
+def test_ranks_go_on_in_fp32_with_the_same_weights(dense, tmp_path):
+    first, second = run_ranks(2, in_fp32, dense.model, tmp_path)
+    assert first and first == second
+
+
+def trained_again(model: Path, output_dir: Path) -> list[Any]:
+    """Curves from a checkpoint without masters, of a new trainer and of one that has trained already."""
+    settings = {"max_steps": 2, "warmup_steps": 0, "gradient_accumulation_steps": 2}
+    saving = settings | {"save_strategy": "steps", "save_steps": 1}
+    quietly(make_trainer(model, output_dir / "fp32", **saving).train)
+    checkpoint, found = str(output_dir / "fp32" / "checkpoint-1"), []
+    for name in ("new", "old"):
+        trainer = make_trainer(model, output_dir / name, bf16=True, max_grad_norm=0.1, **settings)
+        if name == "old":
+            quietly(trainer.train)
+        quietly(lambda trainer=trainer: trainer.train(resume_from_checkpoint=checkpoint))
+        weights = {key: tensor.tolist() for key, tensor in trainer.model.canonical_parameters()}
+        found.append((history(trainer, "loss"), weights))
+    return found
+
+
+@pytest.mark.wide
+def test_a_trainer_that_has_trained_goes_on_from_the_weights_of_a_checkpoint(dense, tmp_path):
+    ((new, old),) = run_ranks(1, trained_again, dense.model, tmp_path)
+    assert new == old

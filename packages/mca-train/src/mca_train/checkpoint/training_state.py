@@ -70,6 +70,7 @@ class TrainingState:
         numbers = optimizer_state.Numbers(**json.loads((folder / "optimizer.json").read_text()))
         with _without_warnings():
             optimizer_state.load(self._engine.optimizer, self._modules(), folder / "optimizer", numbers)
+        self._engine.share_weights()
         together(lambda: fp8_scales.load(folder, self._modules()))
         schedule = json.loads((folder / "scheduler.json").read_text())
         self._scheduler.load_state_dict(schedule, self._place.schedule)

@@ -167,6 +167,20 @@ class Engine(Pipeline):
         updated, grad_norm, _ = self.optimizer.step()
         return StepResult(bool(updated), None if grad_norm is None else float(grad_norm))
 
+    def take_weights(self) -> None:
+        """The optimizer goes on from the model's weights, which others than it have changed."""
+        self.optimizer.reload_model_params()
+
+    def share_weights(self) -> None:
+        """Every rank has the weights in fp32 that others have changed in their shares of a split optimizer.
+
+        With ``overlap_param_gather`` they arrive in the next forward pass anyway. Collective.
+        """
+        args = self._args
+        views = args.use_distributed_optimizer and self.params_dtype == torch.float32
+        for chunk in self.chunks if views and not args.overlap_param_gather else ():
+            chunk.start_param_sync()
+
     @contextmanager
     def at_rest(self) -> Iterator[None]:
         """With ``overlap_param_gather``, updated parameters otherwise arrive in the next forward pass."""

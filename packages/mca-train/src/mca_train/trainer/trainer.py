@@ -264,7 +264,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         self._set_length(length)
         if checkpoint is not None:
             with reading(checkpoint):
-                load_weights(self.model, checkpoint)
+                self._load_weights(checkpoint)
         engine, rate = self.new_engine(), LearningRate(self.args, length.schedule_steps)
         self._training, self._pipeline = Training(engine, rate), engine
         engine.measured = self.watch.stragglers.forward
@@ -278,6 +278,11 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self._view, self.optimizer, self.lr_scheduler
         return training
+
+    def _load_weights(self, directory: Path) -> None:
+        load_weights(self.model, directory)
+        if isinstance(self._pipeline, Engine):
+            self._pipeline.take_weights()
 
     def new_engine(self) -> Engine:
         """What trains the model on this rank, or that of an earlier `train`, whose chunks are wrapped already."""
@@ -376,6 +381,6 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         best = self.args.load_best_model_at_end and not self.watch.stopped
         if best and self.state.best_model_checkpoint is not None:
             logger.info("loading the best model, %s", self.state.best_model_checkpoint)
-            load_weights(self.model, Path(self.state.best_model_checkpoint))
+            self._load_weights(Path(self.state.best_model_checkpoint))
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         return TrainOutput(self.state.global_step, metrics.get("train_loss", 0.0), metrics)
