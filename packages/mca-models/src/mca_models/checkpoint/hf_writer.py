@@ -42,7 +42,11 @@ class HfLayout:
         max_shard_bytes: Size limit of one file's tensors.
         fp8: Weights of linears as blocks of fp8.
 
+    Raises:
+        McaError: transformers could not read this family's weights in fp8.
+
     Attributes:
+        config_text: The contents of ``config.json``.
         scales: The tensor with the scales of each one in fp8.
     """
 
@@ -58,11 +62,15 @@ class HfLayout:
     ) -> None:
         self.params, self.config = stored(params), config
         self.scales: dict[str, str] = {}
+        if fp8 and (why := family_of(config.model_type).text(config).fp8_unread):
+            raise McaError(
+                f"--fp8: transformers reads no fp8 blocks of {config.model_type} models ({why}); leave --fp8 out"
+            )
         linears = (
             [param for param in self.params if is_linear(param, wholes[param.mca_name()])] if fp8 else []
         )
         self._linears = {name for param in linears for name in param.hf_names()}
-        self._config_text = config_text(config, self._quantisation(wholes) if fp8 else None)
+        self.config_text = config_text(config, self._quantisation(wholes) if fp8 else None)
         self.tensors: dict[str, tuple[str, Shape]] = {}
         for param in self.params:
             name = param.mca_name()
@@ -129,7 +137,7 @@ class HfLayout:
 
     def finish(self, directory: Path) -> dict[str, int]:
         """Writes ``config.json`` and, with several files, the index into ``directory``; returns their sizes."""
-        written = {CONFIG: write_config(directory, self._config_text)}
+        written = {CONFIG: write_config(directory, self.config_text)}
         if len(self.files) == 1:
             return written
         total = sum(prod(shape) * ITEM_SIZES[dtype] for dtype, shape in self.tensors.values())

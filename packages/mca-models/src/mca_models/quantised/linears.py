@@ -6,7 +6,13 @@ How they are quantised is said elsewhere.
 from mca_models.storage.runs import Shape
 from mca_models.weights import Param, Stage
 
-_NEVER_QUANTISED = ("router.weight", "shared_experts.gate_weight", "eh_proj.weight")
+_NEVER_QUANTISED = (
+    "router.weight",
+    "shared_experts.gate_weight",
+    "eh_proj.weight",
+    "position_embeddings.weight",
+    "indexer.weights_proj",  # transformers keeps it in fp32, engines leave it as it is
+)
 
 
 def is_linear(param: Param, whole: Shape) -> bool:

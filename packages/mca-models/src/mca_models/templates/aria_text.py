@@ -16,7 +16,7 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.moe import TRANSPOSED, moe_params
-from mca_models.templates.names import MoeNames
+from mca_models.templates.names import EXPERTS_TURNED, MoeNames
 from mca_models.weights import Param
 
 NAMES = MoeNames(router="mlp.router.weight")
@@ -68,4 +68,5 @@ FAMILY = Family(
     found=lambda config, names, shapes: (
         {"fused_experts": True} if any(name.endswith("experts.gate_up_proj") for name in names) else {}
     ),
+    fp8_unread=EXPERTS_TURNED,
 )

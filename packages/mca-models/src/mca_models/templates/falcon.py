@@ -63,4 +63,10 @@ def params(config: McaModelConfig) -> list[Param]:
     return renamed(rules, TWO_NORMS) if config.parallel_block == "two_norms" else rules
 
 
-FAMILY = Family(model_type="falcon", architecture="FalconForCausalLM", config=CONFIG, params=params)
+FAMILY = Family(
+    model_type="falcon",
+    architecture="FalconForCausalLM",
+    config=CONFIG,
+    params=params,
+    fp8_unread="its linears are modules of a class of their own",
+)

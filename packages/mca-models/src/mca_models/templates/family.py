@@ -63,6 +63,7 @@ class Family:
         unadapted: Modules that PEFT refuses to adapt in models of this type, or adapts without effect.
         module_names: Facts in ``extra`` with which everything has the names of transformers' modules, where files
             have others.
+        fp8_unread: Why transformers cannot read weights of this type in fp8 blocks; None: it can.
         texts: The families that its text part may be of, by HF's ``model_type`` of that part.
         vision: What lies beside the text part.
     """
@@ -80,6 +81,7 @@ class Family:
     copies: Callable[[FamilyConfig], Mapping[str, str]] = lambda config: {}
     unadapted: frozenset[str] = frozenset()
     module_names: Values = field(default_factory=dict)
+    fp8_unread: str | None = None
     texts: Mapping[str, "Family"] = field(default_factory=dict)
     vision: VisionPart | None = None
 

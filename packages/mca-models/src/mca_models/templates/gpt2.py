@@ -104,4 +104,5 @@ FAMILY = Family(
     found=found,
     ignored_hf=masks,
     module_names={BARE: False},
+    fp8_unread="its weights lie as [in, out]",
 )

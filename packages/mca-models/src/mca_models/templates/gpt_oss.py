@@ -114,4 +114,10 @@ def params(config: McaModelConfig) -> list[Param]:
     return [embedding(), *each([*attention(config), *router], layers=layers), *own, *head(config)]
 
 
-FAMILY = Family(model_type="gpt_oss", architecture="GptOssForCausalLM", config=CONFIG, params=params)
+FAMILY = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    config=CONFIG,
+    params=params,
+    fp8_unread="its experts have biases, and their weights lie as [in, out]",
+)

@@ -16,7 +16,7 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.moe import NO_JITTER, TRANSPOSED, aux_loss, moe_params, restore_aux_loss
-from mca_models.templates.names import MoeNames
+from mca_models.templates.names import EXPERTS_TURNED, MoeNames
 from mca_models.templates.two_ropes import FULL, restore_kinds
 from mca_models.weights import Param
 
@@ -95,4 +95,5 @@ FAMILY = Family(
     config=CONFIG,
     params=params,
     unadapted=frozenset({"router"}),
+    fp8_unread=EXPERTS_TURNED,
 )
