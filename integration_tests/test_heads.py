@@ -61,6 +61,12 @@ def by_megatron(folder: Path, layout: str) -> dict[str, Any]:
     if layout in VALUES:
         head = Head(kind="token_classification", labels=("value",))
     new = AutoModel.from_pretrained(folder / "plain", arguments(layout), head=head)
+    found["has a rate of its own"] = [
+        name
+        for chunk in new.chunks
+        for name, parameter in chunk.named_parameters()
+        if getattr(parameter, "is_embedding_or_output_parameter", False)
+    ]
     found["new"] = new.logits(IDS)
     new.save_pretrained_as_hf(folder / f"new-{layout}")
     return found
@@ -84,6 +90,8 @@ def test_scores_and_files_are_those_of_transformers(folder: Path, layout: str) -
     written = scores(folder / f"new-{layout}", task)
     assert written.shape[-1] == (1 if layout in VALUES else 3)
     torch.testing.assert_close(found[0]["new"], written, rtol=0, atol=1e-5)
+    named = {name for rank in found for name in rank["has a rate of its own"]}  # decoupled_lr
+    assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= named
     assert 0.1 < float(written.std()) < 10  # drawn, the same on every layout
 
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import tiny_vision
+import torch
 
+from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_models.megatron.families.image_features import dealt
 from mca_models.megatron.families.image_limits import image_problems
 from mca_models.megatron.families.vision_model import part_of
+from mca_models.megatron.forward import refuse_placeholders
 from mca_models.megatron.layers.sectioned_rope import axis_of_channels
 from mca_models.templates import config_from_hf, family_of
 
@@ -79,3 +82,13 @@ def test_images_are_dealt_evenly(loads: list[int], ranks: int) -> None:
     ]
     assert sum(busy) == sum(loads)
     assert max(busy) <= max(max(loads), sum(loads) / ranks + max(loads) * (1 - 1 / ranks))
+
+
+@pytest.mark.parametrize(("case", "key"), [("qwen3_vl", "image_token_id"), ("gemma3", "image_token_index")])
+def test_placeholders_are_no_words(case: str, key: str) -> None:
+    config = config_from_hf(tiny_vision.described(case))
+    assert config.vision is not None
+    place = config.vision[key]
+    refuse_placeholders(config, torch.tensor([[1, 2]]))
+    with pytest.raises(McaError, match=f"input_ids hold {place}, the placeholder of images"):
+        refuse_placeholders(config, torch.tensor([[1, place]]))

@@ -4,10 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mca_train import PairDataset, TokenDataset
 from mca_train.checkpoint import reference_file
 from mca_train.checkpoint.reference_file import ReferenceFile, name_of
+from mca_train.data.sample_images import SampleImages
 
 
 def pairs(last=5, *, target=True):
@@ -24,6 +26,17 @@ def test_what_is_kept_serves_the_same_samples_and_reference_alone(tmp_path):
     assert ReferenceFile(tmp_path, "train", pairs(last=6), "model").read() is None
     assert ReferenceFile(tmp_path, "train", pairs(target=False), "model").read() is None
     assert ReferenceFile(tmp_path, "train", pairs(), "other").read() is None
+
+
+def with_image(pixel: float) -> Any:
+    images = SampleImages(places=(), tensors=lambda: {"pixel_values": torch.full((2, 3), pixel)})
+    return [{"input_ids": np.array([1, 2]), "images": images}]
+
+
+def test_images_are_known_by_what_they_show(tmp_path: Any) -> None:
+    ReferenceFile(tmp_path, "train", with_image(0.5), "model").write(np.array([[-1.5, -2.25]]))
+    assert ReferenceFile(tmp_path, "train", with_image(0.5), "model").read() is not None
+    assert ReferenceFile(tmp_path, "train", with_image(0.25), "model").read() is None
 
 
 def test_a_file_that_is_not_whole_counts_as_none(tmp_path):

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mca_config.checks import sequence_multiple, tokens_of_fp8
+from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.layers.zigzag import in_order, take
@@ -24,6 +26,7 @@ def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
     """See ``VirtualModels.logits``."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    refuse_placeholders(models.config, input_ids)
     batch, length = input_ids.shape
     tokens = _padded(models, input_ids.to(platform.current_device()))
     steps = _micro_batches(models)
@@ -41,6 +44,22 @@ def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
         )
     shape = (tokens.shape[0], tokens.shape[1], models.config.num_labels or models.config.vocab_size)
     return _everywhere(models, outputs, shape)[:batch, :length]
+
+
+def refuse_placeholders(config: McaModelConfig, input_ids: Tensor) -> None:
+    """Raises where images are meant, which would be read as words of the vocabulary.
+
+    Raises:
+        McaError: A placeholder of an image or a video is among ``input_ids``.
+    """
+    for medium in ("image", "video"):
+        keys = (f"{medium}_token_id", f"{medium}_token_index")
+        token = next((token for key in keys if (token := (config.vision or {}).get(key)) is not None), None)
+        if token is not None and bool((input_ids == token).any()):
+            raise McaError(
+                f"input_ids hold {token}, the placeholder of {medium}s, which logits and log_probs do not take: give "
+                "text alone; McaTrainer.token_values takes the images of its samples"
+            )
 
 
 def _padded(models: LiveModel, tokens: Tensor) -> Tensor:

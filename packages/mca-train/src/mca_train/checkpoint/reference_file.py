@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mca_config.files import cannot_write, replacing
 from mca_models.opening import open_checkpoint
+from mca_train.data.sample_images import SampleImages
 from mca_train.types import SampleSource, VirtualModels
 
 logger = logging.getLogger(__name__)
@@ -73,11 +74,12 @@ class ReferenceFile:
 
 
 def _digest(dataset: SampleSource) -> str:
-    """Of all tokens and targets."""
+    """Of all tokens, targets and images."""
     known = hashlib.sha256()
     for index in range(len(dataset)):
-        sample = dataset[index]
-        for name in sorted(sample):
-            values = np.ascontiguousarray(sample[name])
-            known.update(f"{name} {len(values)} ".encode() + values.tobytes())
+        for name, value in sorted(dataset[index].items()):
+            images = sorted(value.tensors().items()) if isinstance(value, SampleImages) else [("", value)]
+            for part, each in images:
+                values = np.ascontiguousarray(each)
+                known.update(f"{name} {part} {values.shape} ".encode() + values.tobytes())
     return known.hexdigest()

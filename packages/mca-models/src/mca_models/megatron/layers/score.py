@@ -25,6 +25,7 @@ class Score(torch.nn.Module):
         def made(*shape: int) -> torch.nn.Parameter:
             parameter = torch.nn.Parameter(torch.empty(*shape, dtype=megatron.params_dtype))
             parameter.sequence_parallel = megatron.sequence_parallel  # type: ignore[attr-defined]
+            parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
             return parameter
 
         self.weight = made(num_labels, megatron.hidden_size)

@@ -18,7 +18,7 @@ from mca_config.checks import sequence_multiple, tokens_of_fp8
 from mca_config.errors import McaError
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.forward import gathered, inference
+from mca_models.megatron.forward import gathered, inference, refuse_placeholders
 from mca_models.megatron.layers.attention import tell_lengths
 from mca_models.megatron.layers.zigzag import ranges_of_rank
 from mca_models.megatron.live import LiveModel
@@ -96,6 +96,7 @@ def model_log_probs(models: LiveModel, batch: Batch, values: TokenValues) -> Log
     """See ``VirtualModels.log_probs``."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    refuse_placeholders(models.config, batch.input_ids)
     rows = _Rows(models, batch)
     with inference(models), _computing(models, batch.chunk_size, values):
         outputs: list[Tensor] = get_forward_backward_func()(
