@@ -104,10 +104,18 @@ def rotate(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
         learning_rate=0.05,
         save_total_limit=2,
         load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        greater_is_better=True,  # so that it is not the last
+        bf16=True,
     )
     quietly(trainer.train)
-    (best,) = [quietly(trainer.evaluate)["eval_loss"]]
-    return {"eval": history(trainer, "eval_loss"), "after": best, "best": trainer.state.best_model_checkpoint}
+    found = {"eval": history(trainer, "eval_loss"), "best": trainer.state.best_model_checkpoint}
+    found["after"] = quietly(trainer.evaluate)["eval_loss"]
+    still = {"learning_rate": 0.0, "max_steps": 1, "save_strategy": "no", "eval_strategy": "no"}
+    for name, value in (still | {"output_dir": f"{output_dir}-still", "load_best_model_at_end": False}).items():
+        setattr(trainer.args, name, value)
+    quietly(trainer.train)
+    return found | {"trained on": quietly(trainer.evaluate)["eval_loss"]}
 
 
 def test_the_best_checkpoint_survives_and_is_loaded(checkpoint, tmp_path):
@@ -116,7 +124,8 @@ def test_the_best_checkpoint_survives_and_is_loaded(checkpoint, tmp_path):
     assert "checkpoint-6" in names
     assert Path(found["best"]).name in names
     assert len(names) <= 2
-    assert found["after"] == pytest.approx(min(found["eval"]), rel=1e-6)
+    assert found["after"] == pytest.approx(max(found["eval"]), rel=1e-6)
+    assert found["trained on"] == found["after"] > found["eval"][-1]
 
 
 def test_the_last_complete_checkpoint_is_found(checkpoint, tmp_path):
