@@ -37,6 +37,7 @@ def test_the_page_runs(tmp_path: Path) -> None:
 def both_losses(checkpoint: Path, folder: Path, changes: dict[str, Any]) -> list[list[tuple[float, float]]]:
     """Losses and norms of two steps, of cross entropies and of log-probabilities. Runs on every rank."""
     from mca_train import McaTrainer
+    from mca_train.data.mixture import Mixture
 
     class OfLogProbs(McaTrainer):
         token_values = TokenValues()
@@ -58,13 +59,15 @@ def both_losses(checkpoint: Path, folder: Path, changes: dict[str, Any]) -> list
             checkpoint,
             folder / kind.__name__,
             kind=kind,
-            train_dataset=samples(16, longest=24),
+            train_dataset=Mixture([samples(9, longest=24), samples(7, longest=24)], ["a", "b"], None, 0),
             max_steps=2,
             logging_steps=1,
             **{"gradient_accumulation_steps": 2, **changes},
         )
         quietly(trainer.train)
-        found.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log])
+        logged = [log for log in trainer.state.log_history if "loss" in log]
+        found.append([(log["loss"], log["grad_norm"]) for log in logged])
+        assert any(name.startswith("loss/") for log in logged for name in log) == (kind is McaTrainer)
     return found
 
 

@@ -112,7 +112,9 @@ def rotate(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
     found = {"eval": history(trainer, "eval_loss"), "best": trainer.state.best_model_checkpoint}
     found["after"] = quietly(trainer.evaluate)["eval_loss"]
     still = {"learning_rate": 0.0, "max_steps": 1, "save_strategy": "no", "eval_strategy": "no"}
-    for name, value in (still | {"output_dir": f"{output_dir}-still", "load_best_model_at_end": False}).items():
+    for name, value in (
+        still | {"output_dir": f"{output_dir}-still", "load_best_model_at_end": False}
+    ).items():
         setattr(trainer.args, name, value)
     quietly(trainer.train)
     return found | {"trained on": quietly(trainer.evaluate)["eval_loss"]}

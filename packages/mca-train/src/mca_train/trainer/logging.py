@@ -83,7 +83,8 @@ class WithLogs(TrainerParts):
 
     def _losses_of_sources(self, dataset: object) -> SourceLosses | None:
         """What collects the losses of a mixture's sources, where the loss is that of tokens."""
-        names = dataset.names if isinstance(dataset, Mixture) and not self.signal_names else ()
+        of_tokens = not self.signal_names and self.token_values is None
+        names = dataset.names if isinstance(dataset, Mixture) and of_tokens else ()
         return SourceLosses(names, self.ranks.device) if names else None
 
     def _print_lines(self) -> None:
