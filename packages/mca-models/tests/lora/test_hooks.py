@@ -13,7 +13,7 @@ from mca_config.errors import McaError
 from mca_models.lora import AdapterConfig, rules_for_training
 from mca_models.lora.rules import AdapterRules
 from mca_models.megatron.names import Held
-from mca_models.megatron.peft.attach import Attached, LinearGroups, attach, detach
+from mca_models.megatron.peft.attach import Attached, LinearGroups, attach, detach, tell_undropped
 from mca_models.templates import config_from_hf, family_of
 
 
@@ -199,3 +199,11 @@ def test_what_hooks_do_not_see_is_refused(change: dict[str, bool], target: str, 
         return
     with pytest.raises(McaError, match=message):
         attach(chunk, held(rules, live, chunk), rules, ranks, **put)
+
+
+def test_adapters_that_dropout_does_not_reach_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    tell_undropped(rules_of("qwen2_moe", ["shared_expert_gate", "q_proj"]), 0.0)
+    tell_undropped(rules_of("qwen2_moe", ["q_proj"]), 0.1)
+    assert not caplog.messages
+    tell_undropped(rules_of("qwen2_moe", ["shared_expert_gate", "q_proj"]), 0.1)
+    assert "lora_dropout: not applied to the inputs of shared_expert_gate" in caplog.text

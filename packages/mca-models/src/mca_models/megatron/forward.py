@@ -29,7 +29,7 @@ def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
     refuse_placeholders(models.config, input_ids)
     batch, length = input_ids.shape
     tokens = _padded(models, input_ids.to(platform.current_device()))
-    steps = _micro_batches(models)
+    steps = micro_batch_group(models)
     rows = tokens.shape[0] // steps
     with inference(models):
         outputs = get_forward_backward_func()(
@@ -72,14 +72,15 @@ def _padded(models: LiveModel, tokens: Tensor) -> Tensor:
         tokens=tokens_of_fp8(models.megatron.fp8, models.megatron.fp8_recipe),
     )
     columns = -length % multiple
-    rows = -batch % _micro_batches(models)
+    rows = -batch % micro_batch_group(models)
     return torch.nn.functional.pad(tokens, (0, columns, 0, rows))
 
 
-def _micro_batches(models: LiveModel) -> int:
-    """The interleaved schedule needs as many micro-batches as pipeline ranks."""
+def micro_batch_group(models: LiveModel) -> int:
+    """Of how many micro-batches the interleaved schedule needs a multiple; 1 of another."""
     layout = models.place.layout
-    return layout.pp if layout.vpp > 1 else 1
+    group = models.megatron.microbatch_group_size_per_vp_stage or layout.pp
+    return int(group) if layout.vpp > 1 else 1
 
 
 def _micro(tokens: Tensor, rows: int) -> Iterator[dict[str, Tensor]]:

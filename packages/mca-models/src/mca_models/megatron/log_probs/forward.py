@@ -18,7 +18,7 @@ from mca_config.checks import sequence_multiple, tokens_of_fp8
 from mca_config.errors import McaError
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.forward import gathered, inference, refuse_placeholders
+from mca_models.megatron.forward import gathered, inference, micro_batch_group, refuse_placeholders
 from mca_models.megatron.layers.attention import tell_lengths
 from mca_models.megatron.layers.zigzag import ranges_of_rank
 from mca_models.megatron.live import LiveModel
@@ -149,8 +149,8 @@ class _Rows:
         box = torch.tensor([len(self._groups), length], device=self._device)
         torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX)  # experts are spread over replicas
         count, self.length = box.tolist()
-        turns = layout.pp if layout.vpp > 1 else 1  # the interleaved schedule needs a multiple
-        self.count = -(-max(count, 1) // turns) * turns
+        group = micro_batch_group(models)
+        self.count = -(-max(count, 1) // group) * group
 
     def _padded(self, tokens: int) -> int:
         return -(-tokens // self._multiple) * self._multiple

@@ -6,6 +6,7 @@ owns it runs, the weight with the adapter folded in stands in its place. Where a
 of is known from the rules; no class is asked.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +26,8 @@ from mca_models.megatron.peft.linear import Axis, Cut, LoraExperts, LoraLinear, 
 from mca_models.megatron.types import HookOutput, MegatronModule
 from mca_models.storage.moves import HF, Rule, part_shapes
 from mca_models.weights import Param, Stage
+
+logger = logging.getLogger(__name__)
 
 CHILD = "lora"
 _BARE = (".router.weight", ".gate_weight")
@@ -132,6 +135,16 @@ def attach(
     for place, several in experts.items():
         attached += _hang_grouped(chunk.get_submodule(place), several)
     return attached
+
+
+def tell_undropped(rules: AdapterRules, dropout: float) -> None:
+    """Warns of adapters that ``dropout`` does not reach: they are added to a weight and see no input."""
+    targets = [pair.target for pair in rules.factors]
+    bare = sorted({target.module.rpartition(".")[2] for target in targets if target.base.mca.endswith(_BARE)})
+    if dropout and bare:
+        logger.warning(
+            "lora_dropout: not applied to the inputs of %s, whose adapters see none", ", ".join(bare)
+        )
 
 
 @dataclass(frozen=True)

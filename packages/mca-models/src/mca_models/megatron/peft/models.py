@@ -30,7 +30,14 @@ from mca_models.megatron.distributed.collectives import told_by_first
 from mca_models.megatron.factory.fill import cut_of, whole_shape
 from mca_models.megatron.families.vision_model import TEXT, Part
 from mca_models.megatron.names import DtypeName
-from mca_models.megatron.peft.attach import Attached, LinearGroups, attach, begin_gradients, detach
+from mca_models.megatron.peft.attach import (
+    Attached,
+    LinearGroups,
+    attach,
+    begin_gradients,
+    detach,
+    tell_undropped,
+)
 from mca_models.megatron.peft.exchange import whole_adapter
 from mca_models.megatron.peft.export import merged_piece, peft_tensors
 from mca_models.megatron.peft.received import received
@@ -96,8 +103,9 @@ class PeftModels(VirtualModels):
         )
         grouped = self._spelling().grouped_experts
         attached: list[Attached] = []
+        dropout = self.adapter.dropout
+        tell_undropped(self.rules, dropout)
         for chunk, held in zip(self.chunks, self._held, strict=True):
-            dropout = self.adapter.dropout
             attached += attach(chunk, held, self.rules, ranks, dropout=dropout, grouped=grouped)
         return attached
 
