@@ -50,6 +50,7 @@ from mca_train.metrics.log_file import JsonlLog
 from mca_train.metrics.meter import LossMeter
 from mca_train.metrics.signals import Extreme, ModelLosses
 from mca_train.trainer.evaluating import WithEvaluation
+from mca_train.trainer.expert_biases import tell_moving_biases
 from mca_train.trainer.hf_shims import (
     ModelView,
     WithoutAccelerator,
@@ -140,6 +141,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         self._print_lines()
         has_rows = args.decoupled_lr is None or trains_vocabulary(model)
         tell_without_effect(args, model.config, model.megatron, trains_vocabulary=has_rows)
+        tell_moving_biases(args, model.config, model.megatron)
         seed_dropout(model, args.seed)
         self.model = self.model_wrapped = model
         self._view = view

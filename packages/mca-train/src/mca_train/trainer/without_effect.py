@@ -93,7 +93,7 @@ def _groups(
     else:
         yield from _experts(config, megatron)
         if args.moe_router_bias_update_rate and not megatron.moe_router_bias_update_rate:
-            yield "the routers are not trained", _OF_ROUTERS_BIAS
+            yield "an adapter, or freeze, leaves biases of experts as they are", _OF_ROUTERS_BIAS
     if not megatron.mtp_num_layers:
         yield "no prediction layers", ("mtp_loss_scaling_factor",)
     if layout.vpp == 1:
