@@ -353,6 +353,7 @@ def test_a_setting_that_has_its_own_argument_becomes_it() -> None:
         ({"moe_grouped_gem": True}, ["unknown key moe_grouped_gem", "did you mean moe_grouped_gemm?"]),
         ({"hidden_size": 8}, ["hidden_size belongs to the model"]),
         ({"attention_output_gate": True}, ["attention_output_gate belongs to the model"]),
+        ({"moe_router_topk": 4}, ["moe_router_topk belongs to the model"]),
         ({"mamba_num_heads": 2}, ["mamba_num_heads belongs to the model"]),
         ({"inference_sampling_seed": 2}, ["inference_sampling_seed is not supported (it is for inference)"]),
         ({"cuda_graph_impl": "local"}, ["cuda_graph_impl is not supported (no CUDA graphs are captured)"]),

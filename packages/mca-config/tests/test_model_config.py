@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mca_config import McaError, McaModelConfig, MlaMcaModelConfig, ParallelLayout
+from mca_config.bounds import require_bounded
 
 DATA = Path(__file__).parent / "data"
 SIZES: dict[str, Any] = {
@@ -255,3 +256,12 @@ def test_late_layers_take_the_keys_of_the_last_of_their_kind() -> None:
     assert late.takes_keys and late.of_layer(4) == late
     with pytest.raises(McaError, match="num_kv_shared_layers 5 of 6 leaves no layer of kind full_attention"):
         replace(model, num_kv_shared_layers=5)
+
+
+def test_experts_without_weights_count_among_those_whose_names_fill_memory() -> None:
+    large = {"num_layers": 2048, "num_moe_experts": 1}
+    require_bounded(SIZES | large | {"moe_identity_experts": 31})
+    with pytest.raises(
+        McaError, match="num_moe_experts 1 and moe_identity_experts 65536 together must be at most"
+    ):
+        require_bounded(SIZES | large | {"moe_identity_experts": 65536})

@@ -116,6 +116,8 @@ ARCHITECTURE = frozenset(
     mla_down_proj_fusion moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size moe_single_grouped_bias
     moe_single_grouped_weight mtp_hybrid_override_pattern mtp_use_repeated_layer mup_attn_scale_power
     mup_base_head_dim mup_base_hidden_size mup_embedding_mult mup_output_mult mup_width_mult use_mup
+    moe_router_topk moe_router_topk_scaling_factor moe_router_pre_softmax moe_router_score_function
+    moe_router_num_groups moe_router_group_topk
     """.split()
 )
 """What decides the model's tensors, or what they mean: the checkpoint says it, no argument may."""

@@ -140,8 +140,11 @@ def _products(values: Values) -> Iterator[str]:
         value if isinstance(value, int) else 1
         for value in map(values.get, ("num_layers", "num_moe_experts", "num_attention_heads", "kv_channels"))
     )
-    if layers * experts > _MOST_MLPS and layers <= _MOST["num_layers"]:
-        yield f"num_layers {layers} times num_moe_experts {experts} must be at most {_MOST_MLPS}"
+    identity = values.get("moe_identity_experts")
+    more = identity if isinstance(identity, int) else 0  # files may name matrices of these too
+    if layers * (experts + more) > _MOST_MLPS and layers <= _MOST["num_layers"]:
+        beside = f" and moe_identity_experts {more} together" if more else ""
+        yield f"num_layers {layers} times num_moe_experts {experts}{beside} must be at most {_MOST_MLPS}"
     hidden = values.get("hidden_size")
     for name in ("ffn_hidden_size", "vocab_size", "moe_ffn_hidden_size"):
         width = values.get(name)

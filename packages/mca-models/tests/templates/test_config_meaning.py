@@ -99,3 +99,10 @@ def test_the_padding_token_that_is_not_named_is_transformers(kind: str) -> None:
 def test_falcon_h1_is_refused_by_the_key_that_is_wrong(key: str, value: Any, told: str) -> None:
     with pytest.raises(McaError, match=told):
         config_from_hf(described("falcon_h1", **{"mamba_d_head": "auto", key: value}))
+
+
+def test_blocks_of_an_indexer_that_fill_memory_are_refused() -> None:
+    with pytest.raises(
+        McaError, match=r"'index_block_size' is 10{12}; supported: whole numbers from 1 to 1048576"
+    ):
+        config_from_hf(described("minimax_m3_vl_text", index_block_size=10**12))

@@ -48,6 +48,8 @@ _INDEX = {
 }
 """What an indexer is made of: HF's key, that within ``sparse_attention_config``, and what an absent one means."""
 _HEADS = ("index_n_heads", "sparse_num_index_heads", 4)
+_MOST = 1 << 20
+"""Of each: keys are padded to whole blocks."""
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -95,9 +97,9 @@ def blocks(hf: HfConfig, inside: Values) -> JsonObject:
 def _number(hf: HfConfig, inside: Values, key: str, legacy: str, default: int) -> int:
     value = inside.get(legacy, hf.get(key, default))
     least = 0 if key == "index_local_blocks" else 1
-    if type(value) is not int or value < least:
+    if type(value) is not int or not least <= value <= _MOST:
         raise HfConfigError(
-            f"config.json: '{key}' is {value!r:.80}; supported: whole numbers from {least} on"
+            f"config.json: '{key}' is {value!r:.80}; supported: whole numbers from {least} to {_MOST}"
         )
     return value
 
