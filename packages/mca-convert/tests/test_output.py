@@ -209,7 +209,7 @@ def test_what_cannot_be_written_is_foreseen(source: Path, tmp_path: Path, capsys
     for command in (["plan"], []):
         assert main([*command, *arguments(source, mca), "--overwrite"]) == 1
         told = capsys.readouterr()
-        assert "is a mount point, which cannot be replaced" in told.out + told.err
+        assert f"--output_path {mca}: is a mount point, which cannot be replaced" in told.out + told.err
     monkeypatch.undo()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (12, 12))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)

@@ -178,7 +178,10 @@ def refuse_taken(source: Path, destination: Path, *, overwrite: bool = False) ->
                 f"--output_path {destination}: holds no checkpoint, so --overwrite does not replace it; remove it "
                 "or name another directory"
             ) from None
-        require_free(destination, overwrite=True)
+        try:
+            require_free(destination, overwrite=True)
+        except McaError as error:
+            raise McaError(f"--output_path {error}") from None
     if source.resolve().is_relative_to(destination.resolve()):
         raise McaError(f"--output_path {destination}: holds the source {source}; name another directory")
     if destination.resolve().is_relative_to(source.resolve()):

@@ -56,6 +56,7 @@ YARN = replace(
     DENSE, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 )
 INTERLEAVED = replace(DENSE, rotary_interleaved=True)
+CAPPED = replace(DENSE, attn_logit_softcapping=2.0)
 SINKS = replace(DENSE, softmax_type="learnable")
 TIED_PREDICTION = replace(DENSE, mtp_num_layers=1, tie_word_embeddings=True)
 BETWEEN = ParallelLayout(
@@ -123,7 +124,18 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (MOE, ParallelLayout(), {"moe_apply_probs_on_input": True}, "needs num_experts_per_tok 1"),
     (DENSE, TP2, {"attention_backend": "flash"}, "attention_backend flash needs transformer_impl"),
     (MLA, TP2, {"sequence_parallel": False}, "set sequence_parallel"),
-    (GROUPED, ParallelLayout(), ENGINE | {"moe_router_fusion": True}, "remove moe_router_fusion"),
+    (
+        GROUPED,
+        ParallelLayout(),
+        ENGINE | {"moe_router_fusion": True},
+        "topk_group 1; remove moe_router_fusion",
+    ),
+    (
+        SHORTCUT,
+        ParallelLayout(),
+        ENGINE | {"moe_router_fusion": True},
+        "than qwen3_moe; remove moe_router_fusion",
+    ),
     (CHANCES, ParallelLayout(), SINKHORN | {"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff to 0"),
     (MOE, ParallelLayout(), SINKHORN, "and qwen3_moe otherwise"),
     (GROUPED, ParallelLayout(), SINKHORN, "and deepseek_v3 otherwise"),
@@ -148,6 +160,7 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (DENSE, TP2, ENGINE | {"tp_comm_overlap": True}, "tp_comm_overlap needs buffers"),
     (MOE, ParallelLayout(), {"moe_token_dispatcher_type": "flex"}, "use alltoall or allgather"),
     (DENSE, CP2, {"cp_comm_type": "p2p"}, "all_gather"),
+    (CAPPED, CP2, {**HALF, "cp_comm_type": "p2p"}, "always mca's own"),
     (WINDOWED, CP2, HALF, "no sliding window"),
     (SINKS, CP2, {**HALF, "cp_comm_type": "a2a"}, "attention sinks"),
     (DENSE, CP4, {**HALF, "cp_comm_type": "a2a"}, "its 2 of keys and values"),

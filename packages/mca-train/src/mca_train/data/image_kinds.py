@@ -181,7 +181,8 @@ def image_tokens(
         raise UsageError(f"a {config.model_type} model takes no images; leave them out of the rows")
     if config.model_type == "minimax_m3_vl":
         raise UsageError(
-            "images of minimax_m3_vl are not supported in rows: their marks are not written here; leave them out"
+            "images of minimax_m3_vl are not supported in rows: mca does not write the tokens that its processor puts "
+            "around an image; remove the images from the rows of the dataset"
         )
     vision, processor = config.vision, _processor(directories)
     token = vision.get("image_token_id", vision.get("image_token_index"))

@@ -14,6 +14,7 @@ from mca_config.pipeline import PipelinePlan, pipeline_plan
 from mca_config.rope import require_rope
 from mca_config.types import Values
 from mca_models.megatron.families.core_attention import own_core
+from mca_models.megatron.families.group_router import own_groups
 from mca_models.megatron.families.router import own_router
 from mca_models.megatron.layers.rope import attention_factor
 
@@ -163,10 +164,9 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
     if settings.get("moe_shared_expert_overlap") and config.moe_latent_size:
         yield "shared experts cannot overlap where routed ones take a projection; remove moe_shared_expert_overlap"
     if settings.get("moe_router_fusion") and own_router(config) is not None:
-        yield (
-            f"the fused router chooses other experts than {config.model_type} with num_experts_per_tok "
-            f"{config.moe_router_topk} and topk_group {config.moe_router_group_topk}; remove moe_router_fusion"
-        )
+        topk, groups = config.moe_router_topk, config.moe_router_group_topk
+        sizes = f" with num_experts_per_tok {topk} and topk_group {groups}" if own_groups(config) else ""
+        yield f"the fused router chooses other experts than {config.model_type}{sizes}; remove moe_router_fusion"
     if settings.get("moe_shared_expert_overlap") and (config.experts_beside_mlp or config.moe_shortcut):
         yield (
             "an MLP beside experts cannot be computed while tokens are sent to these, as its norms would be left out, "
@@ -231,10 +231,7 @@ def _attention(
     kind = settings.get("cp_comm_type")
     if _is_own(config, settings, implementation):
         if kind not in (None, "all_gather"):
-            yield (
-                f"cp_comm_type {kind} needs Transformer Engine's attention (transformer_impl transformer_engine, "
-                "attention_backend other than local); mca's own attention gathers keys and values (all_gather)"
-            )
+            yield _gathered(config, str(kind))
         return
     if layout.cp == 1:
         return
@@ -261,6 +258,18 @@ def _attention(
         )
     if kind == "a2a":
         yield from _shared_heads(config, layout)
+
+
+def _gathered(config: McaModelConfig, kind: str) -> str:
+    if own_core(config) is not None:
+        return (
+            f"cp_comm_type {kind} is not for {config.model_type}, whose attention is always mca's own and gathers keys "
+            "and values; set it to all_gather or remove it"
+        )
+    return (
+        f"cp_comm_type {kind} needs Transformer Engine's attention (transformer_impl transformer_engine, "
+        "attention_backend other than local); mca's own attention gathers keys and values (all_gather)"
+    )
 
 
 def _shared_heads(config: McaModelConfig, layout: ParallelLayout) -> Iterator[str]:
