@@ -151,6 +151,11 @@ def test_verify_compares_adapters(pair: tuple[Path, Path], tmp_path: Path, capsy
     run("verify", adapter, mca)
     run("verify", mca, adapter)
     run("verify", adapter, half, "--tolerance=0.01")
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    torch.save(load_file(adapter / "adapter_model.safetensors"), pickled / "adapter_model.bin")
+    shutil.copy(adapter / "adapter_config.json", pickled)
+    run("verify", adapter, pickled)
     capsys.readouterr()
     assert main(["verify", str(adapter), str(half)]) == 1
     assert "F32 and BF16 (--tolerance allows this)" in capsys.readouterr().out

@@ -93,6 +93,24 @@ def test_a_checkpoint_of_any_spelling_is_the_same_model(saved, convert, tmp_path
         assert main(["verify", str(source), str(back)]) == 0
 
 
+def test_a_vision_model_that_computes_otherwise_is_another_model(saved, tmp_path: Path, capsys) -> None:
+    source, other = saved("qwen2_vl"), tmp_path / "other"
+    shutil.copytree(source, other)
+    hf = json.loads((source / "config.json").read_text())
+    told = {"dtype": "float32", "initializer_range": 0.5, "of_tomorrow": None}  # no features depend on these
+    for changed, seen in (
+        ({}, 0),
+        ({"image_token_id": hf["image_token_id"] + 1}, 1),
+        ({"vision_config": {**hf["vision_config"], "num_heads": 4}}, 1),
+        ({"vision_config": {**hf["vision_config"], **told}}, 0),
+    ):
+        (other / "config.json").write_text(json.dumps({**hf, **changed}))
+        assert main(["verify", str(source), str(other)]) == seen
+        if seen:
+            key = next(iter(changed))
+            assert (f"{key}.num_heads: 2 and 4" if key == "vision_config" else key) in capsys.readouterr().out
+
+
 def test_what_is_missing_or_damaged_is_told(saved, tmp_path: Path, capsys) -> None:
     source = saved("qwen2_5_vl")
     tensors = load_file(source / "model.safetensors")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import Typed
+from mca_config.types import Typed, Values
 from mca_convert.chunks import Chunk, cut_exactly
 from mca_convert.collect import Buffers, Collector
 from mca_convert.pool import Limits, run_all
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     pass
 
 _SAME_MODEL_MAY_DIFFER = {"layout", "hf_config", "extra", "dtype", "vision"}
+_SAYS_NOTHING = frozenset(
+    "dtype torch_dtype model_type architectures _name_or_path transformers_version initializer_range "
+    "return_dict output_attentions output_hidden_states use_cache chunk_size_feed_forward "
+    "is_encoder_decoder problem_type id2label label2id".split()
+)
+"""Keys of a vision model's configuration that its features do not depend on."""
 _Pair = tuple[str, str, "_Side", "_Side", tuple[int, ...]]
 
 
@@ -152,6 +158,17 @@ def _different_fields(first: McaModelConfig, second: McaModelConfig) -> Iterator
         mine, its = (vars(config).get(name) for config in (first, second))
         if mine != its:
             yield name, mine, its
+    yield from _different_keys("", first.vision or {}, second.vision or {})
+
+
+def _different_keys(where: str, first: Values, second: Values) -> Iterator[tuple[str, Typed, Typed]]:
+    """Of a vision model, whose configuration is kept as ``config.json`` has it; absent is as null."""
+    for key in sorted((first.keys() | second.keys()) - _SAYS_NOTHING):
+        mine, its = first.get(key), second.get(key)
+        if isinstance(mine, dict) and isinstance(its, dict):
+            yield from _different_keys(f"{where}{key}.", mine, its)
+        elif mine != its:
+            yield where + key, mine, its
 
 
 def _pairs(

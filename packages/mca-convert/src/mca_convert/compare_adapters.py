@@ -13,7 +13,6 @@ from mca_config.model_config import McaModelConfig
 from mca_convert.compare import Comparison
 from mca_models.opening import kind_of
 from mca_models.storage.dtypes import code_of
-from mca_models.storage.safetensors import read_header
 from mca_models.weights.arrays import NumpyArray
 
 if TYPE_CHECKING:
@@ -73,7 +72,8 @@ def _different_scales(first: Path, second: Path) -> Iterator[str]:
 
     mine, its = (AdapterConfig.load(path).document for path in (first, second))
     for key in _SCALES:
-        if (mine.get(key) or None) != (its.get(key) or None):
+        default = 8 if key in ("r", "lora_alpha") else None
+        if (mine.get(key, default) or None) != (its.get(key, default) or None):
             yield f"adapter_config.json, {key}: {mine.get(key)!r} and {its.get(key)!r}"
 
 
@@ -87,9 +87,9 @@ def _described_model(path: Path) -> McaModelConfig | None:
 def _tensors(path: Path, model: McaModelConfig | None) -> _Tensors:
     """What reads each tensor; checked against the rules of ``model`` where that is known."""
     from mca_models.lora import open_adapter
-    from mca_models.lora.peft_directory import WEIGHTS, PeftTensors
+    from mca_models.lora.peft_directory import PeftTensors, stored_tensors
 
     if model is None:
-        return {info.name: info.read for info in read_header(path / WEIGHTS).tensors.values()}
+        return {name: info.array for name, info in stored_tensors(path)[1].items()}
     tensors = PeftTensors(open_adapter(path, model))
     return {name: partial(tensors.array, name) for name in tensors.sources}

@@ -48,9 +48,7 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
         McaError: Its configuration cannot be represented, or its tensors are not those that it names.
     """
     config = AdapterConfig.load(path)
-    pickled = not present(path, WEIGHTS) and present(path, PICKLE)
-    file = inside(path, PICKLE if pickled else WEIGHTS)
-    infos: Values = tensors_of(file) if pickled else read_header(file).tensors
+    file, infos = stored_tensors(path)
     refused = sorted(name for name in infos if ".lora_embedding_" in name)
     if refused:
         raise McaError(f"{file}: {refused[0]}: adapters on embeddings are not supported; use modules_to_save")
@@ -59,6 +57,13 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
     require_same_names(infos.keys(), expected, path)
     stacks = PeftStacks(lambda name: infos[name].array(), model.num_moe_experts or 1)
     return check_shapes(Adapter(model, config, rules, stacks.read), file)
+
+
+def stored_tensors(path: Path) -> tuple[Path, Values]:
+    """The file that holds the tensors of the adapter in ``path``, and these by name."""
+    pickled = not present(path, WEIGHTS) and present(path, PICKLE)
+    file = inside(path, PICKLE if pickled else WEIGHTS)
+    return file, tensors_of(file) if pickled else read_header(file).tensors
 
 
 class PeftStacks:
