@@ -9,7 +9,7 @@ import pytest
 from harness import run_ranks
 from mca_models.megatron.families import sparse_mixer
 from test_train_layouts import CP, PP, SP, TP
-from train_cases import make_trainer, quietly, tiny_checkpoint
+from train_cases import make_trainer, quietly, stop_and_resume, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
@@ -156,3 +156,21 @@ def on_tensor_ranks(checkpoint: Path, output: Path) -> tuple[int, Any]:
 def test_tensor_ranks_drop_alike_after_a_run_on_replicas(checkpoint, tmp_path):
     first, second = run_ranks(2, on_tensor_ranks, checkpoint, tmp_path)
     assert first[1] and first == second
+
+
+def resumed(checkpoint: Path, output: Path) -> dict[str, Any]:
+    """What `stop_and_resume` finds of a run that draws experts."""
+    import torch
+
+    with patch.object(sparse_mixer, "exponential", lambda like: torch.empty_like(like).exponential_()):
+        return stop_and_resume(checkpoint, output, 1, **RUN | {"max_steps": 3})
+
+
+@pytest.mark.wide
+def test_a_run_that_draws_experts_resumes_bit_for_bit(tmp_path):
+    from transformers import PhimoeConfig, PhimoeForCausalLM
+
+    path = tiny_checkpoint(tmp_path / "model", PhimoeConfig, PhimoeForCausalLM, num_local_experts=4)
+    for found in run_ranks(2, resumed, path, tmp_path):
+        assert found["resumed"] == found["straight"]
+        assert found["state"] == {"steps": 3, "equal_weights": True}
