@@ -8,6 +8,39 @@ from mca_train.cli import main
 
 pytestmark = pytest.mark.usefixtures("own_threads")
 
+OVERLAP = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+VISION = {
+    "model_type": "qwen3_vl",
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "image_token_id": 260,
+    "video_token_id": 261,
+    "vision_start_token_id": 262,
+    "vision_end_token_id": 263,
+    "vision_config": {
+        "model_type": "qwen3_vl",
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1],
+    },
+}
+"""With features of images after each of the first two layers."""
+
+
+@pytest.fixture
+def vision(run, tmp_path):
+    """Makes the model one that takes images."""
+    path = tmp_path / "model/config.json"
+    text = json.loads(path.read_text()) | {"model_type": "qwen3_vl_text", "rope_parameters": ROTARY}
+    return lambda: path.write_text(json.dumps(VISION | {"text_config": text}))
+
 
 def test_plan_needs_no_weights(run, capsys):
     path = run(
@@ -101,3 +134,30 @@ def test_a_plan_knows_the_kind_of_run(run, kind, capsys):
     changes = {"num_labels": 3} if kind == "classify" else {}
     assert main(["plan", kind, run(**changes)]) == 0
     assert ("reference" in capsys.readouterr().out) == (kind in ("dpo", "kto"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "left"),
+    [
+        ("kto", {}, ["use_distributed_optimizer", "overlap_grad_reduce"]),
+        ("dpo", {"lora_rank": 4}, ["use_distributed_optimizer", "overlap_grad_reduce"]),
+        ("sft", {"optimizer": "sgd"}, ["overlap_grad_reduce"]),
+        ("sft", {"freeze": []}, ["use_distributed_optimizer", "overlap_grad_reduce"]),
+    ],
+)
+def test_a_search_keeps_to_what_the_run_does_not_exclude(run, kind, changes, left, vision, capsys):
+    if "freeze" in changes:
+        vision()
+    path = run(gradient_accumulation_steps=4, **changes)
+    assert main(["plan", kind, path, "--gpus", "2", "--search", "--device", "gib:40", "--json"]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert layouts
+    assert all([name for name in OVERLAP if name in found["changes"]] == left for found in layouts)
+
+
+def test_a_plan_knows_what_a_reference_excludes(run, capsys):
+    overlap = dict.fromkeys(OVERLAP, True)
+    for kind, changes in [("kto", {}), ("dpo", {"lora_rank": 4})]:
+        assert main(["plan", kind, run(**changes, **overlap)]) == 2
+        assert "overlap_param_gather cannot be combined with" in capsys.readouterr().out
+    assert main(["plan", "dpo", run(lora_rank=4, dpo_loss="simpo", **overlap)]) == 0

@@ -9,12 +9,18 @@ reference, measured on answers to other prompts of the same step (a mean, at lea
 The loss of a step is the mean over all answers of the global batch.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mca_config.errors import McaError
+from mca_train.losses import preference
+
+if TYPE_CHECKING:
+    from mca_config.training import TrainingArguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +55,15 @@ class KtoLoss:
         away = self.beta * (gain - kl)
         liked = self.desirable_weight * (1 - torch.sigmoid(away))
         return torch.where(good, liked, self.undesirable_weight * (1 - torch.sigmoid(-away)))
+
+
+def key_problems(training: "TrainingArguments") -> Iterator[str]:
+    """Keys of the arguments that are not followed for such answers."""
+    yield from preference.key_problems(training)
+    if training.overlap_param_gather:
+        yield (
+            "overlap_param_gather cannot be combined with kto, which runs the model before a step; set it to false"
+        )
 
 
 def divergence(gains: Tensor) -> Tensor:

@@ -170,6 +170,15 @@ def key_problems(training: "TrainingArguments") -> Iterator[str]:
         yield "label_smoothing_factor is not for preference pairs; use dpo_label_smoothing"
 
 
+def unadapted_problems(training: "TrainingArguments") -> Iterator[str]:
+    """Keys that a reference excludes which is the trained model without its adapter."""
+    if training.overlap_param_gather:
+        yield (
+            "overlap_param_gather cannot be combined with a reference that is the model without its adapter; set it "
+            "to false"
+        )
+
+
 def model_problems(megatron: "TransformerConfig") -> Iterator[str]:
     """What Megatron would add to the loss of pairs, by Megatron's configuration of the model."""
     if megatron.mtp_num_layers:

@@ -30,13 +30,12 @@ _ENDS_COUNT: JsonObject = {
 }
 _SPLITS: tuple[JsonObject, ...] = ({}, _ENDS_COUNT)
 _MICRO_BATCHES = (1, 2, 4, 8)
-_ALWAYS: JsonObject = {
-    "use_distributed_optimizer": True,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-}
+_REDUCE: JsonObject = {"overlap_grad_reduce": True}
+_SPLIT: JsonObject = {"use_distributed_optimizer": True} | _REDUCE
+OVERLAPS: tuple[JsonObject, ...] = (_SPLIT | {"overlap_param_gather": True}, _SPLIT, _REDUCE)
+"""What a layout may be searched with, the best first; a run may exclude some of it."""
 LAYOUT_KEYS = frozenset(
-    {*ParallelLayout.__dataclass_fields__, *_ALWAYS, *FULL, "recompute_modules", "sequence_parallel"}
+    {*ParallelLayout.__dataclass_fields__, *OVERLAPS[0], *FULL, "recompute_modules", "sequence_parallel"}
     | {"per_device_train_batch_size", "gradient_accumulation_steps", "distribute_saved_activations"}
 )
 """What a search replaces."""
@@ -71,14 +70,17 @@ def search(
 
     Args:
         subject: What is trained.
-        training: Training arguments, of which layout, micro-batch and recomputation are replaced.
+        training: Training arguments, of which layout, micro-batch and recomputation are replaced. What they have of
+            `OVERLAPS` is written down with each layout.
         batch: Samples of a step, which stay as many.
         gpus: Devices.
         hardware: What they are.
         count: How many to find at most.
     """
     tried = []
-    for layout, changes in _candidates(subject, batch, gpus, hardware.device.node):
+    overlap = {name: True for name in OVERLAPS[0] if getattr(training, name)}
+    for layout, keys in _candidates(subject, batch, gpus, hardware.device.node):
+        changes = overlap | keys
         args = changed(training, changes)
         rough = predicted(subject, args, layout, gpus, hardware, roughly=True)
         tried.append((rough, layout, changes, args))
@@ -131,7 +133,7 @@ def _candidates(
             if layout.pp > 1 and accumulated < layout.pp:
                 continue
             for recompute in _RECOMPUTE:
-                changes = _ALWAYS | _keys(layout) | recompute
+                changes = _keys(layout) | recompute
                 changes |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulated}
                 yield layout, changes
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.checks import positions_exceeded
+from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import LaunchArguments
@@ -85,8 +86,7 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
     gpus = options.gpus or 1
     hardware = hardware_of(options.device or "h100-80", options.hardware)
     batch = searching.batch_of(settings, gpus)
-    settings = settings_of(task, searching.without_layout(values), settings.where)
-    findings = check(task, _checkable(settings, hardware), lambda *_: gpus)
+    settings, findings = _possible(task, searching.without_layout(values), settings.where, hardware, gpus)
     if findings.impossible or findings.run is None:
         _say_impossible(findings, options)
         return 2
@@ -99,6 +99,26 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
     else:
         sys.stdout.write(searching.render(found, batch, gpus, hardware))
     return 0
+
+
+def _possible(
+    task: Task, values: Values, where: str, hardware: Hardware, gpus: int
+) -> tuple[Settings, Findings]:
+    """The run of ``values``, which say no layout, with the best of `OVERLAPS` that it does not exclude."""
+    from mca_train.plan.search import OVERLAPS
+
+    found: list[tuple[Settings, Findings]] = []
+    for overlap in OVERLAPS:
+        try:
+            settings = settings_of(task, {**values, **overlap}, where)
+        except McaError:
+            if not found and overlap is OVERLAPS[-1]:
+                raise
+        else:
+            found.append((settings, check(task, _checkable(settings, hardware), lambda *_: gpus)))
+            if not found[-1][1].impossible:
+                break
+    return min(found, key=lambda each: len(each[1].impossible))
 
 
 def _checkable(settings: Settings, hardware: Hardware | None) -> Settings:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from mca_config.errors import McaError, problems_of
 from mca_config.layout import SIZE_FIELDS
 from mca_config.printable import counted
 from mca_config.types import JsonObject, Values
@@ -65,7 +66,10 @@ def batch_of(settings: Settings, gpus: int) -> int:
 
 
 def _problems(task: "Task", values: Values, one: Found, gpus: int) -> tuple[str, ...]:
-    settings = settings_of(task, {**without_layout(values), **one.changes}, "--search")
+    try:
+        settings = settings_of(task, {**without_layout(values), **one.changes}, "--search")
+    except McaError as error:
+        return tuple(problems_of(error))
     settings.training.transformer_impl = None  # what this machine has does not matter
     settings = replace(settings, training=changed(settings.training, dict.fromkeys(OF_DEVICES)))
     return check(task, settings, lambda *_: gpus).impossible

@@ -81,7 +81,7 @@ class Kto(Sft):
 
     def problems(self, settings: "Settings") -> Iterator[str]:
         """Keys that say nothing of answers, or that leave no reference or nothing to measure on."""
-        from mca_train.losses.preference import key_problems
+        from mca_train.losses.kto import key_problems
 
         own, training = _own(settings), settings.training
         yield from key_problems(training)

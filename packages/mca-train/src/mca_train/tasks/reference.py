@@ -21,8 +21,13 @@ class ReferenceArguments:
 
 
 def no_reference_left(settings: "Settings", own: ReferenceArguments) -> Iterator[str]:
-    """That an adapter changes the base model, which was to be the reference."""
-    if settings.lora.lora_modules_to_save and own.reference_model_name_or_path is None:
+    """What keeps the model without its adapter, which is to be the reference, from being one."""
+    if own.reference_model_name_or_path is not None or not settings.lora.wanted:
+        return
+    from mca_train.losses.preference import unadapted_problems
+
+    yield from unadapted_problems(settings.training)
+    if settings.lora.lora_modules_to_save:
         yield (
             "lora_modules_to_save trains parts of the base model, which is then no reference any more; set "
             "reference_model_name_or_path, or remove it"

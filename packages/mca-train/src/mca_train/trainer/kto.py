@@ -16,8 +16,8 @@ from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.mismatched import Mismatched
 from mca_train.batching.step_stream import is_stream
 from mca_train.data.token_dataset import Samples
-from mca_train.losses.kto import KtoLoss, divergence
-from mca_train.losses.preference import counted_sequences, key_problems, model_problems, sequence_logps
+from mca_train.losses.kto import KtoLoss, divergence, key_problems
+from mca_train.losses.preference import counted_sequences, model_problems, sequence_logps
 from mca_train.losses.token_loss import of_sequences
 from mca_train.trainer.parts import TrainerOptions
 from mca_train.trainer.reference import Reference, require_reference
@@ -59,11 +59,6 @@ class KtoTrainer(McaTrainer):
             raise McaError(problem)
         if reference is None:
             require_reference(self.model, args, "kto")
-        if args.overlap_param_gather:
-            raise McaError(
-                "overlap_param_gather cannot be combined with kto, which runs the model before a step; set it "
-                "to false"
-            )
         self._reference = Reference(
             reference or self.model, args.loss_chunk_size, without_adapter=reference is None
         )

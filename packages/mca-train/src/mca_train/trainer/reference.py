@@ -17,7 +17,7 @@ from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.engine.pipeline import Pipeline
 from mca_train.groups import Ranks
 from mca_train.losses.chunked import chunk_losses
-from mca_train.losses.preference import counted_sequences, sequence_logps
+from mca_train.losses.preference import counted_sequences, sequence_logps, unadapted_problems
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
@@ -39,11 +39,8 @@ def require_reference(model: "VirtualModels", args: TrainingArguments, loss: str
             "modules_to_save trains parts of the base model, which is then no reference any more; give a "
             "reference model, or remove modules_to_save"
         )
-    if args.overlap_param_gather:
-        raise McaError(
-            "overlap_param_gather cannot be combined with a reference that is the model without its adapter; set it "
-            "to false"
-        )
+    for problem in unadapted_problems(args):
+        raise McaError(problem)
 
 
 class Reference:
