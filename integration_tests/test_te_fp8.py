@@ -5,6 +5,7 @@ Rounding and products are emulated (`emulated_fp8`); recipes, histories and thei
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from safetensors.torch import load_file
@@ -12,8 +13,9 @@ from safetensors.torch import load_file
 from emulated_te import needs_te, run_emulated
 from layouts import arguments
 from mca_config.errors import McaError
+from mca_train.checkpoint import fp8_scales
 from test_train_layouts import CP, PP, SP
-from train_cases import stop_and_resume, tiny_checkpoint
+from train_cases import make_trainer, quietly, sparse_checkpoint, stop_and_resume, tiny_checkpoint
 
 pytestmark = [pytest.mark.ranks, needs_te]
 
@@ -84,3 +86,25 @@ def test_what_fp8_cannot_compute_is_named_before_training(tmp_path: Path) -> Non
     assert "tensor_model_parallel_size or fp8_recipe" in delayed
     assert "fp8 needs multiples of 32" in mxfp8
     assert "fp8 with fp8_recipe mxfp8 cannot run on this GPU (" in gpu
+
+
+def begun_anew(model: Path, folder: Path, **changes: Any) -> list[str]:
+    """What a run up to a step that is saved, or on from there, says of ranges that it begins anew. Runs on a rank."""
+    checkpoint = folder / "checkpoint-2"
+    resume = str(checkpoint) if checkpoint.exists() else None
+    settings = FP8 | {"moe_grouped_gemm": False, "save_strategy": "steps", "save_steps": 2} | changes
+    trainer = make_trainer(model, folder, max_steps=3 if resume else 2, **settings)
+    with mock.patch.object(fp8_scales._log, "warning") as warning:
+        quietly(lambda: trainer.train(resume_from_checkpoint=resume))
+    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+
+
+def test_experts_take_no_others_ranges(tmp_path: Path) -> None:
+    """Modules of experts that are computed one by one have names with their number on a rank, not in the model."""
+    sizes = {"moe_intermediate_size": 32, "num_hidden_layers": 2, "num_experts_per_tok": 4}
+    model = sparse_checkpoint(tmp_path / "model", **sizes)
+    alone, halved = {"gradient_accumulation_steps": 2}, {"expert_model_parallel_size": 2}
+    folder = tmp_path / "run"
+    assert run_emulated(1, begun_anew, model, folder, **alone) == [[]]
+    for said in run_emulated(2, begun_anew, model, folder, **halved):
+        assert [message.partition(" holds no fp8 ranges of ")[2][:11] for message in said] == ["8 modules ("]

@@ -86,13 +86,17 @@ def _delayed_recipe(chunks: Sequence[Chunk]) -> Upstream:
 
 
 def _modules(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Upstream]]:
-    """Modules that may keep ranges, by the name that they have in the whole model."""
+    """Modules that may keep ranges, by the name that they have in the whole model, or on each expert rank."""
     for chunk in chunks:
         of_layers: dict[str, str] = {}
-        for name, module in chunk.named_modules():
+        modules = dict(chunk.named_modules())
+        for name, module in modules.items():
             parent, _, number = name.rpartition(".")
             if parent.endswith("layers") and hasattr(module, "layer_number"):
                 number = str(module.layer_number - 1)
+            # these are numbered on each rank: others where a rank has more of them
+            if parent.endswith("local_experts"):
+                number += f"_of_{len(modules[parent])}"
             whole = f"{of_layers[parent]}.{number}" if parent else number
             of_layers[name] = whole
             if hasattr(module, "fp8_meta"):
