@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -133,6 +134,18 @@ def peft_in_plain_torch(checkpoint: Path, folder: Path) -> dict[str, list[float]
     return train_plain(model, without_adapter, "sigmoid")
 
 
+def warnings(checkpoint: Path, output: Path, adapter: Path) -> list[list[str]]:
+    """What is said of an adapter that was trained before, without and with dropout, and of a new model."""
+    from mca_train.trainer import reference
+
+    found = []
+    for changes in ({"adapter": adapter}, {"adapter": adapter, "attention_dropout": 0.1}, {}):
+        with patch.object(reference.logger, "warning") as warning:
+            make(checkpoint, output, "sigmoid", **changes)
+        found.append([call.args[0] % call.args[1:] for call in warning.call_args_list])
+    return found
+
+
 def test_lora_against_the_model_without_its_adapter(checkpoint, tmp_path):
     theirs = run_ranks(1, peft_in_plain_torch, checkpoint, tmp_path / "adapter")[0]
     for name in sample(("tp2-sp", "pp2"), "tp2-sp"):
@@ -141,3 +154,7 @@ def test_lora_against_the_model_without_its_adapter(checkpoint, tmp_path):
             size, with_megatron, checkpoint, tmp_path, "sigmoid", adapter=tmp_path / "adapter", **changes
         )[0]
         same(ours, theirs)
+    adapted, dropped, plain = run_ranks(1, warnings, checkpoint, tmp_path, tmp_path / "adapter")[0]
+    assert ["the adapter was trained before" in line for line in adapted] == [True]
+    assert dropped[0].startswith("training drops (attention_dropout 0.1)") and dropped[1:] == adapted
+    assert not plain

@@ -18,6 +18,17 @@ def test_answers_go_round_within_a_group():
     assert others(3, 2) == [[10, 11, 22], [20, 21, 12], [30, 31, 22]]  # none has its own
 
 
+def test_answers_to_one_prompt_are_not_exchanged():
+    def answers(prompts, group):
+        rows = [([prompt, number], [False, True]) for number, prompt in enumerate(prompts)]
+        made = Mismatched(TokenDataset.from_samples(rows), group, None)
+        return [int(made[index]["other_input_ids"][1]) for index in range(len(made))]
+
+    assert answers([50, 50, 60, 60], 4) == [2, 3, 0, 1]
+    assert answers([50, 50, 50, 60], 4) == [3, 0, 1, 2]  # there is none without
+    assert answers([60, 50, 70, 70, 60, 50, 50], 3) == [2, 0, 1, 5, 3, 4, 4]
+
+
 def test_a_step_has_the_others_beside_it_in_as_many_micro_batches():
     dataset = CountedSamples(Mismatched(samples(4), 4, None))
     for packed in (False, True):

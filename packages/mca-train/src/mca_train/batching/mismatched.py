@@ -1,5 +1,6 @@
 """`Mismatched` gives each sample the answer of another one after its own prompt, beside the answer that it has."""
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -14,13 +15,15 @@ class Mismatched(Dataset[Sample]):
 
     Args:
         dataset: In memory; an answer begins with the first target.
-        group: So many samples in a row exchange their answers, each with the one before it.
+        group: So many samples in a row exchange their answers, each with the one before it, or with one further
+            before where neighbours have the same prompt.
         length: Tokens of a sequence; what is longer is cut.
     """
 
     def __init__(self, dataset: SampleSource, group: int, length: int | None) -> None:
         self.lengths = sequence_lengths(dataset)
         self._dataset, self._group, self._length = dataset, group, length
+        self._distances: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -43,10 +46,30 @@ class Mismatched(Dataset[Sample]):
 
     def _before(self, index: int) -> int:
         first = index - index % self._group
-        last = min(first + self._group, len(self)) - 1
-        if first == last:  # alone at the end of the dataset
-            return max(index - 1, 0)
-        return index - 1 if index > first else last
+        size = min(self._group, len(self) - first)
+        if size > 1:
+            return first + (index - first - self._distance(first, size)) % size
+        own = self._prompt(index)  # alone at the end of the dataset
+        before = range(index - 1, max(index - self._group, 0) - 1, -1)
+        return next((number for number in before if self._prompt(number) != own), max(index - 1, 0))
+
+    def _distance(self, first: int, size: int) -> int:
+        """How far apart samples of the group from ``first`` exchange: the least that fewest prompts equal."""
+        if first not in self._distances:
+            prompts = np.array([hash(self._prompt(first + number)) for number in range(size)])
+            equal = ((prompts == np.roll(prompts, distance)).sum() for distance in range(1, size))
+            known: list[int] = []
+            for count in equal:
+                known.append(int(count))
+                if not count:
+                    break
+            self._distances[first] = 1 + int(np.argmin(known))
+        return self._distances[first]
+
+    def _prompt(self, index: int) -> tuple[int, ...]:
+        sample = self._dataset[index]
+        tokens = torch.as_tensor(sample["input_ids"])[: _answer_of(sample["labels"])]
+        return tuple(tokens.tolist())
 
 
 def _answer_of(labels: torch.Tensor) -> int:

@@ -1,7 +1,7 @@
 """Training on answers that are good or bad, each alone: KTO.
 
 With ``r`` the log-probability of an answer minus the reference's, and ``kl`` how far the model has moved from the
-reference, measured on answers to other prompts of the same step (a mean, at least 0):
+reference, measured on answers to other prompts (a mean, at least 0):
 
     good answers    desirable_weight   (1 - sigmoid(beta (r - kl)))
     bad answers     undesirable_weight (1 - sigmoid(beta (kl - r)))

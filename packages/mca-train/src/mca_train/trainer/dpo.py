@@ -33,7 +33,7 @@ from mca_train.losses.preference import (
 )
 from mca_train.losses.token_loss import of_sequences
 from mca_train.trainer.parts import TrainerOptions
-from mca_train.trainer.reference import Reference, require_reference
+from mca_train.trainer.reference import Reference, require_reference, tell_differences
 from mca_train.trainer.trainer import McaTrainer
 from mca_train.types import SampleSource
 
@@ -81,6 +81,7 @@ class DpoTrainer(McaTrainer):
             raise McaError(
                 f"precompute_ref_log_probs: dpo_loss {self.preference.kind} has no reference; remove it"
             )
+        tell_differences(self.model, without_adapter=self.preference.needs_reference and reference is None)
         self._compared: VirtualModels | None = reference or self.model
 
     def _new_reference(self, given: "VirtualModels | None") -> Reference:

@@ -3,6 +3,7 @@
 The loss is in `losses.kto`. How far the model has moved is measured before each step on all of its samples.
 """
 
+import logging
 from collections import deque
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Unpack
@@ -20,12 +21,14 @@ from mca_train.losses.kto import KtoLoss, divergence, key_problems
 from mca_train.losses.preference import counted_sequences, model_problems, sequence_logps
 from mca_train.losses.token_loss import of_sequences
 from mca_train.trainer.parts import TrainerOptions
-from mca_train.trainer.reference import Reference, require_reference
+from mca_train.trainer.reference import Reference, require_reference, tell_differences
 from mca_train.trainer.trainer import McaTrainer
 from mca_train.types import SampleSource
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
+
+logger = logging.getLogger(__name__)
 
 
 class KtoTrainer(McaTrainer):
@@ -59,6 +62,12 @@ class KtoTrainer(McaTrainer):
             raise McaError(problem)
         if reference is None:
             require_reference(self.model, args, "kto")
+        tell_differences(self.model, without_adapter=reference is None)
+        if str(args.train_sampling_strategy) != "sequential":
+            logger.warning(
+                "kl is measured on answers of neighbours in the dataset, which are not those of the step unless "
+                "train_sampling_strategy is sequential (as TRL asks)"
+            )
         self._reference = Reference(
             reference or self.model, args.loss_chunk_size, without_adapter=reference is None
         )

@@ -3,6 +3,7 @@
 It computes log-probabilities of sequences. What they are compared for is decided by the trainers.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, cast
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from mca_models import VirtualModels
     from mca_models.megatron.peft import PeftModels
 
+logger = logging.getLogger(__name__)
+
 
 def require_reference(model: "VirtualModels", args: TrainingArguments, loss: str) -> None:
     """Raises unless ``model`` without its adapter is what ``loss`` can compare with.
@@ -41,6 +44,30 @@ def require_reference(model: "VirtualModels", args: TrainingArguments, loss: str
         )
     for problem in unadapted_problems(args):
         raise McaError(problem)
+
+
+def tell_differences(model: "VirtualModels", *, without_adapter: bool = False) -> None:
+    """Warns of what is compared otherwise than TRL's trainers do, who turn dropout off and copy an adapter.
+
+    Args:
+        model: The trained one, as it is given.
+        without_adapter: It is its own reference, without its adapter.
+    """
+    from mca_models.megatron.peft import PeftModels
+
+    adapted = model if isinstance(model, PeftModels) else None
+    rates = {name: getattr(model.megatron, name) for name in ("attention_dropout", "hidden_dropout")}
+    rates["lora_dropout"] = 0.0 if adapted is None else adapted.adapter.dropout
+    if drops := [f"{name} {rate}" for name, rate in rates.items() if rate]:
+        logger.warning(
+            "training drops (%s) where TRL's trainers do not; set it to 0 to do as they do", ", ".join(drops)
+        )
+    named = [] if adapted is None or not without_adapter else adapted.adapter_parameters()
+    if any(bool(factor.any()) for name, factor in named if ".lora_B." in name):
+        logger.warning(
+            "the adapter was trained before: the reference is the base model without it, not the model as it begins "
+            "(as with TRL); for that, merge the adapter and give the result as reference model"
+        )
 
 
 class Reference:

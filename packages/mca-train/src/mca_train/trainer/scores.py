@@ -15,6 +15,7 @@ from mca_train.losses.preference import model_problems
 from mca_train.losses.scores import LOSSES, METRICS, ProblemType, key_problems, reward_loss, sequence_scores
 from mca_train.losses.token_loss import of_sequences
 from mca_train.trainer.parts import TrainerOptions
+from mca_train.trainer.reference import tell_differences
 from mca_train.trainer.trainer import McaTrainer
 
 
@@ -63,6 +64,7 @@ class RewardTrainer(ScoreTrainer):
         super().__init__(**options)
         if self.model.config.num_labels != 1:
             raise McaError(f"a reward model has one label, this one {self.model.config.num_labels}")
+        tell_differences(self.model)
         self._centering = center_rewards_coefficient or 0.0
 
     def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
