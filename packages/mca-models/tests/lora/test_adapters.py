@@ -290,6 +290,26 @@ def test_merging_may_cast_and_rounds_once_then_too(tmp_path: Path) -> None:
         merge_to_hf(open_checkpoint(base), adapter, tmp_path / "fp16", cast="F16")
 
 
+def test_modules_saved_whole_are_rounded_once_and_never_overflow(tmp_path: Path) -> None:
+    base, source = adapters.save("llama-saved", tmp_path)
+    name, file = "lm_head.weight", source / "adapter_model.safetensors"
+    stored, saved = load_file(base / "model.safetensors"), load_file(file)
+    fine = saved[f"base_model.model.{name}"]
+    assert not torch.equal(fine, fine.bfloat16().float())
+    for dtype, cast in ((torch.bfloat16, "F32"), (torch.float16, None)):
+        rounded = {key: x.to(dtype) for key, x in stored.items()}
+        save_file(rounded, base / "model.safetensors", {"format": "pt"})
+        checkpoint = open_checkpoint(base)
+        adapter = open_adapter(source, checkpoint.config)
+        merge_to_hf(checkpoint, adapter, tmp_path / str(cast), cast=cast)
+        merged = load_file(tmp_path / str(cast) / "model.safetensors")
+        assert torch.equal(merged[name], fine.to(merged[name].dtype))
+    saved[f"base_model.model.{name}"][3, 4] = 7e4
+    save_file(saved, file)
+    with pytest.raises(McaError, match=r"lm_head\.weight: 70000 overflows fp16"):
+        merge_to_hf(checkpoint, open_adapter(source, checkpoint.config), tmp_path / "large")
+
+
 def test_all_linear_leaves_routers_and_routed_experts_out() -> None:
     """As with transformers 5; an adapter made with 4, where they are linears, is read all the same."""
     import tiny_hf

@@ -169,7 +169,7 @@ class MergedTensor(TensorBase):
         return out
 
     def _block(self, start: int, stop: int) -> NumpyArray:
-        """Rows ``start:stop`` in their stored dtype, or in fp32 where they are to be cast."""
+        """Rows ``start:stop`` in their stored dtype, or in fp32 where they are to be cast or the adapter saved them."""
         own = numpy_dtype(self.source.stored_dtype(self.param, self.number))
         weight = self._stored(start, stop, own)
         if numpy_dtype(self.dtype) != own:
@@ -189,11 +189,11 @@ class MergedTensor(TensorBase):
         return weight
 
     def _stored(self, start: int, stop: int, dtype: NumpyDtype) -> NumpyArray:
-        """Rows ``start:stop`` before merging, or as the adapter saved them; a fresh array."""
+        """Rows ``start:stop`` before merging, or in fp32 as the adapter saved them; a fresh array."""
         adapter = self.source.adapter
         saved = adapter.saved_of.get(self.param.mca_name())
         if saved is not None:
-            return np.array(saved.from_whole(adapter.read(saved))[self.number][start:stop]).astype(dtype)
+            return np.array(saved.from_whole(adapter.read(saved))[self.number][start:stop], np.float32)
         base, row = self.source.base, prod(self.shape[1:])
         out = np.empty((stop - start, *self.shape[1:]), dtype)
         gather = base.gathers(self.param, HF)[self.number]
