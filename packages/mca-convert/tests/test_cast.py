@@ -46,6 +46,16 @@ def test_router_biases_stay_fp32(tiny, convert) -> None:
         assert tensor.dtype == (torch.float32 if "e_score_correction_bias" in name else torch.bfloat16), name
 
 
+@pytest.mark.parametrize(
+    ("case", "kept"),
+    [("ernie4_5_moe", ("gate.weight", "correction_bias")), ("flint", ("gate.weight", "softmax_offset"))],
+)
+def test_what_transformers_keeps_in_fp32_stays(case: str, kept: tuple[str, ...], tiny, convert) -> None:
+    back = hf_tensors(convert(convert(tiny(case), "mca", "--bf16", ep=2), "hf"))
+    low = {name for name, tensor in back.items() if tensor.dtype == torch.bfloat16}
+    assert back.keys() - low == {name for name in back if name.endswith(kept)} and low
+
+
 def test_router_biases_become_fp32_like_all_else(tiny, convert, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

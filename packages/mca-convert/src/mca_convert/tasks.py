@@ -118,7 +118,7 @@ def band_elements(fill: Fill) -> int:
 def target_dtypes(params: Iterable[Param], found: Mapping[str, str], cast: str | None) -> dict[str, str]:
     """The dtype code that each parameter is written in.
 
-    ``cast`` changes floating-point parameters but those that stay fp32 (router biases).
+    ``cast`` changes floating-point parameters but those that stay fp32 (as router biases do).
     """
     return {
         name: cast if cast and found[name] in FLOATS and (cast == "F32" or not keep) else found[name]

@@ -290,6 +290,14 @@ def test_merging_may_cast_and_rounds_once_then_too(tmp_path: Path) -> None:
         merge_to_hf(open_checkpoint(base), adapter, tmp_path / "fp16", cast="F16")
 
 
+def test_everything_is_widened_router_biases_too(tmp_path: Path) -> None:
+    base, source = adapters.save("glm4_moe-gate", tmp_path, "bfloat16")
+    checkpoint = open_checkpoint(base)
+    merge_to_hf(checkpoint, open_adapter(source, checkpoint.config), tmp_path / "merged", cast="F32")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {tensor.dtype for tensor in merged.values()} == {torch.float32}
+
+
 def test_modules_saved_whole_are_rounded_once_and_never_overflow(tmp_path: Path) -> None:
     base, source = adapters.save("llama-saved", tmp_path)
     name, file = "lm_head.weight", source / "adapter_model.safetensors"

@@ -81,8 +81,7 @@ class MergedSource:
         return self._parts[name]
 
     def _dtype(self, param: Param, number: int) -> str:
-        own = self.stored_dtype(param, number)
-        return self._cast if self._cast and own in DTYPE_NAMES and not param.keep_fp32 else own
+        return _cast_of(param, self.stored_dtype(param, number), self._cast)
 
     def stored_dtype(self, param: Param, number: int) -> str:
         """The code of what the base model has of HF tensor ``param.hf[number]``."""
@@ -244,7 +243,9 @@ def merge_to_hf(
         McaError: The adapter does not fit, or a merged or cast weight is not finite.
     """
     source = MergedSource(base, adapter, cast)
-    dtypes = {param.mca_name(): _dtype(source, param, cast) for param in source.params}
+    dtypes = {
+        param.mca_name(): _cast_of(param, source.parts(param)[0].info.dtype, cast) for param in source.params
+    }
     config: McaModelConfig = replace(base.config, dtype=DTYPE_NAMES[cast]) if cast else base.config  # type: ignore[arg-type]
     wholes = {param.mca_name(): source.whole_shape(param) for param in source.params}
     layout = HfLayout(source.params, config, dtypes, wholes, max_shard_bytes)
@@ -256,9 +257,9 @@ def merge_to_hf(
         layout.finish(folder)
 
 
-def _dtype(source: ModelSource, param: Param, cast: str | None) -> str:
-    own = source.parts(param)[0].info.dtype
-    return cast if cast and own in DTYPE_NAMES and not param.keep_fp32 else own
+def _cast_of(param: Param, own: str, cast: str | None) -> str:
+    """The code that ``param``, stored as ``own``, is written in."""
+    return cast if cast and own in DTYPE_NAMES and (cast == "F32" or not param.keep_fp32) else own
 
 
 def _write_file(writer: SafetensorsWriter, layout: HfLayout, file: str, source: ModelSource) -> None:

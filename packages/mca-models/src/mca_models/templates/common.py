@@ -203,6 +203,11 @@ def renamed(rules: Iterable[Param], names: Mapping[str, str]) -> list[Param]:
     return [replace(rule, hf=tuple(new(name) for name in rule.hf)) for rule in rules]
 
 
+def in_fp32(rules: Iterable[Param], *ends: str) -> list[Param]:
+    """``rules``, of which those whose names end so stay fp32 as the model is cast."""
+    return [replace(rule, keep_fp32=True) if rule.mca.endswith(ends) else rule for rule in rules]
+
+
 def dense_layers(config: McaModelConfig) -> list[Param]:
     """Every parameter of a model whose layers all have attention and one MLP, in checkpoint order."""
     return [embedding(), *in_layers(config, lambda own: [*attention(own), *dense_mlp(own)]), *head(config)]

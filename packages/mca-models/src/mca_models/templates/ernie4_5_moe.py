@@ -1,16 +1,15 @@
 """ERNIE 4.5 with experts: HF ``Ernie4_5_MoeForCausalLM``: softmax routing with a bias that only chooses."""
 
-from functools import partial
-
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import ernie4_5
+from mca_models.templates.common import in_fp32
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.moe import aux_loss, moe_params, restore_aux_loss
 from mca_models.templates.mtp import left_behind, predictions_left_behind
 from mca_models.templates.names import MoeNames
-from mca_models.weights import Shaped
+from mca_models.weights import Param, Shaped
 
 BIAS = "moe_statics.e_score_correction_bias"
 NAMES = MoeNames(
@@ -58,11 +57,17 @@ CONFIG = ConfigTable(
     restore=restore,
 )
 
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order; transformers keeps routers in fp32."""
+    return in_fp32(moe_params(config, NAMES), "router.weight")
+
+
 FAMILY = Family(
     model_type="ernie4_5_moe",
     architecture="Ernie4_5_MoeForCausalLM",
     config=CONFIG,
-    params=partial(moe_params, names=NAMES),
+    params=params,
     moe=NAMES,
     ignored_hf=left_behind,
     found=predictions_left_behind,

@@ -3,7 +3,7 @@
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import qwen3_moe
-from mca_models.templates.common import renamed
+from mca_models.templates.common import in_fp32, renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -51,8 +51,8 @@ CONFIG = ConfigTable(
 
 
 def params(config: McaModelConfig) -> list[Param]:
-    """Every parameter of the model, in checkpoint order."""
-    rules = moe_params(config, NAMES)
+    """Every parameter of the model, in checkpoint order; transformers keeps routers and sinks in fp32."""
+    rules = in_fp32(moe_params(config, NAMES), "router.weight", "softmax_offset")
     return rules if config.extra.get("fused_experts") else renamed(rules, {"sinks": "softmax_offset"})
 
 

@@ -93,7 +93,7 @@ class Param:
         alias_of: Canonical name of the parameter this one is a second copy of (a tied head): filled from
             HF, never stored in an MCA checkpoint and never written back.
         stacked: The HF tensors have a leading expert axis, of which this parameter is entry ``expert``.
-        keep_fp32: Stays fp32 whatever dtype the model is cast to (router biases).
+        keep_fp32: Stays fp32 whatever dtype the model is cast to (router biases, some routers and sinks).
         layer: Decoder (or MTP) layer, from 0.
         hf_layer: The HF model's number of that layer; ``layer`` if None.
         expert: Global expert index; None for dense parameters.
