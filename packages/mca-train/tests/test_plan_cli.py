@@ -1,6 +1,7 @@
 """``mca-train plan`` as a user runs it. Its figures are tested in ``plan``."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -161,3 +162,34 @@ def test_a_plan_knows_what_a_reference_excludes(run, capsys):
         assert main(["plan", kind, run(**changes, **overlap)]) == 2
         assert "overlap_param_gather cannot be combined with" in capsys.readouterr().out
     assert main(["plan", "dpo", run(lora_rank=4, dpo_loss="simpo", **overlap)]) == 0
+
+
+def test_images_are_counted_only_where_the_run_takes_them(run, vision, capsys):
+    vision()
+    path = run(gradient_accumulation_steps=8)
+    late = ["--pipeline_model_parallel_size", "4"]  # one layer on the first stage, which needs two
+    words = ["plan", "sft", path, "--image_size", "64"]
+    assert main([*words, *late]) == 2
+    assert "images: the first pipeline stage has 1 layers" in capsys.readouterr().out
+    assert main([*words, "--gpus", "4", "--search", "--json"]) == 0
+    chunks = [found["layout_sizes"] for found in json.loads(capsys.readouterr().out)["layouts"]]
+    assert all(4 // sizes["pp"] // sizes["vpp"] >= 2 for sizes in chunks)
+    assert any(sizes["pp"] == 2 for sizes in chunks)
+    path = run(gradient_accumulation_steps=8, seq_length=256)
+    assert main(["plan", "sft", path]) == 0
+    assert "images       1 of 448 x 448" in capsys.readouterr().out
+    assert main(["plan", "sft", path, *late]) == 0
+    text = capsys.readouterr().out
+    assert "images: the first pipeline stage has 1 layers" in text and "(none were counted)" in text
+
+
+def test_images_that_the_layers_of_a_device_do_not_take_are_not_counted(run, tmp_path, capsys):
+    folder = Path(__file__).parents[3] / "packages/mca-models/tests/data/vision_configs"
+    path = run(seq_length=512)
+    (tmp_path / "model/config.json").write_text((folder / "gemma-3-27b.json").read_text())
+    for words in (["--gpus", "64"], ["--gpus", "64", "--search"]):
+        assert main(["plan", "sft", path, "--device", "h100-80", *words]) == 0
+        assert "set attention_backend to local (none were counted)" in capsys.readouterr().out
+    assert main(["plan", "sft", path, "--device", "h100-80", "--images", "1"]) == 2
+    assert "this run is impossible:\n  - images: images of gemma3" in capsys.readouterr().out
+    assert main(["plan", "sft", path, "--device", "h100-80", "--freeze", "[]"]) == 2

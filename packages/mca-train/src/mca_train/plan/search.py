@@ -1,6 +1,6 @@
 """Looks for layouts of a number of devices on which a run fits and is fast."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -65,6 +65,7 @@ def search(
     gpus: int,
     hardware: Hardware,
     count: int = 40,
+    allowed: Callable[[ParallelLayout], bool] = lambda _: True,
 ) -> list[Found]:
     """The fastest that fit, fastest first.
 
@@ -76,10 +77,13 @@ def search(
         gpus: Devices.
         hardware: What they are.
         count: How many to find at most.
+        allowed: Says of a layout that the model fits whether the run may stand on it.
     """
     tried = []
     overlap = {name: True for name in OVERLAPS[0] if getattr(training, name)}
     for layout, keys in _candidates(subject, batch, gpus, hardware.device.node):
+        if not allowed(layout):
+            continue
         changes = overlap | keys
         args = changed(training, changes)
         rough = predicted(subject, args, layout, gpus, hardware, roughly=True)

@@ -29,7 +29,7 @@ from mca_train.plan.report import render, render_remedies
 from mca_train.plan.towers import Images
 from mca_train.run.checks import Findings, Run, check, settings_of
 from mca_train.run.hub_paths import with_directories
-from mca_train.run.subject import images_of_run, subject_of
+from mca_train.run.subject import image_check, images_of_run, subject_of
 from mca_train.tasks.table import task_of
 from mca_train.tasks.task import Task
 
@@ -61,7 +61,10 @@ def print_plan(task: Task | None, config: Path, overrides: list[str], options: P
     if findings.impossible or findings.run is None:
         _say_impossible(findings, options)
         return 2
-    images = images_of_run(findings.run, options.images, options.image_size)
+    images = _PlannedImages.of(findings.run, _implementation(settings, hardware), options)
+    if images.impossible:
+        _say_impossible(replace(findings, impossible=images.refused), options)
+        return 2
     if options.plot is not None:
         from mca_train.plots.drawing import ready
 
@@ -69,7 +72,7 @@ def print_plan(task: Task | None, config: Path, overrides: list[str], options: P
     planned = _Planned.of(_as_asked(findings.run, settings), settings, hardware, images)
     stages: list[StepNeeds] = []
     if options.dry_run or options.plot:
-        stages = _dry_run(findings.run, images, ordered=options.plot is not None)
+        stages = _dry_run(findings.run, images.counted, ordered=options.plot is not None)
     if options.plot is not None:
         planned.draw(options.plot, stages)
     if options.json:
@@ -90,14 +93,18 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
     if findings.impossible or findings.run is None:
         _say_impossible(findings, options)
         return 2
-    images = images_of_run(findings.run, options.images, options.image_size)
+    implementation = _implementation(settings, hardware)
+    images = _PlannedImages.of(findings.run, implementation, options)
+    if images.impossible:
+        _say_impossible(replace(findings, impossible=images.refused), options)
+        return 2
     run = _as_asked(findings.run, settings)
-    subject = subject_of(run, _implementation(settings, hardware), on_gpu=True, images=images)
-    found = searching.best_layouts(task, values, run, subject, batch, hardware)
+    subject = subject_of(run, implementation, on_gpu=True, images=images.counted)
+    found = searching.best_layouts(task, values, run, subject, batch, hardware, images.allow)
     if options.json:
         sys.stdout.write(json.dumps(searching.document(found, batch, gpus, hardware), indent=2) + "\n")
     else:
-        sys.stdout.write(searching.render(found, batch, gpus, hardware))
+        sys.stdout.write(searching.render(found, batch, gpus, hardware) + images.told())
     return 0
 
 
@@ -152,6 +159,37 @@ def _say_impossible(findings: Findings, options: PlanOptions) -> None:
 
 
 @dataclass(frozen=True)
+class _PlannedImages:
+    """The images that are counted, and what keeps the run from taking any."""
+
+    counted: Images | None
+    refused: tuple[str, ...]
+    impossible: bool
+    """Whether the run has to take images, and cannot."""
+    problems: Callable[[ParallelLayout], list[str]]
+
+    @classmethod
+    def of(cls, run: Run, implementation: Implementation, options: PlanOptions) -> "_PlannedImages":
+        """Those of ``run``: of a default that the run cannot take none are counted."""
+        images = images_of_run(run, options.images, options.image_size)
+        if images is None:
+            return cls(None, (), False, lambda _: [])
+        problems = image_check(run, implementation)
+        refused = tuple(f"images: {problem}" for problem in problems(run.layout))
+        asked = options.images is not None or options.image_size is not None
+        needed = asked or bool(images.trained - {"language"})
+        return cls(None if refused else images, refused, bool(refused) and needed, problems)
+
+    def allow(self, layout: ParallelLayout) -> bool:
+        """Whether what is counted can be run there."""
+        return self.counted is None or not self.problems(layout)
+
+    def told(self) -> str:
+        """Why none are counted, as text."""
+        return "".join(f"{problem} (none were counted)\n" for problem in self.refused)
+
+
+@dataclass(frozen=True)
 class _Planned:
     """A run, its plan, and what it is planned on."""
 
@@ -159,18 +197,21 @@ class _Planned:
     plan: Plan
     hardware: Hardware | None
     remedies: list[Remedy]
+    images: _PlannedImages
 
     @classmethod
-    def of(cls, run: Run, settings: Settings, hardware: Hardware | None, images: Images | None) -> "_Planned":
+    def of(
+        cls, run: Run, settings: Settings, hardware: Hardware | None, images: _PlannedImages
+    ) -> "_Planned":
         """The plan of ``run``, whose ``settings`` may ask for layers that this machine lacks."""
         implementation = _implementation(settings, hardware)
-        subject = subject_of(run, implementation, on_gpu=hardware is not None, images=images)
+        subject = subject_of(run, implementation, on_gpu=hardware is not None, images=images.counted)
         training = run.settings.training
         plan = plan_of(subject, training, run.layout, run.world_size)
         found: list[Remedy] = []
         if hardware is not None and over(plan, hardware.device):
             found = remedies(subject, training, run.layout, run.world_size, hardware.device)
-        return cls(run, plan, hardware, found)
+        return cls(run, plan, hardware, found, images)
 
     def text(self, findings: Findings, stages: "list[StepNeeds]") -> str:
         """For people."""
@@ -185,6 +226,7 @@ class _Planned:
             told += "\n" + render_dry_run(stages, settings.training.gradient_accumulation_steps)
         if long := positions_exceeded(self.run.model, settings.data.seq_length):
             told += f"seq_length {settings.data.seq_length}: {long}\n"
+        told += self.images.told()
         if findings.missing:
             told += "".join(
                 ["what keeps this run from starting here:\n", *(f"  - {p}\n" for p in findings.missing)]

@@ -1,5 +1,6 @@
 """``mca-train plan --search`` prints the layouts that fit a number of devices and are predicted to be fastest."""
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from mca_config.errors import McaError, problems_of
-from mca_config.layout import SIZE_FIELDS
+from mca_config.layout import SIZE_FIELDS, ParallelLayout
 from mca_config.printable import counted
 from mca_config.types import JsonObject, Values
 from mca_train.config.run_config import Settings
@@ -25,7 +26,13 @@ _SHOWN = 5
 
 
 def best_layouts(
-    task: "Task", values: Values, run: Run, subject: Subject, batch: int, hardware: Hardware
+    task: "Task",
+    values: Values,
+    run: Run,
+    subject: Subject,
+    batch: int,
+    hardware: Hardware,
+    allowed: Callable[[ParallelLayout], bool],
 ) -> list[Found]:
     """The fastest that pass the check of runs, at most one for each layout.
 
@@ -36,10 +43,11 @@ def best_layouts(
         subject: What is trained.
         batch: Samples of a step.
         hardware: What its ranks are.
+        allowed: Says of a layout whether the run may stand on it.
     """
     best: dict[str, Found] = {}
     gpus = run.world_size
-    for one in search(subject, run.settings.training, batch, gpus, hardware):
+    for one in search(subject, run.settings.training, batch, gpus, hardware, allowed=allowed):
         given = dict.fromkeys(
             name for name in values if name in LAYOUT_KEYS
         )  # unset where it is not found again

@@ -1,7 +1,10 @@
 """What is planned of a run, whatever the layout."""
 
+import copy
+from collections.abc import Callable
 from dataclasses import replace
 
+from mca_config.layout import ParallelLayout
 from mca_train.config.model import adapter_config, model_config
 from mca_train.config.parts import Part, trained_parts
 from mca_train.plan.chunks import Implementation
@@ -27,6 +30,18 @@ def images_of_run(run: Run, count: int | None = None, pixels: int | None = None)
     trained = frozenset[Part]() if adapted else trained_parts(settings.training)
     length, takes = settings.data.seq_length, run.task.takes_images
     return images_of(run.model, trained, length, takes=takes, count=count, pixels=pixels)
+
+
+def image_check(run: Run, implementation: Implementation) -> Callable[[ParallelLayout], list[str]]:
+    """The function that says what keeps ``run`` from taking images on a layout, with such layers."""
+    from mca_models.megatron.auto import trained_dtype
+    from mca_models.megatron.factory.transformer_config import transformer_config
+    from mca_models.megatron.families.image_limits import image_problems
+
+    args, model = run.settings.training, run.model
+    megatron = copy.copy(transformer_config(model, args, run.layout, trained_dtype(model, args)))
+    megatron.transformer_impl = implementation  # of the device that is planned for, not of this machine
+    return lambda layout: image_problems(model, layout, megatron)
 
 
 def subject_of(
