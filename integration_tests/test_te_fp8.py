@@ -29,17 +29,11 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
-def resumed(model: Path, folder: Path) -> dict[str, Any]:
-    """What `stop_and_resume` finds of each. Runs on every rank."""
-    return {
-        name: stop_and_resume(model, folder / name, 2, **FP8, **SHORT, **each)
-        for name, each in RESUMED.items()
-    }
-
-
 def test_resuming_under_delayed_scaling_changes_no_bit(checkpoint: Path, tmp_path: Path) -> None:
-    for of_rank in run_emulated(2, resumed, checkpoint, tmp_path, timeout=400):
-        for name, found in of_rank.items():
+    for name, each in RESUMED.items():
+        # in processes of its own: Transformer Engine goes on to agree over the groups of an earlier layout
+        settings = FP8 | SHORT | each
+        for found in run_emulated(2, stop_and_resume, checkpoint, tmp_path / name, 2, **settings):
             assert found["resumed"] == found["straight"], name
             assert found["state"] == {"steps": 3, "equal_weights": True}, name
     for name in RESUMED:
