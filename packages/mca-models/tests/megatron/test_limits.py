@@ -57,6 +57,7 @@ YARN = replace(
 )
 INTERLEAVED = replace(DENSE, rotary_interleaved=True)
 CAPPED = replace(DENSE, attn_logit_softcapping=2.0)
+FUSED = {"bias_activation_fusion": True}
 SINKS = replace(DENSE, softmax_type="learnable")
 TIED_PREDICTION = replace(DENSE, mtp_num_layers=1, tie_word_embeddings=True)
 BETWEEN = ParallelLayout(
@@ -114,6 +115,15 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
         "remove layernorm from recompute_modules",
     ),
     (SHORTCUT, TP2, {"moe_shared_expert_overlap": True}, "remove moe_shared_expert_overlap"),
+    (replace(DENSE, hidden_act="gelu"), TP2, FUSED, "no kernel for what every MLP"),
+    (replace(DENSE, hidden_act="quick_gelu"), TP2, FUSED, "no kernel for what every MLP"),
+    (
+        replace(MOE, hidden_act="quick_gelu", moe_layer_freq=(0, 1, 1, 1)),
+        TP2,
+        FUSED,
+        "remove bias_activation",
+    ),
+    (replace(DENSE, mlp_multipliers=(2.0, 1.0)), TP2, FUSED, "no kernel for what every MLP"),
     (SHORTCUT, TP2, {"moe_expert_capacity_factor": 1.0}, "remove moe_expert_capacity_factor"),
     (SHORTCUT, TP2, ENGINE | {"moe_token_dispatcher_type": "flex"}, "equally many experts"),
     (DENSE, VPP, {"overlap_p2p_comm": True, "batch_p2p_comm": True}, "remove overlap_p2p_comm and batch_p2p"),
@@ -197,6 +207,8 @@ ACCEPTED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any]]] = [
         {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True},
     ),
     (replace(TIED_PREDICTION, tie_word_embeddings=False), BETWEEN, {"overlap_p2p_comm": True}),
+    (DENSE, TP2, FUSED),
+    (replace(MOE, hidden_act="quick_gelu"), TP2, FUSED),
     (DENSE, TP2, {"gradient_accumulation_fusion": True, "device": "cuda"}),
     (DENSE, CP2, {"cp_comm_type": "p2p", **HALF}),
     (WINDOWED, ParallelLayout(), ENGINE),

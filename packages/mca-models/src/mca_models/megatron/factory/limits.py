@@ -16,6 +16,7 @@ from mca_config.types import Values
 from mca_models.megatron.families.core_attention import own_core
 from mca_models.megatron.families.group_router import own_groups
 from mca_models.megatron.families.router import own_router
+from mca_models.megatron.families.settings import has_fused_activation
 from mca_models.megatron.layers.rope import attention_factor
 
 Version = tuple[int, ...]
@@ -43,6 +44,7 @@ def require_supported(
     """
     require_rope(config.rope_scaling)
     problems = [
+        *_activation(config, settings),
         *_pipeline(config, layout, settings, device),
         *_wrong_gradients(config, layout, settings, version),
         *_recomputation(config, layout, settings, version),
@@ -52,6 +54,11 @@ def require_supported(
         *_fused_rope(config, settings, version),
     ]
     raise_problems(problems, f"{config.model_type} at {layout}")
+
+
+def _activation(config: McaModelConfig, settings: Values) -> Iterator[str]:
+    if settings.get("bias_activation_fusion") and not has_fused_activation(config):
+        yield "bias_activation_fusion has no kernel for what every MLP of this model computes; remove it"
 
 
 def _pipeline(config: McaModelConfig, layout: ParallelLayout, settings: Values, device: str) -> Iterator[str]:

@@ -22,7 +22,7 @@ def settings(config: McaModelConfig) -> Settings:
     }
     if config.num_moe_experts and config.add_bias_linear:
         found["bias_dropout_fusion"] = False  # grouped experts refuse it
-    if not _has_fused_activation(config):
+    if not has_fused_activation(config):
         found["bias_activation_fusion"] = False
     if config.linear_conv_kernel_dim is not None:
         found |= {
@@ -44,14 +44,14 @@ def settings(config: McaModelConfig) -> Settings:
     return chosen
 
 
-def _has_fused_activation(config: McaModelConfig) -> bool:
+def has_fused_activation(config: McaModelConfig) -> bool:
     """Whether Megatron has a kernel for it in every MLP; that for ``gelu`` computes an approximation."""
     if config.mlp_multipliers is not None:
         return False
     if config.hidden_act == "quick_gelu":  # of routed experts alone
         dense = not all(config.is_moe_layer(i) for i in range(config.num_layers))
         return not dense and config.moe_shared_expert_intermediate_size is None
-    return config.hidden_act == "silu"
+    return config.hidden_act == "silu" and config.gated_linear_unit
 
 
 def before_building(config: McaModelConfig, megatron: MegatronConfig) -> None:
