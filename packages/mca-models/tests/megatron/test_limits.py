@@ -121,7 +121,7 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
         replace(MOE, hidden_act="quick_gelu", moe_layer_freq=(0, 1, 1, 1)),
         TP2,
         FUSED,
-        "remove bias_activation",
+        "no kernel for what every MLP",
     ),
     (replace(DENSE, mlp_multipliers=(2.0, 1.0)), TP2, FUSED, "no kernel for what every MLP"),
     (SHORTCUT, TP2, {"moe_expert_capacity_factor": 1.0}, "remove moe_expert_capacity_factor"),
