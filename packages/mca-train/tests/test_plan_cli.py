@@ -1,10 +1,13 @@
 """``mca-train plan`` as a user runs it. Its figures are tested in ``plan``."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mca_config.layout import ParallelLayout
+from mca_models.templates import config_from_hf
 from mca_train.cli import main
 
 pytestmark = pytest.mark.usefixtures("own_threads")
@@ -193,3 +196,35 @@ def test_images_that_the_layers_of_a_device_do_not_take_are_not_counted(run, tmp
     assert main(["plan", "sft", path, "--device", "h100-80", "--images", "1"]) == 2
     assert "this run is impossible:\n  - images: images of gemma3" in capsys.readouterr().out
     assert main(["plan", "sft", path, "--device", "h100-80", "--freeze", "[]"]) == 2
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 2},
+    ],
+    ids=["vpp", "etp"],
+)
+def test_a_search_replaces_the_whole_layout_of_an_mca_checkpoint(run, held, tmp_path, capsys):
+    hf = tmp_path / "model/config.json"
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    document = json.loads(hf.read_text()) | ({"model_type": "qwen3_moe"} | experts)
+    config = replace(config_from_hf(document), layout=ParallelLayout(**held))
+    hf.unlink()
+    config.save(hf.parent)
+    path = run(gradient_accumulation_steps=4)
+    samples = {}
+    for gpus in ("1", "4"):
+        words = ["plan", "sft", path, "--device", "gib:40", "--json", "--gpus", gpus]
+        assert main([*words, "--search"]) == 0  # whatever the checkpoint's own layout needs
+        found = json.loads(capsys.readouterr().out)
+        samples[gpus] = found["samples_per_step"]
+        assert found["layouts"]
+        for layout in found["layouts"]:
+            keys = [f"--{name}={json.dumps(value)}" for name, value in layout["changes"].items()]
+            assert main([*words, *keys]) == 0
+            planned = json.loads(capsys.readouterr().out)
+            assert planned["layout_sizes"] == layout["layout_sizes"]
+            assert planned["global_batch"] == found["samples_per_step"]
+    assert samples["4"] == 8 * 4 * 4 // config.layout.model_parallel_size

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from mca_config.checks import check_layout
 from mca_config.errors import McaError
 from mca_config.layout import SIZE_FIELDS, ParallelLayout, RankGrid
+from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_train.plan.chunks import Model
 from mca_train.plan.counts import shares
@@ -137,7 +138,7 @@ def _candidates(
             if layout.pp > 1 and accumulated < layout.pp:
                 continue
             for recompute in _RECOMPUTE:
-                changes = _keys(layout) | recompute
+                changes = _keys(subject.config, layout) | recompute
                 changes |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulated}
                 yield layout, changes
 
@@ -145,14 +146,21 @@ def _candidates(
 _SIZES = ("tp", "pp", "cp", "ep")
 
 
-def _keys(layout: ParallelLayout) -> JsonObject:
-    """What to write for a layout; sizes of 1 too, as leaving them out means those of the checkpoint."""
+def _keys(config: McaModelConfig, layout: ParallelLayout) -> JsonObject:
+    """What to write for a layout; sizes of 1 too, as leaving them out means those of the checkpoint.
+
+    So an MCA checkpoint's split of the pipeline and of experts is replaced too, by the sizes of both.
+    """
     keys: JsonObject = {SIZE_FIELDS[short]: getattr(layout, short) for short in _SIZES}
     keys |= {
         name: getattr(layout, name)
         for name, field in ParallelLayout.__dataclass_fields__.items()
         if getattr(layout, name) != field.default
     }
+    if config.layout.pp > 1:
+        keys[SIZE_FIELDS["vpp"]] = layout.vpp
+    if config.layout.etp != config.layout.tp:
+        keys[SIZE_FIELDS["etp"]] = layout.etp
     return keys | ({"sequence_parallel": True} if layout.tp > 1 else {})
 
 

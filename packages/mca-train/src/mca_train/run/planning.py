@@ -88,8 +88,8 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
 
     gpus = options.gpus or 1
     hardware = hardware_of(options.device or "h100-80", options.hardware)
-    batch = searching.batch_of(settings, gpus)
-    settings, findings = _possible(task, searching.without_layout(values), settings.where, hardware, gpus)
+    given = settings
+    settings, findings = _possible(task, searching.on_one_rank(values), settings.where, hardware, gpus)
     if findings.impossible or findings.run is None:
         _say_impossible(findings, options)
         return 2
@@ -98,6 +98,7 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
     if images.impossible:
         _say_impossible(replace(findings, impossible=images.refused), options)
         return 2
+    batch = searching.batch_of(given, findings.run.model, gpus)
     run = _as_asked(findings.run, settings)
     subject = subject_of(run, implementation, on_gpu=True, images=images.counted)
     found = searching.best_layouts(task, values, run, subject, batch, hardware, images.allow)
@@ -111,7 +112,7 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
 def _possible(
     task: Task, values: Values, where: str, hardware: Hardware, gpus: int
 ) -> tuple[Settings, Findings]:
-    """The run of ``values``, which say no layout, with the best of `OVERLAPS` that it does not exclude."""
+    """The run of ``values`` with the best of `OVERLAPS` that it does not exclude."""
     from mca_train.plan.search import OVERLAPS
 
     found: list[tuple[Settings, Findings]] = []

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from math import prod
 from typing import TYPE_CHECKING
 
 import yaml
 
 from mca_config.errors import McaError, problems_of
 from mca_config.layout import SIZE_FIELDS, ParallelLayout
+from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import JsonObject, Values
+from mca_train.config.model import layout_of
 from mca_train.config.run_config import Settings
 from mca_train.plan.fitting import OF_DEVICES, changed
 from mca_train.plan.hardware import Hardware
@@ -64,11 +65,15 @@ def without_layout(values: Values) -> Values:
     return {name: value for name, value in values.items() if name not in LAYOUT_KEYS}
 
 
-def batch_of(settings: Settings, gpus: int) -> int:
-    """Samples of a step as the configuration has them, on ``gpus`` ranks."""
+def on_one_rank(values: Values) -> Values:
+    """The same with a layout of one rank, which is not what leaving it out means for an MCA checkpoint."""
+    return {**without_layout(values), **dict.fromkeys(SIZE_FIELDS.values(), 1)}
+
+
+def batch_of(settings: Settings, model: McaModelConfig, gpus: int) -> int:
+    """Samples of a step as the configuration and ``model`` have them, on ``gpus`` ranks."""
     training = settings.training
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    replica: int = prod(getattr(training, name) or 1 for name in sizes)
+    replica = layout_of(training, model).model_parallel_size
     once: int = training.per_device_train_batch_size * training.gradient_accumulation_steps
     return once * max(gpus // replica, 1)
 
