@@ -48,6 +48,16 @@ def straightforward(
     return (weight.float() * spread[..., :rows, :columns]).to(dtype)
 
 
+def test_scales_of_activations_are_passed_over(tmp_path: Path) -> None:
+    weights = {"w.weight": fp8((4, 4))[0], "e.up_proj": fp8((2, 4, 4))[0]}
+    scales = ("w.weight_scale_inv", "w.activation_scale", "e.up_proj_scale_inv", "e.up_proj_activation_scale")
+    infos = stored(
+        tmp_path, {**weights, **{name: torch.ones(()) for name in (*scales, "x.activation_scale")}}
+    )
+    static = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
+    assert dequantised(infos, static, "BF16").keys() == {*weights, "x.activation_scale"}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape", [(256, 128), (300, 200), (1, 1), (127, 129), (5, 1000), (3, 130, 257), (2, 2, 40, 129)], ids=str

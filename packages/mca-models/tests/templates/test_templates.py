@@ -10,9 +10,10 @@ import pytest
 import tiny_hf
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
+from mca_models.opening import open_checkpoint
 from mca_models.templates import FAMILIES, config_from_hf, config_to_hf, family_of
 from mca_models.templates.config_table import REQUIRED
 from mca_models.templates.shapes import whole_shape
@@ -206,6 +207,46 @@ def test_what_embeddings_of_each_layers_own_cannot_be(change: dict[str, Any], me
     kind, different = tiny_hf.ALL["gemma4_text-e2b"]
     with pytest.raises(McaError, match=message):
         config_from_hf({"model_type": kind, **tiny_hf.SIZE, **different, **change})
+
+
+UNREAD = {
+    "gpt_neox": ("gpt_neox.layers.3.attention.bias", "gpt_neox.layers.0.attention.masked_bias"),
+    "gptj": ("transformer.h.3.attn.bias", "transformer.h.0.attn.masked_bias"),
+    "mimo_v2_flash": ("model.mtp.layers.0.eh_proj.weight",),
+    "olmo_hybrid": ("mtp.fc.weight",),
+    "stablelm": ("model.layers.0.self_attn.rotary_emb.inv_freq",),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_published_tensors_that_transformers_passes_over(case: str, tmp_path: Path) -> None:
+    directory = tiny_hf.save(case, tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    more = {name: torch.zeros(3) for name in UNREAD[case]}
+    save_file({**tensors, **more}, directory / "model.safetensors", {"format": "pt"})
+    transformers.AutoModelForCausalLM.from_pretrained(directory)
+    known = {name for param in open_checkpoint(directory).params for name in param.hf_names()}
+    assert known == tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "dropouts"),
+    [
+        ({}, (0.1, 0.0)),
+        ({"hidden_dropout": 0.1, "parallel_attn": False}, (0.1, 0.1)),
+        ({"parallel_attn": False}, None),
+    ],
+)
+def test_falcon_drops_scores_and_behind_attention(
+    change: dict[str, Any], dropouts: tuple[float, float] | None
+) -> None:
+    hf = {**tiny_hf.SIZE, "model_type": "falcon", "attention_dropout": 0.1, **change}
+    if dropouts is None:
+        with pytest.raises(McaError, match=r"'attention_dropout' is 0\.1 and 'hidden_dropout' 0\.0"):
+            config_from_hf(hf)
+        return
+    config = config_from_hf(hf)
+    assert (config.attention_dropout, config.hidden_dropout) == dropouts
 
 
 def test_stacked_experts_and_doubled_tensors_are_noticed(tmp_path: Path) -> None:

@@ -59,6 +59,10 @@ class HfParts:
         return plan_gathers(param, self.whole_shape(param), HF, side)
 
 
+_FREQUENCIES = ".rotary_emb.inv_freq"
+"""What old files of many families hold in each layer, and nothing reads."""
+
+
 class HfSource(HfParts):
     """A HF directory, opened: every tensor that its configuration demands is there, with its shape.
 
@@ -104,6 +108,7 @@ class HfSource(HfParts):
         family = family_of(self.config.model_type)
         expected = {name for param in self.params for name in param.hf_names()}
         optional = family.ignored_hf(self.config) | self.duplicates.keys()
+        optional |= {name for name in self._infos if name.endswith(_FREQUENCIES)}
         require_same_names(self._infos.keys() - (optional - expected), expected, self.path)
 
     def _checked(self, param: Param) -> tuple[Part, ...]:

@@ -4,7 +4,7 @@ How numbers are worked out is in `fp8` and `mxfp4`, how they are made in `blocks
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
 
 from mca_config.errors import HfConfigError, McaError
@@ -117,7 +117,7 @@ def _fp8(infos: Mapping[str, TensorInfo], block: tuple[int, int] | None, dtype: 
     scales = {name for name in infos if name.endswith(SCALE_SUFFIX)}
     _require_partners(scales, infos, SCALE_SUFFIX, "")
     for name, info in infos.items():
-        if name in scales:
+        if name in scales or _scales_activations(name, scales):
             continue
         if name + SCALE_SUFFIX in scales:
             found[name] = fp8_tensor(info, infos[name + SCALE_SUFFIX], block, dtype)
@@ -126,6 +126,14 @@ def _fp8(infos: Mapping[str, TensorInfo], block: tuple[int, int] | None, dtype: 
         else:
             found[name] = info
     return found
+
+
+def _scales_activations(name: str, scales: Collection[str]) -> bool:
+    """Whether ``name`` is what the inputs of a linear in fp8 are divided by, which its weights do not depend on."""
+    module = name.removesuffix("activation_scale")
+    return module != name and (
+        f"{module}weight{SCALE_SUFFIX}" in scales or module.removesuffix("_") + SCALE_SUFFIX in scales
+    )
 
 
 def _mxfp4(infos: Mapping[str, TensorInfo], dtype: str) -> dict[str, HfTensor]:

@@ -1,5 +1,6 @@
 """Falcon with a rope: HF ``FalconForCausalLM``: attention and MLP side by side after one or two LayerNorms."""
 
+from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import persimmon
@@ -23,6 +24,12 @@ def derive(hf: HfConfig) -> JsonObject:
     heads, new = hf["num_attention_heads"], hf.get("new_decoder_architecture", False)
     two = (hf.get("num_ln_in_parallel_attn") or (2 if new else 1)) == 2
     block = ("two_norms" if two else "one_norm") if hf.get("parallel_attn", True) else "none"
+    behind, drops = hf.get("hidden_dropout", 0.0), hf.get("attention_dropout", 0.0)
+    if block == "none" and behind != drops:
+        raise HfConfigError(
+            f"config.json: 'attention_dropout' is {drops} and 'hidden_dropout' {behind}; supported without "
+            "parallel_attn: the same (transformers drops behind attention with the former)"
+        )
     groups = 1 if hf.get("multi_query", True) and not new else hf.get("num_kv_heads") or heads
     return {"parallel_block": block, "num_query_groups": groups, "kv_channels": hf["hidden_size"] // heads}
 
@@ -36,7 +43,7 @@ def restore(config: McaModelConfig) -> HfConfig:
     return {**side, **act, "new_decoder_architecture": new, "num_kv_heads": config.num_query_groups}
 
 
-OTHERS = ("pad_token_id", "num_query_groups", "kv_channels", "ffn_hidden_size", "attention_dropout")
+OTHERS = ("pad_token_id", "num_query_groups", "kv_channels", "ffn_hidden_size")
 CONFIG = ConfigTable(
     fields=(
         *(

@@ -55,7 +55,7 @@ class Family:
         architecture: The HF causal-LM class.
         config: Carries ``config.json`` both ways.
         params: Every parameter of a model, in checkpoint order.
-        ignored_hf: HF tensors that old checkpoints carry and that hold no weight (computed buffers).
+        ignored_hf: HF tensors that checkpoints carry and no model here reads, beside frequencies of ropes.
         moe: Names inside an expert layer, if the family has any and files may hold them one by one.
         found: Further facts for ``extra`` that only the names and shapes of tensors tell.
         prediction_layers: How many prediction layers a checkpoint with these tensor names holds.

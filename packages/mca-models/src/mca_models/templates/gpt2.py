@@ -67,9 +67,7 @@ def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, S
 def masks(config: FamilyConfig) -> frozenset[str]:
     """Masks that old files hold."""
     start = "" if config.extra.get(BARE) else "transformer."
-    return frozenset(
-        f"{start}h.{i}.attn.{name}" for i in range(config.num_layers) for name in ("bias", "masked_bias")
-    )
+    return gptj.masks(f"{start}h.{{layer}}.attn", config)
 
 
 def layer_rules(config: McaModelConfig, projections: Sequence[Param]) -> list[Param]:

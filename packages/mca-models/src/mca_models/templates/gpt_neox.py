@@ -2,7 +2,7 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.templates import persimmon
+from mca_models.templates import gptj, persimmon
 from mca_models.templates.common import renamed
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, read_rope
 from mca_models.templates.family import Family
@@ -69,4 +69,5 @@ FAMILY = Family(
     config=CONFIG,
     params=params,
     module_names={MODULES: True},
+    ignored_hf=lambda config: gptj.masks("gpt_neox.layers.{layer}.attention", config),
 )

@@ -1,7 +1,7 @@
 """GPT-J: HF ``GPTJForCausalLM``: attention and MLP side by side after one LayerNorm, biases in the MLP only."""
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import FamilyConfig, JsonObject
 from mca_models.templates.common import dense_layers, renamed
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig
 from mca_models.templates.family import Family
@@ -66,4 +66,18 @@ def params(config: McaModelConfig) -> list[Param]:
     return renamed(renamed(dense_layers(config), INNER), OUTER)
 
 
-FAMILY = Family(model_type="gptj", architecture="GPTJForCausalLM", config=CONFIG, params=params)
+def masks(attention: str, config: FamilyConfig) -> frozenset[str]:
+    """Masks that old files hold in each layer's ``attention``."""
+    kinds = ("bias", "masked_bias")
+    return frozenset(
+        f"{attention.format(layer=layer)}.{kind}" for layer in range(config.num_layers) for kind in kinds
+    )
+
+
+FAMILY = Family(
+    model_type="gptj",
+    architecture="GPTJForCausalLM",
+    config=CONFIG,
+    params=params,
+    ignored_hf=lambda config: masks("transformer.h.{layer}.attn", config),
+)

@@ -22,6 +22,7 @@ from mca_models.templates.moe import (
     require_sigmoid_choice,
     restore_listed_layers,
 )
+from mca_models.templates.mtp import left_behind, predictions_left_behind
 from mca_models.templates.names import MoeNames
 from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
 from mca_models.weights import Param
@@ -94,4 +95,6 @@ FAMILY = Family(
     config=CONFIG,
     params=params,
     moe=NAMES,
+    ignored_hf=left_behind,
+    found=predictions_left_behind,
 )

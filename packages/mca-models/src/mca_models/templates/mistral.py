@@ -3,7 +3,6 @@
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.llama import ignored_hf
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(), Field("window_size", "sliding_window", None)),
@@ -16,5 +15,4 @@ FAMILY = Family(
     architecture="MistralForCausalLM",
     config=CONFIG,
     params=dense_layers,
-    ignored_hf=ignored_hf,
 )

@@ -5,7 +5,6 @@ from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.llama import ignored_hf
 from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
 
 
@@ -38,5 +37,4 @@ FAMILY = Family(
     architecture="Qwen2ForCausalLM",
     config=CONFIG,
     params=dense_layers,
-    ignored_hf=ignored_hf,
 )
