@@ -5,6 +5,7 @@ import torch
 from mca_config.errors import McaError
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
 from mca_train.batching.packing import PackedDataset, first_fit, sequence_lengths
+from mca_train.batching.step_stream import PackedStream
 from mca_train.data.preferences import PairDataset
 from mca_train.data.token_dataset import TokenDataset
 
@@ -110,3 +111,16 @@ def test_padded_pairs_stand_chosen_above_rejected():
     assert rows.input_ids[:, 0].tolist() == [1, 2, 3, 4]
     assert (rows.num_segments, made.num_samples, made.num_tokens) == (4, 2, 10)
     assert torch.equal(rows.segments[:, 0], torch.arange(4))
+
+
+def test_padding_shuts_no_pair_out_of_a_streams_packs():
+    def packs(lengths):
+        ids = {
+            side: torch.arange(length) for side, length in zip(("chosen", "rejected"), lengths, strict=True)
+        }
+        pair = {f"{side}_{name}": x for side, x in ids.items() for name in ("input_ids", "labels")}
+        return list(PackedStream([pair] * 3, 10, multiple=4, make=None))
+
+    assert [len(pack) for pack in packs((5, 5))] == [1, 1, 1]  # 16 tokens with their padding
+    with pytest.raises(McaError, match="sample 0 takes 16 tokens, a pack has room for 12"):
+        packs((5, 6))

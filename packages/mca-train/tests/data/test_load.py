@@ -2,12 +2,13 @@ import json
 
 import datasets
 import pytest
+from tokenizers.processors import TemplateProcessing
 from tokenizers_for_tests import CHATML, MARKED, OPENS_THOUGHT, REASONING, THINKING, byte_tokenizer
 
 from mca_config.errors import McaError
 from mca_train.config.columns import PairArguments
 from mca_train.data.chat import tokenize_chat
-from mca_train.data.encoding import check_messages
+from mca_train.data.encoding import check_messages, tokenize_answer
 from mca_train.tasks.load import load_stream, load_tokenized
 from mca_train.tasks.table import TASKS
 
@@ -290,3 +291,15 @@ def test_an_assistant_that_only_calls_tools_may_be_without_content():
 def test_a_template_that_fails_is_one_line(template):
     with pytest.raises(McaError, match="the tokenizer's chat template cannot render them: "):
         tokenize_chat(byte_tokenizer(template), TURNS)
+
+
+def test_an_end_mark_of_a_prompt_stays_and_that_of_its_tokenizer_goes():
+    tokenizer = byte_tokenizer()
+    for _ in range(2):  # a tokenizer that adds none, then one that does
+        for prompt in ("a", "a<|eos|>"):
+            tokens, targets = tokenize_answer(tokenizer, prompt, "b", 16)
+            assert tokenizer.decode(tokens) == f"{prompt}b<|eos|>"
+            assert sum(targets) == 2
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="$A <|eos|>", special_tokens=[("<|eos|>", tokenizer.eos_token_id)]
+        )

@@ -83,3 +83,13 @@ def test_masters_are_whole_whatever_holds_them(tmp_path):
     precise = {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True}
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=True, **precise)
     assert optimizer_settings(args, torch.bfloat16)["store_param_remainders"] is False
+
+
+def test_values_of_a_later_dataset_are_not_taken_for_kept_log_probabilities():
+    from mca_train import DpoTrainer
+
+    trainer = object.__new__(DpoTrainer)
+    trainer._keeps, trainer._reference = True, None
+    for later in ([{"chosen_values": [0.5]}], {"some": [{}]}):
+        with pytest.raises(McaError, match="this dataset did not exist when the trainer was created"):
+            trainer.evaluate(later)

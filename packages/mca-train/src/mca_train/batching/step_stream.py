@@ -126,7 +126,7 @@ class PackedStream:
 
     Args:
         dataset: What is iterated.
-        length: Tokens in a pack at most.
+        length: Tokens in a pack at most; a sample of as many is a pack also if it is longer with its padding.
         multiple: Every sequence is padded to a multiple of this.
         make: Makes a sample of what the stream gives; None: it is one.
     """
@@ -135,7 +135,7 @@ class PackedStream:
         self, dataset: SampleSource, length: int, *, multiple: int, make: Callable[[Sample], Sample] | None
     ) -> None:
         self._dataset, self._make = dataset, make or (lambda row: row)
-        self._length, self._multiple = length + -length % multiple, multiple
+        self._longest, self._length, self._multiple = length, length + -length % multiple, multiple
         self.units = packs_of(self._length, multiple)
 
     def set_epoch(self, epoch: int) -> None:
@@ -150,7 +150,7 @@ class PackedStream:
             sample = self._make(row)
             lengths = [len(sequence["input_ids"]) for sequence in sequences_of(sample)]
             needs = sum(length + -length % self._multiple for length in lengths)
-            if needs > self._length:
+            if needs > self._length and sum(lengths) > self._longest:  # padding shuts no sample out
                 raise McaError(
                     f"train_dataset: {place} takes {needs} tokens, a pack has room for {self._length}; raise "
                     "seq_length (the pack's length) or shorten the sample"

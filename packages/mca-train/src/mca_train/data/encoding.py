@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from mca_config.errors import McaError, UsageError
@@ -143,12 +144,19 @@ def tokenize_answer(
         raise McaError(f"prompt and completion must be text; got {prompt!r} and {completion!r}")
     context = head_encoding(tokenizer, prompt, length)["input_ids"] if prompt else []
     eos = tokenizer.eos_token_id
-    if context and context[-1] == eos:  # a tokenizer that ends what it encodes: the prompt is not the end
-        context = context[:-1]
+    if context and context[-1] == eos:
+        own = head_encoding(tokenizer, prompt, length, add_special_tokens=False)["input_ids"]
+        if _ends(context, eos) > _ends(own, eos):  # a tokenizer that ends what it encodes: it is not the end
+            context = context[:-1]
     answer = head_encoding(tokenizer, completion, length, add_special_tokens=not prompt)["input_ids"]
     if not answer or answer[-1] != eos:
         answer = [*answer, _eos(tokenizer)]
     return [*context, *answer], [False] * len(context) + [True] * len(answer)
+
+
+def _ends(tokens: Sequence[int], eos: int) -> int:
+    """With how many end marks ``tokens`` end."""
+    return sum(1 for _ in takewhile(lambda token: token == eos, reversed(tokens)))
 
 
 def check_messages(messages: object) -> list[Message]:

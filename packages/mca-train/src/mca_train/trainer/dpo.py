@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from mca_models import VirtualModels
 
 _SIDES = ("chosen", "rejected")
+_UNKNOWN = (
+    "precompute_ref_log_probs: this dataset did not exist when the trainer was created; pass it as eval_dataset, or "
+    "set precompute_ref_log_probs to false"
+)
 
 
 class DpoTrainer(McaTrainer):
@@ -109,6 +113,9 @@ class DpoTrainer(McaTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """See `McaTrainer`; the same."""
+        several = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+        if self._keeps and not all(isinstance(each, WithValues | str | None) for each in several):
+            raise McaError(_UNKNOWN)  # its own values, if it has any, are no log-probabilities
         self._keep_log_probs()
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
@@ -169,10 +176,7 @@ class DpoTrainer(McaTrainer):
         if not self._keeps:
             return pairs_of(self._found.popleft())
         if batch.values is None:
-            raise McaError(
-                "precompute_ref_log_probs: this dataset did not exist when the trainer was created; pass it as "
-                "eval_dataset, or set precompute_ref_log_probs to false"
-            )
+            raise McaError(_UNKNOWN)
         return pairs_of(batch.values[:, -1].float())
 
     def _add_signals(self, policy: Answers, rewards: Answers, real: Tensor) -> None:
