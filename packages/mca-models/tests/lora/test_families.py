@@ -1,5 +1,6 @@
 """Every family's linears carry adapters: peft's files there and back in layouts, and merged."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,13 @@ import pytest
 import tiny_hf
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mca_config.checks import check_layout
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_models.lora import AdapterConfig, merge_to_hf, open_adapter, write_mca_adapter, write_peft
-from mca_models.lora.parts import exclude_unadapted
+from mca_models.lora.parts import exclude_unadapted, name_linears
 from mca_models.lora.rules import rules_for_training
 from mca_models.lora.targets import linear_targets
 from mca_models.opening import open_checkpoint
@@ -113,3 +114,39 @@ def test_all_linear_leaves_out_what_peft_cannot_adapt(case: str) -> None:
     assert found and not {name.rpartition(".")[2] for name in found} & FAMILIES[kind].unadapted
     assert rules_for_training(config, adapter).factors
     assert model(torch.arange(1, 9)[None], use_cache=False).logits.shape[1] == 8
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "glm4_moe",
+        *(pytest.param(case, marks=pytest.mark.wide) for case in ("afmoe", "longcat_flash", "qwen2_moe")),
+    ],
+)
+def test_peft_reads_all_factors_of_all_linear_beside_experts(case: str, tmp_path: Path) -> None:
+    base = tiny_hf.save(case, tmp_path / "base")
+    config, model, merged = open_checkpoint(base).config, adapters.base_model(base), adapters.base_model(base)
+    document = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "target_modules": "all-linear"}
+    meant = AdapterConfig.from_dict(document)
+    modules = {
+        each.module for each in linear_targets(config) if meant.targets(each.module, linear=each.linear)
+    }
+    exclude_unadapted(document, config, ())
+    name_linears(document, config)
+    factors = rules_for_training(config, AdapterConfig.from_dict(document, "LoraConfig")).factors
+    assert {pair.target.module for pair in factors} == modules
+    tensors = {}
+    for pair in factors:
+        weight = merged.get_submodule(pair.target.module).weight
+        a, b = torch.randn(2, weight.shape[1]), 0.1 * torch.randn(len(weight), 2)
+        tensors |= {pair.a.hf_names()[0]: a, pair.b.hf_names()[0]: b}
+        weight.data += pair.scale * b @ a
+    (tmp_path / "adapter").mkdir()
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(document))
+    lora = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+    right = adapters.logits(merged)
+    # what is not read changes logits by a tenth; merging before the product rounds otherwise
+    torch.testing.assert_close(adapters.logits(lora), right, atol=1e-3, rtol=0)
+    with lora.disable_adapter():
+        assert float((adapters.logits(lora) - right).abs().max()) > 0.1

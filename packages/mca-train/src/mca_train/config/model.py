@@ -80,7 +80,7 @@ def adapter_config(
         McaError: The adapter's directory has no usable configuration.
     """
     from mca_models.lora.config import AdapterConfig
-    from mca_models.lora.parts import exclude_unadapted
+    from mca_models.lora.parts import exclude_unadapted, name_linears
 
     if lora.adapter_name_or_path is not None:
         return AdapterConfig.load(Path(lora.adapter_name_or_path))
@@ -88,4 +88,5 @@ def adapter_config(
         return None
     document = {**lora.config()}
     exclude_unadapted(document, config, parts)
+    name_linears(document, config)
     return AdapterConfig.from_dict(document)
