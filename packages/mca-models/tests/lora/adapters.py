@@ -49,7 +49,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe-linear": ("qwen2_moe", {"target_modules": "all-linear"}),
     "glm4_moe-gate": (
         "glm4_moe",
-        {"target_modules": ["o_proj"], "target_parameters": ["gate.weight", *STACKED]},
+        {
+            "target_modules": ["o_proj"],
+            "target_parameters": ["gate.weight", *STACKED],
+            "alpha_pattern": {"gate": 64, r"mlp\.gate\.weight": 6},  # the second is the parameter's name
+        },
     ),
     "deepseek_v3": ("deepseek_v3", {"target_modules": LATENT, "target_parameters": STACKED}),
     "deepseek_v3-no-q-lora": ("deepseek_v3-no-q-lora", {"target_modules": ["q_proj", *LATENT[2:]]}),

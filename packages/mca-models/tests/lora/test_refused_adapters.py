@@ -58,6 +58,14 @@ from mca_models.templates import config_from_hf
         ({"modules_to_save": ["((.)+)+!"]}, "modules_to_save: .* may take for ever"),
         ({"exclude_modules": 7}, "exclude_modules must be"),
         ({"layers_to_transform": "x"}, "layers_to_transform must be a layer's number"),
+        (
+            {"target_parameters": ["o_proj.weight"], "lora_dropout": 0.1},
+            "lora_dropout: must be 0 with target_par",
+        ),
+        (
+            {"target_modules": "all-linear", "layers_to_transform": [1]},
+            "needs target_modules to be a list of names",
+        ),
         ({"lora_dropout": "x"}, "lora_dropout must be a number from 0 to 1"),
     ],
 )

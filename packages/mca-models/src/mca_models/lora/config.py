@@ -176,6 +176,8 @@ def _problems(document: Values) -> Iterator[str]:
             f"init_lora_weights {start!r} changed the base weights, so the adapter fits no published model; save it "
             "with PEFT's path_initial_model_for_weight_conversion"
         )
+    if isinstance(document.get("target_modules"), str) and document.get("layers_to_transform") is not None:
+        yield "layers_to_transform needs target_modules to be a list of names, as in PEFT"
     unknown = [key for key, value in document.items() if value and key not in _REFUSED.keys() | _HARMLESS]
     for key in sorted(unknown):
         yield f"{key} is not known; a newer PEFT may have added it"

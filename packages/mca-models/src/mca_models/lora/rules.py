@@ -95,14 +95,23 @@ def _linear_factors(
     config: McaModelConfig, adapter: AdapterConfig, *, experts: bool = False
 ) -> list[Factors]:
     """``experts``: all-linear means the routed ones too, as it does with transformers 4."""
-    return [
-        _factors(config, adapter, target, f"{PREFIX}{target.module}.")
-        for target in linear_targets(config)
+    factors = []
+    for target in linear_targets(config):
+        parameter = f"{target.module}.weight"
+        hf = f"{PREFIX}{target.module}."
         if adapter.targets(
             target.module, linear=target.linear or (experts and target.base.expert is not None)
-        )
-        or adapter.targets_parameter(f"{target.module}.weight")
-    ]
+        ):
+            factors.append(_factors(config, adapter, target, hf, target.module))
+        elif adapter.targets_parameter(parameter):
+            _require_no_dropout(adapter)
+            factors.append(_factors(config, adapter, target, hf, parameter))
+    return factors
+
+
+def _require_no_dropout(adapter: AdapterConfig) -> None:
+    if adapter.dropout:
+        raise McaError("lora_dropout: must be 0 with target_parameters, as in PEFT")
 
 
 def _stacked_factors(config: McaModelConfig, adapter: AdapterConfig) -> list[Factors]:
@@ -110,8 +119,8 @@ def _stacked_factors(config: McaModelConfig, adapter: AdapterConfig) -> list[Fac
     if not adapter.document.get("target_parameters") or not config.num_moe_experts:
         return []
     found = [t for t in stacked_targets(config) if adapter.targets_parameter(t.module)]
-    if found and adapter.dropout:
-        raise McaError("lora_dropout: must be 0 with target_parameters on stacked experts, as in PEFT")
+    if found:
+        _require_no_dropout(adapter)
     parameters: dict[str, list[str]] = {}
     for name in dict.fromkeys(target.module for target in found):
         parameters.setdefault(name.rpartition(".")[0], []).append(name)
@@ -120,16 +129,17 @@ def _stacked_factors(config: McaModelConfig, adapter: AdapterConfig) -> list[Fac
         for module, names in parameters.items()
         for deeper, name in enumerate(reversed(names))
     }
-    return [_factors(config, adapter, target, wrapped[target.module]) for target in found]
+    return [_factors(config, adapter, target, wrapped[target.module], target.module) for target in found]
 
 
-def _factors(config: McaModelConfig, adapter: AdapterConfig, target: Target, hf: str) -> Factors:
+def _factors(config: McaModelConfig, adapter: AdapterConfig, target: Target, hf: str, called: str) -> Factors:
+    """``called``: what ``rank_pattern`` and ``alpha_pattern`` match, the module's or the parameter's name."""
     a = _factor(target, "lora_A", hf, _shard_a(target))
     b = _factor(target, "lora_B", hf, _shard_b(target, config))
     if target.alone:
         b = replace(b, layout=target.base.layout, hf_layout=target.row_layout)
     b = replace(b, vocab=target.base.vocab)
-    return Factors(target, a, b, adapter.rank(target.module), adapter.scale(target.module))
+    return Factors(target, a, b, adapter.rank(called), adapter.scale(called))
 
 
 def _factor(target: Target, which: str, hf: str, shard: Shard) -> Param:
