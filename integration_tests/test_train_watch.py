@@ -11,7 +11,7 @@ import pytest
 
 from harness import RanksFailed, run_ranks
 from test_train_layouts import PP
-from train_cases import history, make_trainer, quietly, samples, tiny_checkpoint
+from train_cases import history, make_trainer, quietly, samples, sparse_checkpoint, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
@@ -228,6 +228,32 @@ def test_skipped_steps_are_counted_and_a_run_of_nothing_else_fails(checkpoint, t
     assert logs[0]["loss_scale"] > logs[1]["loss_scale"]
     assert logs[1]["learning_rate"] == logs[0]["learning_rate"], "a skipped step moves no schedule"
     assert error.startswith("all 3 steps of the run were skipped")
+
+
+def overflowing_once(checkpoint: Path, output_dir: Path) -> tuple[list[float], list[int]]:
+    """The loss scale of each optimizer after one step in which an embedding's gradient alone is no number."""
+    from transformers import TrainerCallback
+
+    class Overflow(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 1:
+                named = dict(trainer.model.chunks[0].named_parameters())
+                named["embedding.word_embeddings.weight"].main_grad[0, 0] = float("inf")
+
+    changes = {"expert_model_parallel_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
+    scale = {"fp16": True, "initial_loss_scale": 256.0, "hysteresis": 1}
+    trainer = make_trainer(checkpoint, output_dir, **changes, **scale)
+    trainer.add_callback(Overflow())
+    quietly(trainer.train)
+    scales = [float(single.get_loss_scale()) for single in trainer.engine.optimizer.chained_optimizers]
+    return scales, [int(log.get("skipped_steps", 0)) for log in trainer.state.log_history if "loss" in log]
+
+
+def test_experts_have_the_loss_scale_that_losses_have(tmp_path):
+    model = sparse_checkpoint(tmp_path / "model")
+    for scales, skipped in run_ranks(2, overflowing_once, model, tmp_path / "out"):
+        assert scales == [128.0, 128.0]
+        assert skipped == [0, 1, 0]
 
 
 def resumed_before_the_first_update(checkpoint: Path, output_dir: Path) -> list[tuple[Any, Any]]:

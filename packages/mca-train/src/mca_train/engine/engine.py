@@ -12,6 +12,7 @@ from mca_config.types import JsonObject
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.engine.finite import telling_nan
 from mca_train.engine.late_buckets import reduce_vision_late
+from mca_train.engine.loss_scale import share_loss_scale
 from mca_train.engine.offload import rebuild_hybrids
 from mca_train.engine.own_heads import split_own_heads
 from mca_train.engine.part_rates import rates_of_parts
@@ -115,6 +116,7 @@ class Engine(Pipeline):
         config = OptimizerConfig(**optimizer_settings(self._args, self.params_dtype))
         optimizer = get_megatron_optimizer(config, self.chunks, **rates_of_parts(self._args, config))
         _leave_out_empty(optimizer)
+        share_loss_scale(optimizer)
         rebuild_hybrids(optimizer)
         if self._args.optimizer == "muon":
             split_own_heads(self.chunks)
