@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import tiny_vision
 import torch
+from transformers import Gemma3Config
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_models.megatron.families.image_features import dealt
-from mca_models.megatron.families.image_limits import image_problems
+from mca_models.megatron.families.image_limits import image_problems, image_reach
 from mca_models.megatron.families.vision_model import part_of
 from mca_models.megatron.forward import refuse_placeholders
 from mca_models.megatron.layers.sectioned_rope import axis_of_channels
@@ -41,6 +42,14 @@ def test_what_cannot_take_images_says_why(
     config = replace(config_from_hf(tiny_vision.described(case)), **change)
     (problem,) = image_problems(config, ParallelLayout(**layout), megatron())
     assert re.search(message, problem)
+
+
+def test_images_of_gemma3_are_256_tokens_that_see_each_other_if_the_file_does_not_say() -> None:
+    document = tiny_vision.described("gemma3")
+    assert image_reach(config_from_hf(document)) == 3
+    del document["mm_tokens_per_image"]
+    assert image_reach(config_from_hf(document)) == 255 == Gemma3Config().mm_tokens_per_image - 1
+    assert not image_reach(config_from_hf(tiny_vision.described("internvl")))
 
 
 def test_fused_rope_has_one_position_for_each_token() -> None:

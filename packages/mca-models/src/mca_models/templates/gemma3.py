@@ -96,5 +96,5 @@ FAMILY = with_vision(
     "Gemma3ForConditionalGeneration",
     {"gemma3_text": text_family()},
     VisionPart(tensors=tensors, spellings=SPELLINGS, projector=(PROJECTOR,), unused=(f"{TOWER}head.",)),
-    TextInside(text_model_type="", tied=True),
+    TextInside(text_model_type="", tied=True, defaults={"mm_tokens_per_image": 256}),
 )

@@ -4,7 +4,7 @@ Which tensors a vision model has is said in the family's own file, with ``linear
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
@@ -159,6 +159,7 @@ class TextInside:
         text_ties: Whether the text part's own word ties it too.
         rope: Sections of the rope, where the family has any, if the file does not say; and whether they interleave.
         deepstack: How many decoder layers get features, by the vision model's configuration.
+        defaults: What stands beside the vision model's configuration if the file does not say.
     """
 
     text_model_type: str
@@ -166,6 +167,7 @@ class TextInside:
     text_ties: bool = False
     rope: tuple[tuple[int, ...], bool] | None = None
     deepstack: Callable[[JsonObject], int] = lambda vision: 0
+    defaults: Values = field(default_factory=dict)
 
     def text(self, hf: HfConfig) -> HfConfig:
         """See ``Nesting``."""
@@ -181,7 +183,7 @@ class TextInside:
 
     def beside(self, hf: HfConfig) -> Values:
         """See ``Nesting``."""
-        vision = {key: hf[key] for key in _KEYS if key in hf}
+        vision = {**self.defaults, **{key: hf[key] for key in _KEYS if key in hf}}
         vision["vision_config"] = _object(hf, "vision_config")
         sections, turns = self._sections(hf) if self.rope else (None, False)
         return {
