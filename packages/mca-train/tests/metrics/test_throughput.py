@@ -1,5 +1,8 @@
 """Model FLOP by the formula in the module, counted by hand."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 from mca_models.templates import config_from_hf
 
 SIZE = {
@@ -95,6 +98,22 @@ def test_an_adapters_frozen_weights_get_no_gradient():
     layers = 3 * (ATTENTION + 3 * 8 * 12)
     factors = 3 * 2 * (8 + 12 + 12 + 8)
     assert ModelFlops.of(config, rules).per_token == 4 * layers + 6 * factors + 6 * 100 * 8
+
+
+def test_a_frozen_text_model_gets_no_gradient():
+    from mca_train.metrics.throughput import Throughput
+
+    config = replace(config_from_hf(SIZE | QWEN3), vision={"image_token_id": 5})
+    layout = SimpleNamespace(bubble=lambda steps: 0.0)
+    ranks = SimpleNamespace(device=SimpleNamespace(type="cpu"), layout=layout)
+
+    def counted(freeze):
+        args = SimpleNamespace(freeze=freeze, gradient_accumulation_steps=1)
+        return Throughput(args, SimpleNamespace(config=config), ranks)._flops
+
+    weights = 3 * (ATTENTION + 3 * 8 * 12) + 100 * 8
+    assert counted(["language"]).per_token == 4 * weights
+    assert counted(["vision"]).per_token == counted(None).per_token == 6 * weights
 
 
 def test_the_peak_is_what_is_given_or_unknown():

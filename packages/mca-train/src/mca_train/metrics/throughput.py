@@ -3,9 +3,10 @@
 Model FLOP, forward and backward: ``6 x weights`` for each token and ``6 x layers x heads x head size x length^2`` for
 each sequence. The weights are all matrices that multiply a token: not the embedding, of the experts the share that the
 router picks, the output layer once more for each prediction layer. The second part is causal attention, which looks at
-half the sequence on average; of latent attention the head size is the mean of keys' and values'. Of an adapter's run
-frozen weights count 4 times, as they get no gradient. Recomputation does not count, nor does the reference of
-preferences; sliding windows and linear attention count as whole attention, state space layers by their weights alone.
+half the sequence on average; of latent attention the head size is the mean of keys' and values'. Frozen weights, of an
+adapter's run or by ``freeze``, count 4 times, as they get no gradient. Recomputation does not count, nor does the
+reference of preferences; sliding windows and linear attention count as whole attention, state space layers by their
+weights alone.
 MFU is model FLOP/s divided by ranks x peak.
 """
 
@@ -19,6 +20,7 @@ import torch
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_models.weights import Param, Stage
 from mca_train import groups
+from mca_train.config.parts import trained_parts
 from mca_train.groups import Ranks
 from mca_train.metrics.meter import LossReport
 from mca_train.types import TrainingArguments, VirtualModels
@@ -60,16 +62,20 @@ class ModelFlops:
     per_square: float
 
     @classmethod
-    def of(cls, config: McaModelConfig, adapter: "AdapterRules | None" = None) -> "ModelFlops":
+    def of(
+        cls, config: McaModelConfig, adapter: "AdapterRules | None" = None, *, frozen: bool = False
+    ) -> "ModelFlops":
         """Counted from the model's own parameters.
 
         Args:
             config: The model.
             adapter: What is trained instead of the whole model.
+            frozen: Whether only the vision model is trained.
         """
         from mca_train.plan.counts import adapter_shapes, params_of, shape_of
 
-        trained = None if adapter is None else {param.mca_name() for param in adapter.saved}
+        saved = () if adapter is None else adapter.saved
+        trained = {param.mca_name() for param in saved} if frozen or adapter is not None else None
         per_token, depth = 0.0, config.mtp_num_layers or 0
         for param in params_of(config):
             shape, name = shape_of(param, config), param.mca_name()
@@ -130,7 +136,8 @@ class Throughput:
     """
 
     def __init__(self, args: TrainingArguments, model: VirtualModels, ranks: Ranks) -> None:
-        self._flops = ModelFlops.of(model.config, getattr(model, "rules", None))
+        frozen = model.config.vision is not None and "language" not in trained_parts(args)
+        self._flops = ModelFlops.of(model.config, getattr(model, "rules", None), frozen=frozen)
         self._peak = peak_flops(args, ranks.device)
         self._ranks = ranks
         self._bubble = ranks.layout.bubble(args.gradient_accumulation_steps)
