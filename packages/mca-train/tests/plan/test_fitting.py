@@ -10,7 +10,7 @@ from mca_config.command_line import from_namespace
 from mca_config.errors import UsageError
 from mca_models.templates import config_from_hf
 from mca_train.plan.counts import ModelCounts
-from mca_train.plan.fitting import changed, fullest, over, remedies
+from mca_train.plan.fitting import FULL, changed, fullest, over, remedies
 from mca_train.plan.hardware import hardware_of
 from mca_train.plan.memory import GIB, Plan, Subject, plan_of
 from mca_train.plan.options import PlanOptions
@@ -75,6 +75,23 @@ def test_what_does_not_fit_is_found_with_what_makes_it_fit(tmp_path: Path) -> No
         again = plan_of(subject, changed(args, remedy.changes), plan.layout, 8)
         assert fullest(again) == remedy.needs <= device.usable_gib * GIB
     assert not over(plan, hardware_of("b200").device)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_remedies_are_what_the_run_takes_and_keep_the_batch(optimizer: str, tmp_path: Path) -> None:
+    keys = {"optimizer": optimizer, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2} | FULL
+    of_adam = ("optimizer_cpu_offload", "use_distributed_optimizer")
+    seen: set[str] = set()
+    for gib in (20, 60, 100, 150):  # each makes other changes fit
+        subject, args, plan = planned(tmp_path, use_distributed_optimizer=None, **keys)
+        found = remedies(subject, args, plan.layout, 8, hardware_of(f"gib:{gib}").device)
+        for remedy in found:
+            seen |= remedy.changes.keys()
+            again = changed(args, remedy.changes)
+            TrainingArguments(**{"output_dir": str(tmp_path), "use_cpu": True, **keys, **remedy.changes})
+            assert plan_of(subject, again, again.layout(), 8).global_batch == plan.global_batch
+    assert seen >= {"per_device_train_batch_size", "pipeline_model_parallel_size"}
+    assert (optimizer == "adam") == bool(seen & {*of_adam})
 
 
 def test_a_users_table_adds_a_device(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """The order of passes is that of Megatron's own schedules."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mca_train.plan.chunks import Bytes
+from mca_train.plan.memory import walk
 from mca_train.plan.schedule import Order
 
 
@@ -29,3 +32,15 @@ def test_it_is_megatrons(pp: int, vpp: int, count: int) -> None:
         _, _, ahead, _ = schedules.get_pp_rank_microbatches(count, vpp, pp, p2p_communicator=of_rank)
         first = [p.forward for p in passes].index(False)
         assert first == min(ahead + 1, count * vpp)
+
+
+@pytest.mark.parametrize(
+    ("vpp", "group", "count"), [(1, None, 40), (2, None, 40), (2, 16, 64), (2, 16, 40), (3, 5, 40)]
+)
+def test_a_period_shows_as_many_passes_in_flight_as_the_whole_step(vpp: int, group: int, count: int) -> None:
+    chunks = [Bytes(kept=1.0, forward=0.0, backward=0.0)] * vpp
+    whole = Order(2, vpp, count, group)
+    few = replace(whole, micro_batches=min(count, whole.period))
+    assert walk(chunks, few, 0) == walk(chunks, whole, 0)
+    if (vpp, group) == (2, 16):
+        assert walk(chunks, few, 0).in_flight == (2 - 1) * 2 + (2 - 1) * 16 + 1

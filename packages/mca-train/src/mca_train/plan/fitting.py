@@ -53,7 +53,7 @@ def changed(training: "TrainingArguments", changes: JsonObject) -> "TrainingArgu
 def remedies(
     subject: Subject, training: "TrainingArguments", layout: ParallelLayout, world_size: int, device: Device
 ) -> list[Remedy]:
-    """Single changes that fit, the cheapest first; if none does, those that save most."""
+    """Single changes that fit, the cheapest first; if none does, those that save most. Steps stay as large."""
     found = []
     for changes in _candidates(subject, training, layout):
         sizes = {name: value for name, value in changes.items() if name in layout.__dataclass_fields__}
@@ -72,7 +72,8 @@ def remedies(
 def _candidates(
     subject: Subject, training: "TrainingArguments", layout: ParallelLayout
 ) -> Iterator[JsonObject]:
-    if not training.use_distributed_optimizer and subject.adapter is None:
+    adam = training.optimizer in (None, "adam")  # others are neither split nor offloaded
+    if adam and not training.use_distributed_optimizer and subject.adapter is None:
         yield {"use_distributed_optimizer": True}
     if layout.tp > 1 and training.sequence_parallel is None:
         yield {"sequence_parallel": True}
@@ -80,17 +81,18 @@ def _candidates(
     if has_logits and not training.loss_chunk_size and not subject.config.mtp_num_layers:
         yield {"loss_chunk_size": 1024}
     if training.per_device_train_batch_size > 1:
-        yield {"per_device_train_batch_size": 1}
+        accumulated = training.per_device_train_batch_size * training.gradient_accumulation_steps
+        yield {"per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulated}
     if training.recompute_granularity is None:
         yield {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
     if training.recompute_granularity != "full":
         yield FULL
-    if not training.optimizer_cpu_offload:
+    if adam and not training.optimizer_cpu_offload:
         yield {"optimizer_cpu_offload": True}
-    yield from _larger(subject, layout)
+    yield from _larger(subject, training, layout)
 
 
-def _larger(subject: Subject, layout: ParallelLayout) -> Iterator[JsonObject]:
+def _larger(subject: Subject, training: "TrainingArguments", layout: ParallelLayout) -> Iterator[JsonObject]:
     if subject.config.num_moe_experts:
         yield {"expert_model_parallel_size": layout.ep * 2}
     for sizes in (
@@ -102,7 +104,10 @@ def _larger(subject: Subject, layout: ParallelLayout) -> Iterator[JsonObject]:
         {"tp": 8, "pp": 4},
     ):
         tp, pp = layout.tp * sizes.get("tp", 1), layout.pp * sizes.get("pp", 1)
-        changes: JsonObject = {}
+        if layout.vpp > 1 and (training.microbatch_group_size_per_vp_stage or pp) < pp:
+            continue
+        replicas = tp * pp // (layout.tp * layout.pp)  # so many that now share a replica's samples
+        changes: JsonObject = {"gradient_accumulation_steps": training.gradient_accumulation_steps * replicas}
         if tp != layout.tp:
             changes |= {"tensor_model_parallel_size": tp, "sequence_parallel": True}
         if pp != layout.pp:

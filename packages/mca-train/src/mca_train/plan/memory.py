@@ -300,8 +300,8 @@ def _peak(model: Model, chunks: tuple[PipelineChunk, ...], pp: int, *, worst: bo
     bytes_of = [of_chunk(model, chunk, worst=worst) for chunk in chunks]
     layout, accumulated = model.sizes.layout, model.training.gradient_accumulation_steps
     group = model.training.microbatch_group_size_per_vp_stage
-    order = Order(layout.pp, layout.vpp, min(accumulated, 4 * layout.pp), group)
-    return walk(bytes_of, order, pp)
+    order = Order(layout.pp, layout.vpp, accumulated, group)
+    return walk(bytes_of, replace(order, micro_batches=min(accumulated, order.period)), pp)
 
 
 def walk(bytes_of: list[Bytes], order: Order, pp: int) -> Peak:

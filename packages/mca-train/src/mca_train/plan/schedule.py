@@ -29,6 +29,11 @@ class Order:
     micro_batches: int
     group: int | None = None
 
+    @property
+    def period(self) -> int:
+        """So many micro-batches show every moment of a step; with more of them those in the middle repeat."""
+        return max(4 * self.pp, 2 * (self.group or self.pp))
+
     def of_rank(self, rank: int) -> Iterator[Pass]:
         """The passes of pipeline rank ``rank``, one after another."""
         forward = list(self._table())

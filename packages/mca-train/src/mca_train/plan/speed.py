@@ -3,7 +3,7 @@
 A prediction, for comparing layouts. Efficiencies and rates are those of the hardware's table.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log2
 
@@ -104,10 +104,10 @@ class Speed:
 
     def _pipeline(self, order: Order, times: list[list[_Layer]]) -> float:
         """Seconds until the last pass of any rank ends; of many micro-batches those in the middle repeat."""
-        shown = min(order.micro_batches, 4 * order.pp)
-        shown -= shown % order.pp if order.vpp > 1 else 0
+        shown = min(order.micro_batches, order.period)
+        shown -= shown % (order.group or order.pp) if order.vpp > 1 else 0
         shown = shown or order.micro_batches
-        few = Order(order.pp, order.vpp, shown, order.group)
+        few = replace(order, micro_batches=shown)
         orders = [list(few.of_rank(rank)) for rank in range(order.pp)]
 
         def duration(rank: int, step: Pass) -> float:
