@@ -1,5 +1,6 @@
 """What fits on a device, what would make the rest fit, and the table of devices."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,14 @@ import pytest
 from mca_config import TrainingArguments
 from mca_config.command_line import from_namespace
 from mca_config.errors import UsageError
+from mca_config.layout import ParallelLayout
 from mca_models.templates import config_from_hf
 from mca_train.plan.counts import ModelCounts
 from mca_train.plan.fitting import FULL, changed, fullest, over, remedies
 from mca_train.plan.hardware import hardware_of
 from mca_train.plan.memory import GIB, Plan, Subject, plan_of
 from mca_train.plan.options import PlanOptions
+from mca_train.plan.search import search
 from mca_train.reference.program import program
 
 LLAMA_8B: dict[str, Any] = {
@@ -92,6 +95,16 @@ def test_remedies_are_what_the_run_takes_and_keep_the_batch(optimizer: str, tmp_
             assert plan_of(subject, again, again.layout(), 8).global_batch == plan.global_batch
     assert seen >= {"per_device_train_batch_size", "pipeline_model_parallel_size"}
     assert (optimizer == "adam") == bool(seen & {*of_adam})
+
+
+def test_what_a_search_writes_replaces_the_virtual_stages_of_a_checkpoint(tmp_path: Path) -> None:
+    subject, args, _ = planned(tmp_path)
+    base = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    subject = replace(subject, config=replace(subject.config, layout=base))
+    found = search(subject, args, 8, 2, hardware_of("gib:1000"), count=1000)
+    assert {each.layout.vpp for each in found if each.layout.pp == 2} >= {1, 2, 4}
+    for each in found:
+        assert changed(args, each.changes).layout(base) == each.layout
 
 
 def test_a_users_table_adds_a_device(tmp_path: Path) -> None:
