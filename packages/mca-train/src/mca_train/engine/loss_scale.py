@@ -13,7 +13,9 @@ from mca_train.types import MegatronOptimizer
 def share_loss_scale(optimizer: MegatronOptimizer) -> None:
     """Makes the optimizers of a chain have the scale of the first, which moves once a step, by what all found."""
     singles = getattr(optimizer, "chained_optimizers", [])
-    if len(singles) < 2 or singles[0].grad_scaler is None:
+    if (
+        len(singles) < 2 or getattr(singles[0], "grad_scaler", None) is None
+    ):  # whole ones in fp32 have no attribute
         return
     for single in singles[1:]:
         single.grad_scaler = singles[0].grad_scaler
