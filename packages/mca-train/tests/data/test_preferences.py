@@ -51,6 +51,8 @@ def test_texts(tmp_path):
         {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": "hi", "chosen": [GOOD], "rejected": [BAD]},
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": "hi\n", "chosen": [USER, GOOD], "rejected": [USER, BAD]},  # as UltraFeedback has it
+        {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
     ],
 )
 def test_messages_with_and_without_a_prompt(tmp_path, row):
@@ -83,6 +85,10 @@ def test_pairs_whose_answer_is_cut_off_are_left_out(tmp_path, caplog):
             "row 0: chosen and rejected are text, so the prompt",
         ),
         ({"chosen": [GOOD], "rejected": [BAD]}, "row 0: there is no prompt"),
+        (
+            {"prompt": "hello", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            "row 0: chosen begins with a turn of the user, but is no conversation that repeats the prompt",
+        ),
         (
             {"prompt": "a", "chosen": "b", "rejected": None},
             "row 0: rejected is None; expected text or a list",

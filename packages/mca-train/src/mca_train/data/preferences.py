@@ -82,7 +82,8 @@ def pair_encoder(
 def split_row(row: Values, arguments: PairArguments) -> tuple[Said, Said, Said]:
     """Prompt, chosen and rejected: three texts, or three lists of messages.
 
-    Without a prompt the two conversations' common beginning is the prompt.
+    Without a prompt, or with one that both conversations repeat, what they have in common at their beginning is the
+    prompt.
     """
     prompt, names = row.get(arguments.prompt_column), (arguments.chosen_column, arguments.rejected_column)
     chosen, rejected = (row[name] for name in names)
@@ -98,15 +99,35 @@ def split_row(row: Values, arguments: PairArguments) -> tuple[Said, Said, Said]:
         if not isinstance(prompt, str):
             raise McaError(f"chosen and rejected are text, so the prompt must be too; got {prompt!r:.80}")
         return prompt, chosen, rejected
-    answers = check_messages(chosen), check_messages(rejected)
-    if prompt is not None:
-        return _turns(prompt), *answers
+    return _split_messages(prompt, check_messages(chosen), check_messages(rejected))
+
+
+def _split_messages(
+    prompt: object, chosen: list[Message], rejected: list[Message]
+) -> tuple[list[Message], list[Message], list[Message]]:
+    """Two answers without the prompt; files often have it in a column of its own and in both conversations."""
+    answers = {"chosen": chosen, "rejected": rejected}
     common = 0
-    while common < min(map(len, answers)) and answers[0][common] == answers[1][common]:
+    while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
         common += 1
-    if not common or common == min(map(len, answers)):
-        raise McaError("there is no prompt, and chosen and rejected have no common beginning; add a prompt")
-    return answers[0][:common], answers[0][common:], answers[1][common:]
+    if prompt is None:
+        if not common or common == min(len(chosen), len(rejected)):
+            raise McaError("there is no prompt, and chosen and rejected have no common beginning; add a prompt")
+        return chosen[:common], chosen[common:], rejected[common:]
+    turns = _turns(prompt)
+    if all(said[: len(turns)] == turns for said in answers.values()):
+        return turns, chosen[len(turns) :], rejected[len(turns) :]
+    asked = [turn["content"] for turn in chosen[:common] if turn["role"] == "user"]
+    if isinstance(prompt, str) and prompt.strip() in [said.strip() for said in asked if isinstance(said, str)]:
+        return chosen[:common], chosen[common:], rejected[common:]
+    for name, said in answers.items():
+        if turns[-1]["role"] == "user" and said[0]["role"] in ("system", "user"):
+            raise McaError(
+                f"{name} begins with a turn of the {said[0]['role']}, but is no conversation that repeats the prompt; "
+                "begin it with the assistant's turn, or name a column that is not there as prompt_column: then the common "
+                "beginning of both is the prompt"
+            )
+    return turns, chosen, rejected
 
 
 def _turns(prompt: object) -> list[Message]:
