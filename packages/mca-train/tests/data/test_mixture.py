@@ -146,6 +146,19 @@ def test_a_directory_with_configurations_is_read_by_subset(tmp_path):
         loaded([{"path": path}])
 
 
+def test_a_text_in_a_directory_is_a_document_and_files_without_a_split_are_told(tmp_path, caplog):
+    (tmp_path / "books").mkdir()
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "books" / "a.txt").write_text("one\n\ntwo\n")
+    jsonl(tmp_path / "chats" / "train.jsonl", [{"text": "x"}])
+    jsonl(tmp_path / "chats" / "more.jsonl", [{"text": "y"}])
+    (text,) = loaded([{"path": str(tmp_path / "books")}])
+    assert byte_tokenizer().decode(text["input_ids"]) == "one\n\ntwo\n<|eos|>"
+    assert not caplog.text
+    assert len(loaded([{"path": str(tmp_path / "chats")}])) == 1
+    assert "1 files are left out, as the names of others say train, test or validation (more.jsonl" in caplog.text
+
+
 @pytest.mark.parametrize("given", [{"split": "test"}, {"subset": "a"}, {"revision": "v1"}])
 def test_what_a_file_does_not_have_is_refused_and_not_ignored(given, tmp_path):
     file = jsonl(tmp_path / "a.jsonl", [{"text": "x"}])

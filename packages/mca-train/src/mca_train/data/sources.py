@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mca_config.errors import McaError, UsageError, raise_problems
-from mca_config.types import Values
+from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.config.fields import build
 from mca_train.data.addresses import is_address, name_in, shown
@@ -18,6 +18,8 @@ from mca_train.data.files import load_rows, named, reader_of
 
 if TYPE_CHECKING:
     import datasets
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -123,7 +125,37 @@ def _loaded(source: Source, key: str, arguments: DataArguments) -> "datasets.Dat
                 return found[source.split]
             _require_without(source, key, "a saved dataset without splits", ("split",))
             return found
-        return datasets.load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
+        options = _options_of(path, source, key) if path.is_dir() else {}
+        return datasets.load_dataset(
+            source.path, source.subset, split=source.split, revision=source.revision, **options
+        )
+
+
+def _options_of(path: Path, source: Source, key: str) -> JsonObject:
+    """What the reader of a directory's files is told; warns of files that are of no split."""
+    import datasets
+    from datasets.data_files import FILES_TO_IGNORE
+
+    builder = datasets.load_dataset_builder(source.path, source.subset, revision=source.revision)
+    splits = builder.config.data_files or {}
+    used = {Path(file).resolve() for files in splits.values() for file in files}
+    kinds = {file.suffix for file in used}
+    left = [
+        file
+        for file in sorted(path.rglob("*"))
+        if file.suffix in kinds and file.name not in FILES_TO_IGNORE and file.resolve() not in used
+    ]
+    if left and builder.config.name == "default":
+        logger.warning(
+            "%s: %s: %d files are left out, as the names of others say train, test or validation (%s, ...); name each file "
+            "as an entry, or rename them",
+            key,
+            shown(source.path),
+            len(left),
+            left[0].relative_to(path),
+        )
+    # a text is a document as in a file that is named, not each of its lines
+    return {"sample_by": "document"} if hasattr(builder.config, "sample_by") else {}
 
 
 def _require_without(source: Source, key: str, what: str, names: Sequence[str]) -> None:
