@@ -38,6 +38,34 @@ MARKED = (
 )
 
 
+# One whose prompt ends in a space, which belongs to the first token of the answer.
+SPACED = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+SPACED_MARKED = SPACED.replace(
+    "{{ m['content'] }}{{ eos_token }}",
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}",
+)
+
+
+def spaced_tokenizer(chat_template: str | None = SPACED) -> PreTrainedTokenizerFast:
+    """A token per letter, with the space before it if there is one; texts begin with a space, as of sentencepiece."""
+    letters = [*map(chr, range(33, 127))]
+    vocab = {
+        token: number
+        for number, token in enumerate(["<|eos|>", "\n", "▁", *letters, *(f"▁{letter}" for letter in letters)])
+    }
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", letter) for letter in letters]))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    core.decoder = decoders.Metaspace(prepend_scheme="first")
+    core.add_special_tokens(["<|eos|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|eos|>")
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
 def byte_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
     """A token per byte, plus the marks of a chat."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

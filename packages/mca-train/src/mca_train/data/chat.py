@@ -143,6 +143,9 @@ def tokenize_chat(
 ) -> tuple[list[int], list[bool]]:
     """Tokens of the conversation, and which are the assistant's (its end-of-turn mark included).
 
+    A token that begins before the assistant's first letter and holds it (a space and the word after it) is the
+    assistant's.
+
     Args:
         tokenizer: With a chat template.
         messages: ``{"role": ..., "content": ...}`` each.
@@ -158,7 +161,7 @@ def tokenize_chat(
         return _tokenize_pieces(tokenizer, text, spans)
     encoded = head_encoding(tokenizer, text, length, add_special_tokens=False, return_offsets_mapping=True)
     targets = [
-        any(start <= begin < end for start, end in spans) and stop > begin
+        any(begin < end and stop > start for start, end in spans if end > start) and stop > begin
         for begin, stop in encoded["offset_mapping"]
     ]
     return encoded["input_ids"], targets

@@ -129,29 +129,61 @@ def tokenize_answer(
     length: int,
     tools: Tools | None = None,
 ) -> Encoded:
-    """Prompt and answer as text, or as two lists of chat messages; the answer ends with EOS.
+    """Prompt and answer as text, or as two lists of chat messages; the answer ends with EOS."""
+    return tokenize_answers(tokenizer, prompt, [completion], length, tools)[0]
+
+
+def tokenize_answers(
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: object,
+    completions: Sequence[object],
+    length: int,
+    tools: Tools | None = None,
+) -> list[Encoded]:
+    """Several answers to one prompt, as text or as lists of chat messages; each ends with EOS.
 
     Of what is much longer than ``length`` tokens, no more than those must be right.
     """
     if isinstance(prompt, list):
-        if not isinstance(completion, list):
-            raise McaError(
-                f"the prompt is a list of messages, so the completion must be; got {completion!r:.80}"
-            )
-        turns = check_messages([*prompt, *completion])
-        return tokenize_chat(tokenizer, turns, first=len(prompt), tools=tools, length=length)
-    if not isinstance(prompt, str) or not isinstance(completion, str):
-        raise McaError(f"prompt and completion must be text; got {prompt!r} and {completion!r}")
+        found = []
+        for completion in completions:
+            if not isinstance(completion, list):
+                raise McaError(
+                    f"the prompt is a list of messages, so the completion must be; got {completion!r:.80}"
+                )
+            turns = check_messages([*prompt, *completion])
+            found.append(tokenize_chat(tokenizer, turns, first=len(prompt), tools=tools, length=length))
+        return found
+    texts = [text for text in completions if isinstance(text, str)]
+    if not isinstance(prompt, str) or len(texts) < len(completions):
+        wrong = next((text for text in completions if not isinstance(text, str)), completions[0])
+        raise McaError(f"prompt and completion must be text; got {prompt!r} and {wrong!r}")
+    return _tokenize_texts(tokenizer, prompt, texts, length)
+
+
+def _tokenize_texts(
+    tokenizer: "PreTrainedTokenizerBase", prompt: str, completions: Sequence[str], length: int
+) -> list[Encoded]:
+    """Each completion behind the prompt, tokenized as one text.
+
+    The answers begin where the tokens of the prompt alone and of the whole part, which with a pair is the first such
+    place of both: a token may hold letters of the prompt and of an answer.
+    """
+    eos = _eos(tokenizer)
     context = head_encoding(tokenizer, prompt, length)["input_ids"] if prompt else []
-    eos = tokenizer.eos_token_id
     if context and context[-1] == eos:
         own = head_encoding(tokenizer, prompt, length, add_special_tokens=False)["input_ids"]
         if _ends(context, eos) > _ends(own, eos):  # a tokenizer that ends what it encodes: it is not the end
             context = context[:-1]
-    answer = head_encoding(tokenizer, completion, length, add_special_tokens=not prompt)["input_ids"]
-    if not answer or answer[-1] != eos:
-        answer = [*answer, _eos(tokenizer)]
-    return [*context, *answer], [False] * len(context) + [True] * len(answer)
+    wholes = [head_encoding(tokenizer, prompt + text, length)["input_ids"] for text in completions]
+    shared = min(_common(context, whole) for whole in wholes)
+    ended = [whole if len(whole) > shared and whole[-1] == eos else [*whole, eos] for whole in wholes]
+    return [(whole, [place >= shared for place in range(len(whole))]) for whole in ended]
+
+
+def _common(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """With how many tokens both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False)))
 
 
 def _ends(tokens: Sequence[int], eos: int) -> int:

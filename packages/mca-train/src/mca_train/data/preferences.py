@@ -15,7 +15,7 @@ from mca_config.errors import McaError, UsageError
 from mca_config.types import Values
 from mca_train.config.columns import PairArguments
 from mca_train.data.chat import Message
-from mca_train.data.encoding import Encoded, RowEncoder, check_messages, tokenize_answer, tools_of
+from mca_train.data.encoding import Encoded, RowEncoder, check_messages, tokenize_answers, tools_of
 from mca_train.data.formats import converted
 from mca_train.data.token_dataset import Sample, TokenDataset
 
@@ -71,10 +71,7 @@ def pair_encoder(
     def encode(row: Values) -> list[Encoded]:
         prompt, chosen, rejected = split_row(row, arguments)
         tools = tools_of(row, arguments)
-        return [
-            tokenize_answer(tokenizer, prompt, answer, arguments.seq_length, tools)
-            for answer in (chosen, rejected)
-        ]
+        return tokenize_answers(tokenizer, prompt, (chosen, rejected), arguments.seq_length, tools)
 
     return encode
 
