@@ -1,6 +1,7 @@
 """The page on reinforcement learning and its example run; losses of log-probabilities are those of cross entropies."""
 
 import importlib.util
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -94,26 +95,53 @@ def test_losses_of_log_probs_are_those_of_cross_entropies(
         assert torch.allclose(torch.tensor(other), torch.tensor(plain), rtol=2e-5), (plain, other)
 
 
-def in_rounds(checkpoint: Path, folder: Path) -> list[list[float]]:
-    """Losses of four steps at once, and of two rounds of two steps each on what the dataset then holds."""
-    data = samples(16, longest=24)
+def in_rounds(checkpoint: Path, folder: Path) -> dict[str, Any]:
+    """Six steps at once, and two rounds of three steps each on what the dataset then holds."""
+    from mca_train import McaTrainer
+
+    class InRounds(McaTrainer):
+        signal_names = ("round",)
+        round = 0
+
+        def compute_loss(self, output: Tensor, batch: Any, **_: object) -> tuple[Tensor, Tensor]:
+            self.signals.add({"round": torch.tensor(float(self.round))}, 1)
+            return super().compute_loss(output, batch)
+
+    data = samples(24, longest=24)
     changes = {"lr_scheduler_type": "constant", "warmup_steps": 0, "gradient_accumulation_steps": 4}
     changes |= {"train_sampling_strategy": "sequential", "train_dataset": data}
-    whole = make_trainer(checkpoint, folder / "whole", max_steps=4, **changes)
+    whole = make_trainer(checkpoint, folder / "whole", max_steps=6, **changes)
     quietly(whole.train)
-    trainer = make_trainer(checkpoint, folder / "rounds", max_steps=2, **changes)
-    found: list[float] = []
-    for first in (0, 8):
-        trainer.train_dataset = torch.utils.data.Subset(data, range(first, first + 8))
+
+    def new() -> Any:
+        saving = {"max_steps": 3, "logging_steps": 2, "save_strategy": "steps"}
+        return make_trainer(checkpoint, folder / "rounds", kind=InRounds, **changes | saving)
+
+    trainer = new()
+    found: dict[str, Any] = {"whole": history(whole, "loss"), "loss": [], "round": []}
+    for trainer.round in (0, 1):
+        first = 12 * trainer.round
+        trainer.train_dataset = torch.utils.data.Subset(data, range(first, first + 12))
         quietly(trainer.train)
-        found += history(trainer, "loss")
-    return [history(whole, "loss"), found]
+        for key in ("loss", "round"):
+            found[key] += history(trainer, key)
+    resumed = new()
+    quietly(lambda: resumed.train(resume_from_checkpoint="auto"))
+    quietly(resumed.train)
+    lines = (folder / "rounds" / "train_log.jsonl").read_text().splitlines()
+    found["logged"] = [entry.get("rounds_before", 0) for entry in map(json.loads, lines) if "loss" in entry]
+    found["checkpoints"] = [path.name for path in (folder / "rounds").glob("checkpoint-*")]
+    return found
 
 
 def test_a_loop_outside_trains_round_by_round(checkpoint: Path, tmp_path: Path) -> None:
-    whole, rounds = run_ranks(1, in_rounds, checkpoint, tmp_path)[0]
-    assert len(whole) == 4
-    assert rounds == pytest.approx(whole, rel=1e-6)
+    found = run_ranks(1, in_rounds, checkpoint, tmp_path)[0]
+    whole = found["whole"]
+    means = [(whole[first] + whole[first + 1]) / 2 for first in (0, 3)]
+    assert found["loss"] == pytest.approx(means, rel=1e-6)
+    assert found["round"] == [0.0, 1.0], "nothing of the first round's last step is in the second's log"
+    assert found["logged"] == [0, 1, 2]
+    assert found["checkpoints"] == ["checkpoint-3"]
 
 
 def learn(rounds: int, folder: Path) -> list[float]:

@@ -23,6 +23,21 @@ def test_a_resumed_run_takes_out_what_came_after_its_checkpoint(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["train_log.jsonl"]
 
 
+def test_rounds_of_one_trainer_stand_one_after_the_other(tmp_path):
+    log, path = JsonlLog(), tmp_path / "train_log.jsonl"
+    places = [(None, step) for step in (1, 2, 3)] + [(1, step) for step in (1, 2, 3)]
+    run(tmp_path, log=log)
+    run(tmp_path, log=log)
+    assert [(line.get("rounds_before"), line["step"]) for line in map(json.loads, path.open())] == places
+    resumed = JsonlLog()
+    vars(resumed).update(log.state()["attributes"])  # as from the checkpoint of step 1 of the second
+    run(tmp_path, first=1, log=resumed)
+    found = [(line.get("rounds_before"), line["step"]) for line in map(json.loads, path.open())]
+    assert found == [*places[:4], (1, 2), (1, 3), (1, 4)]
+    run(tmp_path)  # another run
+    assert len(path.read_text().splitlines()) == 3
+
+
 def test_a_log_that_cannot_be_written_is_told_once(tmp_path, caplog):
     (tmp_path / "train_log.jsonl").mkdir()  # stands for a full disk
     run(tmp_path, first=1)

@@ -2,7 +2,8 @@
 
 A new run is refused where another one's stand, or deletes them if that is asked for. A run that resumes from an
 earlier checkpoint sets the later ones aside when it writes its first own, and one of the same step just before. So
-``auto`` and ``save_total_limit``, which go by the step, find only a run's own.
+``auto`` and ``save_total_limit``, which go by the step, find only a run's own. A trainer that trains in rounds, each
+from step 0 on, deletes the checkpoints of the round before when it has the first of the next.
 """
 
 import logging
@@ -55,10 +56,14 @@ def set_aside_newer(output_dir: Path, first: int, own: Iterable[Path]) -> None:
         first: The step that it went back to.
         own: The checkpoints that it has written since.
     """
+    for path in all_but(output_dir, own):
+        _set_aside(path, first)
+
+
+def all_but(output_dir: Path, own: Iterable[Path]) -> list[Path]:
+    """The checkpoints in ``output_dir`` but for a run's ``own``."""
     names = {path.name for path in own}
-    for path in checkpoints(output_dir):
-        if path.name not in names:
-            _set_aside(path, first)
+    return [path for path in checkpoints(output_dir) if path.name not in names]
 
 
 def make_way(target: Path, first: int, own: Iterable[Path]) -> None:

@@ -50,7 +50,7 @@ class Balance:
     segments: Tensor | None = None
     """``[tokens]`` of the running call: whose tokens these are."""
     found: dict[str, Tensor] = field(default_factory=dict)
-    """The losses of the steps since they were last looked at, this rank's share, without their coefficients."""
+    """The losses of the step, this rank's share, without their coefficients."""
 
     def attach(self, carrier: Tensor, name: str, value: Tensor, coefficient: float) -> Tensor:
         """``carrier``, which now brings the gradient of a loss.
@@ -99,6 +99,7 @@ def begin_step(chunks: Iterable[torch.nn.Module], counts: StepCounts) -> None:
         balance.targets_per_token = counts.targets[0] / balance.tokens
         balance.num_segments = counts.num_segments
         balance.load = None
+        balance.found.clear()
 
 
 def balances_globally(config: Upstream) -> bool:

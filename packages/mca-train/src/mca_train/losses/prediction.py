@@ -24,7 +24,7 @@ class Prediction:
 
     Args:
         targets: Of the step on all ranks: of the model, then of each prediction layer.
-        found: By prediction layer, this rank's share of the losses since they were last looked at.
+        found: By prediction layer, this rank's share of the losses of the step.
     """
 
     targets: tuple[float, ...]
@@ -46,6 +46,7 @@ def begin_step(chunks: Iterable[Chunk], counts: StepCounts) -> None:
     for chunk in chunks:
         if "mca_prediction" in vars(chunk):
             chunk.mca_prediction.targets = counts.targets
+            chunk.mca_prediction.found.zero_()
 
 
 def _postprocess(

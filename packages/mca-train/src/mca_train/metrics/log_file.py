@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from mca_config.files import replacing
 from mca_config.types import JsonObject
@@ -16,32 +17,44 @@ from mca_train.types import TrainerControl, TrainerState, TrainingArguments
 logger = logging.getLogger(__name__)
 
 
-class JsonlLog(TrainerCallback):  # type: ignore[misc]
+class JsonlLog(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Every log as a line of ``<output_dir>/train_log.jsonl``: step, time, and what was logged.
 
     On a resumed run, lines that were written after the checkpoint, or are not whole, are taken out first. A log that
     cannot be written (a full disk) is reported once and does not end a run.
+
+    Attributes:
+        rounds_before: How many times the trainer has begun anew before; lines of later rounds than the first say it.
     """
 
     name = "train_log.jsonl"
 
     def __init__(self) -> None:
+        self.rounds_before = 0
+        self._begun = False
         self._told = False
+
+    def state(self) -> JsonObject:
+        """For checkpoints: which round they are of."""
+        return {"args": {}, "attributes": {"rounds_before": self.rounds_before}}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Keeps the lines up to the step that the run starts from."""
+        """Keeps the lines up to the step that the run starts from, and those of earlier rounds."""
+        anew, again = not state.global_step, self._begun
+        self.rounds_before += anew and again
+        self._begun = True
         if not state.is_world_process_zero:
             return
         path = Path(args.output_dir) / self.name
         with self._told_if_not_written(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            lines = path.read_bytes().splitlines() if path.exists() and state.global_step else []
-            kept = _lines_before(lines, state)
+            lines = path.read_bytes().splitlines() if path.exists() and (again or not anew) else []
+            kept = _lines_before(lines, self.rounds_before, state)
             with replacing(path) as beside:
                 beside.write_bytes(b"".join(line + b"\n" for line in kept))
-            broken = sum(_step_of(line) is None for line in lines)
+            broken = sum(_place_of(line) is None for line in lines)
             if broken:
                 logger.warning("%s: %d incomplete lines are removed (was a run killed?)", path, broken)
 
@@ -57,7 +70,11 @@ class JsonlLog(TrainerCallback):  # type: ignore[misc]
         if not state.is_world_process_zero or not logs:
             return
         path = Path(args.output_dir) / self.name
-        line = json.dumps({"step": state.global_step, "time": round(time.time(), 3), **logs}) + "\n"
+        place = {
+            "step": state.global_step,
+            **({"rounds_before": self.rounds_before} if self.rounds_before else {}),
+        }
+        line = json.dumps({**place, "time": round(time.time(), 3), **logs}) + "\n"
         with self._told_if_not_written(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
@@ -77,19 +94,22 @@ class JsonlLog(TrainerCallback):  # type: ignore[misc]
             self._told = True
 
 
-def _lines_before(lines: Sequence[bytes], state: TrainerState) -> Iterator[bytes]:
-    """Those that had been written when ``state`` was saved: at its last step others may have followed."""
+def _lines_before(lines: Sequence[bytes], rounds: int, state: TrainerState) -> Iterator[bytes]:
+    """Those that had been written when ``state`` of a round was saved: at its last step others may have followed."""
     logs = getattr(state, "log_history", None)
     left = len(lines) if logs is None else sum(log["step"] == state.global_step for log in logs)
+    last = (rounds, state.global_step)
     for line in lines:
-        step = _step_of(line)
-        left -= step == state.global_step
-        if step is not None and (step < state.global_step or (step == state.global_step and left >= 0)):
+        place = _place_of(line)
+        left -= place == last
+        if place is not None and (place < last or (place == last and left >= 0)):
             yield line
 
 
-def _step_of(line: bytes) -> int | None:
+def _place_of(line: bytes) -> tuple[int, int] | None:
+    """Rounds before, and step."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        entry = json.loads(line)
+        return int(entry.get("rounds_before", 0)), int(entry["step"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

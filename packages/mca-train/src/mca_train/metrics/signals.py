@@ -155,7 +155,6 @@ class ModelLosses:
         for router in self._routers:
             for name, value in router.mca_balance.found.items():
                 found[name] = found[name] + value if name in found else value
-            router.mca_balance.found.clear()
         return found
 
     def _of_prediction(self) -> Tensor:
@@ -164,7 +163,6 @@ class ModelLosses:
         for chunk in self._chunks:
             if "mca_prediction" in vars(chunk):
                 values += chunk.mca_prediction.found
-                chunk.mca_prediction.found.zero_()
         return values
 
     def _experts(self) -> dict[str, list[float]]:

@@ -17,7 +17,7 @@ class RunFiles:
 
     Args:
         folder: The run's directory.
-        curves: By name of what was logged, step and value.
+        curves: By name of what was logged, step and value; rounds one after the other.
         record: ``run.json``; empty if the run wrote none.
         checkpoints: Names and bytes.
         seconds: From the first log to the last.
@@ -51,17 +51,22 @@ def read_run(folder: Path) -> RunFiles:
         raise UsageError(f"{folder} holds no {LOG}; name the output_dir of a run")
     curves: dict[str, Points] = {}
     times = []
+    number, before, last = 0, 0.0, 0.0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         entry = _object(line)
         step = entry.pop("step", None)
         time = entry.pop("time", None)
+        rounds = entry.pop("rounds_before", 0)
         if not isinstance(step, int | float):
             continue
+        if rounds != number:
+            number, before = rounds, before + last
+        last = step
         if isinstance(time, int | float):
             times.append(float(time))
         for name, value in entry.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                curves.setdefault(name, []).append((float(step), float(value)))
+                curves.setdefault(name, []).append((before + step, float(value)))
     record = (
         _object((folder / RECORD).read_text(encoding="utf-8", errors="replace"))
         if (folder / RECORD).is_file()

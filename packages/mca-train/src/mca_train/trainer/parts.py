@@ -5,6 +5,7 @@ Nothing is computed or set here. `McaTrainer` sets the attributes when it is mad
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerControl, TrainerState
@@ -102,6 +103,10 @@ class TrainerParts(Trainer):  # type: ignore[misc]
     """Of a mixture, while it is trained on."""
     _totals: Totals
     _due: Due
+    _claimed: Path | None = None
+    """The ``output_dir`` whose checkpoints are all of this trainer's runs."""
+    _replaces: bool = False
+    """This run began anew; those that stand there go when its first own is complete."""
     _samples: int
     """That this process has trained on; packs count as what is in them."""
 

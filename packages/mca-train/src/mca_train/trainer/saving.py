@@ -45,6 +45,19 @@ class WithCheckpoints(WithLogs):
             self.output_lock = None
             lock.release()
 
+    def _claim(self, output_dir: Path, checkpoint: Path | None) -> None:
+        """Sees to it that checkpoints in ``output_dir`` are of the run that begins, or of this trainer's earlier ones.
+
+        Args:
+            output_dir: Of the run.
+            checkpoint: That it goes on from.
+        """
+        self._replaces = checkpoint is None and self._claimed == output_dir.resolve()
+        if not self._replaces:
+            lineage.require_free(output_dir, checkpoint, overwrite=self.args.overwrite_output_dir)
+        self._claimed = output_dir.resolve()
+        self._checkpoints.written.clear()
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model as an MCA checkpoint, with the tokenizer; all ranks take part.
 
@@ -73,8 +86,11 @@ class WithCheckpoints(WithLogs):
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(target)
         self._checkpoints.finish()
-        with name_errors(target):
-            told_by_first(lambda: lineage.make_way(target, self.started_at_step, self._checkpoints.written))
+        if not self._replaces:
+            with name_errors(target):
+                told_by_first(
+                    lambda: lineage.make_way(target, self.started_at_step, self._checkpoints.written)
+                )
         of_step = copy.copy(self.state) if self.args.async_save else self.state
         self._checkpoints.write(target, self._begin_checkpoint, lambda: self._after_checkpoint(of_step))
 
@@ -110,7 +126,12 @@ class WithCheckpoints(WithLogs):
 
     def _make_room(self, best: str | None) -> None:
         output_dir, limit = Path(self.args.output_dir), self.args.save_total_limit
-        lineage.set_aside_newer(output_dir, self.started_at_step, self._checkpoints.written)
+        if self._replaces:
+            for path in lineage.all_but(output_dir, self._checkpoints.written):
+                logger.info("deleting %s (of an earlier round of training)", path)
+                self._checkpoints.delete(path)
+        else:
+            lineage.set_aside_newer(output_dir, self.started_at_step, self._checkpoints.written)
         for path in directory.expendable(output_dir, limit, best):
             logger.info("deleting %s (save_total_limit %d)", path, limit)
             self._checkpoints.delete(path)

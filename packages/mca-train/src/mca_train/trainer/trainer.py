@@ -145,7 +145,6 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         seed_dropout(model, args.seed)
         self.model = self.model_wrapped = model
         self._view = view
-        self._meter = LossMeter(self.ranks.context_parallel_rank)
         self._checkpoints = CheckpointWriter(in_background=args.async_save)
         self._place = RunPosition()
         self._totals = Totals()
@@ -161,11 +160,17 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             pack_length=pack_length,
             images=image_batching(model.config, decodes=self.ranks.is_first_stage),
         )
-        self.signals = self._new_signals()
-        self._model_losses = ModelLosses(model.chunks)
-        self._sources = self._losses_of_sources(train_dataset)
+        self._new_meters()
         self._set_output()
         self._pipeline = Pipeline(list(model.chunks), self._loss, wants_logits=self.wants_logits)
+
+    def _new_meters(self) -> None:
+        """What is summed up between two logs begins at 0."""
+        self._meter = LossMeter(self.ranks.context_parallel_rank)
+        self.signals = self._new_signals()
+        self._model_losses = ModelLosses(self.model.chunks)
+        self._sources = self._losses_of_sources(self.train_dataset)
+        self.watch.restore({"skipped": 0})
 
     def _set_output(self) -> None:
         """What the chunk with the loss makes of its hidden states."""
@@ -221,7 +226,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             with self._alone():
                 with reading(output_dir):
                     checkpoint = directory.find(resume_from_checkpoint, output_dir, self.ranks)
-                    lineage.require_free(output_dir, checkpoint, overwrite=self.args.overwrite_output_dir)
+                    self._claim(output_dir, checkpoint)
                 with self.watch.signal, self.watch.pulse:
                     return self._train(checkpoint)
         finally:
@@ -239,7 +244,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         log_plan(self.args, self.ranks, length, sampler.shape.global_size, self.state.global_step)
         if self.ranks.is_first:
             remove_unfinished(Path(self.args.output_dir), directory.PREFIX)
-            if self.args.overwrite_output_dir:
+            if self.args.overwrite_output_dir and not self._replaces:
                 lineage.remove_others(Path(self.args.output_dir), checkpoint, self.state.global_step)
         start, started = self.state.global_step, time.time()
         self.started_at_step = start
@@ -249,7 +254,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
                 training.load_rng(checkpoint)
         elif self.args.eval_on_start:
             self._evaluate(None, None, skip_scheduler=True)
-        self._meter = LossMeter(self.ranks.context_parallel_rank)
+        self._new_meters()
         self._take_up(carried)
         if checkpoint is not None:
             ended = not sampler.steps_after(self._place.samples)
