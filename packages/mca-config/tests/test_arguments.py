@@ -362,6 +362,7 @@ def test_a_setting_that_has_its_own_argument_becomes_it() -> None:
         ({"fp4": "e2m1"}, ["fp4 is not supported"]),
         ({"hybrid_context_parallel": True}, ["hybrid_context_parallel is not supported (no groups or"]),
         ({"use_kitchen": True}, ["use_kitchen is not supported"]),
+        ({"fused_single_qkv_rope": True}, ["fused_single_qkv_rope is not supported (it omits factors"]),
         ({"moe_per_layer_logging": True}, ["losses of experts are logged as one"]),
         ({"test_mode": True}, ["test_mode is not supported"]),
         ({"tp_comm_bulk_wgrad": False}, ["tp_comm_bulk_wgrad needs tp_comm_overlap; add it"]),

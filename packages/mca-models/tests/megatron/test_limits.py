@@ -9,9 +9,11 @@ import pytest
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_models.megatron import platform
+from mca_models.megatron.factory.execution import pipeline_settings
 from mca_models.megatron.factory.limits import require_supported
 
-V16, V19 = (0, 16, 1), (0, 19, 2)
+V16, V17, V18, V19 = (0, 16, 1), (0, 17), (0, 18), (0, 19, 2)
 SIZES: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 64,
@@ -58,6 +60,9 @@ YARN = replace(
 INTERLEAVED = replace(DENSE, rotary_interleaved=True)
 CAPPED = replace(DENSE, attn_logit_softcapping=2.0)
 FUSED = {"bias_activation_fusion": True}
+GELU = replace(DENSE, hidden_act="gelu", gated_linear_unit=False)
+CLAMPED = replace(DENSE, activation_func_clamp_value=7.0)
+SHARED = replace(MOE, hidden_act="quick_gelu", glu_linear_offset=1.0, moe_shared_expert_intermediate_size=64)
 SINKS = replace(DENSE, softmax_type="learnable")
 TIED_PREDICTION = replace(DENSE, mtp_num_layers=1, tie_word_embeddings=True)
 BETWEEN = ParallelLayout(
@@ -67,6 +72,11 @@ BETWEEN = ParallelLayout(
 )
 ENGINE: dict[str, Any] = {"implementation": "transformer_engine", "device": "cuda"}
 HALF = ENGINE | {"bf16": True}
+CUDA = {"device": "cuda"}
+FREEING = CUDA | {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": True}
+TE_ACTIVATION = ENGINE | {"use_te_activation_func": True}
+OP_FUSER = ENGINE | {"use_transformer_engine_op_fuser": True}
+TE_LOSS = HALF | {"cross_entropy_fusion_impl": "te"}
 TP2 = ParallelLayout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
 VPP = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
 PP2 = ParallelLayout(pipeline_model_parallel_size=2)
@@ -83,9 +93,18 @@ def check(
     device: str = "cpu",
     version: tuple[int, ...] = V16,
     implementation: str = "local",
+    engine: tuple[int, ...] | None = (2, 20, 2),
     **settings: Any,
 ) -> None:
-    require_supported(config, layout, settings, device=device, version=version, implementation=implementation)
+    require_supported(
+        config,
+        layout,
+        settings,
+        device=device,
+        version=version,
+        implementation=implementation,
+        engine=engine,
+    )
 
 
 REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
@@ -179,6 +198,23 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (DENSE, TP2, ENGINE | {"fp8": "hybrid", "fp8_param": True}, "fp8_param is not supported"),
     (YARN, TP2, ENGINE | {"apply_rope_fusion": True}, "factor of rope_type yarn on packed rows"),
     (INTERLEAVED, TP2, ENGINE | {"apply_rope_fusion": True}, "does not interleave"),
+    (DENSE, VPP, FREEING, "before megatron-core 0.18"),
+    (DENSE, VPP, FREEING | {"version": V17}, "before megatron-core 0.18"),
+    *(
+        (model, TP2, TE_ACTIVATION, "use_te_activation_func computes another activation")
+        for model in (GELU, CLAMPED, replace(GELU, hidden_act="relu"), replace(GELU, hidden_act="silu"))
+    ),
+    (GELU, TP2, OP_FUSER, "use_transformer_engine_op_fuser computes another activation"),
+    (PARALLEL, TP2, OP_FUSER, "needs a norm of Transformer Engine's before each MLP"),
+    (
+        replace(DENSE, norm_placement="post"),
+        TP2,
+        OP_FUSER,
+        "needs a norm of Transformer Engine's before each",
+    ),
+    (SHARED, ParallelLayout(), {"moe_shared_expert_overlap": True}, "shared experts that overlap omit"),
+    (DENSE, ParallelLayout(), TE_LOSS | {"bf16": False, "fp16": True}, "not in fp16"),
+    (DENSE, ParallelLayout(), TE_LOSS | {"engine": (2, 10, 0)}, "gradients of other tokens"),
 ]
 
 
@@ -218,7 +254,37 @@ ACCEPTED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any]]] = [
     (DENSE, TP2, ENGINE | {"apply_rope_fusion": True}),
     (INTERLEAVED, TP2, ENGINE | {"apply_rope_fusion": True, "version": V19}),
     *((model, CP2, {"attention_backend": "local", **ENGINE}) for model in (WINDOWED, SINKS, MLA)),
+    (DENSE, VPP, FREEING | {"version": V18}),
+    (DENSE, PP2, CUDA | {"deallocate_pipeline_outputs": True}),
+    (DENSE, TP2, TE_ACTIVATION),
+    (DENSE, TP2, OP_FUSER),
+    (replace(SHARED, hidden_act="silu", glu_linear_offset=0.0), TP2, {"moe_shared_expert_overlap": True}),
+    *((DENSE, TP2, TE_LOSS | {"engine": engine}) for engine in (None, (2, 11, 0))),
 ]
+
+
+@pytest.mark.parametrize(
+    "device,layout,version,frees",
+    [
+        ("cuda", PP2, V16, True),
+        ("cuda", VPP, V16, False),
+        ("cuda", VPP, V17, False),
+        ("cuda", VPP, V18, True),
+        ("cuda", ParallelLayout(), V19, False),
+        ("cpu", PP2, V19, False),
+    ],
+)
+def test_outputs_are_freed_where_they_are_sent_first(
+    device: str,
+    layout: ParallelLayout,
+    version: tuple[int, ...],
+    frees: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(platform, "device_type", lambda: device)
+    settings = pipeline_settings(layout, version)
+    assert settings["deallocate_pipeline_outputs"] is frees
+    check(DENSE, layout, device=device, version=version, **settings)
 
 
 @pytest.mark.parametrize("config,layout,settings", ACCEPTED)

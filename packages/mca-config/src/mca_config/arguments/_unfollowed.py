@@ -55,6 +55,7 @@ _NOWHERE: Mapping[str, tuple[str, ...]] = {
         "gtp_weight_remat_size",
         "expert_gtp_weight_remat_size",
     ),
+    "it omits factors, norms and interleaved channels": ("fused_single_qkv_rope",),
     "experts are not balanced by quantiles": ("moe_router_quantile_balancing_ema",),
     "no layers are made with it": ("use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
     "the package of that name is not used": ("use_kitchen", "use_kitchen_attention", "kitchen_*"),

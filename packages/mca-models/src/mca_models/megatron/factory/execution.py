@@ -93,17 +93,23 @@ def kernel_settings(implementation: Implementation) -> Settings:
     }
 
 
-def pipeline_settings(layout: ParallelLayout) -> Settings:
+def pipeline_settings(layout: ParallelLayout, version: tuple[int, ...]) -> Settings:
     """Point-to-point sends overlap under virtual pipelining, where batched ones give wrong numbers.
 
-    Outputs are freed after sending on CUDA only: gloo reads them later.
+    Outputs are freed after sending on CUDA only, as gloo reads them later, and where Megatron waits for its sends.
     """
     interleaved = layout.vpp > 1
+    frees = platform.device_type() == "cuda" and waits_for_sends(layout, version)
     return {
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        "deallocate_pipeline_outputs": layout.pp > 1 and platform.device_type() == "cuda",
+        "deallocate_pipeline_outputs": layout.pp > 1 and frees,
     }
+
+
+def waits_for_sends(layout: ParallelLayout, version: tuple[int, ...]) -> bool:
+    """Whether megatron-core of that version has sent an output before it frees it."""
+    return layout.vpp == 1 or version >= (0, 18)
 
 
 def grouped_experts(settings: Settings, implementation: Implementation) -> bool:

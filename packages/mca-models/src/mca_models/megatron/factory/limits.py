@@ -13,14 +13,11 @@ from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_config.pipeline import PipelinePlan, pipeline_plan
 from mca_config.rope import require_rope
 from mca_config.types import Values
+from mca_models.megatron.factory.execution import waits_for_sends
+from mca_models.megatron.factory.fused_limits import FIXED_IN_0_17, Version, fused_problems, has_altered_glu
 from mca_models.megatron.families.core_attention import own_core
 from mca_models.megatron.families.group_router import own_groups
 from mca_models.megatron.families.router import own_router
-from mca_models.megatron.families.settings import has_fused_activation
-from mca_models.megatron.layers.rope import attention_factor
-
-Version = tuple[int, ...]
-FIXED_IN_0_17: Version = (0, 17)
 
 
 def require_supported(
@@ -31,6 +28,7 @@ def require_supported(
     device: str,
     version: Version,
     implementation: str,
+    engine: Version | None,
 ) -> None:
     """Raises one error with all that cannot be run.
 
@@ -41,27 +39,23 @@ def require_supported(
         device: ``cpu`` or ``cuda``.
         version: megatron-core's.
         implementation: ``local`` or ``transformer_engine``.
+        engine: Transformer Engine's version; None: it is not there.
     """
     require_rope(config.rope_scaling)
     problems = [
-        *_activation(config, settings),
-        *_pipeline(config, layout, settings, device),
+        *_pipeline(config, layout, settings),
+        *_sends(layout, settings, device, version),
         *_wrong_gradients(config, layout, settings, version),
         *_recomputation(config, layout, settings, version),
         *_machine(settings, device, implementation),
         *_routing(config, settings),
         *_attention(config, layout, settings, implementation),
-        *_fused_rope(config, settings, version),
+        *fused_problems(config, settings, version, engine),
     ]
     raise_problems(problems, f"{config.model_type} at {layout}")
 
 
-def _activation(config: McaModelConfig, settings: Values) -> Iterator[str]:
-    if settings.get("bias_activation_fusion") and not has_fused_activation(config):
-        yield "bias_activation_fusion has no kernel for what every MLP of this model computes; remove it"
-
-
-def _pipeline(config: McaModelConfig, layout: ParallelLayout, settings: Values, device: str) -> Iterator[str]:
+def _pipeline(config: McaModelConfig, layout: ParallelLayout, settings: Values) -> Iterator[str]:
     middle = range(1, layout.pp - 1)
     if layout.vpp > 1 and config.tie_word_embeddings and {*middle} & {*_plan(config, layout).embedding_ranks}:
         yield (
@@ -79,9 +73,19 @@ def _pipeline(config: McaModelConfig, layout: ParallelLayout, settings: Values, 
             "virtual pipelining computes wrong numbers without overlap_p2p_comm; remove overlap_p2p_comm and "
             "batch_p2p_comm from the arguments"
         )
-    if device == "cpu" and settings.get("deallocate_pipeline_outputs"):
+
+
+def _sends(layout: ParallelLayout, settings: Values, device: str, version: Version) -> Iterator[str]:
+    if not settings.get("deallocate_pipeline_outputs"):
+        return
+    if device == "cpu":
         yield (
             "deallocate_pipeline_outputs frees what gloo still sends, which changes the numbers silently; remove it"
+        )
+    elif not waits_for_sends(layout, version):
+        yield (
+            "deallocate_pipeline_outputs frees what virtual stages still send before megatron-core 0.18, which changes "
+            "the numbers silently; remove it"
         )
 
 
@@ -170,6 +174,11 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
         yield "moe_apply_probs_on_input needs num_experts_per_tok 1; remove it"
     if settings.get("moe_shared_expert_overlap") and config.moe_latent_size:
         yield "shared experts cannot overlap where routed ones take a projection; remove moe_shared_expert_overlap"
+    if settings.get("moe_shared_expert_overlap") and has_altered_glu(config):
+        yield (
+            "shared experts that overlap omit what the model adds to or clamps in its gated MLPs; remove "
+            "moe_shared_expert_overlap"
+        )
     if settings.get("moe_router_fusion") and own_router(config) is not None:
         topk, groups = config.moe_router_topk, config.moe_router_group_topk
         sizes = f" with num_experts_per_tok {topk} and topk_group {groups}" if own_groups(config) else ""
@@ -291,19 +300,6 @@ def _shared_heads(config: McaModelConfig, layout: ParallelLayout) -> Iterator[st
                 "or change the sizes"
             )
             return
-
-
-def _fused_rope(config: McaModelConfig, settings: Values, version: Version) -> Iterator[str]:
-    """Megatron's call of the fused kernel for packed rows omits what the plain one receives."""
-    if not settings.get("apply_rope_fusion"):
-        return
-    kind = (config.rope_scaling or {}).get("rope_type", "yarn")
-    if isinstance(config, MlaMcaModelConfig) and kind != "yarn":
-        yield f"apply_rope_fusion has no rope_type {kind} in latent attention; remove it"
-    if not isinstance(config, MlaMcaModelConfig) and attention_factor(config) != 1.0:
-        yield f"apply_rope_fusion omits the factor of rope_type {kind} on packed rows; remove it"
-    if config.rotary_interleaved and version < FIXED_IN_0_17:
-        yield "apply_rope_fusion of megatron-core 0.16 does not interleave the channels of packed rows; remove it"
 
 
 def _is_own(config: McaModelConfig, settings: Values, implementation: str) -> bool:

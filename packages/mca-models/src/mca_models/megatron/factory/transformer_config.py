@@ -117,7 +117,7 @@ def transformer_config(
         **precision_settings(dtype),
         **kernel_settings(implementation),
         **families.settings(config),
-        **pipeline_settings(layout),
+        **pipeline_settings(layout, platform.megatron_version()),
         **_converted(args.transformer_config_overrides()),
     }
     settings["transformer_impl"] = implementation
@@ -138,6 +138,7 @@ def _require(
         device=platform.device_type(),
         version=platform.megatron_version(),
         implementation=implementation,
+        engine=platform.engine_version(),
     )
 
 

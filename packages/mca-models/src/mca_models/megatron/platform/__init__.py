@@ -10,6 +10,7 @@ import re
 import sys
 import warnings
 from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError, version
 
 from mca_config.errors import McaError
 from mca_models.megatron.platform import (
@@ -57,6 +58,7 @@ __all__ = [
     "close",
     "current_device",
     "device_type",
+    "engine_version",
     "megatron_version",
     "no_engine",
     "no_fp8",
@@ -148,9 +150,19 @@ def _make(patches: tuple[Patch, ...]) -> None:
 
 def megatron_version() -> tuple[int, ...]:
     """The installed megatron-core's version, e.g. ``(0, 16, 1)``."""
-    from importlib.metadata import version
+    return _numbers(version("megatron-core"))
 
-    return tuple(int(part) for part in version("megatron-core").split(".")[:3] if part.isdigit())
+
+def engine_version() -> tuple[int, ...] | None:
+    """The installed Transformer Engine's version, e.g. ``(2, 20, 2)``; None: it is not there."""
+    try:
+        return _numbers(version("transformer-engine"))
+    except PackageNotFoundError:
+        return None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
 
 
 def close() -> None:

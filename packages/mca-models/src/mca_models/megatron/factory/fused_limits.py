@@ -1,0 +1,76 @@
+"""Fused kernels that compute something else than the model does, refused by name like all of `limits`."""
+
+from collections.abc import Iterator
+
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.types import Values
+from mca_models.megatron.families.settings import has_fused_activation
+from mca_models.megatron.layers.rope import attention_factor
+
+Version = tuple[int, ...]
+FIXED_IN_0_17: Version = (0, 17)
+_ENGINE_WITH_STRIDES: Version = (2, 11)
+"""Transformer Engine's first whose cross entropy takes gradients that are not in one piece."""
+
+
+def fused_problems(
+    config: McaModelConfig, settings: Values, version: Version, engine: Version | None
+) -> Iterator[str]:
+    """What cannot be run.
+
+    Args:
+        config: The model.
+        settings: What goes into Megatron's ``TransformerConfig``.
+        version: megatron-core's.
+        engine: Transformer Engine's; None: it is not there.
+    """
+    yield from _activation(config, settings)
+    yield from _rope(config, settings, version)
+    if settings.get("cross_entropy_fusion_impl") == "te":
+        yield from _cross_entropy(settings, engine)
+
+
+def has_altered_glu(config: McaModelConfig) -> bool:
+    """Whether a gated MLP computes more than its activation times the other half."""
+    clamped = config.activation_func_clamp_value is not None
+    return clamped or bool(config.glu_linear_offset) or config.mlp_multipliers is not None
+
+
+def _activation(config: McaModelConfig, settings: Values) -> Iterator[str]:
+    """Transformer Engine's gelu is an approximation, and Megatron takes its ReLU for an ungated silu."""
+    if settings.get("bias_activation_fusion") and not has_fused_activation(config):
+        yield "bias_activation_fusion has no kernel for what every MLP of this model computes; remove it"
+    swiglu = config.hidden_act == "silu" and config.gated_linear_unit and not has_altered_glu(config)
+    for name in ("use_te_activation_func", "use_transformer_engine_op_fuser"):
+        if settings.get(name) and not swiglu:
+            yield f"{name} computes another activation than this model, whose MLPs are not plain gated silu; remove it"
+    if settings.get("use_transformer_engine_op_fuser") and (
+        config.norm_placement == "post" or config.has_own_norms
+    ):
+        yield (
+            "use_transformer_engine_op_fuser needs a norm of Transformer Engine's before each MLP, which this model "
+            "does not have; remove it"
+        )
+
+
+def _rope(config: McaModelConfig, settings: Values, version: Version) -> Iterator[str]:
+    """Megatron's call of the fused kernel for packed rows omits what the plain one receives."""
+    if not settings.get("apply_rope_fusion"):
+        return
+    kind = (config.rope_scaling or {}).get("rope_type", "yarn")
+    if isinstance(config, MlaMcaModelConfig) and kind != "yarn":
+        yield f"apply_rope_fusion has no rope_type {kind} in latent attention; remove it"
+    if not isinstance(config, MlaMcaModelConfig) and attention_factor(config) != 1.0:
+        yield f"apply_rope_fusion omits the factor of rope_type {kind} on packed rows; remove it"
+    if config.rotary_interleaved and version < FIXED_IN_0_17:
+        yield "apply_rope_fusion of megatron-core 0.16 does not interleave the channels of packed rows; remove it"
+
+
+def _cross_entropy(settings: Values, engine: Version | None) -> Iterator[str]:
+    if settings.get("fp16"):
+        yield "cross_entropy_fusion_impl te takes logits in bf16 or fp32, not in fp16; set it to native"
+    if engine is not None and engine < _ENGINE_WITH_STRIDES:
+        yield (
+            f"cross_entropy_fusion_impl te of Transformer Engine {'.'.join(map(str, engine))} gives tokens the "
+            "gradients of other tokens; install version 2.11 or later, or set it to native"
+        )
