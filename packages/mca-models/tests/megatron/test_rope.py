@@ -1,5 +1,6 @@
 """Rotary frequencies equal those of transformers, for every kind of scaling."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mca_config.errors import McaError
+from mca_models.megatron.families.two_ropes import with_own_rope
 from mca_models.megatron.layers.rope import (
     attention_factor,
     dynamic_frequencies,
@@ -97,3 +99,24 @@ def test_a_missing_parameter_is_named() -> None:
     hf["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "llama3", "factor": 8.0}
     with pytest.raises(McaError, match="low_freq_factor, high_freq_factor, original_max_position_embeddings"):
         frequencies(config_from_hf(hf))
+
+
+class AsAKernel(torch.nn.Module):
+    """Attention that reads what it rotates by as Transformer Engine's kernel does: one row behind the other."""
+
+    def __init__(self, config: Any, *, layer_number: int) -> None:
+        super().__init__()
+        self.layer_number = layer_number
+
+    def forward(self, *, rotary_pos_emb: torch.Tensor) -> torch.Tensor:
+        """What it read."""
+        strides = torch.empty(rotary_pos_emb.shape).stride()
+        return rotary_pos_emb.as_strided(rotary_pos_emb.shape, strides)
+
+
+def test_a_layer_with_a_rope_of_its_own_hands_on_what_a_kernel_reads_rightly() -> None:
+    attention = with_own_rope(AsAKernel, ("full_attention", "sliding_attention"), 1.0, (4, 6))
+    both = torch.randn(5, 1, 1, 10, generator=torch.Generator().manual_seed(3))
+    config = SimpleNamespace(softmax_scale=None, kv_channels=8)
+    for number, expected in enumerate(both.split((4, 6), -1), 1):
+        assert torch.equal(attention(config, layer_number=number)(rotary_pos_emb=both), expected)

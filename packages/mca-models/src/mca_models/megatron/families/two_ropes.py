@@ -83,7 +83,8 @@ def with_own_rope(attention: type, kinds: tuple[str, ...], factor: float, widths
             """See Megatron's attention."""
             if rotary_pos_emb is not None:
                 full, local = rotary_pos_emb.split(widths, -1)
-                rotary_pos_emb = local if kinds[self.layer_number - 1] == _SLIDING else full
+                own = local if kinds[self.layer_number - 1] == _SLIDING else full
+                rotary_pos_emb = own.contiguous()  # fused kernels read it without strides
             return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
     return OwnRope
