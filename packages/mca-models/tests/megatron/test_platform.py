@@ -136,6 +136,7 @@ MENDED = (
     "hybrid-grads",
     "hybrid-split",
     "hybrid-views",
+    "hybrid-wait",
     "optimizer-te-version",
     "parameter-groups",
     "cross-entropy-dtype",
