@@ -1,8 +1,10 @@
 """What ``config.json`` says of ropes and of training means what it means to transformers."""
 
+import copy
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from tiny_hf import ALL, SIZE
 
@@ -42,6 +44,150 @@ def test_gpt_oss_without_a_rope_has_its_own(key: str) -> None:
     found = config_from_hf(described("gpt_oss", **{key: None}))
     theirs = transformers.GptOssConfig.from_dict({key: None}).rope_parameters
     assert {"rope_theta": found.rotary_base, **(found.rope_scaling or {})} == theirs
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+OLD = {"type": "linear", "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+FOUR = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+INSIDE, BESIDE = {"original_max_position_embeddings": 16}, {"original_max_position_embeddings": 32}
+NESTED = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
+ROPES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"rope_scaling": YARN, **BESIDE}),
+    ("llama", {"rope_scaling": {**YARN, **INSIDE}, **BESIDE}),
+    ("llama", {"rope_scaling": {**LLAMA3, **INSIDE}, **BESIDE}),
+    ("llama", {"rope_scaling": LLAMA3}),
+    ("llama", {"rope_scaling": LONG, **BESIDE}),
+    ("llama", {"rope_scaling": LONG}),
+    ("llama", {"rope_scaling": LINEAR, **BESIDE}),
+    ("phi3", {"rope_scaling": {**LONG, **FOUR, **INSIDE}, **BESIDE}),
+    ("phi3", {"rope_scaling": {**LONG, **FOUR, **INSIDE}}),
+    ("apertus", {"rope_theta": 5e5, "rope_scaling": None}),
+    ("apertus", {"rope_scaling": LINEAR}),
+    ("apertus", {"rope_parameters": {}}),
+    ("cwm", {"rope_theta": 5e5, "rope_scaling": None}),
+    ("cwm", {"rope_scaling": LINEAR}),
+    ("gpt_neox", {"rope_theta": 5e5, "partial_rotary_factor": 1.0, "rotary_pct": 0.5}),
+    ("bamba", {"partial_rotary_factor": 1.0}),
+    ("cohere2_moe", {"rope_scaling": LINEAR, "rope_theta": 5e5}),
+    *((kind, {"rope_scaling": rope}) for kind in ("gemma3_text", "olmo3") for rope in (LINEAR, OLD)),
+    *(
+        (kind, {"rope_scaling": rope, "rope_parameters": NESTED})
+        for kind in ("gemma3_text", "olmo3")
+        for rope in (LINEAR, OLD)
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "said"), ROPES, ids=lambda value: value if isinstance(value, str) else "")
+def test_ropes_are_those_that_transformers_makes_of_a_file(case: str, said: dict[str, Any]) -> None:
+    hf = {
+        key: value for key, value in described(case).items() if key not in ("rope_parameters", "rope_theta")
+    }
+    hf |= copy.deepcopy(said)
+    found = config_from_hf(copy.deepcopy(hf))
+    described_so = transformers.AutoConfig.for_model(**hf)
+    described_so.standardize_rope_params()  # as every rope does when it is built
+    theirs = described_so.rope_parameters
+    theirs = theirs.get("full_attention", theirs)
+    kind = theirs["rope_type"]
+    assert (found.rotary_base, (found.rope_scaling or {}).get("rope_type", "default")) == (
+        theirs["rope_theta"],
+        kind,
+    )
+    if FAMILIES[found.model_type].config.partial_rotary:  # type: ignore[union-attr]
+        assert found.rotary_percent == theirs.get("partial_rotary_factor", 1.0)
+    if kind in ("yarn", "llama3", "longrope"):
+        key = "original_max_position_embeddings"
+        assert (found.rope_scaling or {})[key] == theirs[key]
+
+
+@pytest.mark.parametrize("case", ["mellum", "mimo_v2_flash", "gemma4_text"])
+def test_a_scaling_for_all_layers_beside_ropes_by_kind_is_refused(case: str) -> None:
+    """As transformers fails with it."""
+    with pytest.raises(McaError, match=r"'rope_scaling' is .*; supported: None"):
+        config_from_hf(described(case, rope_scaling=LINEAR))
+
+
+@pytest.mark.parametrize(
+    ("full", "sliding", "told"),
+    [
+        ({}, LINEAR, "'rope_parameters.sliding_attention' is .*'linear'.*partial_rotary_factor"),
+        ({}, {"partial_rotary_factor": 0.5}, "'rope_parameters.sliding_attention'.* which is 0.334"),
+        (YARN, {}, "'rope_parameters.full_attention' is of rope_type 'yarn'; .* attention_factor of 1.0"),
+        ({**YARN, "attention_factor": 1.0}, {}, None),
+        (LINEAR, {}, None),
+    ],
+)
+def test_ropes_of_kinds_that_differ_in_more_than_their_base_are_refused(
+    full: dict[str, Any], sliding: dict[str, Any], told: str | None
+) -> None:
+    ropes = {
+        "full_attention": {"rope_theta": 1e6, **full},
+        "sliding_attention": {"rope_theta": 1e4, **sliding},
+    }
+    hf = described("mimo_v2_flash", rope_parameters=ropes)
+    if told is None:
+        assert (config_from_hf(hf).rope_scaling or {})["rope_type"] == full["rope_type"]
+        return
+    with pytest.raises(McaError, match=told):
+        config_from_hf(hf)
+
+
+def test_queries_grow_from_the_context_beside_the_rope() -> None:
+    rope = {**YARN, **INSIDE, "llama_4_scaling_beta": 0.1}
+    found = config_from_hf(
+        described("ministral3", rope_parameters={**rope, "factor": 2.0}, rope_scaling=rope, **BESIDE)
+    )
+    assert (found.attn_temperature or {})["length"] == 32
+    assert (found.rope_scaling or {})["factor"] == 4.0
+
+
+@pytest.mark.parametrize(
+    ("case", "embeddings", "layers"),
+    [("starcoder2", "embedding_dropout", "residual_dropout"), ("phi", "embd_pdrop", "resid_pdrop")],
+)
+def test_dropout_of_embeddings_is_followed(case: str, embeddings: str, layers: str) -> None:
+    found = config_from_hf(described(case, **{embeddings: 0.2, layers: 0.1}))
+    assert (found.embedding_dropout, found.hidden_dropout) == (0.2, 0.1)
+    with pytest.raises(McaError, match=rf"'{embeddings}' is 0\.2 and '{layers}' 0; supported: 0 both"):
+        config_from_hf(described(case, **{embeddings: 0.2, layers: 0}))
+
+
+def test_dropout_behind_the_mlp_alone_is_refused() -> None:
+    with pytest.raises(McaError, match=r"'hidden_dropout' is 0\.1.*behind the MLP alone"):
+        config_from_hf(described("stablelm", hidden_dropout=0.1))
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("ernie4_5_moe", {"moe_layer_end_index": 4, "num_hidden_layers": 4}),
+        ("ernie4_5_moe", {"moe_layer_end_index": -1}),
+        ("hy_v3", {"first_k_dense_replace": 2, "mlp_layer_types": None}),
+        ("mellum", {"first_k_dense_replace": 2, "mlp_layer_types": None}),
+        ("olmoe", {"decoder_sparse_step": 2, "mlp_only_layers": [0]}),
+    ],
+)
+def test_layers_with_experts_are_those_that_transformers_makes(case: str, said: dict[str, Any]) -> None:
+    hf = described(case, **said)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**hf))
+    sparse = [hasattr(layer.mlp, "experts") for layer in model.model.layers]
+    config = config_from_hf(hf)
+    assert [config.is_moe_layer(layer) for layer in range(config.num_layers)] == sparse
+
+
+def test_older_names_of_kinds_are_known() -> None:
+    hf = described("olmo_hybrid")
+    kinds = [{"full_attention": "attention"}.get(kind, kind) for kind in hf["layer_types"]]
+    assert "attention" in kinds
+    assert config_from_hf({**hf, "layer_types": kinds}).layer_types == config_from_hf(hf).layer_types
 
 
 def test_residual_dropout_is_followed() -> None:

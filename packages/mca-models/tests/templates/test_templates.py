@@ -136,9 +136,47 @@ def test_absent_keys_mean_what_transformers_says(kind: str) -> None:
     assert replace(guessed, **same) == replace(written, **same)
 
 
+ROUTED = {
+    kind
+    for kind in TEXT
+    if kind in transformers.CONFIG_MAPPING
+    and "router_aux_loss_coef" in dir(transformers.CONFIG_MAPPING[kind])
+} - {"llama4_text"}
+"""What transformers has a load-balancing loss for; Llama 4's keys are read by nothing."""
+
+
+@pytest.mark.parametrize("kind", TEXT)
+def test_a_load_balancing_loss_without_a_coefficient_has_transformers(kind: str) -> None:
+    base = next(different for model_type, different in tiny_hf.ALL.values() if model_type == kind)
+    hf = {**tiny_hf.SIZE, "num_experts_per_tok": 2, **base, "model_type": kind, "output_router_logits": True}
+    config = config_from_hf(hf)
+    if kind in ROUTED:
+        theirs = transformers.CONFIG_MAPPING[kind]().router_aux_loss_coef
+        assert (config.moe_aux_loss_coeff, config.moe_router_load_balancing_type) == (theirs, "aux_loss")
+    else:
+        assert (config.moe_aux_loss_coeff, config.moe_router_load_balancing_type) == (0.0, "none")
+
+
+@pytest.mark.parametrize("kind", TEXT)
+def test_other_names_of_keys_win(kind: str) -> None:
+    """As in transformers, where a file has both."""
+    its = transformers.CONFIG_MAPPING[kind] if kind in transformers.CONFIG_MAPPING else None
+    full = transformers.AutoConfig.for_model(kind, **MUST_BE_SAID.get(kind, {})).to_dict() if its else {}
+    for alias, name in (its.attribute_map if its else {}).items():
+        if name not in full or alias == "layer_types":
+            continue  # layer_types cannot be set in these families
+        moved = {key: value for key, value in full.items() if key != name} | {alias: full[name]}
+        other = not full[name] if isinstance(full[name], bool) else 2 * (full[name] or 1)
+        for hf in (moved, {**moved, name: other}):
+            found = config_from_hf(hf)
+            assert replace(found, hf_config={}) == replace(config_from_hf(full), hf_config={}), alias
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"is_causal": False}, "'is_causal' is False; supported: True"),
+        ({"is_causal": None}, "'is_causal' is None"),
         ({"model_type": "mpt"}, "model_type 'mpt' is not supported: scores are shifted"),
         ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; supported: 'silu'"),
         ({"mlp_bias": True}, "'mlp_bias' is True"),

@@ -193,6 +193,16 @@ def test_absent_keys_mean_what_transformers_says(kind: str) -> None:
     assert vision_shapes(guessed) == vision_shapes(written), family
 
 
+@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"])
+def test_a_load_balancing_loss_without_a_coefficient_has_transformers(kind: str) -> None:
+    hf = tiny_vision.described(kind)
+    hf["text_config"] = {**hf["text_config"], "output_router_logits": True}
+    hf["text_config"].pop("router_aux_loss_coef", None)
+    config = config_from_hf(hf)
+    theirs = transformers.AutoConfig.for_model(kind).text_config.router_aux_loss_coef
+    assert (config.moe_aux_loss_coeff, config.moe_router_load_balancing_type) == (theirs, "aux_loss")
+
+
 def vision_shapes(config: McaModelConfig) -> dict[str, tuple[int, ...]]:
     params = family_of(config.model_type).params(config)
     return {param.mca: whole_shape(param, config) for param in params if param.stage is Stage.VISION}
@@ -237,6 +247,13 @@ def test_published_models_have_transformers_tensors(name: str) -> None:
             {"text_config": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}},
             "'rope_type' is 'dynamic' beside mrope_section",
         ),
+        (
+            "qwen2_vl",
+            {"text_config": {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}},
+            "'rope_type' is 'dynamic' beside mrope_section",
+        ),
+        ("qwen3_vl", {"is_causal": False}, "'is_causal' is False"),
+        ("qwen3_vl", {"text_config": {"is_causal": False}}, "'is_causal' is False"),
     ],
 )
 def test_what_cannot_be_represented_is_refused_by_name(

@@ -21,13 +21,13 @@ NORMS = {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "
 
 def derive(hf: HfConfig) -> JsonObject:
     """The family's own rope if none is named."""
-    named = any(hf.get(key) for key in ("rope_parameters", "rope_scaling", "rope_theta"))
+    named = any(hf.get(key) is not None for key in ("rope_parameters", "rope_scaling"))
     return {} if named else read_rope({"rope_parameters": ROPE})
 
 
 CONFIG = ConfigTable(
     fields=dense_fields(eps=1e-5),
-    defaults={"pad_token_id": 3},
+    defaults={"pad_token_id": 3, "rope_theta": ROPE["rope_theta"]},
     constants={"hidden_act": "xielu", "gated_linear_unit": False, "qk_layernorm": True},
     fixed=(NO_ATTENTION_BIAS, Fixed("hidden_act", ("xielu",), "this family's MLP")),
     derive=derive,

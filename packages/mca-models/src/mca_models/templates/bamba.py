@@ -11,6 +11,7 @@ from mca_models.templates.config_table import (
     Fixed,
     HfConfig,
     dense_fields,
+    read_rope,
 )
 from mca_models.templates.family import Family
 from mca_models.templates.mamba import (
@@ -34,7 +35,8 @@ def derive(hf: HfConfig) -> JsonObject:
     """Which layers have attention, and what their keys say of the others."""
     named = hf.get("attn_layer_indices") or ()
     kinds = tuple("full_attention" if i in named else "mamba" for i in range(hf["num_hidden_layers"]))
-    return {"layer_types": kinds, **as_in_bamba(hf)}
+    rope = read_rope({**hf, "partial_rotary_factor": 0.5})  # beside the rope transformers does not read it
+    return {"layer_types": kinds, **rope, **as_in_bamba(hf)}
 
 
 def restore(config: McaModelConfig) -> HfConfig:
@@ -45,7 +47,7 @@ def restore(config: McaModelConfig) -> HfConfig:
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(eps=1e-5), *fields_of_bamba()),
-    defaults={**BAMBA, "partial_rotary_factor": 0.5, "num_key_value_heads": 8, "pad_token_id": 0},
+    defaults={**BAMBA, "num_key_value_heads": 8, "pad_token_id": 0},
     fixed=(
         SILU,
         NO_ATTENTION_BIAS,

@@ -58,6 +58,7 @@ CONFIG = ConfigTable(
     fixed=(
         Fixed("apply_residual_connection_post_layernorm", (False,), "residuals are what was not normalised"),
     ),
+    aliases={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
     derive=derive,
     restore=restore,
 )

@@ -6,7 +6,7 @@ from functools import partial
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import cohere, cohere2
-from mca_models.templates.config_table import Fixed, HfConfig
+from mca_models.templates.config_table import Fixed, HfConfig, read_rope
 from mca_models.templates.moe import expert_fields, moe_params, require_sigmoid_choice, restore_listed_layers
 from mca_models.templates.names import MoeNames
 from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
@@ -32,6 +32,7 @@ def derive(hf: HfConfig) -> JsonObject:
     plain = zip(kinds, sparse, strict=True)
     return {
         **cohere.scale(hf),
+        **read_rope({**hf, "rope_scaling": None}),  # a key that transformers does not read here
         "layer_types": tuple(kinds),
         "no_rope_freq": tuple(int(kind == FULL and (yes or not forced)) for kind, yes in plain),
         "moe_layer_freq": sparse,

@@ -4,7 +4,7 @@ The tables of the families themselves are in their own files.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,10 @@ HfConfig = JsonObject
 REQUIRED: Typed = object()
 
 _DTYPES = ("float32", "bfloat16", "float16")
+
+ORIGINAL = "original_max_position_embeddings"
+_WITHIN = ("llama3", "yarn", "longrope")
+"""HF's types of rope that know the context of the first training."""
 
 
 class _Watched(JsonObject):
@@ -82,6 +86,9 @@ class Fixed:
             )
 
 
+CAUSAL = Fixed("is_causal", (True,), "Megatron's decoder is causal")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConfigTable:
     """How one family's ``config.json`` and ``McaModelConfig`` say the same.
@@ -93,6 +100,7 @@ class ConfigTable:
         fixed: HF keys with values that cannot be represented.
         derive: Further fields computed from the HF dict.
         restore: The HF keys for what ``derive`` computed; used only when there is no source ``config.json``.
+        aliases: Other names of HF keys, which win in transformers where a file has both.
         partial_rotary: Whether HF's models rotate ``partial_rotary_factor`` of a head; others rotate all of it.
         config_class: ``McaModelConfig`` or its MLA subclass.
         nesting: Where ``config.json`` has what this table reads.
@@ -104,6 +112,7 @@ class ConfigTable:
     fixed: tuple[Fixed, ...] = ()
     derive: Callable[[HfConfig], JsonObject] = lambda hf: {}
     restore: Callable[[FamilyConfig], HfConfig] = lambda config: {}
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     partial_rotary: bool = False
     config_class: type[McaModelConfig] = McaModelConfig
     nesting: Nesting = PLAIN
@@ -111,7 +120,10 @@ class ConfigTable:
     def to_mca(self, hf: HfConfig) -> McaModelConfig:
         """The model that ``hf`` describes."""
         text = self.nesting.text(hf)
-        full = _Watched({**self.defaults, **text})
+        for part in (hf, text):
+            CAUSAL.check(part)
+        said = {name: text[alias] for alias, name in self.aliases.items() if alias in text}
+        full = _Watched({**self.defaults, **text, **said})
         try:
             values = self._values(full) | dict(self.nesting.beside(hf))
             config = self.config_class(
@@ -230,12 +242,29 @@ def read_rope(hf: Values) -> JsonObject:
     base = rope.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
+    if kind in _WITHIN and (original := _original_context(rope, hf)):
+        rope[ORIGINAL] = original
     percent = rope.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0
     for name, value in (("rope_theta", base), ("partial_rotary_factor", percent)):
         if not isinstance(value, int | float):
             raise HfConfigError(f"config.json: '{name}' must be a number, not {value!r:.80}")
     scaling = None if kind == "default" else {"rope_type": kind, **rope}
     return {"rotary_base": float(base), "rope_scaling": scaling, "rotary_percent": float(percent)}
+
+
+def _original_context(rope: Values, hf: Values) -> Typed:
+    """The key beside the rope wins in transformers, and the whole context stands for one that nothing names."""
+    return hf.get(ORIGINAL) or rope.get(ORIGINAL) or hf.get("max_position_embeddings")
+
+
+def require_dropouts(hf: Values, embeddings: str, layers: str, default: float = 0.0) -> None:
+    """Refuses dropout of embeddings without dropout behind layers, which Megatron knows together only."""
+    own, theirs = hf.get(embeddings, default), hf.get(layers, default)
+    if own and not theirs:
+        raise HfConfigError(
+            f"config.json: '{embeddings}' is {own} and '{layers}' {theirs or 0}; supported: 0 both, or neither "
+            "(Megatron drops of embeddings as of layers)"
+        )
 
 
 def head_dim(hf: Values) -> int:

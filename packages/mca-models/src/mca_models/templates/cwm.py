@@ -30,7 +30,7 @@ def derive(hf: HfConfig) -> JsonObject:
     pattern = [SLIDING if i % 4 else FULL for i in range(hf["num_hidden_layers"])]
     window = hf.get("sliding_window", 8192) or None
     kinds = tuple(hf.get("layer_types") or pattern) if window else None
-    named = any(hf.get(key) for key in ("rope_parameters", "rope_scaling", "rope_theta"))
+    named = any(hf.get(key) is not None for key in ("rope_parameters", "rope_scaling"))
     rope = {} if named else read_rope({"rope_parameters": _ROPE})
     return {"window_size": window, "layer_types": kinds, **rope}
 
@@ -42,7 +42,7 @@ def restore(config: McaModelConfig) -> HfConfig:
 
 CONFIG = ConfigTable(
     fields=dense_fields(eps=1e-5),
-    defaults={"num_key_value_heads": 8},
+    defaults={"num_key_value_heads": 8, "rope_theta": _ROPE["rope_theta"]},
     fixed=(SILU, NO_ATTENTION_BIAS, NO_MLP_BIAS),
     derive=derive,
     restore=restore,

@@ -46,6 +46,7 @@ CONFIG = ConfigTable(
         Fixed("norm_topk_prob", (False,), "transformers ignores it, other programs do not"),
         Fixed("moe_layer_freq", (1,), "every layer after the first dense ones has experts"),
     ),
+    aliases={"num_experts": "n_routed_experts"},
     derive=derive,
     restore=restore,
     config_class=MlaMcaModelConfig,

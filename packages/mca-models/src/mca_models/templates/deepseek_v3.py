@@ -103,6 +103,7 @@ CONFIG = ConfigTable(
         Fixed("moe_layer_freq", (1,), "every layer after the first dense ones has experts"),
         INTERLEAVED,
     ),
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     derive=derive,
     restore=restore_groups,
     config_class=MlaMcaModelConfig,

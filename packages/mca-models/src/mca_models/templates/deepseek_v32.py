@@ -42,6 +42,7 @@ CONFIG = replace(
     deepseek_v3.CONFIG,
     fields=(*deepseek_v3.MLA_FIELDS, *INDEX_FIELDS),
     fixed=tuple(fixed for fixed in deepseek_v3.CONFIG.fixed if fixed is not deepseek_v3.INTERLEAVED),
+    aliases=dict.fromkeys(("num_local_experts", "num_experts"), "n_routed_experts"),
     derive=derive,
     restore=restore,
 )

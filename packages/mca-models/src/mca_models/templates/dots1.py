@@ -31,6 +31,7 @@ CONFIG = ConfigTable(
     defaults={"norm_topk_prob": False},
     constants={"qk_layernorm": True, **SIGMOID_ROUTER},
     fixed=(SILU, NO_ATTENTION_BIAS, NORMALISED),
+    aliases={"num_local_experts": "n_routed_experts"},
     derive=derive,
     restore=restore,
 )

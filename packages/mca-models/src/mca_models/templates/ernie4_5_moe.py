@@ -20,8 +20,8 @@ NAMES = MoeNames(
 def derive(hf: HfConfig) -> JsonObject:
     """Which layers have experts, and the shared ones as one wide one."""
     layers, step = hf["num_hidden_layers"], hf.get("moe_layer_interval", 1)
-    last = hf.get("moe_layer_end_index", -1) % layers
-    sparse = range(hf.get("moe_layer_start_index", 1), last + 1)
+    last = hf.get("moe_layer_end_index", -1)
+    sparse = range(hf.get("moe_layer_start_index", 1), layers if last == -1 else last + 1)
     width = hf["moe_intermediate_size"] * hf.get("moe_num_shared_experts", 2)
     return {
         "moe_layer_freq": tuple(int(i in sparse and (i + 1) % step == 0) for i in range(layers)),
@@ -41,18 +41,18 @@ def restore(config: McaModelConfig) -> HfConfig:
 CONFIG = ConfigTable(
     fields=(
         *dense_fields(tied=True, eps=1e-5),
-        Field("num_moe_experts", "moe_num_experts", lambda hf: hf.get("num_experts", 64)),
+        Field("num_moe_experts", "moe_num_experts", 64),
         Field("moe_ffn_hidden_size", "moe_intermediate_size"),
-        Field("moe_router_topk", "moe_k", lambda hf: hf.get("num_experts_per_tok", 6)),
+        Field("moe_router_topk", "moe_k", 6),
     ),
     defaults={
         **ernie4_5.CONFIG.defaults,
         "num_key_value_heads": 4,
-        "router_aux_loss_coef": 0.001,
         "moe_intermediate_size": 1536,
     },
     constants={"rotary_interleaved": True, "moe_router_enable_expert_bias": True},
     fixed=(SILU, ernie4_5.NO_BIAS, Fixed("moe_norm_min", (1e-12,), "a bound that no published model meets")),
+    aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
     derive=derive,
     restore=restore,
 )

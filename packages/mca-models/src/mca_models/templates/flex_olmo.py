@@ -9,7 +9,10 @@ from mca_models.templates.moe import expert_fields
 CONFIG = replace(
     olmoe.CONFIG,
     fields=(*dense_fields(), *expert_fields(count="num_experts", default=7, ffn="intermediate_size")),
-    defaults={"pad_token_id": 100277, "num_experts_per_tok": 5, "rope_theta": 5e5},
+    defaults={
+        **{"pad_token_id": 100277, "num_experts_per_tok": 5, "rope_theta": 5e5},
+        "router_aux_loss_coef": 0.01,
+    },
     constants={**olmoe.CONFIG.constants, "norm_placement": "post"},
     fixed=(SILU, NO_ATTENTION_BIAS),
 )

@@ -38,7 +38,10 @@ CONFIG = ConfigTable(
         Field("window_size", "sliding_window", 513),
         Field("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", 1024),
     ),
-    defaults={"num_key_value_heads": 4, "head_dim": 128, "mlp_only_layers": [0, 1], "norm_topk_prob": True},
+    defaults={
+        **{"num_key_value_heads": 4, "head_dim": 128, "mlp_only_layers": [0, 1], "norm_topk_prob": True},
+        "router_aux_loss_coef": 0.0005,
+    },
     constants={
         "qk_layernorm": True,
         "softmax_type": "learnable",

@@ -33,7 +33,7 @@ from mca_models.templates.gemma3_text import GELU, GELU_ONLY
 from mca_models.templates.mtp import left_behind
 from mca_models.templates.names import HF, HF_ATTN, HF_MLP
 from mca_models.templates.shapes import Shape
-from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
+from mca_models.templates.two_ropes import BY_KIND, FULL, SLIDING, restore_kinds
 from mca_models.weights import COLUMN, GATED, ROW, Param, Stage, each
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,8 @@ def derive(hf: HfConfig) -> JsonObject:
     kinds = [*kinds[:-1], FULL]  # transformers has the last one see everything
     ropes = hf.get("rope_parameters") or {}
     full, local = ropes.get(FULL) or {}, ropes.get(SLIDING) or {}
-    turning = {"rope_type": "proportional", "partial_rotary_factor": full.get("partial_rotary_factor", 0.25)}
+    share = full.get("partial_rotary_factor", 1.0 if full else 0.25)
+    turning = {"rope_type": "proportional", "partial_rotary_factor": share}
     Fixed("rope_type", ("proportional",), "the rope of full layers").check(full)
     Fixed("rope_type", ("default",), "the rope of layers with a window").check(local)
     shared = bool(hf.get("attention_k_eq_v"))
@@ -169,6 +170,7 @@ CONFIG = ConfigTable(
     fixed=(
         NO_ATTENTION_BIAS,
         GELU_ONLY,
+        BY_KIND,
         Fixed("use_bidirectional_attention", (None, "vision"), "Megatron's decoder is causal"),
     ),
     derive=derive,

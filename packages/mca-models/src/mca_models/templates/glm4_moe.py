@@ -29,6 +29,7 @@ CONFIG = ConfigTable(
     },
     constants=SIGMOID_ROUTER,
     fixed=(SILU, NORMALISED),
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     derive=sigmoid_experts,
     restore=restore_groups,
     partial_rotary=True,

@@ -28,6 +28,7 @@ CONFIG = replace(
         "q_lora_rank": 768,
         "n_routed_experts": 64,
     },
+    aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
     derive=derive,
     restore=restore,
 )

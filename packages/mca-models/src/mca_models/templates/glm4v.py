@@ -7,7 +7,9 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import glm4, glm4_moe
 from mca_models.templates.config_table import HfConfig, head_dim
+from mca_models.templates.deepseek_v3 import restore_groups, sigmoid_experts
 from mca_models.templates.family import Family
+from mca_models.templates.moe import aux_loss, restore_aux_loss
 from mca_models.templates.qwen2_vl import VISUAL, patches
 from mca_models.templates.vision import Shapes, TextInside, VisionPart, as_modules, linear, norm, numbered
 from mca_models.templates.with_vision import with_vision
@@ -72,14 +74,24 @@ def dense_text() -> Family:
     return replace(glm4.FAMILY, model_type="glm4v_text", config=config)
 
 
+def _experts(hf: HfConfig) -> JsonObject:
+    return sigmoid_experts(hf) | aux_loss(hf)
+
+
 def moe_text() -> Family:
-    """GLM 4.5 as the text part: without norms of q and k, and without prediction layers."""
+    """GLM 4.5 as the text part: without norms of q and k and prediction layers, with a load-balancing loss."""
     left = ("use_qk_norm", "num_nextn_predict_layers")
     config = replace(
         glm4_moe.CONFIG,
         fields=tuple(field for field in glm4_moe.CONFIG.fields if field.hf not in left),
-        defaults={**glm4_moe.CONFIG.defaults, "attention_bias": True, "num_nextn_predict_layers": 0},
+        defaults={
+            **glm4_moe.CONFIG.defaults,
+            **{"attention_bias": True, "num_nextn_predict_layers": 0, "router_aux_loss_coef": 1e-4},
+        },
         constants={**glm4_moe.CONFIG.constants, "qk_layernorm": False},
+        aliases={"num_local_experts": "n_routed_experts"},
+        derive=_experts,
+        restore=lambda config: restore_groups(config) | restore_aux_loss(config),
     )
     return replace(glm4_moe.FAMILY, model_type="glm4v_moe_text", config=config)
 

@@ -3,12 +3,11 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject, Values
 from mca_models.templates import gptj
 from mca_models.templates.common import attention, dense_mlp, embedding, fused_qkv, head, positions, renamed
-from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig
+from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, require_dropouts
 from mca_models.templates.family import Family
 from mca_models.templates.gpt_neox import token_head
 from mca_models.templates.shapes import Shape
@@ -24,11 +23,7 @@ BARE = "hf_without_prefix"
 
 def derive(hf: HfConfig) -> JsonObject:
     """Sizes of a head."""
-    if hf.get("embd_pdrop", 0.1) and not hf.get("resid_pdrop", 0.1):
-        raise HfConfigError(
-            f"config.json: 'embd_pdrop' is {hf.get('embd_pdrop', 0.1)} and 'resid_pdrop' 0; supported: 0 both, or "
-            "neither (Megatron drops of embeddings as of layers)"
-        )
+    require_dropouts(hf, "embd_pdrop", "resid_pdrop", 0.1)
     return {"num_query_groups": hf["n_head"], "kv_channels": hf["n_embd"] // hf["n_head"]}
 
 
@@ -54,6 +49,7 @@ CONFIG = ConfigTable(
         Fixed("scale_attn_by_inverse_layer_idx", (False,), "scores of all layers have one scale"),
         Fixed("add_cross_attention", (False,), "a decoder without an encoder"),
     ),
+    aliases=gptj.CONFIG.aliases,
     derive=derive,
     restore=restore,
 )

@@ -22,7 +22,7 @@ MODULES = "module_names"
 def derive(hf: HfConfig) -> JsonObject:
     """Where the MLP stands, and the rope under this family's names."""
     base, share = hf.get("rotary_emb_base", 1e4), hf.get("rotary_pct", 0.25)
-    rope = {"rope_theta": base, "partial_rotary_factor": share, **hf}
+    rope = {**hf, "rope_theta": base, "partial_rotary_factor": share}
     side_by_side = hf.get("use_parallel_residual", True)
     return {
         **persimmon.heads(hf),

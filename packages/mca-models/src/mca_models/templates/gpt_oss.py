@@ -62,6 +62,7 @@ CONFIG = ConfigTable(
         Fixed("attention_bias", (True,), "all published models have it"),
         Fixed("swiglu_alpha", (1.702,), "Megatron's quick_gelu has it built in"),
     ),
+    aliases={"num_experts": "num_local_experts"},
     derive=derive,
     restore=restore,
 )

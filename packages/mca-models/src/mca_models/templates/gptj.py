@@ -55,6 +55,10 @@ CONFIG = ConfigTable(
         "gated_linear_unit": False,
     },
     fixed=(Fixed("embd_pdrop", (0.0,), "embeddings have no dropout here"),),
+    aliases={
+        **{"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+        "max_position_embeddings": "n_positions",
+    },
     derive=derive,
     restore=restore,
     partial_rotary=True,

@@ -17,7 +17,7 @@ CONFIG = ConfigTable(
         *granite.CONFIG.fields,
         *expert_fields(count="num_local_experts", default=8, ffn="intermediate_size"),
     ),
-    defaults={"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
+    defaults={"num_experts_per_tok": 2},
     fixed=(SILU, NO_ATTENTION_BIAS),
     derive=aux_loss,
     restore=restore_aux_loss,

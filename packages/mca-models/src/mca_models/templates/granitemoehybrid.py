@@ -60,10 +60,11 @@ CONFIG = ConfigTable(
         *fields_of_bamba(),
     ),
     defaults={
-        **{**BAMBA, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
+        **{**BAMBA, "num_experts_per_tok": 2},
         **{"num_local_experts": 8, "shared_intermediate_size": 1024},
     },
     fixed=(SILU, NO_ATTENTION_BIAS, PLAIN_STEPS),
+    aliases={"layers_block_type": "layer_types"},
     derive=derive,
     restore=restore,
 )

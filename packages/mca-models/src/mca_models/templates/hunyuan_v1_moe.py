@@ -52,6 +52,7 @@ CONFIG = ConfigTable(
         Fixed("use_cla", (False,), "transformers ignores it"),
         Fixed("use_mixed_mlp_moe", (True,), "transformers ignores it"),
     ),
+    aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
     derive=derive,
     restore=restore,
 )

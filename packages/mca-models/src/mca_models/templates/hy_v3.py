@@ -40,7 +40,7 @@ NAMES = MoeNames(
 def derive(hf: HfConfig) -> JsonObject:
     """Which layers have experts, and how many of them are for every token."""
     experts = sigmoid_experts({**hf, "n_shared_experts": hf.get("num_shared_experts", 1), "n_group": 1})
-    return {**experts, **listed_layers({"first_k_dense_replace": 1, **hf}), "mtp_num_layers": 0}
+    return {**experts, **listed_layers({**hf, "first_k_dense_replace": 1}), "mtp_num_layers": 0}
 
 
 def restore(config: McaModelConfig) -> HfConfig:
@@ -63,6 +63,7 @@ CONFIG = ConfigTable(
     },
     constants={"qk_layernorm": True, **SIGMOID_ROUTER},
     fixed=(SILU, NO_ATTENTION_BIAS, NO_MLP_BIAS),
+    aliases={"num_local_experts": "num_experts"},
     derive=derive,
     restore=restore,
 )

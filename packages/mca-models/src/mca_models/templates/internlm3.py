@@ -9,6 +9,7 @@ CONFIG = replace(
     llama.CONFIG,
     fields=dense_fields(eps=1e-5),
     defaults={"num_key_value_heads": 2, "head_dim": 128, "pad_token_id": 2},
+    aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
     fixed=(
         *llama.CONFIG.fixed,
         *(Fixed(key, (False,), "the published models have none") for key in ("qkv_bias", "bias")),

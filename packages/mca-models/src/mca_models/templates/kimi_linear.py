@@ -34,6 +34,11 @@ OTHER = {
     "n_routed_experts": "num_experts",
 }
 """DeepSeek's keys, and what files of this family call them."""
+ALIASES = {
+    **{key: OTHER[key] for key in ("num_experts_per_tok", "n_group", "n_shared_experts")},
+    **{"num_local_experts": "num_experts", "max_position_embeddings": "model_max_length"},
+    "norm_topk_prob": "moe_renormalize",
+}
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -69,18 +74,14 @@ def restore(config: McaModelConfig) -> HfConfig:
     }
 
 
-def _either(mca: str, hf: str, other: str, default: int) -> Field:
-    return Field(mca, hf, lambda config: config.get(other, default))
-
-
 CONFIG = ConfigTable(
     fields=(
         *(its for its in dense_fields(eps=1e-5) if its.mca not in ("kv_channels", "max_position_embeddings")),
         *LATENT_FIELDS,
         SCALED,
-        _either("max_position_embeddings", "model_max_length", "max_position_embeddings", 1 << 20),
-        _either("num_moe_experts", "num_experts", "num_local_experts", 256),
-        _either("moe_router_topk", "num_experts_per_token", "num_experts_per_tok", 8),
+        Field("max_position_embeddings", "model_max_length", 1 << 20),
+        Field("num_moe_experts", "num_experts", 256),
+        Field("moe_router_topk", "num_experts_per_token", 8),
         Field("moe_ffn_hidden_size", "moe_intermediate_size", 1024),
     ),
     defaults={
@@ -97,6 +98,7 @@ CONFIG = ConfigTable(
         Fixed("moe_router_activation_func", ("sigmoid",), "transformers ignores it"),
         Fixed("mla_use_nope", (True,), "transformers ignores it"),
     ),
+    aliases=ALIASES,
     derive=derive,
     restore=restore,
     config_class=MlaMcaModelConfig,

@@ -15,7 +15,7 @@ from mca_models.templates.config_table import (
     dense_fields,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.moe import NO_JITTER, TRANSPOSED, aux_loss, moe_params, restore_aux_loss
+from mca_models.templates.moe import NO_JITTER, TRANSPOSED, moe_params
 from mca_models.templates.names import EXPERTS_TURNED, MoeNames
 from mca_models.templates.two_ropes import FULL, restore_kinds
 from mca_models.weights import Param
@@ -40,7 +40,6 @@ def derive(hf: HfConfig) -> JsonObject:
         ),
         "attn_temperature": heat if hf.get("attn_temperature_tuning", True) else None,
         **dict.fromkeys(("qk_layernorm", "qk_layernorm_after_rope"), norms),
-        **aux_loss(hf),
     }
 
 
@@ -53,7 +52,7 @@ def restore(config: McaModelConfig) -> HfConfig:
         "moe_layers": [layer for layer in range(config.num_layers) if config.is_moe_layer(layer)],
         "use_qk_norm": config.qk_layernorm,
         "attn_temperature_tuning": heat is not None,
-        **{**scales, **restore_kinds(config), **restore_aux_loss(config)},
+        **{**scales, **restore_kinds(config)},
     }
 
 

@@ -84,6 +84,10 @@ CONFIG = ConfigTable(
         Fixed("router_bias", (False,), "transformers leaves such a bias out"),
         Fixed("norm_topk_prob", (False,), "the weights of chosen experts are not normalised"),
     ),
+    aliases={
+        **{"num_local_experts": "n_routed_experts", "num_experts_per_tok": "moe_topk"},
+        **{"intermediate_size": "ffn_hidden_size", "moe_intermediate_size": "expert_ffn_hidden_size"},
+    },
     derive=derive,
     restore=restore,
     config_class=MlaMcaModelConfig,

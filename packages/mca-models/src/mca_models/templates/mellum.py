@@ -8,12 +8,12 @@ from mca_models.templates import qwen3_moe
 from mca_models.templates.config_table import Field, HfConfig
 from mca_models.templates.moe import listed_layers, restore_listed_layers
 from mca_models.templates.mtp import left_behind, predictions_left_behind
-from mca_models.templates.two_ropes import FULL, restore_kinds, restore_ropes, two_ropes
+from mca_models.templates.two_ropes import BY_KIND, FULL, restore_kinds, restore_ropes, two_ropes
 
 
 def derive(hf: HfConfig) -> JsonObject:
     """Kinds of layers and their ropes, and which have experts."""
-    sparse = listed_layers({"first_k_dense_replace": 0, **hf})
+    sparse = listed_layers({**hf, "first_k_dense_replace": 0})
     kinds = hf.get("layer_types") or [FULL] * hf["num_hidden_layers"]
     ropes = two_ropes(hf, 5e5, 1e4)
     return {**qwen3_moe.sparse_layers(hf), **sparse, **ropes, "layer_types": tuple(kinds)}
@@ -29,6 +29,8 @@ CONFIG = replace(
     qwen3_moe.CONFIG,
     fields=(*qwen3_moe.CONFIG.fields, Field("window_size", "sliding_window", 1024)),
     defaults={"num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True, "num_local_experts": 64},
+    fixed=(*qwen3_moe.CONFIG.fixed, BY_KIND),
+    aliases={"num_experts": "num_local_experts"},
     derive=derive,
     restore=restore,
 )

@@ -1,7 +1,8 @@
 """MiMo V2 Flash: HF ``MiMoV2FlashForCausalLM``: sinks and more keys in layers with a window, narrow values."""
 
+from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates.common import renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -24,7 +25,7 @@ from mca_models.templates.moe import (
 )
 from mca_models.templates.mtp import left_behind, predictions_left_behind
 from mca_models.templates.names import MoeNames
-from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
+from mca_models.templates.two_ropes import BY_KIND, FULL, SLIDING, restore_kinds
 from mca_models.weights import Param
 
 NAMES = MoeNames()
@@ -41,6 +42,7 @@ def derive(hf: HfConfig) -> JsonObject:
         read_rope({"rope_theta": base, "partial_rotary_factor": SHARE, "rope_parameters": ropes.get(kind)})
         for kind, base in ((FULL, 5e6), (SLIDING, 1e4))
     )
+    _require_ropes(full, local, ropes)
     window = hf.get("sliding_window_size")
     experts = grouped_experts({**hf, "first_k_dense_replace": 1}) | listed_layers(hf)
     return {
@@ -54,6 +56,21 @@ def derive(hf: HfConfig) -> JsonObject:
         },
         "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor") or 1.0,
     }
+
+
+def _require_ropes(full: Values, local: Values, said: HfConfig) -> None:
+    """Refuses a rope of windows that differs in more than its base, and a factor on rotated channels alone."""
+    if local["rope_scaling"] or local["rotary_percent"] != full["rotary_percent"]:
+        raise HfConfigError(
+            f"config.json: 'rope_parameters.sliding_attention' is {said[SLIDING]!r:.160}; supported: rope_type "
+            f"default, and the partial_rotary_factor of full layers, which is {full['rotary_percent']}"
+        )
+    scaling = full["rope_scaling"] or {}
+    if scaling.get("rope_type") in ("yarn", "longrope") and scaling.get("attention_factor") != 1:
+        raise HfConfigError(
+            f"config.json: 'rope_parameters.full_attention' is of rope_type {scaling['rope_type']!r}; supported: with "
+            "an attention_factor of 1.0, as a part of each head is not rotated"
+        )
 
 
 def restore(config: McaModelConfig) -> HfConfig:
@@ -76,7 +93,8 @@ CONFIG = ConfigTable(
     ),
     defaults={"num_key_value_heads": 4, "head_dim": 192, "attention_value_scale": 0.707},
     constants=SIGMOID_ROUTER,
-    fixed=(SILU, NO_ATTENTION_BIAS, NORMALISED),
+    fixed=(SILU, NO_ATTENTION_BIAS, NORMALISED, BY_KIND),
+    aliases={"num_local_experts": "n_routed_experts"},
     derive=derive,
     restore=restore,
     partial_rotary=True,

@@ -52,6 +52,7 @@ CONFIG = ConfigTable(
         Fixed("scoring_func", ("sigmoid",), "MiniMax M2's router"),
         Fixed("use_qk_norm", (True,), "all published models have these norms"),
     ),
+    aliases={"num_experts": "num_local_experts"},
     derive=derive,
     restore=restore_aux_loss,
     partial_rotary=True,

@@ -137,6 +137,7 @@ CONFIG = ConfigTable(
         **SIGMOID_ROUTER,
     },
     fixed=(Fixed("swiglu_alpha", (1.702,), "Megatron's quick_gelu has it built in"),),
+    aliases={"num_experts": "num_local_experts"},
     derive=derive,
     restore=restore,
     partial_rotary=True,

@@ -4,7 +4,15 @@ from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers
-from mca_models.templates.config_table import SILU, ConfigTable, Field, HfConfig, dense_fields, read_rope
+from mca_models.templates.config_table import (
+    ORIGINAL,
+    SILU,
+    ConfigTable,
+    Field,
+    HfConfig,
+    dense_fields,
+    read_rope,
+)
 from mca_models.templates.family import Family
 
 ROPE = {
@@ -20,7 +28,7 @@ ROPE = {
 """What transformers takes where ``config.json`` names no rope."""
 
 
-HEAT = {"beta": "llama_4_scaling_beta", "length": "original_max_position_embeddings"}
+HEAT = {"beta": "llama_4_scaling_beta", "length": ORIGINAL}
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -31,11 +39,13 @@ def derive(hf: HfConfig) -> JsonObject:
 def heated(hf: HfConfig, default: JsonObject) -> JsonObject:
     """The rope, and how queries grow, which its parameters say; ``default`` if there are none."""
     own = {**default, "max_position_embeddings": hf["max_position_embeddings"]}
-    said = hf.get("rope_parameters") or hf.get("rope_scaling") or own
+    said = hf.get("rope_scaling") or hf.get("rope_parameters") or own
+    rope = read_rope({**hf, "rope_parameters": said})
+    said = {**said, **(rope["rope_scaling"] or {})}
     if missing := [key for key in HEAT.values() if said.get(key) is None]:
         raise HfConfigError(f"config.json: 'rope_parameters' has no {missing[0]}; this family needs it")
     heat = {name: said[key] for name, key in HEAT.items()}
-    return {**read_rope({**hf, "rope_parameters": said}), "attn_temperature": {**heat, "first": 0}}
+    return {**rope, "attn_temperature": {**heat, "first": 0}}
 
 
 def restore(config: McaModelConfig) -> HfConfig:

@@ -38,6 +38,7 @@ CONFIG = replace(
             "groups are chosen by their two best experts, whose chances Megatron has not",
         ),
     ),
+    aliases={"num_local_experts": "n_routed_experts"},
     derive=derive,
     restore=restore,
 )

@@ -15,6 +15,7 @@ CONFIG = ConfigTable(
     ),
     defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     fixed=(SILU, NO_JITTER),
+    aliases={"num_experts": "num_local_experts"},
     derive=aux_loss,
     restore=restore_aux_loss,
 )

@@ -197,9 +197,12 @@ def restore_aux_loss(config: McaModelConfig) -> HfConfig:
 
 
 def aux_loss(hf: HfConfig) -> dict[str, object]:
-    """The load-balancing loss, which HF models add only with ``output_router_logits``."""
+    """The load-balancing loss, which HF models add only with ``output_router_logits``.
+
+    Most HF models take 0.001 for an absent coefficient; ``defaults`` of a table say what others take.
+    """
     on = hf.get("output_router_logits", False)
     return {
-        "moe_aux_loss_coeff": float(hf.get("router_aux_loss_coef", 0.0)) if on else 0.0,
+        "moe_aux_loss_coeff": float(hf.get("router_aux_loss_coef", 0.001)) if on else 0.0,
         "moe_router_load_balancing_type": "aux_loss" if on else "none",
     }

@@ -143,6 +143,7 @@ CONFIG = ConfigTable(
         Fixed("sliding_window", (None,), "transformers has no window in this family"),
         Fixed("residual_in_fp32", (False,), "transformers keeps no residual in fp32"),
     ),
+    aliases={"num_local_experts": "n_routed_experts"},
     derive=derive,
     restore=restore,
 )

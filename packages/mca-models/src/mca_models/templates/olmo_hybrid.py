@@ -39,6 +39,7 @@ def derive(hf: HfConfig) -> JsonObject:
     """Kinds of layers, whether corrections may be doubled, and whether anything rotates."""
     count, rope = hf["num_hidden_layers"], hf.get("rope_parameters") or {}
     kinds = hf.get("layer_types") or [FULL if i % 4 == 3 else LINEAR for i in range(count)]
+    kinds = [FULL if kind == "attention" else kind for kind in kinds]  # transformers' older name
     kinds = kinds if FULL in kinds else [*kinds[:-1], FULL]
     still = rope.get("rope_theta", hf.get("rope_theta", 1.0)) is None
     return {

@@ -1,9 +1,23 @@
 """OLMoE: HF ``OlmoeForCausalLM``: experts in every layer, norms over all heads of q and of k."""
 
-from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, Field, dense_fields
+from mca_config.types import JsonObject
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    SILU,
+    ConfigTable,
+    Field,
+    HfConfig,
+    dense_fields,
+)
 from mca_models.templates.family import Family
 from mca_models.templates.moe import expert_fields
 from mca_models.templates.qwen3_moe import NAMES, params, restore_sparse, sparse_layers
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """How the router weighs experts, which all layers have, and the load-balancing loss."""
+    return sparse_layers({**hf, "decoder_sparse_step": 1, "mlp_only_layers": []})
+
 
 CONFIG = ConfigTable(
     fields=(
@@ -11,10 +25,11 @@ CONFIG = ConfigTable(
         *expert_fields(count="num_experts", default=64, ffn="intermediate_size"),
         Field("clip_qkv", "clip_qkv", None),
     ),
-    defaults={"pad_token_id": 1},
+    defaults={"pad_token_id": 1, "router_aux_loss_coef": 0.01},
     constants={"qk_layernorm": True, "qk_layernorm_full_width": True},
     fixed=(SILU, NO_ATTENTION_BIAS),
-    derive=sparse_layers,
+    aliases={"num_local_experts": "num_experts"},
+    derive=derive,
     restore=restore_sparse,
 )
 

@@ -1,8 +1,16 @@
 """Phi 1, 1.5, 2: HF ``PhiForCausalLM``: attention and MLP side by side after one LayerNorm, biases everywhere."""
 
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers, renamed
-from mca_models.templates.config_table import ConfigTable, Field, Fixed, dense_fields, norm_epsilon
+from mca_models.templates.config_table import (
+    ConfigTable,
+    Field,
+    HfConfig,
+    dense_fields,
+    norm_epsilon,
+    require_dropouts,
+)
 from mca_models.templates.family import Family
 from mca_models.weights import Param
 
@@ -11,11 +19,19 @@ NAMES = {
     **{"up_proj": "fc1", "down_proj": "fc2", "model.norm": "model.final_layernorm"},
 }
 
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Nothing; dropouts that Megatron cannot tell apart are refused."""
+    require_dropouts(hf, "embd_pdrop", "resid_pdrop")
+    return {}
+
+
 CONFIG = ConfigTable(
     fields=(
         *norm_epsilon(dense_fields(eps=1e-5), "layer_norm_eps"),
         Field("hidden_act", "hidden_act", "gelu_new"),
         Field("hidden_dropout", "resid_pdrop", 0.0),
+        Field("embedding_dropout", "embd_pdrop", 0.0),
         Field("qk_layernorm", "qk_layernorm", False),
     ),
     defaults={"partial_rotary_factor": 0.5},
@@ -26,7 +42,7 @@ CONFIG = ConfigTable(
         "gated_linear_unit": False,
         "parallel_block": "one_norm",
     },
-    fixed=(Fixed("embd_pdrop", (0.0,), "embeddings have no dropout here"),),
+    derive=derive,
     partial_rotary=True,
 )
 

@@ -3,11 +3,17 @@
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.common import attention, dense_mlp, embedding, fused_mlp, fused_qkv, head
-from mca_models.templates.config_table import SILU, ConfigTable, Field, HfConfig, dense_fields, read_rope
+from mca_models.templates.config_table import (
+    ORIGINAL,
+    SILU,
+    ConfigTable,
+    Field,
+    HfConfig,
+    dense_fields,
+    read_rope,
+)
 from mca_models.templates.family import Family
 from mca_models.weights import Param, each
-
-ORIGINAL = "original_max_position_embeddings"
 
 
 def long_rope(hf: HfConfig) -> JsonObject:
@@ -16,7 +22,8 @@ def long_rope(hf: HfConfig) -> JsonObject:
     if rope["rope_scaling"] is not None:
         kind = rope["rope_scaling"]["rope_type"]
         rope["rope_scaling"] |= {"rope_type": "longrope" if kind in ("su", "yarn") else kind}
-        rope["rope_scaling"].setdefault(ORIGINAL, hf.get(ORIGINAL, 4096))
+        inside = rope["rope_scaling"].get(ORIGINAL)
+        rope["rope_scaling"][ORIGINAL] = hf.get(ORIGINAL) or inside or hf["max_position_embeddings"]
     return rope
 
 
@@ -31,7 +38,7 @@ CONFIG = ConfigTable(
         Field("window_size", "sliding_window", None),
         Field("hidden_dropout", "resid_pdrop", 0.0),
     ),
-    defaults={"pad_token_id": 32000},
+    defaults={"pad_token_id": 32000, ORIGINAL: 4096},
     fixed=(SILU,),
     derive=long_rope,
     restore=restore,

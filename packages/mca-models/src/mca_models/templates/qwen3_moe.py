@@ -43,6 +43,7 @@ CONFIG = ConfigTable(
     defaults={"num_key_value_heads": 4},
     constants={"qk_layernorm": True},
     fixed=(SILU, NO_ATTENTION_BIAS),
+    aliases={"num_experts": "num_local_experts"},
     derive=derive,
     restore=restore_sparse,
 )

@@ -24,6 +24,7 @@ CONFIG = ConfigTable(
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1e6, "n_shared_experts": 1},
     constants=SIGMOID_ROUTER,
     fixed=(SILU, NORMALISED, Fixed("use_qk_norm", (False,), "transformers ignores it")),
+    aliases={"num_local_experts": "n_routed_experts"},
     derive=derive,
     restore=restore_groups,
 )

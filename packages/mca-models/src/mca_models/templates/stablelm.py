@@ -8,13 +8,13 @@ CONFIG = ConfigTable(
     fields=(
         *norm_epsilon(dense_fields(eps=1e-5), "layer_norm_eps"),
         Field("add_qkv_bias", "use_qkv_bias", False),
-        Field("hidden_dropout", "hidden_dropout", 0.0),
     ),
     defaults={"num_key_value_heads": 32, "partial_rotary_factor": 0.25},
     constants={"normalization": "LayerNorm"},
     fixed=(
         SILU,
         Fixed("use_parallel_residual", (False,), "Megatron's attention and MLP stand one after the other"),
+        Fixed("hidden_dropout", (0.0,), "transformers drops behind the MLP alone"),
         Fixed("qk_layernorm", (False,), "each head would have a norm of its own"),
     ),
     partial_rotary=True,

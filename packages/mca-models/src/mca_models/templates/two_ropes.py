@@ -8,6 +8,7 @@ from mca_config.types import JsonObject
 from mca_models.templates.config_table import Fixed, HfConfig, read_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+BY_KIND = Fixed("rope_scaling", (None, {}), "'rope_parameters' has a rope for each kind of layer")
 
 
 def two_ropes(hf: HfConfig, base: float, local_base: float) -> JsonObject:
@@ -19,7 +20,8 @@ def two_ropes(hf: HfConfig, base: float, local_base: float) -> JsonObject:
         local_base: Of layers with a window, if it says none.
     """
     rope = dict(hf.get("rope_parameters") or {})
-    full, local = rope.get(FULL) or hf.get("rope_scaling") or {}, rope.get(SLIDING) or {}
+    full = {**(rope.get(FULL) or {"rope_type": "default"}), **(hf.get("rope_scaling") or {})}
+    local = rope.get(SLIDING) or {}
     whole = read_rope({"rope_theta": base, "rope_parameters": full})
     sliding = read_rope({"rope_theta": local_base, "rope_parameters": local})
     if sliding["rope_scaling"] is not None or sliding["rotary_percent"] != 1.0:

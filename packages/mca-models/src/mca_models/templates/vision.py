@@ -200,9 +200,10 @@ class TextInside:
         ropes: list[JsonObject] = [text[key] for key in _ROPES if isinstance(text.get(key), dict)]
         rope = ropes[-1] if ropes else {}
         default, interleaved = self.rope or ((), False)
-        if rope.get("rope_type") in ("dynamic", "longrope"):
+        kind = rope.get("rope_type") or rope.get("type")
+        if kind in ("dynamic", "longrope"):
             raise HfConfigError(
-                f"config.json: 'rope_type' is {rope['rope_type']!r} beside mrope_section; supported: those that do "
+                f"config.json: 'rope_type' is {kind!r} beside mrope_section; supported: those that do "
                 "not depend on the length"
             )
         return tuple(rope.get("mrope_section") or default), interleaved
