@@ -12,6 +12,7 @@ from torch import Tensor
 
 from harness import run_ranks
 from layouts import EVERY
+from mca_config.errors import McaError
 from mca_models.megatron.log_probs.vocabulary import TokenValues
 from reference import make_reference
 from test_readme import ROOT, blocks
@@ -127,7 +128,13 @@ def in_rounds(checkpoint: Path, folder: Path) -> dict[str, Any]:
             found[key] += history(trainer, key)
     resumed = new()
     quietly(lambda: resumed.train(resume_from_checkpoint="auto"))
+    resumed.args.learning_rate, resumed.args.min_lr = 1e-5, 1e-6
     quietly(resumed.train)
+    groups = resumed.optimizer.param_groups
+    found["rates"] = {group[name] for group in groups for name in ("lr", "max_lr", "min_lr")}
+    resumed.args.adam_beta1 = 0.5
+    with pytest.raises(McaError, match=r"adam_beta1 changed after the first train\(\)"):
+        quietly(resumed.train)
     lines = (folder / "rounds" / "train_log.jsonl").read_text().splitlines()
     found["logged"] = [entry.get("rounds_before", 0) for entry in map(json.loads, lines) if "loss" in entry]
     found["checkpoints"] = [path.name for path in (folder / "rounds").glob("checkpoint-*")]
@@ -141,6 +148,7 @@ def test_a_loop_outside_trains_round_by_round(checkpoint: Path, tmp_path: Path) 
     assert found["loss"] == pytest.approx(means, rel=1e-6)
     assert found["round"] == [0.0, 1.0], "nothing of the first round's last step is in the second's log"
     assert found["logged"] == [0, 1, 2]
+    assert found["rates"] == {1e-5, 1e-6}, "those of the arguments, which changed"
     assert found["checkpoints"] == ["checkpoint-3"]
 
 

@@ -156,7 +156,10 @@ def test_a_text_in_a_directory_is_a_document_and_files_without_a_split_are_told(
     assert byte_tokenizer().decode(text["input_ids"]) == "one\n\ntwo\n<|eos|>"
     assert not caplog.text
     assert len(loaded([{"path": str(tmp_path / "chats")}])) == 1
-    assert "1 files are left out, as the names of others say train, test or validation (more.jsonl" in caplog.text
+    assert (
+        "1 files are left out, as the names of others say train, test or validation (more.jsonl"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("given", [{"split": "test"}, {"subset": "a"}, {"revision": "v1"}])

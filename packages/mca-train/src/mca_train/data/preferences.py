@@ -109,20 +109,24 @@ def _split_messages(
         common += 1
     if prompt is None:
         if not common or common == min(len(chosen), len(rejected)):
-            raise McaError("there is no prompt, and chosen and rejected have no common beginning; add a prompt")
+            raise McaError(
+                "there is no prompt, and chosen and rejected have no common beginning; add a prompt"
+            )
         return chosen[:common], chosen[common:], rejected[common:]
     turns = _turns(prompt)
     if all(said[: len(turns)] == turns for said in answers.values()):
         return turns, chosen[len(turns) :], rejected[len(turns) :]
     asked = [turn["content"] for turn in chosen[:common] if turn["role"] == "user"]
-    if isinstance(prompt, str) and prompt.strip() in [said.strip() for said in asked if isinstance(said, str)]:
+    if isinstance(prompt, str) and prompt.strip() in [
+        said.strip() for said in asked if isinstance(said, str)
+    ]:
         return chosen[:common], chosen[common:], rejected[common:]
     for name, said in answers.items():
         if turns[-1]["role"] == "user" and said[0]["role"] in ("system", "user"):
             raise McaError(
                 f"{name} begins with a turn of the {said[0]['role']}, but is no conversation that repeats the prompt; "
-                "begin it with the assistant's turn, or name a column that is not there as prompt_column: then the common "
-                "beginning of both is the prompt"
+                "begin it with the assistant's turn, or name a column that is not there as prompt_column: then the "
+                "common beginning of both is the prompt"
             )
     return turns, chosen, rejected
 

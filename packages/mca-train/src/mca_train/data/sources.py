@@ -147,8 +147,8 @@ def _options_of(path: Path, source: Source, key: str) -> JsonObject:
     ]
     if left and builder.config.name == "default":
         logger.warning(
-            "%s: %s: %d files are left out, as the names of others say train, test or validation (%s, ...); name each file "
-            "as an entry, or rename them",
+            "%s: %s: %d files are left out, as the names of others say train, test or validation (%s, ...); name each "
+            "file as an entry, or rename them",
             key,
             shown(source.path),
             len(left),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mca_config.errors import McaError
 from mca_config.types import JsonObject
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.engine.finite import telling_nan
@@ -60,6 +61,18 @@ def optimizer_settings(args: TrainingArguments, params_dtype: torch.dtype) -> Js
     return settings
 
 
+_FIXED = ("max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
+_OF_PARTS = ("vision_learning_rate", "projector_learning_rate")
+_LEAST = "min_lr"
+
+
+def _decided(args: TrainingArguments) -> JsonObject:
+    """The arguments that an engine and its optimizer are made with and do not look at again."""
+    own = {name: getattr(args, name) for name in (*_FIXED, *_OF_PARTS)}
+    given = own | args.optimizer_config_overrides() | args.ddp_config_overrides()
+    return {name: value for name, value in given.items() if name != _LEAST}
+
+
 def _none(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """The loss of a pass that is made for something else."""
     return output.new_zeros(()), batch.loss_mask.new_zeros(())
@@ -91,6 +104,14 @@ class Engine(Pipeline):
         self.params_dtype: torch.dtype = self.configs[0].params_dtype
         self.chunks = self._wrap(chunks)
         self.optimizer = self._build_optimizer()
+        self._decided = _decided(args)
+        own = {"max_lr": args.learning_rate, "min_lr": args.min_lr}
+        self._following = {
+            name: [
+                place for place, group in enumerate(self.optimizer.param_groups) if group.get(name) == value
+            ]
+            for name, value in own.items()
+        }
         self._wire()
         for chunk in self.chunks:
             chunk.train()
@@ -121,6 +142,24 @@ class Engine(Pipeline):
         if self._args.optimizer == "muon":
             split_own_heads(self.chunks)
         return optimizer
+
+    def take_rates(self, args: TrainingArguments) -> None:
+        """Goes on with the rates of ``args``, which may have changed since the engine was made.
+
+        Raises:
+            McaError: What cannot be followed any more has changed too.
+        """
+        now = _decided(args)
+        changed = [name for name in {**self._decided, **now} if now.get(name) != self._decided.get(name)]
+        if changed:
+            raise McaError(
+                f"{', '.join(changed)} changed after the first train(), which made the optimizer; make a new trainer, "
+                "or change learning_rate, min_lr and weight_decay alone"
+            )
+        groups = self.optimizer.param_groups
+        for name, value in (("max_lr", args.learning_rate), ("min_lr", args.min_lr)):
+            for place in self._following[name]:
+                groups[place][name] = value
 
     def _wire(self) -> None:
         """Gives the schedule what it calls: gradient scale, synchronisation, and the end of a step."""

@@ -294,6 +294,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
     def new_engine(self) -> Engine:
         """What trains the model on this rank, or that of an earlier `train`, whose chunks are wrapped already."""
         if isinstance(self._pipeline, Engine):
+            self._pipeline.take_rates(self.args)
             return self._pipeline
         return Engine(list(self.model.chunks), self.args, self._loss, wants_logits=self.wants_logits)
 
