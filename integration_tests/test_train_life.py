@@ -1,5 +1,6 @@
 """A run that was stopped or killed at any moment and then resumed logs, decides and writes what a whole one does."""
 
+import contextlib
 import json
 import os
 import signal
@@ -33,6 +34,7 @@ EARLY = (
     EVALUATED | SAVED | {"save_steps": 2, "load_best_model_at_end": True, "save_total_limit": 2, "early": 2}
 )
 EPOCHS = {"eval_strategy": "epoch", "logging_strategy": "epoch", "save_strategy": "epoch"}
+SHORT = SAVED | {"max_steps": -1, "num_train_epochs": 3, "steps_of_epochs": 3}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "plateau": (4, PLATEAU | SAVED),
     "best": (4, BEST),
@@ -41,6 +43,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "epochs": (5, EPOCHS | PLATEAU | {"eval_strategy": "epoch"}),
     "steps that end epochs": (5, EPOCHS | SAVED | {"save_steps": 5}),
     "begins with an evaluation": (4, EVALUATED | SAVED | {"eval_on_start": True}),
+    "epochs that a callback ended": (4, SHORT),
+    "in an epoch after one that a callback ended": (4, SHORT),
 }
 """Runs, and the step at which they are interrupted; with MCA_EVERY_INTERRUPTION=1 at every step."""
 TIMES = ("runtime", "per_second", "step_time", "tflops", "memory", "time", "slowest")
@@ -66,14 +70,27 @@ def interruption(step: int, how: str) -> Any:
     return Interrupt()
 
 
+def ending_epochs(size: int) -> Any:
+    """A callback that ends each epoch after ``size`` steps."""
+    from transformers import TrainerCallback
+
+    class EndEpoch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_epoch_stop |= state.global_step % size == 0
+
+    return EndEpoch()
+
+
 def made(checkpoint: Path, output: Path, **changes: Any) -> Any:
     from transformers import EarlyStoppingCallback
 
     from mca_train.trainer import stop_signal
 
     stop_signal._EVERY = 0.0  # as with steps of more than a second
-    patience = changes.pop("early", None)
+    patience, size = changes.pop("early", None), changes.pop("steps_of_epochs", None)
     trainer = make_trainer(checkpoint, output, **(RUN | changes))
+    if size:
+        trainer.add_callback(ending_epochs(size))
     if patience:
         trainer.add_callback(EarlyStoppingCallback(patience))
     return trainer
@@ -111,7 +128,24 @@ def interrupted(checkpoint: Path, output: Path, step: int, how: str, **changes: 
     return outcome(made(checkpoint, output, **changes), output)
 
 
+KILLS = (7, 9)
 HOWS = ("SIGTERM", "kill")
+
+
+def beginning_epochs_anew(checkpoint: Path, output: Path) -> list[str]:
+    """What changes in the length and rates of a run with ``ignore_data_skip`` that is killed twice."""
+    changes = {"max_steps": -1, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 1}
+    found: list[tuple[int, list[float]]] = []
+    for name, kills in (("whole", ()), ("killed", KILLS)):
+        for kill in (*kills, 0):
+            trainer = made(checkpoint, output / name, ignore_data_skip=True, **changes)
+            trainer.add_callback(interruption(kill, "kill" if kill else ""))
+            with contextlib.suppress(Killed):
+                quietly(lambda: trainer.train(resume_from_checkpoint="auto"))  # noqa: B023
+        rates = [log["learning_rate"] for log in trainer.state.log_history if "loss" in log]
+        found.append((trainer.state.max_steps, rates))
+    whole, killed = found
+    return [] if killed == whole else [f"epochs begun anew: {killed} for {whole}"]
 
 
 def differences(
@@ -130,7 +164,7 @@ def differences(
                 for key in whole
                 if one[key] != whole[key]
             ]
-    return found
+    return found + beginning_epochs_anew(checkpoint, output / "anew")
 
 
 def test_an_interrupted_run_is_the_whole_one(tmp_path):

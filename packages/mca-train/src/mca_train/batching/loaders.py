@@ -239,4 +239,4 @@ def continued(place: RunPosition, sampler: StepSampler | StepStream) -> RunPosit
             place.of,
             samples,
         )
-    return replace(place, of=samples, batch=size, units=sampler.units)
+    return replace(place.in_steps_of(size), of=samples, units=sampler.units)

@@ -33,15 +33,27 @@ class RunPosition:
     """Samples in a step."""
     schedule: int = 0
     """Steps as the learning rate's schedule counts them."""
+    extra: int = 0
+    """Steps made beside those that epochs and samples say; below 0 where a callback ended an epoch early."""
+    ended: bool = False
+    """Whether a callback has ended this epoch, of which samples may be left."""
 
     def after_step(self) -> "RunPosition":
         """A step later; the last one of an epoch may be short."""
         samples = min(self.samples + self.batch, self.of)
         return replace(self, samples=samples, schedule=self.schedule + 1)
 
-    def next_epoch(self) -> "RunPosition":
-        """At the beginning of the next one."""
-        return replace(self, epoch=self.epoch + 1, samples=0)
+    def next_epoch(self, left: int) -> "RunPosition":
+        """At the beginning of the next one; ``left`` steps of this one were not made."""
+        return replace(self, epoch=self.epoch + 1, samples=0, extra=self.extra - left, ended=False)
+
+    def begun_anew(self, made: int) -> "RunPosition":
+        """At the beginning of this epoch, of which ``made`` steps were made already."""
+        return replace(self, samples=0, extra=self.extra + made)
+
+    def in_steps_of(self, batch: int) -> "RunPosition":
+        """The same place if a step has ``batch`` samples."""
+        return replace(self, batch=batch, extra=round(self.extra * (self.batch or batch) / batch))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +84,7 @@ class Length:
             done: Optimizer steps that it has made.
         """
         size = steps.num_steps
-        at = place.epoch * size + size - steps.steps_after(place.samples)
+        at = place.epoch * size + size - steps.steps_after(place.samples) + place.extra
         if args.max_steps > 0:
             last, total, at_schedule = args.max_steps, args.max_steps, done
         else:

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -149,8 +150,9 @@ class WithCheckpoints(WithLogs):
         (folder / ARGUMENTS_FILE).write_text(self.args.to_json_string())
 
     def _training_state(self) -> TrainingState:
-        training = self._training
-        return TrainingState(training.engine, training.rate, self.ranks, self._place)
+        training, place = self._training, self._place
+        place = replace(place, ended=place.ended or bool(self.control.should_epoch_stop))
+        return TrainingState(training.engine, training.rate, self.ranks, place)
 
     def _exportable(self) -> list[TrainerCallback | TrainerControl]:
         return [

@@ -257,9 +257,10 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         self._new_meters()
         self._take_up(carried)
         if checkpoint is not None:
-            ended = not sampler.steps_after(self._place.samples)
+            left = sampler.steps_after(self._place.samples)
+            ended = self._place.ended or not left
             self._catch_up(carried.due, over=ended or start >= length.max_steps)
-            self._place = self._place.next_epoch() if ended else self._place
+            self._place = self._place.next_epoch(left) if ended else self._place
         for epoch in range(self._place.epoch, length.num_epochs):
             if self.control.should_training_stop or self.state.global_step >= length.max_steps:
                 break
@@ -325,9 +326,12 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
     def _run_epoch(
         self, epoch: int, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream
     ) -> None:
+        left = sampler.steps_after(self._place.samples)
         if epoch != self._place.epoch:
-            self._place = self._place.next_epoch()
-        sampler.set_epoch(epoch, 0 if self.args.ignore_data_skip else self._place.samples)
+            self._place = self._place.next_epoch(left)
+        elif self.args.ignore_data_skip:
+            self._place = self._place.begun_anew(sampler.num_steps - left)
+        sampler.set_epoch(epoch, self._place.samples)
         self.callback_handler.train_dataloader = loader
         self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
         for batch in self.watch.stragglers.reading(steps_of(loader)):
