@@ -55,7 +55,9 @@ def spaced_tokenizer(chat_template: str | None = SPACED) -> PreTrainedTokenizerF
     letters = [*map(chr, range(33, 127))]
     vocab = {
         token: number
-        for number, token in enumerate(["<|eos|>", "\n", "▁", *letters, *(f"▁{letter}" for letter in letters)])
+        for number, token in enumerate(
+            ["<|eos|>", "\n", "▁", *letters, *(f"▁{letter}" for letter in letters)]
+        )
     }
     core = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", letter) for letter in letters]))
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)

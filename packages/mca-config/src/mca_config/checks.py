@@ -77,6 +77,15 @@ def tokens_of_fp8(fp8: str | None, recipe: str | None) -> int:
     return 32 if recipe == "mxfp8" else 16
 
 
+def require_learned(length: int, positions: int) -> None:
+    """Raises where a sequence of ``length`` tokens goes beyond the ``positions`` that a model has learned."""
+    if length > positions:
+        raise McaError(
+            f"a sequence of {length} tokens is longer than the {positions} positions that the model has learned "
+            "(max_position_embeddings); shorten it"
+        )
+
+
 def positions_exceeded(model: McaModelConfig, length: int) -> str | None:
     """What to say where sequences of ``length`` tokens are longer than the model's positions; None: they fit.
 

@@ -21,7 +21,9 @@ class Noted(IdleStream):
         self.waited.append(other)
 
 
-@pytest.mark.skipif(platform.device_type() == "cuda", reason="streams are replaced, and optimizers are the host's")
+@pytest.mark.skipif(
+    platform.device_type() == "cuda", reason="streams are replaced, and optimizers are the host's"
+)
 @pytest.mark.parametrize("precise", [True, False])
 def test_the_devices_step_waits_for_gradients_of_another_stream(
     precise: bool, monkeypatch: pytest.MonkeyPatch
@@ -45,7 +47,9 @@ def test_the_devices_step_waits_for_gradients_of_another_stream(
     for param in params:
         param.grad = torch.ones_like(param)
     before: list[bool] = []
-    hybrid.gpu_optimizer.register_step_pre_hook(lambda *_: before.append(hybrid._d2h_stream in current.waited))
+    hybrid.gpu_optimizer.register_step_pre_hook(
+        lambda *_: before.append(hybrid._d2h_stream in current.waited)
+    )
     hybrid.step()
     assert before == [precise]
     assert all(bool((param < 1).all()) for param in params)

@@ -38,6 +38,20 @@ def test_length_is_rounded_up():
     assert batch([0, 1], length=12).seq_length == 12
 
 
+@pytest.mark.parametrize("options", [{"multiple": 8}, {"length": 7}, {"multiple": 8, "packed": True}])
+def test_padding_takes_no_position_that_the_model_has_not_learned(options):
+    (micro,) = batch([0, 1], positions=5, **options).micro_batches
+    assert micro.position_ids.max() == 4
+    assert batch([0, 1], **options).seq_length == micro.input_ids.shape[1]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_sample_beyond_the_learned_positions_is_refused_on_the_host(packed):
+    assert len(batch([0, 2], positions=4, packed=packed).micro_batches) == 1
+    with pytest.raises(McaError, match="a sequence of 5 tokens is longer than the 4 positions"):
+        batch([0, 1], positions=4, packed=packed)
+
+
 def test_micro_batches_have_one_length():
     step = batch([0, 0, 2, 1])
     assert [m.input_ids.shape for m in step.micro_batches] == [(2, 5), (2, 5)]

@@ -11,7 +11,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mca_config.checks import sequence_multiple, tokens_of_fp8
+from mca_config.checks import require_learned, sequence_multiple, tokens_of_fp8
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron import platform
@@ -28,13 +28,15 @@ def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
 
     refuse_placeholders(models.config, input_ids)
     batch, length = input_ids.shape
+    if models.config.learned_positions:
+        require_learned(length, models.config.max_position_embeddings)
     tokens = _padded(models, input_ids.to(platform.current_device()))
     steps = micro_batch_group(models)
     rows = tokens.shape[0] // steps
     with inference(models):
         outputs = get_forward_backward_func()(
             forward_step_func=_forward_step,
-            data_iterator=[_micro(tokens, rows) for _ in models.chunks],
+            data_iterator=[_micro(tokens, rows, length) for _ in models.chunks],
             model=list(models.chunks),
             num_microbatches=steps,
             seq_length=tokens.shape[1],
@@ -83,10 +85,13 @@ def micro_batch_group(models: LiveModel) -> int:
     return int(group) if layout.vpp > 1 else 1
 
 
-def _micro(tokens: Tensor, rows: int) -> Iterator[dict[str, Tensor]]:
-    """This context rank's part of each micro-batch: ``[rows, seq / cp]`` tokens and positions."""
+def _micro(tokens: Tensor, rows: int, length: int) -> Iterator[dict[str, Tensor]]:
+    """This context rank's part of each micro-batch: ``[rows, seq / cp]`` tokens and positions.
+
+    Padding behind ``length`` may be longer than the model's positions, and takes the last token's.
+    """
     group = parallel.context_group()
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand(rows, -1)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).clamp(max=length - 1).expand(rows, -1)
     for micro in torch.split(tokens, rows):
         yield {
             "input_ids": take(micro, 1, group.rank(), group.size()).contiguous(),

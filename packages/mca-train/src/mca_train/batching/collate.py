@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mca_config.checks import require_learned
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
 from mca_models.megatron.layers.zigzag import take
@@ -95,6 +96,7 @@ class StepCollator:
         length: Pad to at least this; None: to the longest of the step.
         packed: The sequences of a micro-batch stand one after another in one row, kept apart by attention.
         images: How images are taken.
+        positions: How many the model has learned; None: it takes any.
     """
 
     collate: Collator
@@ -106,6 +108,7 @@ class StepCollator:
     pad_token_id: int = 0
     packed: bool = False
     images: ImageBatching = field(default_factory=ImageBatching)
+    positions: int | None = None
 
     def __call__(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
         """The step's batch, from ``(sample, whether it counts)`` of this rank."""
@@ -118,6 +121,8 @@ class StepCollator:
         groups = [samples[start : start + size] for start in range(0, len(samples), size)]
         flat = [_sequences(group) for group in groups]
         made, lengths = self._packed(flat) if self.packed else self._padded(flat)
+        if self.positions is not None:
+            require_learned(max(lengths), self.positions)
         made = tuple(self._completed(batch, group) for batch, group in zip(made, flat, strict=True))
         return StepBatch(
             micro_batches=made,
@@ -170,9 +175,8 @@ class StepCollator:
         mask = following != IGNORED
         return MicroBatch(
             input_ids=join([ids[None] for ids in row.input_ids]),
-            # what only fills up may be longer than the positions that a model has learned
             position_ids=join(
-                [torch.arange(n)[None] * (own > 0) for n, own in zip(lengths, row.own_tokens, strict=True)]
+                [self._places(n)[None] * (own > 0) for n, own in zip(lengths, row.own_tokens, strict=True)]
             ),
             labels=following.masked_fill(~mask, 0),
             loss_mask=mask.float(),
@@ -216,7 +220,7 @@ class StepCollator:
         mask = labels != IGNORED
         whole = {
             "input_ids": ids,
-            "position_ids": positions,
+            "position_ids": self._places(length).expand_as(ids),
             "labels": labels.masked_fill(~mask, 0),
             "loss_mask": mask.float(),
             "segments": segments[:, None].expand_as(ids),
@@ -229,6 +233,11 @@ class StepCollator:
             MicroBatch(num_segments=size, **{name: parts[number] for name, parts in cut.items()})
             for number, size in enumerate(sizes)
         )
+
+    def _places(self, length: int) -> Tensor:
+        """Positions of a sequence and its padding, which may be longer than what a model has learned."""
+        places = torch.arange(length)
+        return places if self.positions is None else places.clamp(max=self.positions - 1)
 
     def _slice(self, whole: Tensor, axis: int = 1) -> Tensor:
         return take(whole, axis, self.context_parallel_rank, self.context_parallel_size).contiguous()

@@ -35,6 +35,7 @@ class Loaders:
         pad_token_id: Of the tokenizer.
         pack_length: With ``sequence_packing``, tokens of a pack; None: of the longest sample.
         images: How images are taken.
+        positions: How many the model has learned; None: it takes any.
     """
 
     args: TrainingArguments
@@ -44,6 +45,7 @@ class Loaders:
     pad_token_id: int
     pack_length: int | None = None
     images: ImageBatching = field(default_factory=ImageBatching)
+    positions: int | None = None
     _packs: dict[int, PackedDataset] = field(default_factory=dict)
     _read: dict[int, tuple[Sample, list[Sample]]] = field(default_factory=dict)
 
@@ -181,6 +183,7 @@ class Loaders:
             packed=self.args.sequence_packing,
             length=length,
             images=self.images,
+            positions=self.positions,
         )
         stream = isinstance(sampler, StepStream)  # its items are steps already
         return DataLoader(

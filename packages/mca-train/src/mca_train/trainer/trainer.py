@@ -159,6 +159,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             pad_token_id=pad_token(processing_class),
             pack_length=pack_length,
             images=image_batching(model.config, decodes=self.ranks.is_first_stage),
+            positions=model.config.max_position_embeddings if model.config.learned_positions else None,
         )
         self._new_meters()
         self._set_output()

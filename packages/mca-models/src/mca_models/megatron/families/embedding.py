@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from mca_config.errors import McaError
+from mca_config.checks import require_learned
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.norms import PostNorm
 from mca_models.megatron.types import GptModel, MegatronModule
@@ -41,11 +41,8 @@ def _rows(config: McaModelConfig) -> Callable[[torch.nn.Module, tuple[Tensor]], 
 
     def rows(table: torch.nn.Module, args: tuple[Tensor]) -> Tensor:
         positions, most = args[0], config.max_position_embeddings
-        if positions.device.type == "cpu" and positions.numel() and int(positions.max()) >= most:
-            raise McaError(
-                f"a sequence of {int(positions.max()) + 1} tokens is longer than the {most} positions that the model "
-                "has learned (max_position_embeddings); shorten it"
-            )
+        if positions.device.type == "cpu" and positions.numel():
+            require_learned(int(positions.max()) + 1, most)
         return positions + config.position_offset
 
     return rows

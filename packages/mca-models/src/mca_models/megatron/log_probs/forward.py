@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from mca_config.checks import sequence_multiple, tokens_of_fp8
+from mca_config.checks import require_learned, sequence_multiple, tokens_of_fp8
 from mca_config.errors import McaError
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
@@ -137,6 +137,9 @@ class _Rows:
         self._device = platform.current_device()
         self._places = batch.places()
         size = batch.micro_batch_size
+        self._longest = max(map(len, self._places), default=0)
+        if models.config.learned_positions:
+            require_learned(self._longest, models.config.max_position_embeddings)
         self._groups = [self._places[i : i + size] for i in range(0, len(self._places), size)]
         self._multiple = sequence_multiple(
             layout,
@@ -193,9 +196,10 @@ class _Rows:
         return (*lengths, rest) if rest else tuple(lengths)
 
     def _positions(self, number: int, lengths: tuple[int, ...]) -> Tensor:
-        """Of the tokens of a row; zeros where it holds nothing, which may be longer than the model's positions."""
-        filled = len(list(self._laid(number)))
-        found = [torch.arange(n) * (i < filled) for i, n in enumerate(lengths)]
+        """Of the tokens of a row; its padding may be longer than the model's positions and takes the last token's."""
+        own = [len(places) for _, _, places in self._laid(number)] if self._batch.packed else [self._longest]
+        own += [0] * (len(lengths) - len(own))
+        found = [torch.arange(n).clamp(max=max(most - 1, 0)) for n, most in zip(lengths, own, strict=True)]
         return torch.cat(found).to(self._device)
 
     def _held(self, lengths: Sequence[int], rank: int, size: int) -> Tensor:

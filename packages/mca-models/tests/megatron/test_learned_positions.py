@@ -1,0 +1,39 @@
+"""Positions that a model has not learned are refused before a device is asked for them, and padding takes none."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
+from mca_models.megatron import forward
+from mca_models.megatron.log_probs.forward import _Rows
+
+MODEL: Any = SimpleNamespace(
+    config=SimpleNamespace(learned_positions=True, max_position_embeddings=4, vision=None),
+    place=SimpleNamespace(layout=ParallelLayout()),
+)
+
+
+def test_sequences_beyond_them_are_refused_on_the_host() -> None:
+    said = "a sequence of 5 tokens is longer than the 4 positions"
+    with pytest.raises(McaError, match=said):
+        forward.model_logits(MODEL, torch.zeros(1, 5, dtype=torch.int64))
+    batch: Any = SimpleNamespace(places=lambda: [torch.arange(5)], micro_batch_size=1)
+    with pytest.raises(McaError, match=said):
+        _Rows(MODEL, batch)
+
+
+def test_padding_takes_the_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    monkeypatch.setattr(forward.parallel, "context_group", lambda: alone)
+    (micro,) = forward._micro(torch.zeros(1, 6), 1, 4)
+    assert micro["position_ids"].tolist() == [[0, 1, 2, 3, 3, 3]]
+    rows: Any = SimpleNamespace(
+        _laid=lambda number: [(0, 0, torch.arange(3)), (0, 4, torch.arange(2))],
+        _batch=SimpleNamespace(packed=True),
+        _device=torch.device("cpu"),
+    )
+    assert _Rows._positions(rows, 0, (4, 2, 3)).tolist() == [0, 1, 2, 2, 0, 1, 0, 0, 0]
