@@ -112,18 +112,20 @@ def _forward_step(
 
 @contextmanager
 def inference(models: LiveModel) -> Iterator[None]:
-    """Evaluation mode, without the prediction layers, which only serve the loss."""
-    training, depth = models.training, models.megatron.mtp_num_layers
+    """Evaluation mode on the model's own groups, without the prediction layers, which only serve the loss."""
     chunks: list[GptModel] = list(models.chunks)
-    predicting = [chunk.mtp_process for chunk in chunks]
-    models.eval()
+    parallel.use_groups_of(chunks)
+    modes = [(module, module.training) for module in models.chunks.modules()]
+    depth, predicting = models.megatron.mtp_num_layers, [chunk.mtp_process for chunk in chunks]
+    models.chunks.eval()
     models.megatron.mtp_num_layers = None
     for chunk in chunks:
         chunk.mtp_process = False
     try:
         yield
     finally:
-        models.train(training)
+        for module, mode in modes:
+            module.training = mode
         models.megatron.mtp_num_layers = depth
         for chunk, before in zip(chunks, predicting, strict=True):
             chunk.mtp_process = before

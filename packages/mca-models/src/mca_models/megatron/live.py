@@ -24,16 +24,9 @@ class LiveModel(Protocol):
     megatron: MegatronConfig
     chunks: torch.nn.ModuleList
     source: Path | None
-    training: bool
 
     def held(self) -> Sequence[tuple[Held, Tensor]]:
         """Every parameter and saved buffer of this rank with its rule, second copies included."""
 
     def canonical_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names and this rank's pieces, without second copies of tied weights."""
-
-    def train(self, mode: bool = True) -> object:
-        """Sets the training mode of all chunks."""
-
-    def eval(self) -> object:
-        """Ends the training mode of all chunks."""

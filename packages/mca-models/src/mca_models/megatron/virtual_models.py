@@ -284,7 +284,7 @@ class VirtualModels(torch.nn.Module):
 
         Every rank is given all tensors and keeps what it needs of each at once. A tensor may also come in pieces:
         ``(name, rows, first row)``. Tied tensors may come once or under both names. After an error the model has some
-        of the new weights. Then refresh a trainer's optimizer: ``trainer.engine.optimizer.reload_model_params()``.
+        of the new weights. Then refresh a trainer's optimizer: ``trainer.engine.take_weights()``.
 
         Args:
             weights: Names and tensors, of any floating type and on any device.

@@ -7,7 +7,7 @@ and patches, which stand below, ask Megatron for their groups themselves.
 import logging
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,9 +15,11 @@ import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 
+from mca_config.errors import McaError
 from mca_config.layout import Coordinates, ParallelLayout, RankGrid
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import attempts
+from mca_models.megatron.types import GptModel
 
 _log = logging.getLogger(__name__)
 _RANK, _WORLD_SIZE, _LOCAL_RANK = "RANK", "WORLD_SIZE", "LOCAL_RANK"
@@ -50,13 +52,30 @@ class Place:
         return RankGrid(self.layout, self.world_size)
 
 
+@dataclass(frozen=True)
+class _Groups:
+    """Megatron's groups, and beside them one for every embedding that models on them share otherwise.
+
+    Args:
+        pipeline: This rank's pipeline group, which tells these groups from others that stood before or after.
+        embedding: By pipeline ranks, this rank's group of those; None where it is none of them.
+    """
+
+    pipeline: ProcessGroup
+    embedding: dict[tuple[int, ...], ProcessGroup | None]
+
+
+_started: list[_Groups] = []
+"""The groups that were started last, if any were."""
+
+
 def start(
     layout: ParallelLayout, seed: int = 1234, *, embedding_ranks: tuple[int, ...] | None = None
 ) -> Place:
     """Starts what is missing of torch.distributed and Megatron's groups for ``layout``.
 
     Without a launcher's environment the world is this one process. Groups that stand already with the same sizes
-    are used; those of another layout are replaced.
+    are used; those of another layout are replaced, and models that were built on them cannot be used any more.
 
     Args:
         layout: The parallel sizes.
@@ -72,7 +91,7 @@ def start(
     if world_size > _FEW:
         _allow_connections()
     place = Place(layout, rank, world_size, RankGrid(layout, world_size).coordinates(rank))
-    _start_megatron(layout, embedding_ranks or (0, layout.pp - 1))
+    _start_megatron(place, tuple(sorted({*(embedding_ranks or (0, layout.pp - 1))})))
     _seed(seed, place)
     return place
 
@@ -96,14 +115,13 @@ def _allow_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _start_megatron(layout: ParallelLayout, embedding_ranks: tuple[int, ...]) -> None:
+def _start_megatron(place: Place, embedding_ranks: tuple[int, ...]) -> None:
     from megatron.core import parallel_state
 
-    def with_embedding(pipeline: list[int]) -> list[int]:
-        return [pipeline[rank] for rank in sorted(set(embedding_ranks))]
-
+    layout = place.layout
     if parallel_state.model_parallel_is_initialized():
-        if _megatron_sizes() == _wanted_sizes(layout) and _same_on_all(with_embedding):
+        if _megatron_sizes() == _wanted_sizes(layout):
+            _start_embedding(place, embedding_ranks)
             return
         _log.info("replacing Megatron's process groups by those of %s", layout)
         _end_megatron()
@@ -115,24 +133,50 @@ def _start_megatron(layout: ParallelLayout, embedding_ranks: tuple[int, ...]) ->
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=timeout().total_seconds() / 60,
-        get_embedding_ranks=with_embedding,
+        get_embedding_ranks=lambda pipeline: [pipeline[rank] for rank in embedding_ranks],
     )
+    group = parallel_state.get_embedding_group(check_initialized=False)
+    _started[:] = [_Groups(pipeline_group(), {embedding_ranks: group})]
 
 
-def _same_on_all(with_embedding: Callable[[list[int]], list[int]]) -> bool:
-    """Whether the group of the embedding that stands is the wanted one, on every rank."""
+def _start_embedding(place: Place, embedding_ranks: tuple[int, ...]) -> None:
+    """Puts the group of an embedding in place, beside groups that stand; collective where it is new."""
     from megatron.core import parallel_state
 
-    pipeline = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    if len(pipeline) == 1:
-        return True
-    group = parallel_state.get_embedding_group(check_initialized=False)
-    standing = [] if group is None else torch.distributed.get_process_group_ranks(group)
-    wanted = with_embedding(pipeline)
-    me = torch.distributed.get_rank()
-    found = [False] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, standing == (wanted if me in wanted else []))
-    return all(found)
+    if place.layout.pp == 1:
+        return
+    if not _started or _started[0].pipeline is not pipeline_group():  # others have started these
+        _started[:] = [_Groups(pipeline_group(), {})]
+    known = _started[0].embedding
+    if embedding_ranks not in known:
+        known[embedding_ranks] = None
+        for pipeline in place.grid.groups("pp"):
+            ranks = [pipeline[rank] for rank in embedding_ranks]
+            made = parallel_state.create_group(ranks, timeout=timeout(), group_desc="EMBEDDING_GROUP")
+            if place.rank in ranks:
+                known[embedding_ranks] = made
+    parallel_state._EMBEDDING_GROUP = known[embedding_ranks]
+
+
+def use_groups_of(chunks: Iterable[GptModel]) -> None:
+    """Puts in place those groups that Megatron looks up anew in each step and that another model may have changed.
+
+    Args:
+        chunks: Megatron models of this rank, not wrapped.
+
+    Raises:
+        McaError: The groups that they were built on do not stand any more.
+    """
+    from megatron.core import parallel_state
+
+    for chunk in chunks:
+        built_on = chunk.pg_collection
+        if built_on.pp is not pipeline_group():
+            raise McaError(
+                "the process groups of this model were replaced when a model on another layout was made; models that "
+                "are used side by side need equal parallel sizes (tensor_model_parallel_size and the others)"
+            )
+        parallel_state._EMBEDDING_GROUP = built_on.embd
 
 
 def _end_megatron() -> None:
@@ -144,6 +188,7 @@ def _end_megatron() -> None:
     for group in groups:
         torch.distributed.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
+    _started.clear()
 
 
 def timeout() -> timedelta:
@@ -202,6 +247,7 @@ def stop() -> None:
         parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    _started.clear()
     platform.close()
 
 

@@ -27,6 +27,7 @@ def params_of(models: LiveModel) -> list[Param]:
 
 def facts_of(models: LiveModel) -> Facts:
     """What every rank holds, put together: all parameters of the model. Collective."""
+    parallel.use_groups_of(models.chunks)
     mine = {
         item.param.mca_name(): (CODES[tensor.dtype], whole_shape(item.param, tensor, models.config))
         for item, tensor in models.held()

@@ -11,6 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from mca_models.megatron.distributed import parallel
 from mca_models.megatron.factory.fill import cut_of
 from mca_models.megatron.live import LiveModel
 from mca_models.megatron.names import Held
@@ -36,6 +37,7 @@ def take_weights(models: LiveModel, weights: Iterable[Weight]) -> None:
     Raises:
         McaError: Names are missing or too many, or a shape differs.
     """
+    parallel.use_groups_of(models.chunks)
     loading = _Loading(models)
     plain = PlainWeights(loading.arrivals.shape_of, loading.arrivals.refuse, loading.uses)
     taken(plain.of(weights), loading.take)

@@ -86,8 +86,9 @@ def save_torch_dist(
 
 def model_state(models: LiveModel) -> ShardedState:
     """What Megatron's checkpoint of ``models`` holds: sharded tensors, and beside them what Megatron-LM asks for."""
-    metadata = {**METADATA, "dp_cp_group": parallel.replica_group(expert=False)}
     chunks: list[GptModel] = list(models.chunks)
+    parallel.use_groups_of(chunks)
+    metadata = {**METADATA, "dp_cp_group": parallel.replica_group(expert=False)}
     names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
     with quiet():
         state: ShardedState = {
