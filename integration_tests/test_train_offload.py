@@ -145,3 +145,28 @@ def test_the_loss_curve_goes_on(name, checkpoint, tmp_path):
         assert resumed == straight
     assert resumed["loss"][:FIRST] == straight["loss"][:FIRST]
     assert worst(straight["loss"], resumed["loss"]) < 1e-4
+
+
+LOADED = {"fp32": OFF, "bf16": HALF | BF16, "split": ZERO | OFF, "split bf16": ZERO | HALF | BF16}
+LOADED["precise"] = ZERO | PRECISE | HALF | BF16
+
+
+def after_loading(checkpoint: Path, output: Path) -> dict[str, bool]:
+    """Whether a step at rate 0 leaves weights that were loaded under the optimizer after another step."""
+    found = {}
+    for name, changes in LOADED.items():
+        trainer = make_trainer(checkpoint, output / name, max_steps=1, warmup_steps=0, count=8, **changes)
+        model, before = trainer.model, dict(trainer.model.export_weights())
+        quietly(trainer.train)
+        assert any((tensor != before[key]).any() for key, tensor in model.export_weights())
+        model.load_weights(before.items())
+        trainer.engine.take_weights()
+        for group in trainer.engine.optimizer.param_groups:
+            group["lr"] = 0.0
+        trainer.engine.optimizer_step()
+        found[name] = all(bool((tensor == before[key]).all()) for key, tensor in model.export_weights())
+    return found
+
+
+def test_weights_loaded_under_the_optimizer_stay(checkpoint, tmp_path):
+    assert run_ranks(1, after_loading, checkpoint, tmp_path) == [dict.fromkeys(LOADED, True)]

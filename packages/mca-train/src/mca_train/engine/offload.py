@@ -12,6 +12,7 @@ the device. Two things go wrong with it in megatron-core 0.16.1 and 0.19.2, on e
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -57,6 +58,26 @@ def as_plain(optimizer: MegatronOptimizer, *, loading: bool) -> Iterator[None]:
             setattr(single.config, _PRECISION_AWARE, precision_aware)
             if loaded:
                 _take(hybrid, plain, _held(single, hybrid))
+
+
+def take_weights(optimizer: MegatronOptimizer) -> None:
+    """Has main parameters and all copies of them follow weights that others than ``optimizer`` have changed.
+
+    Of hybrids Megatron refreshes copies of half-precision weights alone, not main parameters nor copies of fp32.
+
+    Args:
+        optimizer: Megatron's, whole or chained.
+    """
+    hybrids = [(single, single.optimizer) for single in _hybrids(optimizer)]
+    try:
+        for single, hybrid in hybrids:
+            single.optimizer = SimpleNamespace(param_groups=hybrid.param_groups)  # not to be seen as a hybrid
+        optimizer.reload_model_params()
+    finally:
+        for single, hybrid in hybrids:
+            single.optimizer = hybrid
+    for _, hybrid in hybrids:
+        _copy_to_inner(hybrid)
 
 
 def _hybrids(optimizer: MegatronOptimizer) -> list[Sample]:
