@@ -1,8 +1,7 @@
 """Megatron's training step on this rank: data parallelism, optimizer, and the pipeline's schedule."""
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +13,12 @@ from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.engine.finite import telling_nan
 from mca_train.engine.late_buckets import reduce_vision_late
 from mca_train.engine.loss_scale import share_loss_scale
-from mca_train.engine.offload import rebuild_hybrids
+from mca_train.engine.offload import rebuild_hybrids, take_weights
 from mca_train.engine.own_heads import split_own_heads
 from mca_train.engine.part_rates import rates_of_parts
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import kept_rng
+from mca_train.engine.wrapping import remember, unwrap, wrapper_of
 from mca_train.losses import moe_aux, prediction
 from mca_train.losses.step_counts import count_step
 from mca_train.losses.token_loss import LossFunction, StepLoss
@@ -122,12 +122,14 @@ class Engine(Pipeline):
         half = self.params_dtype != torch.float32
         settings = {"grad_reduce_in_fp32": half} | self._args.ddp_config_overrides()
         config = DistributedDataParallelConfig(**settings)
+        unwrap(chunks)
         wrapped = [
             DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(chunks)
         ]
-        if self._args.overlap_grad_reduce:
-            for one, chunk in zip(wrapped, chunks, strict=True):
+        for one, chunk in zip(wrapped, chunks, strict=True):
+            remember(chunk, one)
+            if self._args.overlap_grad_reduce:
                 reduce_vision_late(one, chunk)
         return wrapped
 
@@ -182,8 +184,21 @@ class Engine(Pipeline):
         calls = [getattr(chunk, method) for chunk in self.chunks]
         return calls if len(calls) > 1 else calls[0]
 
+    def require_model(self) -> None:
+        """Raises if the model trains with another engine by now, which has its gradients.
+
+        Raises:
+            McaError: It does.
+        """
+        if any(wrapper_of(model) is not chunk for model, chunk in zip(self.models, self.chunks, strict=True)):
+            raise McaError(
+                "another trainer has trained this model since, with an optimizer of its own, so this trainer cannot "
+                "go on; train with one trainer, or make a new one each time"
+            )
+
     def forward_backward(self, batch: StepBatch) -> StepLoss:
         """Gradients of all micro-batches, reduced over the ranks, and the step's loss on this rank."""
+        self.require_model()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -210,7 +225,7 @@ class Engine(Pipeline):
 
     def take_weights(self) -> None:
         """The optimizer goes on from the model's weights, which others than it have changed."""
-        self.optimizer.reload_model_params()
+        take_weights(self.optimizer)
 
     def share_weights(self) -> None:
         """Every rank has the weights in fp32 that others have changed in their shares of a split optimizer.
@@ -221,17 +236,6 @@ class Engine(Pipeline):
         views = args.use_distributed_optimizer and self.params_dtype == torch.float32
         for chunk in self.chunks if views and not args.overlap_param_gather else ():
             chunk.start_param_sync()
-
-    @contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """With ``overlap_param_gather``, updated parameters otherwise arrive in the next forward pass."""
-        hooked = self.chunks if self._args.overlap_param_gather else []
-        with ExitStack() as hooks:
-            for chunk in hooked:
-                chunk.disable_forward_pre_hook()
-                hooks.callback(chunk.enable_forward_pre_hook)
-            with super().at_rest():
-                yield
 
 
 def _leave_out_empty(optimizer: MegatronOptimizer) -> None:

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from mca_config.types import JsonObject
+from mca_models.megatron.distributed import parallel
 from mca_models.megatron.layers.attention import tell_lengths
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.engine.stopwatch import Stopwatch
+from mca_train.engine.wrapping import all_gathered
 from mca_train.losses import moe_aux, prediction
 from mca_train.losses.moe_tokens import hand_tokens
 from mca_train.losses.token_loss import LossFunction, StepLoss, add_up, megatron_loss
@@ -43,6 +45,7 @@ class Pipeline:
         """All micro-batches of ``batch``; the loss on this rank, or another ``loss``."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
+        parallel.use_groups_of(self.models)
         iterators = [iter(batch.micro_batches) for _ in self.chunks]
         kept: list[Tensor] = get_forward_backward_func()(
             forward_step_func=partial(
@@ -65,15 +68,16 @@ class Pipeline:
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """A block in which dropout is off and all parameters are whole: for evaluation and saving."""
+        """A block in which dropout is off and all parameters are whole: for evaluation and saving. May be nested."""
         modes = [chunk.training for chunk in self.chunks]
-        try:
-            for chunk in self.chunks:
-                chunk.eval()
-            yield
-        finally:
-            for chunk, mode in zip(self.chunks, modes, strict=True):
-                chunk.train(mode)
+        with all_gathered(self.models):
+            try:
+                for chunk in self.chunks:
+                    chunk.eval()
+                yield
+            finally:
+                for chunk, mode in zip(self.chunks, modes, strict=True):
+                    chunk.train(mode)
 
     def _forward_step(
         self,

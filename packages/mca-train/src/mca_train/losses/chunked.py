@@ -3,7 +3,8 @@
 How the logits of a micro-batch come not to stand whole is said in `mca_models.megatron.log_probs.chunks`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from mca_config.errors import McaError
 from mca_models.megatron.log_probs.chunks import ChunkedOutput, token_values
@@ -12,6 +13,8 @@ from mca_train.types import Chunk
 
 _TOKENS = 1024
 """How many at a time where values are wanted and ``loss_chunk_size`` is not set."""
+_OUTPUT = ("_postprocess", "compute_language_model_loss")
+"""What trainers put in the place of a chunk's methods."""
 
 
 def chunk_losses(
@@ -35,7 +38,8 @@ def chunk_losses(
         McaError: The loss cannot be computed so.
     """
     for chunk in chunks:
-        chunk.__dict__.pop("_postprocess", None)
+        if isinstance(vars(chunk).get("_postprocess"), ChunkedOutput):
+            del chunk._postprocess
         if tokens is None and values is None:
             continue
         key = "token_values" if tokens is None else "loss_chunk_size"
@@ -50,6 +54,20 @@ def chunk_losses(
             _forget_fusion(chunk)
             made = chunk.compute_language_model_loss if values is None else token_values(values, vocab_size)
             chunk._postprocess = ChunkedOutput(chunk, tokens or _TOKENS, made)
+
+
+@contextmanager
+def kept_output(chunks: Iterable[Chunk]) -> Iterator[None]:
+    """A block after which ``chunks`` make of their hidden states what they made before it."""
+    before = [(chunk, {name: vars(chunk).get(name) for name in _OUTPUT}) for chunk in chunks]
+    try:
+        yield
+    finally:
+        for chunk, kept in before:
+            for name, value in kept.items():
+                chunk.__dict__.pop(name, None)
+                if value is not None:
+                    setattr(chunk, name, value)
 
 
 def _forget_fusion(model: Chunk) -> None:

@@ -174,7 +174,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         self.watch.restore({"skipped": 0})
 
     def _set_output(self) -> None:
-        """What the chunk with the loss makes of its hidden states."""
+        """What the chunk with the loss makes of its hidden states: another trainer may have changed it."""
         args, model = self.args, self.model
         if self.token_values is not None and args.label_smoothing_factor:
             raise McaError("label_smoothing_factor does nothing for a trainer with token_values; remove it")
@@ -186,8 +186,6 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             values=self.token_values,
             vocab_size=model.config.vocab_size,
         )
-
-    # The hook for another loss.
 
     def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
         """The loss of one micro-batch on a rank of the last pipeline stage.
@@ -220,6 +218,9 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         """
         if trial is not None:
             raise McaError("hyper-parameter search is not supported")
+        if isinstance(self._pipeline, Engine):
+            self._pipeline.require_model()
+        self._set_output()
         output_dir = Path(self.args.output_dir)
         require_own(output_dir, [self.model.source])
         self.is_in_train = True
