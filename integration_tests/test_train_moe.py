@@ -8,7 +8,7 @@ import pytest
 
 from harness import run_ranks
 from reference import make_reference
-from train_cases import arguments, history, quietly, sparse_checkpoint
+from train_cases import arguments, history, quietly, sparse_checkpoint, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
@@ -198,13 +198,23 @@ def test_experts_losses_weigh_what_hugging_faces_do(tmp_path):
                 assert worst(values, ours[key]) < allowed, (name, key, values, ours[key])
 
 
-def test_the_coefficient_of_config_json_is_hugging_faces(tmp_path):
-    checkpoint = one_layer(tmp_path / "one")
+def of_sigmoids(folder: Path) -> Path:
+    """A MiniMax M2 of one layer: routers score by sigmoids, Hugging Face balances their softmax."""
+    from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
+
+    sizes = {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    return tiny_checkpoint(folder, MiniMaxM2Config, MiniMaxM2ForCausalLM, **sizes)
+
+
+@pytest.mark.parametrize("made", [one_layer, of_sigmoids])
+def test_the_coefficient_of_config_json_is_hugging_faces(made, tmp_path):
+    checkpoint = made(tmp_path / "one")
     described = json.loads((checkpoint / "config.json").read_text())
     described |= {"output_router_logits": True, "router_aux_loss_coef": 0.4}
     (checkpoint / "config.json").write_text(json.dumps(described))
     (theirs,) = run_ranks(1, balanced_in_plain_torch, checkpoint, 2 * 0.4)
     unsaid = {"moe_aux_loss_coeff": None, "moe_router_load_balancing_type": None}
+    unsaid |= {"moe_router_bias_update_rate": 0.0} if made is of_sigmoids else {}
     (ours,) = run_ranks(1, balanced, checkpoint, tmp_path / "run", **unsaid)
     for key, values in theirs.items():
         assert worst(values, ours[key]) < 1e-4, (key, values, ours[key])

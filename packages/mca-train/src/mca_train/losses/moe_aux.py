@@ -9,6 +9,9 @@ routers' scores for it, of T tokens, the balancing loss of these tokens is ``E /
 - ``seq_aux_loss``: of each sequence, in packed rows too,
 - ``global_aux_loss``: of the global batch.
 
+Scores are Megatron's, which sum to 1 for a token; with the coefficient of ``config.json`` they are Hugging Face's: a
+softmax of the logits, also where the router itself takes sigmoids.
+
 A micro-batch and a sequence weigh as much as their tokens. The z-loss is the mean of ``logsumexp(logits)^2``.
 
 Megatron's own (0.16.1 and 0.19.2) depend on the layout: they weigh a rank by its own tokens, take a packed row for one
@@ -23,6 +26,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mca_models.megatron.factory.transformer_config import BALANCES_CHANCES
 from mca_train import groups
 from mca_train.losses.moe_tokens import carry_tokens, numbers_of, prediction_routers
 from mca_train.losses.step_counts import StepCounts
@@ -47,6 +51,8 @@ class Balance:
     """``[experts]``: tokens of the step that are sent to each, if it was counted before; else None."""
     counting: bool = False
     """The running pass only counts `load`."""
+    logits: Tensor | None = None
+    """``[tokens, experts]`` of the running call."""
     segments: Tensor | None = None
     """``[tokens]`` of the running call: whose tokens these are."""
     found: dict[str, Tensor] = field(default_factory=dict)
@@ -137,7 +143,10 @@ def _route(router: Router, plain: Upstream, logits: Tensor, padding_mask: Tensor
     padding = None if padding_mask is None else (balance.segments < 0).view(logits.shape[:2])
     if balance.counting:
         balance.load += _sent(router, logits.flatten(0, 1)).sum(0)  # type: ignore[operator]
-    return plain(logits, padding)
+    balance.logits = logits.flatten(0, 1)
+    routed = plain(logits, padding)
+    balance.logits = None
+    return routed
 
 
 def _sent(router: Router, logits: Tensor) -> Tensor:
@@ -198,10 +207,20 @@ def _balance(router: Router, scores: Tensor, load: Tensor, whose: Tensor | None 
         load: How many tokens are sent to each expert, ``[experts]``, or of each sequence, ``[sequences, experts]``.
         whose: Sequence of each token.
     """
+    scores = _chances(router) if getattr(router.config, BALANCES_CHANCES, False) else scores
     share = load.float() * (router.num_experts / router.topk)
     share = share / (load.sum(-1, keepdim=True) / router.topk).clamp(min=1)
     value: Tensor = (scores * (share if whose is None else share[whose])).sum()
     return value
+
+
+def _chances(router: Router) -> Tensor:
+    """``[tokens, experts]``: the softmax of logits, of which HF's loss is whatever the router's scores are."""
+    balance: Balance = router.mca_balance
+    if balance.logits is None or balance.segments is None:
+        raise RuntimeError("a balancing loss without its router's call")
+    counts = (balance.segments >= 0).unsqueeze(-1)
+    return balance.logits.softmax(-1, dtype=torch.float32) * counts
 
 
 def _attached(router: Router, probs: Tensor, name: str, value: Tensor, coefficient: float) -> Tensor:

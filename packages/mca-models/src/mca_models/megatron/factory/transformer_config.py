@@ -78,6 +78,9 @@ _SAME_NAME_MOE = (
     "moe_router_load_balancing_type",
 )
 
+BALANCES_CHANCES = "mca_balances_chances"
+"""Whether the load-balancing loss has HF's coefficient, and is so of the softmax of logits, whatever routers score by."""
+
 _SAME_NAME_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
@@ -111,6 +114,7 @@ def transformer_config(
         McaError: Something that Megatron would compute wrongly or not at all.
     """
     implementation = implementation_of(args)
+    overrides = _converted(args.transformer_config_overrides())
     settings = {
         **_architecture(config),
         **layout_settings(config, args, layout),
@@ -118,14 +122,16 @@ def transformer_config(
         **kernel_settings(implementation),
         **families.settings(config),
         **pipeline_settings(layout, platform.megatron_version()),
-        **_converted(args.transformer_config_overrides()),
+        **overrides,
     }
     settings["transformer_impl"] = implementation
     settings["moe_grouped_gemm"] = grouped_experts(settings, implementation)
     _require(config, layout, settings, implementation)
     if settings.get("fp8"):
         _require_fp8(settings.get("fp8_recipe") or "delayed")
-    return _with_attention_factor(_construct(config, settings), config)
+    megatron = _with_attention_factor(_construct(config, settings), config)
+    setattr(megatron, BALANCES_CHANCES, "moe_aux_loss_coeff" not in overrides)
+    return megatron
 
 
 def _require(
