@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -318,14 +319,20 @@ def targets_none(base: Path) -> tuple[list[str], list[bool]]:
 
     from mca_models.megatron import AutoModel
     from mca_models.megatron.peft import get_peft_model
+    from mca_models.megatron.peft.attach import Attached
 
     models = get_peft_model(AutoModel.from_pretrained(base, arguments("tp1")), peft.LoraConfig(r=2))
     trained = {id(p) for p in models.parameters() if p.requires_grad}
     live = {id(tensor) for _, tensor in models.adapter_parameters()}
+    before, doubled = [item.base.clone() for item in models._attached], iter([lambda item: 2 * item.base])
+    with patch.object(Attached, "folded", lambda item: next(doubled)(item)), pytest.raises(StopIteration):
+        models.merge_adapter()
+    kept = not models.merged and all(map(torch.equal, before, (item.base for item in models._attached)))
     plain = models.merge_and_unload()
     names = [name for name, _ in plain.named_parameters() if "lora" in name]
     return names, [
         trained == live,
+        kept,
         all(p.requires_grad for p in plain.parameters()),
         type(plain) is not type(models),
     ]

@@ -171,9 +171,13 @@ class PeftModels(VirtualModels):
         if self.merged:
             raise McaError("the adapter is merged already; call unmerge_adapter first")
         self._originals = [item.base.detach().cpu().clone() for item in self._attached]
-        for item in self._attached:
-            item.base.copy_(item.folded())
-            item.switch.merged = True
+        try:
+            for item in self._attached:
+                item.base.copy_(item.folded())
+                item.switch.merged = True
+        except BaseException:
+            self.unmerge_adapter()
+            raise
 
     @torch.no_grad()
     def unmerge_adapter(self) -> None:
@@ -253,13 +257,8 @@ class PeftModels(VirtualModels):
         self, directory: str | Path, *, overwrite: bool = False, max_shard_bytes: int | None = None
     ) -> None:
         """Writes the HF model with the adapter folded in; collective."""
-        save_hf(
-            self,
-            Path(directory),
-            overwrite=overwrite,
-            max_shard_bytes=max_shard_bytes,
-            piece=self._merged_piece(),
-        )
+        piece = self._merged_piece()
+        save_hf(self, Path(directory), overwrite=overwrite, max_shard_bytes=max_shard_bytes, piece=piece)
 
     def save_merged(self, directory: str | Path, *, overwrite: bool = False) -> None:
         """Writes an MCA checkpoint of the model with the adapter folded in; collective."""
