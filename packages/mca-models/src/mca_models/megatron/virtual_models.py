@@ -200,8 +200,11 @@ class VirtualModels(torch.nn.Module):
         if to not in ("all", "replicas"):
             raise McaError(f"to={to!r} is none of all, replicas")
         packed = packed or cu_seqlens is not None
-        batch = Batch(input_ids, mask, cu_seqlens, packed, micro_batch_size, chunk_size)
-        found = model_log_probs(self, batch, TokenValues(temperature=temperature, entropy=entropy))
+        found = model_log_probs(
+            self,
+            lambda: Batch(input_ids, mask, cu_seqlens, packed, micro_batch_size, chunk_size),
+            TokenValues(temperature=temperature, entropy=entropy),
+        )
         at = self.place.at
         return found if to == "all" or at.tp == at.cp == at.pp == 0 else None
 

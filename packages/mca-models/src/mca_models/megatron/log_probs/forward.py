@@ -15,9 +15,10 @@ import torch.distributed
 from torch import Tensor
 
 from mca_config.checks import require_learned, sequence_multiple, tokens_of_fp8
-from mca_config.errors import McaError
+from mca_config.errors import McaError, RankFailed
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.distributed.collectives import together
 from mca_models.megatron.forward import gathered, inference, micro_batch_group, refuse_placeholders
 from mca_models.megatron.layers.attention import tell_lengths
 from mca_models.megatron.layers.zigzag import ranges_of_rank
@@ -92,11 +93,17 @@ class Batch:
 
 
 @torch.no_grad()
-def model_log_probs(models: LiveModel, batch: Batch, values: TokenValues) -> LogProbs:
-    """See ``VirtualModels.log_probs``."""
+def model_log_probs(models: LiveModel, ask: Callable[[], Batch], values: TokenValues) -> LogProbs:
+    """See ``VirtualModels.log_probs``.
+
+    Args:
+        models: The model.
+        ask: What is asked for; may raise on some ranks alone.
+        values: What is computed of each token.
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    refuse_placeholders(models.config, batch.input_ids)
+    batch = _agreed(models, ask)
     rows = _Rows(models, batch)
     with inference(models), _computing(models, batch.chunk_size, values):
         outputs: list[Tensor] = get_forward_backward_func()(
@@ -121,6 +128,22 @@ def model_log_probs(models: LiveModel, batch: Batch, values: TokenValues) -> Log
             found, torch.distributed.get_global_rank(group, group.size() - 1), group=group
         )
     return LogProbs(*rows.spread(found), *(() if values.entropy else (None,)))
+
+
+def _agreed(models: LiveModel, ask: Callable[[], Batch]) -> Batch:
+    """This replica's batch, if none of all has one that cannot be computed; collective."""
+    asked: list[Batch] = []
+
+    def look() -> None:
+        batch = ask()
+        refuse_placeholders(models.config, batch.input_ids)
+        asked.append(batch)
+
+    try:
+        together(look)
+    except RankFailed as error:
+        raise error.cause from error
+    return asked[0]
 
 
 class _Rows:
