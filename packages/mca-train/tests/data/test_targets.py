@@ -1,10 +1,16 @@
 """Which tokens are targets, with the tokenizers and templates of common models' kinds."""
 
-import pytest
-from tokenizers_for_tests import SPACED, SPACED_MARKED, spaced_tokenizer
+import json
 
+import pytest
+from tokenizers_for_tests import CHATML, MARKED, SPACED, SPACED_MARKED, byte_tokenizer, spaced_tokenizer
+
+from mca_config.errors import McaError
+from mca_train.config.columns import PairArguments, RewardArguments
 from mca_train.data.chat import tokenize_chat
-from mca_train.data.encoding import tokenize_answer, tokenize_answers
+from mca_train.data.encoding import check_messages, row_encoder, tokenize_answer, tokenize_answers
+from mca_train.data.formats import converted
+from mca_train.data.scored import scored_pair_encoder
 
 TURNS = [
     {"role": "user", "content": "hi"},
@@ -47,3 +53,193 @@ def test_the_answers_of_a_pair_begin_at_the_same_token():
     chosen, rejected = tokenize_answers(tokenizer, "Q: ", ["4", "\n"], 64)
     assert learnt(tokenizer, chosen) == ["▁4", "<|eos|>"]
     assert learnt(tokenizer, rejected) == ["▁", "\n", "<|eos|>"]
+
+
+MARKS = ("user", "assistant", "tool", "end", "return", "thought")
+# GLM's habit: a turn ends where the next one begins.
+UNENDED = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}<call>"
+    "{% for key, value in call['function']['arguments'].items() %}{{ key }}={{ value }}{% endfor %}</call>{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# Without any mark.
+UNMARKED = UNENDED.replace("<|", "[").replace("|>", "]")
+# Phi 3's habit: the end of all stands behind the last turn.
+CLOSED = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{{ '<|assistant|>' if add_generation_prompt else eos_token }}"
+)
+# gpt-oss's habits: the last turn has another end, and thoughts of earlier ones are dropped.
+RETURNS = (
+    "{% set last = messages | length - 1 %}{% for m in messages %}<|{{ m['role'] }}|>"
+    "{% if loop.index0 == last and m['thinking'] %}<|thought|>{{ m['thinking'] }}{% endif %}{{ m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}({{ call['function']['arguments'] | tojson }}){% endfor %}"
+    "{{ '<|return|>' if loop.index0 == last and m['role'] == 'assistant' else '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# Gemma 4's habit: answers of tools stand within the turn that called, and what was thought before is dropped.
+WITHIN = (
+    "{% set last = messages | length - 1 %}{% for m in messages %}"
+    "{% if m['role'] != 'tool' %}<|{{ m['role'] }}|>{% endif %}"
+    "{% if m['tool_calls'] %}{% if loop.index0 == last %}{{ m['thinking'] }}{{ m['content'] }}{% endif %}(f)<|tool|>"
+    "{% else %}{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# DeepSeek V3's habit: arguments are added to other text.
+ADDS = CHATML.replace(
+    "{{ m['content'] }}",
+    "{{ m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}{{ '(' + call['function']['arguments'] + ')' }}{% endfor %}",
+)
+
+
+def marked_tokenizer(template):
+    tokenizer = byte_tokenizer(template)
+    tokenizer.add_tokens([f"<|{name}|>" for name in MARKS], special_tokens=True)
+    return tokenizer
+
+
+def words(tokenizer, encoded):
+    tokens, targets = encoded
+    pieces, before = [], False
+    for token, is_one in zip(tokens, targets, strict=True):
+        if is_one and not before:
+            pieces.append([])
+        if is_one:
+            pieces[-1].append(token)
+        before = is_one
+    return [tokenizer.decode(piece) for piece in pieces]
+
+
+def call(arguments, **others):
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}], **others}
+
+
+USER, RESULT = {"role": "user", "content": "hi"}, {"role": "tool", "content": "4"}
+CALLS = [USER, call({"x": "1"}, content=""), RESULT, {"role": "assistant", "content": "ja"}]
+
+
+def test_an_answer_without_an_end_ends_with_what_begins_the_next_turn():
+    tokenizer = marked_tokenizer(UNENDED)
+    encoded = tokenize_chat(tokenizer, [*CALLS, USER, {"role": "assistant", "content": "x"}])
+    assert words(tokenizer, encoded) == ["<call>x=1</call><|tool|>", "ja<|user|>", "x<|user|>"]
+    assert tokenizer.decode(encoded[0]).count("<|user|>") == 3
+    assert words(tokenizer, tokenize_chat(tokenizer, CALLS[:2])) == ["<call>x=1</call><|tool|>"]
+    assert words(tokenizer, tokenize_chat(tokenizer, CALLS[:3])) == ["<call>x=1</call><|tool|>"]
+    tokenizer = byte_tokenizer(UNMARKED)
+    assert words(tokenizer, tokenize_chat(tokenizer, TURNS)) == ["ja nein", "x<|eos|>"]
+
+
+def test_scores_are_of_the_text_that_the_template_makes():
+    tokenizer = marked_tokenizer(UNENDED)
+    row = {"chosen": [USER, TURNS[1]], "rejected": [USER, TURNS[3]]}
+    encode = scored_pair_encoder(tuple(row), tokenizer, RewardArguments(model_name_or_path="m"), "train_file")
+    texts = [tokenizer.decode(tokens) for tokens, _ in encode(row)]
+    assert texts == [tokenizer.apply_chat_template(row[side], tokenize=False) for side in row]
+
+
+def test_earlier_turns_that_end_otherwise_than_the_last():
+    turns = [USER, {"role": "assistant", "content": "a", "thinking": "t"}] * 2
+    tokenizer = marked_tokenizer(CLOSED)
+    assert words(tokenizer, tokenize_chat(tokenizer, turns)) == ["a<|end|>\n", "a<|end|>\n<|eos|>"]
+    tokenizer = marked_tokenizer(RETURNS)
+    assert words(tokenizer, tokenize_chat(tokenizer, turns)) == ["a<|end|>", "<|thought|>ta<|return|>"]
+    calls = [*CALLS[:1], call({"x": 1}, content="", thinking="t"), *CALLS[2:]]
+    assert words(tokenizer, tokenize_chat(tokenizer, calls)) == ['({"x": 1})<|end|>', "ja<|return|>"]
+
+
+@pytest.mark.parametrize("content", ["", "a thought too"])
+def test_calls_whose_thoughts_the_template_drops(content):
+    tokenizer = marked_tokenizer(WITHIN)
+    turns = [USER, call({}, content=content, thinking="t"), RESULT, {"role": "assistant", "content": "ja"}]
+    assert words(tokenizer, tokenize_chat(tokenizer, turns)) == ["(f)<|tool|>", "ja<|end|>"]
+
+
+@pytest.mark.parametrize("given", [{"x": 1, "y": "ä"}, '{"x":1, "y":"ä"}'])
+@pytest.mark.parametrize("template", [RETURNS, ADDS])
+def test_arguments_of_calls_may_be_text_whatever_the_template_takes(given, template):
+    tokenizer = marked_tokenizer(template)
+    messages = check_messages([USER, call(given, content=None)])
+    (answer,) = words(tokenizer, tokenize_chat(tokenizer, messages))
+    assert answer.startswith('({"x": 1, "y": "ä"})')
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (call("x"), r"turn 0 \(assistant\): arguments of a call are 'x'; expected a mapping"),
+        (call("[1]"), "expected a mapping, or that as JSON text"),
+        ({**call("{}"), "tool_calls": ["f"]}, r"tool_calls is .*; expected a list of mappings"),
+        ({"role": "assistant", "content": "a", "weight": 0.5}, r"weight is 0\.5; expected 0 or 1"),
+    ],
+)
+def test_calls_and_weights_that_mean_nothing_are_named(message, told):
+    with pytest.raises(McaError, match=told):
+        check_messages([message])
+
+
+def test_calls_that_the_template_does_not_write_are_refused(caplog):
+    with pytest.raises(McaError, match="the chat template does not write tool_calls"):
+        tokenize_chat(byte_tokenizer(), CALLS)
+    encode = row_encoder(("messages",), byte_tokenizer(), PairArguments(model_name_or_path="m"), "train_file")
+    for _ in range(2):
+        encode({"messages": TURNS, "tools": [{"name": "f"}]})
+    assert caplog.text.count("the chat template does not write a row's tools") == 1
+
+
+def test_shared_calls_are_calls_and_shared_tools_are_functions():
+    function = {"name": "f", "arguments": {"x": "1"}}
+    row = {
+        "conversations": [
+            {"from": "human", "value": "hi"},
+            {"from": "function_call", "value": json.dumps([function, function])},
+            {"from": "observation", "value": "4"},
+            {"from": "function_call", "value": function},
+        ],
+        "tools": json.dumps([{"name": "f", "parameters": {}}]),
+    }
+    shape = converted(tuple(row), PairArguments(model_name_or_path="m"))
+    found = shape.convert(row)
+    calls = [{"type": "function", "function": function}]
+    assert [turn.get("tool_calls") for turn in found["messages"]] == [None, calls * 2, None, calls]
+    assert [turn["content"] for turn in found["messages"]] == ["hi", "", "4", ""]
+    assert found["tools"] == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    with pytest.raises(McaError, match="a call of a function is 'x'; expected a mapping with 'name'"):
+        shape.convert({"conversations": [{"from": "function_call", "value": "x"}]})
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_row_has_variables_for_its_template(as_text):
+    given = {"enable_thinking": False}
+    template = CHATML.replace(
+        "assistant\n{% endif %}", "assistant\n{{ 'quick' if enable_thinking == false else '' }}{% endif %}"
+    ).replace(
+        "{{ m['content'] }}",
+        "{{ 'quick' if enable_thinking == false and m['role'] == 'assistant' else '' }}{{ m['content'] }}",
+    )
+    tokenizer = byte_tokenizer(template)
+    row = {"chat_template_kwargs": json.dumps(given) if as_text else {**given, "other": None}}
+    for shape in (
+        {"messages": TURNS[:2]},
+        {"prompt": TURNS[:1], "completion": TURNS[1:2]},
+        {"instruction": "hi", "output": "ja nein"},
+    ):
+        names = (*shape, *row)
+        encode = row_encoder(names, tokenizer, PairArguments(model_name_or_path="m"), "train_file")
+        (found,) = encode({**shape, **row})
+        assert tokenizer.decode(found[0]) == tokenizer.apply_chat_template(TURNS[:2], tokenize=False, **given)
+        assert words(tokenizer, found) == ["ja nein<|im_end|>\n"]
+        with pytest.raises(McaError, match=r"chat_template_kwargs is .*; expected a mapping"):
+            encode({**shape, "chat_template_kwargs": "x"})
+        with pytest.raises(McaError, match="chat_template_kwargs: 'tokenize' is no variable of a template"):
+            encode({**shape, "chat_template_kwargs": {"tokenize": True}})
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_an_answer_of_weight_0_is_no_target(template):
+    tokenizer = byte_tokenizer(template)
+    turns = [{**turn, "weight": weight} for turn, weight in zip(TURNS, (1, 0, 1, 1), strict=True)]
+    assert words(tokenizer, tokenize_chat(tokenizer, turns)) == [
+        "x;" if template == MARKED else "x<|im_end|>\n"
+    ]

@@ -15,7 +15,7 @@ from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
 from mca_train.data.chat import marks_answers
 from mca_train.data.file_rows import FileRows, Row
-from mca_train.data.formats import COLUMNS
+from mca_train.data.formats import COLUMNS, TEMPLATE_INPUTS
 from mca_train.data.token_dataset import IGNORED, Sample
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def surely_answered(tokenizer: "PreTrainedTokenizerBase", arguments: DataArgumen
             return False  # of another shape, or of several
         messages, completion = row.get(arguments.messages_column), row.get(arguments.completion_column)
         if messages is not None:
-            return not marked and _fits_answer(messages, row.get(arguments.tools_column), length)
+            others = row.get(arguments.tools_column) or row.get(TEMPLATE_INPUTS)
+            return not (marked or others) and _fits_answer(messages, length)
         if completion is not None:
             prompt = row.get(arguments.prompt_column)
             return isinstance(prompt, str) and isinstance(completion, str) and _fits(prompt, length)
@@ -143,14 +144,14 @@ def _fits(text: str, length: int, others: int = 0) -> bool:
     return len(text) < room and len(unicodedata.normalize("NFKC", text).encode(errors="replace")) < room
 
 
-def _fits_answer(messages: object, tools: object, length: int) -> bool:
+def _fits_answer(messages: object, length: int) -> bool:
     """Whether the first answer of a conversation begins early enough."""
-    if not isinstance(messages, list) or tools:
+    if not isinstance(messages, list):
         return False
     said: list[str] = []
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, str) or not content.strip():
+        if not isinstance(content, str) or not content.strip() or message.get("weight") == 0:
             return False
         if message.get("role") == "assistant":
             return _fits("".join(said), length, _CONVERSATION + _TURN * (len(said) + 1))

@@ -6,8 +6,11 @@ from earlier ones. A template that marks answers itself (``{% generation %}``) i
 messages, and whether these are well formed, is decided in `encoding`.
 """
 
+import logging
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -16,15 +19,54 @@ from jinja2 import TemplateError
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
 from mca_train.data.long_texts import head_encoding
+from mca_train.data.tools import Tools, with_arguments_as_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 Message = JsonObject
-Tools = list[JsonObject]
 Span = tuple[int, int]
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _STAND_IN = "\ue000"  # an answer that no text contains
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts")
+NO_VARIABLES = frozenset(
+    {
+        *(
+            "conversation",
+            "messages",
+            "tools",
+            "chat_template",
+            "add_generation_prompt",
+            "continue_final_message",
+        ),
+        *(
+            "tokenize",
+            "padding",
+            "truncation",
+            "max_length",
+            "return_tensors",
+            "return_dict",
+            "tokenizer_kwargs",
+        ),
+        *("return_assistant_tokens_mask", "sanitize_control_tokens"),
+    }
+)
+"""Names that tell a tokenizer, not its template, what to do."""
+
+
+@dataclass(frozen=True)
+class TemplateInputs:
+    """What a row gives its chat template beside messages.
+
+    Args:
+        tools: None: there are none.
+        options: Other variables, such as ``enable_thinking``.
+    """
+
+    tools: Tools | None = None
+    options: JsonObject = field(default_factory=dict)
 
 
 def marks_answers(tokenizer: "PreTrainedTokenizerBase") -> bool:
@@ -39,30 +81,76 @@ class Conversation:
 
     Args:
         tokenizer: With a chat template.
-        messages: ``{"role": ..., "content": ...}`` each.
-        tools: The tools for the template; None: there are none.
+        messages: ``{"role": ..., "content": ...}`` each; calls of tools have mappings as arguments.
+        inputs: For the template.
+
+    Raises:
+        McaError: The template fails, or does not write the calls.
     """
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], tools: Tools | None = None
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        messages: Sequence[Message],
+        inputs: TemplateInputs | None = None,
     ) -> None:
-        self._tokenizer, self._messages, self._tools = tokenizer, list(messages), tools
-        self.text = self._render(self._messages)
+        if tokenizer.chat_template is None:
+            raise McaError(
+                "messages: the tokenizer has no chat template; set `chat_template` in its directory"
+            )
+        self._tokenizer, self._inputs = tokenizer, inputs or TemplateInputs()
+        self._messages = list(messages)
+        try:
+            self.text = self._render(self._messages)
+        except McaError:
+            texts = [with_arguments_as_text(message) for message in messages]
+            found = self._rendered(texts) if texts != self._messages else None
+            if found is None:
+                raise
+            self._messages, self.text = texts, found
+        self._require_calls()
 
-    def _render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+    def _require_calls(self) -> None:
+        """Refuses calls that the template does not write: an answer of nothing would be learnt."""
+        without = [_without(message, "tool_calls") for message in self._messages]
+        if without != self._messages and self._rendered(without) == self.text:
+            raise McaError(
+                "messages: the chat template does not write tool_calls; use a template that does, or leave the row out"
+            )
+        if (
+            self._inputs.tools
+            and self._rendered(self._messages, TemplateInputs(None, self._inputs.options)) == self.text
+        ):
+            _tell_of_tools(str(self._tokenizer.chat_template))
+
+    def _rendered(self, messages: Sequence[Message], inputs: TemplateInputs | None = None) -> str | None:
+        """As `_render`; None: the template refuses it."""
+        try:
+            return self._render(messages, inputs=inputs)
+        except McaError:
+            return None
+
+    def _render(
+        self, messages: Sequence[Message], *, prompt: bool = False, inputs: TemplateInputs | None = None
+    ) -> str:
         """``messages`` as text; with ``prompt`` also the words that open the assistant's turn."""
+        given = inputs or self._inputs
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), tools=self._tools, tokenize=False, add_generation_prompt=prompt
+                    list(messages),
+                    tools=given.tools,
+                    tokenize=False,
+                    add_generation_prompt=prompt,
+                    **given.options,
                 )
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:200]
             raise McaError(f"messages: the tokenizer's chat template cannot render them: {reason}") from error
 
-    def answers(self, first: int = 0) -> list[Span]:
-        """Where in ``text`` the assistant speaks.
+    def learnt(self, first: int = 0) -> tuple[str, list[Span]]:
+        """The text with an end of its last answer, and where in it the assistant speaks.
 
         Args:
             first: Turns before this one are context even if the assistant's.
@@ -70,12 +158,26 @@ class Conversation:
         Raises:
             McaError: The template writes a turn in a way that cannot be found in the whole.
         """
-        template = self._tokenizer.get_chat_template(None, self._tools)
+        template = self._tokenizer.get_chat_template(None, self._inputs.tools)
+        turns = [
+            turn
+            for turn, message in enumerate(self._messages)
+            if message["role"] == "assistant" and turn >= first
+        ]
+        context = [turn for turn in turns if self._messages[turn].get("weight") == 0]
         if _MARKS_ANSWERS.search(template):
             begin = self._start_of(first) if first else 0
-            return [(start, end) for start, end in self._marked(template) if start >= begin]
-        turns = [turn for turn, message in enumerate(self._messages) if message["role"] == "assistant"]
-        return [(self._start_of(turn), self._end_of(turn)) for turn in turns if turn >= first]
+            left_out = [(self._start_of(turn), self._end_of(turn)) for turn in context]
+            return self.text, [
+                (start, end)
+                for start, end in self._marked(template)
+                if start >= begin and not any(low <= start < high for low, high in left_out)
+            ]
+        spans = {turn: (self._start_of(turn), self._end_of(turn)) for turn in turns if turn not in context}
+        closing = self._closing(turns[0]) if spans else None
+        if closing is None or closing.strip():
+            return self.text, list(spans.values())
+        return self._ended(spans)
 
     def _marked(self, template: str) -> list[Span]:
         """What stands between the template's own marks."""
@@ -83,10 +185,10 @@ class Conversation:
 
         _, marked = render_jinja_template(
             conversations=[self._messages],
-            tools=self._tools,
+            tools=self._inputs.tools,
             chat_template=template,
             return_assistant_tokens_mask=True,
-            **self._tokenizer.special_tokens_map,
+            **{**self._tokenizer.special_tokens_map, **self._inputs.options},
         )
         return [(start, end) for start, end in marked[0]]
 
@@ -110,34 +212,114 @@ class Conversation:
         """Where a turn ends, its mark included."""
         if turn == len(self._messages) - 1:
             return len(self.text)
-        upto = self._render(self._messages[: turn + 1])
-        if self.text.startswith(upto):
-            return len(upto)
+        upto = self._messages[: turn + 1]
+        bare = [_without(message, *_THOUGHTS) for message in upto]  # which templates drop of earlier turns
+        mute = [{**message, "content": ""} if message.get("tool_calls") else message for message in bare]
+        tried: list[list[Message]] = []
+        for messages in (upto, bare, mute):
+            text = None if messages in tried else self._rendered(messages)
+            if text and self.text.startswith(text):
+                return len(text)
+            tried.append(messages)
         # The template writes this turn differently once it is no longer the last (Qwen3 drops the thinking): what
         # follows it is the same after another answer, and begins with what closes a turn.
         _, after = self._around(turn)
-        closed = self._render([*self._messages[:turn], {"role": "assistant", "content": _STAND_IN}])
-        _, found, closing = closed.rpartition(_STAND_IN)
-        if not found or not after or not self.text.endswith(after) or not after.startswith(closing):
-            raise McaError(
-                f"messages: turn {turn} cannot be found in the text that the chat template makes; use a template "
-                "whose earlier turns do not change when turns follow, or that marks answers ({% generation %})"
-            )
-        return len(self.text) - len(after) + len(closing)
+        if after and self.text.endswith(after):
+            closing = self._closing(turn)
+            if closing is None or not after.startswith(closing):
+                # The last turn of all ends in another way.
+                closing = self._mark_of(after, spaces=True) or None
+            if closing is not None:
+                return len(self.text) - len(after) + len(closing)
+        raise McaError(
+            f"messages: turn {turn} cannot be found in the text that the chat template makes; use a template "
+            "whose earlier turns do not change when turns follow, or that marks answers ({% generation %})"
+        )
 
     def _around(self, turn: int) -> tuple[str, str]:
-        """The text before and after a turn's words, as they are with other words."""
+        """The text before and after a turn's words, as they are with other words; empty if it cannot have others."""
         messages: list[Message] = [*self._messages]
         messages[turn : turn + 1] = [{"role": "assistant", "content": _STAND_IN}]
-        before, _, after = self._render(messages).rpartition(_STAND_IN)
+        before, _, after = (self._rendered(messages) or "").rpartition(_STAND_IN)
         return before, after
+
+    def _closing(self, turn: int) -> str | None:
+        """What the template writes behind the words of a last turn; None: it does not write them as they are."""
+        said = self._rendered([*self._messages[:turn], {"role": "assistant", "content": _STAND_IN}])
+        _, found, closing = (said or "").rpartition(_STAND_IN)
+        return closing if found else None
+
+    def _ended(self, spans: dict[int, Span]) -> tuple[str, list[Span]]:
+        """Answers that the template writes no end of: what begins the next turn ends them (GLM), or EOS the last."""
+        text, found = self.text, []
+        for turn, (start, end) in spans.items():
+            if turn == len(self._messages) - 1:
+                mark = self._end_of_last()
+                text += mark
+            else:
+                mark = self._mark_of(self.text[end:])
+            found.append((start, end + len(mark)))
+        return text, found
+
+    def _end_of_last(self) -> str:
+        *context, last = self._messages
+        following = {"role": "tool" if last.get("tool_calls") else "user", "content": _STAND_IN}
+        said = self._rendered([*context, {"role": "assistant", "content": _STAND_IN}, following])
+        parts = (said or "").split(_STAND_IN)
+        mark = self._mark_of(parts[1]) if len(parts) > 2 else ""
+        if not (mark or self._tokenizer.eos_token):
+            raise McaError(
+                "messages: the chat template writes no end of an answer, and the tokenizer has no end-of-sequence "
+                "token; set `eos_token` in its directory"
+            )
+        return mark or str(self._tokenizer.eos_token)
+
+    def _mark_of(self, text: str, *, spaces: bool = False) -> str:
+        """The special token that ``text`` begins with; with ``spaces`` also the white space behind it."""
+        words = text.lstrip()
+        token = next((token for token in _special_tokens(self._tokenizer) if words.startswith(token)), "")
+        if not token:
+            return ""
+        rest = words[len(token) :]
+        end = len(text) - len(rest.lstrip() if spaces else rest)
+        return text[:end]
+
+
+def _without(message: Message, *keys: str) -> Message:
+    return {key: value for key, value in message.items() if key not in keys}
+
+
+@lru_cache(maxsize=4)
+def _special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    """The longest first."""
+    found = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return sorted(found, key=len, reverse=True)
+
+
+@lru_cache(maxsize=64)
+def _tell_of_tools(_: str) -> None:
+    """Once for a template."""
+    logger.warning("the chat template does not write a row's tools, so the model is not told of them")
+
+
+def chat_ids(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    inputs: TemplateInputs | None = None,
+    *,
+    length: int | None = None,
+) -> list[int]:
+    """Tokens of the conversation as the template writes it. Arguments are those of `tokenize_chat`."""
+    text = Conversation(tokenizer, messages, inputs).text
+    tokens: list[int] = head_encoding(tokenizer, text, length, add_special_tokens=False)["input_ids"]
+    return tokens
 
 
 def tokenize_chat(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
     first: int = 0,
-    tools: Tools | None = None,
+    inputs: TemplateInputs | None = None,
     *,
     length: int | None = None,
 ) -> tuple[list[int], list[bool]]:
@@ -150,13 +332,10 @@ def tokenize_chat(
         tokenizer: With a chat template.
         messages: ``{"role": ..., "content": ...}`` each.
         first: Turns before this one are context even if the assistant's.
-        tools: The tools for the template.
+        inputs: What the template is told beside them.
         length: Tokens that are wanted; None: all. A much longer conversation is tokenized in part.
     """
-    if tokenizer.chat_template is None:
-        raise McaError("messages: the tokenizer has no chat template; set `chat_template` in its directory")
-    conversation = Conversation(tokenizer, messages, tools)
-    text, spans = conversation.text, conversation.answers(first)
+    text, spans = Conversation(tokenizer, messages, inputs).learnt(first)
     if not tokenizer.is_fast:
         return _tokenize_pieces(tokenizer, text, spans)
     encoded = head_encoding(tokenizer, text, length, add_special_tokens=False, return_offsets_mapping=True)

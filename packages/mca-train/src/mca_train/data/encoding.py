@@ -4,7 +4,6 @@ These functions tell what is wrong with a row; whoever reads the rows adds where
 in `preferences`, with the same functions.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -14,11 +13,12 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from mca_config.errors import McaError, UsageError
 from mca_config.types import Values
 from mca_train.config.arguments import DataArguments
-from mca_train.data.chat import Message, Tools, tokenize_chat
+from mca_train.data.chat import NO_VARIABLES, Message, TemplateInputs, tokenize_chat
 from mca_train.data.files import require_column
-from mca_train.data.formats import converted
+from mca_train.data.formats import TEMPLATE_INPUTS, converted
 from mca_train.data.long_texts import LONG, all_ids, head_encoding
 from mca_train.data.message_parts import require_no_data
+from mca_train.data.tools import mapping_from, tools_from, with_parsed_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +32,10 @@ RowEncoder = Callable[[Values], Sequence[Encoded]]
 """From a row to its sequences: one, or more where they are compared with one another."""
 RowNumbers = Callable[[Values], list[float]]
 """From a row to the numbers that all of its sequences carry, such as its class."""
+AnswersTokenizer = Callable[
+    ["PreTrainedTokenizerBase", object, Sequence[object], int, TemplateInputs], list[Encoded]
+]
+"""From a prompt and the answers to it to their sequences."""
 BlockTokenizer = Callable[[Sequence[Values], Sequence[str]], list[list[int]]]
 """From rows and their places to the tokens of each text."""
 
@@ -81,13 +85,13 @@ def row_encoder(
     if named in (None, "messages") and (messages := arguments.messages_column) in names:
         return lambda row: [
             tokenize_chat(
-                tokenizer, check_messages(row[messages]), tools=tools_of(row, arguments), length=length
+                tokenizer, check_messages(row[messages]), inputs=inputs_of(row, arguments), length=length
             )
         ]
     prompt, completion = arguments.prompt_column, arguments.completion_column
     if named in (None, "prompt_completion") and {prompt, completion} <= set(names):
         return lambda row: [
-            tokenize_answer(tokenizer, row[prompt], row[completion], length, tools_of(row, arguments))
+            tokenize_answer(tokenizer, row[prompt], row[completion], length, inputs_of(row, arguments))
         ]
     if named in (None, "text") and (column := arguments.text_column) in names:
         return lambda row: [tokenize_answer(tokenizer, "", require_text(row[column], column), length)]
@@ -99,20 +103,20 @@ def row_encoder(
     )
 
 
-def tools_of(row: Values, arguments: DataArguments) -> Tools | None:
-    """What a row says of tools: a list of mappings, or that as JSON text; None: nothing."""
-    column = arguments.tools_column
-    found = row.get(column)
-    if isinstance(found, str) and found:
-        try:
-            found = json.loads(found)
-        except json.JSONDecodeError as error:
-            raise McaError(f"{column} is not valid JSON: {error}") from None
-    if not found:
-        return None
-    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
-        raise McaError(f"{column} is {found!r:.80}; expected a list of mappings, or that as JSON text")
-    return [_without_nulls(tool) for tool in found]
+def inputs_of(row: Values, arguments: DataArguments) -> TemplateInputs:
+    """What a row gives its chat template beside messages: tools, and variables of the template's own.
+
+    Raises:
+        McaError: They are no list of mappings and no mapping.
+    """
+    tools = tools_from(row.get(arguments.tools_column), arguments.tools_column)
+    given = row.get(TEMPLATE_INPUTS)
+    options = mapping_from(given) if given else {}
+    if options is None:
+        raise McaError(f"{TEMPLATE_INPUTS} is {given!r:.80}; expected a mapping, or that as JSON text")
+    if taken := sorted(options.keys() & NO_VARIABLES):
+        raise McaError(f"{TEMPLATE_INPUTS}: '{taken[0]}' is no variable of a template; remove it")
+    return TemplateInputs(_without_nulls(tools), _without_nulls(options))
 
 
 def _without_nulls(value: T) -> T:
@@ -127,10 +131,10 @@ def tokenize_answer(
     prompt: object,
     completion: object,
     length: int,
-    tools: Tools | None = None,
+    inputs: TemplateInputs | None = None,
 ) -> Encoded:
     """Prompt and answer as text, or as two lists of chat messages; the answer ends with EOS."""
-    return tokenize_answers(tokenizer, prompt, [completion], length, tools)[0]
+    return tokenize_answers(tokenizer, prompt, [completion], length, inputs)[0]
 
 
 def tokenize_answers(
@@ -138,7 +142,7 @@ def tokenize_answers(
     prompt: object,
     completions: Sequence[object],
     length: int,
-    tools: Tools | None = None,
+    inputs: TemplateInputs | None = None,
 ) -> list[Encoded]:
     """Several answers to one prompt, as text or as lists of chat messages; each ends with EOS.
 
@@ -152,7 +156,7 @@ def tokenize_answers(
                     f"the prompt is a list of messages, so the completion must be; got {completion!r:.80}"
                 )
             turns = check_messages([*prompt, *completion])
-            found.append(tokenize_chat(tokenizer, turns, first=len(prompt), tools=tools, length=length))
+            found.append(tokenize_chat(tokenizer, turns, first=len(prompt), inputs=inputs, length=length))
         return found
     texts = [text for text in completions if isinstance(text, str)]
     if not isinstance(prompt, str) or len(texts) < len(completions):
@@ -192,7 +196,7 @@ def _ends(tokens: Sequence[int], eos: int) -> int:
 
 
 def check_messages(messages: object) -> list[Message]:
-    """``messages`` with the keys that are not set left out.
+    """``messages`` with the keys that are not set left out, and arguments of calls as mappings.
 
     Raises:
         McaError: Not a list of messages with a role and content (or, of an assistant, anything else to say).
@@ -203,7 +207,7 @@ def check_messages(messages: object) -> list[Message]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise McaError(f"messages, turn {turn}: expected a mapping with 'role' and 'content'")
         _require_said(turn, message)
-    return [_without_nulls(message) for message in messages]
+    return [with_parsed_arguments(_without_nulls(message), turn) for turn, message in enumerate(messages)]
 
 
 def _require_said(turn: int, message: Message) -> None:
@@ -211,7 +215,11 @@ def _require_said(turn: int, message: Message) -> None:
     if not isinstance(content, str | list | None):
         raise McaError(f"messages, turn {turn} ({role}): content is {content!r:.80}; expected text")
     require_no_data(content)
-    others = [value for key, value in message.items() if key not in ("role", "name", "content")]
+    if message.get("weight") not in (None, 0, 1):
+        raise McaError(
+            f"messages, turn {turn} ({role}): weight is {message['weight']!r:.80}; expected 0 or 1"
+        )
+    others = [value for key, value in message.items() if key not in ("role", "name", "content", "weight")]
     if content is None and not (role == "assistant" and any(others)):
         wanted = "content or tool_calls" if role == "assistant" else "content"
         raise McaError(f"messages, turn {turn} ({role}): no {wanted}; give it, or leave the row out")

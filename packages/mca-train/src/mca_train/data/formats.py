@@ -3,7 +3,8 @@
     alpaca      instruction, input, output (or chosen, rejected); also system, history
     sharegpt    conversations of {"from": "human" | "gpt" | ..., "value": text}; also system, tools, chosen, rejected
 
-OpenAI's messages with tools and TRL's shapes are read as they are. What a row means is decided in `encoding`.
+OpenAI's messages with tools and TRL's shapes are read as they are. Of all shapes `chat_template_kwargs` is kept. What
+a row means is decided in `encoding`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +13,15 @@ from dataclasses import dataclass
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
+from mca_train.data.tools import Tools, as_functions, calls_from, tools_from
 
 COLUMNS = frozenset(
     {"instruction", "input", "output", "history", "system", "conversations", "conversation", "tools"}
 )
 """Columns that these shapes are made of."""
+
+TEMPLATE_INPUTS = "chat_template_kwargs"
+"""Column of variables for the chat template, as TRL names it."""
 
 _ROLES: Mapping[str, str] = {
     "human": "user",
@@ -55,6 +60,16 @@ def converted(names: Sequence[str], arguments: DataArguments, *, pairs: bool = F
         arguments: Columns, and the format if it is named.
         pairs: Whether a row has two answers.
     """
+    found = _shape(names, arguments, pairs=pairs)
+    if found is None or TEMPLATE_INPUTS not in names:
+        return found
+    return Converted(
+        (*found.names, TEMPLATE_INPUTS),
+        lambda row: {**found.convert(row), TEMPLATE_INPUTS: row.get(TEMPLATE_INPUTS)},
+    )
+
+
+def _shape(names: Sequence[str], arguments: DataArguments, *, pairs: bool) -> Converted | None:
     named, known = arguments.data_format, set(names)
     if named in ("messages", "prompt_completion", "text"):
         return None
@@ -90,7 +105,7 @@ def _of_sharegpt(column: str, arguments: DataArguments, *, pairs: bool) -> Conve
     if pairs:
         return _pairs(arguments, lambda row: (turns(row), _said(row["chosen"]), _said(row["rejected"])))
     messages, tools = arguments.messages_column, arguments.tools_column
-    return Converted((messages, tools), lambda row: {messages: turns(row), tools: row.get("tools")})
+    return Converted((messages, tools), lambda row: {messages: turns(row), tools: _tools(row)})
 
 
 def _pairs(
@@ -100,8 +115,12 @@ def _pairs(
     names = tuple(getattr(arguments, f"{name}_column") for name in ("prompt", "chosen", "rejected"))
     tools = arguments.tools_column
     return Converted(
-        (*names, tools), lambda row: {**dict(zip(names, split(row), strict=True)), tools: row.get("tools")}
+        (*names, tools), lambda row: {**dict(zip(names, split(row), strict=True)), tools: _tools(row)}
     )
+
+
+def _tools(row: Values) -> Tools | None:
+    return as_functions(tools_from(row.get("tools"), "tools"))
 
 
 def _turn(role: str, content: object) -> JsonObject:
@@ -130,4 +149,6 @@ def _shared(turn: object) -> JsonObject:
     role = _ROLES.get(str(turn["from"]))
     if role is None:
         raise McaError(f"a turn is from {turn['from']!r:.40}; expected one of {', '.join(_ROLES)}")
+    if turn["from"] == "function_call":
+        return {**_turn(role, ""), "tool_calls": calls_from(turn["value"])}
     return _turn(role, turn["value"])

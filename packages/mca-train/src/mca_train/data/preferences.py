@@ -15,7 +15,14 @@ from mca_config.errors import McaError, UsageError
 from mca_config.types import Values
 from mca_train.config.columns import PairArguments
 from mca_train.data.chat import Message
-from mca_train.data.encoding import Encoded, RowEncoder, check_messages, tokenize_answers, tools_of
+from mca_train.data.encoding import (
+    AnswersTokenizer,
+    Encoded,
+    RowEncoder,
+    check_messages,
+    inputs_of,
+    tokenize_answers,
+)
 from mca_train.data.formats import converted
 from mca_train.data.token_dataset import Sample, TokenDataset
 
@@ -57,11 +64,15 @@ class PairDataset(Dataset[Sample]):
 
 
 def pair_encoder(
-    names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: PairArguments, key: str
+    names: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    arguments: PairArguments,
+    key: str,
+    tokenize: AnswersTokenizer = tokenize_answers,
 ) -> RowEncoder:
     """The encoder of rows with a chosen and a rejected answer, in this order."""
     if (other := converted(names, arguments, pairs=True)) is not None:
-        inner = pair_encoder(other.names, tokenizer, replace(arguments, data_format=None), key)
+        inner = pair_encoder(other.names, tokenizer, replace(arguments, data_format=None), key, tokenize)
         return lambda row: inner(other.convert(row))
     for name in ("chosen_column", "rejected_column"):
         column = getattr(arguments, name)
@@ -70,8 +81,8 @@ def pair_encoder(
 
     def encode(row: Values) -> list[Encoded]:
         prompt, chosen, rejected = split_row(row, arguments)
-        tools = tools_of(row, arguments)
-        return tokenize_answers(tokenizer, prompt, (chosen, rejected), arguments.seq_length, tools)
+        inputs = inputs_of(row, arguments)
+        return tokenize(tokenizer, prompt, (chosen, rejected), arguments.seq_length, inputs)
 
     return encode
 

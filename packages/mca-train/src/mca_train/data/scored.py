@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING
 from mca_config.errors import McaError, UsageError
 from mca_config.types import Typed, Values
 from mca_train.config.columns import ClassifyArguments, RewardArguments
-from mca_train.data.chat import tokenize_chat
-from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, check_messages, require_text
+from mca_train.data.chat import TemplateInputs, chat_ids
+from mca_train.data.encoding import (
+    Encoded,
+    RowEncoder,
+    RowNumbers,
+    check_messages,
+    inputs_of,
+    require_text,
+    tokenize_answers,
+)
 from mca_train.data.long_texts import head_encoding
 from mca_train.data.preferences import pair_encoder
 
@@ -36,7 +44,8 @@ def scored_pair_encoder(
     names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: RewardArguments, key: str
 ) -> RowEncoder:
     """The encoder of rows with a chosen and a rejected text or conversation; a prompt may be apart."""
-    encode, padding = pair_encoder(names, tokenizer, arguments, key), padding_of(tokenizer)
+    encode = pair_encoder(names, tokenizer, arguments, key, _tokenize_whole)
+    padding = padding_of(tokenizer)
 
     def encoder(row: Values) -> list[Encoded]:
         whole = isinstance(row[arguments.chosen_column], str) and row.get(arguments.prompt_column) is None
@@ -44,6 +53,21 @@ def scored_pair_encoder(
         return [_read(tokens, padding) for tokens, _ in encode(prompted)]
 
     return encoder
+
+
+def _tokenize_whole(
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: object,
+    completions: Sequence[object],
+    length: int,
+    inputs: TemplateInputs,
+) -> list[Encoded]:
+    """As `tokenize_answers`; conversations are what the template makes of them, whatever is an answer in them."""
+    if not isinstance(prompt, list):
+        return tokenize_answers(tokenizer, prompt, completions, length, inputs)
+    turns = [[*prompt, *said] for said in completions if isinstance(said, list)]
+    wholes = [chat_ids(tokenizer, check_messages(said), inputs, length=length) for said in turns]
+    return [(tokens, [True] * len(tokens)) for tokens in wholes]
 
 
 def margins(names: Sequence[str], arguments: RewardArguments) -> RowNumbers | None:
@@ -60,7 +84,10 @@ def text_encoder(
     messages, text = arguments.messages_column, arguments.text_column
     if messages in names:
         return lambda row: [
-            _read(tokenize_chat(tokenizer, check_messages(row[messages]), length=length)[0], padding)
+            _read(
+                chat_ids(tokenizer, check_messages(row[messages]), inputs_of(row, arguments), length=length),
+                padding,
+            )
         ]
     if text not in names:
         raise UsageError(
