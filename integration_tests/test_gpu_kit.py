@@ -119,6 +119,26 @@ def test_parts_fit_into_the_minutes_that_a_machine_is_lent() -> None:
     assert [step.part for step in STEPS] == sorted(step.part for step in STEPS)
 
 
+def test_a_step_leaves_later_ones_of_its_part_the_time_that_they_need_least() -> None:
+    for part in (1, 2, 3):
+        steps = run.chosen(part, None)
+        left = float(run.SECONDS)
+        for number, step in enumerate(steps, 1):
+            given = run.time_of(step, steps[number:], left)
+            assert step.least <= given <= step.seconds, step.name
+            left -= given  # every step is stopped
+        assert left >= 0
+    assert [step.name for step in run.chosen(1, None)][:2] == ["smoke", "kinds"]
+
+
+def test_a_step_that_is_stopped_keeps_what_its_processes_printed(place: run.Place) -> None:
+    folder, log = place.results / "step", place.results / "step.txt"
+    folder.mkdir()
+    (folder / "sft.log").write_text("what a run printed")
+    run._add_logs(folder, log)
+    assert "--- sft.log\nwhat a run printed" in log.read_text()
+
+
 def test_the_kit_brings_transformer_engine_with_its_metadata(tmp_path: Path) -> None:
     """Its import asks for those of all three distributions."""
     names = ("transformer_engine-2.8.0", "transformer_engine_cu13-2.8.0", "transformer_engine_torch-2.8.0")

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,16 @@ def kinds(kit: Kit) -> None:
         tokenizer.save_pretrained(kit.scratch / name)
     (kit.scratch / "rows.jsonl").write_text("".join(json.dumps(row(n)) + "\n" for n in range(1, 17)))
     chosen = TINY if kit.tiny else tuple(KINDS)
-    started = {name: _start(kit, name, KINDS[name]) for name in chosen}
-    for name, process in started.items():
-        printed = process.communicate(timeout=110 if kit.device == "cuda" else 1000)[0]
-        if process.returncode:
-            print(f"--- {name}", printed[-3000:], sep="\n", file=sys.stderr)
-        kit.check(f"mca-train {name}: exit code", process.returncode, 0)
-        if not process.returncode:
-            _look(kit, name)
+    running = {name: _start(kit, name, KINDS[name]) for name in chosen}
+    while running:
+        ended = [name for name, process in running.items() if process.poll() is not None]
+        for name in ended:
+            code = running.pop(name).returncode
+            kit.check(f"mca-train {name}: exit code", code, 0)
+            if not code:
+                _look(kit, name)
+        kit.figure("still running", ", ".join(running) or "none")
+        time.sleep(0.5)
 
 
 def row(number: int) -> dict[str, Any]:
@@ -54,7 +57,7 @@ def row(number: int) -> dict[str, Any]:
     }
 
 
-def _start(kit: Kit, name: str, changes: dict[str, Any]) -> subprocess.Popen[str]:
+def _start(kit: Kit, name: str, changes: dict[str, Any]) -> subprocess.Popen[bytes]:
     values = {
         "model_name_or_path": str(kit.scratch / ("experts" if "experts" in name else "model")),
         "train_file": str(kit.scratch / "rows.jsonl"),
@@ -73,13 +76,13 @@ def _start(kit: Kit, name: str, changes: dict[str, Any]) -> subprocess.Popen[str
     path = kit.scratch / f"{name}.json"
     path.write_text(json.dumps(values))
     port = {"OMP_NUM_THREADS": "1"} if kit.device == "cpu" else {}
-    return subprocess.Popen(
-        [sys.executable, "-m", "mca_train", name.split("-")[0], str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | port,
-    )
+    with (kit.scratch / f"{name}.log").open("w") as log:  # which is kept if the step fails or is stopped
+        return subprocess.Popen(
+            [sys.executable, "-m", "mca_train", name.split("-")[0], str(path)],
+            stdout=log,
+            stderr=log,
+            env=os.environ | port,
+        )
 
 
 def _look(kit: Kit, name: str) -> None:

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 from tools.gpu_kit.kit import Kit
@@ -12,18 +13,26 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def gpu_tests(kit: Kit) -> None:
-    """Counts what passed; any failure fails the step."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
-    command += ["integration_tests/test_gpu.py", "--timeout", "120", "--tb", "short", "--maxfail", "8"]
+    """Counts what passed, test by test, so that a step that is stopped keeps them; any failure fails the step."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-v", "-p", "no:cacheprovider", "-m", "gpu"]
+    command += ["-p", "tools.gpu_kit.at_once", "--no-header", "--tb", "short"]
+    command += ["integration_tests/test_gpu.py", "--timeout", "120"]
     if kit.tiny:
         command += ["-k", "local and (qwen2-tied or bfloat16)"]
     rehearsal = {"MCA_GPU_REHEARSAL": "1"} if kit.device == "cpu" else {}
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | rehearsal)
-    sys.stderr.write(ran.stdout[-6000:] + ran.stderr[-2000:])
-    found = {
-        kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|error|skipped)", ran.stdout)
-    }
-    for kind, number in found.items():
-        kit.figure(kind, number)
+    found: Counter[str] = Counter()
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | rehearsal,
+    ) as ran:
+        for line in ran.stdout or ():
+            sys.stderr.write(line)
+            if outcome := re.search(r"::.* (PASSED|FAILED|ERROR|SKIPPED)\b", line):
+                found[outcome[1].lower()] += 1
+                kit.figure(outcome[1].lower(), found[outcome[1].lower()])
     kit.check("exit code", ran.returncode, 0)
-    kit.holds("tests passed", found.get("passed", 0) > 0)
+    kit.holds("tests passed", found["passed"] > 0)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ SECONDS = 490
 """That a part may take together: three parts take less than 25 minutes, beside starts of the machine and copies."""
 _PATIENCE = 10
 """How many times longer a step may take on a CPU that others use too."""
-_LAST = 1500
-"""Letters of a log that a result keeps."""
+_LAST, _LAST_OF_OTHERS = 1500, 6000
+"""Letters of a log that a result keeps, and of one that another process wrote into the step's folder."""
 _SOURCES = (
     ".",
     *(f"packages/{name}/src" for name in ("mca-config", "mca-models", "mca-train", "mca-convert")),
@@ -125,11 +126,25 @@ def run(step: Step, place: Place, seconds: float) -> dict[str, Any]:
         **found,
         "log": log.read_text(errors="replace")[-_LAST:] if code else "",
     }
+    if code:
+        _add_logs(folder, log)
     for picture in folder.glob("*.svg"):
         shutil.copy(picture, place.results)
     shutil.rmtree(folder, ignore_errors=True)
     keep(result, place.results, log)
     return result
+
+
+def _add_logs(folder: Path, log: Path) -> None:
+    """What the step's own processes printed, behind what it printed itself."""
+    with log.open("a") as stream:
+        for other in sorted(folder.glob("*.log")):
+            print(
+                f"--- {other.name}",
+                other.read_text(errors="replace")[-_LAST_OF_OTHERS:],
+                sep="\n",
+                file=stream,
+            )
 
 
 def _wait(started: subprocess.Popen[bytes], seconds: float) -> int:
@@ -163,6 +178,11 @@ def keep(result: dict[str, Any], results: Path, log: Path | None = None) -> None
     print(f"{result['step']}: {result['status']}, {result['seconds']} s{told}", flush=True)
 
 
+def time_of(step: Step, later: Sequence[Step], left: float) -> float:
+    """Seconds that a step may take where so many are left for it and for those after it."""
+    return max(min(step.seconds, left - sum(other.least for other in later)), min(step.least, left), 1)
+
+
 def chosen(part: int | None, only: list[str] | None) -> list[Step]:
     """Steps of a part, or those named."""
     return [step for step in STEPS if (part is None or step.part == part) and (not only or step.name in only)]
@@ -188,10 +208,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as scratch:
         paths = install(args.kit and args.kit.absolute(), args.site)
         place = Place(results, Path(scratch), paths, args.device, args.tiny)
-        for step in chosen(args.part, args.only):
+        steps = chosen(args.part, args.only)
+        patience = _PATIENCE if args.device == "cpu" else 1
+        for number, step in enumerate(steps, 1):
             left = args.seconds - (time.monotonic() - start)
-            limit = step.seconds * (_PATIENCE if args.device == "cpu" else 1)
-            found.append(run(step, place, max(min(limit, left), 1)))
+            found.append(run(step, place, patience * time_of(step, steps[number:], left / patience)))
             write_summary(results)
     print((results / "summary.md").read_text())
     return int(any(result["status"] in ("failed", "out of time") for result in found))

@@ -35,9 +35,7 @@ def smoke(kit: Kit) -> None:
     _copies(kit)
     _collective(kit)
     _adam(kit)
-    if find_spec("transformer_engine") is None:
-        kit.holds("Transformer Engine is there", kit.device == "cpu")
-    elif kit.device == "cuda":
+    if kit.device == "cuda" and find_spec("transformer_engine") is not None:
         _engine(kit)
 
 

@@ -26,6 +26,7 @@ class Step:
         call: ``module:function`` of this package, which takes a `Kit` and ``options``.
         part: The command in which it runs.
         seconds: How long it may take.
+        least: What steps before it leave it of the part's time.
         options: Of the call.
         exact: Products of fp32 matrices are of all their bits.
     """
@@ -34,6 +35,7 @@ class Step:
     call: str
     part: int
     seconds: int
+    least: int = 30
     options: dict[str, Any] = field(default_factory=dict)
     exact: bool = False
 
@@ -43,31 +45,36 @@ class Step:
         getattr(importlib.import_module(f"tools.gpu_kit.{module}"), function)(kit, **self.options)
 
 
-def _both(name: str, call: str, seconds: int, *, exact: bool, **options: Any) -> list[Step]:
+def _both(name: str, call: str, part: int, seconds: int, *, exact: bool, **options: Any) -> list[Step]:
     """A step for each kind of layers."""
     return [
-        Step(f"{name}-{layers}", call, 1, seconds, {"layers": layers, **options}, exact)
-        for layers in ("local", "engine")
+        Step(f"{name}-{layers}", call, part, seconds, options={"layers": layers, **options}, exact=exact)
+        for layers in ("engine", "local")
     ]
 
 
 STEPS: tuple[Step, ...] = (
     Step("smoke", "smoke:smoke", 1, 90),
-    *_both("parity-fp32", "parity:fp32", 100, exact=True),
-    *_both("parity-bf16", "parity:bf16", 80, exact=False),
-    *_both("packing", "packing:packing", 60, exact=True),
-    *_both("lora", "packing:lora", 60, exact=True),
-    *_both("files", "files:files", 100, exact=True),
-    Step("kinds", "kinds:kinds", 1, 120),
-    Step("memory", "memory:memory", 2, 150),
+    Step("kinds", "kinds:kinds", 1, 120, least=90),
+    *_both("parity-fp32", "parity:fp32", 1, 100, exact=True),
+    *_both("parity-bf16", "parity:bf16", 1, 80, exact=False),
+    *_both("packing", "packing:packing", 1, 60, exact=True),
+    *_both("files", "files:files", 1, 100, exact=True),
+    Step("memory", "memory:memory", 2, 150, least=90),
     *(
-        Step(f"speed-{size}-{rival}", "speed:speed", part, 110, {"size": size, "rival": rival})
+        Step(
+            *(f"speed-{size}-{rival}", "speed:speed", part, 110),
+            least=60,
+            options={"size": size, "rival": rival},
+        )
         for size, part in (("0.6b", 2), ("1.7b", 2), ("8b-shape", 3))
         for rival in ("bare", "hf")
     ),
-    Step("fusions", "speed:fusions", 3, 120),
-    Step("stream", "stream:stream", 3, 60),
-    Step("tests", "pytest_step:gpu_tests", 3, 240, exact=True),
+    Step("fusions", "speed:fusions", 3, 120, least=60),
+    Step("tests", "pytest_step:gpu_tests", 3, 240, least=120, exact=True),
+    Step("stream", "stream:stream", 3, 60, least=20),
+    *_both("lora", "packing:lora", 3, 60, exact=True),
+    *_both("parity-more", "parity:fp32", 3, 100, exact=True, more=True),
 )
 
 
