@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_vision
 import torch
 from torch import Tensor
 
@@ -142,7 +143,19 @@ def evaluations(checkpoint: Path, folder: Path) -> list[float]:
     return found
 
 
+def trained_parts(checkpoint: Path, folder: Path) -> list[set[bool]]:
+    """Of a vision-language model, whether its language and its vision train, by the trainer that was made first."""
+    from mca_train import McaTrainer
+
+    first = make_trainer(checkpoint, folder / "first", freeze=["vision", "projector"])
+    another(first, folder / "second", McaTrainer, freeze=["language"])
+    first.new_engine()
+    (chunk,) = first.model.chunks
+    return [{p.requires_grad for p in part.parameters()} for part in (chunk.decoder, chunk.vision_model)]
+
+
 def on_one_rank(checkpoint: Path, folder: Path) -> list[list[float]]:
+    assert trained_parts(tiny_vision.save("qwen3_vl", folder / "images"), folder) == [{True}, {False}]
     turns(checkpoint, folder)
     return [*outputs(checkpoint, folder), evaluations(checkpoint, folder)]
 

@@ -204,8 +204,6 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
     def before_forward(self, batch: StepBatch) -> None:
         """Called on every rank with each step's batch, before training or evaluating on it."""
 
-    # Training.
-
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: object = None, **_: object
     ) -> TrainOutput:
@@ -299,6 +297,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         if isinstance(self._pipeline, Engine):
             self._pipeline.take_rates(self.args)
             return self._pipeline
+        choose_parts(self.model, self.args)  # another trainer may have chosen others since
         return Engine(list(self.model.chunks), self.args, self._loss, wants_logits=self.wants_logits)
 
     def _start_state(self, checkpoint: Path | None) -> Carried:
