@@ -3,7 +3,11 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
+import torch
+
 from mca_models.templates import config_from_hf
+from mca_train.metrics.throughput import peak_flops
 
 SIZE = {
     "vocab_size": 100,
@@ -116,11 +120,30 @@ def test_a_frozen_text_model_gets_no_gradient():
     assert counted(["vision"]).per_token == counted(None).per_token == 6 * weights
 
 
+@pytest.mark.parametrize(
+    "name,peak",
+    [
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H200 NVL", 989),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce RTX 3090", None),
+    ],
+)
+def test_the_peak_is_of_the_named_gpu_and_of_none_with_a_longer_name(name, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    args = SimpleNamespace(bf16=True, fp16=False)
+    assert peak_flops(args, torch.device("cuda")) == (peak and peak * 1e12)
+
+
 def test_the_peak_is_what_is_given_or_unknown():
-    import torch
-
-    from mca_train.metrics.throughput import peak_flops
-
     class Arguments:
         bf16, fp16, peak_tflops = True, False, 2.5
 

@@ -29,13 +29,14 @@ class StepLoss:
 
 
 def require_sums(made: Upstream, trainer: str) -> tuple[Tensor, Tensor]:
-    """What ``trainer``'s ``compute_loss`` returned.
+    """What ``trainer``'s ``compute_loss`` returned; of a view a copy, as Megatron frees what a stage gives.
 
     Raises:
         McaError: It is not a sum and a number.
     """
     if isinstance(made, tuple) and len(made) == 2 and all(isinstance(value, Tensor) for value in made):
-        return made
+        loss, number = made
+        return loss.clone() if loss._is_view() else loss, number
     raise McaError(
         f"{trainer}.compute_loss returned {made!r:.80}; expected two tensors: the sum over the targets, and "
         "their number"

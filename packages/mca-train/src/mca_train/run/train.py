@@ -62,6 +62,7 @@ def run(task: Task, config: Path, overrides: list[str], command: list[str]) -> i
 
 
 def _launch(task: Task, values: Values, where: str, command: list[str]) -> int:
+    values = _without_device(values)
     if named_on_the_hub(values):  # what is wrong is found before weights are fetched
         check(task, settings_of(task, with_directories(values, only="config"), where)).require()
         values = with_directories(values)
@@ -83,6 +84,13 @@ def _launch(task: Task, values: Values, where: str, command: list[str]) -> int:
             return launcher.fork_ranks(lambda: _forked_rank(inputs), ranks, folder)
         finally:
             lock.release()
+
+
+def _without_device(values: Values) -> Values:
+    """``values`` for the process that starts ranks: Hugging Face's set-up would hold memory of the first rank's GPU."""
+    from mca_models.megatron import platform
+
+    return {**values, "use_cpu": True} if platform.device_type() == "cuda" else values
 
 
 def settings_on_rank(task: Task, values: Values, where: str) -> tuple[Settings, "Attempt | None"]:
@@ -139,12 +147,12 @@ def _forked_rank(inputs: Inputs) -> None:
 
 def _train_rank(inputs: Inputs, attempt: "Attempt | None") -> None:
     """One rank's whole run, or an attempt at it."""
-    from mca_models.megatron import platform
+    from mca_models.megatron.distributed import parallel
 
     set_log_levels(inputs.run.settings.training)
     with inputs.lock.kept() if os.environ["RANK"] == "0" else nullcontext():
         _train(inputs, attempt)
-    platform.close()
+    parallel.stop()
 
 
 def _train(inputs: Inputs, attempt: "Attempt | None") -> None:
