@@ -16,6 +16,7 @@ from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.layers.rope import ropes_by_length, tell_longest
 from mca_models.megatron.layers.zigzag import in_order, take
 from mca_models.megatron.live import LiveModel
 from mca_models.megatron.types import GptModel
@@ -33,6 +34,8 @@ def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
     tokens = _padded(models, input_ids.to(platform.current_device()))
     steps = micro_batch_group(models)
     rows = tokens.shape[0] // steps
+    ropes = ropes_by_length(*models.chunks)
+    tell_longest(ropes, length)
     with inference(models):
         outputs = get_forward_backward_func()(
             forward_step_func=_forward_step,
@@ -45,6 +48,7 @@ def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
             collect_non_loss_data=True,
         )
     shape = (tokens.shape[0], tokens.shape[1], models.config.num_labels or models.config.vocab_size)
+    tell_longest(ropes, 0)
     return _everywhere(models, outputs, shape)[:batch, :length]
 
 

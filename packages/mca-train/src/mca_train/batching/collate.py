@@ -189,6 +189,7 @@ class StepCollator:
                 ]
             ),
             cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+            longest=max(row.own_tokens),
             max_seqlen=max(lengths),
             values=torch.stack(row.values) if row.values else None,
         )
@@ -230,8 +231,12 @@ class StepCollator:
         if all(VALUES in batch for batch in batches):
             cut[VALUES] = torch.cat([batch[VALUES] for batch in batches]).split(sizes)
         return tuple(
-            MicroBatch(num_segments=size, **{name: parts[number] for name, parts in cut.items()})
-            for number, size in enumerate(sizes)
+            MicroBatch(
+                num_segments=size,
+                longest=int(own.max()),
+                **{name: parts[number] for name, parts in cut.items()},
+            )
+            for number, (size, own) in enumerate(zip(sizes, num_tokens.split(sizes), strict=True))
         )
 
     def _places(self, length: int) -> Tensor:

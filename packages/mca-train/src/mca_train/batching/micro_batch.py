@@ -34,6 +34,8 @@ class MicroBatch:
     """Packed sequences: where each begins in the whole pack, and its end, ``[sequences + 1]`` int32."""
     sources: Tensor | None = None
     """``[sequences]``: of a mixture, which source each sequence is from."""
+    longest: int = 0
+    """Tokens of the longest sequence that counts, without padding, over all context-parallel ranks."""
     max_seqlen: int = 0
     """Tokens of the longest packed sequence, padding included."""
     values: Tensor | None = None

@@ -10,6 +10,7 @@ from torch import Tensor
 from mca_config.types import JsonObject
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.layers.attention import tell_lengths
+from mca_models.megatron.layers.rope import ropes_by_length, tell_longest
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.engine.stopwatch import Stopwatch
 from mca_train.engine.wrapping import all_gathered
@@ -38,6 +39,7 @@ class Pipeline:
         for config in self.configs:
             config.calculate_per_token_loss = True
         self.models = self.chunks
+        self._ropes: dict[int, tuple[Chunk, ...]] = {}
         moe_aux.balance_experts(self.models)
         prediction.predict(self.models)
 
@@ -59,6 +61,8 @@ class Pipeline:
             decoder_seq_length=batch.seq_length,
             forward_only=forward_only,
         )
+        for ropes in self._ropes.values():
+            tell_longest(ropes, 0)
         return add_up(kept, self._device)
 
     def evaluate(self, batch: StepBatch) -> StepLoss:
@@ -89,6 +93,7 @@ class Pipeline:
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor | JsonObject, ...]]]:
         given = next(batches)
         batch = given.to(self._device)
+        tell_longest(ropes := self._ropes_of(model), batch.longest)
         with nullcontext() if measured is None else measured.running():
             output = model(
                 input_ids=batch.input_ids,
@@ -100,7 +105,15 @@ class Pipeline:
                 packed_seq_params=_packed_params(batch, given.cu_seqlens),
                 **self._images(batch),
             )
+        if ropes and output.requires_grad:  # what is computed again comes after other micro-batches' passes
+            output.register_hook(lambda gradient: tell_longest(ropes, batch.longest))
         return output, megatron_loss(loss, batch)
+
+    def _ropes_of(self, model: Chunk) -> tuple[Chunk, ...]:
+        """Those of a chunk that depend on the length of sequences."""
+        if id(model) not in self._ropes:
+            self._ropes[id(model)] = ropes_by_length(model)
+        return self._ropes[id(model)]
 
     def _images(self, batch: MicroBatch) -> JsonObject:
         """What chunks take of images, on the first stage pixels in the weights' dtype."""

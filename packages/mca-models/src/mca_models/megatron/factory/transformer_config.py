@@ -79,7 +79,7 @@ _SAME_NAME_MOE = (
 )
 
 BALANCES_CHANCES = "mca_balances_chances"
-"""Whether the load-balancing loss has HF's coefficient, and is so of the softmax of logits, whatever routers score by."""
+"""Whether the load-balancing loss has HF's coefficient, and is then of the softmax of logits, whatever scores are."""
 
 _SAME_NAME_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 

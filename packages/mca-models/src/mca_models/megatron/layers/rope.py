@@ -5,7 +5,7 @@ model's own rope parameters: default, linear, dynamic, yarn, longrope and llama3
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -152,10 +152,28 @@ def dynamic_frequencies(config: McaModelConfig, length: int) -> Tensor:
     return inverse_frequencies(config.rotary_base * stretch ** (dim / (dim - 2)), dim)
 
 
+_LONGEST = "longest_sequence"
+
 _BEYOND: dict[str, Callable[[McaModelConfig, int], Tensor]] = {
     "dynamic": dynamic_frequencies,
     "longrope": long_frequencies,
 }
+
+
+def ropes_by_length(*chunks: torch.nn.Module) -> tuple[MegatronModule, ...]:
+    """The ropes in ``chunks`` whose frequencies depend on the longest sequence."""
+    return tuple(module for chunk in chunks for module in chunk.modules() if hasattr(module, _LONGEST))
+
+
+def tell_longest(ropes: Iterable[MegatronModule], tokens: int) -> None:
+    """Says how long the longest sequence of the coming pass is, which rows hide that are padded to another's length.
+
+    Args:
+        ropes: See `ropes_by_length`.
+        tokens: Of that sequence; 0: as long as its row.
+    """
+    for rope in ropes:
+        setattr(rope, _LONGEST, tokens)
 
 
 def rotary_module(config: McaModelConfig, cp_group: ProcessGroup) -> torch.nn.Module:
@@ -165,10 +183,18 @@ def rotary_module(config: McaModelConfig, cp_group: ProcessGroup) -> torch.nn.Mo
     class ByLength(RotaryEmbedding):  # type: ignore[misc]
         """Frequencies that depend on the longest sequence, once it exceeds the original context."""
 
+        longest_sequence = 0
+        """Of the running pass, without padding; 0: as long as the row."""
+
+        def forward(self, *args: object, **kwargs: object) -> Tensor:
+            """See Megatron's, which keeps what it once computed for a length."""
+            found: Tensor = RotaryEmbedding.forward.__wrapped__(self, *args, **kwargs)
+            return found
+
         def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
-            inv_freq = self.inv_freq
-            if max_seq_len > original:
-                inv_freq = beyond(config, max_seq_len).to(inv_freq) * sign
+            inv_freq, longest = self.inv_freq, self.longest_sequence or max_seq_len
+            if longest > original:
+                inv_freq = beyond(config, longest).to(inv_freq) * sign
             positions = torch.arange(max_seq_len, device=inv_freq.device, dtype=inv_freq.dtype) + offset
             return torch.outer(positions, inv_freq)
 

@@ -21,11 +21,12 @@ from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import together
 from mca_models.megatron.forward import gathered, inference, micro_batch_group, refuse_placeholders
 from mca_models.megatron.layers.attention import tell_lengths
+from mca_models.megatron.layers.rope import ropes_by_length, tell_longest
 from mca_models.megatron.layers.zigzag import ranges_of_rank
 from mca_models.megatron.live import LiveModel
 from mca_models.megatron.log_probs.chunks import ChunkedOutput, token_values
 from mca_models.megatron.log_probs.vocabulary import TokenValues
-from mca_models.megatron.types import GptModel, PackedSeqParams
+from mca_models.megatron.types import GptModel, MegatronModule, PackedSeqParams
 
 
 class LogProbs(NamedTuple):
@@ -108,7 +109,7 @@ def model_log_probs(models: LiveModel, ask: Callable[[], Batch], values: TokenVa
     with inference(models), _computing(models, batch.chunk_size, values):
         outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=_forward_step,
-            data_iterator=[rows.micro_batches() for _ in models.chunks],
+            data_iterator=[rows.micro_batches(ropes_by_length(chunk)) for chunk in models.chunks],
             model=list(models.chunks),
             num_microbatches=rows.count,
             seq_length=rows.length,
@@ -116,6 +117,7 @@ def model_log_probs(models: LiveModel, ask: Callable[[], Batch], values: TokenVa
             forward_only=True,
             collect_non_loss_data=True,
         )
+    tell_longest(ropes_by_length(*models.chunks), 0)
     kinds = 1 + values.entropy
     group = parallel.pipeline_group()
     shape = (kinds, rows.count * rows.height, rows.length)
@@ -181,8 +183,8 @@ class _Rows:
     def _padded(self, tokens: int) -> int:
         return -(-tokens // self._multiple) * self._multiple
 
-    def micro_batches(self) -> Iterator[dict[str, Tensor | PackedSeqParams]]:
-        """What this context rank feeds the model."""
+    def micro_batches(self, ropes: Sequence[MegatronModule]) -> Iterator[dict[str, Tensor | PackedSeqParams]]:
+        """What this context rank feeds a chunk, whose ``ropes`` are told the longest sequence of each."""
         ids = self._batch.input_ids.flatten().to(self._device)
         group = parallel.context_group()
         for number in range(self.count):
@@ -195,6 +197,7 @@ class _Rows:
                 ]
             lengths = self._lengths(number)
             tokens[2] = self._positions(number, lengths)
+            tell_longest(ropes, max((len(places) for _, _, places in self._laid(number)), default=0))
             own = tokens[..., self._held(lengths, group.rank(), group.size())]
             yield {
                 "input_ids": own[0].contiguous(),

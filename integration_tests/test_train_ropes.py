@@ -1,0 +1,98 @@
+"""Ropes that depend on the length follow the sequences of their own micro-batch, whatever rows are padded to."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import reference
+from harness import run_ranks
+from train_cases import arguments, history, quietly
+
+pytestmark = pytest.mark.ranks
+
+LONGROPE = {
+    **{"rope_type": "longrope", "rope_theta": 1e4},
+    **{"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 4.0, 8.0]},
+}
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3-of-16": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
+    "minicpm3-of-16": (
+        "minicpm3",
+        {
+            "rope_parameters": {**LONGROPE, "short_factor": [1.0, 1.0], "long_factor": [4.0, 16.0]},
+            "original_max_position_embeddings": 16,
+        },
+    ),
+}
+for case, (base, different) in MORE.items():
+    reference.CASES[case] = (base, {**reference.CASES[base][1], **different})
+
+RAGGED, EVEN = (8, 24), (12, 12, 12, 12)
+PACKED = {"sequence_packing": True}
+AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RUNS: dict[str, tuple[str, tuple[int, ...], int, dict[str, Any]]] = {
+    "padded": ("phi3-of-16", RAGGED, 1, {}),
+    "filled up": ("phi3-of-16", EVEN, 1, PACKED),
+    "dynamic": ("llama-dynamic", RAGGED, 1, {}),
+    "computed again on stages": ("minicpm3-of-16", RAGGED, 2, {"pipeline_model_parallel_size": 2, **AGAIN}),
+}
+"""Model, lengths of samples, ranks, settings; the original context is 16."""
+
+
+def samples(lengths: tuple[int, ...]) -> Any:
+    import numpy as np
+
+    from mca_train import TokenDataset
+
+    draw = np.random.default_rng(3)
+    return TokenDataset.from_samples([(draw.integers(0, 64, n), np.ones(n, bool)) for n in lengths])
+
+
+def one_step(checkpoint: Path, output: Path, lengths: tuple[int, ...], **changes: Any) -> tuple[float, float]:
+    """Loss and norm of the gradient of a step of two micro-batches."""
+    from mca_models import AutoModel
+    from mca_train import McaTrainer
+
+    run = {
+        "max_steps": 1,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 1,
+        "warmup_steps": 0,
+    }
+    run |= {"train_sampling_strategy": "sequential", "max_grad_norm": 1e9}
+    args = arguments(output, **(run | changes))
+    model = AutoModel.from_pretrained(checkpoint, args)
+    trainer = quietly(
+        lambda: McaTrainer(model=model, args=args, train_dataset=samples(lengths), pack_length=36)
+    )
+    quietly(trainer.train)
+    (loss,), (norm,) = history(trainer, "loss"), history(trainer, "grad_norm")
+    return loss, norm
+
+
+def one_step_of_hugging_face(checkpoint: Path, lengths: tuple[int, ...]) -> tuple[float, float]:
+    """The same, each sample by itself."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    data = samples(lengths)
+    found = []
+    for number in range(len(lengths)):
+        ids = torch.as_tensor(data[number]["input_ids"])
+        logits = model(ids[None]).logits[0, :-1]
+        found.append(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum"))
+    loss = sum(found) / sum(length - 1 for length in lengths)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    return float(loss.detach()), float(norm)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_is_that_of_each_sample_by_itself(name: str, tmp_path: Path) -> None:
+    case, lengths, size, changes = RUNS[name]
+    checkpoint = reference.make_reference(case, tmp_path).path
+    (theirs,) = run_ranks(1, one_step_of_hugging_face, checkpoint, lengths)
+    for ours in run_ranks(size, one_step, checkpoint, tmp_path / "run", lengths, **changes):
+        assert ours == pytest.approx(theirs, rel=1e-5)  # fp32, summed in another order: 2e-7
