@@ -6,11 +6,11 @@ import pytest
 from tokenizers_for_tests import CHATML, MARKED, SPACED, SPACED_MARKED, byte_tokenizer, spaced_tokenizer
 
 from mca_config.errors import McaError
-from mca_train.config.columns import PairArguments, RewardArguments
+from mca_train.config.columns import ClassifyArguments, PairArguments, RewardArguments
 from mca_train.data.chat import tokenize_chat
 from mca_train.data.encoding import check_messages, row_encoder, tokenize_answer, tokenize_answers
 from mca_train.data.formats import converted
-from mca_train.data.scored import scored_pair_encoder
+from mca_train.data.scored import scored_pair_encoder, text_encoder
 
 TURNS = [
     {"role": "user", "content": "hi"},
@@ -60,7 +60,8 @@ MARKS = ("user", "assistant", "tool", "end", "return", "thought")
 UNENDED = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
     "{% for call in m['tool_calls'] or [] %}<call>"
-    "{% for key, value in call['function']['arguments'].items() %}{{ key }}={{ value }}{% endfor %}</call>{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for key, value in call['function']['arguments'].items() %}{{ key }}={{ value }}{% endfor %}"
+    "</call>{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 # Without any mark.
 UNMARKED = UNENDED.replace("<|", "[").replace("|>", "]")
@@ -135,8 +136,10 @@ def test_scores_are_of_the_text_that_the_template_makes():
     tokenizer = marked_tokenizer(UNENDED)
     row = {"chosen": [USER, TURNS[1]], "rejected": [USER, TURNS[3]]}
     encode = scored_pair_encoder(tuple(row), tokenizer, RewardArguments(model_name_or_path="m"), "train_file")
-    texts = [tokenizer.decode(tokens) for tokens, _ in encode(row)]
-    assert texts == [tokenizer.apply_chat_template(row[side], tokenize=False) for side in row]
+    rendered = [tokenizer.apply_chat_template(row[side], tokenize=False) for side in row]
+    assert [tokenizer.decode(tokens) for tokens, _ in encode(row)] == rendered
+    encode = text_encoder(("messages",), tokenizer, ClassifyArguments(model_name_or_path="m"), "train_file")
+    assert tokenizer.decode(encode({"messages": row["chosen"]})[0][0]) == rendered[0]
 
 
 def test_earlier_turns_that_end_otherwise_than_the_last():
