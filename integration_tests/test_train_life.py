@@ -128,7 +128,7 @@ def interrupted(checkpoint: Path, output: Path, step: int, how: str, **changes: 
     return outcome(made(checkpoint, output, **changes), output)
 
 
-KILLS = (7, 9)
+KILLS = (7, 11)
 HOWS = ("SIGTERM", "kill")
 
 

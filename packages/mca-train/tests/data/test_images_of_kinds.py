@@ -176,6 +176,9 @@ def test_kto_measures_other_answers_on_the_same_images(tokenizer, folder):
         },
     ]
     samples = load(rows, tokenizer, folder, kind="kto", arguments=ClassifyArguments)
+    shape = [{"instruction": "and?", "output": "red", "label": False}]  # the label is none of its columns
+    (shaped,) = load(shape, tokenizer, folder, kind="kto", arguments=ClassifyArguments)
+    assert shaped["values"].tolist() == [0.0]
     both = Mismatched(samples, 2, None)
     assert both[0]["other_images"].places == both[0]["images"].places
     assert "other_images" not in both[1]

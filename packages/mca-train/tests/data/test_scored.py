@@ -42,6 +42,20 @@ def test_pairs_without_prompt_or_margin(tmp_path):
     assert "chosen_values" not in found
 
 
+def test_pairs_that_do_not_fit_whole_are_left_out(tmp_path, caplog):
+    rows = [
+        {"prompt": "x" * 20, "chosen": "a", "rejected": "b"},
+        {"prompt": "x", "chosen": "a", "rejected": "bc"},
+    ]
+    (found,) = rows_of("reward", tmp_path, rows)
+    assert len(found["rejected_input_ids"]) == 4
+    assert (
+        "1 of 2 rows do not have both answers whole, of two tokens or more, within seq_length 16"
+        in caplog.text
+    )
+    assert "cut at the end" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("settings", "label", "values"),
     [

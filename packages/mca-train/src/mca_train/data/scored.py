@@ -43,14 +43,20 @@ def _read(tokens: Sequence[int], padding: int | None) -> Encoded:
 def scored_pair_encoder(
     names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: RewardArguments, key: str
 ) -> RowEncoder:
-    """The encoder of rows with a chosen and a rejected text or conversation; a prompt may be apart."""
+    """The encoder of rows with a chosen and a rejected text or conversation; a prompt may be apart.
+
+    Of a pair that does not fit whole nothing is learned: where it is cut, both texts may be alike.
+    """
     encode = pair_encoder(names, tokenizer, arguments, key, _tokenize_whole)
-    padding = padding_of(tokenizer)
+    padding, length = padding_of(tokenizer), arguments.seq_length
 
     def encoder(row: Values) -> list[Encoded]:
         whole = isinstance(row[arguments.chosen_column], str) and row.get(arguments.prompt_column) is None
         prompted = {**row, arguments.prompt_column: ""} if whole else row
-        return [_read(tokens, padding) for tokens, _ in encode(prompted)]
+        pair = [_read(tokens, padding) for tokens, _ in encode(prompted)]
+        if max(len(tokens) for tokens, _ in pair) <= length:
+            return pair
+        return [(tokens[:length], [False] * min(len(tokens), length)) for tokens, _ in pair]
 
     return encoder
 

@@ -15,7 +15,7 @@ from mca_train.run.checks import data_problems, settings_of
 from mca_train.run.hub_paths import with_directories
 from mca_train.run.inputs import image_reader, load_tokenizer
 from mca_train.run.logs import quiet_libraries
-from mca_train.tasks.load import load_mixture, load_tokenized
+from mca_train.tasks.load import load_first, load_mixture, load_tokenized
 from mca_train.tasks.table import task_of
 from mca_train.tasks.task import Task
 
@@ -64,7 +64,7 @@ def _print(task: Task, settings: Settings, tokenizer: "PreTrainedTokenizerBase",
     seed = args.seed if args.data_seed is None else args.data_seed
     if data.streaming:
         rows = min(data.max_train_samples or _ROWS_OF_A_STREAM, _ROWS_OF_A_STREAM)
-        data = replace(data, streaming=False, max_train_samples=rows)
+        data = replace(data, max_train_samples=rows)
         sys.stdout.write(f"streaming: the first {counted(rows, 'row')}\n")
     images = None
     if Path(data.model_name_or_path).is_dir():  # else rows with images are refused
@@ -80,6 +80,8 @@ def _print(task: Task, settings: Settings, tokenizer: "PreTrainedTokenizerBase",
         if key == "datasets":
             mixture = samples = load_mixture(task, tokenizer, data, seed=seed, images=images)
             told.lines.append(mixture.described())
+        elif key == "train_file" and data.streaming:
+            samples = load_first(task, [str(file) for file in files], tokenizer, data, images=images)
         else:
             samples = load_tokenized(
                 task,
@@ -91,7 +93,15 @@ def _print(task: Task, settings: Settings, tokenizer: "PreTrainedTokenizerBase",
             )
         sys.stdout.write(f"\n{key}, mca-train {task.name}\n" + survey(samples, tokenizer))
         if args.sequence_packing:
-            packs = PackedDataset(samples, data.seq_length * task.sequences_per_sample, seed=seed, name=key)
+            length, parts = data.seq_length * task.sequences_per_sample, args.context_parallel_size
+            in_order = key == "eval_file" or args.train_sampling_strategy != "random"
+            packs = PackedDataset(
+                samples,
+                length,
+                multiple=2 * parts if parts > 1 else 1,
+                seed=None if in_order else seed,
+                name=key,
+            )
             told.lines.append(f"packing: {packs.fill}")
         sys.stdout.write("".join(["\n", *(f"{line}\n" for line in told.lines)]) if told.lines else "")
         told.lines.clear()

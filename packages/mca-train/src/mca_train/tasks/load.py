@@ -219,3 +219,31 @@ def load_stream(
     key = "train_file"
     rows, names = open_rows(files, key, arguments, task.required_column(arguments), seed=seed)
     return task.stream(rows, names, tokenizer, arguments, key, _beside(images, arguments, files))
+
+
+def load_first(
+    task: Task,
+    files: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    arguments: DataArguments,
+    *,
+    images: "ImageReader | None" = None,
+) -> "TokenDataset | PairDataset":
+    """The samples of the first ``max_train_samples`` rows of a stream, of which no more is read.
+
+    Args:
+        task: What a sample is made of.
+        files: Paths.
+        tokenizer: Hugging Face tokenizer.
+        arguments: Columns, lengths and limits.
+        images: Of the model; None: rows have none.
+    """
+    import datasets
+
+    from mca_train.data.streams import open_rows
+
+    key = "train_file"
+    found, _ = open_rows(files, key, arguments, task.required_column(arguments), seed=None)
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_list([{**row} for row in found], on_mixed_types="use_json")
+    return task.samples(rows, tokenizer, arguments, key, _beside(images, arguments, files))

@@ -46,7 +46,7 @@ class Reward(ScoreTask):
     data_arguments = RewardArguments
     own_arguments = RewardRunArguments
     sides = ("chosen", "rejected")
-    wanted = "two tokens in both answers"
+    wanted = "both answers whole, of two tokens or more,"
     example = score_example(
         rows="rows with `prompt`, `chosen` and `rejected`, and perhaps `margin`",
         own="# center_rewards_coefficient: 0.01      # keeps rewards around 0\n",

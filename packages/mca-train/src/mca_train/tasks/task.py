@@ -235,7 +235,7 @@ class AnswerTask(Task):
             return PairDataset(sequences) if self.sides else sequences
         known = self.image_rows(rows.column_names, images, data, tokenizer)
         encode = self.encoder(known.names, known.tokenizer, known.arguments, key)
-        numbers = self.numbers(known.names, data, key)
+        numbers = self.numbers(rows.column_names, data, key)  # read of the row itself, whatever its shape
         sequences = answer_sequences(undecoded(rows), encode, data, key, self.wanted, numbers, known)
         return PairDataset(sequences) if self.sides else sequences
 
@@ -253,6 +253,7 @@ class AnswerTask(Task):
         from mca_train.data.streams import AnswerStream
 
         known, column = None, data.images_column
+        numbers = self.numbers(names, data, key)
         is_sure = self.surely_has_target(tokenizer, data)
         if images is None or images.config.vision is None or not self.takes_images:
             require_none(names, data, f"{key}: mca-train {self.name}")
@@ -268,6 +269,6 @@ class AnswerTask(Task):
             key,
             wanted=self.wanted,
             sides=self.sides,
-            numbers=self.numbers(names, data, key),
+            numbers=numbers,
             images=known,
         )
