@@ -17,6 +17,26 @@ COMMON = {"train_sampling_strategy": "sequential", "max_grad_norm": 0.5, "gradie
 COMMON |= {"learning_rate": 3e-3}
 
 
+def intervening() -> Any:
+    """A callback that changes a step's rate and all later steps' decay; of a class that mca-train replaces."""
+    from transformers import PrinterCallback
+
+    class Intervening(PrinterCallback):
+        logs = 0
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+            for group in parts["optimizer"].param_groups:
+                if state.global_step == 2:
+                    group["lr"] = 1.0
+                if state.global_step == 3 and group["weight_decay"]:
+                    group["weight_decay"] = 0.5
+
+        def on_log(self, *_: Any, **__: Any) -> None:
+            self.logs += 1
+
+    return Intervening()
+
+
 def with_hugging_face(checkpoint: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
     import torch
     from transformers import Qwen3ForCausalLM, Trainer, TrainingArguments
@@ -33,6 +53,7 @@ def with_hugging_face(checkpoint: Path, output_dir: Path, **changes: Any) -> dic
         args=TrainingArguments(**init),
         train_dataset=samples(44),
         data_collator=lambda rows: {k: v[None] for k, v in rows[0].items()},
+        callbacks=[intervening()] if same["optim"] == "sgd" else None,
     )
     quietly(trainer.train)
     model.eval()
@@ -48,10 +69,18 @@ def with_hugging_face(checkpoint: Path, output_dir: Path, **changes: Any) -> dic
 
 
 def with_megatron(checkpoint: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
+    from mca_config.errors import McaError
+
+    callback = intervening()
+    if changes.get("optim") == "sgd":
+        changes["callbacks"] = [callback]
     trainer = make_trainer(checkpoint, output_dir, **(COMMON | changes))
     quietly(trainer.train)
+    with pytest.raises(McaError, match=r"a callback asks its model for parameters, .* take trainer\.model"):
+        list(trainer.callback_handler.model.parameters())
     keys = ("loss", "grad_norm", "learning_rate", "epoch")
-    return {key: history(trainer, key) for key in keys} | {"eval": quietly(trainer.evaluate)["eval_loss"]}
+    found = {key: history(trainer, key) for key in keys} | {"logs": callback.logs}
+    return found | {"eval": quietly(trainer.evaluate)["eval_loss"]}
 
 
 @pytest.mark.parametrize(
@@ -69,4 +98,5 @@ def test_losses_gradients_and_schedule_equal_hugging_faces(tied, steps, changes,
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
     assert ours["learning_rate"] == pytest.approx(theirs["learning_rate"], rel=1e-6, abs=1e-12)
     assert ours["epoch"] == pytest.approx(theirs["epoch"])
+    assert ours["logs"] == (steps + 1 if "optim" in changes else 0), "a callback of a class that is replaced"
     assert ours["eval"] == pytest.approx(theirs["eval"], rel=1e-4)

@@ -70,13 +70,17 @@ class LearningRate:
         return rate if highest == self._base else highest * share
 
     def write(self, groups: Sequence[ParamGroup]) -> None:
-        """Sets rate and decay of every one of Megatron's parameter groups."""
+        """Sets the rate of every one of Megatron's parameter groups."""
         for group in groups:
             highest, least = group.get("max_lr"), group.get("min_lr")
             rate = self._between(
                 self._base if highest is None else highest, self._least if least is None else least
             )
             group["lr"] = rate * group.get("lr_mult", 1.0)
+
+    def write_decay(self, groups: Sequence[ParamGroup]) -> None:
+        """Sets the decay of every group; callbacks may change it later."""
+        for group in groups:
             group["weight_decay"] = self._decay * group.get("wd_mult", 1.0)
 
     def step(self) -> None:
@@ -131,6 +135,6 @@ def schedule_problems(training: "TrainingArguments") -> Iterator[str]:
     """Builds the schedule once: Hugging Face reports what its ``lr_scheduler_kwargs`` lack in many ways."""
     try:
         LearningRate(training, training.max_steps if training.max_steps > 0 else _STEPS)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         name, given = training.lr_scheduler_type.value, training.lr_scheduler_kwargs or {}
         yield f"lr_scheduler_type {name} with lr_scheduler_kwargs {given}: {' '.join(str(error).split())}"

@@ -2,7 +2,13 @@ import pytest
 
 from mca_config.errors import McaError
 from mca_train.trainer import unsupported
-from mca_train.trainer.unsupported import require_honoured
+from mca_train.trainer.trainer import McaTrainer
+from mca_train.trainer.unsupported import require_honoured as _require_honoured
+from mca_train.trainer.unsupported import require_no_upload
+
+
+def require_honoured(arguments, given, kind=McaTrainer):
+    _require_honoured(arguments, given, kind, McaTrainer)
 
 
 @pytest.fixture
@@ -19,6 +25,42 @@ def test_what_is_not_followed_is_refused_all_at_once(arguments):
     for word in ("compute_metrics", "model_init"):
         assert word in str(error.value)
     assert "optimizers" not in str(error.value)
+
+
+def test_methods_that_are_never_called_are_refused(arguments):
+    class Mine(McaTrainer):
+        def get_train_dataloader(self):
+            return []
+
+        def create_optimizer(self):
+            return None
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return 0.0
+
+    with pytest.raises(McaError) as error:
+        require_honoured(arguments, {}, Mine)
+    told = str(error.value)
+    assert (
+        "Mine overrides get_train_dataloader, which is never called (give the samples as train_dataset"
+        in told
+    )
+    assert "Mine overrides create_optimizer, which is never called (the optimizer is Megatron's" in told
+    assert "Mine.compute_loss has Hugging Face's parameters (it is compute_loss(self, output, batch)" in told
+
+
+@pytest.mark.parametrize("value", ["end", "checkpoint", "false"])
+def test_wandb_is_not_given_a_model_without_weights(value, monkeypatch):
+    from transformers.integrations.integration_utils import WandbLogModel
+
+    class WandbCallback:
+        _log_model = WandbLogModel(value)
+
+    if value == "false":
+        require_no_upload([WandbCallback()])
+        return
+    with pytest.raises(McaError, match="WANDB_LOG_MODEL: WandbCallback would upload a model without weights"):
+        require_no_upload([WandbCallback()])
 
 
 def test_defaults_of_the_training_arguments_pass(arguments):

@@ -129,6 +129,17 @@ class ModelView(torch.nn.Module):
         super().__init__()
         self.config = ConfigView(hf_config)
 
+    def named_parameters(self, *_: object, **__: object) -> Never:
+        """Refused: a callback would see no weights."""
+        raise McaError(
+            "a callback asks its model for parameters, which are spread over ranks; give the callback the trainer, and "
+            "take trainer.model"
+        )
+
+    def state_dict(self, *_: object, **__: object) -> Never:
+        """Refused, as `named_parameters`."""
+        self.named_parameters()
+
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: object) -> torch.Tensor:
         """Never called: the engine runs Megatron's schedule over the chunks."""
         raise NotImplementedError("McaTrainer trains through Megatron's schedule; use VirtualModels.logits")

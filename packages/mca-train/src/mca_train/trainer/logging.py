@@ -89,8 +89,11 @@ class WithLogs(TrainerParts):
 
     def _print_lines(self) -> None:
         """Has lines for people printed instead of the dictionaries of Hugging Face's callbacks, and steps profiled."""
-        removed = [self.pop_callback(kind) for kind in (ProgressCallback, PrinterCallback)]
-        if any(removed):
+        callbacks = (
+            self.callback_handler.callbacks
+        )  # Hugging Face's own comes last, after those that were given
+        if type(callbacks[-1]) in (ProgressCallback, PrinterCallback):
+            callbacks.pop()
             self.add_callback(StepLines(bar=not self.args.disable_tqdm and sys.stderr.isatty()))
         if self.args.profile:
             self.add_callback(StepProfile(self.ranks.rank))

@@ -63,7 +63,7 @@ from mca_train.trainer.loading import log_plan
 from mca_train.trainer.monitor import Watch
 from mca_train.trainer.parts import Training
 from mca_train.trainer.saving import WithCheckpoints
-from mca_train.trainer.unsupported import require_honoured
+from mca_train.trainer.unsupported import require_honoured, require_no_upload
 from mca_train.trainer.without_effect import tell_without_effect, trains_vocabulary
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         **others: object,
     ) -> None:
         require_mca(model, args)
-        require_honoured(args, others)
+        require_honoured(args, others, type(self), McaTrainer)
         require_vocabulary(model, wants_logits=self.wants_logits)
         for problem in schedule_problems(args):
             raise McaError(problem)
@@ -137,6 +137,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             processing_class=processing_class,
             callbacks=[JsonlLog(), *(callbacks or [])],
         )
+        require_no_upload(self.callback_handler.callbacks)
         choose_parts(model, args)
         self._print_lines()
         has_rows = args.decoupled_lr is None or trains_vocabulary(model)
@@ -282,6 +283,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             with reading(checkpoint):
                 training.load(checkpoint)
             rate.move(length.schedule_done - self._place.schedule)
+        rate.write_decay(engine.optimizer.param_groups)
         self._place = replace(self._place, schedule=length.schedule_done)
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self._view, self.optimizer, self.lr_scheduler
@@ -336,6 +338,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         self.callback_handler.train_dataloader = loader
         self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
         for batch in self.watch.stragglers.reading(steps_of(loader)):
+            self._training.rate.write(self.engine.optimizer.param_groups)
             self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
             self.training_step(batch)
             self.state.global_step += 1
@@ -355,7 +358,6 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         """One optimizer step on one step's batch."""
         engine, rate = self._training.engine, self._training.rate
         step = self.state.global_step + 1
-        rate.write(engine.optimizer.param_groups)
         self.watch.pulse.now("forward and backward", step)
         self.before_forward(batch)
         loss = engine.forward_backward(batch)

@@ -3,12 +3,15 @@
 Its training arguments are not looked through here: `mca_config.TrainingArguments` does that when they are made.
 """
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from mca_config.errors import raise_problems
+from transformers import TrainerCallback
+
+from mca_config.errors import McaError, raise_problems
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -23,14 +26,45 @@ _PARAMETERS: Mapping[str, str] = {
     "peft_config": "give the model that mca_models.megatron.peft.get_peft_model returns",
     "tokenizer": "it is called processing_class",
 }
+_LOADERS = "give the samples as train_dataset and eval_dataset"
+_ORDER = f"{_LOADERS} in the order that you want, with train_sampling_strategy sequential"
+_OPTIMIZER = _PARAMETERS["optimizers"]
+_SCHEDULE = "set lr_scheduler_type and lr_scheduler_kwargs, or learning_rate"
+_EVALUATION = "override evaluate or compute_loss"
+_METHODS: Mapping[str, str] = {
+    "get_train_dataloader": _LOADERS,
+    "get_eval_dataloader": _LOADERS,
+    "get_test_dataloader": _LOADERS,
+    "_get_train_sampler": _ORDER,
+    "_get_eval_sampler": _ORDER,
+    "create_optimizer_and_scheduler": _OPTIMIZER,
+    "create_optimizer": _OPTIMIZER,
+    "get_optimizer_cls_and_kwargs": _OPTIMIZER,
+    "create_scheduler": _SCHEDULE,
+    "get_decay_parameter_names": "matrices decay, and nothing else; set weight_decay",
+    "prediction_step": _EVALUATION,
+    "evaluation_loop": _EVALUATION,
+    "get_batch_samples": "override before_forward, which gets each step's batch",
+    "_prepare_inputs": "override before_forward, which gets each step's batch",
+}
+"""Methods of Hugging Face's Trainer that are never called here, and what to use in their place."""
+_OTHERWISE: Mapping[str, str] = {
+    "compute_loss": "it is compute_loss(self, output, batch) and returns the sum over the targets, and their number",
+    "training_step": "it is training_step(self, batch) and makes one optimizer step",
+}
+"""Methods that are called with other arguments here."""
 
 
-def require_honoured(args: "TrainingArguments", parameters: Mapping[str, object]) -> None:
+def require_honoured(
+    args: "TrainingArguments", parameters: Mapping[str, object], kind: type, base: type
+) -> None:
     """Raises one error that names everything asked for that training would not do.
 
     Args:
         args: The training arguments.
         parameters: Of the trainer's constructor, those it does not have itself.
+        kind: The class of the trainer.
+        base: `McaTrainer`.
 
     Raises:
         McaError: There is something.
@@ -44,8 +78,37 @@ def require_honoured(args: "TrainingArguments", parameters: Mapping[str, object]
         for name, why in _PARAMETERS.items()
         if parameters.get(name) is not None
     ]
+    problems += _method_problems(kind, base)
     problems += optimizer_problems(args)
     raise_problems(problems, "McaTrainer")
+
+
+def _method_problems(kind: type, base: type) -> Iterator[str]:
+    """Methods of a subclass that Hugging Face's Trainer would call, or call otherwise."""
+    for name, why in _METHODS.items():
+        if getattr(kind, name) is not getattr(base, name):
+            yield f"{kind.__name__} overrides {name}, which is never called ({why}); remove it"
+    for name, why in _OTHERWISE.items():
+        own = inspect.signature(getattr(kind, name)).parameters
+        if "model" in own or "inputs" in own:
+            yield f"{kind.__name__}.{name} has Hugging Face's parameters ({why})"
+
+
+def require_no_upload(callbacks: Iterable[TrainerCallback]) -> None:
+    """Refuses callbacks that would save the model themselves, of which they see no weights.
+
+    Raises:
+        McaError: One would, by its environment variable.
+    """
+    uploads = {"WandbCallback": "WANDB_LOG_MODEL", "DVCLiveCallback": "HF_DVCLIVE_LOG_MODEL"}
+    for callback in callbacks:
+        variable = uploads.get(type(callback).__name__)
+        asked = getattr(callback, "_log_model", None)
+        if variable is not None and getattr(asked, "is_enabled", asked is True):
+            raise McaError(
+                f"{variable}: {type(callback).__name__} would upload a model without weights, as these are spread over "
+                "ranks; unset it, and upload output_dir after the run"
+            )
 
 
 def optimizer_problems(args: "TrainingArguments") -> Iterator[str]:
