@@ -147,9 +147,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         self.model = self.model_wrapped = model
         self._view = view
         self._checkpoints = CheckpointWriter(in_background=args.async_save)
-        self._place = RunPosition()
-        self._totals = Totals()
-        self._due = Due()
+        self._place, self._totals, self._due = RunPosition(), Totals(), Due()
         self.started_at_step = 0
         self.watch = Watch(args, model, self.ranks)
         self._loaders = Loaders(
