@@ -93,7 +93,7 @@ def _print(task: Task, settings: Settings, tokenizer: "PreTrainedTokenizerBase",
             )
         sys.stdout.write(f"\n{key}, mca-train {task.name}\n" + survey(samples, tokenizer))
         if args.sequence_packing:
-            length, parts = data.seq_length * task.sequences_per_sample, args.context_parallel_size
+            length, parts = data.seq_length * task.sequences_per_sample, args.context_parallel_size or 1
             in_order = key == "eval_file" or args.train_sampling_strategy != "random"
             packs = PackedDataset(
                 samples,
