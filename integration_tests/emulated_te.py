@@ -7,15 +7,16 @@
     def test_...: run_emulated(2, fn, ...)         # as harness.run_ranks; in fn, layers are Transformer Engine's
 
 Constructors, names, marks, extra states and sharded keys are Transformer Engine's and Megatron's. Emulated are the
-forward passes of linears and norms, rounding to fp8 (`emulated_fp8`), the kernels of attention (`emulated_attention`)
-and of the optimizer; each accepts only what it computes. Nothing is changed in the process that forks. Not emulated:
-dropout of attention.
+forward passes of linears and norms, fused rotary embeddings, rounding to fp8 (`emulated_fp8`), the kernels of
+attention (`emulated_attention`) and of the optimizer; each accepts only what it computes. Nothing is changed in the
+process that forks. Not emulated: dropout of attention.
 """
 
 import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -79,9 +80,27 @@ def install() -> None:
     }
     kernels |= emulated_fp8.install()
     replaced = {getattr(tex, name): kernel for name, kernel in kernels.items()}
-    replaced |= emulated_attention.install()
+    replaced |= emulated_attention.install() | _fused_ropes()
     _exchange({**replaced, te.utils.get_device_compute_capability: lambda: (9, 0)})  # an H100
     _choose_as_on_a_gpu()
+
+
+def _fused_ropes() -> dict[Any, Callable[..., Tensor]]:
+    """What rotates in one kernel, which reads angles one row behind the other, whatever their strides."""
+    from megatron.core.extensions import transformer_engine as of
+    from megatron.core.models.common.embeddings import rope_utils
+
+    def as_read(freqs: Tensor) -> Tensor:
+        return freqs.as_strided(freqs.shape, torch.empty(freqs.shape).stride())
+
+    def padded(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
+        return rope_utils._apply_rotary_pos_emb_bshd(t, as_read(freqs), rotary_interleaved=interleaved)
+
+    def packed(t: Tensor, ends: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+        group = SimpleNamespace(size=lambda: cp_size, rank=lambda: cp_rank)
+        return rope_utils._apply_rotary_pos_emb_thd(t, ends, as_read(freqs), cp_group=group)
+
+    return {of.fused_apply_rotary_pos_emb: padded, of.fused_apply_rotary_pos_emb_thd: packed}
 
 
 def _build_without_gpu() -> None:

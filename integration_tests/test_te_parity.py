@@ -142,6 +142,13 @@ def test_packed_equals_separate_and_transformers(case: str, layout: str, tmp_pat
         assert max(found) <= TOLERANCE
 
 
+def test_fused_rotary_embeddings_equal_transformers(tmp_path: Path) -> None:
+    for case in ("gemma3_text", "qwen3"):
+        reference = make_reference(case, tmp_path)
+        (found,) = run_emulated(1, compare_packed, reference, "tp1", apply_rope_fusion=True)
+        assert max(found) <= TOLERANCE, case
+
+
 ADAPTERS = (("qwen3", "tp2"), ("qwen3_moe", "tp2ep2etp1sp"), ("deepseek_v3", "tp2sp"), ("qwen3_next", "ep2"))
 
 

@@ -9,7 +9,7 @@ import torch
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_models.megatron import forward
-from mca_models.megatron.log_probs.forward import _Rows
+from mca_models.megatron.log_probs import forward as log_probs
 
 MODEL: Any = SimpleNamespace(
     config=SimpleNamespace(learned_positions=True, max_position_embeddings=4, vision=None),
@@ -17,13 +17,14 @@ MODEL: Any = SimpleNamespace(
 )
 
 
-def test_sequences_beyond_them_are_refused_on_the_host() -> None:
+def test_sequences_beyond_them_are_refused_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "a sequence of 5 tokens is longer than the 4 positions"
     with pytest.raises(McaError, match=said):
         forward.model_logits(MODEL, torch.zeros(1, 5, dtype=torch.int64))
-    batch: Any = SimpleNamespace(places=lambda: [torch.arange(5)], micro_batch_size=1)
+    batch: Any = SimpleNamespace(places=lambda: [torch.arange(5)], input_ids=torch.zeros(1, 5))
+    monkeypatch.setattr(log_probs, "together", lambda look: look())
     with pytest.raises(McaError, match=said):
-        _Rows(MODEL, batch)
+        log_probs._agreed(MODEL, lambda: batch)
 
 
 def test_padding_takes_the_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,4 +37,4 @@ def test_padding_takes_the_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         _batch=SimpleNamespace(packed=True),
         _device=torch.device("cpu"),
     )
-    assert _Rows._positions(rows, 0, (4, 2, 3)).tolist() == [0, 1, 2, 2, 0, 1, 0, 0, 0]
+    assert log_probs._Rows._positions(rows, 0, (4, 2, 3)).tolist() == [0, 1, 2, 2, 0, 1, 0, 0, 0]

@@ -139,6 +139,9 @@ def _agreed(models: LiveModel, ask: Callable[[], Batch]) -> Batch:
     def look() -> None:
         batch = ask()
         refuse_placeholders(models.config, batch.input_ids)
+        if models.config.learned_positions:
+            longest = max(map(len, batch.places()), default=0)
+            require_learned(longest, models.config.max_position_embeddings)
         asked.append(batch)
 
     try:
@@ -163,8 +166,6 @@ class _Rows:
         self._places = batch.places()
         size = batch.micro_batch_size
         self._longest = max(map(len, self._places), default=0)
-        if models.config.learned_positions:
-            require_learned(self._longest, models.config.max_position_embeddings)
         self._groups = [self._places[i : i + size] for i in range(0, len(self._places), size)]
         self._multiple = sequence_multiple(
             layout,
