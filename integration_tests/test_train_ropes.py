@@ -16,6 +16,7 @@ LONGROPE = {
     **{"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 4.0, 8.0]},
 }
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3-of-15": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 15}),
     "phi3-of-16": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
     "minicpm3-of-16": (
         "minicpm3",
@@ -96,3 +97,58 @@ def test_a_step_is_that_of_each_sample_by_itself(name: str, tmp_path: Path) -> N
     (theirs,) = run_ranks(1, one_step_of_hugging_face, checkpoint, lengths)
     for ours in run_ranks(size, one_step, checkpoint, tmp_path / "run", lengths, **changes):
         assert ours == pytest.approx(theirs, rel=1e-5)  # fp32, summed in another order: 2e-7
+
+
+def asked(checkpoint: Path, lengths: tuple[int, ...], name: str) -> dict[str, list[float]]:
+    """Sums of the samples' log-probabilities, padded and packed, and of the logits of the first sample's."""
+    import torch
+
+    from layouts import arguments as layout
+    from mca_models import AutoModel
+
+    model = AutoModel.from_pretrained(checkpoint, layout(name))
+    rows = [
+        torch.as_tensor(sample["input_ids"])
+        for sample in map(samples(lengths).__getitem__, range(len(lengths)))
+    ]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
+    found = {
+        "padded": model.log_probs(ids, mask=mask, micro_batch_size=1).log_probs.sum(1),
+        "packed": model.log_probs(ids, mask=mask, micro_batch_size=1, packed=True).log_probs.sum(1),
+        "logits": _summed(torch.cat([model.logits(row[None])[0] for row in rows]), rows),
+    }
+    return {name: values.tolist() for name, values in found.items()}
+
+
+def _summed(logits: Any, rows: list[Any]) -> Any:
+    import torch
+
+    of_each = zip(logits.split([len(row) for row in rows]), rows, strict=True)
+    sums = [own[:-1].float().log_softmax(-1).gather(1, row[1:, None]).sum() for own, row in of_each]
+    return torch.stack(sums)
+
+
+def asked_of_hugging_face(checkpoint: Path, lengths: tuple[int, ...]) -> list[float]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    rows = [
+        torch.as_tensor(sample["input_ids"])
+        for sample in map(samples(lengths).__getitem__, range(len(lengths)))
+    ]
+    with torch.no_grad():
+        logits = torch.cat([model(row[None]).logits[0] for row in rows])
+    return _summed(logits, rows).tolist()
+
+
+def test_what_a_model_is_asked_is_that_of_each_sample_by_itself(tmp_path: Path) -> None:
+    """With two tensor ranks rows are filled up from 15 to 16 tokens, beyond the original context of 15."""
+    checkpoint = reference.make_reference("phi3-of-15", tmp_path).path
+    lengths = (15, 24)
+    (theirs,) = run_ranks(1, asked_of_hugging_face, checkpoint, lengths)
+    for size, layout in ((1, "tp1"), (2, "tp2-sp")):
+        for ours in run_ranks(size, asked, checkpoint, lengths, layout):
+            for name, values in ours.items():
+                assert values == pytest.approx(theirs, rel=1e-5), name
