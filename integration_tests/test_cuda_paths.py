@@ -37,7 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
     "planted item": {"run": ("sft", {"bf16": True}), "planted": "item"},
 }
 ONCE = {
-    "value in finalize_model_grads.py:finalize_model_grads": 1,  # whether the step has targets
     "value in clip_grads.py:get_grad_norm_fp32": 1,  # the gradient norm, which is logged
 }
 """What a step may wait for, and how often."""

@@ -35,6 +35,7 @@ def staged(layout: str, virtual: int = 1) -> Settings:
 CASES: dict[tuple[str, str], tuple[int, Settings]] = {
     ("aux_loss", "single"): (1, {}),
     ("aux_loss", "packed"): (1, PACKED),
+    ("aux_loss", "weighted"): (1, {"weight": 0.003}),  # all weights together are less than one
     ("aux_loss", "block-recomputed"): (1, AGAIN | {"recompute_method": "block"}),
     ("aux_loss", "tp2"): (2, TP),
     ("aux_loss", "dp2"): (2, DP),
@@ -58,17 +59,34 @@ CASES: dict[tuple[str, str], tuple[int, Settings]] = {
 }
 
 
+def weighted(weight: float, *, told: bool = True) -> Any:
+    """A trainer whose loss takes every target ``weight`` times, and whether it says so."""
+    from mca_train import McaTrainer
+
+    class Weighted(McaTrainer):
+        def compute_loss(self, output: torch.Tensor, batch: Any, **_: Any) -> Any:
+            loss, number = super().compute_loss(output, batch)
+            return weight * loss, weight * number
+
+        def num_items(self, batch: Any) -> torch.Tensor:
+            return super().num_items(batch) * (weight if told else 1)
+
+    return Weighted
+
+
 def gradients(checkpoint: Path, output: Path, settings: Settings) -> None:
     """The gradients of the first step, exported as if they were weights; routers' biases as they have moved."""
     from transformers import TrainerCallback
 
     from mca_models import AutoModel
-    from mca_train import McaTrainer, TokenDataset
+    from mca_train import TokenDataset
 
     run = {"max_steps": 1, "learning_rate": 1e-3, "max_grad_norm": 1e9, "mtp_loss_scaling_factor": SCALE}
     run |= {"per_device_train_batch_size": PER_MICRO_BATCH, "gradient_accumulation_steps": 2}
     run |= {"train_sampling_strategy": "sequential", "moe_router_bias_update_rate": BIAS_RATE}
-    args = arguments(output, **(run | settings))
+    run |= settings
+    kind = weighted(run.pop("weight", 1.0))
+    args = arguments(output, **run)
     model = AutoModel.from_pretrained(checkpoint, args)
 
     class Keep(TrainerCallback):  # type: ignore[misc]
@@ -78,7 +96,7 @@ def gradients(checkpoint: Path, output: Path, settings: Settings) -> None:
             ]
 
     keep, data = Keep(), TokenDataset.from_samples(samples())
-    quietly(McaTrainer(model=model, args=args, train_dataset=data, pack_length=32, callbacks=[keep]).train)
+    quietly(kind(model=model, args=args, train_dataset=data, pack_length=32, callbacks=[keep]).train)
     with torch.no_grad():
         for parameter, gradient in keep.kept:
             parameter.copy_(gradient)
@@ -163,6 +181,34 @@ def test_what_is_counted_before_a_step_draws_no_dropout(tmp_path: Path) -> None:
     counted = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1e-30}
     plain = run_ranks(1, losses, checkpoint, tmp_path / "plain", dropped)
     assert run_ranks(1, losses, checkpoint, tmp_path / "counted", dropped | counted) == plain
+
+
+def counted_otherwise(checkpoint: Path, output: Path) -> list[Any]:
+    """A loss that counts half of what is told: what it is told in training, and how it is evaluated."""
+    from mca_config.errors import McaError
+    from mca_models import AutoModel
+    from mca_train import TokenDataset
+
+    found: list[Any] = []
+    data = TokenDataset.from_samples(samples())
+    balanced = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3}
+    args = arguments(output, max_steps=2, logging_steps=2, **balanced)
+    model = AutoModel.from_pretrained(checkpoint, args)
+    for weight, told in ((1.0, True), (0.003, False)):
+        kind = weighted(weight, told=told)
+        trainer = quietly(lambda kind=kind: kind(model=model, args=args, train_dataset=data))
+        found.append(quietly(lambda trainer=trainer: trainer.evaluate(data))["eval_loss"])
+    with pytest.raises(McaError) as error:
+        quietly(trainer.train)
+    return [*found, str(error.value)]
+
+
+def test_what_a_loss_counts_must_be_told_where_experts_have_losses(tmp_path: Path) -> None:
+    checkpoint = sparse_checkpoint(tmp_path / "model")
+    plain, lighter, told = run_ranks(1, counted_otherwise, checkpoint, tmp_path)[0]
+    assert lighter == pytest.approx(plain, rel=1e-5)
+    assert told.startswith("step 1: Weighted.compute_loss returned 0.")
+    assert "override num_items" in told and "\n" not in told
 
 
 DEALT = {

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
+from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.engine.finite import telling_nan
 from mca_train.engine.late_buckets import reduce_vision_late
@@ -20,8 +21,8 @@ from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import kept_rng
 from mca_train.engine.wrapping import remember, unwrap, wrapper_of
 from mca_train.losses import moe_aux, prediction
-from mca_train.losses.step_counts import count_step
-from mca_train.losses.token_loss import LossFunction, StepLoss
+from mca_train.losses.step_counts import ItemCount, count_step
+from mca_train.losses.token_loss import LossFunction, StepLoss, num_targets
 from mca_train.types import Chunk, MegatronOptimizer, Sample, TrainingArguments, Upstream
 
 
@@ -86,6 +87,7 @@ class Engine(Pipeline):
         args: Training arguments.
         loss: What the last stage makes of its output.
         wants_logits: The output is logits instead of the cross entropy of each token.
+        num_items: The number that ``loss`` returns for a micro-batch.
     """
 
     def __init__(
@@ -95,11 +97,15 @@ class Engine(Pipeline):
         loss: LossFunction,
         *,
         wants_logits: bool = False,
+        num_items: ItemCount = num_targets,
     ) -> None:
         super().__init__(chunks, loss, wants_logits=wants_logits)
         # Megatron's split optimizer looks at .grad of its views of the parameters, on purpose
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         self._args = args
+        self._num_items = num_items
+        self.weighed_by: list[float] = []
+        """For each step since the last log, what losses beside the model's own take for the number that its is over."""
         self._balances_globally = moe_aux.balances_globally(self.configs[0])
         self.params_dtype: torch.dtype = self.configs[0].params_dtype
         self.chunks = self._wrap(chunks)
@@ -165,11 +171,9 @@ class Engine(Pipeline):
 
     def _wire(self) -> None:
         """Gives the schedule what it calls: gradient scale, synchronisation, and the end of a step."""
-        from megatron.core.distributed import finalize_model_grads
-
         calls: JsonObject = {
             "grad_scale_func": self.optimizer.scale_loss,
-            "finalize_model_grads_func": finalize_model_grads,
+            "finalize_model_grads_func": self._finalize,
         }
         if self._args.overlap_grad_reduce:
             calls["no_sync_func"] = self._per_chunk("no_sync")
@@ -179,6 +183,16 @@ class Engine(Pipeline):
         for config in self.configs:
             for name, call in calls.items():
                 setattr(config, name, call)
+
+    def _finalize(self, chunks: list[Chunk], _: Tensor | None = None, **options: Upstream) -> None:
+        """Reduces the gradients, and divides them by the number that the loss is over, which need not be whole."""
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads(chunks, **options)
+        number = groups.sum_over_data(self._added_up().targets)
+        scale = torch.where(number > 0, 1 / number, 1.0).float()
+        for chunk in chunks:
+            chunk.scale_gradients(scale)
 
     def _per_chunk(self, method: str) -> Upstream:
         calls = [getattr(chunk, method) for chunk in self.chunks]
@@ -209,7 +223,9 @@ class Engine(Pipeline):
 
     def _begin_step(self, batch: StepBatch) -> None:
         """Tells the losses beside the model's own what they are the means of."""
-        counts = count_step(batch, self.configs[0].mtp_num_layers or 0)
+        counts = count_step(batch, self.configs[0].mtp_num_layers or 0, self._num_items)
+        if moe_aux.has_losses(self.configs[0]) or self.configs[0].mtp_num_layers:
+            self.weighed_by.append(counts.targets[0])
         moe_aux.begin_step(self.models, counts)
         prediction.begin_step(self.models, counts)
         if len(batch.micro_batches) > 1 and self._balances_globally:

@@ -33,6 +33,8 @@ class Pipeline:
         self.chunks = list(chunks)
         self._loss = loss
         self._wants_logits = wants_logits
+        self._kept: list[Tensor] = []
+        """Of each micro-batch that the running step has done: the loss's sum, and the number that it is over."""
         self.measured: Stopwatch | None = None
         """Measures the forward passes of training steps, where it is set."""
         self.configs = list({id(chunk.config): chunk.config for chunk in chunks}.values())
@@ -49,7 +51,8 @@ class Pipeline:
 
         parallel.use_groups_of(self.models)
         iterators = [iter(batch.micro_batches) for _ in self.chunks]
-        kept: list[Tensor] = get_forward_backward_func()(
+        self._kept = []
+        get_forward_backward_func()(
             forward_step_func=partial(
                 self._forward_step, loss=loss or self._loss, measured=None if forward_only else self.measured
             ),
@@ -63,7 +66,10 @@ class Pipeline:
         )
         for ropes in self._ropes.values():
             tell_longest(ropes, 0)
-        return add_up(kept, self._device)
+        return self._added_up()
+
+    def _added_up(self) -> StepLoss:
+        return add_up(self._kept, self._device)
 
     def evaluate(self, batch: StepBatch) -> StepLoss:
         """The loss of ``batch`` on this rank; nothing is trained."""
@@ -107,7 +113,7 @@ class Pipeline:
             )
         if ropes and output.requires_grad:  # what is computed again comes after other micro-batches' passes
             output.register_hook(lambda gradient: tell_longest(ropes, batch.longest))
-        return output, megatron_loss(loss, batch)
+        return output, megatron_loss(loss, batch, self._kept)
 
     def _ropes_of(self, model: Chunk) -> tuple[Chunk, ...]:
         """Those of a chunk that depend on the length of sequences."""

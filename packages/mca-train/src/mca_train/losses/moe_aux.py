@@ -1,9 +1,10 @@
 """Experts' auxiliary losses as they are defined, on every layout, and what is counted for experts' biases.
 
 The loss of a step is ``cross entropy + sum over layers of coefficient x auxiliary loss``, where the cross entropy is
-the mean over the targets of the global batch and the auxiliary loss of a layer that over its tokens, padding left
-out. With E experts of which each token is sent to k, ``c_e`` tokens that are sent to expert e, ``p_e`` the mean of the
-routers' scores for it, of T tokens, the balancing loss of these tokens is ``E / (k T) x sum over e of c_e p_e``:
+the mean over the targets of the global batch (a custom loss: over what that counts) and the auxiliary loss of a layer
+that over its tokens, padding left out. With E experts of which each token is sent to k, ``c_e`` tokens that are sent
+to expert e, ``p_e`` the mean of the routers' scores for it, of T tokens, the balancing loss of these tokens is
+``E / (k T) x sum over e of c_e p_e``:
 
 - ``aux_loss``: of each micro-batch,
 - ``seq_aux_loss``: of each sequence, in packed rows too,
@@ -42,7 +43,8 @@ class Balance:
     """
 
     depth: int
-    targets_per_token: float = 1.0
+    items_per_token: float = 1.0
+    """What the model's loss is divided by, of the step on all ranks, over the tokens of this router."""
     tokens: float = 1.0
     """That count for this router, of the step on all ranks."""
     num_segments: int = 1
@@ -71,7 +73,7 @@ class Balance:
 
         share = value.detach().double() / self.tokens
         self.found[name] = self.found[name] + share if name in self.found else share
-        result: Tensor = MoEAuxLossAutoScaler.apply(carrier, value * (coefficient * self.targets_per_token))
+        result: Tensor = MoEAuxLossAutoScaler.apply(carrier, value * (coefficient * self.items_per_token))
         return result
 
 
@@ -102,10 +104,15 @@ def begin_step(chunks: Iterable[torch.nn.Module], counts: StepCounts) -> None:
     for router in routers(chunks):
         balance: Balance = router.mca_balance
         balance.tokens = max(counts.tokens[balance.depth], 1.0)
-        balance.targets_per_token = counts.targets[0] / balance.tokens
+        balance.items_per_token = counts.targets[0] / balance.tokens
         balance.num_segments = counts.num_segments
         balance.load = None
         balance.found.clear()
+
+
+def has_losses(config: Upstream) -> bool:
+    """Whether routers add losses to the model's, by Megatron's configuration of the whole model."""
+    return bool(config.num_moe_experts) and bool(_balanced_by(config) or config.moe_z_loss_coeff)
 
 
 def balances_globally(config: Upstream) -> bool:
@@ -114,11 +121,15 @@ def balances_globally(config: Upstream) -> bool:
     Args:
         config: Megatron's, of the whole model: a pipeline stage without routers takes part as well.
     """
+    return bool(config.num_moe_experts) and "global_aux_loss" in _balanced_by(config)
+
+
+def _balanced_by(config: Upstream) -> set[str]:
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(kinds, str):
         kinds, coefficients = [kinds], [coefficients]
-    asked = any(kind == "global_aux_loss" and each for kind, each in zip(kinds, coefficients, strict=True))
-    return bool(config.num_moe_experts) and asked
+    found = {kind for kind, each in zip(kinds, coefficients, strict=True) if each}
+    return found & {"aux_loss", "seq_aux_loss", "global_aux_loss"}
 
 
 def count_load(chunks: Iterable[torch.nn.Module], forward: Callable[[], object]) -> None:

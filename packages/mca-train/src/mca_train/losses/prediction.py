@@ -23,7 +23,7 @@ class Prediction:
     """What the chunk with the loss is told of the running step, and the losses that it finds.
 
     Args:
-        targets: Of the step on all ranks: of the model, then of each prediction layer.
+        targets: Of the step on all ranks: what the model's loss is divided by, then of each prediction layer.
         found: By prediction layer, this rank's share of the losses of the step.
     """
 

@@ -34,6 +34,7 @@ from mca_config.errors import McaError
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch
 from mca_train.losses.compared import COMPARED, Gains
+from mca_train.losses.moe_aux import has_losses
 from mca_train.losses.pair_kinds import REFUSED, LossType
 
 if TYPE_CHECKING:
@@ -183,9 +184,7 @@ def model_problems(megatron: "TransformerConfig") -> Iterator[str]:
     """What Megatron would add to the loss of pairs, by Megatron's configuration of the model."""
     if megatron.mtp_num_layers:
         yield "preference pairs cannot train prediction layers; set mtp_num_layers to 0"
-    given = megatron.moe_aux_loss_coeff
-    balance = any(given) if isinstance(given, (list, tuple)) else bool(given)
-    if megatron.num_moe_experts and (balance or megatron.moe_z_loss_coeff):
+    if has_losses(megatron):
         yield (
             "the experts' auxiliary losses are weighed by tokens, preference pairs by pairs; set "
             "moe_aux_loss_coeff to 0 and remove moe_z_loss_coeff"

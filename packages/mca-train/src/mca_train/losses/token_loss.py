@@ -1,8 +1,9 @@
 """From what the last pipeline stage computes to the loss of a step.
 
-The loss of a step is the mean over all target tokens of the global batch. Every micro-batch hands Megatron
-its *sum* and its number of targets; Megatron adds both over micro-batches, data- and context-parallel ranks
-and divides the gradients once (``calculate_per_token_loss``). So the result does not depend on the layout.
+The loss of a step is the mean over all target tokens of the global batch. Every micro-batch hands on
+its *sum* and its number of targets; both are added over micro-batches, data- and context-parallel ranks, and the
+gradients are divided once. So the result does not depend on the layout. A custom loss may count something else than
+targets, and what it counts need not be whole, as the sum of tokens' weights.
 """
 
 from collections.abc import Callable
@@ -64,13 +65,21 @@ def of_sequences(losses: Tensor, real: Tensor, ranks: Ranks) -> tuple[Tensor, Te
     return shared, real.sum().int() * int(ranks.context_parallel_rank == 0)
 
 
-def megatron_loss(function: LossFunction, batch: MicroBatch) -> Callable[[Tensor], tuple[Upstream, ...]]:
-    """``function`` as Megatron's schedules call it."""
+def num_targets(batch: MicroBatch) -> Tensor:
+    """What `token_loss` counts."""
+    return batch.loss_mask.sum()
+
+
+def megatron_loss(
+    function: LossFunction, batch: MicroBatch, kept: list[Tensor]
+) -> Callable[[Tensor], tuple[Upstream, ...]]:
+    """``function`` as Megatron's schedules call it; ``kept`` gets the sum and the number."""
 
     def loss(output: Tensor) -> tuple[Upstream, ...]:
         loss_sum, targets = function(output, batch)
-        kept = torch.stack([loss_sum.detach().double(), targets.double()])
-        return loss_sum, targets.to(torch.int), kept
+        both = torch.stack([loss_sum.detach().double(), targets.double()])
+        kept.append(both)
+        return loss_sum, targets.to(torch.int), both
 
     return loss
 

@@ -38,11 +38,12 @@ class LossMeter:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         steps = self._steps.flush(groups.sum_over_data)
-        losses = steps[:, 0] / steps[:, 1].clamp(min=1)
+        targets = steps[:, 1]
+        losses = steps[:, 0] / targets.where(targets > 0, 1)
         return LossReport(
             losses=losses.tolist(),
             loss_sum=float(steps[:, 0].sum()),
-            num_targets=int(steps[:, 1].sum()),
+            targets=targets.tolist(),
             num_tokens=int(steps[:, 2].sum()),
             num_samples=int(steps[:, 3].sum()),
             squares=int(steps[:, 4].sum()),
@@ -90,7 +91,8 @@ class LossReport:
     losses: list[float]
     """Of each step."""
     loss_sum: float
-    num_targets: int
+    targets: list[float]
+    """Of each step, what its loss is over: the number of targets, or what else a custom loss counts."""
     num_tokens: int
     num_samples: int
     squares: int

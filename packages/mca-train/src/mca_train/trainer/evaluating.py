@@ -39,7 +39,7 @@ class WithEvaluation(WithStepLoaders):
         loader, _ = self._loaders.evaluation(self._eval_dataset(dataset))
         with self._other_signals() as signals:
             report = self._evaluate_loss(loader)
-            metrics = {f"{metric_key_prefix}_loss": report.loss_sum / max(report.num_targets, 1)}
+            metrics = {f"{metric_key_prefix}_loss": report.loss_sum / (sum(report.targets) or 1.0)}
             metrics |= {f"{metric_key_prefix}_{name}": mean for name, mean in signals.flush().items()}
         metrics |= speed_metrics(
             metric_key_prefix, started, num_samples=report.num_samples, num_steps=len(loader)

@@ -36,6 +36,11 @@ class WithStepLoaders(TrainerParts):
             raise McaError("training needs a train_dataset (train_file)")
         return self._loaders.train(self.train_dataset)
 
+    def _set_length(self, length: Length) -> None:
+        self.state.compute_steps(self.args, length.max_steps)
+        self.state.max_steps = length.max_steps
+        self.state.num_train_epochs = length.num_epochs
+
     def _eval_dataset(self, given: Samples | str | None) -> Samples:
         dataset = self.eval_dataset if given is None else given
         if isinstance(dataset, str):

@@ -6,13 +6,15 @@ The callbacks decide when that is due. How a checkpoint is written is in `saving
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Protocol
 
 from transformers import PrinterCallback, ProgressCallback
 
 from mca_config.errors import McaError
 from mca_config.types import Typed
+from mca_train import groups
 from mca_train.checkpoint.carried import Carried, Due
 from mca_train.data.mixture import Mixture
 from mca_train.engine.engine import StepResult
@@ -25,6 +27,9 @@ from mca_train.trainer.hf_shims import has_given_up
 from mca_train.trainer.parts import TrainerParts
 
 logger = logging.getLogger(__name__)
+
+_ROUNDING = 1e-4
+"""By how much a sum of many weights in fp32 may differ from the same on another device."""
 
 
 class Meter(Protocol):
@@ -49,6 +54,10 @@ class WithLogs(TrainerParts):
         self._totals.updates += result.updated
         with self._checkpoint_completed():
             self.watch.after_step(result, loss, self.engine.optimizer, self.state.global_step + 1)
+            if self.engine.weighed_by and self.state.global_step == self.started_at_step:
+                self._require_number(
+                    groups.sum_over_data(loss.targets[None]).tolist(), self.started_at_step + 1
+                )
 
     def _log_evaluate_save(self) -> None:
         """Does what the callbacks asked for."""
@@ -98,7 +107,25 @@ class WithLogs(TrainerParts):
         if self.args.profile:
             self.add_callback(StepProfile(self.ranks.rank))
 
+    def _require_number(self, found: Sequence[float], last: int) -> None:
+        """Raises unless `compute_loss` returned the numbers that `num_items` had told; all ranks alike.
+
+        Args:
+            found: What it returned in the steps up to ``last``.
+            last: The number of a step.
+        """
+        told, self.engine.weighed_by = self.engine.weighed_by, []
+        for step, number, known in zip(count(last, -1), reversed(found), reversed(told), strict=False):
+            if abs(number - known) > _ROUNDING * max(number, known):
+                raise McaError(
+                    f"step {step}: {type(self).__name__}.compute_loss returned {number:g} as the number that its sum "
+                    f"is over, num_items {known:g}, which weighs the losses of experts and prediction layers; "
+                    "override num_items with what compute_loss counts"
+                )
+
     def _add_up(self, report: LossReport) -> None:
+        with self._checkpoint_completed():
+            self._require_number(report.targets, self.state.global_step)
         self._totals.loss += sum(report.losses)
         self._totals.steps += len(report.losses)
         self._totals.logged = self.state.global_step

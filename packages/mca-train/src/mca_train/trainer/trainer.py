@@ -44,7 +44,7 @@ from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import seed_dropout
 from mca_train.losses.chunked import chunk_losses
 from mca_train.losses.label_smoothing import smooth_labels
-from mca_train.losses.token_loss import require_sums, token_loss
+from mca_train.losses.token_loss import num_targets, require_sums, token_loss
 from mca_train.lr_schedule import LearningRate, schedule_problems
 from mca_train.metrics.log_file import JsonlLog
 from mca_train.metrics.meter import LossMeter
@@ -195,10 +195,14 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             batch: Labels (already the next token) and mask.
 
         Returns:
-            The sum over the targets, and their number. The trainer divides by the number of the whole global
-            batch, so a loss that is a mean must be multiplied by its number.
+            The sum over the targets, and their number (or a sum with weights, and that of the weights). The trainer
+            divides by the number of the whole global batch, so a loss that is a mean must be multiplied by its number.
         """
         return token_loss(output, batch)
+
+    def num_items(self, batch: MicroBatch) -> Tensor:
+        """The number that `compute_loss` returns; to be overridden where that counts something else than targets."""
+        return num_targets(batch)
 
     def before_forward(self, batch: StepBatch) -> None:
         """Called on every rank with each step's batch, before training or evaluating on it."""
@@ -274,7 +278,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
                 self._load_weights(checkpoint)
         engine, rate = self.new_engine(), LearningRate(self.args, length.schedule_steps)
         self._training, self._pipeline = Training(engine, rate), engine
-        engine.measured = self.watch.stragglers.forward
+        engine.measured, engine.weighed_by = self.watch.stragglers.forward, []
         self.optimizer, self.lr_scheduler = engine.optimizer, rate.scheduler
         training = self._training_state()
         if checkpoint is not None:
@@ -298,7 +302,13 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             self._pipeline.take_rates(self.args)
             return self._pipeline
         choose_parts(self.model, self.args)  # another trainer may have chosen others since
-        return Engine(list(self.model.chunks), self.args, self._loss, wants_logits=self.wants_logits)
+        return Engine(
+            list(self.model.chunks),
+            self.args,
+            self._loss,
+            wants_logits=self.wants_logits,
+            num_items=self.num_items,
+        )
 
     def _start_state(self, checkpoint: Path | None) -> Carried:
         """A fresh `TrainerState`, or that of the checkpoint; and what that carries besides."""
@@ -318,11 +328,6 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.control._new_training()
         return carried
-
-    def _set_length(self, length: Length) -> None:
-        self.state.compute_steps(self.args, length.max_steps)
-        self.state.max_steps = length.max_steps
-        self.state.num_train_epochs = length.num_epochs
 
     def _run_epoch(
         self, epoch: int, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream
