@@ -292,7 +292,10 @@ def refused(base: Path, layout: str, changes: list[dict[str, Any]]) -> list[str]
         get_peft_model(peft, lora())
     except McaError as error:
         messages.append(str(error))
-    return messages
+    saving = get_peft_model(peft.merge_and_unload(), lora(modules_to_save=["model.norm"]))
+    with pytest.raises(McaError) as told, saving.disable_adapter():
+        pass
+    return [*messages, str(told.value)]
 
 
 def test_what_cannot_be_trained_is_refused_by_name(tmp_path: Path) -> None:
@@ -308,7 +311,7 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path: Path) -> None:
     for message, expected in zip(
         messages,
         ("use_dora", "init_lora_weights 'eva'", "matches no linear", "is tied to the output layer", "lm_head cannot",
-         "has an adapter already"),
+         "has an adapter already", "disable_adapter does not give the base model back"),
         strict=True,
     ):  # fmt: skip
         assert expected in message

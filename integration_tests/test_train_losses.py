@@ -190,9 +190,14 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
 
     args = arguments(output)
     model = AutoModel.from_pretrained(checkpoint, args)
+
+    class OnLogits(McaTrainer):
+        wants_logits = True
+
     theirs = transformers.TrainingArguments(output_dir=str(output), use_cpu=True)
     unfinished = arguments(output, lr_scheduler_type="warmup_stable_decay")
     packing = arguments(output, sequence_packing=True)
+    smoothed = arguments(output, label_smoothing_factor=0.1)
     good = {"model": model, "args": args, "train_dataset": samples(8)}
     wrong = [
         lambda: McaTrainer(**(good | {"model": torch.nn.Linear(1, 1)})),
@@ -203,6 +208,7 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
         lambda: McaTrainer(**(good | {"train_dataset": [{"text": "a"}] * 8})).train(),
         lambda: McaTrainer(**good, data_collator=lambda rows: {"input_ids": [[1]]}).train(),
         lambda: McaTrainer(**(good | {"args": packing}), data_collator=lambda rows: {}),
+        lambda: OnLogits(**(good | {"args": smoothed})),
     ]
     failing = quietly(lambda: OneNumber(**good, eval_dataset={"some": samples(2)}))
     signals = failing.signals
@@ -227,6 +233,7 @@ def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
         "a sample of the dataset has text; expected 'input_ids'",
         "data_collator made no tensor 'input_ids'",
         "sequence_packing makes rows of samples itself, without data_collator",
+        "label_smoothing_factor does nothing for a trainer that wants logits; remove it",
         "OneNumber.compute_loss returned tensor(",
         "eval_dataset has no dataset 'other'; it has: some",
     ]

@@ -21,3 +21,9 @@ def test_whole_logits_are_refused_on_every_stage(depth, wants_logits, message, h
     with pytest.raises(McaError, match=message):
         chunk_losses([chunk], 8, wants_logits=wants_logits)
     chunk_losses([chunk], None, wants_logits=wants_logits)
+
+
+def test_prediction_layers_are_refused_where_nothing_would_train_them():
+    chunk = SimpleNamespace(config=SimpleNamespace(mtp_num_layers=1), post_process=False)
+    with pytest.raises(McaError, match="does not train prediction layers"):
+        chunk_losses([chunk], None, wants_logits=True)

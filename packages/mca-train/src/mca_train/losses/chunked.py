@@ -40,6 +40,11 @@ def chunk_losses(
     for chunk in chunks:
         if isinstance(vars(chunk).get("_postprocess"), ChunkedOutput):
             del chunk._postprocess
+        if wants_logits and chunk.config.mtp_num_layers:
+            raise McaError(
+                "a trainer that wants logits does not train prediction layers, which would not fit the trained model; "
+                "set mtp_num_layers to 0"
+            )
         if tokens is None and values is None:
             continue
         key = "token_values" if tokens is None else "loss_chunk_size"

@@ -36,12 +36,14 @@ def require_mca(model: object, args: object) -> None:
         )
 
 
-def require_vocabulary(model: VirtualModels, *, wants_logits: bool) -> None:
-    """Refuses a model that scores sequences or tokens where the loss is a cross entropy of tokens.
+def require_vocabulary(model: VirtualModels, args: TrainingArguments, *, wants_logits: bool) -> None:
+    """Refuses a model that scores sequences or tokens where the loss is a cross entropy of tokens, and the reverse.
 
     Raises:
-        McaError: It is one.
+        McaError: It is one, or an argument is about such a cross entropy where there is none.
     """
+    if wants_logits and args.label_smoothing_factor:
+        raise McaError("label_smoothing_factor does nothing for a trainer that wants logits; remove it")
     if model.config.num_labels is not None and not wants_logits:
         raise McaError(
             f"the model has a head for {model.config.head}, not the vocabulary's; train it with RewardTrainer, "

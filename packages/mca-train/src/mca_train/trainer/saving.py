@@ -16,12 +16,14 @@ from transformers.trainer_callback import ExportableState
 from mca_config.types import JsonObject
 from mca_models.megatron.distributed.collectives import on_first, told_by_first
 from mca_train.checkpoint import directory, lineage
+from mca_train.checkpoint.carried import Carried
 from mca_train.checkpoint.integrity import ARGUMENTS_FILE, Checksums
 from mca_train.checkpoint.model import ModelWriting
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.checkpoint.training_state import TrainingState
 from mca_train.checkpoint.writer import WriteStage, name_errors
 from mca_train.engine.finite import require_finite_weights
+from mca_train.trainer.hf_shims import forget_patience, restore_counters
 from mca_train.trainer.logging import WithLogs
 
 logger = logging.getLogger(__name__)
@@ -136,6 +138,25 @@ class WithCheckpoints(WithLogs):
         for path in directory.expendable(output_dir, limit, best):
             logger.info("deleting %s (save_total_limit %d)", path, limit)
             self._checkpoints.delete(path)
+
+    def _start_state(self, checkpoint: Path | None) -> Carried:
+        """A fresh `TrainerState`, or that of the checkpoint; and what that carries besides."""
+        carried = Carried()
+        if checkpoint is None:
+            self.state = TrainerState(stateful_callbacks=self._exportable())
+        else:
+            self.state = TrainerState.load_from_json(str(checkpoint / directory.STATE_FILE))
+            directory.locate_best(self.state, checkpoint)
+            restore_counters(self.callback_handler.callbacks, self.state.stateful_callbacks)
+            self._load_callback_state()
+            if directory.forget_best_of_other_metric(self.state, checkpoint, self.args):
+                forget_patience(self.callback_handler.callbacks)
+            carried = directory.carried_in(checkpoint, self.state.global_step)
+        self.state.train_batch_size = self.args.per_device_train_batch_size
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.control._new_training()
+        return carried
 
     def _write_state(self, folder: Path) -> None:
         if self.output_lock is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from mca_config.errors import McaError
@@ -31,7 +31,7 @@ from mca_train.batching.position import Length, RunPosition
 from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream, require_steps
 from mca_train.checkpoint import directory, lineage
-from mca_train.checkpoint.carried import Carried, Due, Totals
+from mca_train.checkpoint.carried import Due, Totals
 from mca_train.checkpoint.model import load_weights, require_format
 from mca_train.checkpoint.output_dir import require_own
 from mca_train.checkpoint.training_state import TrainingState
@@ -54,10 +54,8 @@ from mca_train.trainer.expert_biases import tell_moving_biases
 from mca_train.trainer.hf_shims import (
     ModelView,
     WithoutAccelerator,
-    forget_patience,
     require_mca,
     require_vocabulary,
-    restore_counters,
 )
 from mca_train.trainer.loading import log_plan
 from mca_train.trainer.monitor import Watch
@@ -121,7 +119,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
     ) -> None:
         require_mca(model, args)
         require_honoured(args, others, type(self), McaTrainer)
-        require_vocabulary(model, wants_logits=self.wants_logits)
+        require_vocabulary(model, args, wants_logits=self.wants_logits)
         for problem in schedule_problems(args):
             raise McaError(problem)
         require_steps(train_dataset, args.max_steps)
@@ -309,25 +307,6 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             wants_logits=self.wants_logits,
             num_items=self.num_items,
         )
-
-    def _start_state(self, checkpoint: Path | None) -> Carried:
-        """A fresh `TrainerState`, or that of the checkpoint; and what that carries besides."""
-        carried = Carried()
-        if checkpoint is None:
-            self.state = TrainerState(stateful_callbacks=self._exportable())
-        else:
-            self.state = TrainerState.load_from_json(str(checkpoint / directory.STATE_FILE))
-            directory.locate_best(self.state, checkpoint)
-            restore_counters(self.callback_handler.callbacks, self.state.stateful_callbacks)
-            self._load_callback_state()
-            if directory.forget_best_of_other_metric(self.state, checkpoint, self.args):
-                forget_patience(self.callback_handler.callbacks)
-            carried = directory.carried_in(checkpoint, self.state.global_step)
-        self.state.train_batch_size = self.args.per_device_train_batch_size
-        self.state.is_world_process_zero = self.is_world_process_zero()
-        self.state.is_local_process_zero = self.is_local_process_zero()
-        self.control._new_training()
-        return carried
 
     def _run_epoch(
         self, epoch: int, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream

@@ -191,9 +191,18 @@ class PeftModels(VirtualModels):
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """A block in which the model computes what the base model does (but for ``modules_to_save``)."""
+        """A block in which the model computes what the base model does.
+
+        Raises:
+            McaError: The adapter is merged, or has ``modules_to_save``, which train the base model's own parameters.
+        """
         if self.merged:
             raise McaError("the adapter is merged; call unmerge_adapter first")
+        if self.adapter.modules_to_save:
+            raise McaError(
+                "disable_adapter does not give the base model back where modules_to_save trains parts of it; load the "
+                "base model a second time as reference, or remove modules_to_save"
+            )
         before = [item.switch.merged for item in self._attached]
         try:
             for item in self._attached:
