@@ -1,11 +1,17 @@
 """What a block changes for its time is as before once it has ended, with an error too."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 
+from mca_config import TrainingArguments
+from mca_config.layout import ParallelLayout
+from mca_train.batching.collate import PadCollator
+from mca_train.batching.loaders import Loaders
 from mca_train.engine.offload import as_plain
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import kept_rng
@@ -80,8 +86,7 @@ def test_a_failed_evaluation_leaves_the_signals_of_training(monkeypatch: pytest.
     trainer: Any = object.__new__(McaTrainer)
     trainer.eval_dataset, trainer.signals, trainer._sources = [1], "of training", "of its sources"
     trainer.ranks = SimpleNamespace(device=torch.device("cpu"))
-    trainer._loaders = SimpleNamespace(evaluation=lambda dataset: ([], None))
-    monkeypatch.setattr(McaTrainer, "_eval_dataset", lambda self, dataset: dataset)
+    monkeypatch.setattr(McaTrainer, "_evaluation_loader", lambda self, dataset: [])
 
     def fail(self: Any, loader: Any) -> float:
         assert self.signals != "of training"
@@ -91,3 +96,39 @@ def test_a_failed_evaluation_leaves_the_signals_of_training(monkeypatch: pytest.
     with pytest.raises(RuntimeError):
         trainer.evaluate()
     assert (trainer.signals, trainer._sources) == ("of training", "of its sources")
+
+
+class Rollouts(list[dict[str, torch.Tensor]]):
+    """Samples that can be looked after."""
+
+
+def test_what_was_made_of_a_dataset_goes_when_the_trainer_has_another(tmp_path: Path) -> None:
+    trainer: Any = object.__new__(McaTrainer)
+    args = TrainingArguments(
+        output_dir=str(tmp_path), sequence_packing=True, use_cpu=True, max_steps=1, report_to="none"
+    )
+    ranks = SimpleNamespace(
+        layout=ParallelLayout(),
+        device=torch.device("cpu"),
+        data_parallel_size=1,
+        data_parallel_rank=0,
+        context_parallel_rank=0,
+    )
+    trainer._loaders = Loaders(
+        args=args, ranks=ranks, sequence_parallel=False, collate=PadCollator(0), pad_token_id=0
+    )
+
+    def new() -> Rollouts:
+        return Rollouts([{"input_ids": torch.arange(4)}])
+
+    trainer.train_dataset, trainer.eval_dataset, other = new(), {"a": new()}, new()
+    first, evaluated = ref(trainer.train_dataset), ref(other)
+    for dataset in (None, trainer.eval_dataset["a"], other):
+        trainer._train_loader() if dataset is None else trainer._evaluation_loader(dataset)
+    packs = dict(trainer._loaders._packs)
+    trainer._train_loader()
+    assert packs.items() > trainer._loaders._packs.items(), "what the trainer still has is not packed again"
+    del other, packs, dataset
+    trainer.train_dataset = new()
+    trainer._train_loader()
+    assert (first(), evaluated()) == (None, None)

@@ -1,7 +1,7 @@
 """Data loaders that hand out whole steps."""
 
 import logging
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -55,6 +55,13 @@ class Loaders:
                 "sequence_packing makes rows of samples itself, without data_collator; give samples their labels and "
                 "leave it out, or set sequence_packing to false"
             )
+
+    def keep_only(self, datasets: Iterable[object]) -> None:
+        """Lets go of packs, and of streams that were read, of other datasets than these."""
+        kept = {id(dataset) for dataset in datasets}
+        for made in (self._packs, self._read):
+            for key in made.keys() - kept:
+                del made[key]
 
     def train(self, dataset: SampleSource) -> tuple[DataLoader[StepBatch], StepSampler | StepStream]:
         """An item is a step; the sampler says which epoch and where in it to begin."""

@@ -36,7 +36,7 @@ class WithEvaluation(WithStepLoaders):
                 found |= self.evaluate(part, metric_key_prefix=f"{metric_key_prefix}_{name}")
             return found
         started = time.time()
-        loader, _ = self._loaders.evaluation(self._eval_dataset(dataset))
+        loader = self._evaluation_loader(dataset)
         with self._other_signals() as signals:
             report = self._evaluate_loss(loader)
             metrics = {f"{metric_key_prefix}_loss": report.loss_sum / (sum(report.targets) or 1.0)}

@@ -29,11 +29,23 @@ class WithStepLoaders(TrainerParts):
 
     def get_eval_dataloader(self, eval_dataset: Samples | str | None = None) -> DataLoader[StepBatch]:
         """Of this rank; an item is a round of micro-batches."""
-        return self._loaders.evaluation(self._eval_dataset(eval_dataset))[0]
+        return self._evaluation_loader(eval_dataset)
+
+    def _evaluation_loader(self, given: Samples | str | None) -> DataLoader[StepBatch]:
+        dataset = self._eval_dataset(given)
+        self._forget_others(dataset)
+        return self._loaders.evaluation(dataset)[0]
+
+    def _forget_others(self, *datasets: Samples) -> None:
+        """Lets go of what was made of datasets that are neither the trainer's any more nor among these."""
+        several = isinstance(self.eval_dataset, dict)
+        evaluated = self.eval_dataset.values() if several else [self.eval_dataset]
+        self._loaders.keep_only([self.train_dataset, *evaluated, *datasets])
 
     def _train_loader(self) -> tuple[DataLoader[StepBatch], StepSampler | StepStream]:
         if self.train_dataset is None:
             raise McaError("training needs a train_dataset (train_file)")
+        self._forget_others()
         return self._loaders.train(self.train_dataset)
 
     def _set_length(self, length: Length) -> None:
