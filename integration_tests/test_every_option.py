@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from harness import prepare_parent, run_ranks
 from loss_curves import _BUILDERS
@@ -272,8 +273,8 @@ def test_nan_before_gradients_are_reduced_is_told_in_one_line(models, tmp_path):
     assert "\n" not in told
 
 
-def without_effect(models: Path, output: Path) -> list[str]:
-    """Options of `EFFECT` that change no parameter and no loss in two steps."""
+def without_effect(models: Path, output: Path) -> tuple[list[str], bool]:
+    """Options of `EFFECT` that change no parameter and no loss in two steps; whether log-probabilities are steady."""
     plain: dict[str, Any] = {}
     same = []
     for name, (model, base, changes) in EFFECT.items():
@@ -282,7 +283,16 @@ def without_effect(models: Path, output: Path) -> list[str]:
             plain[key] = numbers(models / model, output, base)
         if numbers(models / model, output, base | changes) == plain[key]:
             same.append(name)
-    return same
+    return same, is_steady(models / EFFECT["moe_input_jitter_eps"][0], output, moe_input_jitter_eps=0.2)
+
+
+def is_steady(checkpoint: Path, output: Path, **changes: Any) -> bool:
+    """Whether log-probabilities are the same twice."""
+    from mca_models import AutoModel
+
+    model = AutoModel.from_pretrained(checkpoint, arguments(output, **changes))
+    once, again = (model.log_probs(torch.arange(12)[None]).log_probs for _ in range(2))
+    return torch.equal(once, again)
 
 
 def numbers(checkpoint: Path, output: Path, changes: Changes) -> list[Any]:
@@ -292,7 +302,7 @@ def numbers(checkpoint: Path, output: Path, changes: Changes) -> list[Any]:
 
 
 def test_options_that_change_numbers_change_them(models, tmp_path):
-    assert run_ranks(1, without_effect, models, tmp_path, timeout=240) == [[]]
+    assert run_ranks(1, without_effect, models, tmp_path, timeout=240) == [([], True)]
 
 
 def test_settings_of_the_newest_megatron_are_refused_by_name(models, tmp_path, monkeypatch):

@@ -44,7 +44,7 @@ class Balance:
 
     depth: int
     items_per_token: float = 1.0
-    """What the model's loss is divided by, of the step on all ranks, over the tokens of this router."""
+    """What the model's loss is divided by, over `tokens`."""
     tokens: float = 1.0
     """That count for this router, of the step on all ranks."""
     num_segments: int = 1

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 _SIDES = ("chosen", "rejected")
 _UNKNOWN = (
-    "precompute_ref_log_probs: this dataset did not exist when the trainer was created; pass it as eval_dataset, or "
-    "set precompute_ref_log_probs to false"
+    "precompute_ref_log_probs: this dataset did not exist when the trainer was created; create another one with "
+    "it as train_dataset or eval_dataset, or set precompute_ref_log_probs to false"
 )
 
 
@@ -103,6 +103,8 @@ class DpoTrainer(McaTrainer):
         self, resume_from_checkpoint: str | bool | None = None, trial: object = None, **others: object
     ) -> TrainOutput:
         """See `McaTrainer`; with ``precompute_ref_log_probs`` the reference is run first."""
+        if self._keeps and self._reference is None and not isinstance(self.train_dataset, WithValues | None):
+            raise McaError(_UNKNOWN)
         self._keep_log_probs()
         return super().train(resume_from_checkpoint, trial, **others)
 

@@ -102,7 +102,8 @@ class KtoTrainer(McaTrainer):
         """Log-probabilities of the reference, and how far the model is from it, over the whole global batch."""
         if (others := batch.beside) is None:
             raise McaError(
-                "kto: this dataset did not exist when the trainer was created; pass it as eval_dataset"
+                "kto: this dataset did not exist when the trainer was created; create another one with it as "
+                "train_dataset or eval_dataset"
             )
         self._found = deque(sums for sums, _ in self._reference.log_probs(batch))
         total = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)

@@ -43,7 +43,7 @@ from mca_models.megatron.peft.export import merged_piece, peft_tensors
 from mca_models.megatron.peft.received import received
 from mca_models.megatron.peft.settings import adapter_config
 from mca_models.megatron.peft.sharded import share, unshare
-from mca_models.megatron.peft.start import first_values, require_start
+from mca_models.megatron.peft.start import first_values, require_base, require_start
 from mca_models.megatron.state.arrivals import Weight, on_every_rank
 from mca_models.megatron.state.export import (
     BUCKET_BYTES,
@@ -196,13 +196,7 @@ class PeftModels(VirtualModels):
         Raises:
             McaError: The adapter is merged, or has ``modules_to_save``, which train the base model's own parameters.
         """
-        if self.merged:
-            raise McaError("the adapter is merged; call unmerge_adapter first")
-        if self.adapter.modules_to_save:
-            raise McaError(
-                "disable_adapter does not give the base model back where modules_to_save trains parts of it; load the "
-                "base model a second time as reference, or remove modules_to_save"
-            )
+        require_base(self.adapter, merged=self.merged)
         before = [item.switch.merged for item in self._attached]
         try:
             for item in self._attached:

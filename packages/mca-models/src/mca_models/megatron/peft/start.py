@@ -29,6 +29,21 @@ def require_start(adapter: AdapterConfig) -> None:
         )
 
 
+def require_base(adapter: AdapterConfig, *, merged: bool) -> None:
+    """Refuses an adapter without which the model is not the base model.
+
+    Raises:
+        McaError: It is merged, or trains the base model's own parameters.
+    """
+    if merged:
+        raise McaError("the adapter is merged; call unmerge_adapter first")
+    if adapter.modules_to_save:
+        raise McaError(
+            "disable_adapter does not give the base model back where modules_to_save trains parts of it; load the "
+            "base model a second time as reference, or remove modules_to_save"
+        )
+
+
 def first_values(adapter: AdapterConfig, seed: int) -> Callable[[Param, tuple[int, ...]], Array]:
     """A function that draws the whole tensor of a factor's rule.
 

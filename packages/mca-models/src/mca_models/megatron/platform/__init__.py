@@ -35,6 +35,7 @@ from mca_models.megatron.platform import (
     recompute_without_te,
     rng_state,
     router_gemm_name,
+    router_jitter,
     split_sizes,
     uneven_collectives,
 )
@@ -75,6 +76,7 @@ BEFORE_IMPORT: tuple[Patch, ...] = (cuda_calls.PATCH, cuda_tensors.PATCH, engine
 PATCHES: tuple[Patch, ...] = (
     rng_state.PATCH,
     router_gemm_name.PATCH,
+    router_jitter.PATCH,
     split_sizes.PATCH,
     cross_entropy_dtype.PATCH,
     recompute_without_te.PATCH,
