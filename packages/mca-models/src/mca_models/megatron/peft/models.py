@@ -191,11 +191,7 @@ class PeftModels(VirtualModels):
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """A block in which the model computes what the base model does.
-
-        Raises:
-            McaError: The adapter is merged, or has ``modules_to_save``, which train the base model's own parameters.
-        """
+        """A block in which the model computes what the base model does; refused with ``modules_to_save``."""
         require_base(self.adapter, merged=self.merged)
         before = [item.switch.merged for item in self._attached]
         try:
