@@ -38,8 +38,8 @@ class WithStepLoaders(TrainerParts):
 
     def _forget_others(self, *datasets: Samples) -> None:
         """Lets go of what was made of datasets that are neither the trainer's any more nor among these."""
-        several = isinstance(self.eval_dataset, dict)
-        evaluated = self.eval_dataset.values() if several else [self.eval_dataset]
+        own = self.eval_dataset
+        evaluated = own.values() if isinstance(own, dict) else [own]
         self._loaders.keep_only([self.train_dataset, *evaluated, *datasets])
 
     def _train_loader(self) -> tuple[DataLoader[StepBatch], StepSampler | StepStream]:
