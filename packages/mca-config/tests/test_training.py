@@ -126,6 +126,11 @@ def test_checkpointing_recomputes_every_layer(name: str) -> None:
     assert training(**{name: True}, recompute_granularity="selective").recompute_method is None
 
 
+def test_full_determinism_is_asked_of_megatron_too() -> None:
+    assert training(full_determinism=True).transformer_config_overrides() == {"deterministic_mode": True}
+    assert training().deterministic_mode is None
+
+
 def test_optim_chooses_the_optimizer() -> None:
     assert training().optimizer == "adam"
     assert training(optim="adamw_torch").optimizer == "adam"
@@ -140,6 +145,10 @@ def test_optim_chooses_the_optimizer() -> None:
     ("given", "words"),
     [
         ({"bf16": True, "fp16": True}, "bf16 excludes fp16"),
+        (
+            {"full_determinism": True, "deterministic_mode": False},
+            "full_determinism needs deterministic_mode",
+        ),
         ({"deepspeed": "ds.json"}, "deepspeed is not supported"),
         ({"fsdp": "full_shard"}, "fsdp is not supported"),
         ({"torch_compile": True}, "torch_compile is not supported"),

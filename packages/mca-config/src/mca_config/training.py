@@ -33,7 +33,8 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # t
 
     ``bf16`` turns ``accumulate_allreduce_grads_in_fp32`` on unless that is set to false;
     ``gradient_checkpointing`` (``activation_checkpointing``) stands for full recomputation of every layer;
-    ``optim`` chooses ``optimizer`` if that is left out. Without a GPU ``use_cpu`` is on.
+    ``optim`` chooses ``optimizer`` if that is left out; ``full_determinism`` turns ``deterministic_mode`` on. Without
+    a GPU ``use_cpu`` is on.
 
     Everything is checked before Hugging Face's own set-up, which may touch devices and process groups.
     """
@@ -46,6 +47,8 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # t
         if not torch.cuda.is_available():
             self.use_cpu = True  # else Hugging Face takes every rank for the only one, and says so on each
         self._take_over_checkpointing()
+        if self.full_determinism and self.deterministic_mode is None:
+            self.deterministic_mode = True  # Hugging Face's own switch comes after the model is built
         if self.optimizer is None:
             self.optimizer = _optimizer_of(self.optim)
         MegatronArguments.__post_init__(self)
@@ -71,6 +74,8 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # t
         problems = super()._problems()
         if self.bf16 and self.fp16:
             problems.append("bf16 excludes fp16; remove one of the two")
+        if self.full_determinism and not self.deterministic_mode:
+            problems.append("full_determinism needs deterministic_mode; remove one of the two")
         problems += _hf_arguments.problems(self)
         if not self._layout_problems() and self._virtual_size() > 1:
             problems += self._interleaving_problems()

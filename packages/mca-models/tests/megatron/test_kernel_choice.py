@@ -5,7 +5,7 @@ import os
 import pytest
 
 from mca_config.errors import McaError
-from mca_models.megatron.factory.kernel_choice import NAMES, kernel_choice
+from mca_models.megatron.factory.kernel_choice import DETERMINISM, NAMES, kernel_choice
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +40,17 @@ def test_the_engines_choice_stays_and_another_is_refused(monkeypatch: pytest.Mon
         kernel_choice("unfused", engine=True),
     ):
         choose(NVTE_FLASH_ATTN="0")
+
+
+def test_a_deterministic_model_is_built_so_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(DETERMINISM, "1")
+    with kernel_choice(None, engine=True, deterministic=True):
+        assert os.environ[DETERMINISM] == "0", (
+            "else Megatron raises, or Transformer Engine draws its sums in any order"
+        )
+    assert os.environ[DETERMINISM] == "1", "the next model may be another"
 
 
 def test_other_assertions_are_passed_on() -> None:

@@ -63,6 +63,16 @@ def test_wandb_is_not_given_a_model_without_weights(value, monkeypatch):
         require_no_upload([WandbCallback()])
 
 
+def test_a_cpu_beside_a_gpu_is_asked_for_elsewhere(arguments, monkeypatch):
+    from mca_train.run.train import _without_device
+
+    monkeypatch.setattr(unsupported.platform, "device_type", lambda: "cuda")
+    for ask in (lambda: require_honoured(arguments, {}), lambda: _without_device({"use_cpu": True})):
+        with pytest.raises(McaError, match=r"use_cpu beside a GPU: .* set MCA_DEVICE=cpu in the environment"):
+            ask()
+    assert _without_device({}) == {"use_cpu": True}, "of the process that starts ranks"
+
+
 def test_defaults_of_the_training_arguments_pass(arguments):
     require_honoured(arguments, {})
 

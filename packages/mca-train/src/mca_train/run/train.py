@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mca_config.errors import UsageError
 from mca_config.types import Values
 from mca_train.checkpoint.directory import PREFIX, STATE_FILE
 from mca_train.checkpoint.output_lock import OutputLock
@@ -87,10 +88,19 @@ def _launch(task: Task, values: Values, where: str, command: list[str]) -> int:
 
 
 def _without_device(values: Values) -> Values:
-    """``values`` for the process that starts ranks: Hugging Face's set-up would hold memory of the first rank's GPU."""
-    from mca_models.megatron import platform
+    """``values`` for the process that starts ranks: Hugging Face's set-up would hold memory of the first rank's GPU.
 
-    return {**values, "use_cpu": True} if platform.device_type() == "cuda" else values
+    Raises:
+        UsageError: They ask for a CPU themselves.
+    """
+    from mca_models.megatron import platform
+    from mca_train.trainer.unsupported import BESIDE_A_GPU
+
+    if platform.device_type() != "cuda":
+        return values
+    if values.get("use_cpu"):
+        raise UsageError(BESIDE_A_GPU)
+    return {**values, "use_cpu": True}
 
 
 def settings_on_rank(task: Task, values: Values, where: str) -> tuple[Settings, "Attempt | None"]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from transformers import TrainerCallback
 
 from mca_config.errors import McaError, raise_problems
+from mca_models.megatron import platform
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -26,6 +27,10 @@ _PARAMETERS: Mapping[str, str] = {
     "peft_config": "give the model that mca_models.megatron.peft.get_peft_model returns",
     "tokenizer": "it is called processing_class",
 }
+BESIDE_A_GPU = (
+    "use_cpu beside a GPU: the device is chosen before the arguments are read; set MCA_DEVICE=cpu in the environment, "
+    "or remove use_cpu"
+)
 _LOADERS = "give the samples as train_dataset and eval_dataset"
 _ORDER = f"{_LOADERS} in the order that you want, with train_sampling_strategy sequential"
 _OPTIMIZER = _PARAMETERS["optimizers"]
@@ -78,6 +83,8 @@ def require_honoured(
         for name, why in _PARAMETERS.items()
         if parameters.get(name) is not None
     ]
+    if args.use_cpu and platform.device_type() == "cuda":
+        problems.append(BESIDE_A_GPU)
     problems += _method_problems(kind, base)
     problems += optimizer_problems(args)
     raise_problems(problems, "McaTrainer")

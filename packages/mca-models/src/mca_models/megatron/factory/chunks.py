@@ -39,7 +39,8 @@ def build_chunk(
     prediction = mtp_spec(megatron, decoder, implementation, vp_stage)
     backend = getattr(megatron.attention_backend, "name", None)
     engine = implementation == "transformer_engine" and backend != "local"
-    with kernel_choice(backend, engine=engine), families.latent_projections(config, implementation):
+    choice = kernel_choice(backend, engine=engine, deterministic=bool(megatron.deterministic_mode))
+    with choice, families.latent_projections(config, implementation):
         model: GptModel = GPTModel(
             config=megatron,
             transformer_layer_spec=families.adapted_block(decoder, config, implementation, chunk.layers),

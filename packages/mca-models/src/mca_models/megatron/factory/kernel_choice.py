@@ -6,22 +6,28 @@ from contextlib import contextmanager
 
 from mca_config.errors import McaError
 
+DETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+"""What Transformer Engine's attention asks, when it is built, for whether its gradients may differ from run to run."""
 NAMES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 @contextmanager
-def kernel_choice(backend: str | None, *, engine: bool) -> Iterator[None]:
+def kernel_choice(backend: str | None, *, engine: bool, deterministic: bool = False) -> Iterator[None]:
     """A block in which Megatron builds a model and says in the environment which kernels it is to use.
 
     Args:
         backend: The model's ``attention_backend``.
         engine: It has Transformer Engine's attention, which reads the variables in every forward pass, so they stay.
             Without it they mean nothing to the model, and are afterwards as before: the next one may choose another.
+        deterministic: The model's ``deterministic_mode``, which the engine's attention reads in the environment too.
 
     Raises:
         McaError: The environment says otherwise, by the user's will or for another model of this process.
     """
     before = {} if engine else {name: os.environ.pop(name) for name in NAMES if name in os.environ}
+    allowed = os.environ.get(DETERMINISM)
+    if deterministic:
+        os.environ[DETERMINISM] = "0"
     try:
         yield
     except AssertionError as error:
@@ -34,6 +40,9 @@ def kernel_choice(backend: str | None, *, engine: bool) -> Iterator[None]:
             "can have only one)"
         ) from error
     finally:
+        if deterministic:
+            os.environ.pop(DETERMINISM)
+            os.environ.update({} if allowed is None else {DETERMINISM: allowed})
         if not engine:
             for name in NAMES:
                 os.environ.pop(name, None)
