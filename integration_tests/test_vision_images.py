@@ -19,7 +19,7 @@ from vision_reference import LENGTH, ROWS, Mixed, batch_of, mixed
 pytestmark = pytest.mark.ranks
 
 DENSE = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "internvl", "mistral3", "glm4v", "gemma3")
-SPARSE = ("qwen3_5_moe", "qwen3_vl_moe", "glm4v_moe", "minimax_m3_vl-moe")
+SPARSE = ("qwen3_5_moe", "qwen3_vl_moe", "glm4v_moe", "minimax_m3_vl-moe", "mistral3-mistral4-moe")
 COMMON = (
     "tp1",
     "tp2",
@@ -52,7 +52,7 @@ GRID = [
 WIDE = (
     *(("qwen2_5_vl", "tp1"), ("qwen2_vl", "cp2packed"), ("internvl", "pp2"), ("mistral3", "dp2overlap")),
     *(("glm4v", "tp2"), ("gemma3", "tp1"), ("gemma3", "pp2recompute"), ("qwen3_5_moe", "tp1")),
-    *(("qwen3_5", "dp2"), ("glm4v", "pp2recompute")),
+    *(("qwen3_5", "dp2"), ("glm4v", "pp2recompute"), ("mistral3-mistral4-moe", "tp2ep2etp1")),
 )
 
 

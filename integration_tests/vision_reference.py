@@ -61,7 +61,7 @@ def pixels(case: str, row: tuple[ImagePlace, ...], seed: int) -> dict[str, torch
     generator = torch.Generator().manual_seed(seed)
     if case.startswith(("internvl", "gemma")):
         return {"pixel_values": torch.randn(len(row), 3, 16, 16, generator=generator)}
-    if case == "mistral3":
+    if case.startswith("mistral3"):
         sizes = torch.tensor([(each.rows * 8, each.columns * 8) for each in row])
         high, wide = sizes.max(0).values.tolist()
         return {

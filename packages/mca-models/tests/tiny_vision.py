@@ -126,6 +126,12 @@ CASES: dict[str, Case] = {
         {**_SIGLIP, "hidden_size": 24, "spatial_merge_size": 2},
         {"image_token_index": 65, "video_token_index": 66, "projector_hidden_size": 28},
     ),
+    "mistral3-mistral4-moe": (
+        "mistral3",
+        {"model_type": "mistral4", **tiny_hf.ALL["mistral4"][1]},
+        {**_SIGLIP, "model_type": "pixtral", "head_dim": 8},
+        {"image_token_index": 65, "tie_word_embeddings": False},
+    ),
 }
 
 

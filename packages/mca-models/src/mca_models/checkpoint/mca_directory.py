@@ -56,7 +56,7 @@ class McaSource:
         self.folder = path / iteration_name(self.iteration)
         self.manifest = Manifest.load(self.folder)
         family = family_of(self.config.model_type)
-        if type(self.config) is not family.config.config_class:
+        if type(self.config) is not family.config_class(self.config):
             raise McaError(
                 f"{path / CONFIG}: kv_lora_rank is set or missing, unlike in a {family.model_type} model"
             )

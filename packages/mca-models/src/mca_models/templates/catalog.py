@@ -79,7 +79,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "InternVL 3 in HF's format: `qwen2`, `qwen3`, `qwen3_moe`, `llama` or `gpt_oss` with a vision model",
         "as of the text part",
     ),
-    "mistral3": ("`mistral` or `ministral3` with a vision model", "as of the text part"),
+    "mistral3": ("`mistral`, `ministral3` or `mistral4` with a vision model", "as of the text part"),
     "kimi_k2": ("DeepSeek V3 under its own type", "Megatron's"),
     "iquestcoder": ("Llama under its own type", "Megatron's"),
     "internlm3": ("Llama under its own type", "Megatron's"),

@@ -159,6 +159,12 @@ class Family:
             extra[MORE] = more
         return replace(config, extra=extra)
 
+    def config_class(self, config: McaModelConfig) -> type[McaModelConfig]:
+        """What ``config`` must be, by its text part."""
+        table = self.text(config).config
+        assert isinstance(table, ConfigTable), "a text part has no text part of its own"
+        return table.config_class
+
     def text(self, config: McaModelConfig) -> "Family":
         """The family of the text part: itself without a vision model."""
         return self.texts[config.text_model_type] if config.text_model_type else self

@@ -1,9 +1,9 @@
-"""Mistral Small 3.1 and later, Ministral 3: HF ``Mistral3ForConditionalGeneration``: a Pixtral tower beside them."""
+"""Mistral Small 3.1 to 4, Ministral 3: HF ``Mistral3ForConditionalGeneration``: a Pixtral tower beside them."""
 
 from functools import partial
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import ministral3, mistral
+from mca_models.templates import ministral3, mistral, mistral4
 from mca_models.templates.gemma3 import PROJECTOR, TOWER
 from mca_models.templates.vision import (
     Shapes,
@@ -54,7 +54,7 @@ def tensors(config: McaModelConfig) -> Shapes:
 FAMILY = with_vision(
     "mistral3",
     "Mistral3ForConditionalGeneration",
-    {"mistral": mistral.FAMILY, "ministral3": ministral3.FAMILY},
+    {"mistral": mistral.FAMILY, "ministral3": ministral3.FAMILY, "mistral4": mistral4.FAMILY},
     VisionPart(
         tensors=tensors,
         spellings=(beside_text(TOWER, PROJECTOR), as_modules(TOWER, PROJECTOR)),

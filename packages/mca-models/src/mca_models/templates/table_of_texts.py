@@ -33,11 +33,6 @@ class TableOfTexts:
         """Those of the first text family."""
         return self._first.fields
 
-    @property
-    def config_class(self) -> type[McaModelConfig]:
-        """All text families have the same."""
-        return self._first.config_class
-
     def to_mca(self, hf: HfConfig) -> McaModelConfig:
         """See ``ConfigTable``."""
         return self._of(hf).to_mca(hf)

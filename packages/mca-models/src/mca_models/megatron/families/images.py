@@ -68,7 +68,11 @@ class _Intake:
         if image_reach(self._config):  # the way to the core attention, through recomputation too
             args, kwargs = args[:2], {**kwargs, "attention_mask": ends}
         positions = kwargs.get("position_ids")
-        if isinstance(model.rotary_pos_emb, SectionedRope) and positions is not None and positions.dim() == 3:
+        if (
+            isinstance(getattr(model, "rotary_pos_emb", None), SectionedRope)
+            and positions is not None
+            and positions.dim() == 3
+        ):
             model.rotary_pos_emb.positions = positions
         if not model.pre_process:
             return args, kwargs
