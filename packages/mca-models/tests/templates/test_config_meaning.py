@@ -183,6 +183,24 @@ def test_layers_with_experts_are_those_that_transformers_makes(case: str, said: 
     assert [config.is_moe_layer(layer) for layer in range(config.num_layers)] == sparse
 
 
+@pytest.mark.parametrize("full", [{}, {"rope_type": "proportional"}])
+def test_a_named_rope_of_gemma4_rotates_all_of_a_head(full: dict[str, Any]) -> None:
+    """Only a file that names none has the family's quarter."""
+    hf = described(
+        "gemma4_text", rope_parameters={"full_attention": {"rope_theta": 1e6, **full}} if full else None
+    )
+    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(hf)).rope_parameters["full_attention"]
+    found = config_from_hf(hf).rope_scaling or {}
+    assert (
+        found["partial_rotary_factor"] == theirs.get("partial_rotary_factor", 1.0) == (1.0 if full else 0.25)
+    )
+
+
+def test_kinds_of_layers_follow_from_the_key_that_transformers_reads() -> None:
+    hf = {**described("gemma3_text", _sliding_window_pattern=2), "layer_types": None}
+    assert list(config_from_hf(hf).layer_types or ()) == transformers.AutoConfig.for_model(**hf).layer_types
+
+
 def test_older_names_of_kinds_are_known() -> None:
     hf = described("olmo_hybrid")
     kinds = [{"full_attention": "attention"}.get(kind, kind) for kind in hf["layer_types"]]

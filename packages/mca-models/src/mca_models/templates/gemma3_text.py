@@ -42,7 +42,7 @@ def restore_scale(config: McaModelConfig) -> HfConfig:
 
 def derive(hf: HfConfig) -> JsonObject:
     """Kinds of layers, a rope for each kind, and the scales that HF computes from sizes."""
-    step = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
+    step = hf.get("sliding_window_pattern") or 6
     kinds = hf.get("layer_types") or [
         SLIDING if (i + 1) % step else FULL for i in range(hf["num_hidden_layers"])
     ]
