@@ -1,5 +1,7 @@
 """A run that stops inside an epoch and goes on with steps of another size trains on every sample once."""
 
+from collections.abc import Sized
+from copy import copy
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,15 @@ def packed_again(checkpoint: Path, output_dir: Path) -> list[list[str]]:
         loaders, ranks = trainer._loaders, trainer.ranks
         cut = replace(ranks, layout=replace(ranks.layout, context_parallel_size=2))
         others = replace(loaders, ranks=cut, _packs={})
+        if isinstance(data, Sized):
+            evaluated = replace(loaders, _packs={})
+            evaluated.evaluation(data)  # in the file's order, training in another
+            steps = [next(iter(each.train(data)[0])) for each in (loaders, evaluated)]
+            assert steps[0].micro_batches[0].input_ids.equal(steps[1].micro_batches[0].input_ids)
+            args = copy(trainer.args)
+            args.dataloader_num_workers = 1
+            workers = replace(loaders, args=args).train(data)[0].multiprocessing_context
+            assert workers.get_start_method() == "fork", "whatever Python's default"
         place = continued(trainer._place, loaders.train(data)[1])
         for again in (loaders, others):
             with patch("mca_train.batching.loaders.logger.warning") as warning:

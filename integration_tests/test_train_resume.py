@@ -10,6 +10,7 @@ import pytest
 from harness import RanksFailed, prepare_parent, run_ranks
 from layouts import sample, tiered
 from test_train_layouts import OVERLAP, PP, TP, VPP, ZERO
+from test_train_life import interruption
 from train_cases import VOCAB, history, make_trainer, quietly, stop_and_resume, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -365,6 +366,7 @@ def test_the_log_has_every_step_once_also_after_resuming(checkpoint, tmp_path):
 def model_only(checkpoint: Path, output_dir: Path) -> str:
     from mca_config.errors import McaError
     from mca_models.opening import open_checkpoint
+    from mca_train.trainer import stop_signal
 
     saving = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True, "save_total_limit": 2}
     quietly(make_trainer(checkpoint, output_dir, max_steps=4, **saving).train)
@@ -372,8 +374,15 @@ def model_only(checkpoint: Path, output_dir: Path) -> str:
     try:
         make_trainer(checkpoint, output_dir, max_steps=6).train(resume_from_checkpoint=True)
     except McaError as error:
-        return str(error)
-    return "no error"
+        told = str(error)
+    stop_signal._EVERY = 0.0  # ranks agree after every step, however short
+    stopped = make_trainer(checkpoint, output_dir / "stopped", max_steps=4, **saving)
+    stopped.add_callback(interruption(2, "SIGTERM"))
+    quietly(stopped.train)
+    again = make_trainer(checkpoint, output_dir / "stopped", max_steps=4, **saving)
+    quietly(lambda: again.train(resume_from_checkpoint="auto"))
+    assert (stopped.state.global_step, again.started_at_step, again.state.global_step) == (2, 2, 4)
+    return told
 
 
 def test_checkpoints_of_the_model_alone_are_rotated_and_not_resumed(checkpoint, tmp_path):

@@ -78,6 +78,17 @@ def test_a_run_that_goes_on_follows_its_own_rate_and_length(tmp_path):
         whole.step()
 
 
+def test_a_least_rate_over_none_is_a_problem_of_its_schedule(tmp_path):
+    from mca_train.lr_schedule import schedule_problems
+
+    args = arguments(tmp_path, "cosine_with_min_lr")
+    args.learning_rate, args.lr_scheduler_kwargs = 0.0, {"min_lr": 1e-6}
+    (problem,) = schedule_problems(args)
+    assert problem.startswith(
+        "lr_scheduler_type cosine_with_min_lr with lr_scheduler_kwargs {'min_lr': 1e-06}: "
+    )
+
+
 def test_warm_up_stable_decay(tmp_path):
     from mca_train.lr_schedule import LearningRate
 

@@ -41,6 +41,14 @@ SAME = {
         {"conversations": shared("a", "b"), "system": "be kind", "tools": json.dumps(TOOLS)},
         {"messages": [SYSTEM, *turns("a", "b")], "tools": TOOLS},
     ),
+    "alpaca-tools": (
+        {"instruction": "a", "output": "b", "tools": json.dumps(TOOLS)},
+        {"messages": turns("a", "b"), "tools": TOOLS},
+    ),
+    "sharegpt-system": (
+        {"conversations": [{"from": "system", "value": "be kind"}, *shared("a", "b")], "system": "be curt"},
+        {"messages": [SYSTEM, *turns("a", "b")]},
+    ),
     "sharegpt-roles": ({"conversation": turns("a", "b")}, {"messages": turns("a", "b")}),
 }
 SAME_PAIRS = {

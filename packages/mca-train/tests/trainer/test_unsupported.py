@@ -63,6 +63,11 @@ def test_wandb_is_not_given_a_model_without_weights(value, monkeypatch):
         require_no_upload([WandbCallback()])
 
 
+def test_a_misspelt_keyword_of_train_is_an_error():
+    with pytest.raises(TypeError, match="resume_from_checkpont"):
+        object.__new__(McaTrainer).train(resume_from_checkpont="runs/checkpoint-2")
+
+
 def test_a_cpu_beside_a_gpu_is_asked_for_elsewhere(arguments, monkeypatch):
     from mca_train.run.train import _without_device
 

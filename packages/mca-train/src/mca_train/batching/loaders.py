@@ -46,7 +46,7 @@ class Loaders:
     pack_length: int | None = None
     images: ImageBatching = field(default_factory=ImageBatching)
     positions: int | None = None
-    _packs: dict[int, PackedDataset] = field(default_factory=dict)
+    _packs: dict[int, dict[int | None, PackedDataset]] = field(default_factory=dict)
     _read: dict[int, tuple[Sample, list[Sample]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -145,14 +145,14 @@ class Loaders:
         return 2 * size if size > 1 else 1
 
     def _packed(self, dataset: SampleSource, name: str, seed: int | None) -> PackedDataset:
-        known = self._packs.get(id(dataset))
+        known = self._packs.get(id(dataset), {}).get(seed)
         if known is not None and known.dataset is dataset:
             return known
         multiple = self._sequence_multiple()
         length = self.pack_length or longest_sample(dataset, multiple)
         made = PackedDataset(dataset, length, multiple=multiple, seed=seed, name=name)
         logger.info("%s: %s", name, made.fill)
-        self._packs[id(dataset)] = made
+        self._packs.setdefault(id(dataset), {})[seed] = made
         return made
 
     def _shape(self, micro_batch_size: int, num_micro_batches: int) -> BatchShape:
@@ -199,6 +199,7 @@ class Loaders:
             batch_sampler=None if stream else sampler,
             collate_fn=collator,
             num_workers=workers,
+            multiprocessing_context="fork" if workers else None,  # what makes samples cannot be pickled
             # or a copy to the GPU waits for all that was launched before it
             pin_memory=args.dataloader_pin_memory and self.ranks.device.type == "cuda",
             prefetch_factor=args.dataloader_prefetch_factor if workers else None,

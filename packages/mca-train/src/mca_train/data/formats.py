@@ -93,14 +93,21 @@ def _of_alpaca(arguments: DataArguments, *, pairs: bool) -> Converted:
 
     if pairs:
         return _pairs(arguments, lambda row: (asked(row), _said(row["chosen"]), _said(row["rejected"])))
-    column = arguments.messages_column
-    return Converted((column,), lambda row: {column: [*asked(row), _turn("assistant", row.get("output"))]})
+    messages, tools = arguments.messages_column, arguments.tools_column
+    return Converted(
+        (messages, tools),
+        lambda row: {
+            messages: [*asked(row), _turn("assistant", row.get("output"))],
+            tools: _tools(row),
+        },
+    )
 
 
 def _of_sharegpt(column: str, arguments: DataArguments, *, pairs: bool) -> Converted:
     def turns(row: Values) -> list[JsonObject]:
-        found = [_turn("system", row["system"])] if row.get("system") else []
-        return [*found, *map(_shared, _listed(row.get(column), column))]
+        said = [*map(_shared, _listed(row.get(column), column))]
+        has_system = any(turn["role"] == "system" for turn in said[:1])  # it stands for the column's
+        return [_turn("system", row["system"]), *said] if row.get("system") and not has_system else said
 
     if pairs:
         return _pairs(arguments, lambda row: (turns(row), _said(row["chosen"]), _said(row["rejected"])))

@@ -100,13 +100,16 @@ class DpoTrainer(McaTrainer):
         return Reference(self.model, chunk, without_adapter=adapted)
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: object = None, **others: object
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: object = None,
+        ignore_keys_for_eval: object = None,
     ) -> TrainOutput:
         """See `McaTrainer`; with ``precompute_ref_log_probs`` the reference is run first."""
         if self._keeps and self._reference is None and not isinstance(self.train_dataset, WithValues | None):
             raise McaError(_UNKNOWN)
         self._keep_log_probs()
-        return super().train(resume_from_checkpoint, trial, **others)
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def evaluate(
         self,

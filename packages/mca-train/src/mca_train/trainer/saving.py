@@ -112,7 +112,7 @@ class WithCheckpoints(WithLogs):
                 )
             ]
         on_first(lambda: self._write_state(folder))
-        if not args.save_only_model:
+        if not args.save_only_model or self.watch.stopped:  # a run that was told to end is to go on
             stages.append(
                 self._training_state().begin_save(folder, self._carried(), background=args.async_save)
             )

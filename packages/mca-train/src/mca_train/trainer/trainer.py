@@ -206,7 +206,10 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         """Called on every rank with each step's batch, before training or evaluating on it."""
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: object = None, **_: object
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: object = None,
+        ignore_keys_for_eval: object = None,
     ) -> TrainOutput:
         """Trains; see ``transformers.Trainer.train``.
 
@@ -214,6 +217,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             resume_from_checkpoint: A checkpoint's path, True for the last one, or ``"auto"`` for the last one if
                 there is any.
             trial: Must be None: hyper-parameter search is not supported.
+            ignore_keys_for_eval: Not used: evaluation computes no outputs.
         """
         if trial is not None:
             raise McaError("hyper-parameter search is not supported")
