@@ -39,6 +39,14 @@ def test_a_stream_gives_the_same_samples(tokenizer, folder, caplog):
     assert len(cut) == 1
     assert "images" not in cut[0]
     assert f"do not have an answer within seq_length {within} and are left out: 1 of 2 rows" in caplog.text
+    far = asked(text("a" * 64 * (within + 80)), {"type": "image", "path": "wide.png"})
+    far["messages"] = [*asked(text("none?"))["messages"], *far["messages"]]
+    for made in (
+        load([far], tokenizer, folder, seq_length=within),
+        streamed([far], tokenizer, folder, seq_length=within),
+    ):
+        assert len(made[0]["input_ids"]) == within, "the image is behind what is tokenized of the row"
+        assert "images" not in made[0]
     (folder / "gone.png").write_bytes((folder / "wide.png").read_bytes())
     late = streamed([asked({"type": "image", "path": "gone.png"})], tokenizer, folder)
     (folder / "gone.png").unlink()

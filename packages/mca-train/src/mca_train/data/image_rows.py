@@ -112,7 +112,13 @@ class ImageRows:
         expanded = self.tokens.expanded
         grids = [[self.grid(file) for file in of_side] for of_side in files]
         sequences = encode(plain)
+        grids = [self._begun(tokens, own) for (tokens, _), own in zip(sequences, grids, strict=True)]
         return [expanded(*sequence, own) for sequence, own in zip(sequences, grids, strict=True)], grids
+
+    def _begun(self, tokens: Sequence[int], grids: list[Grid]) -> list[Grid]:
+        """The grids of images in what is kept of a sequence: of a far longer text only the beginning is tokenized."""
+        is_cut = len(tokens) > self.arguments.seq_length
+        return grids[: tokens.count(self.tokens.token)] if is_cut else grids
 
     def text(self, row: Values) -> tuple[object, list[ImageFile]]:
         """The text of a row of plain text, one placeholder for each ``<image>`` in it, and the images."""
