@@ -135,6 +135,12 @@ def in_rounds(checkpoint: Path, folder: Path) -> dict[str, Any]:
     resumed.args.adam_beta1 = 0.5
     with pytest.raises(McaError, match=r"adam_beta1 changed after the first train\(\)"):
         quietly(resumed.train)
+    equal = make_trainer(checkpoint, folder / "equal", max_steps=1, decoupled_lr=resumed.args.learning_rate)
+    equal.args.learning_rate = resumed.args.learning_rate
+    quietly(equal.train)
+    equal.args.learning_rate = 1e-4
+    with pytest.raises(McaError, match="decoupled_lr: learning_rate was the same at the first"):
+        quietly(equal.train)
     lines = (folder / "rounds" / "train_log.jsonl").read_text().splitlines()
     found["logged"] = [entry.get("rounds_before", 0) for entry in map(json.loads, lines) if "loss" in entry]
     found["checkpoints"] = [path.name for path in (folder / "rounds").glob("checkpoint-*")]

@@ -81,6 +81,18 @@ def ending_epochs(size: int) -> Any:
     return EndEpoch()
 
 
+def pausing(step: int) -> Any:
+    """A callback that saves and ends the run after ``step``, by both flags."""
+    from transformers import TrainerCallback
+
+    class Pause(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == step:
+                control.should_save = control.should_epoch_stop = control.should_training_stop = True
+
+    return Pause()
+
+
 def made(checkpoint: Path, output: Path, **changes: Any) -> Any:
     from transformers import EarlyStoppingCallback
 
@@ -148,6 +160,18 @@ def beginning_epochs_anew(checkpoint: Path, output: Path) -> list[str]:
     return [] if killed == whole else [f"epochs begun anew: {killed} for {whole}"]
 
 
+def going_on_after_a_pause(checkpoint: Path, output: Path) -> list[str]:
+    """What a run of one epoch lacks that a callback ended in the middle of it."""
+    changes = {"max_steps": -1, "num_train_epochs": 1}
+    first = made(checkpoint, output, **changes)
+    first.add_callback(pausing(3))
+    quietly(first.train)
+    again = made(checkpoint, output, **changes)
+    quietly(lambda: again.train(resume_from_checkpoint="auto"))
+    steps = (first.state.global_step, again.state.global_step)
+    return [] if steps == (3, 5) else [f"paused at step 3 of 5: {steps}"]
+
+
 def differences(
     checkpoint: Path, output: Path, cases: dict[str, tuple[list[int], dict[str, Any]]]
 ) -> list[str]:
@@ -164,7 +188,8 @@ def differences(
                 for key in whole
                 if one[key] != whole[key]
             ]
-    return found + beginning_epochs_anew(checkpoint, output / "anew")
+    found += beginning_epochs_anew(checkpoint, output / "anew")
+    return found + going_on_after_a_pause(checkpoint, output / "paused")
 
 
 def test_an_interrupted_run_is_the_whole_one(tmp_path):

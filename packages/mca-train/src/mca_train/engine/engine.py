@@ -64,6 +64,7 @@ def optimizer_settings(args: TrainingArguments, params_dtype: torch.dtype) -> Js
 
 _FIXED = ("max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
 _OF_PARTS = ("vision_learning_rate", "projector_learning_rate")
+_OWN_RATES = (*_OF_PARTS, "decoupled_lr")
 _LEAST = "min_lr"
 
 
@@ -111,6 +112,7 @@ class Engine(Pipeline):
         self.chunks = self._wrap(chunks)
         self.optimizer = self._build_optimizer()
         self._decided = _decided(args)
+        self._shared = [name for name in _OWN_RATES if getattr(args, name) == args.learning_rate]
         own = {"max_lr": args.learning_rate, "min_lr": args.min_lr}
         self._following = {
             name: [
@@ -163,6 +165,12 @@ class Engine(Pipeline):
             raise McaError(
                 f"{', '.join(changed)} changed after the first train(), which made the optimizer; make a new trainer, "
                 "or change learning_rate, min_lr and weight_decay alone"
+            )
+        parted = [name for name in self._shared if getattr(args, name) != args.learning_rate]
+        if parted:
+            raise McaError(
+                f"{', '.join(parted)}: learning_rate was the same at the first train(), which made one group of both; "
+                "make a new trainer to train them at different rates"
             )
         groups = self.optimizer.param_groups
         for name, value in (("max_lr", args.learning_rate), ("min_lr", args.min_lr)):

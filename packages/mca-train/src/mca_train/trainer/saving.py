@@ -55,8 +55,20 @@ class WithCheckpoints(WithLogs):
             output_dir: Of the run.
             checkpoint: That it goes on from.
         """
-        self._replaces = checkpoint is None and self._claimed == output_dir.resolve()
-        if not self._replaces:
+        again = checkpoint is None and self._claimed == output_dir.resolve()
+        if (
+            again
+            and not self._replaces
+            and self.args.save_strategy != "no"
+            and lineage.all_but(output_dir, [])
+        ):
+            logger.warning(
+                "train() again: the first checkpoint of this round replaces those in %s; set another output_dir "
+                "to keep them",
+                output_dir,
+            )
+        self._replaces = again
+        if not again:
             lineage.require_free(output_dir, checkpoint, overwrite=self.args.overwrite_output_dir)
         self._claimed = output_dir.resolve()
         self._checkpoints.written.clear()
@@ -172,7 +184,12 @@ class WithCheckpoints(WithLogs):
 
     def _training_state(self) -> TrainingState:
         training, place = self._training, self._place
-        place = replace(place, ended=place.ended or bool(self.control.should_epoch_stop))
+        control = self.control
+        # a callback that sets both flags ends the run, which is to go on there
+        early = self.state.global_step < self.state.max_steps
+        paused = control.should_training_stop and early and not self.watch.stopped
+        ended = place.ended or (control.should_epoch_stop and not paused)
+        place = replace(place, ended=bool(ended))
         return TrainingState(training.engine, training.rate, self.ranks, place)
 
     def _exportable(self) -> list[TrainerCallback | TrainerControl]:
