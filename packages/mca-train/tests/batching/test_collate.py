@@ -133,8 +133,8 @@ def test_columns_that_say_what_labels_say_are_refused_without_labels(packed):
             [(ids | {name: [1, 1, 0], "labels": [1, 2, -100]}, True), (ids | {name: [True] * 3}, True)]
         )
         step([(ids | {name: torch.tensor([True, True, False]), "labels": [1, 2, -100]}, True)])
-        if not packed:
-            assert made.num_tokens == (5 if name == "attention_mask" else 6), "padding is none of them"
+        assert made.num_tokens == (5 if name == "attention_mask" else 6), "padding is none of them"
+        assert made.micro_batches[0].longest == (2 if name == "attention_mask" else 3)
         assert [int(batch.loss_mask.sum()) for batch in made.micro_batches] == [1, 2]
     with pytest.raises(McaError, match="padding before tokens"):
         step([(ids | {"attention_mask": [0, 1, 1], "labels": [-100, 2, 3]}, True)])

@@ -49,6 +49,20 @@ SAME = {
         {"conversations": [{"from": "system", "value": "be kind"}, *shared("a", "b")], "system": "be curt"},
         {"messages": [SYSTEM, *turns("a", "b")]},
     ),
+    "sharegpt-weights": (
+        {
+            "conversations": [
+                {**turn, "weight": weight}
+                for turn, weight in zip(shared("a", "b", "c", "d"), (None, 0.0, 0.0, 1.0), strict=True)
+            ]
+        },
+        {
+            "messages": [
+                {**turn, "weight": weight}
+                for turn, weight in zip(turns("a", "b", "c", "d"), (1, 0, 0, 1), strict=True)
+            ]
+        },
+    ),
     "sharegpt-roles": ({"conversation": turns("a", "b")}, {"messages": turns("a", "b")}),
 }
 SAME_PAIRS = {

@@ -245,6 +245,30 @@ def test_columns_of_several_files_must_go_together(tmp_path, streaming):
         load("a", "chat")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_variables_of_the_template_are_kept_of_several_files(tmp_path, streaming):
+    tokenizer = byte_tokenizer(CHATML.replace("{{ m['content'] }}", "{{ style }}{{ m['content'] }}"))
+    variables = {"a": {"style": "kind"}, "b": {"style": "curt", "x": 1}, "number": {"style": 1}, "none": None}
+    rows = {name: {"messages": TURNS, "chat_template_kwargs": given} for name, given in variables.items()}
+    del rows["none"]["chat_template_kwargs"]
+    files = {name: jsonl(tmp_path / f"{name}.jsonl", [row]) for name, row in rows.items()}
+
+    def texts(*names):
+        given = TASKS["sft"], [files[name] for name in names], tokenizer, arguments()
+        found = load_stream(*given, seed=None) if streaming else load_tokenized(*given)
+        return [tokenizer.decode(item["input_ids"]) for item in found]
+
+    assert texts("a", "b") == texts("a") + texts("b")
+    assert "kind" in texts("a")[0]
+    with pytest.raises(McaError, match=r"cannot be combined: .*key style"):
+        texts("a", "number")
+    if streaming:
+        with pytest.raises(McaError, match="must have the same columns"):
+            texts("none", "a")
+    else:
+        assert texts("none", "a") == texts("none") + texts("a")
+
+
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(McaError, match=r"eval_file: file .*none\.jsonl does not exist"):
         load_tokenized(

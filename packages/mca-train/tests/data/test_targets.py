@@ -93,6 +93,11 @@ ADDS = CHATML.replace(
     "{% for call in m['tool_calls'] or [] %}{{ '(' + call['function']['arguments'] + ')' }}{% endfor %}",
 )
 
+# A habit of templates that are written by hand: arguments are printed.
+PRINTS = ADDS.replace(
+    "'(' + call['function']['arguments'] + ')'", "'(' ~ call['function']['arguments'] ~ ')'"
+)
+
 
 def marked_tokenizer(template):
     tokenizer = byte_tokenizer(template)
@@ -160,12 +165,19 @@ def test_calls_whose_thoughts_the_template_drops(content):
 
 
 @pytest.mark.parametrize("given", [{"x": 1, "y": "ä"}, '{"x":1, "y":"ä"}'])
-@pytest.mark.parametrize("template", [RETURNS, ADDS])
+@pytest.mark.parametrize("template", [RETURNS, ADDS, PRINTS])
 def test_arguments_of_calls_may_be_text_whatever_the_template_takes(given, template):
     tokenizer = marked_tokenizer(template)
-    messages = check_messages([USER, call(given, content=None)])
+    quoted = {"role": "user", "content": "{'x': 1, 'y': 'ä'}"}
+    messages = check_messages([quoted, call(given, content=None)])
     (answer,) = words(tokenizer, tokenize_chat(tokenizer, messages))
     assert answer.startswith('({"x": 1, "y": "ä"})')
+
+
+def test_calls_of_nothing_are_none_and_arguments_of_nothing_are_empty():
+    assert check_messages([{**turn, "tool_calls": []} for turn in TURNS]) == TURNS
+    for given in ("", "null", " null "):
+        assert check_messages([call(given)]) == [call({})]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +201,20 @@ def test_calls_that_the_template_does_not_write_are_refused(caplog):
     for _ in range(2):
         encode({"messages": TURNS, "tools": [{"name": "f"}]})
     assert caplog.text.count("the chat template does not write a row's tools") == 1
+
+
+def test_calls_that_are_only_read_are_told_if_the_template_does_not_write_them(caplog):
+    tokenizer = byte_tokenizer("{# read #}" + CHATML)
+    encode = text_encoder(("messages",), tokenizer, ClassifyArguments(model_name_or_path="m"), "train_file")
+    told = "the chat template does not write a row's tool_calls"
+    ((read, _),) = encode({"messages": CALLS})
+    assert tokenizer.decode(read) == tokenizer.apply_chat_template(CALLS, tokenize=False)
+    assert caplog.text.count(told) == 1
+    tokenizer = byte_tokenizer("{# asked #}" + CHATML)
+    assert words(tokenizer, tokenize_answer(tokenizer, CALLS[:3], CALLS[3:], 64)) == ["ja<|im_end|>\n"]
+    assert caplog.text.count(told) == 2
+    forgotten = [CALLS[0], {**CALLS[1], "weight": 0}, *CALLS[2:]]
+    assert words(tokenizer, tokenize_chat(tokenizer, forgotten)) == ["ja<|im_end|>\n"]
 
 
 def test_shared_calls_are_calls_and_shared_tools_are_functions():

@@ -18,6 +18,7 @@ from mca_train.batching.packing import (
     Row,
     count_samples,
     other_sequence,
+    own_tokens,
     require_own_targets,
     row_of,
     sequences_of,
@@ -52,15 +53,9 @@ class PadCollator:
         return {
             "input_ids": pad(ids, batch_first=True, padding_value=self.pad_token_id),
             "labels": pad(labels, batch_first=True, padding_value=IGNORED),
-            "num_tokens": torch.tensor([_num_tokens(feature) for feature in features]),
+            "num_tokens": torch.tensor([own_tokens(feature) for feature in features]),
             **({VALUES: torch.stack(values)} if values else {}),
         }
-
-
-def _num_tokens(sample: Sample) -> int:
-    """Without the padding at the end of a sample that was padded when it was tokenized."""
-    mask = sample.get("attention_mask")
-    return len(sample["input_ids"]) if mask is None else int(torch.as_tensor(mask).sum())
 
 
 def _tokens(sample: Sample) -> Sample:

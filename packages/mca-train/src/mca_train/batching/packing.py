@@ -252,9 +252,15 @@ def row_of(sequences: Sequence[tuple[Sample, bool]], multiple: int, pad_token_id
         rest = (0, -len(tokens) % multiple)
         ids.append(torch.nn.functional.pad(tokens, rest, value=pad_token_id))
         labels.append(torch.nn.functional.pad(targets, rest, value=ignored))
-    own = [len(sequence["input_ids"]) * counts for sequence, counts in sequences]
+    own = [own_tokens(sequence) * counts for sequence, counts in sequences]
     values = values_of([sequence for sequence, _ in sequences])
     return Row(input_ids=ids, labels=labels, own_tokens=own, values=values)
+
+
+def own_tokens(sequence: Sample) -> int:
+    """Without the padding at the end of a sequence that was padded when it was tokenized."""
+    mask = sequence.get("attention_mask")
+    return len(sequence["input_ids"]) if mask is None else int(torch.as_tensor(mask).sum())
 
 
 def require_own_targets(sample: Sample) -> None:

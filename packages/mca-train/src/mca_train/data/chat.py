@@ -8,7 +8,7 @@ messages, and whether these are well formed, is decided in `encoding`.
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
 from mca_train.data.long_texts import head_encoding
-from mca_train.data.tools import Tools, with_arguments_as_text
+from mca_train.data.tools import Tools, with_arguments, with_arguments_as_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,7 @@ Message = JsonObject
 Span = tuple[int, int]
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _STAND_IN = "\ue000"  # an answer that no text contains
+_PRINTED = {"argument": "as Python writes it"}
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts")
 NO_VARIABLES = frozenset(
     {
@@ -85,7 +86,7 @@ class Conversation:
         inputs: For the template.
 
     Raises:
-        McaError: The template fails, or does not write the calls.
+        McaError: The template fails.
     """
 
     def __init__(
@@ -100,28 +101,42 @@ class Conversation:
             )
         self._tokenizer, self._inputs = tokenizer, inputs or TemplateInputs()
         self._messages = list(messages)
+        texts = [with_arguments_as_text(message) for message in messages]
         try:
             self.text = self._render(self._messages)
+            found = self._rendered(texts) if self._prints_arguments() else None
         except McaError:
-            texts = [with_arguments_as_text(message) for message in messages]
             found = self._rendered(texts) if texts != self._messages else None
             if found is None:
                 raise
+        if found is not None:
             self._messages, self.text = texts, found
-        self._require_calls()
-
-    def _require_calls(self) -> None:
-        """Refuses calls that the template does not write: an answer of nothing would be learnt."""
-        without = [_without(message, "tool_calls") for message in self._messages]
-        if without != self._messages and self._rendered(without) == self.text:
-            raise McaError(
-                "messages: the chat template does not write tool_calls; use a template that does, or leave the row out"
-            )
         if (
             self._inputs.tools
             and self._rendered(self._messages, TemplateInputs(None, self._inputs.options)) == self.text
         ):
-            _tell_of_tools(str(self._tokenizer.chat_template))
+            _tell_of_omitted(str(self._tokenizer.chat_template), "tools")
+
+    def _prints_arguments(self) -> bool:
+        """Whether the template writes mappings as Python does, not as JSON."""
+        others = [with_arguments(message, lambda _: _PRINTED) for message in self._messages]
+        return others != self._messages and str(_PRINTED) in (self._rendered(others) or "")
+
+    def _omits_calls(self, turns: Iterable[int]) -> bool:
+        """Whether the template does not write the calls of ``turns``."""
+        without = [*self._messages]
+        for turn in turns:
+            without[turn] = _without(without[turn], "tool_calls")
+        return without != self._messages and self._rendered(without) == self.text
+
+    def read(self) -> str:
+        """The text, nothing of which is an answer."""
+        self._tell_of_calls(range(len(self._messages)))
+        return self.text
+
+    def _tell_of_calls(self, turns: Iterable[int]) -> None:
+        if self._omits_calls(turns):
+            _tell_of_omitted(str(self._tokenizer.chat_template), "tool_calls")
 
     def _rendered(self, messages: Sequence[Message], inputs: TemplateInputs | None = None) -> str | None:
         """As `_render`; None: the template refuses it."""
@@ -156,7 +171,8 @@ class Conversation:
             first: Turns before this one are context even if the assistant's.
 
         Raises:
-            McaError: The template writes a turn in a way that cannot be found in the whole.
+            McaError: The template writes a turn in a way that cannot be found in the whole, or does not write the
+                calls of an answer.
         """
         template = self._tokenizer.get_chat_template(None, self._inputs.tools)
         turns = [
@@ -165,6 +181,12 @@ class Conversation:
             if message["role"] == "assistant" and turn >= first
         ]
         context = [turn for turn in turns if self._messages[turn].get("weight") == 0]
+        answers = [turn for turn in turns if turn not in context]
+        if self._omits_calls(answers):
+            raise McaError(
+                "messages: the chat template does not write tool_calls; use a template that does, or leave the row out"
+            )
+        self._tell_of_calls(turn for turn in range(len(self._messages)) if turn not in answers)
         if _MARKS_ANSWERS.search(template):
             begin = self._start_of(first) if first else 0
             left_out = [(self._start_of(turn), self._end_of(turn)) for turn in context]
@@ -173,7 +195,7 @@ class Conversation:
                 for start, end in self._marked(template)
                 if start >= begin and not any(low <= start < high for low, high in left_out)
             ]
-        spans = {turn: (self._start_of(turn), self._end_of(turn)) for turn in turns if turn not in context}
+        spans = {turn: (self._start_of(turn), self._end_of(turn)) for turn in answers}
         closing = self._closing(turns[0]) if spans else None
         if closing is None or closing.strip():
             return self.text, list(spans.values())
@@ -297,9 +319,9 @@ def _special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
 
 
 @lru_cache(maxsize=64)
-def _tell_of_tools(_: str) -> None:
+def _tell_of_omitted(_: str, what: str) -> None:
     """Once for a template."""
-    logger.warning("the chat template does not write a row's tools, so the model is not told of them")
+    logger.warning("the chat template does not write a row's %s, so the model is not told of them", what)
 
 
 def chat_ids(
@@ -310,7 +332,7 @@ def chat_ids(
     length: int | None = None,
 ) -> list[int]:
     """Tokens of the conversation as the template writes it. Arguments are those of `tokenize_chat`."""
-    text = Conversation(tokenizer, messages, inputs).text
+    text = Conversation(tokenizer, messages, inputs).read()
     tokens: list[int] = head_encoding(tokenizer, text, length, add_special_tokens=False)["input_ids"]
     return tokens
 

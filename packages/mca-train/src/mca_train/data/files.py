@@ -23,7 +23,7 @@ from mca_train.data.addresses import (
     shown,
     unfetched,
 )
-from mca_train.data.formats import COLUMNS
+from mca_train.data.formats import COLUMNS, TEMPLATE_INPUTS
 
 if TYPE_CHECKING:
     import datasets
@@ -75,7 +75,9 @@ def load_rows(
 
 def column_names(arguments: DataArguments) -> set[str]:
     """The columns that samples may be made of."""
-    return {*COLUMNS} | {value for name, value in vars(arguments).items() if name.endswith("_column")}
+    return {*COLUMNS, TEMPLATE_INPUTS} | {
+        value for name, value in vars(arguments).items() if name.endswith("_column")
+    }
 
 
 def joined(parts: Sequence[Rows], files: Sequence[str], key: str, arguments: DataArguments) -> Rows:

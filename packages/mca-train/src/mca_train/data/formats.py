@@ -156,6 +156,7 @@ def _shared(turn: object) -> JsonObject:
     role = _ROLES.get(str(turn["from"]))
     if role is None:
         raise McaError(f"a turn is from {turn['from']!r:.40}; expected one of {', '.join(_ROLES)}")
+    weight = {"weight": turn["weight"]} if "weight" in turn else {}
     if turn["from"] == "function_call":
-        return {**_turn(role, ""), "tool_calls": calls_from(turn["value"])}
-    return _turn(role, turn["value"])
+        return {**_turn(role, ""), "tool_calls": calls_from(turn["value"]), **weight}
+    return {**_turn(role, turn["value"]), **weight}

@@ -59,12 +59,14 @@ def calls_from(text: object) -> list[JsonObject]:
 def with_parsed_arguments(message: JsonObject, turn: int) -> JsonObject:
     """``message`` whose calls have mappings as arguments: templates write them as JSON, or one by one.
 
+    An empty list of calls is left out.
+
     Raises:
         McaError: They are something else.
     """
     calls = message.get("tool_calls")
     if not calls:
-        return message
+        return {key: value for key, value in message.items() if key != "tool_calls"}
     place = f"messages, turn {turn} ({message['role']})"
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise McaError(f"{place}: tool_calls is {calls!r:.80}; expected a list of mappings")
@@ -72,15 +74,16 @@ def with_parsed_arguments(message: JsonObject, turn: int) -> JsonObject:
 
 
 def with_arguments_as_text(message: JsonObject) -> JsonObject:
-    """``message`` whose calls have JSON text as arguments, for templates that add them to other text."""
-    calls = message.get("tool_calls")
-    if not calls:
+    """``message`` whose calls have JSON text as arguments, for templates that print them or add them to other text."""
+    if not message.get("tool_calls"):
         return message
-    return {
-        "content": "",
-        **message,
-        "tool_calls": [_changed(call, lambda given: json.dumps(given, ensure_ascii=False)) for call in calls],
-    }
+    return {"content": "", **with_arguments(message, lambda given: json.dumps(given, ensure_ascii=False))}
+
+
+def with_arguments(message: JsonObject, change: Callable[[object], object]) -> JsonObject:
+    """``message`` with what ``change`` makes of the arguments of each of its calls."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_changed(call, change) for call in calls]} if calls else message
 
 
 def _changed(call: JsonObject, change: Callable[[object], object]) -> JsonObject:
@@ -96,7 +99,8 @@ def mapping_from(value: object) -> JsonObject | None:
 
 
 def _mapping(given: object, place: str) -> JsonObject:
-    found = mapping_from(given) if given != "" else {}
+    is_nothing = given == "" or _parsed(given) is None
+    found = {} if is_nothing else mapping_from(given)
     if found is None:
         raise McaError(
             f"{place}: arguments of a call are {given!r:.80}; expected a mapping, or that as JSON text"
