@@ -55,6 +55,9 @@ def test_plan_needs_no_weights(run, capsys):
     )
     assert main(["plan", path]) == 0
     text = capsys.readouterr().out
+    assert text.startswith(
+        "run          mca-train sft by its keys; for another kind: mca-train plan pretrain|sft|dpo|"
+    )
     assert "data parallel 2" in text
     assert "bubble       20.0%" in text
     assert "2-3 head" in text
@@ -137,7 +140,9 @@ def test_a_plan_names_positions_that_the_model_does_not_have(run, capsys):
 def test_a_plan_knows_the_kind_of_run(run, kind, capsys):
     changes = {"num_labels": 3} if kind == "classify" else {}
     assert main(["plan", kind, run(**changes)]) == 0
-    assert ("reference" in capsys.readouterr().out) == (kind in ("dpo", "kto"))
+    text = capsys.readouterr().out
+    assert text.splitlines()[0].split() == ["run", "mca-train", kind]
+    assert ("reference" in text) == (kind in ("dpo", "kto"))
 
 
 @pytest.mark.parametrize(

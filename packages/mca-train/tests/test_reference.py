@@ -38,6 +38,7 @@ def test_the_file_to_begin_with_is_a_run_with_and_without_its_marks(kind, gpu, t
     from mca_train.run.checks import settings_of
 
     text = starter(TASKS[kind], "org/model", gpu=gpu)
+    assert f"`mca-train plan {kind} run.yaml`" in text
     values = yaml.safe_load(text)
     if gpu:
         assert values.pop("bf16") is True  # refused by Hugging Face where there is none

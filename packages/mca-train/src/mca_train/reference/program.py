@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mca_config.parser import Parser
 
 _KEYS = "Keys of the configuration can follow as --key value; `mca-train sft --help` lists them."
+_KIND = "Without KIND it is the first kind that has a key of its own in the file, else sft. "
 _TEXT = (
     "Trains a Hugging Face or MCA checkpoint with Megatron, over tensor, pipeline, virtual pipeline, context, expert "
     "and data parallel ranks. Starts its own local ranks, unless torchrun did."
@@ -85,12 +86,12 @@ def _plans() -> dict[str, Command]:
         "and which layout is fastest; needs no GPU",
         text="Shows what a run would need: ranks, layers, parameters, memory of each stage, bubble, batch. Reads the "
         "model's config.json, but no weights and no data, and needs no GPU. Ends with exit code 2 if no machine could "
-        f"make the run. {_KEYS}",
+        f"make the run. {_KIND}{_KEYS}",
         flags=_plan_flags,
         examples=(
             "plan sft run.yaml --gpus 16 --device h100-80",
-            "plan run.yaml --search --gpus 64 --device h200",
-            "plan run.yaml --dry_run --plot pictures",
+            "plan sft run.yaml --search --gpus 64 --device h200",
+            "plan dpo run.yaml --dry_run --plot pictures",
         ),
     )
     data = Command(
@@ -98,7 +99,7 @@ def _plans() -> dict[str, Command]:
         summary="shows what a model would see: counts, lengths, fill, samples with their targets, rows left out",
         text="Shows what a model would see: how many samples, tokens and targets, a histogram of lengths, how full "
         "packs are, three samples with their targets marked, and rows that are cut or left out and why. Reads the "
-        f"tokenizer and the data, but no model. {_KEYS}",
+        f"tokenizer and the data, but no model. {_KIND}{_KEYS}",
         flags=_operands,
         examples=("data sft run.yaml", "data sft run.yaml --max_train_samples 1000"),
     )

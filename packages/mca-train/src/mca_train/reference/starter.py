@@ -24,7 +24,8 @@ lr_scheduler_type: cosine
 warmup_steps: 0.03                      # a fraction of the run if it is below 1
 bf16: {bf16}                              # {bf16_text}
 {own}
-# The layout: tensor x pipeline x context x data-parallel ranks. `mca-train plan run.yaml` shows what each rank holds.
+# The layout: tensor x pipeline x context x data-parallel ranks.
+# `mca-train plan {kind} run.yaml` shows what each rank holds.
 tensor_model_parallel_size: 1
 pipeline_model_parallel_size: 1
 # context_parallel_size: 1              # divides long sequences

@@ -30,7 +30,7 @@ from mca_train.plan.towers import Images
 from mca_train.run.checks import Findings, Run, check, settings_of
 from mca_train.run.hub_paths import with_directories
 from mca_train.run.subject import image_check, images_of_run, subject_of
-from mca_train.tasks.table import task_of
+from mca_train.tasks.table import TASKS, task_of
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ def print_plan(task: Task | None, config: Path, overrides: list[str], options: P
         os.environ.pop(name, None)
     hardware = hardware_of(options.device, options.hardware) if options.device else None
     values, where = given_values(config, overrides)
-    task = task or task_of(values)
+    named, task = task is not None, task or task_of(values)
     values = with_directories(values, only="config")
     settings = settings_of(task, values, where, [flag.name for flag in fields(options)])
     if options.search:
-        return _search(task, values, settings, options)
+        return _search(task, values, settings, options, named=named)
     findings = check(task, _checkable(settings, hardware), _ranks_of(options))
     if findings.impossible or findings.run is None:
         _say_impossible(findings, options)
@@ -78,11 +78,17 @@ def print_plan(task: Task | None, config: Path, overrides: list[str], options: P
     if options.json:
         sys.stdout.write(json.dumps(planned.document(findings, stages), indent=2) + "\n")
     else:
-        sys.stdout.write(planned.text(findings, stages))
+        sys.stdout.write(_first_line(task, named=named) + planned.text(findings, stages))
     return 0
 
 
-def _search(task: Task, values: Values, settings: Settings, options: PlanOptions) -> int:
+def _first_line(task: Task, *, named: bool) -> str:
+    """Which kind of run is planned, and how to name one if none was."""
+    told = "" if named else f" by its keys; for another kind: mca-train plan {'|'.join(TASKS)} CONFIG.yaml"
+    return f"run          mca-train {task.name}{told}\n"
+
+
+def _search(task: Task, values: Values, settings: Settings, options: PlanOptions, *, named: bool) -> int:
     """Prints the best layouts; the layout of the configuration only says how many samples a step has."""
     from mca_train.run import searching
 
@@ -105,7 +111,8 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
     if options.json:
         sys.stdout.write(json.dumps(searching.document(found, batch, gpus, hardware), indent=2) + "\n")
     else:
-        sys.stdout.write(searching.render(found, batch, gpus, hardware) + images.told())
+        text = searching.render(found, batch, gpus, hardware) + images.told()
+        sys.stdout.write(_first_line(task, named=named) + text)
     return 0
 
 
