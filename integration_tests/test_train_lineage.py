@@ -46,8 +46,10 @@ def lives(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
     found["went on"] = trained(checkpoint, output_dir, 8, "checkpoint-4")
     found["went back"] = trained(checkpoint, output_dir, 7, "checkpoint-6", save_steps=1)
     found["went back again"] = trained(checkpoint, output_dir, 7, "checkpoint-6", save_steps=1)
-    found["went back, others removed"] = trained(
-        checkpoint, output_dir, 7, "checkpoint-6", overwrite_output_dir=True, save_strategy="no"
+    overwriting = {"save_steps": 1, "overwrite_output_dir": True}
+    found["went back, overwriting"] = trained(checkpoint, output_dir, 7, "checkpoint-6", **overwriting)
+    found["from elsewhere, overwriting"] = trained(
+        checkpoint, output_dir, 3, str(elsewhere / "checkpoint-2"), **overwriting
     )
     return found
 
@@ -66,4 +68,6 @@ def test_a_run_keeps_its_own_checkpoints_and_no_others(tmp_path):
     assert found["went on"] == ["6", "8"]
     assert found["went back"] == ["6", "7", "8.set-aside"]
     assert found["went back again"] == ["6", "7", "7.set-aside", "8.set-aside"], "one of the same step too"
-    assert found["went back, others removed"] == ["6", "7.set-aside", "8.set-aside"]
+    aside = ["7.set-aside", "7.set-aside-1", "8.set-aside"]
+    assert found["went back, overwriting"] == ["6", "7", *aside], "none was deleted"
+    assert found["from elsewhere, overwriting"] == ["3", *aside], "all of the other run were"

@@ -245,6 +245,6 @@ class TrainingOptions(DistributingOptions):
         "One data-parallel replica reads the weights and sends them to the others.", default=False
     )
     overwrite_output_dir: bool = option(
-        "Delete the checkpoints of another run in output_dir if this run does not resume; otherwise it is refused.",
+        "Delete the checkpoints in output_dir unless this run resumes from one of them; else such a run is refused.",
         default=False,
     )

@@ -39,13 +39,13 @@ def require_free(output_dir: Path, start: Path | None, *, overwrite: bool) -> No
     )
 
 
-def remove_others(output_dir: Path, start: Path | None, step: int) -> None:
-    """Removes the checkpoints that do not lead to ``start``, that of ``step``: all, if that is None or elsewhere."""
-    last = step if _stands_in(output_dir, start) else -1
+def remove_others(output_dir: Path, start: Path | None) -> None:
+    """Removes the checkpoints of another run: all, unless ``start`` is one of them, whose run goes on."""
+    if _stands_in(output_dir, start):
+        return
     for path in checkpoints(output_dir):
-        if step_of(path) > last:
-            logger.info("deleting %s (overwrite_output_dir)", path)
-            retire(path).remove()
+        logger.info("deleting %s (overwrite_output_dir)", path)
+        retire(path).remove()
 
 
 def set_aside_newer(output_dir: Path, first: int, own: Iterable[Path]) -> None:

@@ -250,7 +250,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         if self.ranks.is_first:
             remove_unfinished(Path(self.args.output_dir), directory.PREFIX)
             if self.args.overwrite_output_dir and not self._replaces:
-                lineage.remove_others(Path(self.args.output_dir), checkpoint, self.state.global_step)
+                lineage.remove_others(Path(self.args.output_dir), checkpoint)
         start, started = self.state.global_step, time.time()
         self.started_at_step = start
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
