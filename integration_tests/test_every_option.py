@@ -49,6 +49,15 @@ EFFECT: dict[str, tuple[str, Changes, Changes]] = {
 }
 """Model, what is compared with, and what changes its numbers on one rank."""
 
+BALANCED: Changes = {"additional_configs": {"moe_router_force_load_balancing": True}}
+SETTINGS: Changes = BALANCED["additional_configs"] | {
+    "batch_p2p_sync": False,
+    "clone_scatter_output_in_embedding": False,
+    "disable_bf16_reduced_precision_matmul": True,
+    "disable_parameter_transpose_cache": True,
+}
+"""Settings of ``additional_configs`` that go with any layers."""
+
 REACHES: dict[str, tuple[Changes, Any]] = {
     "microbatch_group_size_per_vp_stage": (VPP | {"gradient_accumulation_steps": 6}, 3),
     "attention_backend": ({}, "local"),
@@ -131,7 +140,7 @@ ELSEWHERE: dict[str, str] = {
     "moe_token_dispatcher_type": "loss_curves.py",
     "mtp_num_layers": "test_mtp.py",
     "mtp_loss_scaling_factor": "test_mtp.py",
-    "additional_configs": "../packages/mca-config/tests/test_arguments.py",
+    "additional_configs": "../packages/mca-config/tests/test_additional_configs.py",
     "sequence_packing": "test_train_losses.py",
     "loss_chunk_size": "test_train_losses.py",
     "peak_tflops": "test_train_watch.py",
@@ -233,6 +242,11 @@ def test_stands_in_megatrons_configuration(name, models, tmp_path):
     assert getattr(found, "name", found) == value
 
 
+def test_additional_settings_stand_in_megatrons_configuration(models, tmp_path):
+    _, _, made = megatron(models / "moe", tmp_path, {"additional_configs": SETTINGS})
+    assert {name: getattr(made, name) for name in SETTINGS} == SETTINGS
+
+
 def test_what_does_nothing_is_said_in_one_line(models, tmp_path, caplog):
     from mca_train.trainer.without_effect import tell_without_effect
 
@@ -277,7 +291,7 @@ def without_effect(models: Path, output: Path) -> tuple[list[str], bool]:
     """Options of `EFFECT` that change no parameter and no loss in two steps; whether log-probabilities are steady."""
     plain: dict[str, Any] = {}
     same = []
-    for name, (model, base, changes) in EFFECT.items():
+    for name, (model, base, changes) in (EFFECT | {"balanced": ("moe", {}, BALANCED)}).items():
         key = f"{model} {base}"
         if key not in plain:
             plain[key] = numbers(models / model, output, base)

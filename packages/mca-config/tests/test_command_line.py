@@ -27,12 +27,12 @@ def test_flags_read_with_underscores_and_hyphens() -> None:
         moe_aux_loss_coeff=0.5,
         recompute_granularity="selective",
         recompute_modules=["mlp", "moe"],
-        additional_configs={"softmax_scale": 0.1},
+        additional_configs={"batch_p2p_sync": False},
     )
     words = (
         "--tensor_model_parallel_size 2 --pipeline_model_parallel_layout Et|tL --pipeline_model_parallel_size 2 "
         "--moe_grouped_gemm --bias_dropout_fusion false --moe_aux_loss_coeff 0.5 "
-        '--recompute_granularity selective --recompute_modules mlp moe --additional_configs {"softmax_scale":0.1}'
+        '--recompute_granularity selective --recompute_modules mlp moe --additional_configs {"batch_p2p_sync":false}'
     ).split()
     assert parse(*words) == expected
     assert parse(*(word.replace("_", "-") if word.startswith("--") else word for word in words)) == expected

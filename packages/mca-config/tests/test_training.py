@@ -24,7 +24,7 @@ GIVEN: dict[str, Any] = {
     "sequence_parallel": True,
     "recompute_granularity": "selective",
     "recompute_modules": ["mlp", "layernorm"],
-    "additional_configs": {"fp32_residual_connection": True},
+    "additional_configs": {"batch_p2p_sync": False},
 }
 TRAINING: dict[str, Any] = {
     **GIVEN,

@@ -118,6 +118,9 @@ ARCHITECTURE = frozenset(
     mup_base_head_dim mup_base_hidden_size mup_embedding_mult mup_output_mult mup_width_mult use_mup
     moe_router_topk moe_router_topk_scaling_factor moe_router_pre_softmax moe_router_score_function
     moe_router_num_groups moe_router_group_topk
+    layernorm_epsilon layernorm_zero_centered_gamma activation_func_clamp_value glu_linear_offset
+    moe_apply_probs_on_input no_rope_freq softmax_scale softmax_type rotary_interleaved rotary_base rotary_percent
+    rope_type rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
     """.split()
 )
 """What decides the model's tensors, or what they mean: the checkpoint says it, no argument may."""

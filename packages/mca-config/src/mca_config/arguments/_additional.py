@@ -1,6 +1,6 @@
 """Settings of Megatron beyond the declared arguments: read, checked by name, without importing Megatron.
 
-What Megatron makes of a setting is not known here.
+Which of them runs follow is said in `_unfollowed`.
 """
 
 import dataclasses
@@ -69,7 +69,10 @@ def move_to_arguments(args: Any, settings: JsonObject | None) -> None:
     known = settable_keys()
     for name in list(settings):
         if name in keys.ARCHITECTURE:
-            raise McaError(f"{_NAME}: {name} belongs to the model, not to its computation; remove it")
+            raise McaError(
+                f"{_NAME}: {name} belongs to the model, not to its computation; remove it (the checkpoint's "
+                "config.json says what the weights mean)"
+            )
         if name not in own and name not in known:
             raise McaError(
                 f"{_NAME}: unknown key {name}{_suggestion(name, known | own)}; rename or remove it"

@@ -150,8 +150,6 @@ _OF_ENGINE = (
     "use_te_activation_func",
     "use_transformer_engine_op_fuser",
     "flash_attention_version",
-    "fused_residual_rmsnorm",
-    "overlap_dispatch_backward_with_experts_wgrad",
 )
 
 

@@ -1,6 +1,6 @@
-"""Settings of Megatron's that no run of ours follows, and those that are details of a switch which is off.
+"""Settings of Megatron's that runs of ours follow; all others, and details of a switch which is off, are refused.
 
-They are refused, because Megatron takes them without a word. In a name, ``*`` stands for any letters.
+Megatron takes them without a word. In a name of ``_NOWHERE`` and ``_DETAILS``, ``*`` stands for any letters.
 """
 
 from collections.abc import Iterator, Mapping
@@ -8,6 +8,61 @@ from fnmatch import fnmatch
 
 from mca_config.types import Values
 
+FOLLOWED: Mapping[str, tuple[str, ...]] = {
+    "changes what is computed, and is tried on a model": (
+        "moe_router_force_biased",
+        "mtp_detach_heads",
+        "use_te_activation_func",
+        "use_transformer_engine_op_fuser",
+    ),
+    "changes what is computed, in Megatron's code around layers of any kind": (
+        "disable_bf16_reduced_precision_matmul",
+        "moe_router_force_load_balancing",
+    ),
+    "belongs to fp8 in Transformer Engine's layers": (
+        "first_last_layers_bf16",
+        "fp8_amax_compute_algo",
+        "fp8_amax_history_len",
+        "fp8_dot_product_attention",
+        "fp8_margin",
+        "fp8_multi_head_attention",
+        "fp8_wgrad",
+        "num_layers_at_end_in_bf16",
+        "num_layers_at_start_in_bf16",
+        "tp_only_amax_red",
+    ),
+    "says what is kept in memory, and where": (
+        "activation_offload_fraction",
+        "clone_scatter_output_in_embedding",
+        "cpu_offloading_activations",
+        "cpu_offloading_double_buffering",
+        "cpu_offloading_retain_pinned_cpu_buffers",
+        "cpu_offloading_weights",
+        "deallocate_pipeline_outputs",
+        "delta_offload_bytes_across_pp_ranks",
+        "disable_parameter_transpose_cache",
+        "fine_grained_activation_offloading",
+        "fine_grained_offloading_max_inflight_offloads",
+        "min_offloaded_tensor_size",
+        "mlp_chunks_for_training",
+        "offload_modules",
+    ),
+    "says when and with which kernels ranks exchange": (
+        "batch_p2p_sync",
+        "flash_attention_version",
+        "moe_deepep_num_sms",
+        "moe_enable_deepep",
+        "moe_flex_dispatcher_backend",
+        "moe_flex_dispatcher_num_sms",
+        "moe_hybridep_num_blocks_permute",
+        "moe_hybridep_num_blocks_unpermute",
+        "moe_hybridep_num_sms",
+        "moe_hybridep_num_sms_preprocessing",
+        "moe_hybridep_pad_uneven_dispatch_inputs",
+        "moe_permute_fusion_into_hybridep",
+    ),
+}
+"""By what it does."""
 _NOWHERE: Mapping[str, tuple[str, ...]] = {
     "it is for inference": (
         "inference_*",
@@ -44,10 +99,35 @@ _NOWHERE: Mapping[str, tuple[str, ...]] = {
         "tp_comm_atomic_*",
         "tp_comm_split_*",
     ),
+    "nothing that is run here looks at it": (
+        "apply_query_key_layer_scaling",
+        "batch_invariant_mode",
+        "config_logger_dir",
+        "memory_efficient_layer_norm",
+        "persist_layer_norm",
+        "pipeline_model_parallel_comm_backend",
+        "use_inference_optimized_layers",
+        "use_te_rng_tracker",
+    ),
+    "the arguments of training and the checkpoint say the dtype": ("bf16", "fp16"),
+    "layers compute in the dtype of their weights": ("fp32_residual_connection",),
+    "products that are meant to be in fp32 would be rounded": ("enable_autocast",),
+    "heads are not clipped during training": ("qk_clip", "qk_clip_*", "log_max_attention_logit"),
+    "it recomputes core attention too; use recompute_modules: [moe]": ("moe_layer_recompute",),
+    "overlap_moe_expert_parallel_comm is not supported": (
+        "delay_wgrad_compute",
+        "ep_overlap_early_attn_memory_release",
+        "high_priority_a2a_comm_stream",
+        "overlap_dispatch_backward_with_experts_wgrad",
+    ),
+    "tp_comm_overlap is not supported": ("tp_comm_*",),
+    "fp8_recipe custom is not supported": ("fp8_quantizer_factory",),
+    "the output layer is not computed in fp8": ("fp8_output_proj",),
     "no groups or schedules are made for it": (
         "hybrid_context_parallel",
         "hierarchical_context_parallel_sizes",
         "max_seqlen_per_dp_cp_rank",
+        "num_microbatches_with_partial_activation_checkpoints",
         "moe_enable_routing_replay",
         "use_ring_exchange_p2p",
         "tensor_parallel_num_weight_shards",
@@ -62,8 +142,9 @@ _NOWHERE: Mapping[str, tuple[str, ...]] = {
     "losses of experts are logged as one": ("moe_per_layer_logging",),
     "it is for Megatron's own tests": ("test_mode",),
 }
+"""By why it is refused."""
+_UNTRIED = "it is not tried on the models that are built here"
 _DETAILS: Mapping[str, tuple[str, ...]] = {
-    "tp_comm_overlap": ("tp_comm_*",),
     "fp8": ("fp8_*", "tp_only_amax_red", "first_last_layers_bf16"),
     "first_last_layers_bf16": ("num_layers_at_*_in_bf16",),
     "fp8_recipe delayed": (
@@ -74,7 +155,6 @@ _DETAILS: Mapping[str, tuple[str, ...]] = {
         "tp_only_amax_red",
     ),
     "fp8_recipe delayed or tensorwise": ("fp8_dot_product_attention",),
-    "fp8_recipe custom": ("fp8_quantizer_factory",),
     "cpu_offloading": ("cpu_offloading_*",),
     "fine_grained_activation_offloading": (
         "offload_modules",
@@ -83,17 +163,12 @@ _DETAILS: Mapping[str, tuple[str, ...]] = {
         "delta_offload_bytes_across_pp_ranks",
         "fine_grained_offloading_max_inflight_offloads",
     ),
-    "defer_embedding_wgrad_compute": ("wgrad_deferral_limit",),
-    "qk_clip": ("qk_clip_*",),
     "moe_enable_deepep": ("moe_deepep_*",),
-    "moe_paged_stash": ("moe_paged_stash_*",),
-    "overlap_moe_expert_parallel_comm": ("high_priority_a2a_comm_stream",),
     "moe_token_dispatcher_type flex": (
+        "moe_enable_deepep",
         "moe_flex_dispatcher_*",
         "moe_hybridep_*",
-        "moe_ncclep_*",
         "moe_permute_fusion_into_hybridep",
-        "moe_expert_rank_capacity_factor",
     ),
 }
 """By the switch, or the switch and the words of which it has to be one."""
@@ -109,16 +184,24 @@ def problems(settings: Values, given: Values) -> Iterator[str]:
         given: The arguments.
     """
     for name in settings:
-        for why, patterns in _NOWHERE.items():
-            if any(fnmatch(name, pattern) for pattern in patterns):
-                yield f"additional_configs: {name} is not supported ({why}); remove it"
-                break
-        else:
-            for switch, patterns in _DETAILS.items():
-                if not _is_on(switch, settings, given) and any(
-                    fnmatch(name, pattern) for pattern in patterns
-                ):
-                    yield f"additional_configs: {name} needs {switch}; add it or remove {name}"
+        why = refusal(name)
+        if why is not None:
+            yield f"additional_configs: {name} is not supported ({why}); remove it"
+            continue
+        for switch, patterns in _DETAILS.items():
+            if not _is_on(switch, settings, given) and _is_one_of(name, patterns):
+                yield f"additional_configs: {name} needs {switch}; add it or remove {name}"
+
+
+def refusal(name: str) -> str | None:
+    """Why no run follows the setting; None: runs do."""
+    if any(name in names for names in FOLLOWED.values()):
+        return None
+    return next((why for why, patterns in _NOWHERE.items() if _is_one_of(name, patterns)), _UNTRIED)
+
+
+def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def _is_on(switch: str, settings: Values, given: Values) -> bool:
