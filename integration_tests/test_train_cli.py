@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import forked_cli
+from mca_models.checkpoint.side_files import side_files
 from train_cases import tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -71,6 +72,11 @@ def test_pretrain_on_four_ranks_and_back_to_hugging_face(folder):
     reported = forked_cli.launched([*command[:3], "report", str(folder / "pretrain")])
     assert reported.returncode == 0, reported.stderr
     assert "planned memory" in (folder / "pretrain" / "report.html").read_text()
+    of_model = {"chat_template.jinja", "generation_config.json", "special_tokens_map.json"}
+    found_beside = {path.name for path in side_files(folder / "pretrain")}
+    assert found_beside <= of_model | {"tokenizer.json", "tokenizer_config.json"}, (
+        "what a run writes goes along"
+    )
 
 
 def hugging_face_loss(folder: Path, model_path: Path) -> float:

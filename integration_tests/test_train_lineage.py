@@ -1,5 +1,7 @@
 """Runs that begin, begin anew and go back in one ``output_dir``: their checkpoints never mix."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,29 @@ def refused(checkpoint: Path, output_dir: Path, resume: Path | None) -> list[Any
     return [str(error.value), standing(output_dir)]
 
 
+def of_another_run(checkpoint: Path, output_dir: Path, ckpt_format: str) -> dict[str, Any]:
+    """A run from what another run wrote: the step in its own checkpoint, that it ends at when resumed, its log."""
+    source = output_dir.with_name(f"of-another-run-{ckpt_format}")
+    shutil.copytree(checkpoint, source)
+    theirs = {"global_step": 99, "max_steps": 99, "best_metric": 0.5}
+    for name in ("trainer_state.json", "training_args.json", "train_log.jsonl", "run.json"):
+        (source / name).write_text(json.dumps(theirs))
+    output_dir = output_dir.with_name(f"chained-{ckpt_format}")
+    trained(source, output_dir, 2, None, ckpt_format=ckpt_format)
+    state = json.loads((output_dir / "checkpoint-2" / "trainer_state.json").read_text())
+    arguments = json.loads((output_dir / "checkpoint-2" / "training_args.json").read_text())
+    resumed = trained(source, output_dir, 4, "checkpoint-2", ckpt_format=ckpt_format)
+    (output_dir / "train_log.jsonl").write_text("own")
+    make_trainer(source, output_dir).save_model()
+    log = (output_dir / "train_log.jsonl").read_text()
+    return {
+        "state": [state["global_step"], state["best_metric"]],
+        "arguments": arguments.get("max_steps"),
+        "resumed": resumed,
+        "log": log,
+    }
+
+
 def lives(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
     elsewhere = output_dir.with_name("elsewhere")
     found: dict[str, Any] = {"first": trained(checkpoint, output_dir, 6, None)}
@@ -51,6 +76,8 @@ def lives(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
     found["from elsewhere, overwriting"] = trained(
         checkpoint, output_dir, 3, str(elsewhere / "checkpoint-2"), **overwriting
     )
+    for ckpt_format in ("mca", "torch_dist"):
+        found[ckpt_format] = of_another_run(checkpoint, output_dir, ckpt_format)
     return found
 
 
@@ -71,3 +98,6 @@ def test_a_run_keeps_its_own_checkpoints_and_no_others(tmp_path):
     aside = ["7.set-aside", "7.set-aside-1", "8.set-aside"]
     assert found["went back, overwriting"] == ["6", "7", *aside], "none was deleted"
     assert found["from elsewhere, overwriting"] == ["3", *aside], "all of the other run were"
+    for ckpt_format in ("mca", "torch_dist"):
+        own = {"state": [2, None], "arguments": 2, "resumed": ["2", "4"], "log": "own"}
+        assert found[ckpt_format] == own, "files of the run that made its model stand for its own"

@@ -109,9 +109,21 @@ def test_side_files_go_along_both_ways(tiny, convert, tmp_path: Path) -> None:
     shutil.copytree(tiny("llama"), source)
     (source / "tokenizer.json").write_text('{"a": 1}')
     (source / "chat_template.jinja").write_text("{{ x }}")
+    of_a_run = (
+        "trainer_state.json",
+        "training_args.json",
+        "train_log.jsonl",
+        "run.json",
+        "loss.png",
+        "report.html",
+    )
+    for name in of_a_run:
+        (source / name).write_text("{}")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "unknown_field": [1, {"a": None}]}))
-    back = convert(convert(source, "mca", tp=2), "hf")
+    mca = convert(source, "mca", tp=2)
+    assert not [name for name in of_a_run if (mca / name).exists()]
+    back = convert(mca, "hf")
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (back / name).read_bytes() == (source / name).read_bytes()
     assert json.loads((back / "config.json").read_text())["unknown_field"] == [1, {"a": None}]

@@ -111,6 +111,13 @@ def test_a_side_file_that_cannot_be_closed_is_named(source: Path, tmp_path: Path
         copy_side_files(source, tmp_path / "out")
 
 
+def test_a_side_file_replaces_nothing(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "generation_config.json").write_text("its own")
+    assert "generation_config.json" not in copy_side_files(source, tmp_path / "out")
+    assert (tmp_path / "out" / "generation_config.json").read_text() == "its own"
+
+
 def test_all_of_a_tokenizer_goes_along_both_ways(source: Path, convert) -> None:
     templates = source / "additional_chat_templates"
     templates.mkdir()

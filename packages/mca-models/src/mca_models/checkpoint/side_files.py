@@ -1,6 +1,7 @@
 """The small files of a checkpoint directory that go along with the weights both ways.
 
-Weights, indexes and configurations are not among them; whoever writes a checkpoint writes those anew.
+Weights, indexes and configurations are not among them; whoever writes a checkpoint writes those anew. Nor is what a
+training run says of itself: the next run that begins from the model writes files of the same names.
 """
 
 import logging
@@ -19,6 +20,18 @@ logger = logging.getLogger(__name__)
 _WRITTEN = {"config.json", "mca_config.json", "latest_checkpointed_iteration.txt"}
 _MEGATRON = {"metadata.json", "latest_wandb_artifact_path.txt", "progress.txt"}  # of the source's own kind
 
+OF_A_RUN = frozenset(
+    {
+        "loss.png",
+        "report.html",
+        "run.json",
+        "train_log.jsonl",
+        "trainer_state.json",
+        "training_args.json",
+    }
+)
+"""What `mca_train` (the state transformers' Trainer too) writes of a run beside its model."""
+
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".npz", ".gguf", ".h5", ".msgpack", ".onnx"),
     ".index.json",
@@ -32,7 +45,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 def side_files(source: Path) -> list[Path]:
-    """Tokenizer, generation config, chat templates, remote code, licence: all but weights and configs.
+    """Tokenizer, generation config, chat templates, remote code, licence: all but weights, configs, a run's files.
 
     Raises:
         McaError: One cannot be copied: a link that leads out of the directory or nowhere, a pipe, a device, a file
@@ -51,7 +64,7 @@ def _names(source: Path) -> Iterator[str]:
 
 
 def _is_other(name: str) -> bool:
-    return name in _WRITTEN | _MEGATRON or name.startswith(".") or name.endswith(_WEIGHTS)
+    return name in _WRITTEN | _MEGATRON | OF_A_RUN or name.startswith(".") or name.endswith(_WEIGHTS)
 
 
 def _is_left(folder: str) -> bool:
@@ -70,7 +83,7 @@ def _checked(source: Path, name: str) -> Path:
 
 
 def copy_side_files(source: Path, target: Path) -> dict[str, int]:
-    """Copies and syncs them; returns their sizes by name."""
+    """Copies and syncs those whose names ``target`` does not have yet; returns their sizes by name."""
     if others := sorted(entry.name for entry in source.iterdir() if entry.is_dir() and _is_left(entry.name)):
         logger.info(
             "%s: not copied, because these folders are not part of the model: %s", source, ", ".join(others)
@@ -79,6 +92,7 @@ def copy_side_files(source: Path, target: Path) -> dict[str, int]:
     return {
         str(name): _copy(source / name, target / name)
         for name in (file.relative_to(source) for file in files)
+        if not (target / name).exists()
     }
 
 

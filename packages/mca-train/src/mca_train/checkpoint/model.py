@@ -6,6 +6,7 @@ from pathlib import Path
 from mca_config.errors import McaError, UsageError
 from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_config.types import Typed
+from mca_models.checkpoint.side_files import OF_A_RUN
 from mca_models.megatron.distributed.collectives import on_first
 from mca_train.types import PreTrainedTokenizerBase, VirtualModels
 
@@ -82,8 +83,10 @@ def require_format(model: VirtualModels, ckpt_format: str) -> None:
 
 
 def _move_up(staged: Path, folder: Path) -> None:
-    """Replaces what ``staged`` has; everything else in ``folder`` stays."""
+    """Replaces what ``staged`` has of a model; everything else in ``folder`` stays, and what the run wrote there."""
     (folder / _LATEST).unlink(missing_ok=True)
+    for name in OF_A_RUN:
+        (staged / name).unlink(missing_ok=True)
     for entry in sorted(staged.iterdir(), key=lambda path: path.name == _LATEST):
         target = folder / entry.name
         if target.is_dir():
