@@ -1,5 +1,6 @@
 """Adapters that are damaged, of another model, or cannot be represented: refused by name."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,3 +175,26 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         open_adapter(tmp_path / "mca", replace(model, num_layers=5))
     with pytest.raises(McaError, match="does not describe its base model"):
         open_adapter(source)
+
+
+@pytest.mark.parametrize("rows", [-3, 3])
+def test_an_adapter_with_other_rows_of_the_vocabulary_is_refused(rows: int, tmp_path: Path) -> None:
+    base, source = adapters.save("llama-saved", tmp_path)
+    model = open_checkpoint(base).config
+    write_mca_adapter(open_adapter(source, model), ParallelLayout(), tmp_path / "mca")
+    other = replace(model, vocab_size=model.vocab_size + rows)
+    for path in (source, tmp_path / "mca"):
+        with pytest.raises(
+            McaError, match=r"lm_head\.weight .*has shape .* resize the base model's vocabulary first"
+        ):
+            open_adapter(path, other)
+    with pytest.raises(McaError, match=r"q_proj\.weight of its base model has shape"):
+        open_adapter(tmp_path / "mca", replace(model, num_query_groups=1))
+    tensors = load_file(base / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.cat([tensors[name], tensors[name]])[: other.vocab_size]
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    settings = json.loads((base / "config.json").read_text()) | {"vocab_size": other.vocab_size}
+    (base / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(McaError, match="merge into the model that it was trained on"):
+        merge_to_hf(open_checkpoint(base), open_adapter(tmp_path / "mca"), tmp_path / "merged")

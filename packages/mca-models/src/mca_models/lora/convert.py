@@ -3,12 +3,12 @@
 Merging an adapter into its base model is in `merge`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from mca_config.errors import McaError
+from mca_config.errors import McaError, raise_problems
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.hf_directory import naming_config, read_config
@@ -18,6 +18,7 @@ from mca_models.lora.mca_directory import is_mca_adapter, open_mca_adapter, writ
 from mca_models.lora.peft_directory import is_peft, open_peft, write_peft
 from mca_models.storage.dtypes import numpy_dtype
 from mca_models.templates import config_from_hf
+from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
 
@@ -44,7 +45,7 @@ def open_adapter(path: Path, model: McaModelConfig | None = None) -> Adapter:
     Args:
         path: The directory.
         model: The base model, which a PEFT directory does not describe; an MCA adapter must be of its
-            architecture if given.
+            architecture and sizes if given.
 
     Raises:
         McaError: It is damaged, cannot be represented, or belongs to another model.
@@ -61,7 +62,21 @@ def open_adapter(path: Path, model: McaModelConfig | None = None) -> Adapter:
             raise McaError(
                 f"{path}: {field} of its base model is {getattr(adapter.model, field)}, here {getattr(model, field)}"
             )
+    if model is not None:
+        raise_problems(list(_of_other_shapes(adapter, model)), path, shown=8)
     return adapter
+
+
+def _of_other_shapes(adapter: Adapter, model: McaModelConfig) -> Iterator[str]:
+    """The weights that ``adapter`` changes which have another shape in ``model``, in words."""
+    own = adapter.model  # whose head may be new
+    model = replace(model, head=own.head, num_labels=own.num_labels)
+    changed = [*(pair.target.base for pair in adapter.rules.factors), *adapter.rules.saved]
+    for param in {param.mca_name(): param for param in changed}.values():
+        its, here = whole_shape(param, own), whole_shape(param, model)
+        if its != here:
+            hint = "; resize the base model's vocabulary first" if param.vocab else ""
+            yield f"{param.hf_names()[0]} of its base model has shape {list(its)}, here {list(here)}{hint}"
 
 
 def convert_adapter(

@@ -192,7 +192,13 @@ class MergedTensor(TensorBase):
         adapter = self.source.adapter
         saved = adapter.saved_of.get(self.param.mca_name())
         if saved is not None:
-            return np.array(saved.from_whole(adapter.read(saved))[self.number][start:stop], np.float32)
+            whole = saved.from_whole(adapter.read(saved))[self.number]
+            if whole.shape != self.shape:
+                raise McaError(
+                    f"{self.name}: the adapter saved shape {list(whole.shape)}, the base model's is "
+                    f"{list(self.shape)}; merge into the model that it was trained on"
+                )
+            return np.array(whole[start:stop], np.float32)
         base, row = self.source.base, prod(self.shape[1:])
         out = np.empty((stop - start, *self.shape[1:]), dtype)
         gather = base.gathers(self.param, HF)[self.number]
