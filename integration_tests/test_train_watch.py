@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -209,12 +210,22 @@ def test_without_a_known_peak_there_is_no_mfu(checkpoint, tmp_path):
     assert logs[0]["model_tflops"] > 0
 
 
-def overflowing(checkpoint: Path, output_dir: Path) -> tuple[list[dict[str, Any]], str]:
+def overflowing(checkpoint: Path, output_dir: Path) -> tuple[list[list[dict[str, Any]]], list[str]]:
+    """Logs and the error of a run that asks for fp16, and of a run of a checkpoint in float16 that does not."""
+    half = output_dir.with_name("half")
+    shutil.copytree(checkpoint, half)
+    document = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps(document | {"dtype": "float16"}))
+    changes = {"fp16": True, "initial_loss_scale": 2.0**60, "hysteresis": 1}
+    runs = [(checkpoint, output_dir, changes), (half, output_dir.with_name("of half"), {})]
+    found = [overflowed(*run[:2], **run[2]) for run in runs]
+    return [logs for logs, _ in found], [error for _, error in found]
+
+
+def overflowed(checkpoint: Path, output_dir: Path, **changes: Any) -> tuple[list[dict[str, Any]], str]:
     from mca_config.errors import McaError
 
-    trainer = make_trainer(
-        checkpoint, output_dir, max_steps=3, fp16=True, initial_loss_scale=2.0**60, hysteresis=1
-    )
+    trainer = make_trainer(checkpoint, output_dir, max_steps=3, **changes)
     try:
         quietly(trainer.train)
     except McaError as error:
@@ -223,11 +234,12 @@ def overflowing(checkpoint: Path, output_dir: Path) -> tuple[list[dict[str, Any]
 
 
 def test_skipped_steps_are_counted_and_a_run_of_nothing_else_fails(checkpoint, tmp_path):
-    ((logs, error),) = run_ranks(1, overflowing, checkpoint, tmp_path)
+    (((logs, of_half), (error, _)),) = run_ranks(1, overflowing, checkpoint, tmp_path / "run")
     assert [log["skipped_steps"] for log in logs if "loss" in log] == [1, 1, 1]
     assert logs[0]["loss_scale"] > logs[1]["loss_scale"]
     assert logs[1]["learning_rate"] == logs[0]["learning_rate"], "a skipped step moves no schedule"
     assert error.startswith("all 3 steps of the run were skipped")
+    assert {"loss_scale", "skipped_steps"} <= of_half[0].keys(), "fp16 by config.json is fp16"
 
 
 def overflowing_once(checkpoint: Path, output_dir: Path) -> tuple[list[float], list[int]]:

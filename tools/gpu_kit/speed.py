@@ -182,7 +182,7 @@ def _report(kit: Kit, trainer: Any, name: str, seconds: list[float]) -> None:
     kit.figure(f"{name}: tokens/s", ACCUMULATION * length / median)
     flops = ModelFlops.of(trainer.model.config).of_tokens(ACCUMULATION * length, ACCUMULATION * length**2)
     kit.figure(f"{name}: model TFLOP/s", flops / median / 1e12)
-    if peak := peak_flops(trainer.args, torch.device(kit.device)):
+    if peak := peak_flops(trainer.args, trainer.model.config.dtype, torch.device(kit.device)):
         kit.figure(f"{name}: MFU", flops / median / peak)
 
 

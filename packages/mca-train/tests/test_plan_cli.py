@@ -89,6 +89,23 @@ def test_fp8_of_a_device_is_planned_on_a_machine_without(run, capsys):
     assert "fp8 needs CUDA" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("dtype", "key"), [("bfloat16", "bf16"), ("float16", "fp16")])
+def test_the_dtype_of_the_checkpoint_is_planned_if_no_key_names_another(run, dtype, key, tmp_path, capsys):
+    def planned(dtype, **changes):
+        file = tmp_path / "model/config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": dtype}))
+        assert main(["plan", "dpo", run(local_ranks=2, **changes), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["stages"]
+
+    (stage,) = left_out = planned(dtype)
+    assert stage["weights"] == stage["reference"] == 2 * stage["parameters"]
+    assert stage["optimizer"] == 12 * stage["parameters"], "two moments and the main weights"
+    assert left_out == planned("float32", **{key: True}) == planned(dtype, **{key: True})
+    (single,) = planned("float32")
+    assert single["weights"] == single["reference"] == 4 * single["parameters"]
+    assert single["optimizer"] == 8 * single["parameters"]
+
+
 def test_a_search_finds_layouts_that_can_be_run(run, capsys):
     path = run(tensor_model_parallel_size=2, gradient_accumulation_steps=4)
     assert main(["plan", "sft", path, "--gpus", "8", "--search", "--device", "gib:40", "--json"]) == 0

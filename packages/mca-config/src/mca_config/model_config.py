@@ -20,6 +20,7 @@ from mca_config.types import JsonObject
 
 HeadKind = Literal["causal_lm", "sequence_classification", "token_classification"]
 """Which of Hugging Face's classes a model is: ``...ForCausalLM``, ``...ForSequenceClassification``, ..."""
+DtypeName = Literal["float32", "bfloat16", "float16"]
 FILE_NAME = "mca_config.json"
 
 
@@ -42,7 +43,7 @@ class McaModelConfig(Layers):
     vocab_size: int
     """True vocabulary rows, before padding to a multiple of tp."""
     max_position_embeddings: int
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: DtypeName = "float32"
     """dtype of the weights on disk."""
 
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
@@ -375,3 +376,9 @@ class MlaMcaModelConfig(McaModelConfig):
     index_head_dim: int | None = None
     index_rotary_interleaved: bool = False
     """The indexer rotates pairs of neighbours."""
+
+
+def trained_dtype(config: McaModelConfig, args: object) -> DtypeName:
+    """What a model is trained in: what training arguments say, else the dtype of its files."""
+    flags = vars(args)  # bf16 and fp16 are there in training arguments only
+    return "bfloat16" if flags.get("bf16") else "float16" if flags.get("fp16") else config.dtype

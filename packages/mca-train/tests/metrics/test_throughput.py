@@ -139,14 +139,15 @@ def test_a_frozen_text_model_gets_no_gradient():
 )
 def test_the_peak_is_of_the_named_gpu_and_of_none_with_a_longer_name(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    args = SimpleNamespace(bf16=True, fp16=False)
-    assert peak_flops(args, torch.device("cuda")) == (peak and peak * 1e12)
+    for dtype in ("bfloat16", "float16"):
+        assert peak_flops(SimpleNamespace(), dtype, torch.device("cuda")) == (peak and peak * 1e12)
+    assert peak_flops(SimpleNamespace(), "float32", torch.device("cuda")) is None
 
 
 def test_the_peak_is_what_is_given_or_unknown():
     class Arguments:
-        bf16, fp16, peak_tflops = True, False, 2.5
+        peak_tflops = 2.5
 
-    assert peak_flops(Arguments, torch.device("cpu")) == 2.5e12
+    assert peak_flops(Arguments, "bfloat16", torch.device("cpu")) == 2.5e12
     Arguments.peak_tflops = None
-    assert peak_flops(Arguments, torch.device("cpu")) is None
+    assert peak_flops(Arguments, "bfloat16", torch.device("cpu")) is None

@@ -10,7 +10,7 @@ from pathlib import Path
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.checks import require_layout
 from mca_config.errors import McaError, checking_usage
-from mca_config.model_config import McaModelConfig
+from mca_config.model_config import DtypeName, McaModelConfig, trained_dtype
 from mca_models.checkpoint.hf_directory import HfSource
 from mca_models.hub import directory_of
 from mca_models.megatron import platform
@@ -19,7 +19,7 @@ from mca_models.megatron.distributed.collectives import told_by_first
 from mca_models.megatron.factory import fill
 from mca_models.megatron.factory.execution import DTYPES
 from mca_models.megatron.factory.vocabulary import growth_of, require_growth
-from mca_models.megatron.names import DtypeName, Implementation
+from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import Upstream
 from mca_models.megatron.virtual_models import VirtualModels
 from mca_models.opening import open_checkpoint
@@ -131,8 +131,10 @@ def _build(
         config = _with_prediction_layers(config, args.mtp_num_layers)
     layout = args.layout(config.layout)
     require_layout(config, layout)
+    if dtype is not None and dtype not in DTYPES:
+        raise McaError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
     place = parallel.start(layout, seed, embedding_ranks=_embedding_ranks(replace(config, layout=layout)))
-    models = VirtualModels(config, args, place, dtype=trained_dtype(config, args, dtype), source=source)
+    models = VirtualModels(config, args, place, dtype=dtype or trained_dtype(config, args), source=source)
     if told := slower_layers(models.implementation, args.transformer_impl, _missing()):
         _log.warning("%s", told)
     if told := dealt_by_ranks(models.megatron):
@@ -191,15 +193,3 @@ def _with_prediction_layers(config: McaModelConfig, count: int) -> McaModelConfi
             f"mtp_num_layers {count} is more than the model's {config.mtp_num_layers} prediction layers; lower it"
         )
     return replace(config, mtp_num_layers=count)
-
-
-def trained_dtype(
-    config: McaModelConfig, args: DistributingParallelArguments, dtype: DtypeName | None = None
-) -> DtypeName:
-    """What was asked for, else what training arguments say, else the checkpoint's."""
-    flags = vars(args)  # bf16 and fp16 are there in training arguments only
-    trained: DtypeName = "bfloat16" if flags.get("bf16") else "float16" if flags.get("fp16") else config.dtype
-    dtype = dtype or trained
-    if dtype not in DTYPES:
-        raise McaError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
-    return dtype

@@ -22,7 +22,6 @@ from mca_models.templates.live_names import (
 )
 from mca_models.weights import Param, Stage
 
-DtypeName = Literal["float32", "bfloat16", "float16"]
 Implementation = Literal["transformer_engine", "local"]
 
 

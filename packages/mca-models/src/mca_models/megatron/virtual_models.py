@@ -14,7 +14,7 @@ from torch import Tensor
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.checks import require_layout
 from mca_config.errors import McaError, raise_problems
-from mca_config.model_config import McaModelConfig
+from mca_config.model_config import DtypeName, McaModelConfig
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.factory.chunks import build_chunk, live_tensors
 from mca_models.megatron.factory.transformer_config import implementation_of, transformer_config
@@ -24,7 +24,7 @@ from mca_models.megatron.forward import model_logits
 from mca_models.megatron.layers.tp_marks import mark_parameters
 from mca_models.megatron.log_probs.forward import Batch, LogProbs, model_log_probs
 from mca_models.megatron.log_probs.vocabulary import TokenValues
-from mca_models.megatron.names import DtypeName, Held, Implementation, Spelling, chunk_params
+from mca_models.megatron.names import Held, Implementation, Spelling, chunk_params
 from mca_models.megatron.state.arrivals import Weight
 from mca_models.megatron.state.export import (
     BUCKET_BYTES,

@@ -43,7 +43,10 @@ _SET = {
     "expert_model_parallel_size": "ep ep_size",
     "local_ranks": "nproc_per_node num_processes",
 }
-_DTYPE = "weights are trained in fp32 unless bf16 or fp16 is true; set one of the two instead"
+_DTYPE = (
+    "the dtype of config.json is trained unless bf16 or fp16 is true; set one of the two, or write the model in "
+    "another dtype first (mca-convert --fp32)"
+)
 _QUANTISED = (
     "weights are not trained quantised; for less memory use lora_rank, more ranks, or optimizer_cpu_offload"
 )

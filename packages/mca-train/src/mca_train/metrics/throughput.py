@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import DtypeName, McaModelConfig, MlaMcaModelConfig
 from mca_models.weights import Param, Stage
 from mca_train import groups
 from mca_train.config.parts import trained_parts
@@ -111,12 +111,12 @@ def _width(config: McaModelConfig) -> float:
     return config.kv_channels
 
 
-def peak_flops(args: TrainingArguments, device: torch.device) -> float | None:
+def peak_flops(args: TrainingArguments, dtype: DtypeName, device: torch.device) -> float | None:
     """Of one device: what ``peak_tflops`` says, else a known GPU's in half precision, else unknown."""
     given = getattr(args, "peak_tflops", None)
     if given:
         return float(given) * _TERA
-    if device.type != "cuda" or not (args.bf16 or args.fp16):
+    if device.type != "cuda" or dtype == "float32":
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak * _TERA for part, peak in PEAK_TFLOPS.items() if part in name), None)
@@ -141,7 +141,7 @@ class Throughput:
     def __init__(self, args: TrainingArguments, model: VirtualModels, ranks: Ranks) -> None:
         frozen = model.config.vision is not None and "language" not in trained_parts(args)
         self._flops = ModelFlops.of(model.config, getattr(model, "rules", None), frozen=frozen)
-        self._peak = peak_flops(args, ranks.device)
+        self._peak = peak_flops(args, model.config.dtype, ranks.device)
         self._ranks = ranks
         self._bubble = ranks.layout.bubble(args.gradient_accumulation_steps)
 

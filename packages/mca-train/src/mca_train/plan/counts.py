@@ -75,7 +75,7 @@ class ModelCounts:
     """Parameters of a model, or of an adapter on it, by where they stand and how they are cut."""
 
     def __init__(self, config: McaModelConfig, sized: "Iterable[tuple[Param, Shape]]") -> None:
-        self._config = config
+        self.config = config
         self._elements = Counter[tuple[Place, Kind]]()
         self.total = 0
         """Parameters of the whole model; a tied head is not counted again."""
@@ -117,7 +117,7 @@ class ModelCounts:
             layout: How the ranks stand.
             layers_only: Leave out what stands before, behind and beside the layers.
         """
-        config = replace(self._config, layout=layout)
+        config = replace(self.config, layout=layout)
         plan = config.pipeline_plan()
         dense, experts = [0] * layout.pp, [0] * layout.pp
         for (place, kind), elements in self._elements.items():

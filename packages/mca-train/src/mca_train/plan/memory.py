@@ -15,7 +15,7 @@ from mca_train.config.parts import trained_parts
 from mca_train.plan.chunks import Bytes, Implementation, Model, of_chunk
 from mca_train.plan.counts import Count, ModelCounts, shares
 from mca_train.plan.schedule import Order
-from mca_train.plan.sizes import EIGHTH, HALF, SINGLE, Sizes
+from mca_train.plan.sizes import EIGHTH, HALF, SINGLE, Sizes, width_of
 from mca_train.plan.towers import Images
 
 if TYPE_CHECKING:
@@ -211,6 +211,7 @@ def _stages(subject: Subject, model: Model, grid: RankGrid) -> list[StageNeeds]:
     held = subject.model.by_stage(layout)
     adapter = subject.adapter.by_stage(layout) if subject.adapter else None
     beside = subject.reference.by_stage(layout) if subject.reference else none
+    beside_width = width_of(subject.reference.config, training) if subject.reference else 0
     copied = subject.model.by_stage(layout, layers_only=True) if training.fp8 else none
     trained_by_stage, plan = subject.trained_by_stage(layout), model.config.pipeline_plan()
     share = shares(training.use_distributed_optimizer, grid)
@@ -221,7 +222,7 @@ def _stages(subject: Subject, model: Model, grid: RankGrid) -> list[StageNeeds]:
             held[pp].total + (adapter[pp].total if adapter else 0),
             trained.total,
             trained.dense // share.dense + trained.experts // share.experts,
-            beside[pp].total,
+            beside[pp].total * beside_width,
             copied[pp].total,
         )
         found.append(_needs(model, plan.chunks[pp], pp, counts, share))
@@ -230,12 +231,13 @@ def _stages(subject: Subject, model: Model, grid: RankGrid) -> list[StageNeeds]:
 
 @dataclass(frozen=True)
 class _Counts:
-    """Parameters on a rank: those held, those trained, those whose optimizer state is here, the reference's."""
+    """Parameters on a rank: those held, those trained, those whose optimizer state is here."""
 
     held: int
     trained: int
     stepped: int
     reference: int
+    """Bytes of the frozen model beside it."""
     quantized: int
     """Of those held, whose copies in fp8 stand beside them."""
 
@@ -244,8 +246,8 @@ def _needs(
     model: Model, chunks: tuple[PipelineChunk, ...], pp: int, counts: _Counts, share: Count
 ) -> StageNeeds:
     training = model.training
-    half = training.bf16 or training.fp16
-    width = HALF if half else SINGLE
+    width = model.sizes.width
+    half = width == HALF
     gradients = HALF if half and training.accumulate_allreduce_grads_in_fp32 is False else SINGLE
     moments = SINGLE * (_SGD_MOMENTS if training.optimizer == "sgd" else _ADAM_MOMENTS)
     main = SINGLE if half else 0  # the fp32 weights that the optimizer steps
@@ -264,7 +266,7 @@ def _needs(
         gradients=counts.trained * gradients,
         optimizer=int(counts.stepped * (moments * (1 - moved) + main * (1 - main_moved))),
         host=int(counts.stepped * moved * (moments + 2 * SINGLE)),  # with weights and gradients in fp32
-        reference=counts.reference * width,
+        reference=counts.reference,
         activations=int(peak.kept),
         temporaries=int(peak.running),
         in_flight=peak.in_flight,

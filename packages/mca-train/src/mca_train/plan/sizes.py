@@ -4,13 +4,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig, trained_dtype
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
 
 EIGHTH, HALF, SINGLE = 1, 2, 4
 """Bytes of a number in fp8, in bf16 or fp16, and in fp32."""
+
+
+def width_of(config: McaModelConfig, training: "TrainingArguments") -> int:
+    """Bytes of a number of what is trained, or stands beside it frozen."""
+    return SINGLE if trained_dtype(config, training) == "float32" else HALF
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Sizes:
         length = seq_length // layout.cp
         count = training.per_device_train_batch_size * sequences
         tokens = count * length
-        width = HALF if training.bf16 or training.fp16 else SINGLE
+        width = width_of(config, training)
         return cls(
             width=width,
             operand=EIGHTH if training.fp8 else width,

@@ -15,7 +15,7 @@ from mca_train.plan.counts import Count
 from mca_train.plan.hardware import Hardware
 from mca_train.plan.local_layers import CHUNK
 from mca_train.plan.schedule import Order, Pass
-from mca_train.plan.sizes import HALF, SINGLE
+from mca_train.plan.sizes import SINGLE
 from mca_train.plan.timeline import timeline
 
 _KERNELS = 45
@@ -322,16 +322,13 @@ class Speed:
             (count.dense, self.grid.data_parallel_size * layout.cp, layout.tp),
             (count.experts, self.grid.expert_data_parallel_size, layout.ep * layout.etp),
         )
-        overlapped = self.hardware.efficiency.overlapped
+        overlapped, width = self.hardware.efficiency.overlapped, self.model.sizes.width
         for parameters, ranks, stride in groups:
             if ranks > 1 and parameters:
                 far = ranks * stride > self.hardware.device.node
-                half = training.bf16 and training.accumulate_allreduce_grads_in_fp32 is False
-                width = HALF if half else SINGLE
-                reduced = self._message(parameters * width * (ranks - 1) / ranks, far, ranks)
-                gathered = self._message(
-                    parameters * self.model.sizes.width * (ranks - 1) / ranks, far, ranks
-                )
+                summed = SINGLE if training.accumulate_allreduce_grads_in_fp32 is not False else width
+                reduced = self._message(parameters * summed * (ranks - 1) / ranks, far, ranks)
+                gathered = self._message(parameters * width * (ranks - 1) / ranks, far, ranks)
                 seconds += reduced * (1 - overlapped if training.overlap_grad_reduce else 1)
                 seconds += gathered * (1 - overlapped if training.overlap_param_gather else 1)
         return seconds

@@ -66,7 +66,9 @@ def starter(task: Task, model: str, *, gpu: bool) -> str:
         "length_text": example.length,
         "rate": example.learning_rate,
         "bf16": "true" if gpu else "false",
-        "bf16_text": "half precision" if gpu else "true on a GPU",
+        "bf16_text": "false: in the dtype of config.json"
+        if gpu
+        else "in the dtype of config.json; true on a GPU",
         "own": example.own,
         "lora": "" if example.lora is None else _LORA + example.lora,
     }

@@ -13,7 +13,7 @@ from pathlib import Path
 from mca_config.checks import check_layout
 from mca_config.errors import McaError, UsageError, problems_of, raise_problems
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import McaModelConfig
+from mca_config.model_config import McaModelConfig, trained_dtype
 from mca_config.types import Values
 from mca_train.checkpoint.output_dir import require_own
 from mca_train.config.arguments import LaunchArguments
@@ -153,7 +153,6 @@ def _metric(task: Task, settings: Settings) -> Iterator[str]:
 
 def _architecture(run: Run) -> list[str]:
     """What the ranks cannot hold; if they can, what Megatron would not do with the model."""
-    from mca_models.megatron.auto import trained_dtype
     from mca_models.megatron.factory.transformer_config import transformer_config
 
     args, config = run.settings.training, run.model

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mca_config.layout import ParallelLayout
+from mca_config.model_config import trained_dtype
 from mca_train.config.model import adapter_config, model_config
 from mca_train.config.parts import Part, trained_parts
 from mca_train.plan.chunks import Implementation
@@ -34,7 +35,6 @@ def images_of_run(run: Run, count: int | None = None, pixels: int | None = None)
 
 def image_check(run: Run, implementation: Implementation) -> Callable[[ParallelLayout], list[str]]:
     """The function that says what keeps ``run`` from taking images on a layout, with such layers."""
-    from mca_models.megatron.auto import trained_dtype
     from mca_models.megatron.factory.transformer_config import transformer_config
     from mca_models.megatron.families.image_limits import image_problems
 

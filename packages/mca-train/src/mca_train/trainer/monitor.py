@@ -128,11 +128,12 @@ class Watch:
 
     def logs(self, report: LossReport, optimizer: "MegatronOptimizer", step: int) -> dict[str, float]:
         """What a log says besides loss, norm and rate."""
-        if not self._args.fp16:
+        scaled = self._model.config.dtype == "float16"
+        if not scaled:
             require_finite(report.mean, None, step, self._model.held())
         found = report.speed() | self._throughput.report(report)
         found |= self.stragglers.report(len(report.losses), found.get("step_time", 0.0), step)
-        if self._args.fp16:
+        if scaled:
             found |= {"loss_scale": float(optimizer.get_loss_scale()), "skipped_steps": self._skipped}
         self._skipped = 0
         return found

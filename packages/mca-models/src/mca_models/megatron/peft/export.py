@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from mca_config.model_config import DtypeName
 from mca_models.lora import Adapter
 from mca_models.lora.peft_directory import PeftTensors
 from mca_models.megatron import platform
 from mca_models.megatron.factory.execution import DTYPES
-from mca_models.megatron.names import DtypeName
 from mca_models.megatron.peft.attach import Attached
 from mca_models.megatron.state.stream import Piece
 from mca_models.megatron.tensors import to_torch

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mca_config.errors import McaError
+from mca_config.model_config import DtypeName
 from mca_models.hub import directory_of
 from mca_models.lora import (
     Adapter,
@@ -29,7 +30,6 @@ from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import told_by_first
 from mca_models.megatron.factory.fill import cut_of, whole_shape
 from mca_models.megatron.families.vision_model import TEXT, Part
-from mca_models.megatron.names import DtypeName
 from mca_models.megatron.peft.attach import (
     Attached,
     LinearGroups,

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from mca_config.errors import McaError
+from mca_config.model_config import DtypeName
 from mca_models.checkpoint.hf_writer import HfLayout
 from mca_models.megatron.distributed.parallel import Place
 from mca_models.megatron.live import LiveModel
-from mca_models.megatron.names import DtypeName
 from mca_models.megatron.state.buckets import Entry, Facts, Unit, aligned, plan_buckets, stacks
 from mca_models.megatron.state.facts import cast_facts, facts_of, hf_layout, params_of
 from mca_models.megatron.state.fp8 import quantised

@@ -5,13 +5,13 @@ Nothing is sent here but names, types and shapes.
 
 from dataclasses import replace
 
+from mca_config.model_config import DtypeName
 from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, HfLayout
 from mca_models.checkpoint.placement import stored
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import all_gather
 from mca_models.megatron.factory.fill import whole_shape
 from mca_models.megatron.live import LiveModel
-from mca_models.megatron.names import DtypeName
 from mca_models.megatron.state.buckets import Facts, Shape
 from mca_models.megatron.tensors import CODES
 from mca_models.storage.dtypes import CODES as CODE_OF
