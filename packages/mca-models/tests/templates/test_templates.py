@@ -268,23 +268,25 @@ def test_published_tensors_that_transformers_passes_over(case: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("change", "dropouts"),
+    ("change", "found"),
     [
-        ({}, (0.1, 0.0)),
-        ({"hidden_dropout": 0.1, "parallel_attn": False}, (0.1, 0.1)),
-        ({"parallel_attn": False}, None),
+        ({}, 0.0),
+        ({"hidden_dropout": 0.1, "parallel_attn": False}, 0.1),
+        ({"parallel_attn": False}, r"'attention_dropout' is 0\.1 and 'hidden_dropout' 0\.0"),
+        ({"hidden_dropout": 0.2}, r"'hidden_dropout' is 0\.2; supported with parallel_attn: 0"),
     ],
 )
-def test_falcon_drops_scores_and_behind_attention(
-    change: dict[str, Any], dropouts: tuple[float, float] | None
+def test_falcon_drops_behind_attention_and_mlp_and_no_scores(
+    change: dict[str, Any], found: float | str
 ) -> None:
     hf = {**tiny_hf.SIZE, "model_type": "falcon", "attention_dropout": 0.1, **change}
-    if dropouts is None:
-        with pytest.raises(McaError, match=r"'attention_dropout' is 0\.1 and 'hidden_dropout' 0\.0"):
+    if isinstance(found, str):
+        with pytest.raises(McaError, match=found):
             config_from_hf(hf)
         return
     config = config_from_hf(hf)
-    assert (config.attention_dropout, config.hidden_dropout) == dropouts
+    assert (config.attention_dropout, config.hidden_dropout) == (0.0, found)
+    assert config_from_hf(config_to_hf(replace(config, hf_config={}))).hidden_dropout == found
 
 
 def test_stacked_experts_and_doubled_tensors_are_noticed(tmp_path: Path) -> None:

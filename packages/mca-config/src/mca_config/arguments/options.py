@@ -88,7 +88,7 @@ class DistributingOptions:
     moe_router_bias_update_rate: float | None = option(
         "Step of the expert bias that balances without a loss."
     )
-    moe_router_dtype: Literal["fp32", "fp64"] | None = option("dtype of routing; unset: that of the model.")
+    moe_router_dtype: Literal["fp32", "fp64"] | None = option("dtype of routing; unset: fp32.")
     moe_grouped_gemm: bool | None = switch("Run all local experts in one grouped matrix product.")
     moe_permute_fusion: bool | None = switch("Fuse the reordering of tokens; needs Transformer Engine.")
     moe_router_fusion: bool | None = switch("Fuse the router's kernels; needs Transformer Engine.")
@@ -128,7 +128,9 @@ class DistributingOptions:
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] | None = option("How fp8 is scaled.")
     fp8_param: bool | None = switch("Keep the weights themselves in fp8; needs fp8.")
     attention_dropout: float | None = option("Dropout of attention weights.")
-    hidden_dropout: float | None = option("Dropout of each layer's output.")
+    hidden_dropout: float | None = option(
+        "Dropout of each layer's output, and of embeddings where the model has no dropout of its own."
+    )
     calculate_per_token_loss: bool | None = switch(
         "Average the loss over all target tokens of the global batch instead of over micro-batches."
     )

@@ -30,8 +30,18 @@ def derive(hf: HfConfig) -> JsonObject:
             f"config.json: 'attention_dropout' is {drops} and 'hidden_dropout' {behind}; supported without "
             "parallel_attn: the same (transformers drops behind attention with the former)"
         )
+    if block != "none" and behind:
+        raise HfConfigError(
+            f"config.json: 'hidden_dropout' is {behind}; supported with parallel_attn: 0 (transformers drops the sum "
+            "of attention and MLP)"
+        )
     groups = 1 if hf.get("multi_query", True) and not new else hf.get("num_kv_heads") or heads
-    return {"parallel_block": block, "num_query_groups": groups, "kv_channels": hf["hidden_size"] // heads}
+    return {
+        "parallel_block": block,
+        "num_query_groups": groups,
+        "kv_channels": hf["hidden_size"] // heads,
+        "attention_dropout": 0.0,  # with a rope, transformers drops no weights of attention
+    }
 
 
 def restore(config: McaModelConfig) -> HfConfig:
@@ -40,7 +50,8 @@ def restore(config: McaModelConfig) -> HfConfig:
     norms = 2 if config.parallel_block == "two_norms" else 1
     side = {"parallel_attn": config.parallel_block != "none", "num_ln_in_parallel_attn": norms}
     act = {"activation": config.hidden_act, "alibi": False}
-    return {**side, **act, "new_decoder_architecture": new, "num_kv_heads": config.num_query_groups}
+    drops = {"attention_dropout": config.hidden_dropout}
+    return {**side, **act, **drops, "new_decoder_architecture": new, "num_kv_heads": config.num_query_groups}
 
 
 OTHERS = ("pad_token_id", "num_query_groups", "kv_channels", "ffn_hidden_size")
