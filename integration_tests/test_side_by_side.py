@@ -112,6 +112,8 @@ def turns(checkpoint: Path, folder: Path) -> None:
     second = another(first, folder / "1", McaTrainer, **base)
     last = another(first, folder / "2", McaTrainer, **base, **overlap)
     for trainer in (first, second, last):
+        with pytest.raises(McaError, match="from the beginning of train"):
+            _ = trainer.engine
         quietly(trainer.train)
         assert (first.model.megatron.no_sync_func is None) == (trainer is second)
     with last.engine.at_rest():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
+from mca_config.errors import McaError
 from mca_config.training import TrainingArguments
 from mca_train.batching.collate import Collator
 from mca_train.batching.loaders import Loaders
@@ -112,5 +113,14 @@ class TrainerParts(Trainer):  # type: ignore[misc]
 
     @property
     def engine(self) -> Engine:
-        """Megatron's training step; there from the beginning of ``train`` on."""
-        return self._training.engine
+        """Megatron's training step.
+
+        Raises:
+            McaError: `train` has not begun yet.
+        """
+        if not isinstance(self._pipeline, Engine):
+            raise McaError(
+                "trainer.engine is there from the beginning of train() on; before, the weights are the model's own and "
+                "need no at_rest() or take_weights()"
+            )
+        return self._pipeline
