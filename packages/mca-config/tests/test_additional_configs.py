@@ -1,6 +1,8 @@
 """``additional_configs`` takes those settings of Megatron's of which it is known what they do to a run."""
 
+import re
 from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +57,15 @@ def test_what_is_followed_and_refused_is_megatrons_and_nothing_is_both() -> None
         assert any(fnmatch(name, pattern) for name in KNOWN), pattern
     refused = [pattern for patterns in _unfollowed._NOWHERE.values() for pattern in patterns]
     assert not [name for name in followed for pattern in refused if fnmatch(name, pattern)]
+
+
+def test_the_documents_name_all_that_is_followed() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    table = page.partition("## Any other setting of Megatron")[2].partition("On the local layers")[0]
+    named = [name for row in re.findall(r"^\| (.*?) \|", table, re.M) for name in re.findall("`(.*?)`", row)]
+    followed = {name for names in _unfollowed.FOLLOWED.values() for name in names}
+    assert followed == {name for name in followed if any(fnmatch(name, each) for each in named)}
+    assert not [each for each in named if not any(fnmatch(name, each) for name in followed)]
 
 
 def test_a_setting_of_a_newer_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
