@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from harness import RanksFailed, run_ranks
 from layouts import arguments, sample, world_size
+from mca_config.errors import McaError
 from reference import Reference, make_reference
 from test_factory_checkpoints import tensors_of
 
@@ -44,6 +45,30 @@ def test_a_rank_reads_what_it_holds(case: str, tmp_path: Path) -> None:
     for layout in sample(("tp2pp2", "tp2", "pp2vpp2"), "tp2pp2", "pp2vpp2"):
         for shares in run_ranks(world_size(layout), reading, paths, layout):
             assert all(0.9 < share <= 1.1 for share in shares), (layout, shares)
+
+
+def load_untied(path: Path, folder: Path) -> str:
+    """Why a torch_dist checkpoint of a tied model is refused whose output layer is another. Runs on one rank."""
+    from test_torch_dist import by_layer, save
+
+    from mca_models.megatron import AutoModel
+    from mca_models.opening import open_checkpoint
+
+    state = by_layer(open_checkpoint(path).config, load_file(path / "model.safetensors"))
+    shutil.copytree(path, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    state["output_layer.weight"] = state["embedding.word_embeddings.weight"].clone()
+    AutoModel.from_pretrained(save(folder / "equal", state))
+    state["output_layer.weight"][3, 3] += 1
+    with pytest.raises(McaError) as error:
+        AutoModel.from_pretrained(save(folder / "other", state))
+    return str(error.value)
+
+
+def test_an_output_layer_that_is_not_the_embedding_is_not_passed_over(tmp_path: Path) -> None:
+    reference = make_reference("qwen3-tied", tmp_path)
+    (message,) = run_ranks(1, load_untied, reference.path, tmp_path / "torch_dist")
+    assert "output_layer.weight must repeat embedding.word_embeddings.weight" in message
+    assert "tie_word_embeddings to false" in message
 
 
 def save_again(paths: list[Path], folder: Path) -> None:

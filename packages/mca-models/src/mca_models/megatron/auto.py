@@ -11,7 +11,6 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.checks import require_layout
 from mca_config.errors import McaError, checking_usage
 from mca_config.model_config import DtypeName, McaModelConfig, trained_dtype
-from mca_models.checkpoint.hf_directory import HfSource
 from mca_models.hub import directory_of
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
@@ -71,8 +70,7 @@ class AutoModel:
             config = with_head(config, head)
         with checking_usage():
             models = _build(config, args, dtype, seed, folder)
-        if isinstance(source, HfSource):
-            told_by_first(source.check_duplicates)
+        told_by_first(source.check_duplicates)
         if config.vocab_size != source.config.vocab_size:
             growth = growth_of(source, config.vocab_size, seed)
         once = bool(vars(args).get("load_broadcast"))  # training arguments only

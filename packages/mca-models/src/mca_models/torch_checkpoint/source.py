@@ -25,6 +25,7 @@ from mca_models.torch_checkpoint.storages import Stored, storages, to_storage
 from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray
 
+_OUTPUT = "output_layer.weight"
 _COMPARED = 1 << 22  # elements at a time
 
 
@@ -117,6 +118,11 @@ def _require_equal(name: str, first: Stored, second: Stored) -> None:
     for start in range(0, len(a), _COMPARED):
         left, right = a[start : start + _COMPARED], b[start : start + _COMPARED]
         if not np.array_equal(left.view(np.uint8), right.view(np.uint8)):
+            if second.name == _OUTPUT:
+                raise McaError(
+                    f"{second.file}: {_OUTPUT} must repeat {name} in this model (tied), but differs from it; if the "
+                    "two are meant to differ, set tie_word_embeddings to false in its configuration"
+                )
             raise McaError(
                 f"{second.file}: {name} differs from the copy in {first.file}; the ranks did not hold the same "
                 "model, so the checkpoint cannot be trusted"
