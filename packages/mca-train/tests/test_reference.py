@@ -133,6 +133,7 @@ def test_completion_for_another_shell_is_refused(capsys):
         ("attn_implementation", "is called attention_backend here"),
         ("load_in_4bit", "not trained quantised"),
         ("torch_dtype", "bf16 or fp16"),
+        ("beta", "dpo_beta or kto_beta"),
         ("max_seq_length", "is called seq_length here"),
         ("stage", "the word after mca-train"),
         ("global_batch_size", "set gradient_accumulation_steps instead"),

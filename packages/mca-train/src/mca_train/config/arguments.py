@@ -51,7 +51,7 @@ class DataArguments:
     completion_column: str = field(default="completion", metadata={"help": "Column with the answer (sft)."})
     tools_column: str = field(
         default="tools",
-        metadata={"help": "Column with the tools for the chat template (sft, dpo)."},
+        metadata={"help": "Column with the tools for the chat template (all kinds but pretrain)."},
     )
     messages_column: str = field(default="messages", metadata={"help": "Column with chat messages (sft)."})
     images_column: str = field(
@@ -65,7 +65,8 @@ class DataArguments:
         },
     )
     data_format: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = field(
-        default=None, metadata={"help": "Format of the rows (sft, dpo); None: recognised by their columns."}
+        default=None,
+        metadata={"help": "Format of the rows (sft, dpo, kto, reward); None: recognised by their columns."},
     )
     max_train_samples: int | None = field(
         default=None, metadata={"help": "Rows of the training files to use; None: all."}
