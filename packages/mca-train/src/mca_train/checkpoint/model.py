@@ -7,6 +7,7 @@ from mca_config.errors import McaError, UsageError
 from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_config.types import Typed
 from mca_models.checkpoint.side_files import OF_A_RUN
+from mca_models.lora.config import FILE_NAME as ADAPTER
 from mca_models.megatron.distributed.collectives import on_first
 from mca_train.types import PreTrainedTokenizerBase, VirtualModels
 
@@ -83,10 +84,15 @@ def require_format(model: VirtualModels, ckpt_format: str) -> None:
 
 
 def _move_up(staged: Path, folder: Path) -> None:
-    """Replaces what ``staged`` has of a model; everything else in ``folder`` stays, and what the run wrote there."""
+    """Replaces what ``staged`` has of a model; everything else in ``folder`` stays, and what the run wrote there.
+
+    The mark of an adapter does not: readers would take the new model for one.
+    """
     (folder / _LATEST).unlink(missing_ok=True)
     for name in OF_A_RUN:
         (staged / name).unlink(missing_ok=True)
+    if not (staged / ADAPTER).exists():
+        (folder / ADAPTER).unlink(missing_ok=True)
     for entry in sorted(staged.iterdir(), key=lambda path: path.name == _LATEST):
         target = folder / entry.name
         if target.is_dir():
@@ -111,7 +117,7 @@ def _rescue(older: Path, target: Path) -> None:
         return
     for entry in older.iterdir():
         weights = entry.name.endswith((".safetensors", ".safetensors.index.json"))
-        if not weights and not (target / entry.name).exists():
+        if not weights and entry.name != ADAPTER and not (target / entry.name).exists():
             entry.rename(target / entry.name)
     shutil.rmtree(older)
 
