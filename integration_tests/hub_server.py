@@ -36,6 +36,7 @@ class Hub:
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     """Method, path and range of each request."""
     uploaded: dict[str, bytes] = field(default_factory=dict)
+    deleted: list[str] = field(default_factory=list)
     created: list[str] = field(default_factory=list)
 
     def downloads(self, end: str) -> list[str]:
@@ -90,6 +91,8 @@ class Handler(BaseHTTPRequestHandler):
         elif "/commit/" in self.path:
             for line in map(json.loads, body.splitlines()):
                 value = line["value"]
+                if line["key"] == "deletedFile":
+                    self.hub.deleted.append(value["path"])
                 if line["key"] == "file":
                     self.hub.uploaded[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":

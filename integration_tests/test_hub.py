@@ -115,6 +115,11 @@ def test_what_the_hub_refuses_is_one_line(name, private, told, hub, tmp_path):
 
 def test_a_private_model_is_read_with_the_token_and_an_export_is_uploaded(hub, folders, tmp_path):
     hub.private = True
+    hub.folders = {"main": tmp_path / "earlier", "v1": folders["v1"]}
+    stale = ["adapter_config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    for name in (*stale, "README.md", "config.json", "model.safetensors", "other/model.safetensors"):
+        (hub.folders["main"] / name).parent.mkdir(parents=True, exist_ok=True)
+        (hub.folders["main"] / name).write_text("{}")
     words = [
         "--checkpoint_path",
         str(folders["main"]),
@@ -130,6 +135,8 @@ def test_a_private_model_is_read_with_the_token_and_an_export_is_uploaded(hub, f
     assert hub.created == ["model"]
     assert hub.uploaded["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
     assert "config.json" in hub.uploaded
+    assert sorted(hub.deleted) == stale, "what of the earlier model readers would take for the new one's"
+    hub.folders = folders
     assert _convert(hub, tmp_path, "plan", "--checkpoint_path", "org/model", HF_TOKEN=TOKEN).returncode == 0
 
 

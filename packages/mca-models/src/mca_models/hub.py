@@ -5,10 +5,12 @@ what was begun goes on, and processes that want the same file wait for one anoth
 is fetched. A directory of that name on this machine comes first.
 """
 
+import logging
 import re
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,6 +19,8 @@ from mca_config.files import inside
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+
+logger = logging.getLogger(__name__)
 
 Needed = Literal["all", "config", "tokenizer"]
 """What of a repository: everything of the model; what says which model it is; all but weights."""
@@ -30,6 +34,7 @@ _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".tflite"),
     *(".index.json", ".ot", ".zip", ".tar", ".mlmodel"),
 )
+_MARKS = ("adapter_config.json", "mca_config.json", "latest_checkpointed_iteration.txt")  # of the kind
 _BEGINNING = 1 << 17  # bytes of a file that are asked for first; most headers are shorter
 
 
@@ -106,6 +111,9 @@ def _named(repository: str, revision: str | None) -> str:
 def upload(folder: Path, name: str) -> str:
     """Uploads ``folder`` as the model ``name``, which is made if it is not there; its address.
 
+    What an earlier model there has under other names is deleted, because readers would take it for the new one's; the
+    repository's history keeps it.
+
     Raises:
         McaError: The Hub refuses it or cannot be reached.
     """
@@ -119,10 +127,29 @@ def upload(folder: Path, name: str) -> str:
         api.create_repo(repository, exist_ok=True)
         if revision is not None:
             api.create_branch(repository, branch=revision, exist_ok=True)
+        files = _files(api, repository, revision)
+        older = [file for file in files if _marks_model(file, folder) and not (folder / file).exists()]
+        if older:
+            logger.info("%s: deleting what is of an earlier model: %s", name, ", ".join(older))
         api.upload_folder(
-            repo_id=repository, folder_path=folder, revision=revision, commit_message="Upload by mca"
+            repo_id=repository,
+            folder_path=folder,
+            revision=revision,
+            commit_message="Upload by mca",
+            delete_patterns=[escape(file) for file in older] or None,
         )
         return f"{api.endpoint}/{repository}"
+
+
+def _marks_model(file: str, folder: Path) -> bool:
+    """Whether ``file`` of an earlier model can be taken for a part of that in ``folder``."""
+    if file in _MARKS or file.startswith("iter_"):
+        return True
+    beginnings: tuple[str, ...] = ("adapter_model",)
+    if not (folder / "adapter_config.json").exists():  # beside an adapter a whole model is not looked at
+        beginnings += ("model", "pytorch_model")
+    ends = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
+    return "/" not in file and file.startswith(beginnings) and file.endswith(ends)
 
 
 def chosen(files: Iterable[str], needed: Needed) -> list[str]:
