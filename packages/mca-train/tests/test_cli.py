@@ -135,6 +135,16 @@ def test_what_cannot_be_run_as_asked_is_one_error_and_2(run, changes, message, c
     assert not (tmp_path / "out").exists()
 
 
+def test_what_cannot_go_along_with_a_model_is_told_before_the_run(run, capsys, tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "notes.md").symlink_to("nothing")
+    of = {"model_name_or_path": str(tmp_path / "base")}
+    assert main(["pretrain", run(**of)]) == 2
+    assert "notes.md: a link to nothing; put the file itself there" in capsys.readouterr().err
+    assert main(["sft", run(**of, lora_rank=4)]) == 2  # without a config.json
+    assert "notes.md" not in capsys.readouterr().err, "an adapter takes no files of its base along"
+
+
 def test_a_file_that_is_broken_is_a_failure(run, capsys, tmp_path):
     (tmp_path / "broken.jsonl").write_text("{")
     assert main(["pretrain", run(train_file=str(tmp_path / "broken.jsonl"))]) == 1

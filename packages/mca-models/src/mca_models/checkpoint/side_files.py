@@ -34,6 +34,7 @@ OF_A_RUN = frozenset(
 
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".npz", ".gguf", ".h5", ".msgpack", ".onnx"),
+    *(".ot", ".tflite", ".mlmodel"),
     ".index.json",
 )
 

@@ -15,6 +15,7 @@ from mca_config.errors import McaError, UsageError, problems_of, raise_problems
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, trained_dtype
 from mca_config.types import Values
+from mca_models.checkpoint.side_files import side_files
 from mca_train.checkpoint.output_dir import require_own
 from mca_train.config.arguments import LaunchArguments
 from mca_train.config.checks import contradictions
@@ -111,7 +112,7 @@ def check(
     platform.prepare()  # before anything below imports Megatron
     impossible = [*contradictions(settings), *task.problems(settings), *_metric(task, settings)]
     missing = [*data_problems(settings), *_directories(settings), *_output_dir(settings), *_start(settings)]
-    missing += _packages(settings)
+    missing += [*_packages(settings), *_side_files(settings)]
     run = None
     try:
         model = _with_head(task, settings, model_config(settings.data.model_name_or_path))
@@ -205,6 +206,14 @@ def _output_dir(settings: Settings) -> Iterator[str]:
     if not problems and os.environ.get("RANK", "0") == "0":
         problems += _messages(require_writable, output_dir)
     yield from problems
+
+
+def _side_files(settings: Settings) -> Iterator[str]:
+    """What stands beside the model's weights and cannot go along with each checkpoint."""
+    model, lora = Path(settings.data.model_name_or_path), settings.lora
+    adapts = lora.wanted or lora.adapter_name_or_path is not None
+    if model.is_dir() and not adapts and os.environ.get("RANK", "0") == "0":
+        yield from _messages(side_files, model)
 
 
 def _start(settings: Settings) -> Iterator[str]:
