@@ -79,11 +79,8 @@ def _fused(
 
     assert "causal" in attn_mask_type and given["attention_mask"] is None and not given["fp8"]
     qkv_format = "thd" if qkv_layout.startswith("t") else "sbhd"
-    softmax = {
-        "softmax_scale": self.softmax_scale,
-        "softmax_type": self.softmax_type,
-        "softmax_offset": softmax_offset,
-    }
+    softmax = {name: getattr(self, name) for name in ("softmax_scale", "softmax_type")}
+    softmax["softmax_offset"] = softmax_offset
     group = given["cp_group"]
     if group is None or (not isinstance(group, list) and group.size() == 1):
         lengths = cu_seqlens_q.diff().tolist() if qkv_format == "thd" else [query.shape[0]]

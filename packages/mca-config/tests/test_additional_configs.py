@@ -1,8 +1,10 @@
 """``additional_configs`` takes those settings of Megatron's of which it is known what they do to a run."""
 
+import json
 import re
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,3 +77,99 @@ def test_a_setting_of_a_newer_megatron_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(_additional, "settable_keys", lambda: known | {"attends_twice"})
     with pytest.raises(McaError, match=r"attends_twice is not supported \(it is not tried"):
         DistributingParallelArguments(additional_configs={"attends_twice": True})
+
+
+def test_additional_configs_from_json_file_yaml_and_dict(tmp_path: Path) -> None:
+    settings = {"fine_grained_activation_offloading": True, "min_offloaded_tensor_size": 1000}
+    as_json, as_yaml = tmp_path / "more.json", tmp_path / "more.yaml"
+    as_json.write_text(json.dumps(settings))
+    as_yaml.write_text("fine_grained_activation_offloading: true\nmin_offloaded_tensor_size: 1000\n")
+    for given in (settings, json.dumps(settings), str(as_json), str(as_yaml)):
+        args = DistributingParallelArguments(additional_configs=given)
+        assert args.additional_configs == settings
+        assert args.transformer_config_overrides() == settings
+
+
+def test_a_setting_that_has_its_own_argument_becomes_it() -> None:
+    args = DistributingParallelArguments(
+        additional_configs={"tensor_model_parallel_size": 2, "moe_grouped_gemm": True}
+    )
+    assert args.layout().tp == 2
+    assert args.moe_grouped_gemm is True
+    assert args.additional_configs == {}
+    with pytest.raises(McaError, match="tensor_model_parallel_size is 2 here and 4 as its own"):
+        DistributingParallelArguments(
+            tensor_model_parallel_size=4, additional_configs={"tensor_model_parallel_size": 2}
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"moe_grouped_gem": True}, ["unknown key moe_grouped_gem", "did you mean moe_grouped_gemm?"]),
+        ({"hidden_size": 8}, ["hidden_size belongs to the model"]),
+        ({"attention_output_gate": True}, ["attention_output_gate belongs to the model"]),
+        ({"moe_router_topk": 4}, ["moe_router_topk belongs to the model"]),
+        ({"mamba_num_heads": 2}, ["mamba_num_heads belongs to the model"]),
+        ({"inference_sampling_seed": 2}, ["inference_sampling_seed is not supported (it is for inference)"]),
+        ({"cuda_graph_impl": "local"}, ["cuda_graph_impl is not supported (no CUDA graphs are captured)"]),
+        ({"init_method_std": 0.1}, ["init_method_std is not supported (weights are filled from"]),
+        ({"moe_token_dropping": True}, ["moe_token_dropping is not supported (Megatron does not look"]),
+        ({"fp4": "e2m1"}, ["fp4 is not supported"]),
+        ({"hybrid_context_parallel": True}, ["hybrid_context_parallel is not supported (no groups or"]),
+        ({"use_kitchen": True}, ["use_kitchen is not supported"]),
+        ({"fused_single_qkv_rope": True}, ["fused_single_qkv_rope is not supported (it omits factors"]),
+        ({"moe_per_layer_logging": True}, ["losses of experts are logged as one"]),
+        ({"test_mode": True}, ["test_mode is not supported"]),
+        ({"tp_comm_bulk_wgrad": False}, ["tp_comm_bulk_wgrad is not supported (tp_comm_overlap is not"]),
+        ({"fp8_quantizer_factory": "a.b"}, ["fp8_recipe custom is not supported"]),
+        ({"fp8_margin": 1}, ["fp8_margin needs fp8; add it"]),
+        ({"num_layers_at_end_in_bf16": 2}, ["num_layers_at_end_in_bf16 needs first_last_layers_bf16"]),
+        ({"first_last_layers_bf16": True}, ["first_last_layers_bf16 needs fp8"]),
+        ({"fp8_interval": 2}, ["fp8_interval is not supported (Megatron does not look"]),
+        ({"cpu_offloading_weights": True}, ["cpu_offloading_weights needs cpu_offloading"]),
+        ({"offload_modules": ["attn"]}, ["offload_modules needs fine_grained_activation_offloading"]),
+        ({"finalize_model_grads_func": 1}, ["unknown key finalize_model_grads_func"]),
+        ("{broken", ["additional_configs: not valid JSON"]),
+        ("no/such/file.json", ["neither inline JSON nor an existing file"]),
+        ([1], ["must be an object"]),
+    ],
+)
+def test_wrong_additional_configs_are_named(given: Any, words: list[str]) -> None:
+    with pytest.raises(McaError) as error:
+        DistributingParallelArguments(additional_configs=given)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_detail_whose_switch_is_on_is_accepted() -> None:
+    given = DistributingParallelArguments(fp8="hybrid", additional_configs={"fp8_margin": 1})
+    assert given.transformer_config_overrides() == {"fp8": "hybrid", "fp8_margin": 1}
+
+
+@pytest.mark.parametrize(
+    "recipe,detail,needed",
+    [
+        ("blockwise", {"fp8_margin": 1}, "fp8_recipe delayed"),
+        ("tensorwise", {"fp8_amax_history_len": 16}, "fp8_recipe delayed"),
+        ("tensorwise", {"fp8_wgrad": False}, "fp8_recipe delayed"),
+        ("mxfp8", {"fp8_dot_product_attention": True}, "fp8_recipe delayed or tensorwise"),
+    ],
+)
+def test_a_detail_that_a_recipe_does_not_follow_is_refused(recipe: str, detail: Any, needed: str) -> None:
+    (name,) = detail
+    with pytest.raises(McaError, match=f"{name} needs {needed}; add it or remove {name}"):
+        DistributingParallelArguments(fp8="hybrid", fp8_recipe=recipe, additional_configs=detail)
+
+
+def test_a_detail_that_several_recipes_follow_is_accepted() -> None:
+    detail = {"fp8_dot_product_attention": True}
+    for recipe in (None, "delayed", "tensorwise"):
+        DistributingParallelArguments(fp8="hybrid", fp8_recipe=recipe, additional_configs=detail)
+
+
+def test_a_broken_settings_file_is_named(tmp_path: Path) -> None:
+    for name, text in (("a.json", "["), ("a.yaml", "a: [")):
+        path = tmp_path / name
+        path.write_text(text)
+        with pytest.raises(McaError, match=name):
+            DistributingParallelArguments(additional_configs=str(path))

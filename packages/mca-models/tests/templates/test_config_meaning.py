@@ -10,6 +10,7 @@ from tiny_hf import ALL, SIZE
 
 from mca_config.errors import McaError
 from mca_models.templates import FAMILIES, config_from_hf
+from mca_models.templates.config_table import ConfigTable
 
 HALF = {"partial_rotary_factor": 0.5, "rope_theta": 1e4}
 
@@ -100,7 +101,9 @@ def test_ropes_are_those_that_transformers_makes_of_a_file(case: str, said: dict
         theirs["rope_theta"],
         kind,
     )
-    if FAMILIES[found.model_type].config.partial_rotary:  # type: ignore[union-attr]
+    table = FAMILIES[found.model_type].config
+    assert isinstance(table, ConfigTable)
+    if table.partial_rotary:
         assert found.rotary_percent == theirs.get("partial_rotary_factor", 1.0)
     if kind in ("yarn", "llama3", "longrope"):
         key = "original_max_position_embeddings"

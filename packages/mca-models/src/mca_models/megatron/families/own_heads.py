@@ -107,16 +107,17 @@ def with_own_heads(attention: type, by_layer: tuple[Heads, ...]) -> type:
             query, key, *own = torch.split(mixed.unflatten(-1, (groups, -1)), self.rows_of_group(), -1)
             value = own[0] if own else key
             query = query.reshape(*query.shape[:2], -1, width)
-            key, value = _normal(self.k_layernorm, key), self._valued(value)
+            key, value = _normal(self.k_layernorm, key), _valued(value, self.heads)
             self.lent = (key, value) if self.heads.lends else None
             return _normal(self.q_layernorm, query), key, value
 
-        def _valued(self, value: Tensor) -> Tensor:
-            if self.heads.norm is not None:
-                value = rms_norm(value.float(), value.shape[-1:], None, self.heads.norm).to(value.dtype)
-            return value if self.heads.scale == 1.0 else value * self.heads.scale
-
     return OwnHeads
+
+
+def _valued(value: Tensor, heads: Heads) -> Tensor:
+    if heads.norm is not None:
+        value = rms_norm(value.float(), value.shape[-1:], None, heads.norm).to(value.dtype)
+    return value if heads.scale == 1.0 else value * heads.scale
 
 
 def _normal(norm: MegatronModule | None, x: Tensor) -> Tensor:
