@@ -64,6 +64,7 @@ def _error(save: Callable[[], Any]) -> str:
 
 def fail_in_every_way(path: Path, target: Path) -> dict[str, str]:
     """What each failed save says. Runs on every rank."""
+    from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 
     from mca_models.megatron import AutoModel
@@ -100,8 +101,8 @@ def fail_in_every_way(path: Path, target: Path) -> dict[str, str]:
         found["1 torch_dist write"] = _error(megatron)
         found["1 background write"] = _error(background)
     alone = [(filesystem_async.FileSystemWriterAsync, "finish"), (writer, "_write_format")]
-    if hasattr(common, "TorchCommonSaveStrategy"):
-        alone.append((common.TorchCommonSaveStrategy, "save_common"))
+    owners: tuple[Any, ...] = (getattr(common, "TorchCommonSaveStrategy", None), serialization)
+    alone += [(owner, "save_common") for owner in owners if hasattr(owner, "save_common")]
     for owner, name in alone:
         with _failing(owner, name, full, 0):
             found[f"0 torch_dist {name}"] = _error(megatron)

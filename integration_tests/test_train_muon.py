@@ -1,4 +1,4 @@
-"""Muon: Megatron builds it from megatron-core 0.17 on, with the package emerging-optimizers."""
+"""Muon: megatron-core 0.19 builds it, with the package emerging-optimizers."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,11 +8,13 @@ import pytest
 
 import reference
 from harness import run_ranks
+from mca_models.megatron import platform
 from train_cases import arguments, stop_and_resume, tiny_checkpoint, train_losses
 
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="needs mca-train[muon], Python 3.12"),
+    pytest.mark.skipif(platform.megatron_version() < (0, 19), reason="needs megatron-core 0.19"),
 ]
 
 MUON: dict[str, Any] = {"optimizer": "muon"}

@@ -152,7 +152,10 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (DENSE, TP2, {"use_te_activation_func": True}, "use_te_activation_func needs transformer_impl"),
     (MOE, ParallelLayout(), {"moe_apply_probs_on_input": True}, "needs num_experts_per_tok 1"),
     (DENSE, TP2, {"attention_backend": "flash"}, "attention_backend flash needs transformer_impl"),
-    (MLA, TP2, {"sequence_parallel": False}, "set sequence_parallel"),
+    *(
+        (MLA, TP2, {"sequence_parallel": False, "version": version}, "set sequence_parallel")
+        for version in (V16, V17, V18, V19)
+    ),
     (
         GROUPED,
         ParallelLayout(),
@@ -232,7 +235,6 @@ ACCEPTED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any]]] = [
     (DENSE, UNEVEN, UNIFORM | {"recompute_num_layers": 1}),
     (DENSE, UNEVEN, UNIFORM | {"version": V19}),
     (MLA, TP2, {"sequence_parallel": True}),
-    (MLA, TP2, {"version": V19}),
     (DENSE, CP2, {"mtp_num_layers": 1}),
     (DENSE, CP2, {"mtp_num_layers": 1, "version": V19}),
     (CHANCES, ParallelLayout(), SINKHORN),

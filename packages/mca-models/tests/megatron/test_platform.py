@@ -139,6 +139,7 @@ MENDED = (
     "hybrid-wait",
     "optimizer-te-version",
     "parameter-groups",
+    "prediction-mask",
     "cross-entropy-dtype",
     "recompute-without-te",
 )

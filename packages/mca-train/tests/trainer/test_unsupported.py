@@ -4,7 +4,7 @@ from mca_config.errors import McaError
 from mca_train.trainer import unsupported
 from mca_train.trainer.trainer import McaTrainer
 from mca_train.trainer.unsupported import require_honoured as _require_honoured
-from mca_train.trainer.unsupported import require_no_upload
+from mca_train.trainer.unsupported import optimizer_problems, require_no_upload
 
 
 def require_honoured(arguments, given, kind=McaTrainer):
@@ -101,6 +101,20 @@ def test_an_optimizer_that_cannot_be_built_here_is_refused_before_training(
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **wish)
     with pytest.raises(McaError, match=reason):
         require_honoured(args, {})
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [((0, 16, 1), True), ((0, 17, 1), True), ((0, 18, 2), True), ((0, 19, 0), False)]
+)
+def test_muon_needs_a_megatron_that_splits_each_layer_by_its_own_heads(
+    version, refused, tmp_path, monkeypatch
+):
+    from mca_config import TrainingArguments
+
+    monkeypatch.setattr(unsupported, "find_spec", lambda _: object())
+    monkeypatch.setattr(unsupported.platform, "megatron_version", lambda: version)
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optimizer="muon")
+    assert ["needs megatron-core 0.19" in line for line in optimizer_problems(args)] == [True] * refused
 
 
 def test_offloading_is_a_precision_aware_optimizer(tmp_path):

@@ -5,7 +5,6 @@ Its training arguments are not looked through here: `mca_config.TrainingArgument
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -127,10 +126,10 @@ def optimizer_problems(args: "TrainingArguments") -> Iterator[str]:
             "optimizer_cpu_offload; remove it"
         )
     if args.optimizer == "muon":
-        if version("megatron-core").startswith("0.16."):
+        if platform.megatron_version() < (0, 19):
             yield (
-                "optimizer muon needs megatron-core 0.17 or later (0.16 calls emerging-optimizers as it was before "
-                "0.3, its first release) and Python 3.12; install them, or use adam or sgd"
+                "optimizer muon needs megatron-core 0.19 or later (earlier ones cannot build it, or split queries, keys "
+                "and values by other heads than the layer's) and Python 3.12; install them, or use adam or sgd"
             )
         elif find_spec("emerging_optimizers") is None:
             yield (

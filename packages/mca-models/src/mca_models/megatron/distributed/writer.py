@@ -144,10 +144,11 @@ def _filesystem_writer() -> Upstream:
 
 
 def _common_writer() -> Upstream:
-    """What writes ``common.pt``; None where Megatron has none."""
+    """What has ``save_common``, which writes ``common.pt``: a class in 0.16, later a module; 0.19 has none."""
+    from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import common
 
-    return getattr(common, "TorchCommonSaveStrategy", None)
+    return getattr(common, "TorchCommonSaveStrategy", serialization)
 
 
 class _Empty:
@@ -173,7 +174,7 @@ def _taken_for_empty() -> Iterator[None]:
     """
     from megatron.core.dist_checkpointing import serialization
 
-    newer = "maybe_msc" in vars(serialization)  # since 0.17
+    newer = "maybe_msc" in vars(serialization)  # since 0.19
     name, empty = ("maybe_msc", SimpleNamespace(Path=_Empty)) if newer else ("Path", _Empty)
     with (
         mock.patch.object(serialization, name, empty),

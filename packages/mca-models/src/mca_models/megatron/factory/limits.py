@@ -45,7 +45,7 @@ def require_supported(
     problems = [
         *_pipeline(config, layout, settings),
         *_sends(layout, settings, device, version),
-        *_wrong_gradients(config, layout, settings, version),
+        *_latent_gradients(config, layout, settings),
         *_recomputation(config, layout, settings, version),
         *_machine(settings, device, implementation),
         *_routing(config, settings),
@@ -93,15 +93,15 @@ def _plan(config: McaModelConfig, layout: ParallelLayout) -> PipelinePlan:
     return pipeline_plan(layout, config.num_layers, config.mtp_num_layers)
 
 
-def _wrong_gradients(
-    config: McaModelConfig, layout: ParallelLayout, settings: Values, version: Version
-) -> Iterator[str]:
-    if version >= FIXED_IN_0_17:
-        return
+def _latent_gradients(config: McaModelConfig, layout: ParallelLayout, settings: Values) -> Iterator[str]:
+    """On the local layers Megatron adds up whole gradients of the queries' norm, once for each tensor rank.
+
+    In Transformer Engine's layers the ranks do not add up theirs of the rotary key that all heads share.
+    """
     if isinstance(config, MlaMcaModelConfig) and layout.tp > 1 and not settings.get("sequence_parallel"):
         yield (
-            "megatron-core 0.16 computes wrong gradients of latent attention with tensor_model_parallel_size "
-            "above 1 and no sequence_parallel; set sequence_parallel to true"
+            "megatron-core computes wrong gradients of latent attention with tensor_model_parallel_size above 1 and no "
+            "sequence_parallel; set sequence_parallel to true"
         )
 
 

@@ -83,7 +83,7 @@ def with_factors(attention: type, of_query: float, of_latent: float) -> type:
 
 @cache
 def with_plain_query(attention: type) -> type:
-    """Megatron's ``MLASelfAttention`` with the modules of its spec taken as they are, on megatron-core 0.17 and later.
+    """Megatron's ``MLASelfAttention`` with the modules of its spec taken as they are, on megatron-core 0.19.
 
     There ``qk_layernorm`` without ``q_lora_rank`` puts a norm before the query projection; HF's models have a norm
     on the compressed keys and values only. Earlier versions build just that, and never ask this class.

@@ -2,16 +2,16 @@
 
 The norm of all gradients counts a parameter once: a cut one on every tensor rank, a replicated one on the first.
 Megatron marks cut weights while it initialises them; weights that are filled from a checkpoint instead
-(``perform_initialization`` off) stay unmarked in megatron-core 0.16, and the norm, and with it clipping, silently
-misses all ranks but the first. 0.19 marks them in both cases. Transformer Engine marks the replicated down-projections
-of latent attention too, which would then count once on every tensor rank.
+(``perform_initialization`` off) stay unmarked before megatron-core 0.18, and the norm, and with it clipping, silently
+misses all ranks but the first. Transformer Engine marks the replicated down-projections of latent attention too, which
+would then count once on every tensor rank.
 
 Rows of the vocabulary have a learning rate of their own (``decoupled_lr``). The copy of the embedding that prediction
 layers have on another pipeline rank stays unmarked in 0.16: its rows would leave those of the first rank.
 
-The gradients of experts are summed over the ranks that hold the same experts. megatron-core 0.16 marks them so
+The gradients of experts are summed over the ranks that hold the same experts. Before 0.19 megatron-core marks them so
 (``allreduce`` false) with expert parallelism only, and sums over the dense parameters' replicas otherwise: wrong where
-the expert tensor size is not the tensor size. 0.19 marks them in both cases.
+the expert tensor size is not the tensor size.
 """
 
 from collections.abc import Iterable

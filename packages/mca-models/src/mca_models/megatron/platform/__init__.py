@@ -32,6 +32,7 @@ from mca_models.megatron.platform import (
     optimizer_te_version,
     packed_rope,
     parameter_groups,
+    prediction_mask,
     recompute_without_te,
     rng_state,
     router_gemm_name,
@@ -93,6 +94,7 @@ PATCHES: tuple[Patch, ...] = (
     optimizer_te_version.PATCH,
     packed_rope.PATCH,
     parameter_groups.PATCH,
+    prediction_mask.PATCH,
     mla_down_projection.PATCH,
     checkpoint_queue.PATCH,
 )

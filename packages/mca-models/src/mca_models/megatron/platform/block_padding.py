@@ -16,7 +16,7 @@ _NAME = "_checkpointed_forward"
 def _needed() -> bool:
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    forward = getattr(TransformerBlock, _NAME, None)  # 0.19 has none
+    forward = getattr(TransformerBlock, _NAME, None)  # since 0.18 there is none
     if forward is None or hasattr(forward, "__wrapped__"):
         return False
     return "attention_mask, context, context_mask, rotary_pos_emb\n" in inspect.getsource(forward)
@@ -47,7 +47,7 @@ def _apply() -> None:
 PATCH = Patch(
     name="block-padding",
     why="layers that recompute_method block leaves out count padding",
-    megatron=">=0.16.1,<0.19",
+    megatron=">=0.16.1,<0.18",
     devices=EVERYWHERE,
     needed=_needed,
     apply=_apply,

@@ -4,7 +4,7 @@
           latest_checkpointed_iteration.txt        1
           iter_0000001/metadata.json               {"sharded_backend": "torch_dist", ...}
                        .metadata, __R_I.distcp     tensors under Megatron's global names, for any layout
-                       common.pt                   iteration, layout (megatron-core 0.16; later ones keep it inside)
+                       common.pt                   iteration, layout (before megatron-core 0.19, which keeps it inside)
 
 Every data-parallel replica writes its share. In the background means: the weights are copied (to the host, on a
 GPU), a forked process of each rank writes them, and ``PendingSave.finish`` puts the directory in place.
