@@ -14,7 +14,9 @@ class Layer:
     scale = 2
 
     def _checkpointed_forward(self, hidden_states: Tensor, *, context: int) -> Callable[[], Tensor]:
-        return lambda: self._proj_and_transformer_layer(hidden_states=hidden_states * self.scale, context=context)
+        return lambda: self._proj_and_transformer_layer(
+            hidden_states=hidden_states * self.scale, context=context
+        )
 
     def _proj_and_transformer_layer(
         self, *, hidden_states: Tensor, context: int, padding_mask: Tensor | None = None
@@ -25,5 +27,8 @@ class Layer:
 def test_what_is_computed_again_is_told_of_the_padding() -> None:
     hidden, mask = torch.tensor([1.0, 2.0]), torch.tensor([False, True])
     forward = with_mask(Layer._checkpointed_forward)  # type: ignore[arg-type]
-    masked, plain = forward(Layer(), hidden, context=7, padding_mask=mask), forward(Layer(), hidden, context=7)
+    masked, plain = (
+        forward(Layer(), hidden, context=7, padding_mask=mask),
+        forward(Layer(), hidden, context=7),
+    )
     assert masked().tolist() == [2, 7] and plain().tolist() == [2, 4]  # type: ignore[operator]

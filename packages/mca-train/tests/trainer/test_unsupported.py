@@ -3,8 +3,8 @@ import pytest
 from mca_config.errors import McaError
 from mca_train.trainer import unsupported
 from mca_train.trainer.trainer import McaTrainer
-from mca_train.trainer.unsupported import require_honoured as _require_honoured
 from mca_train.trainer.unsupported import optimizer_problems, require_no_upload
+from mca_train.trainer.unsupported import require_honoured as _require_honoured
 
 
 def require_honoured(arguments, given, kind=McaTrainer):
