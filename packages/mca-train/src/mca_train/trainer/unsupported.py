@@ -128,8 +128,8 @@ def optimizer_problems(args: "TrainingArguments") -> Iterator[str]:
     if args.optimizer == "muon":
         if platform.megatron_version() < (0, 19):
             yield (
-                "optimizer muon needs megatron-core 0.19 or later (earlier ones cannot build it, or split queries, keys "
-                "and values by other heads than the layer's) and Python 3.12; install them, or use adam or sgd"
+                "optimizer muon needs megatron-core 0.19 or later (earlier ones cannot build it, or split queries, "
+                "keys and values by other heads than the layer's) and Python 3.12; install them, or use adam or sgd"
             )
         elif find_spec("emerging_optimizers") is None:
             yield (
