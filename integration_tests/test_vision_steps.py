@@ -4,6 +4,8 @@
 """
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,9 @@ import transformers
 
 import vision_reference
 from harness import run_ranks
-from layouts import EVERY
+from layouts import EVERY, arguments
 from test_gradient_parity import read
-from test_vision_images import DENSE, SPARSE, forward_backward, of_all_parts
+from test_vision_images import DENSE, SPARSE, forward_backward, of_all_parts, sizes
 from vision_reference import Mixed, mixed
 
 pytestmark = pytest.mark.ranks
@@ -101,3 +103,39 @@ def test_three_clipped_steps_equal_transformers(case: str, layout: str, shared: 
         assert float(near.float().mean()) > 0.99, name
         unmoved += int(nothing.sum())
     assert unmoved < 0.2 * sum(right.numel() for right in theirs.values())
+
+
+def refused(reference: Mixed) -> list[str]:
+    """What a trainer says of its arguments; of two stages only the first has the vision model. Runs on every rank."""
+    from mca_config.errors import McaError
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.peft import get_peft_model
+    from mca_train.engine.part_rates import choose_parts
+
+    def told(model: Any, **given: Any) -> str:
+        unset = dict.fromkeys(("freeze", "vision_learning_rate", "projector_learning_rate"))
+        args = SimpleNamespace(**{**unset, "overlap_param_gather": False, **given})
+        try:
+            choose_parts(model, args)
+        except McaError as error:
+            return str(error)
+        return ""
+
+    model = AutoModel.from_pretrained(reference.path, arguments(sizes("pp2")))
+    said = [told(model, overlap_param_gather=True), told(model, vision_learning_rate=1e-5)]
+    said += [told(model, overlap_param_gather=True, freeze=["vision"])]
+    said += [told(model, vision_learning_rate=1e-5, freeze=["projector"])]
+    model.requires_grad_(False)
+    targets = {"peft_type": "LORA", "r": 2, "target_modules": "all-linear"}
+    adapted = get_peft_model(model, targets, parts={"language", "vision"})
+    return [*said, told(adapted, overlap_param_gather=True), told(adapted, vision_learning_rate=1e-5)]
+
+
+def test_parts_that_cannot_be_trained_as_told_are_refused_on_every_rank(tmp_path: Path) -> None:
+    both = run_ranks(2, refused, mixed("qwen2_5_vl", tmp_path))
+    gather = "overlap_param_gather: ranks without an image do not run the vision model"
+    one_rate = "vision_learning_rate: an adapter has one learning rate"
+    expected = ["", "vision_learning_rate: vision is frozen", gather, "", gather, one_rate]
+    for said in both:
+        assert [bool(words) for words in said] == [bool(words) for words in expected]
+        assert all(words.startswith(start) for words, start in zip(said, expected, strict=True))

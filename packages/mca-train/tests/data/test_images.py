@@ -152,6 +152,22 @@ def test_images_lie_as_people_see_them(folder):
     assert found.pixels().size == (16, 24)
 
 
+TRANSPARENT = {"RGBA": {}, "LA": {}, "L": {"transparency": 0}, "P": {"transparency": 0}, "RGB": {}}
+"""Modes of a picture, and how a file says that its black is transparent, where not by a band."""
+
+
+@pytest.mark.parametrize("mode", TRANSPARENT)
+def test_what_is_transparent_is_white_as_for_the_image_processor(mode, tokenizer, folder):
+    drawn = Image.new("RGBA", (24, 16), (0, 0, 0, 0))
+    drawn.paste((200, 200, 200, 255), (4, 4, 20, 12))
+    drawn.convert(mode).save(folder / "clear.png", **TRANSPARENT[mode])
+    sample = load([asked({"type": "image", "path": "clear.png"}, text("?"))], tokenizer, folder)[0]
+    expected = processor()(images=[Image.open(folder / "clear.png")], return_tensors="pt")
+    assert torch.equal(sample["images"].tensors()["pixel_values"], expected["pixel_values"])
+    corner = 0 if mode == "RGB" else 255
+    assert image_file("clear.png", folder).pixels().getpixel((0, 0)) == (corner, corner, corner)
+
+
 def test_models_and_kinds_that_take_no_images_say_so(tokenizer, folder):
     row = asked({"type": "image", "path": "small.png"}, text("?"))
     with pytest.raises(McaError, match="row 0: a qwen2_5_vl model takes no images"):

@@ -3,7 +3,7 @@
 How parts are frozen is known to ``mca_models``; their learning rates come to the optimizer in `engine.part_rates`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Literal, get_args
 
 from mca_config.model_config import McaModelConfig
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 Part = Literal["vision", "projector", "language"]
 PARTS: tuple[Part, ...] = get_args(Part)
-_FROZEN: tuple[Part, ...] = ("vision", "projector")
+SEEING: tuple[Part, ...] = ("vision", "projector")
+"""The parts that only images need; they are frozen unless a run says otherwise."""
 _KEYS = ("freeze", "vision_learning_rate", "projector_learning_rate")
 
 
 def trained_parts(training: "TrainingArguments") -> frozenset[Part]:
     """The parts that are trained."""
-    frozen = _FROZEN if training.freeze is None else training.freeze
+    frozen = SEEING if training.freeze is None else training.freeze
     return frozenset(part for part in PARTS if part not in frozen)
 
 
@@ -38,20 +39,34 @@ def part_problems(
     if lora.adapter_name_or_path is not None and given:
         yield f"{', '.join(given)}: the adapter of adapter_name_or_path has its own settings; remove the key"
         return
-    if lora.wanted and (rates := [key for key in given if key != "freeze"]):
-        yield f"{', '.join(rates)}: an adapter has one learning rate; remove the key"
-        return
     if not trained:
         yield f"freeze: {', '.join(PARTS)} are all parts, so nothing is left to train; remove one of them"
-    for part in ("vision", "projector"):
-        if getattr(training, f"{part}_learning_rate") is not None and part not in trained:
-            yield f"{part}_learning_rate: {part} is frozen; set freeze to a list without it, or remove the key"
+    yield from trained_problems(training, trained, adapted=lora.wanted)
     if trained - {"language"}:
         from mca_models.megatron.families.image_limits import image_problems
 
-        if training.overlap_param_gather:
-            yield (
-                "overlap_param_gather: ranks without an image do not run the vision model, and would gather weights in "
-                "another order than those with one; set it to false, or freeze vision and projector"
-            )
         yield from image_problems(config, config.layout, megatron)
+
+
+def trained_problems(
+    training: "TrainingArguments", trained: Collection[Part], *, adapted: bool
+) -> Iterator[str]:
+    """Rates of parts that do not have them, and weights that ranks would gather in different orders.
+
+    Args:
+        training: Of a vision-language model.
+        trained: Its parts that are trained.
+        adapted: It has an adapter, which alone is trained.
+    """
+    rates = {part: f"{part}_learning_rate" for part in SEEING}
+    given = {part: key for part, key in rates.items() if getattr(training, key) is not None}
+    if adapted and given:
+        yield f"{', '.join(given.values())}: an adapter has one learning rate; remove the key"
+    for part, key in given.items():
+        if not adapted and part not in trained:
+            yield f"{key}: {part} is frozen; set freeze to a list without it, or remove the key"
+    if training.overlap_param_gather and not set(SEEING).isdisjoint(trained):
+        yield (
+            "overlap_param_gather: ranks without an image do not run the vision model, and would gather weights in "
+            "another order than those with one; set it to false, or freeze vision and projector"
+        )

@@ -45,14 +45,13 @@ class ImageFile:
             return (image.width, image.height) if turned else (image.height, image.width)
 
     def pixels(self) -> Image.Image:
-        """The image as people see it, in red, green and blue.
+        """The image as people see it, in red, green and blue; what is transparent is white.
 
         Raises:
             McaError: The same, or it is broken further on.
         """
         with self._opened() as image:
-            upright = ImageOps.exif_transpose(image) if _orientation(image) > 1 else image
-            return upright.convert("RGB")
+            return _on_white(ImageOps.exif_transpose(image) if _orientation(image) > 1 else image)
 
     @contextmanager
     def _opened(self) -> Iterator[Image.Image]:
@@ -93,6 +92,15 @@ def _orientation(image: Image.Image) -> int:
     if image.format == "PNG" and "exif" not in image.info:
         return 1
     return int(image.getexif().get(_ORIENTATION, 1))
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """As the image processors of transformers 5.21 and later make it; earlier ones drop the transparency."""
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    clear = image.convert("RGBA")
+    white = Image.new("RGBA", clear.size, "white")
+    return Image.alpha_composite(white, clear).convert("RGB")
 
 
 def image_file(given: object, folder: Path | None) -> ImageFile:

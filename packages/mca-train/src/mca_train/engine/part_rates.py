@@ -3,10 +3,15 @@
 A group's own rate follows the run's schedule, as `lr_schedule` writes it.
 """
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
+
+from mca_config.errors import McaError
 from mca_config.types import JsonObject
-from mca_train.config.parts import trained_parts
+from mca_train import groups
+from mca_train.config.parts import SEEING, Part, trained_parts, trained_problems
 from mca_train.types import TrainingArguments, Upstream
 
 if TYPE_CHECKING:
@@ -16,10 +21,10 @@ _MARK = "mca_part"
 
 
 def choose_parts(model: "VirtualModels", args: TrainingArguments) -> None:
-    """Freezes what ``freeze`` says, and has every parameter know its part; before the model is wrapped.
+    """Freezes what ``freeze`` says, and has every parameter know its part; before the model is wrapped. Collective.
 
     Raises:
-        McaError: The model has no such parts.
+        McaError: The model has no such parts, or cannot train them as the arguments say.
     """
     from mca_models.megatron.families.vision_model import part_of
     from mca_models.megatron.peft import PeftModels
@@ -28,6 +33,31 @@ def choose_parts(model: "VirtualModels", args: TrainingArguments) -> None:
         model.train_parts(trained_parts(args))
     for item, tensor in model.held():
         setattr(tensor, _MARK, part_of(item.param, model.config))
+    for problem in _problems(model, args, adapted=isinstance(model, PeftModels)):
+        raise McaError(problem)
+
+
+def _problems(model: "VirtualModels", args: TrainingArguments, *, adapted: bool) -> Iterator[str]:
+    """As `part_problems`, of the parts that the model trains, whoever selected them; the same on every rank."""
+    given = [key for part in SEEING if getattr(args, key := f"{part}_learning_rate") is not None]
+    if model.config.vision is None:
+        if given:
+            yield f"{', '.join(given)}: a {model.config.model_type} model has no vision part; leave it out"
+        return
+    if given or args.overlap_param_gather:
+        yield from trained_problems(args, _seeing(model), adapted=adapted)
+
+
+def _seeing(model: "VirtualModels") -> set[Part]:
+    """Which of the parts that see have anything to train, an adapter's too, on the ranks that hold them."""
+    here = {
+        getattr(tensor, _MARK, "vision")  # that of an adapter
+        for chunk in model.chunks
+        for tensor in getattr(chunk, "vision_model", torch.nn.Module()).parameters()
+        if tensor.requires_grad
+    }
+    device = groups.here(model.config.layout).device
+    return {part for part in SEEING if groups.largest(float(part in here), device)}
 
 
 def rates_of_parts(args: TrainingArguments, config: Upstream) -> JsonObject:
