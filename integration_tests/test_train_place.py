@@ -98,6 +98,15 @@ def test_every_sample_comes_once_whatever_the_batch_size(tmp_path):
     assert "training loss" not in ended["summary"]
 
 
+def sampler_order(loaders: Any, data: Any, **changes: Any) -> str:
+    """What decides the order of training on ``data``, in words, with ``changes`` of the arguments."""
+    from dataclasses import replace
+
+    args = copy(loaders.args)
+    vars(args).update(changes)
+    return str(replace(loaders, args=args).train(data)[1].order)
+
+
 def packed_again(checkpoint: Path, output_dir: Path) -> list[list[str]]:
     """What a run that goes on says, with the same packs and with those for two context ranks; by data."""
     from dataclasses import replace
@@ -116,6 +125,13 @@ def packed_again(checkpoint: Path, output_dir: Path) -> list[list[str]]:
             evaluated.evaluation(data)  # in the file's order, training in another
             steps = [next(iter(each.train(data)[0])) for each in (loaders, evaluated)]
             assert steps[0].micro_batches[0].input_ids.equal(steps[1].micro_batches[0].input_ids)
+            assert [sampler_order(loaders, data), sampler_order(loaders, data, data_seed=5)] == [
+                "shuffled by seed 3",
+                "shuffled by seed 5",
+            ]
+            assert sampler_order(loaders, data, train_sampling_strategy="sequential") == "not shuffled"
+            data.order_in_words = "rows of a.jsonl"
+            assert sampler_order(loaders, data) == "rows of a.jsonl, shuffled by seed 3"
             args = copy(trainer.args)
             args.dataloader_num_workers = 1
             workers = replace(loaders, args=args).train(data)[0].multiprocessing_context

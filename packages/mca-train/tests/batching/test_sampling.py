@@ -2,7 +2,10 @@ from itertools import chain
 
 import pytest
 
+from mca_train.batching.loaders import continued
+from mca_train.batching.position import RunPosition
 from mca_train.batching.sampling import BatchShape, StepSampler
+from mca_train.batching.step_stream import StepStream
 
 
 def steps(num_samples, *, mbs=1, micro=1, dp=1, multiple=1, epoch=0, first=0, **options):
@@ -68,3 +71,48 @@ def test_resuming_with_other_steps_gives_what_remains(drop_last):
 def test_drop_last_leaves_out_the_short_step():
     assert len(steps(23, micro=4, seed=1, drop_last=True)[0]) == 5
     assert len(steps(3, micro=4, seed=1, drop_last=True)[0]) == 1, "a lone short step is not dropped"
+
+
+SHAPE = BatchShape(micro_batch_size=1, num_micro_batches=4, data_parallel_size=1, data_parallel_rank=0)
+
+
+def in_memory(order):
+    return StepSampler(23, SHAPE, order=order)
+
+
+def streamed(order):
+    return StepStream([], SHAPE, 10, order=order)
+
+
+@pytest.mark.parametrize("sampler", [in_memory, streamed])
+@pytest.mark.parametrize(
+    ("place", "now", "is_told"),
+    [
+        ({"samples": 8}, "seed 2", True),
+        ({"samples": 8}, "seed 1", False),
+        ({"samples": 8}, "", False),
+        (
+            {"samples": 8, "order": ""},
+            "seed 2",
+            False,
+        ),  # of an older checkpoint, or of a stream of the user's
+        ({"samples": 0}, "seed 2", False),  # nothing is skipped
+        ({"samples": 8, "ended": True}, "seed 2", False),
+    ],
+)
+def test_samples_in_another_order_are_told_of(sampler, place, now, is_told, caplog):
+    place = RunPosition(**{"of": 23, "batch": 4, "units": "samples", "order": "seed 1", **place})
+    assert continued(place, sampler(now)).order == now
+    expected = (
+        "the checkpoint's samples come in another order (seed 1) than this run's (seed 2): some may be used twice or "
+        "not at all"
+    )
+    assert [record.getMessage() for record in caplog.records] == [expected] * is_told
+
+
+def test_an_epoch_that_is_done_has_no_order_but_a_stream_goes_on(caplog):
+    place = RunPosition(of=23, samples=23, batch=4, units="samples", order="seed 1")
+    continued(place, in_memory("seed 2"))
+    assert not caplog.records
+    continued(place, streamed("seed 2"))
+    assert len(caplog.records) == 1

@@ -51,6 +51,19 @@ def test_weights_are_shares_of_the_samples_and_small_sources_repeat():
     assert (Mixture([part(0, 4), part(100, 36)], ["a", "b"], [3, 1], 8).indices != mixture.indices).any()
 
 
+def test_a_mixture_says_what_its_order_comes_from():
+    def words(weights=None, seed=7, parts=((0, 4), (100, 36))):
+        return Mixture([part(*each) for each in parts], ["a", "b"], weights, seed).order_in_words
+
+    assert words() == words(seed=8) == "4 of 4 samples of a, 36 of 36 samples of b"
+    assert (
+        words([3, 1])
+        == words([0.75, 0.25])
+        == "30 of 4 samples of a, 10 of 36 samples of b, picked by seed 7"
+    )
+    assert len({words([3, 1]), words([1, 3]), words([3, 1], 8), words(parts=((0, 36), (100, 4)))}) == 4
+
+
 @pytest.mark.parametrize("weights", [[1, 1, 1], [0.7, 0.2, 0.1], [1000, 1, 1], [1e-9, 1, 1]])
 def test_shares_add_up_and_leave_nobody_out(weights):
     found = shares(weights, 100)
@@ -88,6 +101,10 @@ def test_sources_of_every_kind_are_read_and_columns_renamed(tmp_path):
         ]
     )
     assert mixture.names == ("file", "saved", "splits", "sliced", "alpaca")
+    assert mixture.order_in_words == (
+        "2 of 2 samples of rows of file.jsonl, 3 of 3 samples of rows of saved, 1 of 1 samples of rows of splits, "
+        "1 of 1 samples of rows of folder, 1 of 1 samples of rows of alpaca.jsonl"
+    )
     assert np.bincount(mixture.sources).tolist() == [2, 3, 1, 1, 1]
     texts = {byte_tokenizer().decode(mixture[place]["input_ids"]) for place in range(7)}
     assert texts == {"1+1=2<|eos|>"}

@@ -57,6 +57,39 @@ def test_the_order_is_drawn_anew_in_each_pass_and_is_the_same_again(files):
     assert sorted(first) == sorted(second)
 
 
+def test_a_stream_says_what_its_order_comes_from(files, tmp_path, monkeypatch):
+    def words(kind="sft", names=files, seed=3, **changes):
+        return load_stream(
+            TASKS[kind], names, byte_tokenizer(), arguments(**changes), seed=seed
+        ).order_in_words
+
+    assert words() == "rows of a.jsonl, b.jsonl, drawn from a buffer of 1000 by seed 3"
+    assert words(seed=None) == words(shuffle_buffer_size=1) == "rows of a.jsonl, b.jsonl, not shuffled"
+    assert words("pretrain", max_train_samples=5, seed=None) == (
+        "blocks of 16 tokens of the first 5 rows of a.jsonl, b.jsonl, not shuffled"
+    )
+    others = [
+        words(),
+        words("dpo", seed=4),
+        words(names=files[::-1]),
+        words(shuffle_buffer_size=9),
+        words(max_train_samples=5),
+    ]
+    assert len(set(others)) == 5
+    monkeypatch.chdir(tmp_path)
+    assert words(names=["a.jsonl", "./b.jsonl"]) == words(), "the same files, by other paths"
+
+
+def test_many_files_are_told_apart_by_a_digest():
+    from mca_train.data.addresses import called
+
+    names = [f"s3://bucket/{number}.jsonl" for number in range(20)]
+    assert called(["https://host/a.jsonl?token=secret", "/x/b.jsonl"]) == "a.jsonl, b.jsonl"
+    assert called(names).startswith("0.jsonl, ..., 19.jsonl (20 files, ")
+    assert called(names) == called([name.replace("s3://bucket", "/data") for name in names])
+    assert called(names) != called([names[0], names[2], names[1], *names[3:]])
+
+
 def test_rows_of_others_are_not_tokenized(files):
     from mca_train.batching.sampling import BatchShape
     from mca_train.batching.step_stream import StepStream

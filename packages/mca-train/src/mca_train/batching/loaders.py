@@ -17,6 +17,7 @@ from mca_train.batching.position import RunPosition
 from mca_train.batching.sampling import SAMPLES, BatchShape, StepSampler
 from mca_train.batching.step_stream import PackedStream, StepStream, is_stream, require_steps
 from mca_train.data.streams import AnswerStream
+from mca_train.data.token_dataset import order_of
 from mca_train.groups import Ranks
 from mca_train.types import Sample, SampleSource, TrainingArguments
 
@@ -69,17 +70,20 @@ class Loaders:
         if is_stream(dataset):
             return self._of_stream(dataset)
         length, units = _length(dataset, "train_dataset"), SAMPLES
-        strategy = str(getattr(args, "train_sampling_strategy", "random"))
-        seed = args.seed if args.data_seed is None else args.data_seed
+        is_random = str(getattr(args, "train_sampling_strategy", "random")) == "random"
+        seed = (args.seed if args.data_seed is None else args.data_seed) if is_random else None
+        drawn = "not shuffled" if seed is None else f"shuffled by seed {seed}"
+        order = ", ".join(filter(None, (order_of(dataset), drawn)))
         if args.sequence_packing:
-            dataset = self._packed(dataset, "train_dataset", seed if strategy == "random" else None)
+            dataset = self._packed(dataset, "train_dataset", seed)
             length, units = len(dataset), dataset.units
         sampler = StepSampler(
             length,
             self._shape(args.per_device_train_batch_size, args.gradient_accumulation_steps),
-            seed=seed if strategy == "random" else None,
+            seed=seed,
             drop_last=args.dataloader_drop_last,
             units=units,
+            order=order,
         )
         return self._of_samples(dataset, sampler), sampler
 
@@ -102,7 +106,13 @@ class Loaders:
             rows = PackedStream(rows, self.pack_length, multiple=self._sequence_multiple(), make=make)
             make, units = None, rows.units
         stream = StepStream(
-            rows, shape, args.max_steps, make=make, drop_last=args.dataloader_drop_last, units=units
+            rows,
+            shape,
+            args.max_steps,
+            make=make,
+            drop_last=args.dataloader_drop_last,
+            units=units,
+            order=order_of(dataset),
         )
         return self._loader(stream, stream, None), stream
 
@@ -243,6 +253,13 @@ def continued(place: RunPosition, sampler: StepSampler | StepStream) -> RunPosit
             place.units,
             sampler.units,
         )
+    elif _is_inside(place, sampler) and place.order and sampler.order not in ("", place.order):
+        logger.warning(
+            "the checkpoint's samples come in another order (%s) than this run's (%s): some may be used twice or not "
+            "at all",
+            place.order,
+            sampler.order,
+        )
     elif isinstance(sampler, StepSampler) and place.of not in (0, samples):
         logger.warning(
             "the checkpoint is in an epoch of %d samples, this run's have %d: some samples of this "
@@ -250,4 +267,10 @@ def continued(place: RunPosition, sampler: StepSampler | StepStream) -> RunPosit
             place.of,
             samples,
         )
-    return replace(place.in_steps_of(size), of=samples, units=sampler.units)
+    return replace(place.in_steps_of(size), of=samples, units=sampler.units, order=sampler.order)
+
+
+def _is_inside(place: RunPosition, sampler: StepSampler | StepStream) -> bool:
+    """Whether samples are to be skipped, so that it matters which ones come first."""
+    at_end = place.ended or (isinstance(sampler, StepSampler) and place.samples >= place.of)
+    return place.samples > 0 and not at_end

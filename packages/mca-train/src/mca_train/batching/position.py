@@ -29,6 +29,8 @@ class RunPosition:
     """Samples in an epoch; 0: the run has not begun."""
     units: str = ""
     """What is counted as a sample: one, or a pack of some size; empty: nobody knows."""
+    order: str = ""
+    """What decides in which order samples come, in words; empty: nobody knows."""
     batch: int = 0
     """Samples in a step."""
     schedule: int = 0

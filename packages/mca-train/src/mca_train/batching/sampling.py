@@ -47,6 +47,7 @@ class StepSampler:
         seed: Of the shuffle; None keeps the dataset's order.
         drop_last: Leave out the samples that do not fill a step.
         units: What the samples are, in words.
+        order: What decides in which order they come, in words.
     """
 
     def __init__(
@@ -57,10 +58,11 @@ class StepSampler:
         seed: int | None = None,
         drop_last: bool = False,
         units: str = SAMPLES,
+        order: str = "",
     ) -> None:
         self.num_samples = num_samples
         self.shape = shape
-        self.units = units
+        self.units, self.order = units, order
         self._seed = seed
         self._drop_last = drop_last and num_samples >= shape.global_size
         self._epoch = 0

@@ -45,6 +45,7 @@ class StepStream(IterableDataset[list[tuple[Sample, bool]]]):
         make: Makes a sample of what the stream gives; None: it is one.
         drop_last: Leave out what does not fill a step at the end of a pass.
         units: What the samples are, in words.
+        order: What decides in which order they come, in words; empty: nobody knows.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class StepStream(IterableDataset[list[tuple[Sample, bool]]]):
         make: Callable[[Sample], Sample] | None = None,
         drop_last: bool = False,
         units: str = SAMPLES,
+        order: str = "",
     ) -> None:
         self.shape = shape
-        self.units = units
+        self.units, self.order = units, order
         self.num_steps = max_steps
         self._dataset, self._make, self._drop_last = dataset, make, drop_last
         self._first_step = 0

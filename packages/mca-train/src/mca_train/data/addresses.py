@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _WEB = ("http://", "https://")
+_NAMED = 8  # of so many files, each is named
 _EXTRAS = {"s3fs": "'mca-train[s3]'", "gcsfs": "'mca-train[gcs]'"}
 _CLIENTS = (
     "fsspec",
@@ -48,6 +49,15 @@ def shown(text: str) -> str:
 def name_in(file: str) -> str:
     """The end of an address that names the file: what stands before the query of ``https://``."""
     return re.split("[?#]", file, maxsplit=1)[0] if file.startswith(_WEB) else file
+
+
+def called(files: Sequence[str]) -> str:
+    """What ``files`` are called, wherever they stand; many are told from others by a digest."""
+    names = [Path(name_in(file)).name for file in files]
+    if len(names) <= _NAMED:
+        return ", ".join(names)
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+    return f"{names[0]}, ..., {names[-1]} ({len(names)} files, {digest})"
 
 
 def of_hub(file: str) -> str:

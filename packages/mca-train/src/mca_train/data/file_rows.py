@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mca_config.types import JsonObject, Values
-from mca_train.data.addresses import shown
+from mca_train.data.addresses import called, shown
 from mca_train.data.files import named, reader_of
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,15 @@ class FileRows:
         self._seed, self._buffer_size = seed, buffer_size
         self._epoch = 0
         self._stamps = {file: _stamp(file) for file, _ in parts}
+
+    @property
+    def order_in_words(self) -> str:
+        """What decides in which order the rows come."""
+        first = "" if self._limit is None else f"the first {self._limit} "
+        rows = f"{first}rows of {called([file for file, _ in self._parts])}"
+        if self._seed is None:
+            return f"{rows}, not shuffled"
+        return f"{rows}, drawn from a buffer of {self._buffer_size} by seed {self._seed}"
 
     def set_epoch(self, epoch: int) -> None:
         """Draws another order."""

@@ -45,6 +45,7 @@ class ImageBlockStream(IterableDataset[Sample]):
         self._rows, self._read, self._key = rows, read, key
         self._encode = text_encoder(names, read, arguments, key)
         self._length = arguments.seq_length
+        self.order_in_words = f"blocks of {self._length} tokens of {rows.order_in_words}"
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffles anew, if the rows are shuffled."""

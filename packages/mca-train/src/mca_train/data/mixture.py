@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from mca_train.data.token_dataset import Sample
+from mca_train.data.token_dataset import Sample, order_of
 
 if TYPE_CHECKING:
     from mca_train.data.preferences import PairDataset
@@ -40,6 +40,7 @@ class Mixture(Dataset[Sample]):
         self.parts, self.names = tuple(parts), tuple(names)
         sizes = np.array([len(part) for part in parts])
         counts = sizes if weights is None else shares(weights, int(sizes.sum()))
+        self._seed = None if weights is None else seed
         draw = np.random.default_rng(seed)
         picks = [_picks(int(size), int(count), draw) for size, count in zip(sizes, counts, strict=True)]
         self.sources: NDArray[np.int64] = np.repeat(np.arange(len(picks)), [len(some) for some in picks])
@@ -64,9 +65,21 @@ class Mixture(Dataset[Sample]):
         """Whether any sample may have."""
         return any(part.has_images for part in self.parts)
 
+    @property
+    def order_in_words(self) -> str:
+        """What decides which samples come in which order."""
+        parts = zip(self._counts(), self.parts, self.names, strict=True)
+        told = ", ".join(
+            f"{count} of {len(part)} samples of {order_of(part) or name}" for count, part, name in parts
+        )
+        return told if self._seed is None else f"{told}, picked by seed {self._seed}"
+
+    def _counts(self) -> NDArray[np.int64]:
+        return np.bincount(self.sources, minlength=len(self.parts))
+
     def described(self) -> str:
         """How much there is of each source."""
-        counts = np.bincount(self.sources, minlength=len(self.parts))
+        counts = self._counts()
         return ", ".join(
             f"{name} {count:,} of {len(part):,} samples ({epochs:.2f} epochs)"
             for name, count, part, epochs in zip(self.names, counts, self.parts, self.epochs, strict=True)

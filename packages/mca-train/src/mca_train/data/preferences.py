@@ -47,6 +47,15 @@ class PairDataset(Dataset[Sample]):
         return len(self.sequences) // 2
 
     @property
+    def order_in_words(self) -> str:
+        """What decides in which order the pairs come; empty: nobody knows."""
+        return self.sequences.order_in_words
+
+    @order_in_words.setter
+    def order_in_words(self, words: str) -> None:
+        self.sequences.order_in_words = words
+
+    @property
     def has_images(self) -> bool:
         """Whether any sample has."""
         return self.sequences.has_images

@@ -73,6 +73,7 @@ class AnswerStream(IterableDataset[Sample]):
             return sample
 
         self.make = SampleMaker(make, key)
+        self.order_in_words = rows.order_in_words
         told = f"{key}: rows do not have {wanted} within seq_length {length}"
         self.rows = AnsweredRows(rows, self.make, is_sure, told)
 
@@ -94,6 +95,7 @@ class BlockStream(IterableDataset[Sample]):
     """
 
     def __init__(self, rows: FileRows, tokenize: BlockTokenizer, length: int) -> None:
+        self.order_in_words = f"blocks of {length} tokens of {rows.order_in_words}"
         self._rows, self._tokenize, self._length = rows, tokenize, length
         self._has_told = False
 

@@ -37,6 +37,11 @@ class ImagesOfSamples(Protocol):
         """Those of the sample ``index``, which has these ``tokens``; None: it has none."""
 
 
+def order_of(dataset: object) -> str:
+    """What decides in which order ``dataset`` has its samples, in words; empty: it does not say that."""
+    return str(getattr(dataset, "order_in_words", ""))
+
+
 class TokenDataset(Dataset[Sample]):
     """Samples of tokens, with the positions that count in the loss.
 
@@ -49,6 +54,9 @@ class TokenDataset(Dataset[Sample]):
         is_target: Which of ``tokens`` count; None: all.
         values: Numbers of each sample, ``[num_samples, numbers]``; None: there are none.
         images: Of the samples; None: they are text.
+
+    Attributes:
+        order_in_words: What decides in which order the samples come; empty: nobody knows.
     """
 
     def __init__(
@@ -64,6 +72,7 @@ class TokenDataset(Dataset[Sample]):
         self.is_target = is_target
         self.values = values
         self.images = images
+        self.order_in_words = ""
 
     @classmethod
     def from_samples(cls, samples: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> "TokenDataset":

@@ -67,17 +67,26 @@ def load_tokenized(
             return task.samples(load(), tokenizer, arguments, key, own)
 
     if arguments.tokenized_cache is None:
-        return make()
+        return _in_order_of(files, make())
     from mca_train.data.token_cache import cached, digest_of, key_of
 
     rows = [f"{digest_of(copy)} {reader_of(file)}" for file, copy in zip(files, copies, strict=True)]
     contents = [key, *rows, *_processors(own)]
-    return cached(
+    found = cached(
         Path(arguments.tokenized_cache),
         key_of(task.name, contents, tokenizer, arguments, limit),
         make,
         _again(task, load, tokenizer, arguments, key, own),
     )
+    return _in_order_of(files, found)
+
+
+def _in_order_of(files: Sequence[str], samples: "TokenDataset | PairDataset") -> "TokenDataset | PairDataset":
+    """``samples``, which say that they come in the order of ``files``."""
+    from mca_train.data.addresses import called
+
+    samples.order_in_words = f"rows of {called(files)}"
+    return samples
 
 
 def _processors(images: "ImageReader | None") -> list[str]:
@@ -177,7 +186,7 @@ def _samples_of(
 
     if (prefix := prefix_of(source.path)) is not None:
         _require_plain(source, key)
-        return task.indexed(prefix, tokenizer, arguments)
+        return _in_order_of([prefix.name], task.indexed(prefix, tokenizer, arguments))
     rows = rows_of(source, key, arguments)
 
     def make() -> "TokenDataset | PairDataset":
@@ -185,14 +194,15 @@ def _samples_of(
             return task.samples(rows, tokenizer, arguments, key, images)
 
     if arguments.tokenized_cache is None:
-        return make()
+        return _in_order_of([source.path], make())
     contents = [key, rows._fingerprint, str(len(rows)), *_processors(images)]
-    return cached(
+    found = cached(
         Path(arguments.tokenized_cache),
         key_of(task.name, contents, tokenizer, arguments, None),
         make,
         _again(task, lambda: rows, tokenizer, arguments, key, images),
     )
+    return _in_order_of([source.path], found)
 
 
 def load_stream(
