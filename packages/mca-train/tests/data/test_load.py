@@ -269,6 +269,21 @@ def test_variables_of_the_template_are_kept_of_several_files(tmp_path, streaming
         assert texts("none", "a") == texts("none") + texts("a")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["a[1].jsonl", "b*.jsonl", "[v1]/c.jsonl", "d?.jsonl", "e{1,2}].jsonl"])
+def test_names_are_no_patterns(tmp_path, monkeypatch, name, streaming):
+    """Files that they would match as patterns stand beside them, or none does."""
+    (tmp_path / "[v1]").mkdir()
+    for other in ("a1.jsonl", "b2.jsonl", "dd.jsonl"):
+        jsonl(tmp_path / other, [{"prompt": "", "completion": "no"}] * 2)
+    jsonl(tmp_path / name, [{"prompt": "", "completion": "yes"}])
+    monkeypatch.chdir(tmp_path / "[v1]")
+    load = (lambda *some: load_stream(*some, seed=None)) if streaming else load_tokenized
+    for path in (str(tmp_path / name), f"../{name}"):
+        samples = [*load(TASKS["sft"], [path], byte_tokenizer(), arguments())]
+        assert [byte_tokenizer().decode(each["input_ids"]) for each in samples] == ["yes<|eos|>"]
+
+
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(McaError, match=r"eval_file: file .*none\.jsonl does not exist"):
         load_tokenized(

@@ -125,6 +125,16 @@ def test_entries_that_are_wrong_are_one_line(entries, message):
         sources_of(entries)
 
 
+def test_a_directory_that_is_a_pattern_is_refused(tmp_path):
+    (tmp_path / "[v1]").mkdir()
+    jsonl(tmp_path / "[v1]" / "x.jsonl", [{"prompt": "1+1=", "completion": "2"}])
+    with pytest.raises(
+        McaError, match=r"datasets, \[v1\]: .*v1.: datasets takes .* for a pattern; rename it, or"
+    ):
+        loaded([{"path": str(tmp_path / "[v1]")}])
+    assert len(loaded([{"path": str(tmp_path / "[v1]" / "x.jsonl")}])) == 1
+
+
 def test_columns_change_places_and_folders_have_dots(tmp_path):
     rows = [{"prompt": "2", "completion": "1+1=", "text": "no"}]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "v1.0")

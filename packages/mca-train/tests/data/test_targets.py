@@ -2,15 +2,19 @@
 
 import json
 
+import datasets
 import pytest
 from tokenizers_for_tests import CHATML, MARKED, SPACED, SPACED_MARKED, byte_tokenizer, spaced_tokenizer
 
 from mca_config.errors import McaError
+from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import ClassifyArguments, PairArguments, RewardArguments
 from mca_train.data.chat import tokenize_chat
 from mca_train.data.encoding import check_messages, row_encoder, tokenize_answer, tokenize_answers
 from mca_train.data.formats import converted
 from mca_train.data.scored import scored_pair_encoder, text_encoder
+from mca_train.tasks.load import load_first, load_stream, load_tokenized
+from mca_train.tasks.table import TASKS
 
 TURNS = [
     {"role": "user", "content": "hi"},
@@ -172,6 +176,36 @@ def test_arguments_of_calls_may_be_text_whatever_the_template_takes(given, templ
     messages = check_messages([quoted, call(given, content=None)])
     (answer,) = words(tokenizer, tokenize_chat(tokenizer, messages))
     assert answer.startswith('({"x": 1, "y": "ä"})')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("name", "given", "learnt"),
+    [
+        (
+            "a.jsonl",
+            [{"x": None, "y": [{"z": None}]}, {"w": 1}],
+            ['{"x": null, "y": [{"z": null}]}', '{"w": 1}'],
+        ),
+        ("b.jsonl", [{"x": 1}, {"x": None}], ['{"x": 1}', '{"x": null}']),  # the same keys in all rows
+        ("c.jsonl", ['{"x": null}', '{"y": 1}'], ['{"x": null}', '{"y": 1}']),
+        ("d.parquet", [{"x": 1, "y": None}, {"x": None, "y": {"z": 2}}], ['{"x": 1}', '{"y": {"z": 2}}']),
+    ],
+)
+def test_arguments_keep_the_nulls_that_are_a_rows_own(stream, name, given, learnt, tmp_path):
+    """Those of Arrow's structs stand for keys that only other rows have."""
+    rows = [{"messages": [USER, {**call(each), "name": None}]} for each in given]
+    path = tmp_path / name
+    if name.endswith(".parquet"):
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer, arguments = marked_tokenizer(RETURNS), DataArguments(model_name_or_path="m", seq_length=256)
+    load = (lambda *some: load_stream(*some, seed=None)) if stream else load_tokenized
+    for make in (load, load_first) if stream else (load,):
+        samples = make(TASKS["sft"], [str(path)], tokenizer, arguments)
+        texts = [tokenizer.decode(sample["input_ids"][sample["labels"] != -100]) for sample in samples]
+        assert [text.partition("(")[2].partition(")")[0] for text in texts] == learnt
 
 
 def test_calls_of_nothing_are_none_and_arguments_of_nothing_are_empty():

@@ -3,6 +3,7 @@
 How files are named and what their rows are is decided in `files`.
 """
 
+import glob
 import hashlib
 import logging
 import os
@@ -49,6 +50,14 @@ def shown(text: str) -> str:
 def name_in(file: str) -> str:
     """The end of an address that names the file: what stands before the query of ``https://``."""
     return re.split("[?#]", file, maxsplit=1)[0] if file.startswith(_WEB) else file
+
+
+def pattern_of(file: str) -> str:
+    """What ``datasets``, which takes names for patterns, finds ``file`` alone by."""
+    if file.startswith(_WEB):
+        return file  # a query begins with a question mark
+    path = Path(file)
+    return glob.escape(file if is_address(file) else str(path.parent.resolve() / path.name))
 
 
 def called(files: Sequence[str]) -> str:

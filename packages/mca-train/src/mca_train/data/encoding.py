@@ -119,11 +119,17 @@ def inputs_of(row: Values, arguments: DataArguments) -> TemplateInputs:
     return TemplateInputs(_without_nulls(tools), _without_nulls(options))
 
 
-def _without_nulls(value: T) -> T:
-    """Without the keys that only other rows of the file have, which is what columns make of mappings."""
+def _without_nulls(value: T, kept: str = "") -> T:
+    """Without the keys that only other rows of the file have, which is what columns make of mappings.
+
+    What stands under the key ``kept`` stays as it is.
+    """
     if isinstance(value, dict):
-        return cast("T", {key: _without_nulls(item) for key, item in value.items() if item is not None})
-    return cast("T", [_without_nulls(item) for item in value]) if isinstance(value, list) else value
+        said = {key: item for key, item in value.items() if item is not None}
+        return cast(
+            "T", {key: item if key == kept else _without_nulls(item, kept) for key, item in said.items()}
+        )
+    return cast("T", [_without_nulls(item, kept) for item in value]) if isinstance(value, list) else value
 
 
 def tokenize_answer(
@@ -207,7 +213,8 @@ def check_messages(messages: object) -> list[Message]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise McaError(f"messages, turn {turn}: expected a mapping with 'role' and 'content'")
         _require_said(turn, message)
-    return [with_parsed_arguments(_without_nulls(message), turn) for turn, message in enumerate(messages)]
+    said = [_without_nulls(message, "arguments") for message in messages]
+    return [with_parsed_arguments(message, turn) for turn, message in enumerate(said)]
 
 
 def _require_said(turn: int, message: Message) -> None:

@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 from mca_config.errors import McaError, UsageError
 from mca_config.types import JsonObject
@@ -19,10 +19,12 @@ from mca_train.data.addresses import (
     is_missing,
     name_in,
     of_hub,
+    pattern_of,
     require_client,
     shown,
     unfetched,
 )
+from mca_train.data.call_arguments import as_json
 from mca_train.data.formats import COLUMNS, TEMPLATE_INPUTS
 
 if TYPE_CHECKING:
@@ -159,14 +161,36 @@ def reader_of(file: str) -> str:
 
 
 def _load_file(file: str, key: str, copy: Path | None) -> "datasets.Dataset":
-    import datasets
-
     reader, options = check_file(file, key)
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of files that cannot be read, twice
     here = copy or local(file, key)
     with named(key, file, reader):
         require_shallow(file, key, copy=here)
-        return datasets.load_dataset(reader, data_files=str(here), split="train", **options)
+        return opened(reader, str(here), options, streaming=False)
+
+
+@overload
+def opened(
+    reader: str, path: str, options: JsonObject, *, streaming: Literal[True]
+) -> "datasets.IterableDataset": ...
+
+
+@overload
+def opened(
+    reader: str, path: str, options: JsonObject, *, streaming: Literal[False]
+) -> "datasets.Dataset": ...
+
+
+def opened(
+    reader: str, path: str, options: JsonObject, *, streaming: bool
+) -> "datasets.Dataset | datasets.IterableDataset":
+    """The rows of what stands at ``path``; arguments of calls in JSON keep their nulls."""
+    import datasets
+
+    found = {"data_files": pattern_of(path), "split": "train", "streaming": streaming, **options}
+    rows = datasets.load_dataset(reader, **found)
+    features = as_json(rows.features) if reader == "json" else None
+    return rows if features is None else datasets.load_dataset(reader, **found, features=features)
 
 
 def local(file: str, key: str) -> Path:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
+from mca_train.data.call_arguments import without_others
 from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, block_tokenizer, warn_truncated
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.image_tokens import Grid
@@ -136,8 +137,10 @@ def _tokenized(
     import datasets
 
     length, value = arguments.seq_length, datasets.Value
+    own = without_others(rows.features)
 
     def tokenize(row: Values, index: int) -> JsonObject:
+        row = row if own is None else own(row)
         try:
             encoded, grids = (encode(row), None) if images is None else images.encoded(row, encode)
             said = [] if numbers is None else numbers(row)

@@ -4,6 +4,7 @@ How sources are mixed is decided in `mixture`.
 """
 
 import dataclasses
+import glob
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -125,9 +126,20 @@ def _loaded(source: Source, key: str, arguments: DataArguments) -> "datasets.Dat
                 return found[source.split]
             _require_without(source, key, "a saved dataset without splits", ("split",))
             return found
+        if path.is_dir():
+            _require_no_pattern(path, key)
         options = _options_of(path, source, key) if path.is_dir() else {}
         return datasets.load_dataset(
             source.path, source.subset, split=source.split, revision=source.revision, **options
+        )
+
+
+def _require_no_pattern(directory: Path, key: str) -> None:
+    whole = str(directory.resolve())
+    if glob.escape(whole) != whole:
+        raise UsageError(
+            f"{key}: {directory}: datasets takes *, ? and [ in the path of a directory for a pattern; rename it, or "
+            "name its files"
         )
 
 

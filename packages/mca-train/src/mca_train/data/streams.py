@@ -16,9 +16,18 @@ from mca_config.types import Values
 from mca_train.config.arguments import DataArguments
 from mca_train.data.addresses import is_address, require_there, shown
 from mca_train.data.answered import AnsweredRows, SampleMaker
+from mca_train.data.call_arguments import without_others
 from mca_train.data.encoding import BlockTokenizer, Encoded, RowEncoder, RowNumbers
 from mca_train.data.file_rows import FileRows, Row
-from mca_train.data.files import check_file, column_names, joined, named, require_column, require_shallow
+from mca_train.data.files import (
+    check_file,
+    column_names,
+    joined,
+    named,
+    opened,
+    require_column,
+    require_shallow,
+)
 from mca_train.data.image_rows import ImageRows, undecoded
 from mca_train.data.sample_images import images_in_stream
 from mca_train.data.token_dataset import IGNORED, VALUES, Sample
@@ -151,8 +160,6 @@ def _parts(
     files: Sequence[str], key: str, arguments: DataArguments, column: str | None
 ) -> "tuple[list[str], list[tuple[str, datasets.IterableDataset]]]":
     """The columns of ``files``, and the reader of each."""
-    import datasets
-
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of files that cannot be read, twice
     parts, names = [], {}
     for file in files:
@@ -161,23 +168,22 @@ def _parts(
             require_there(file, key)
         with named(key, file, reader):
             require_shallow(file, key, _LOOKED_AT)
-            part = datasets.load_dataset(
-                reader, data_files=str(file), split="train", streaming=True, **options
-            )
-            part = undecoded(part)
+            part = undecoded(opened(reader, file, options, streaming=True))
             first = next(iter(part), None)
         if first is None:
             raise McaError(f"{key}: {shown(file)} has no rows")
         require_column(list(first), column, f"{key}: {shown(file)}")
-        parts.append((file, part))
+        parts.append(part)
         names[file] = list(first)
     columns = {file: sorted(set(some) & column_names(arguments)) for file, some in names.items()}
     if any(some != columns[files[0]] for some in columns.values()):
         told = "; ".join(f"{shown(file)}: {', '.join(some)}" for file, some in columns.items())
         raise McaError(f"{key}: with streaming all files must have the same columns ({told})")
     with named(key, ", ".join(files), "one"):
-        joined([part for _, part in parts], files, key, arguments)
-    return names[files[0]], parts
+        joined(parts, files, key, arguments)
+    changes = [without_others(part.features) for part in parts]
+    own = [part if change is None else part.map(change) for part, change in zip(parts, changes, strict=True)]
+    return names[files[0]], list(zip(files, own, strict=True))
 
 
 def _sample(sequences: Sequence[Encoded], prefixes: Sequence[str], length: int) -> Sample:

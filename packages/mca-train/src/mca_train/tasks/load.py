@@ -250,10 +250,14 @@ def load_first(
     """
     import datasets
 
+    from mca_train.data.call_arguments import as_json
     from mca_train.data.streams import open_rows
 
     key = "train_file"
     found, _ = open_rows(files, key, arguments, task.required_column(arguments), seed=None)
     datasets.disable_progress_bars()
-    rows = datasets.Dataset.from_list([{**row} for row in found], on_mixed_types="use_json")
+    first = [{**row} for row in found]
+    rows = datasets.Dataset.from_list(first, on_mixed_types="use_json")
+    if (features := as_json(rows.features)) is not None:
+        rows = datasets.Dataset.from_list(first, features=features)
     return task.samples(rows, tokenizer, arguments, key, _beside(images, arguments, files))

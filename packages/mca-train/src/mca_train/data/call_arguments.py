@@ -1,0 +1,74 @@
+"""Whose the nulls in the arguments of calls are: a row's own, or those of keys that only other rows have.
+
+Where a column is made of Arrow's structs every row has the keys of all rows, null where it has none itself. What a
+column holds as JSON is as it was written.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from mca_config.types import JsonObject, Typed, Values
+
+if TYPE_CHECKING:
+    import datasets
+
+_ARGUMENTS = "arguments"
+
+
+def as_json(features: "datasets.Features | None") -> "datasets.Features | None":
+    """``features`` that keep arguments as JSON; None: they do, there are none, or `datasets` is too old for it."""
+    import datasets
+
+    if not hasattr(datasets, "Json") or not _structs(features or {}):
+        return None
+    return datasets.Features({name: _as_json(feature) for name, feature in features.items()})
+
+
+def without_others(features: Mapping[str, Typed] | None) -> Callable[[Values], JsonObject] | None:
+    """The function that takes what only other rows have out of a row's arguments; None: there is no such thing."""
+    columns = _structs(features or {})
+
+    def own(row: Values) -> JsonObject:
+        return {**row, **{name: _own(row[name], columns[name]) for name in columns.keys() & row.keys()}}
+
+    return own if columns else None
+
+
+def _structs(features: Mapping[str, Typed]) -> dict[str, Typed]:
+    """The columns in which arguments are structs."""
+    return {name: feature for name, feature in features.items() if _has_structs(feature)}
+
+
+def _has_structs(feature: Typed) -> bool:
+    if isinstance(feature, dict):
+        return isinstance(feature.get(_ARGUMENTS), dict) or any(map(_has_structs, feature.values()))
+    return (item := _item(feature)) is not None and _has_structs(item)
+
+
+def _item(feature: Typed) -> Typed | None:
+    """What a feature of a list says of its items; None: it is none."""
+    return feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+
+
+def _as_json(feature: Typed) -> Typed:
+    import datasets
+
+    if isinstance(feature, dict):
+        return {
+            key: datasets.Json() if key == _ARGUMENTS and isinstance(value, dict) else _as_json(value)
+            for key, value in feature.items()
+        }
+    item = _item(feature) if _has_structs(feature) else None
+    return feature if item is None else datasets.List(_as_json(item))
+
+
+def _own(value: Typed, feature: Typed, *, inside: bool = False) -> Typed:
+    if isinstance(value, list) and (item := _item(feature)) is not None:
+        return [_own(each, item, inside=inside) for each in value]
+    if not isinstance(value, dict) or not isinstance(feature, dict):
+        return value
+    return {
+        key: _own(each, feature.get(key), inside=inside or key == _ARGUMENTS)
+        for key, each in value.items()
+        if not (inside and each is None)
+    }
