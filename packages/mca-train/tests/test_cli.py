@@ -48,6 +48,18 @@ def test_wrong_usage_is_one_line_and_2(words, message, capsys):
         ({"eval_on_start": True}, [], "eval_on_start is true, but eval_file is not set"),
         ({"do_eval": True}, [], "do_eval is true, but eval_file is not set"),
         ({"do_eval": False, "eval_file": "a.jsonl"}, [], "do_eval is false, but eval_file is set"),
+        ({"max_eval_samples": 4}, [], "max_eval_samples is set, but eval_file is not"),
+        ({"shuffle_buffer_size": 4}, [], "shuffle_buffer_size is for streaming"),
+        (
+            {"streaming": True, "max_steps": 1, "shuffle_buffer_size": 4},
+            ["--train_sampling_strategy", "sequential"],
+            "shuffle_buffer_size shuffles, but train_sampling_strategy is sequential",
+        ),
+        (
+            {"streaming": True, "max_steps": 1, "tokenized_cache": "c"},
+            [],
+            "tokenized_cache keeps no samples of a stream",
+        ),
         ({"do_train": False}, [], "do_train is false, but mca-train trains"),
         ({"adam_beta2": 1.5}, [], "adam_beta2 must be at least 0 and below 1, not 1.5"),
         ({"num_train_epochs": 0}, [], "num_train_epochs must be above 0"),
@@ -240,6 +252,10 @@ def test_a_metric_of_preferences_can_choose_the_best_model(run, tmp_path):
     ("changes", "message"),
     [
         ({"label_smoothing_factor": 0.1}, "use dpo_label_smoothing"),
+        (
+            {"data_format": "messages"},
+            "data_format messages: mca-train dpo reads the columns of pairs, or alpaca or",
+        ),
         ({"dpo_beta": 0}, "dpo_beta is 0.0; expected a positive number"),
         (
             {"dpo_label_smoothing": 0.1, "dpo_loss": "ipo"},
@@ -365,6 +381,11 @@ def test_flags_of_a_plan_are_told_from_keys(run, command, changes, flags, messag
     ("kind", "changes", "message"),
     [
         ("reward", {"lora_rank": 4}, "lora_modules_to_save lacks score"),
+        (
+            "reward",
+            {"train_file": ..., "datasets": [{"path": "a.jsonl", "data_format": "text"}]},
+            "data_format text: mca-train reward reads",
+        ),
         ("reward", {"loss_chunk_size": 8}, "loss_chunk_size does nothing"),
         ("reward", {"center_rewards_coefficient": -1.0}, "center_rewards_coefficient is -1.0; expected"),
         ("classify", {}, "labels (or num_labels) is not set; single_label_classification needs at least 2"),

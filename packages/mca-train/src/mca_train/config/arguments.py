@@ -66,7 +66,10 @@ class DataArguments:
     )
     data_format: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = field(
         default=None,
-        metadata={"help": "Format of the rows (sft, dpo, kto, reward); None: recognised by their columns."},
+        metadata={
+            "help": "Format of the rows (sft, kto; dpo and reward: alpaca or sharegpt); None: recognised by their "
+            "columns."
+        },
     )
     max_train_samples: int | None = field(
         default=None, metadata={"help": "Rows of the training files to use; None: all."}

@@ -23,14 +23,15 @@ def contradictions(settings: Settings) -> Iterator[str]:
         yield "streaming reads train_file, not datasets; remove one of the two"
     if data.datasets and data.max_train_samples is not None:
         yield "max_train_samples is for train_file; set max_samples in the entries of datasets"
-    if data.streaming and training.max_steps <= 0:
-        yield "streaming needs max_steps: a stream has no length"
+    yield from _of_streams(settings)
     if values.get("do_train", True) is not True and not training.do_train:
         yield "do_train is false, but mca-train trains; remove it"
     if values.get("do_eval", True) is not True and not training.do_eval and data.eval_file:
         yield "do_eval is false, but eval_file is set, which is evaluated at the end; remove one of the two"
     if not data.eval_file:
         yield from _without_evaluation("do_eval" in values, training)
+        if data.max_eval_samples is not None:
+            yield "max_eval_samples is set, but eval_file is not; set it or remove max_eval_samples"
     if training.load_best_model_at_end and training.eval_strategy == "no":
         yield (
             "load_best_model_at_end is true, but eval_strategy is no, so there is no best model; set it "
@@ -39,6 +40,21 @@ def contradictions(settings: Settings) -> Iterator[str]:
     yield from schedule_problems(training)
     yield from _of_adapters(settings)
     yield from _of_backend(values.get("ddp_backend"))
+
+
+def _of_streams(settings: Settings) -> Iterator[str]:
+    """A stream without an end, and keys that only streams follow, or that they do not."""
+    training, data = settings.training, settings.data
+    if data.streaming and training.max_steps <= 0:
+        yield "streaming needs max_steps: a stream has no length"
+    if data.streaming and data.tokenized_cache is not None and not data.eval_file:
+        yield "tokenized_cache keeps no samples of a stream; remove it or set streaming to false"
+    if "shuffle_buffer_size" not in settings.values:
+        return
+    if not data.streaming:
+        yield "shuffle_buffer_size is for streaming, others are shuffled as a whole; remove it or set streaming"
+    elif data.shuffle_buffer_size > 1 and str(training.train_sampling_strategy) == "sequential":
+        yield "shuffle_buffer_size shuffles, but train_sampling_strategy is sequential; remove one of the two"
 
 
 def _without_evaluation(says_do_eval: bool, training: "TrainingArguments") -> Iterator[str]:

@@ -12,7 +12,7 @@ from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
 from mca_train.losses.pair_kinds import REFUSED, LossType
 from mca_train.tasks.reference import ReferenceArguments, no_reference_left
-from mca_train.tasks.task import AnswerTask, Example
+from mca_train.tasks.task import AnswerTask, Example, pair_format_problems
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -128,6 +128,7 @@ class Dpo(AnswerTask):
 
         own = _own(settings)
         yield from key_problems(settings.training)
+        yield from pair_format_problems(self.name, settings)
         if own.precompute_ref_log_probs and settings.data.streaming:
             yield "precompute_ref_log_probs needs all rows before training; set streaming to false"
         if own.loss().needs_reference:

@@ -1,6 +1,6 @@
 """``mca-train reward`` trains a reward model on preference pairs, by Bradley and Terry's loss (`losses.scores`)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -8,6 +8,7 @@ from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import RewardArguments
 from mca_train.tasks.scores import ScoreTask, score_example
+from mca_train.tasks.task import pair_format_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,6 +67,11 @@ class Reward(ScoreTask):
         from mca_train.data.scored import margins
 
         return margins(names, cast("RewardArguments", data))
+
+    def problems(self, settings: "Settings") -> Iterator[str]:
+        """Those of scores, and shapes of rows that are no pairs."""
+        yield from super().problems(settings)
+        yield from pair_format_problems(self.name, settings)
 
     def head(self, settings: "Settings") -> "Head":
         """One number."""
