@@ -19,7 +19,7 @@ def as_json(features: "datasets.Features | None") -> "datasets.Features | None":
     """``features`` that keep arguments as JSON; None: they do, there are none, or `datasets` is too old for it."""
     import datasets
 
-    if not hasattr(datasets, "Json") or not _structs(features or {}):
+    if features is None or not hasattr(datasets, "Json") or not _structs(features):
         return None
     return datasets.Features({name: _as_json(feature) for name, feature in features.items()})
 
