@@ -91,6 +91,29 @@ def test_merging_goes_to_mca_too_and_through_any_memory(
     assert main(["verify", str(base), str(tmp_path / "hf")]) == 1
 
 
+def test_an_fp64_base_is_merged_in_fp64(tiny, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = tmp_path / "base"
+    shutil.copytree(tiny("llama"), base)
+    weights = load_file(base / "model.safetensors")
+    weights = {
+        name: w.double() + torch.rand(w.shape, dtype=torch.float64) * 1e-9 for name, w in weights.items()
+    }
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    config = peft.LoraConfig(r=3, init_lora_weights=False, **CASES["llama"])
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    model.save_pretrained(tmp_path / "adapter")
+    run(
+        *("--checkpoint_path", base, "--adapter_path", tmp_path / "adapter", "--merge"),
+        *("--output_path", tmp_path / "out"),
+    )
+    expected = model.merge_and_unload().state_dict()
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert tensor.dtype == torch.float64
+        torch.testing.assert_close(tensor, expected[name], atol=1e-14, rtol=1e-14)  # sums of 3 products
+
+
 def planned(capsys, *arguments: object) -> dict:
     capsys.readouterr()
     code = main(["plan", "--json", *map(str, arguments)])

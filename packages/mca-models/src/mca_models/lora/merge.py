@@ -1,4 +1,4 @@
-"""Folding an adapter into the weights: ``W + scale * lora_B @ lora_A``, in fp32, then W's own dtype.
+"""Folding an adapter into the weights: ``W + scale * lora_B @ lora_A``, in fp32 (fp64 if W is), then W's own dtype.
 
 That is what ``merge_and_unload`` computes. PEFT rounds the product of *stacked* experts to W's dtype
 before it adds; here everything is rounded once, also where W is cast. Rows are done in blocks that do not
@@ -188,7 +188,7 @@ class MergedTensor(TensorBase):
         return weight
 
     def _stored(self, start: int, stop: int, dtype: NumpyDtype) -> NumpyArray:
-        """Rows ``start:stop`` before merging, or in fp32 as the adapter saved them; a fresh array."""
+        """Rows ``start:stop`` before merging, or as the adapter saved them, wide; a fresh array."""
         adapter = self.source.adapter
         saved = adapter.saved_of.get(self.param.mca_name())
         if saved is not None:
@@ -198,7 +198,7 @@ class MergedTensor(TensorBase):
                     f"{self.name}: the adapter saved shape {list(whole.shape)}, the base model's is "
                     f"{list(self.shape)}; merge into the model that it was trained on"
                 )
-            return np.array(whole[start:stop], np.float32)
+            return np.array(whole[start:stop], _work(dtype))
         base, row = self.source.base, prod(self.shape[1:])
         out = np.empty((stop - start, *self.shape[1:]), dtype)
         gather = base.gathers(self.param, HF)[self.number]
@@ -219,13 +219,19 @@ def fill(out: NumpyArray, gather: Gather, parts: Sequence[Part], start: int = 0)
 
 def add_product(weight: NumpyArray, a: NumpyArray, b: NumpyArray, scale: float) -> bool:
     """``weight += scale * b @ a`` in place, each element rounded once; whether all results are finite."""
+    work = _work(weight.dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # told by the result
-        delta = b.astype(np.float32) @ a.astype(np.float32)
-        delta *= np.float32(scale)
-        delta += weight.astype(np.float32)
+        delta = b.astype(work) @ a.astype(work)
+        delta *= work.type(scale)
+        delta += weight.astype(work)
         weight[...] = delta.astype(weight.dtype)
     # NumPy knows float16; bfloat16 has float32's range
     return bool(np.isfinite(weight if weight.dtype == np.float16 else delta).all())
+
+
+def _work(dtype: NumpyDtype) -> NumpyDtype:
+    """The type in which weights of ``dtype`` are computed with."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def merge_to_hf(

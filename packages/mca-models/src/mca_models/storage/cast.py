@@ -17,7 +17,12 @@ _NARROW = {
     "bfloat16": (0x7F80, "bf16, whose largest value is 3.39e38; use --fp32"),
     "float32": (0x7F800000, "fp32, whose largest value is 3.40e38; leave the weights as they are"),
 }
-_WIDE_ENOUGH = {"float16": (), "bfloat16": ("float16",), "float32": ("float16", "bfloat16")}
+_WIDE_ENOUGH = {
+    "float16": (),
+    "bfloat16": ("float16",),
+    "float32": ("float16", "bfloat16"),
+    "float64": ("float16", "bfloat16", "float32"),
+}
 """Sources that cannot overflow."""
 
 
