@@ -375,6 +375,17 @@ def model_only(checkpoint: Path, output_dir: Path) -> str:
         make_trainer(checkpoint, output_dir, max_steps=6).train(resume_from_checkpoint=True)
     except McaError as error:
         told = str(error)
+    megatron = {
+        "ckpt_format": "torch_dist",
+        "save_only_model": True,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+    quietly(make_trainer(checkpoint, output_dir / "megatron", max_steps=2, **megatron).train)
+    for resume in (True, "auto", str(output_dir / "megatron" / "checkpoint-1")):
+        again = make_trainer(checkpoint, output_dir / "megatron", max_steps=3, **megatron)
+        with pytest.raises(McaError, match=r"checkpoint-.: holds no optimizer state \(save_only_model\?\)"):
+            again.train(resume_from_checkpoint=resume)
     stop_signal._EVERY = 0.0  # ranks agree after every step, however short
     stopped = make_trainer(checkpoint, output_dir / "stopped", max_steps=4, **saving)
     stopped.add_callback(interruption(2, "SIGTERM"))

@@ -55,6 +55,21 @@ def test_what_the_run_wrote_itself_is_gone_on_from(values, tmp_path, step):
     assert continued(values, Attempt(3, store)) == values | {"resume_from_checkpoint": "auto"}
 
 
+def test_what_the_run_had_written_before_it_went_back_is_not_gone_on_from(values, tmp_path):
+    """It died between its first checkpoint and setting later ones aside, which `auto` would take."""
+    store = HashStore()
+    for step in (100, 200, 300):
+        checkpoint(tmp_path, step)
+    begins(store, tmp_path)
+    for step in (140, 150):
+        checkpoint(tmp_path, step)
+    resumed = continued(values, Attempt(2, store))
+    assert resumed == values | {"resume_from_checkpoint": str(tmp_path / "checkpoint-150")}
+    for step in (200, 300):
+        (tmp_path / f"checkpoint-{step}").rename(tmp_path / f"checkpoint-{step}.set-aside")
+    assert continued(values, Attempt(2, store)) == values | {"resume_from_checkpoint": "auto"}
+
+
 def test_one_rank_notes_what_stands_there(values, tmp_path):
     store = HashStore()
     begins(store, tmp_path, first=False)

@@ -126,15 +126,20 @@ def _writer(name: str) -> int:
 
 
 def _expected(checkpoint: Path) -> dict[str, _Record]:
-    """Every file that must be there; none of the training state in a checkpoint of the model alone."""
+    """Every file that must be there; none of the training state in a checkpoint of the model alone.
+
+    That has no manifest at all in Megatron's format.
+    """
     found: dict[str, _Record] = {}
-    if (checkpoint / MANIFEST.parent).is_dir():
+    trains = (checkpoint / MANIFEST.parent).is_dir()
+    if trains:
         document = json.loads((checkpoint / MANIFEST).read_text())
         found = {name: (int(e["bytes"]), int(e["crc32"], 16)) for name, e in document["files"].items()}
     elif not _is_of_model_only(checkpoint):
         raise McaError(f"{checkpoint / MANIFEST.parent}: is missing")
     covered = {Path(name).parts[0] for name in found if Path(name).name != OF_MODEL}
-    for iteration in sorted(path for path in checkpoint.glob("iter_*") if path.name not in covered):
+    left = sorted(path for path in checkpoint.glob("iter_*") if path.name not in covered)
+    for iteration in (path for path in left if trains or (path / OF_MODEL).is_file()):
         files = Manifest.load(iteration).files
         found |= {f"{iteration.name}/{name}": (record.nbytes, record.crc32) for name, record in files.items()}
     return found

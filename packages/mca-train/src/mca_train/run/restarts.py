@@ -34,7 +34,9 @@ def is_started_again() -> bool:
 
 
 def continued(values: Values, attempt: "Attempt | None") -> JsonObject:
-    """The values of a run in this attempt: after the first one ``resume_from_checkpoint`` is ``auto``.
+    """The values of a run in this attempt: after the first one it resumes from its own last checkpoint.
+
+    That is what ``auto`` means, unless the run had gone back and died before it set later ones aside.
 
     Args:
         values: As the user gave them.
@@ -42,28 +44,30 @@ def continued(values: Values, attempt: "Attempt | None") -> JsonObject:
     """
     if attempt is None or attempt.number == 1:
         return dict(values)
-    own = _own_checkpoints(Path(str(values.get("output_dir", ""))), attempt)
+    output_dir = Path(str(values.get("output_dir", "")))
+    own = _own_checkpoints(output_dir, attempt)
     if not own:
         logger.warning(
             "attempt %d: there is no complete checkpoint, so it starts like the first attempt", attempt.number
         )
         return dict(values)
     logger.warning("attempt %d: resuming from the last complete checkpoint", attempt.number)
-    return {**values, "resume_from_checkpoint": "auto"}
+    is_last = own[-1] == checkpoints(output_dir)[-1]
+    return {**values, "resume_from_checkpoint": "auto" if is_last else str(own[-1])}
 
 
-def _own_checkpoints(output_dir: Path, attempt: "Attempt") -> list[str]:
-    """Those that earlier attempts of this run wrote."""
+def _own_checkpoints(output_dir: Path, attempt: "Attempt") -> list[Path]:
+    """Those that earlier attempts of this run wrote, oldest step first."""
     if not attempt.store.check([_BEFORE]):
         return []
     before = set(json.loads(attempt.store.get(_BEFORE)))
-    return [name for name in _standing(output_dir) if name not in before]
+    return [path for path in checkpoints(output_dir) if _told_apart(path) not in before]
 
 
-def _standing(output_dir: Path) -> list[str]:
-    """The complete checkpoints, each in words that no other one of the same name has."""
-    found = [(path.name, path.stat()) for path in checkpoints(output_dir)]
-    return [f"{name} {stat.st_ino} {stat.st_mtime_ns}" for name, stat in found]
+def _told_apart(checkpoint: Path) -> str:
+    """A complete checkpoint in words that no other one of the same name has."""
+    found = checkpoint.stat()
+    return f"{checkpoint.name} {found.st_ino} {found.st_mtime_ns}"
 
 
 class NotesStart(TrainerCallback):  # type: ignore[misc]
@@ -81,4 +85,6 @@ class NotesStart(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Notes it, once."""
         if state.is_world_process_zero and not self._store.check([_BEFORE]):
-            self._store.set(_BEFORE, json.dumps(_standing(Path(args.output_dir))))
+            self._store.set(
+                _BEFORE, json.dumps([_told_apart(path) for path in checkpoints(Path(args.output_dir))])
+            )
