@@ -9,9 +9,12 @@ import pytest
 import torch
 from files import tree
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from mca_config.errors import McaError
 from mca_convert.cli import main
+from mca_models.lora import adapter_for
+from mca_models.opening import open_checkpoint
 
 DENSE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES = {
@@ -89,6 +92,44 @@ def test_merging_goes_to_mca_too_and_through_any_memory(
     run("verify", tmp_path / "hf", tmp_path / "narrow")
     assert tree(tmp_path / "mca") == tree(convert(tmp_path / "hf", "two_steps", tp=2))
     assert main(["verify", str(base), str(tmp_path / "hf")]) == 1
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_an_adapter_that_holds_a_head_is_merged_into_a_language_model(
+    kind, tiny, convert, tmp_path: Path, capsys
+) -> None:
+    """The merged model is the one with the head: PEFT's and ours, into either format, from either."""
+    base, adapter = tiny(kind), tmp_path / "adapter"
+    config = peft.LoraConfig(r=3, init_lora_weights=False, task_type="SEQ_CLS", target_modules=["q_proj"])
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
+    model = peft.get_peft_model(model, config)
+    model.save_pretrained(adapter)
+    mca = convert(base, "base", tp=2, pp=2)
+    run("--checkpoint_path", base, "--adapter_path", adapter, "--output_path", tmp_path / "own")
+    for path in (adapter, tmp_path / "own"):
+        with pytest.raises(
+            McaError, match="head for sequence_classification; open the base model with head=Head"
+        ):
+            adapter_for(path, open_checkpoint(base).config)
+    described = tmp_path / "own" / "mca_config.json"
+    described.write_text(described.read_text().replace('"LABEL_', '"name_'))
+    for number, (source, of) in enumerate([(base, adapter), (mca, adapter), (base, tmp_path / "own")]):
+        arguments = ("--checkpoint_path", source, "--adapter_path", of, "--merge", "--output_path")
+        run("plan", *arguments[:5])
+        run(*arguments, tmp_path / f"merged{number}")
+        run(*arguments, tmp_path / f"mca{number}", "--to", "mca", "--tensor_model_parallel_size=2")
+        run("--checkpoint_path", tmp_path / f"mca{number}", "--output_path", tmp_path / f"back{number}")
+    expected = model.merge_and_unload().state_dict()
+    for number in range(3):
+        for name in ("merged", "back"):
+            path = tmp_path / f"{name}{number}"
+            merged = AutoModelForSequenceClassification.from_pretrained(path)
+            assert [*merged.config.id2label.values()] == [
+                f"{'name' if number == 2 else 'LABEL'}_{label}" for label in range(3)
+            ]
+            assert merged.state_dict().keys() == expected.keys()
+            for key, tensor in merged.state_dict().items():
+                torch.testing.assert_close(tensor, expected[key], atol=1e-6, rtol=1e-6)
 
 
 def test_an_fp64_base_is_merged_in_fp64(tiny, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.hf_directory import naming_config, read_config
 from mca_models.checkpoint.mca_directory import is_mca
 from mca_models.lora.adapter import Adapter
-from mca_models.lora.mca_directory import is_mca_adapter, open_mca_adapter, write_mca_adapter
+from mca_models.lora.mca_directory import is_mca_adapter, open_mca_adapter, relaid, write_mca_adapter
 from mca_models.lora.peft_directory import is_peft, open_peft, write_peft
 from mca_models.storage.dtypes import numpy_dtype
 from mca_models.templates import config_from_hf
@@ -65,6 +65,21 @@ def open_adapter(path: Path, model: McaModelConfig | None = None) -> Adapter:
     if model is not None:
         raise_problems(list(_of_other_shapes(adapter, model)), path, shown=8)
     return adapter
+
+
+def adapter_for(path: Path, model: McaModelConfig) -> Adapter:
+    """The adapter in ``path`` for live ranks of ``model``, with its layout and its head.
+
+    Raises:
+        McaError: As `open_adapter`, or it holds a head for scores that the model does not have.
+    """
+    adapter = open_adapter(path, model)
+    if adapter.model.num_labels is not None and model.num_labels is None:
+        raise McaError(
+            f"{path}: its adapter is of a model with a head for {adapter.model.head}; open the base model with "
+            f"head=Head(kind={adapter.model.head!r}, ...)"
+        )
+    return relaid(adapter, model.layout)
 
 
 def _of_other_shapes(adapter: Adapter, model: McaModelConfig) -> Iterator[str]:

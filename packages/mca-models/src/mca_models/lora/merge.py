@@ -18,6 +18,7 @@ from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
 from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.lora.adapter import Adapter, require_untied
 from mca_models.lora.rules import Factors
+from mca_models.lora.scored import with_head_of
 from mca_models.storage.atomic import atomic_directory
 from mca_models.storage.cast import cast_into
 from mca_models.storage.dtypes import DTYPE_NAMES, numpy_dtype
@@ -48,6 +49,7 @@ class MergedSource:
 
     def __init__(self, base: ModelSource, adapter: Adapter, cast: str | None = None) -> None:
         require_untied(adapter, "merging")
+        base = with_head_of(base, adapter)
         self.base, self.adapter, self._cast = base, adapter, cast
         self.path: Path = base.path
         self.config: McaModelConfig = base.config

@@ -22,6 +22,7 @@ from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.lora.adapter import Adapter, check_shapes, expected_shapes
 from mca_models.lora.config import FILE_NAME, AdapterConfig
 from mca_models.lora.rules import rules_as_found
+from mca_models.lora.scored import model_with_head
 from mca_models.storage.atomic import atomic_directory, write_file
 from mca_models.storage.dtypes import code_of
 from mca_models.storage.moves import HF
@@ -52,6 +53,7 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
     refused = sorted(name for name in infos if ".lora_embedding_" in name)
     if refused:
         raise McaError(f"{file}: {refused[0]}: adapters on embeddings are not supported; use modules_to_save")
+    model = model_with_head(model, config.document, infos)
     rules = rules_as_found(model, config, infos.keys())
     expected = {name for param in rules.params for name in param.hf_names()}
     require_same_names(infos.keys(), expected, path)

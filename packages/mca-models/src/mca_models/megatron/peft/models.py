@@ -18,8 +18,7 @@ from mca_models.lora import (
     Adapter,
     AdapterConfig,
     AdapterRules,
-    open_adapter,
-    relaid,
+    adapter_for,
     rules_for_training,
     write_mca_adapter,
     write_peft,
@@ -126,7 +125,7 @@ class PeftModels(VirtualModels):
 
     def load_pretrained(self, directory: str | Path) -> None:
         """Sets the adapter to that of a PEFT or MCA adapter directory, which must have the same targets."""
-        found = relaid(open_adapter(Path(directory), self.config), self.config.layout)
+        found = adapter_for(Path(directory), self.config)
         theirs, mine = ({param.mca_name() for param in rules.params} for rules in (found.rules, self.rules))
         if theirs != mine:
             raise McaError(
@@ -371,7 +370,7 @@ def attach_adapter(models: VirtualModels, config: AdapterConfig) -> PeftModels:
 
 def load_adapter(models: VirtualModels, path: str | Path) -> PeftModels:
     """``models`` with the adapter of a PEFT or MCA directory or of the Hub, whatever layout that has."""
-    found = relaid(open_adapter(directory_of(path), models.config), models.config.layout)
+    found = adapter_for(directory_of(path), models.config)
     peft = _peft_models(models, found.config, found.rules)
     peft.fill(lambda param, shape: found.read(param), saved=True)
     return peft
