@@ -9,8 +9,8 @@ from functools import partial
 
 from mca_config.types import Values
 from mca_models.megatron.layers.attention import CoreAttention
-from mca_models.megatron.layers.latent import DuplicatedLinear
 from mca_models.megatron.layers.norm import Norm
+from mca_models.megatron.layers.replicated import ReplicatedLinear
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, Spec
 
@@ -83,7 +83,7 @@ def _with_own_modules(spec: Spec, config: MegatronConfig) -> Spec:
     replaced = _replace(spec, {WrappedTorchNorm: Norm, DotProductAttention: CoreAttention})
     if config.multi_latent_attention:
         names = ("linear_q_down_proj", "linear_kv_down_proj")
-        replaced = _replace_fields(replaced, dict.fromkeys(names, DuplicatedLinear), ColumnParallelLinear)
+        replaced = _replace_fields(replaced, dict.fromkeys(names, ReplicatedLinear), ColumnParallelLinear)
     return replaced
 
 

@@ -1,13 +1,14 @@
 """Multi-latent attention accepts our replicated down-projection.
 
 ``MLASelfAttention`` builds its down-projections only from a fixed list of classes. One entry of that list, the
-quantisation tool's ``Linear``, is never built here and makes room for ``DuplicatedLinear``, without which
-the local spec computes wrong gradients on several tensor ranks.
+quantisation tool's ``Linear``, is never built here and makes room for ``ReplicatedLinear``: the local
+spec cuts the down-projection by columns and gathers, whose backward never sums the gradient of the rotary key that all
+heads share over the tensor ranks.
 """
 
 import inspect
 
-from mca_models.megatron.layers.latent import DuplicatedLinear
+from mca_models.megatron.layers.replicated import ReplicatedLinear
 from mca_models.megatron.platform._patch import EVERYWHERE, Patch
 
 
@@ -15,13 +16,13 @@ def _needed() -> bool:
     import megatron.core.transformer.multi_latent_attention as mla
 
     lists_classes = "Unsupported linear_q_down_proj" in inspect.getsource(mla.MLASelfAttention.__init__)
-    return lists_classes and mla.Linear is not DuplicatedLinear
+    return lists_classes and mla.Linear is not ReplicatedLinear
 
 
 def _apply() -> None:
     import megatron.core.transformer.multi_latent_attention as mla
 
-    mla.Linear = DuplicatedLinear
+    mla.Linear = ReplicatedLinear
 
 
 PATCH = Patch(
