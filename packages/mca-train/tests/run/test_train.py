@@ -1,13 +1,20 @@
 """What the process does that starts ranks, and how a rank ends."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
 from mca_models.megatron import platform
+from mca_train.cli import main
+from mca_train.config.arguments import LaunchArguments
+from mca_train.config.model import num_local_ranks
+from mca_train.launch.environment import is_first
 from mca_train.run import train
 
 
@@ -26,6 +33,64 @@ def test_the_process_that_starts_ranks_leaves_their_gpus_alone(monkeypatch: pyte
         with pytest.raises(Seen) as seen:
             train._launch(task, {"seed": 1}, "run.yaml", [])
         assert seen.value.args == (expected,)
+
+
+@pytest.mark.parametrize(
+    ("variables", "values", "message"),
+    [
+        ({"RANK": "x"}, {}, "RANK is 'x'; expected a number"),
+        ({"RANK": "0"}, {}, "MASTER_ADDR and MASTER_PORT must be set"),
+        (
+            {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            {"ddp_timeout": "30m"},
+            "ddp_timeout must be an integer, not '30m'",
+        ),
+    ],
+)
+def test_a_rank_that_cannot_join_the_others_says_why_in_one_line(
+    variables: dict[str, str],
+    values: dict[str, str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    for name, value in {"WORLD_SIZE": "2", **variables}.items():
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "run.yaml"
+    file.write_text("".join(f"{name}: {value}\n" for name, value in {"output_dir": "out", **values}.items()))
+    assert main(["sft", str(file)]) in (1, 2)
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(("asked", "gpus", "expected"), [(None, 4, 4), (2, 4, 2), (8, 0, 8), (8, 4, None)])
+def test_ranks_to_start_are_at_most_the_gpus(
+    asked: int | None, gpus: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    launch = LaunchArguments(local_ranks=asked)
+    if expected is not None:
+        assert num_local_ranks(launch, ParallelLayout()) == expected
+        return
+    with pytest.raises(McaError, match="local_ranks 8 is above 4, the number of visible GPUs"):
+        num_local_ranks(launch, ParallelLayout())
+
+
+@pytest.mark.parametrize(
+    ("variables", "first"),
+    [({}, True), ({"RANK": "3"}, True), ({"RANK": "3", "WORLD_SIZE": "4"}, False), ({"RANK": "0"}, True)],
+)
+def test_who_starts_ranks_speaks_for_them_whatever_rank_was_left_behind(
+    variables: dict[str, str], first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert is_first() is first
 
 
 def test_a_rank_that_has_ended_has_no_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:

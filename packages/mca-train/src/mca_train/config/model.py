@@ -40,10 +40,19 @@ def model_config(path: str) -> McaModelConfig:
 
 
 def num_local_ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
-    """How many ranks to start here: those asked for, else one for each GPU, else the fewest."""
+    """How many ranks to start here: those asked for, else one for each GPU, else the fewest.
+
+    Raises:
+        McaError: More are asked for than there are GPUs.
+    """
     import torch
 
-    return launch.local_ranks or torch.cuda.device_count() or smallest_world(layout)
+    gpus = torch.cuda.device_count()
+    if launch.local_ranks and 0 < gpus < launch.local_ranks:
+        raise McaError(
+            f"local_ranks {launch.local_ranks} is above {gpus}, the number of visible GPUs; lower it"
+        )
+    return launch.local_ranks or gpus or smallest_world(layout)
 
 
 def planned_ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:

@@ -12,6 +12,11 @@ def started_by_launcher(environment: Mapping[str, str] = os.environ) -> bool:
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
+def is_first() -> bool:
+    """Whether this process speaks for all ranks: it starts them, or is the first of them."""
+    return not started_by_launcher() or os.environ["RANK"] == "0"
+
+
 def one_thread_until_forked() -> None:
     """Keeps torch to one thread in the launcher: a pool of threads does not survive a fork.
 

@@ -4,9 +4,10 @@ The log of losses and speeds is something else: it is written in ``metrics``.
 """
 
 import logging
-import os
 import warnings
 from typing import TYPE_CHECKING
+
+from mca_train.launch.environment import is_first
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -16,7 +17,7 @@ def set_log_levels(training: "TrainingArguments") -> None:
     """Sets what this project says to ``log_level``, on ranks but the first to ``log_level_replica``, where asked."""
     from transformers.training_args import trainer_log_levels
 
-    first = os.environ.get("RANK", "0") == "0"
+    first = is_first()
     level = training.log_level if first else training.log_level_replica
     if level == ("passive" if first else "warning"):
         return

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.errors import UsageError
+from mca_config.fields import cast
 from mca_config.types import Values
 from mca_train.checkpoint.directory import PREFIX, STATE_FILE
 from mca_train.checkpoint.output_lock import OutputLock
@@ -48,11 +49,14 @@ def run(task: Task, config: Path, overrides: list[str], command: list[str]) -> i
         overrides: ``--key value`` words.
         command: Starts this same program, for ranks that cannot be forked (CUDA).
     """
-    quiet_libraries(first=os.environ.get("RANK", "0") == "0")
+    quiet_libraries(first=environment.is_first())
     values, where = given_values(config, overrides)
     with raising_stopped():
         if not environment.started_by_launcher():
             return _launch(task, values, where, command)
+        from mca_models.megatron import platform
+
+        platform.require_launcher(os.environ)
         folder = os.environ.get("MCA_TRAIN_REPORTS")
         rank = int(os.environ["RANK"])
         return failures.report_failure(
@@ -98,7 +102,7 @@ def _without_device(values: Values) -> Values:
 
     if platform.device_type() != "cuda":
         return values
-    if values.get("use_cpu"):
+    if cast("use_cpu", values.get("use_cpu", False), bool, words=True):
         raise UsageError(BESIDE_A_GPU)
     return {**values, "use_cpu": True}
 
@@ -115,9 +119,9 @@ def settings_on_rank(task: Task, values: Values, where: str) -> tuple[Settings, 
 
     attempt = None
     if not dist.is_initialized():
-        platform.use_device(int(os.environ.get("LOCAL_RANK", "0")))
-        timeout = timedelta(seconds=float(values.get("ddp_timeout", 1800)))
-        attempt = join(platform.backend(), timeout)
+        platform.use_own_device()
+        seconds = cast("ddp_timeout", values.get("ddp_timeout", 1800), int, words=True)
+        attempt = join(platform.backend(), timedelta(seconds=seconds))
     return settings_of(task, continued(values, attempt), where), attempt
 
 

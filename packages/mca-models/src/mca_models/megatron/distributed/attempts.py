@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from mca_models.megatron import platform
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
@@ -41,10 +43,14 @@ def join(backend: str, timeout: timedelta) -> Attempt | None:
     Args:
         backend: Of torch.distributed.
         timeout: How long ranks wait for each other.
+
+    Raises:
+        McaError: The launcher has not said how they find each other.
     """
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+    platform.require_launcher(os.environ)
     if not has_kept_store():
         dist.init_process_group(backend, timeout=timeout)
         return None

@@ -22,7 +22,7 @@ from mca_models.megatron.distributed import attempts
 from mca_models.megatron.types import GptModel
 
 _log = logging.getLogger(__name__)
-_RANK, _WORLD_SIZE, _LOCAL_RANK = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+_RANK, _WORLD_SIZE = "RANK", "WORLD_SIZE"
 _TIMEOUT = timedelta(minutes=30)
 _FEW = 256  # ranks; over gloo each is connected with each of its groups
 
@@ -97,7 +97,7 @@ def start(
 
 
 def _start_torch() -> None:
-    platform.use_device(int(os.environ.get(_LOCAL_RANK, "0")))
+    platform.use_own_device()
     if torch.distributed.is_initialized():
         return
     if _RANK in os.environ and _WORLD_SIZE in os.environ:

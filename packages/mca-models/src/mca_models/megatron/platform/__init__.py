@@ -46,11 +46,12 @@ from mca_models.megatron.platform._device import (
     device_type,
     no_engine,
     no_fp8,
-    use_device,
+    use_own_device,
 )
 from mca_models.megatron.platform._patch import Patch
 from mca_models.megatron.platform.compile_at_import import without_compile
 from mca_models.megatron.platform.fused_adam import FusedAdam
+from mca_models.megatron.platform.launched import require_launcher
 
 __all__ = [
     "BEFORE_IMPORT",
@@ -66,7 +67,8 @@ __all__ = [
     "no_engine",
     "no_fp8",
     "prepare",
-    "use_device",
+    "require_launcher",
+    "use_own_device",
 ]
 
 _log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ import torch
 
 from mca_config.errors import McaError
 from mca_models.megatron.platform._patch import Device
+from mca_models.megatron.platform.launched import local_rank
 
 _VARIABLE = "MCA_DEVICE"
 
@@ -41,10 +42,14 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def use_device(local_rank: int) -> None:
-    """Makes the GPU of that number this process's own; on a CPU there is nothing to choose."""
+def use_own_device() -> None:
+    """Makes the GPU that the launcher means this process's own; on a CPU there is nothing to choose.
+
+    Raises:
+        McaError: There is no such GPU, or several ranks would take the same one.
+    """
     if device_type() == "cuda":
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(local_rank(os.environ, torch.cuda.device_count()))
 
 
 @cache

@@ -1,0 +1,61 @@
+"""The variables by which a launcher tells a process which rank it is, checked before anything waits for other ranks."""
+
+from collections.abc import Iterator, Mapping
+
+from mca_config.errors import McaError, raise_problems
+
+_PLACE = ("RANK", "WORLD_SIZE")
+_MEETING = ("MASTER_ADDR", "MASTER_PORT")
+_NUMBERS = (*_PLACE, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+
+
+def require_launcher(environment: Mapping[str, str]) -> None:
+    """Checks the variables of a process that was started as one of several ranks.
+
+    Raises:
+        McaError: One that is needed is missing, or is no number: all that is wrong.
+    """
+    raise_problems(list(_problems(environment)), "the launcher's variables")
+
+
+def _problems(environment: Mapping[str, str]) -> Iterator[str]:
+    unfit = [name for name in _NUMBERS if name in environment and not environment[name].isdecimal()]
+    yield from (f"{name} is {environment[name]!r}; expected a number" for name in unfit)
+    if missing := [name for name in (*_PLACE, *_MEETING) if not environment.get(name)]:
+        yield (
+            f"{' and '.join(missing)} must be set beside the others, by which ranks find each other; set them, or "
+            "start the ranks with torchrun"
+        )
+    if unfit or missing:
+        return
+    rank, size = (int(environment[name]) for name in _PLACE)
+    if rank >= size:
+        yield f"RANK {rank} is not below WORLD_SIZE {size}; ranks are counted from 0"
+
+
+def local_rank(environment: Mapping[str, str], gpus: int) -> int:
+    """The number of this process's GPU.
+
+    Args:
+        environment: The variables of this process.
+        gpus: How many GPUs it sees.
+
+    Raises:
+        McaError: There is no such GPU, or several ranks would take the same one.
+    """
+    given = environment.get("LOCAL_RANK")
+    if given is None:
+        if gpus > 1 and all(name in environment for name in _PLACE) and environment["WORLD_SIZE"] != "1":
+            raise McaError(
+                f"LOCAL_RANK is not set, so that all ranks of this machine would take the first of its {gpus} GPUs; "
+                "set it to the rank's number on the machine (SLURM_LOCALID), or start the ranks with torchrun"
+            )
+        return 0
+    if not given.isdecimal():
+        raise McaError(f"LOCAL_RANK is {given!r}; expected a number")
+    if int(given) >= gpus:
+        raise McaError(
+            f"LOCAL_RANK is {given}, but this process sees {gpus} GPU{'s' if gpus > 1 else ''}; start at most one rank "
+            "for each GPU, and set it to 0 where each rank sees only its own"
+        )
+    return int(given)
