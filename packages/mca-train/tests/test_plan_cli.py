@@ -89,6 +89,47 @@ def test_fp8_of_a_device_is_planned_on_a_machine_without(run, capsys):
     assert "fp8 needs CUDA" in capsys.readouterr().out
 
 
+OF_ENGINE = {
+    "attention_backend": "flash",
+    "cp_comm_type": "p2p",
+    "moe_permute_fusion": True,
+    "apply_rope_fusion": True,
+    "cross_entropy_loss_fusion": True,
+    "cross_entropy_fusion_impl": "te",
+    "gradient_accumulation_fusion": True,
+    "moe_token_dispatcher_type": "flex",
+}
+
+
+@pytest.mark.parametrize("where", [{"transformer_impl": "transformer_engine"}, {}])
+def test_what_only_a_device_does_is_planned_for_one_and_refused_on_a_machine_without(run, where, capsys):
+    path = run(bf16=True, context_parallel_size=2, **OF_ENGINE, **where)
+    assert main(["plan", "sft", path, "--gpus", "2", "--device", "h100-80"]) == 0
+    assert "Transformer Engine's, on h100-80" in capsys.readouterr().out
+    assert main(["plan", "sft", path, "--gpus", "2", "--device", "h100-80", "--search"]) == 0
+    assert "1. tp 1" in capsys.readouterr().out
+    assert main(["plan", "sft", path, "--gpus", "2"]) == (0 if where else 2)
+    assert ("attention_backend flash needs" in capsys.readouterr().out) == (not where)
+
+
+def test_a_plan_and_a_search_refuse_what_the_attention_of_the_device_cannot_do(run, tmp_path, capsys):
+    file = tmp_path / "model/config.json"
+    oss = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 16}
+    oss |= {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "swiglu_limit": 7.0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "gpt_oss"} | oss))
+    path = run(bf16=True, seq_length=8192, per_device_train_batch_size=1, tensor_model_parallel_size=2)
+    words = ["plan", "sft", path, "--gpus", "2", "--device", "gib:40"]  # one sample: either tp 2 or cp 2
+    cut = ["--context_parallel_size", "2", "--tensor_model_parallel_size", "1"]
+    assert main([*words, *cut]) == 2
+    refused = capsys.readouterr().out
+    assert "ring attention has no sliding window" in refused and "attention sinks under context" in refused
+    for backend in ([], ["--attention_backend", "local"]):
+        assert main([*words, "--search", "--json", *backend]) == 0
+        layouts = json.loads(capsys.readouterr().out)["layouts"]
+        assert {found["layout_sizes"]["cp"] for found in layouts} == ({1, 2} if backend else {1})
+    assert main([*words, *cut, *backend]) == 0
+
+
 @pytest.mark.parametrize(("dtype", "key"), [("bfloat16", "bf16"), ("float16", "fp16")])
 def test_the_dtype_of_the_checkpoint_is_planned_if_no_key_names_another(run, dtype, key, tmp_path, capsys):
     def planned(dtype, **changes):

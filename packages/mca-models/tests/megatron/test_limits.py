@@ -9,7 +9,6 @@ import pytest
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_models.megatron import platform
 from mca_models.megatron.factory.execution import pipeline_settings
 from mca_models.megatron.factory.limits import require_supported
 
@@ -281,10 +280,8 @@ def test_outputs_are_freed_where_they_are_sent_first(
     layout: ParallelLayout,
     version: tuple[int, ...],
     frees: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(platform, "device_type", lambda: device)
-    settings = pipeline_settings(layout, version)
+    settings = pipeline_settings(layout, version, device)
     assert settings["deallocate_pipeline_outputs"] is frees
     check(DENSE, layout, device=device, version=version, **settings)
 

@@ -15,8 +15,6 @@ from mca_train.plan.memory import GIB, Plan, Subject, plan_of
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
 
-OF_DEVICES = ("fp8", "fp8_recipe")
-"""What only devices compute in, and a laptop may plan for them."""
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mca_config.checks import check_layout
 from mca_config.errors import McaError, UsageError, problems_of, raise_problems
@@ -25,6 +26,9 @@ from mca_train.config.run_config import Settings, parse
 from mca_train.plan.options import PlanOptions
 from mca_train.tasks.table import keys_of_others
 from mca_train.tasks.task import Task
+
+if TYPE_CHECKING:
+    from mca_models.megatron.factory.target import Target
 
 _OF_PLANS = {
     flag.name: f"is a flag of mca-train plan (--{flag.name}), no key of a run; remove it"
@@ -99,6 +103,7 @@ def check(
     task: Task,
     settings: Settings,
     ranks: Callable[[LaunchArguments, ParallelLayout], int] = num_local_ranks,
+    target: "Target | None" = None,
 ) -> Findings:
     """Looks for everything that is wrong with a run, as far as no weight and no row is read.
 
@@ -106,6 +111,7 @@ def check(
         task: The kind of run.
         settings: Its arguments.
         ranks: How many there are of them; by default those that would be started here.
+        target: What they run on; None: this machine.
     """
     from mca_models.megatron import platform
 
@@ -122,7 +128,7 @@ def check(
     except McaError as error:
         impossible += problems_of(error)
     if run is not None:
-        impossible += _architecture(run)
+        impossible += _architecture(run, target)
     return Findings(
         where=settings.where,
         run=run,
@@ -152,7 +158,7 @@ def _metric(task: Task, settings: Settings) -> Iterator[str]:
         yield f"metric_for_best_model is {metric!r}; mca-train {task.name} evaluates {', '.join(known)}"
 
 
-def _architecture(run: Run) -> list[str]:
+def _architecture(run: Run, target: "Target | None") -> list[str]:
     """What the ranks cannot hold; if they can, what Megatron would not do with the model."""
     from mca_models.megatron.factory.transformer_config import transformer_config
 
@@ -160,7 +166,7 @@ def _architecture(run: Run) -> list[str]:
     if problems := check_layout(config, run.layout, run.world_size):
         return problems
     try:
-        megatron = transformer_config(config, args, run.layout, trained_dtype(config, args))
+        megatron = transformer_config(config, args, run.layout, trained_dtype(config, args), target)
     except McaError as error:
         return list(problems_of(error))
     of_parts = part_problems(args, run.settings.lora, replace(config, layout=run.layout), megatron)

@@ -3,7 +3,6 @@
 Nothing is trained, and no weight and no row is read.
 """
 
-import copy
 import json
 import os
 import sys
@@ -21,7 +20,7 @@ from mca_train.config.model import planned_ranks
 from mca_train.config.run_config import Settings, given_values
 from mca_train.plan.chunks import Implementation
 from mca_train.plan.document import document_of, impossible
-from mca_train.plan.fitting import OF_DEVICES, Remedy, changed, over, remedies
+from mca_train.plan.fitting import Remedy, changed, over, remedies
 from mca_train.plan.hardware import Hardware, hardware_of
 from mca_train.plan.memory import Plan, plan_of
 from mca_train.plan.options import PlanOptions
@@ -34,9 +33,28 @@ from mca_train.tasks.table import TASKS, task_of
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
+    from mca_models.megatron.factory.target import Target
     from mca_train.dry_run.step import StepNeeds
 
 _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_OF_DEVICES = (
+    "transformer_impl",
+    "attention_backend",
+    "cp_comm_type",
+    "fp8",
+    "fp8_recipe",
+    "tp_comm_overlap",
+    "cpu_offloading",
+    "apply_rope_fusion",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "moe_token_dispatcher_type",
+    "cross_entropy_fusion_impl",
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+)
+"""Keys of which a GPU, or Transformer Engine's layers, take what this machine may not."""
 
 
 def print_plan(task: Task | None, config: Path, overrides: list[str], options: PlanOptions) -> int:
@@ -57,11 +75,12 @@ def print_plan(task: Task | None, config: Path, overrides: list[str], options: P
     settings = settings_of(task, values, where, [flag.name for flag in fields(options)])
     if options.search:
         return _search(task, values, settings, options, named=named)
-    findings = check(task, _checkable(settings, hardware), _ranks_of(options))
+    target = _target(settings, hardware)
+    findings = check(task, settings, _ranks_of(options), target)
     if findings.impossible or findings.run is None:
         _say_impossible(findings, options)
         return 2
-    images = _PlannedImages.of(findings.run, _implementation(settings, hardware), options)
+    images = _PlannedImages.of(findings.run, target, options)
     if images.impossible:
         _say_impossible(replace(findings, impossible=images.refused), options)
         return 2
@@ -69,10 +88,11 @@ def print_plan(task: Task | None, config: Path, overrides: list[str], options: P
         from mca_train.plots.drawing import ready
 
         ready(options.plot)
-    planned = _Planned.of(_as_asked(findings.run, settings), settings, hardware, images)
+    planned = _Planned.of(findings.run, hardware, images)
     stages: list[StepNeeds] = []
     if options.dry_run or options.plot:
-        stages = _dry_run(findings.run, images.counted, ordered=options.plot is not None)
+        run = findings.run if target is None else _here(findings.run)
+        stages = _dry_run(run, images.counted, ordered=options.plot is not None)
     if options.plot is not None:
         planned.draw(options.plot, stages)
     if options.json:
@@ -99,14 +119,13 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
     if findings.impossible or findings.run is None:
         _say_impossible(findings, options)
         return 2
-    implementation = _implementation(settings, hardware)
-    images = _PlannedImages.of(findings.run, implementation, options)
+    run, target = findings.run, _target(settings, hardware)
+    images = _PlannedImages.of(run, target, options)
     if images.impossible:
         _say_impossible(replace(findings, impossible=images.refused), options)
         return 2
-    batch = searching.batch_of(given, findings.run.model, gpus)
-    run = _as_asked(findings.run, settings)
-    subject = subject_of(run, implementation, on_gpu=True, images=images.counted)
+    batch = searching.batch_of(given, run.model, gpus)
+    subject = subject_of(run, _implementation(settings, hardware), on_gpu=True, images=images.counted)
     found = searching.best_layouts(task, values, run, subject, batch, hardware, images.allow)
     if options.json:
         sys.stdout.write(json.dumps(searching.document(found, batch, gpus, hardware), indent=2) + "\n")
@@ -130,26 +149,29 @@ def _possible(
             if not found and overlap is OVERLAPS[-1]:
                 raise
         else:
-            found.append((settings, check(task, _checkable(settings, hardware), lambda *_: gpus)))
+            found.append((settings, check(task, settings, lambda *_: gpus, _target(settings, hardware))))
             if not found[-1][1].impossible:
                 break
     return min(found, key=lambda each: len(each[1].impossible))
 
 
-def _checkable(settings: Settings, hardware: Hardware | None) -> Settings:
-    """The same for checks on this machine, which need not have what a plan for another asks for."""
-    training = copy.copy(settings.training)
-    if training.transformer_impl == "transformer_engine":
-        training.transformer_impl = None
-    if hardware is not None:
-        training = changed(training, dict.fromkeys(OF_DEVICES))
-    return replace(settings, training=training)
+def _target(settings: Settings, hardware: Hardware | None) -> "Target | None":
+    """What is planned for: a device, or layers that only one has; None: this machine."""
+    from mca_models.megatron.factory.target import Target
+
+    if hardware is None and settings.training.transformer_impl != "transformer_engine":
+        return None
+    return Target.planned(_implementation(settings, hardware))
 
 
-def _as_asked(run: Run, settings: Settings) -> Run:
-    """The checked ``run`` with what a device computes in, as ``settings`` have it."""
-    asked = {name: getattr(settings.training, name) for name in OF_DEVICES}
-    return replace(run, settings=replace(run.settings, training=changed(run.settings.training, asked)))
+def _here(run: Run) -> Run:
+    """The same without what only another device does, if this machine has none like it."""
+    from mca_models.megatron import platform
+
+    if platform.no_engine() is None:
+        return run
+    training = changed(run.settings.training, dict.fromkeys(_OF_DEVICES))
+    return replace(run, settings=replace(run.settings, training=training))
 
 
 def _ranks_of(options: PlanOptions) -> Callable[[LaunchArguments, ParallelLayout], int]:
@@ -177,12 +199,12 @@ class _PlannedImages:
     problems: Callable[[ParallelLayout], list[str]]
 
     @classmethod
-    def of(cls, run: Run, implementation: Implementation, options: PlanOptions) -> "_PlannedImages":
+    def of(cls, run: Run, target: "Target | None", options: PlanOptions) -> "_PlannedImages":
         """Those of ``run``: of a default that the run cannot take none are counted."""
         images = images_of_run(run, options.images, options.image_size)
         if images is None:
             return cls(None, (), False, lambda _: [])
-        problems = image_check(run, implementation)
+        problems = image_check(run, target)
         refused = tuple(f"images: {problem}" for problem in problems(run.layout))
         asked = options.images is not None or options.image_size is not None
         needed = asked or bool(images.trained - {"language"})
@@ -208,11 +230,9 @@ class _Planned:
     images: _PlannedImages
 
     @classmethod
-    def of(
-        cls, run: Run, settings: Settings, hardware: Hardware | None, images: _PlannedImages
-    ) -> "_Planned":
-        """The plan of ``run``, whose ``settings`` may ask for layers that this machine lacks."""
-        implementation = _implementation(settings, hardware)
+    def of(cls, run: Run, hardware: Hardware | None, images: _PlannedImages) -> "_Planned":
+        """The plan of ``run``."""
+        implementation = _implementation(run.settings, hardware)
         subject = subject_of(run, implementation, on_gpu=hardware is not None, images=images.counted)
         training = run.settings.training
         plan = plan_of(subject, training, run.layout, run.world_size)

@@ -2,24 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import yaml
 
 from mca_config.errors import McaError, problems_of
 from mca_config.layout import SIZE_FIELDS, ParallelLayout
-from mca_config.model_config import McaModelConfig
+from mca_config.model_config import McaModelConfig, trained_dtype
 from mca_config.printable import counted
 from mca_config.types import JsonObject, Values
 from mca_train.config.model import layout_of
 from mca_train.config.run_config import Settings
-from mca_train.plan.fitting import OF_DEVICES, changed
+from mca_train.plan.fitting import changed
 from mca_train.plan.hardware import Hardware
 from mca_train.plan.memory import GIB, Subject
 from mca_train.plan.search import LAYOUT_KEYS, Found, search
 from mca_train.run.checks import Run, check, settings_of
 
 if TYPE_CHECKING:
+    from mca_models.megatron.factory.target import Target
     from mca_train.tasks.task import Task
 
 SCHEMA, VERSION = "mca-train/search", 1
@@ -46,18 +48,44 @@ def best_layouts(
         hardware: What its ranks are.
         allowed: Says of a layout whether the run may stand on it.
     """
+    from mca_models.megatron.factory.target import Target
+
     best: dict[str, Found] = {}
-    gpus = run.world_size
-    for one in search(subject, run.settings.training, batch, gpus, hardware, allowed=allowed):
+    gpus, target = run.world_size, Target.planned(subject.implementation)
+    attends = _attends(run, target)
+
+    def stands(layout: ParallelLayout) -> bool:
+        return attends(layout.tp, layout.cp) and allowed(layout)
+
+    for one in search(subject, run.settings.training, batch, gpus, hardware, allowed=stands):
         given = dict.fromkeys(
             name for name in values if name in LAYOUT_KEYS
         )  # unset where it is not found again
         one = replace(one, changes=given | one.changes)
-        if str(one.layout) not in best and not _problems(task, values, one, gpus):
+        if str(one.layout) not in best and not _problems(task, values, one, gpus, target):
             best[str(one.layout)] = one
         if len(best) == _SHOWN:
             break
     return list(best.values())
+
+
+def _attends(run: Run, target: "Target") -> Callable[[int, int], bool]:
+    """The function that says whether so many tensor and context ranks of ``target`` can compute attention."""
+    from mca_models.megatron.factory.transformer_config import transformer_config
+
+    dtype = trained_dtype(run.model, run.settings.training)
+
+    @cache
+    def attends(tp: int, cp: int) -> bool:
+        layout = ParallelLayout(tensor_model_parallel_size=tp, context_parallel_size=cp)
+        args = changed(run.settings.training, {"sequence_parallel": tp > 1})
+        try:
+            transformer_config(run.model, args, layout, dtype, target)
+        except McaError:
+            return cp == 1  # then something else is wrong, which `check` names
+        return True
+
+    return attends
 
 
 def without_layout(values: Values) -> Values:
@@ -78,14 +106,12 @@ def batch_of(settings: Settings, model: McaModelConfig, gpus: int) -> int:
     return once * max(gpus // replica, 1)
 
 
-def _problems(task: "Task", values: Values, one: Found, gpus: int) -> tuple[str, ...]:
+def _problems(task: "Task", values: Values, one: Found, gpus: int, target: "Target") -> tuple[str, ...]:
     try:
         settings = settings_of(task, {**without_layout(values), **one.changes}, "--search")
     except McaError as error:
         return tuple(problems_of(error))
-    settings.training.transformer_impl = None  # what this machine has does not matter
-    settings = replace(settings, training=changed(settings.training, dict.fromkeys(OF_DEVICES)))
-    return check(task, settings, lambda *_: gpus).impossible
+    return check(task, settings, lambda *_: gpus, target).impossible
 
 
 def render(found: list[Found], batch: int, gpus: int, hardware: Hardware) -> str:

@@ -1,8 +1,8 @@
 """What is planned of a run, whatever the layout."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import trained_dtype
@@ -13,6 +13,9 @@ from mca_train.plan.counts import ModelCounts
 from mca_train.plan.memory import Subject
 from mca_train.plan.towers import Images, images_of
 from mca_train.run.checks import Run
+
+if TYPE_CHECKING:
+    from mca_models.megatron.factory.target import Target
 
 
 def images_of_run(run: Run, count: int | None = None, pixels: int | None = None) -> Images | None:
@@ -33,14 +36,13 @@ def images_of_run(run: Run, count: int | None = None, pixels: int | None = None)
     return images_of(run.model, trained, length, takes=takes, count=count, pixels=pixels)
 
 
-def image_check(run: Run, implementation: Implementation) -> Callable[[ParallelLayout], list[str]]:
-    """The function that says what keeps ``run`` from taking images on a layout, with such layers."""
+def image_check(run: Run, target: "Target | None") -> Callable[[ParallelLayout], list[str]]:
+    """The function that says what keeps ``run`` from taking images on a layout of ``target``."""
     from mca_models.megatron.factory.transformer_config import transformer_config
     from mca_models.megatron.families.image_limits import image_problems
 
     args, model = run.settings.training, run.model
-    megatron = copy.copy(transformer_config(model, args, run.layout, trained_dtype(model, args)))
-    megatron.transformer_impl = implementation  # of the device that is planned for, not of this machine
+    megatron = transformer_config(model, args, run.layout, trained_dtype(model, args), target)
     return lambda layout: image_problems(model, layout, megatron)
 
 

@@ -13,7 +13,6 @@ from mca_config.arguments import DistributingParallelArguments, MegatronArgument
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_models.megatron import platform
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import Settings
 
@@ -93,13 +92,13 @@ def kernel_settings(implementation: Implementation) -> Settings:
     }
 
 
-def pipeline_settings(layout: ParallelLayout, version: tuple[int, ...]) -> Settings:
+def pipeline_settings(layout: ParallelLayout, version: tuple[int, ...], device: str) -> Settings:
     """Point-to-point sends overlap under virtual pipelining, where batched ones give wrong numbers.
 
     Outputs are freed after sending on CUDA only, as gloo reads them later, and where Megatron waits for its sends.
     """
     interleaved = layout.vpp > 1
-    frees = platform.device_type() == "cuda" and waits_for_sends(layout, version)
+    frees = device == "cuda" and waits_for_sends(layout, version)
     return {
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,

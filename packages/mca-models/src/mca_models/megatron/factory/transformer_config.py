@@ -26,6 +26,7 @@ from mca_models.megatron.factory.execution import (
     precision_settings,
 )
 from mca_models.megatron.factory.limits import require_supported
+from mca_models.megatron.factory.target import Target
 from mca_models.megatron.layers.rope import attention_factor, yarn_factor, yarn_scale
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, Settings
@@ -81,6 +82,9 @@ _SAME_NAME_MOE = (
 BALANCES_CHANCES = "mca_balances_chances"
 """Whether the load-balancing loss has HF's coefficient, and is then of the softmax of logits, whatever scores are."""
 
+_OF_ENGINE = ("fp8", "fp8_recipe", "apply_rope_fusion", "moe_permute_fusion")
+"""What Megatron's configuration refuses on a machine without Transformer Engine."""
+
 _SAME_NAME_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
@@ -100,7 +104,11 @@ def implementation_of(args: DistributingParallelArguments) -> Implementation:
 
 
 def transformer_config(
-    config: McaModelConfig, args: DistributingParallelArguments, layout: ParallelLayout, dtype: str
+    config: McaModelConfig,
+    args: DistributingParallelArguments,
+    layout: ParallelLayout,
+    dtype: str,
+    target: Target | None = None,
 ) -> MegatronConfig:
     """Megatron's configuration of the model.
 
@@ -109,43 +117,38 @@ def transformer_config(
         args: What the user asked for.
         layout: The resolved parallel sizes.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
+        target: What it is to run on; None: this machine.
 
     Raises:
         McaError: Something that Megatron would compute wrongly or not at all.
     """
-    implementation = implementation_of(args)
+    target = target or Target.here(implementation_of(args))
     overrides = _converted(args.transformer_config_overrides())
     settings = {
         **_architecture(config),
         **layout_settings(config, args, layout),
         **precision_settings(dtype),
-        **kernel_settings(implementation),
+        **kernel_settings(target.implementation),
         **families.settings(config),
-        **pipeline_settings(layout, platform.megatron_version()),
+        **pipeline_settings(layout, platform.megatron_version(), target.device),
         **overrides,
     }
-    settings["transformer_impl"] = implementation
-    settings["moe_grouped_gemm"] = grouped_experts(settings, implementation)
-    _require(config, layout, settings, implementation)
-    if settings.get("fp8"):
-        _require_fp8(settings.get("fp8_recipe") or "delayed")
-    megatron = _with_attention_factor(_construct(config, settings), config)
-    setattr(megatron, BALANCES_CHANCES, "moe_aux_loss_coeff" not in overrides)
-    return megatron
-
-
-def _require(
-    config: McaModelConfig, layout: ParallelLayout, settings: Settings, implementation: Implementation
-) -> None:
+    settings["transformer_impl"] = target.implementation
+    settings["moe_grouped_gemm"] = grouped_experts(settings, target.implementation)
     require_supported(
         config,
         layout,
         settings,
-        device=platform.device_type(),
+        device=target.device,
         version=platform.megatron_version(),
-        implementation=implementation,
+        implementation=target.implementation,
         engine=platform.engine_version(),
     )
+    if settings.get("fp8") and target.is_here:
+        _require_fp8(settings.get("fp8_recipe") or "delayed")
+    megatron = _with_attention_factor(_construct_for(target, config, settings), config)
+    setattr(megatron, BALANCES_CHANCES, "moe_aux_loss_coeff" not in overrides)
+    return megatron
 
 
 def _require_fp8(recipe: str) -> None:
@@ -154,6 +157,17 @@ def _require_fp8(recipe: str) -> None:
         raise McaError(
             f"fp8 with fp8_recipe {recipe} cannot run on this GPU ({reason}); use another fp8_recipe, or remove fp8"
         )
+
+
+def _construct_for(target: Target, config: McaModelConfig, settings: Settings) -> MegatronConfig:
+    """As `_construct`; elsewhere there is what Megatron would miss here."""
+    if target.is_here:
+        return _construct(config, settings)
+    held_back = {name: settings[name] for name in _OF_ENGINE if settings.get(name)}
+    megatron = _construct(config, {**settings, **dict.fromkeys(held_back)})
+    for name, value in held_back.items():
+        setattr(megatron, name, value)
+    return megatron
 
 
 def _construct(config: McaModelConfig, settings: Settings) -> MegatronConfig:
