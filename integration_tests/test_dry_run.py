@@ -114,12 +114,14 @@ TP, PP, VPP, CP = (
     "context_parallel_size",
 )
 SPLIT = {"use_distributed_optimizer": True}
+FP16 = {"fp16": True, "loss_scale": 1.0}  # so low that no gradient overflows, which skips a real step
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 AGAIN = {"recompute_granularity": "selective"}
 LORA = {"lora_rank": 4, "lora_target_modules": ["q_proj", "down_proj"]}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one rank": ("sft", 1, {}),
     "bf16": ("sft", 1, {"bf16": True}),
+    "fp16": ("sft", 1, FP16),
     "lora": ("sft", 1, LORA),
     "dpo": ("dpo", 1, {}),
     "dpo of an adapter": ("dpo", 1, LORA),
@@ -134,6 +136,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dp split": ("sft", 2, {"bf16": True} | SPLIT),
     "tp pp dpo": ("dpo", 4, {TP: 2, PP: 2} | SPLIT),
     "experts": ("sft", 1, {}),
+    "experts fp16": ("sft", 1, FP16),
     "experts ep": ("sft", 2, {"expert_model_parallel_size": 2, "bf16": True} | SPLIT),
     "experts pp recompute": ("sft", 2, {PP: 2} | FULL),
     "experts again": ("sft", 1, AGAIN | {"recompute_modules": ["moe"]}),
@@ -161,6 +164,7 @@ SAMPLE = (
     "tp sp",
     "vpp",
     "experts ep",
+    "experts fp16",
     "images",
     "latent again",
 )
@@ -273,3 +277,23 @@ def compare(name: str, planned: StepNeeds, real: StepNeeds) -> None:
     assert {(m.operation, m.ranks): (m.count, m.bytes) for m in planned.messages} == {
         (m.operation, m.ranks): (m.count, m.bytes) for m in real.messages
     }, name
+
+
+IN_GROUPS = {PP: 2, VPP: 2, "microbatch_group_size_per_vp_stage": 3, "gradient_accumulation_steps": 6}
+UNSEEN = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 2, "check_for_nan_in_grad": True}
+
+
+def of_stages(folder: Path) -> list[StepNeeds]:
+    """Runs in a process of its own, which is no rank and forks one for each stage."""
+    from mca_train.dry_run.stages import needs_of_stages
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    run = prepared(folder, "pretrain", IN_GROUPS | UNSEEN, 2)
+    return needs_of_stages(run.task, run.settings, run.model, run.layout, run.world_size, ordered=True)
+
+
+def test_stages_run_whole_groups_without_processes_that_load_data_and_looks_at_values(folder: Path) -> None:
+    ((first, last),) = run_ranks(1, of_stages, folder / "dense", process_group=False, timeout=300)
+    for stage, needs in enumerate((first, last)):
+        assert list(needs.order) == list(needs.passes) == list(Order(2, 2, 6, 3).of_rank(stage))

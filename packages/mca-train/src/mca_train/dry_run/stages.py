@@ -46,6 +46,7 @@ def needs_of_stages(
     platform.prepare()  # here and below: what the processes would each import
     import_module("mca_train.trainer.trainer")
     accumulated = settings.training.gradient_accumulation_steps
+    group = settings.training.microbatch_group_size_per_vp_stage
     grid = RankGrid(layout, world_size)
     return _in_processes(
         [
@@ -56,21 +57,27 @@ def needs_of_stages(
                 model,
                 rank,
                 world_size,
-                micro_batches_to_run(accumulated, layout, stage),
+                micro_batches_to_run(accumulated, layout, stage, group),
                 images,
-                micro_batches_to_run(accumulated, layout, 0) if ordered else 0,
+                micro_batches_to_run(accumulated, layout, 0, group) if ordered else 0,
             )
             for stage, rank in enumerate(_first_ranks(grid))
         ]
     )
 
 
-def micro_batches_to_run(accumulated: int, layout: ParallelLayout, stage: int) -> int:
+def micro_batches_to_run(
+    accumulated: int, layout: ParallelLayout, stage: int, group: int | None = None
+) -> int:
     """As many as a stage has at once, and one more; those after them need no more memory.
 
-    With virtual stages the schedule hands out micro-batches in groups of the pipeline's size: two of them.
+    With virtual stages the schedule hands out micro-batches in groups, of the pipeline's size unless a ``group`` is
+    set, and takes whole ones: at least two of the pipeline's size.
     """
-    return min(accumulated, 2 * layout.pp if layout.vpp > 1 else layout.pp - stage + 1)
+    if layout.vpp == 1:
+        return min(accumulated, layout.pp - stage + 1)
+    whole = group or layout.pp
+    return min(accumulated, -(-2 * layout.pp // whole) * whole)
 
 
 def _in_processes(work: Sequence[Callable[[], StepNeeds]]) -> list[StepNeeds]:

@@ -99,7 +99,7 @@ def step_needs(
     platform.prepare()
     with ExitStack() as stack:
         settings = _short(settings, stack.enter_context(tempfile.TemporaryDirectory()), micro_batches)
-        for context in (fake_world(rank, world_size), moving_anew(), _norms()):
+        for context in (fake_world(rank, world_size), moving_anew(), _blind_optimizer()):
             stack.enter_context(context)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         answers = Answers(fake)
@@ -116,10 +116,15 @@ def step_needs(
 
 
 def _short(settings: "Settings", folder: str, micro_batches: int) -> "Settings":
-    """The same run with another number of micro-batches, elsewhere, without what is evaluated in between."""
+    """The same run with another number of micro-batches, elsewhere, without what is evaluated in between.
+
+    Also without what needs no memory and cannot be had here: processes that load data, and looks at values.
+    """
     args = copy.copy(settings.training)
     args.output_dir, args.gradient_accumulation_steps = folder, micro_batches
     args.eval_strategy = "no"
+    args.dataloader_num_workers, args.dataloader_prefetch_factor = 0, None
+    args.check_for_nan_in_grad = None
     return replace(settings, training=args)
 
 
@@ -272,19 +277,32 @@ def _without_memory(batch: StepBatch, answers: Answers) -> StepBatch:
 
 
 @contextmanager
-def _norms() -> Iterator[None]:
-    """A block in which Megatron's norm of gradients does not look at values on the way.
+def _blind_optimizer() -> Iterator[None]:
+    """A block in which Megatron's optimizers do not look at values: their norms, and whether fp16 has overflown.
 
-    From 0.19 on it also asks all ranks whether some of their parameters have a norm apart.
+    From 0.19 on they also ask all ranks whether some of their parameters have a norm apart.
     """
     from megatron.core.optimizer import clip_grads
-    from megatron.core.optimizer.optimizer import MegatronOptimizer
+    from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
 
+    unscale = "_unscale_main_grads_and_check_for_nan"
+    finite = _finite(getattr(MixedPrecisionOptimizer, unscale))
     with ExitStack() as stack:
         stack.enter_context(patch.object(clip_grads, "l2_norm_impl", _norm))
+        stack.enter_context(patch.object(MixedPrecisionOptimizer, unscale, finite))
         if hasattr(MegatronOptimizer, "has_grad_norm_group"):
             stack.enter_context(patch.object(MegatronOptimizer, "has_grad_norm_group", _has_norm_apart))
         yield
+
+
+def _finite(unscale: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """``unscale``, which finds no infinity."""
+
+    def unscaled(optimizer: Any) -> bool:
+        unscale(optimizer)
+        return False
+
+    return unscaled
 
 
 def _has_norm_apart(optimizer: Any, group: str) -> bool:
