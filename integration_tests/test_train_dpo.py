@@ -1,6 +1,7 @@
 """DPO trains as plain PyTorch on the Hugging Face model does, on every layout, packed or not, whole or LoRA."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -158,3 +159,28 @@ def test_lora_against_the_model_without_its_adapter(checkpoint, tmp_path):
     assert ["the adapter was trained before" in line for line in adapted] == [True]
     assert dropped[0].startswith("training drops (attention_dropout 0.1)") and dropped[1:] == adapted
     assert not plain
+
+
+def losses_against_trained(checkpoint: Path, output: Path) -> list[float]:
+    """Of a model compared with itself, once another trainer of the reference has set what that one's loss is made of."""
+    from mca_models import AutoModel
+    from mca_models.megatron.log_probs.vocabulary import TokenValues
+    from mca_train import DpoTrainer, McaTrainer
+
+    class OfValues(McaTrainer):
+        token_values = TokenValues(temperature=2.0)
+
+    args = arguments(output, **RUN)
+    model, reference = (AutoModel.from_pretrained(checkpoint, args) for _ in range(2))
+    smoothed = arguments(output, **RUN, label_smoothing_factor=0.5)
+    quietly(lambda: McaTrainer(model=reference, args=smoothed))
+    given = {"model": model, "args": args, "eval_dataset": pairs()}
+    trainer = quietly(lambda: DpoTrainer(reference=reference, **given))
+    found = [quietly(trainer.evaluate)["eval_loss"]]
+    quietly(lambda: OfValues(model=reference, args=args))
+    return [*found, quietly(trainer.evaluate)["eval_loss"]]
+
+
+def test_what_other_trainers_of_the_reference_compute_does_not_count(checkpoint, tmp_path):
+    found = run_ranks(1, losses_against_trained, checkpoint, tmp_path)[0]
+    assert found == pytest.approx([math.log(2)] * 2)
