@@ -162,7 +162,7 @@ def test_lora_against_the_model_without_its_adapter(checkpoint, tmp_path):
 
 
 def losses_against_trained(checkpoint: Path, output: Path) -> list[float]:
-    """Of a model compared with itself, once another trainer of the reference has set what that one's loss is made of."""
+    """Of a model compared with itself, after another trainer of the reference has set what its own loss is made of."""
     from mca_models import AutoModel
     from mca_models.megatron.log_probs.vocabulary import TokenValues
     from mca_train import DpoTrainer, McaTrainer
