@@ -13,6 +13,7 @@ import pytest
 from dpo_reference import BETA, PAIRS, RATE, STEPS, hf_model, pairs, train_plain
 from harness import run_ranks
 from layouts import sample
+from mca_config.errors import McaError
 from train_cases import arguments, history, quietly, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -184,3 +185,53 @@ def losses_against_trained(checkpoint: Path, output: Path) -> list[float]:
 def test_what_other_trainers_of_the_reference_compute_does_not_count(checkpoint, tmp_path):
     found = run_ranks(1, losses_against_trained, checkpoint, tmp_path)[0]
     assert found == pytest.approx([math.log(2)] * 2)
+
+
+def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
+    """How many steps of the reference were run by trainers of one model in one directory, one after the other."""
+    from mca_models import AutoModel
+    from mca_train import DpoTrainer
+    from mca_train.checkpoint.output_lock import OutputLock
+    from mca_train.trainer import dpo
+    from mca_train.trainer.reference import Reference
+
+    args = arguments(output, **RUN, per_device_eval_batch_size=1)
+    model = AutoModel.from_pretrained(checkpoint, args)
+    plain, calls = Reference.log_probs, 0
+
+    def train(last: int = 1000) -> int:
+        nonlocal calls
+        calls = 0
+
+        def counted(reference: Any, batch: Any) -> Any:
+            nonlocal calls
+            if calls == last:
+                raise RuntimeError("killed")
+            calls += 1
+            return plain(reference, batch)
+
+        given: Any = {"model": model, "args": args, "train_dataset": pairs(), "pack_length": 64}
+        with patch.object(Reference, "log_probs", counted), patch.object(dpo, "_STEPS", 1):
+            trainer = quietly(lambda: DpoTrainer(precompute_ref_log_probs=True, **given))
+            with contextlib.suppress(RuntimeError, McaError):
+                quietly(trainer.train)
+        return calls
+
+    lock = OutputLock(output)
+    lock.take()
+    found = {"beside another run": train()}
+    lock.release()
+    found |= {"killed": train(4), "again": train(), "of the trained model": train()}
+    (output / "config.json").write_text("{}")
+    (output / "train_log.jsonl").unlink()
+    return found | {"where others wrote": train()}
+
+
+def test_log_probabilities_are_kept_as_they_come_and_for_the_same_weights_alone(checkpoint, tmp_path):
+    assert run_ranks(1, kept_in_rounds, checkpoint, tmp_path / "run")[0] == {
+        "beside another run": 0,
+        "killed": 4,
+        "again": 2,
+        "of the trained model": 6,
+        "where others wrote": 0,
+    }

@@ -15,6 +15,7 @@ from mca_config.errors import McaError
 from mca_config.training import TrainingArguments
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
+from mca_train.checkpoint.reference_file import name_of
 from mca_train.engine.pipeline import Pipeline
 from mca_train.groups import Ranks
 from mca_train.losses.chunked import chunk_losses, kept_output
@@ -90,6 +91,11 @@ class Reference:
         self._adapted = cast("PeftModels", model) if without_adapter else None
         self._found: list[tuple[Tensor, MicroBatch]] = []
 
+    def name(self) -> str:
+        """See `name_of`."""
+        with self._pipeline.at_rest():
+            return name_of(self._model, with_adapter=self._adapted is None)
+
     def log_probs(self, batch: StepBatch) -> list[tuple[Tensor, MicroBatch]]:
         """Log-probability of every sequence, ``[sequences]`` for each micro-batch; none but on the last stage."""
         self._found = []
@@ -102,7 +108,7 @@ class Reference:
         """The same of a whole dataset, ``[samples, sequences]`` fp64, on every rank.
 
         Args:
-            steps: All of it, each sequence with its number as its only value.
+            steps: Of it, each sequence with its number as its only value; the others' are 0.
             samples: In the dataset.
             sequences: Of each sample.
             ranks: This one among the others.
