@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from mca_config.types import HfArguments
+
 GREATER_IS_BETTER: Mapping[str, bool] = {
     "loss": False,
     "runtime": False,
@@ -24,9 +26,11 @@ GREATER_IS_BETTER: Mapping[str, bool] = {
 """By name, without ``eval_`` and the name of a dataset."""
 
 
-def greater_is_better(metric: str) -> bool | None:
-    """Whether greater numbers of ``metric_for_best_model`` are better ones; None: it is none of mca's own."""
-    name = metric.removeprefix("eval_")
+def choose_direction(args: HfArguments) -> None:
+    """Sets ``greater_is_better`` by what ``metric_for_best_model`` is, unless that is none of mca's or the user did."""
+    if args.metric_for_best_model is None or args.greater_is_better is not None:
+        return
+    name = args.metric_for_best_model.removeprefix("eval_")
     own = (known for known in GREATER_IS_BETTER if name == known or name.endswith(f"_{known}"))
     known = max(own, key=len, default=None)
-    return None if known is None else GREATER_IS_BETTER[known]
+    args.greater_is_better = None if known is None else GREATER_IS_BETTER[known]

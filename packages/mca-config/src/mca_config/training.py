@@ -15,7 +15,7 @@ from transformers.training_args import OptimizerNames
 from mca_config import _hf_arguments
 from mca_config.arguments import MegatronArguments
 from mca_config.errors import McaError
-from mca_config.metrics import greater_is_better
+from mca_config.metrics import choose_direction
 
 _logger = logging.getLogger(__name__)
 
@@ -52,8 +52,7 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # t
             self.deterministic_mode = True  # Hugging Face's own switch comes after the model is built
         if self.optimizer is None:
             self.optimizer = _optimizer_of(self.optim)
-        if self.greater_is_better is None and self.metric_for_best_model is not None:
-            self.greater_is_better = greater_is_better(self.metric_for_best_model)
+        choose_direction(self)
         MegatronArguments.__post_init__(self)
         transformers.TrainingArguments.__post_init__(self)
 
