@@ -132,7 +132,15 @@ def in_rounds(checkpoint: Path, folder: Path) -> dict[str, Any]:
     quietly(resumed.train)
     groups = resumed.optimizer.param_groups
     found["rates"] = {group[name] for group in groups for name in ("lr", "max_lr", "min_lr")}
-    resumed.args.adam_beta1 = 0.5
+    some = next(resumed.model.parameters())
+    some.requires_grad_(False)
+    with pytest.raises(McaError, match=r"frozen or thawed after the first train\(\)"):
+        quietly(resumed.train)
+    some.requires_grad_(True)
+    resumed.args.freeze = ["language"]
+    with pytest.raises(McaError, match=r"freeze changed after the first train\(\)"):
+        quietly(resumed.train)
+    resumed.args.freeze, resumed.args.adam_beta1 = None, 0.5
     with pytest.raises(McaError, match=r"adam_beta1 changed after the first train\(\)"):
         quietly(resumed.train)
     equal = make_trainer(checkpoint, folder / "equal", max_steps=1, decoupled_lr=resumed.args.learning_rate)
@@ -141,6 +149,18 @@ def in_rounds(checkpoint: Path, folder: Path) -> dict[str, Any]:
     equal.args.learning_rate = 1e-4
     with pytest.raises(McaError, match="decoupled_lr: learning_rate was the same at the first"):
         quietly(equal.train)
+    apart = make_trainer(
+        checkpoint, folder / "apart", max_steps=1, decoupled_lr=2e-3, min_lr=1e-4, decoupled_min_lr=1e-4
+    )
+    quietly(apart.train)
+    apart.args.learning_rate, apart.args.min_lr = 2e-3, 5e-5
+    quietly(apart.train)
+    found["ends"] = {(group["max_lr"], group["min_lr"]) for group in apart.optimizer.param_groups}
+    apart.args.min_lr = 1e-4
+    with pytest.raises(
+        McaError, match="decoupled_lr: learning_rate is the same now, it was not at the first"
+    ):
+        quietly(apart.train)
     lines = (folder / "rounds" / "train_log.jsonl").read_text().splitlines()
     found["logged"] = [entry.get("rounds_before", 0) for entry in map(json.loads, lines) if "loss" in entry]
     found["checkpoints"] = [path.name for path in (folder / "rounds").glob("checkpoint-*")]
@@ -155,6 +175,7 @@ def test_a_loop_outside_trains_round_by_round(checkpoint: Path, tmp_path: Path) 
     assert found["round"] == [0.0, 1.0], "nothing of the first round's last step is in the second's log"
     assert found["logged"] == [0, 1, 2]
     assert found["rates"] == {1e-5, 1e-6}, "those of the arguments, which changed"
+    assert found["ends"] == {(2e-3, 5e-5), (2e-3, 1e-4)}, "one that was given for a part alone stays"
     assert found["checkpoints"] == ["checkpoint-3"]
 
 

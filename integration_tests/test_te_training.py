@@ -10,7 +10,9 @@ from loss_curves import worst
 from reference import make_reference
 from test_train_layouts import CP, SP, TP, ZERO
 from test_train_moe import tokens
-from test_train_reshard import EP, ETP1, FIRST, HALF, TORCH_DIST, run
+from test_train_offload import after_loading
+from test_train_reshard import EP, ETP1, FIRST, HALF, TORCH_DIST, in_fp32, run
+from test_train_watch import resumed_before_the_first_update
 from train_cases import filled_packs, stop_and_resume, train_losses
 
 pytestmark = [pytest.mark.ranks, needs_te]
@@ -117,10 +119,13 @@ def test_either_kind_of_layers_goes_on_from_the_others_checkpoint(case: str, tmp
             assert worst(found["local"][key], found[name][key]) < 1e-4, (name, key, found)
 
 
-def precisely(model: Path, folder: Path) -> dict[str, Any]:
+PRECISE = {"use_precision_aware_optimizer": True}
+
+
+def precisely(model: Path, folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     """Curves of runs whose optimizer holds the fp32 weights, or not, and of each from the other's checkpoint."""
-    kinds: dict[str, dict[str, Any]] = {"plain": {}, "precise": {"use_precision_aware_optimizer": True}}
-    changes = ZERO | HALF | {"bf16": True}
+    kinds: dict[str, dict[str, Any]] = {"plain": {}, "precise": PRECISE}
+    changes = ZERO | HALF | changes
     found = {kind: run(model, folder / kind, STEPS, **changes | choice) for kind, choice in kinds.items()}
     for before in kinds:
         for kind, choice in kinds.items():
@@ -129,8 +134,38 @@ def precisely(model: Path, folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_the_masters_of_a_precision_aware_optimizer_go_on(checkpoint: Path, tmp_path: Path) -> None:
-    """In a checkpoint they are fp32 weights, not what Transformer Engine keeps of them beside those in bf16."""
-    found = run_emulated(2, precisely, checkpoint, tmp_path)[0]
+@pytest.mark.parametrize("changes", [{"bf16": True}, {}], ids=["bf16", "fp32"])
+def test_the_masters_of_a_precision_aware_optimizer_go_on(
+    changes: dict[str, Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    """In a checkpoint they are fp32 weights, not what Transformer Engine keeps of them beside those of the model."""
+    found = run_emulated(2, precisely, checkpoint, tmp_path, changes)[0]
     for name, curves in found.items():
         assert curves == found["plain"], name
+
+
+def alone(model: Path, folder: Path) -> dict[str, Any]:
+    """What one rank finds out about Transformer Engine's optimizers."""
+    precise = ZERO | PRECISE
+    changes = {"max_steps": 4, "at": 2, "gradient_accumulation_steps": 1}
+    sgd = stop_and_resume(model, folder / "sgd", **changes, optimizer="sgd")
+    (straight, resumed), *_ = resumed_before_the_first_update(model, folder / "fp16", [precise])
+    return {
+        "loaded": after_loading(
+            model, folder / "loaded", {"bf16": precise | {"bf16": True}, "fp32": precise}
+        ),
+        "sgd": sgd["resumed"] == sgd["straight"],
+        "skipped": straight["skipped_steps"],
+        "before the first update": resumed == straight,
+        "in fp32": in_fp32(model, folder / "in fp32", precise),
+    }
+
+
+def test_loading_and_resuming(checkpoint: Path, tmp_path: Path) -> None:
+    (found,) = run_emulated(1, alone, checkpoint, tmp_path)
+    assert found["loaded"] == {"bf16": True, "fp32": True}, "of weights under the optimizer"
+    assert found["sgd"], "its own, not Transformer Engine's, keeps nothing without momentum"
+    assert found["skipped"][0] == 1
+    assert 0 in found["skipped"]
+    assert found["before the first update"]
+    assert found["in fp32"]

@@ -129,7 +129,12 @@ def others(folder: Path) -> dict[str, str]:
         said[name] = resume(model, checkpoint, **optimizer)
     quietly(make_trainer(model, folder / "sgd", **SAVING | SGD["plain"]).train)
     said["adam takes sgd"] = resume(model, folder / "sgd" / "checkpoint-2")
-    return said
+    said["momentum takes plain"] = resume(model, folder / "sgd" / "checkpoint-2", **SGD["momentum"])
+    earlier = copied(checkpoint, "earlier")  # which did not say what its optimizer was
+    numbers = json.loads((earlier / "training" / "optimizer.json").read_text())
+    del numbers["optimizer"]
+    plant(earlier, "training/optimizer.json", json.dumps(numbers).encode())
+    return said | {"earlier": resume(model, earlier, **SGD["plain"])}
 
 
 def test_another_model_or_optimizer_is_refused(tmp_path):
@@ -139,11 +144,11 @@ def test_another_model_or_optimizer_is_refused(tmp_path):
     assert "hidden_size is 64 there, 32 here" in said["width"]
     assert "vocab_size is 130 there, 140 here" in said["vocabulary"]
     assert "num_layers is 4 there, 2 here" in said["half"]
-    assert "keeps exp_avg and exp_avg_sq of each parameter, this run's keeps nothing" in said["plain"]
-    assert "this run's keeps momentum_buffer; resume with the optimizer" in said["momentum"]
-    assert (
-        "keeps nothing of each parameter, this run's keeps exp_avg and exp_avg_sq" in said["adam takes sgd"]
-    )
+    assert "keeps exp_avg and exp_avg_sq of each parameter, this run's keeps nothing" in said["earlier"]
+    assert "this run's keeps momentum_buffer; resume with the" in said["momentum takes plain"]
+    for name in SGD:  # names tell apart what muon of an adapter and sgd with momentum keep alike
+        assert "was written by optimizer adam, this run's is sgd; resume with" in said[name]
+    assert "was written by optimizer sgd, this run's is adam" in said["adam takes sgd"]
     assert all("\n" not in line for line in said.values())
 
 

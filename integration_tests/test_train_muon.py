@@ -32,6 +32,25 @@ def test_muon_learns_and_resumes_bit_for_bit(checkpoint, tmp_path):
     assert found["resumed"]["loss"] == losses
 
 
+def resumed_twice(checkpoint: Path, output: Path) -> list[Any]:
+    """Losses of a run, and of one that goes on from the checkpoint of one that went on."""
+    from train_cases import history, make_trainer, quietly
+
+    found = []
+    for steps, resume in ((1, None), (2, True), (3, True), (3, None)):
+        changes = MUON | {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
+        folder = output / ("straight" if (steps, resume) == (3, None) else "parts")
+        trainer = make_trainer(checkpoint, folder, max_steps=steps, warmup_steps=0, **changes)
+        quietly(lambda trainer=trainer, resume=resume: trainer.train(resume_from_checkpoint=resume))
+        found.append(history(trainer, "loss"))
+    return found[-2:]
+
+
+def test_a_resumed_run_saves_and_is_resumed(checkpoint, tmp_path):
+    ((resumed, straight),) = run_ranks(1, resumed_twice, checkpoint, tmp_path)
+    assert resumed == straight
+
+
 def test_muon_is_not_adam_and_does_not_depend_on_the_pipeline(checkpoint, tmp_path):
     (alone,) = run_ranks(1, train_losses, checkpoint, tmp_path / "alone", **MUON)
     (adam,) = run_ranks(1, train_losses, checkpoint, tmp_path / "adam")

@@ -151,10 +151,12 @@ LOADED = {"fp32": OFF, "bf16": HALF | BF16, "split": ZERO | OFF, "split bf16": Z
 LOADED["precise"] = ZERO | PRECISE | HALF | BF16
 
 
-def after_loading(checkpoint: Path, output: Path) -> dict[str, bool]:
+def after_loading(
+    checkpoint: Path, output: Path, cases: dict[str, dict[str, Any]] = LOADED
+) -> dict[str, bool]:
     """Whether a step at rate 0 leaves weights that were loaded under the optimizer after another step."""
     found = {}
-    for name, changes in LOADED.items():
+    for name, changes in cases.items():
         trainer = make_trainer(checkpoint, output / name, max_steps=1, warmup_steps=0, count=8, **changes)
         model, before = trainer.model, dict(trainer.model.export_weights())
         quietly(trainer.train)

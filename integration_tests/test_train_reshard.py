@@ -331,8 +331,8 @@ def test_rows_of_ranks_go_on_where_as_many_ranks_are(size, other, tmp_path):
         assert f"tensor_model_parallel_size (of experts expert_tensor_parallel_size) {size}, and" in message
 
 
-def in_fp32(model: Path, output_dir: Path) -> list[Any]:
-    """This rank's weights when a run goes on in fp32 that was one in bf16, both with a split optimizer."""
+def in_fp32(model: Path, output_dir: Path, changes: dict[str, Any]) -> list[Any]:
+    """This rank's weights when a run goes on in fp32 that was one in bf16."""
     import torch
     from transformers import TrainerCallback
 
@@ -342,17 +342,57 @@ def in_fp32(model: Path, output_dir: Path) -> list[Any]:
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             begun.extend(tensor.detach().clone() for _, tensor in trainer.model.held())
 
-    settings = ZERO | HALF | {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 0}
-    quietly(make_trainer(model, output_dir, max_steps=1, bf16=True, **settings).train)
+    settings = changes | HALF | {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 0}
+    first = make_trainer(model, output_dir, max_steps=1, bf16=True, **settings)
+    quietly(first.train)
     trainer = make_trainer(model, output_dir, max_steps=2, callbacks=[Look()], **settings)
     quietly(lambda: trainer.train(resume_from_checkpoint=True))
     assert all(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in begun), "masters"
+    for (_, half), tensor in zip(first.model.held(), begun, strict=True):
+        assert torch.equal(half, tensor.bfloat16()), "of another parameter"
     return [tensor.tolist() for tensor in begun]
 
 
-def test_ranks_go_on_in_fp32_with_the_same_weights(dense, tmp_path):
-    first, second = run_ranks(2, in_fp32, dense.model, tmp_path)
+@pytest.mark.parametrize("changes", [ZERO, {}], ids=["split", "whole"])
+def test_ranks_go_on_in_fp32_with_the_same_weights(changes, dense, tmp_path):
+    first, second = run_ranks(2, in_fp32, dense.model, tmp_path, changes)
     assert first and first == second
+
+
+def in_half(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Whether the main parameters of runs in bf16 begin as the weights of the run in fp32 that they go on from."""
+    import torch
+    from transformers import TrainerCallback
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            begun.update(
+                (name, half.main_param.reshape(-1).clone()) for name, half in trainer.model.trained()
+            )
+
+    found = {}
+    for name, changes in cases.items():
+        settings = HALF | {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 0} | changes
+        first = make_trainer(model, output_dir / name, max_steps=1, **settings)
+        quietly(first.train)
+        exact = {name: tensor.detach().reshape(-1) for name, tensor in first.model.trained()}
+        begun: dict[str, Any] = {}
+        settings |= {"bf16": True, "use_distributed_optimizer": "split" in name}
+        trainer = make_trainer(model, output_dir / name, max_steps=2, callbacks=[Look()], **settings)
+        quietly(lambda trainer=trainer: trainer.train(resume_from_checkpoint=True))
+        assert begun.keys() == exact.keys() != set()
+        found[name] = all(torch.equal(begun[key], tensor) for key, tensor in exact.items())
+    return found
+
+
+def test_main_parameters_begin_as_the_weights_of_a_run_in_fp32(tmp_path):
+    from test_train_moe import tokens
+
+    model, adapter = adapter_of("qwen3_moe", tmp_path, **WITH_EXPERTS)
+    whole = {"train_dataset": tokens(8)}
+    cases = {"whole": whole, "split": whole, "adapter": whole | {"adapter": adapter}}
+    cases |= {"torch_dist": whole | TORCH_DIST}
+    assert run_ranks(1, in_half, model, tmp_path / "run", cases) == [dict.fromkeys(cases, True)]
 
 
 def trained_again(model: Path, output_dir: Path) -> list[Any]:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,8 @@ def test_without_a_known_peak_there_is_no_mfu(checkpoint, tmp_path):
 
 def overflowing(checkpoint: Path, output_dir: Path) -> tuple[list[list[dict[str, Any]]], list[str]]:
     """Logs and the error of a run that asks for fp16, and of a run of a checkpoint in float16 that does not."""
+    from mca_config.errors import McaError
+
     half = output_dir.with_name("half")
     shutil.copytree(checkpoint, half)
     document = json.loads((half / "config.json").read_text())
@@ -219,6 +222,11 @@ def overflowing(checkpoint: Path, output_dir: Path) -> tuple[list[list[dict[str,
     changes = {"fp16": True, "initial_loss_scale": 2.0**60, "hysteresis": 1}
     runs = [(checkpoint, output_dir, changes), (half, output_dir.with_name("of half"), {})]
     found = [overflowed(*run[:2], **run[2]) for run in runs]
+    for name, changes in {"muon": {"optimizer": "muon"}, "nan": {"check_for_nan_in_grad": True}}.items():
+        with pytest.raises(
+            McaError, match=r"with fp16 needs loss_scale|muon excludes fp16|optimizer muon needs"
+        ):
+            make_trainer(half, output_dir / name, **changes)
     return [logs for logs, _ in found], [error for _, error in found]
 
 
@@ -268,19 +276,28 @@ def test_experts_have_the_loss_scale_that_losses_have(tmp_path):
         assert skipped == [0, 1, 0]
 
 
-def resumed_before_the_first_update(checkpoint: Path, output_dir: Path) -> list[tuple[Any, Any]]:
-    """Logs of a run whose first steps are skipped, and of one that goes on from its first checkpoint."""
+def resumed_before_the_first_update(
+    checkpoint: Path,
+    output_dir: Path,
+    cases: Sequence[dict[str, Any]] = ({}, {"use_distributed_optimizer": True}),
+) -> list[tuple[Any, Any]]:
+    """Logs of a run whose first steps are skipped, and of those that go on from its first checkpoint.
+
+    These are a new trainer, and the one that has made updates since.
+    """
     found = []
-    for number, changes in enumerate(({}, {"use_distributed_optimizer": True})):
+    for number, changes in enumerate(cases):
         run = {"fp16": True, "initial_loss_scale": 2.0**14, "hysteresis": 1, "loss_scale_window": 9}
         run |= {"max_steps": 6} | changes
         folder = output_dir / str(number)
         straight = make_trainer(checkpoint, folder, save_strategy="steps", save_steps=1, **run)
         quietly(straight.train)
-        resumed = make_trainer(checkpoint, folder, **run)
-        quietly(partial(resumed.train, resume_from_checkpoint=str(folder / "checkpoint-1")))
         keys = ("loss", "grad_norm", "loss_scale", "skipped_steps")
-        found += [tuple({key: history(each, key) for key in keys} for each in (straight, resumed))]
+        curve = {key: history(straight, key) for key in keys}
+        straight.args.save_strategy = "no"
+        for resumed in (make_trainer(checkpoint, folder, **run), straight):
+            quietly(partial(resumed.train, resume_from_checkpoint=str(folder / "checkpoint-1")))
+            found += [(curve, {key: history(resumed, key) for key in keys})]
     return found
 
 
@@ -334,6 +351,33 @@ def hopeless(checkpoint: Path, output_dir: Path, **layout: Any) -> dict[str, tup
             told = str(error)
         found[name] = told, sorted(path.name for path in folder.glob("checkpoint-*"))
     return found
+
+
+def broken_adapter(model: Path, adapter: Path, output_dir: Path) -> str:
+    """What a run says whose last step has made an adapter infinite."""
+    from mca_config.errors import McaError
+
+    changes = HOPELESS["large steps in the end"] | {"save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(
+        model, output_dir, adapter=adapter, warmup_steps=0, lr_scheduler_type="constant", **changes
+    )
+    with pytest.raises(McaError) as error:
+        quietly(trainer.train)
+    return str(error.value)
+
+
+def test_an_adapter_that_is_no_number_is_named_and_not_saved(checkpoint, tmp_path):
+    import peft
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
+    peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(
+        tmp_path / "lora"
+    )
+    (told,) = run_ranks(1, broken_adapter, checkpoint, tmp_path / "lora", tmp_path / "run")
+    assert "the model is broken and is not saved; parameters that are not finite: " in told
+    assert ".lora_B.q_proj.weight (rank 0: " in told
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
 def test_a_run_that_cannot_go_on_ends_before_it_saves_what_is_useless(checkpoint, tmp_path):

@@ -190,6 +190,8 @@ def test_optim_chooses_the_optimizer() -> None:
             "decoupled_min_lr 1e-05 is above decoupled_lr 1e-06",
         ),
         ({"initial_loss_scale": 8.0}, "initial_loss_scale needs fp16"),
+        ({"fp16": True, "optimizer": "muon"}, "optimizer muon excludes fp16"),
+        ({"fp16": True, "check_for_nan_in_grad": True}, "check_for_nan_in_grad with fp16 needs loss_scale"),
         ({"bf16": True, "loss_scale": 8.0}, "loss_scale needs fp16"),
         ({"log_level": "loud"}, "log_level is 'loud'; expected one of detail, debug"),
         ({"log_level_replica": "foo"}, "log_level_replica is 'foo'"),
@@ -319,21 +321,3 @@ def test_arguments_survive_a_dict_and_a_copy() -> None:
 def test_secrets_do_not_print() -> None:
     assert "secret" not in repr(training(hub_token="secret"))
     assert "tensor_model_parallel_size=None" in repr(training())
-
-
-@pytest.mark.parametrize(
-    ("metric", "given", "greater"),
-    [
-        ("mean_absolute_error", None, False),
-        ("eval_kl", None, False),
-        ("eval_held_out_mean_absolute_error", None, False),
-        ("rewards/margins", None, True),
-        ("eval_held_out_loss", None, False),
-        ("bleu", None, True),  # not mca's: as Hugging Face has it
-        ("mean_absolute_error", True, True),
-        ("accuracy", False, False),
-    ],
-)
-def test_which_model_is_the_best_one(metric: str, given: bool | None, greater: bool, tmp_path: Path) -> None:
-    args = TrainingArguments(output_dir=tmp_path, metric_for_best_model=metric, greater_is_better=given)
-    assert args.greater_is_better is greater

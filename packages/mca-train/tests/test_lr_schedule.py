@@ -188,6 +188,27 @@ def test_a_run_goes_on_by_steps_after_a_metric_and_back(name, tmp_path):
     assert again.scheduler.num_bad_epochs == first.scheduler.num_bad_epochs
 
 
+def test_a_rate_that_is_kept_leaves_those_of_other_groups_alone(tmp_path):
+    """Resumed with another learning_rate, a schedule by metric keeps the run's; rates of parts keep their share."""
+    from mca_train.lr_schedule import LearningRate
+
+    def plateau(highest, least):
+        args = arguments(tmp_path, "reduce_lr_on_plateau", eval_strategy="steps", min_lr=least)
+        args.lr_scheduler_kwargs, args.learning_rate = {"patience": 0, "factor": 0.5}, highest
+        return LearningRate(args, STEPS)
+
+    first = plateau(2e-3, 4e-4)
+    for value in (1.0, 1.0):
+        first.scheduler.step(value)
+    assert first.value == pytest.approx(1.2e-3)
+    again = plateau(2e-4, 1e-4)
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())), 0)
+    groups = [{"max_lr": 2e-4, "min_lr": 1e-4}, {"max_lr": 1e-3, "min_lr": 0.0}, {}]
+    again.write(groups)
+    assert [group["lr"] for group in groups] == pytest.approx([1.2e-3, 5e-4, 1.2e-3])
+    assert again.value == first.value
+
+
 def test_a_schedule_that_follows_another_metric_keeps_its_rate_alone(tmp_path):
     from mca_train.lr_schedule import LearningRate
 

@@ -142,6 +142,9 @@ def test_the_dtype_of_the_checkpoint_is_planned_if_no_key_names_another(run, dty
     assert stage["weights"] == stage["reference"] == 2 * stage["parameters"]
     assert stage["optimizer"] == 12 * stage["parameters"], "two moments and the main weights"
     assert left_out == planned("float32", **{key: True}) == planned(dtype, **{key: True})
+    if key == "fp16":
+        assert main(["plan", "dpo", run(local_ranks=2), "--check_for_nan_in_grad", "true"]) == 2
+        assert "check_for_nan_in_grad with fp16 needs loss_scale" in capsys.readouterr().out
     (single,) = planned("float32")
     assert single["weights"] == single["reference"] == 4 * single["parameters"]
     assert single["optimizer"] == 8 * single["parameters"]

@@ -39,8 +39,8 @@ class LearningRate:
     def __init__(self, args: "TrainingArguments", num_steps: int) -> None:
         from transformers.optimization import get_scheduler
 
-        self._base = float(args.learning_rate)
-        self._least = float(args.min_lr or 0.0)
+        self._base = self._given = float(args.learning_rate)
+        self._least = self._least_given = float(args.min_lr or 0.0)
         self._decay = float(args.weight_decay)
         self._warmup = int(args.get_warmup_steps(num_steps))
         carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=self._base)
@@ -74,7 +74,8 @@ class LearningRate:
         for group in groups:
             highest, least = group.get("max_lr"), group.get("min_lr")
             rate = self._between(
-                self._base if highest is None else highest, self._least if least is None else least
+                self._base if highest in (None, self._given) else highest,
+                self._least if least in (None, self._least_given) else least,
             )
             group["lr"] = rate * group.get("lr_mult", 1.0)
 
@@ -104,6 +105,7 @@ class LearningRate:
     def state_dict(self) -> JsonObject:
         """The scheduler's state, the coming step's rate, and the metric that it may follow."""
         own = {"mca_rate": self._carrier.param_groups[0]["lr"], "mca_metric": self._metric}
+        own |= {"mca_base": self._base, "mca_least": self._least}
         return dict(self.scheduler.state_dict()) | own
 
     def load_state_dict(self, state: Values, steps: int) -> None:
@@ -118,9 +120,11 @@ class LearningRate:
         """
         rest = dict(state)
         rate, metric = rest.pop("mca_rate"), rest.pop("mca_metric", self._metric)
+        base, least = rest.pop("mca_base", self._base), rest.pop("mca_least", self._least)
         counts_steps = "lr_lambdas" in rest
         if self._by_metric:
             self._carrier.param_groups[0]["lr"] = rate
+            self._base, self._least = base, least  # the rate is a share of these; others' rates have the same
             if not counts_steps and metric == self._metric:
                 self.scheduler.load_state_dict(rest)
             return

@@ -87,6 +87,21 @@ def _scale(args: TrainingOptions) -> list[str]:
         problems.append(
             f"loss_scale is fixed, which excludes {' and '.join(dynamic)}; remove loss_scale or the other"
         )
+    if vars(args).get("fp16"):
+        problems += of_float16(args)
+    return problems
+
+
+def of_float16(args: TrainingOptions) -> list[str]:
+    """What excludes training in float16, whether ``fp16`` asks for it or the model's files are."""
+    problems = []
+    if args.optimizer == "muon":
+        problems.append("optimizer muon excludes fp16: Megatron has it for bf16 and fp32; use bf16, or adam")
+    if args.check_for_nan_in_grad and args.loss_scale is None:
+        problems.append(
+            "check_for_nan_in_grad with fp16 needs loss_scale: while a scale is being found gradients overflow, and "
+            "their steps are skipped; set loss_scale, or remove check_for_nan_in_grad"
+        )
     return problems
 
 

@@ -115,6 +115,10 @@ class VirtualModels(torch.nn.Module):
             if not item.copy:
                 yield item.param.mca_name(), tensor
 
+    def trained(self) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names and live tensors of this rank's pieces of what training changes."""
+        return ((name, tensor) for name, tensor in self.canonical_parameters() if tensor.requires_grad)
+
     def train_parts(self, parts: Collection[Part]) -> None:
         """Selects the parts of the model that train, before it is wrapped; by default all but vision and projector.
 

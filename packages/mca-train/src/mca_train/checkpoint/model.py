@@ -1,7 +1,13 @@
 """The model to and from directories that also hold other things (checkpoints, logs)."""
 
 import shutil
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from mca_config.errors import McaError, UsageError
 from mca_config.model_config import FILE_NAME, McaModelConfig
@@ -9,7 +15,11 @@ from mca_config.types import Typed
 from mca_models.checkpoint.side_files import OF_A_RUN
 from mca_models.lora.config import FILE_NAME as ADAPTER
 from mca_models.megatron.distributed.collectives import on_first
+from mca_train.checkpoint.masters import Unrounded
 from mca_train.types import PreTrainedTokenizerBase, VirtualModels
+
+if TYPE_CHECKING:
+    from mca_models.megatron.peft import PeftModels
 
 _LATEST = "latest_checkpointed_iteration.txt"  # readers begin here, so it comes last and goes first
 HF_FOLDER = "hf"
@@ -142,6 +152,53 @@ def load_weights(model: VirtualModels, directory: Path) -> None:
     _require_same(source.config, model.config, directory)
     fill.require_same_names(source, model.config, str(directory))
     fill.from_source(source, model.held(), model.place.layout, model.place.at)
+
+
+def unrounded(model: VirtualModels, directory: Path) -> Unrounded:
+    """Reads what `load_weights` took for a live parameter as it stands in ``directory``, which is opened when asked."""
+    from mca_models.megatron.peft import PeftModels
+
+    @cache
+    def reader() -> Unrounded:
+        if isinstance(model, PeftModels):
+            return _of_adapter(model, directory)
+        return _of_model(model, directory)
+
+    return lambda param: reader()(param)
+
+
+def _of_model(model: VirtualModels, directory: Path) -> Unrounded:
+    from mca_models.megatron.factory import fill
+    from mca_models.opening import open_checkpoint
+
+    source = open_checkpoint(directory)
+    items = {id(tensor): item for item, tensor in model.held()}
+
+    def read(param: nn.Parameter) -> Tensor:
+        found = torch.empty_like(param, dtype=torch.float32, requires_grad=False)
+        fill.from_source(source, [(items[id(param)], found)], model.place.layout, model.place.at)
+        return found
+
+    return read
+
+
+def _of_adapter(model: "PeftModels", directory: Path) -> Unrounded:
+    from mca_models.lora import Adapter, open_adapter, relaid
+    from mca_models.megatron.factory.fill import cut_of
+    from mca_models.megatron.tensors import to_torch
+
+    layout, at = model.config.layout, model.place.at
+    found = relaid(open_adapter(directory, model.config), layout)
+    source = Adapter(model.config, model.adapter, model.rules, found.read)
+    rules = {rule.mca_name(): rule for rule in model.rules.params}
+    names = {id(tensor): name for name, tensor in model.adapter_parameters()}
+
+    def read(param: nn.Parameter) -> Tensor:
+        rule = rules[names[id(param)]]
+        piece = np.array(source.piece(rule, *cut_of(rule, layout, at)))
+        return to_torch(piece).to(param.device, torch.float32)
+
+    return read
 
 
 def _require_same(theirs: McaModelConfig, mine: McaModelConfig, directory: Path) -> None:

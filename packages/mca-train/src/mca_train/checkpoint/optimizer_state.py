@@ -9,7 +9,7 @@ them the few numbers that are no tensors (`Numbers`). Loading asks for what the 
 """
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,12 +23,14 @@ from mca_models.megatron.distributed.reader import read_state, shapes_in
 from mca_models.megatron.distributed.writer import Writing, write_state
 from mca_models.torch_checkpoint.forms import global_spellings
 from mca_train import groups
+from mca_train.checkpoint import masters
+from mca_train.checkpoint.masters import Unrounded
 from mca_train.checkpoint.rows_of_ranks import ask_for_rows_of_ranks
 from mca_train.checkpoint.split_state import by_parameter
-from mca_train.engine.offload import as_plain
+from mca_train.engine.offload import as_plain, begin_precise, is_precise
 from mca_train.types import Chunk, MegatronOptimizer, OptimizerState
 
-_MASTER = "optimizer.state.fp32_param."
+_MASTER = f"{masters.PREFIX}."
 _MASTER_WHERE_SPLIT = "optimizer.state.param."
 _KIND = re.compile(r"optimizer\.state\.(?!fp32_param\.)(\w+)\.")
 _ALL_LAYERS = re.compile(r"optimizer\.state\.\w+\.decoder\.layers\.(?!\d)")
@@ -40,6 +42,8 @@ class Numbers:
 
     step: float | None
     grad_scaler: JsonObject | None
+    optimizer: str | None = None
+    """``adam``, ``sgd`` or ``muon``; None: an earlier version wrote it."""
 
 
 def save(
@@ -56,20 +60,32 @@ def save(
     return _of_all_ranks(_numbers(state)), write_state(leaves, folder, background=background)
 
 
-def load(optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbers: Numbers) -> None:
+def load(
+    optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbers: Numbers, unrounded: Unrounded
+) -> None:
     """Restores `save`, written on whatever layout; collective. The weights are in place already.
+
+    Args:
+        optimizer: Megatron's.
+        chunks: The model.
+        folder: Written by `save`.
+        numbers: That it returned.
+        unrounded: Reads the weights that were saved beside it.
 
     Raises:
         McaError: The checkpoint has no state for a parameter (another optimizer or another model wrote it).
     """
     with as_plain(optimizer, loading=True):
-        _load(optimizer, chunks, folder, numbers)
+        _load(optimizer, chunks, folder, numbers, unrounded)
 
 
-def _load(optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbers: Numbers) -> None:
+def _load(
+    optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbers: Numbers, unrounded: Unrounded
+) -> None:
     saved = shapes_in(folder)
     state = _sharded(optimizer, chunks, loading=True, by_layer=not any(map(_ALL_LAYERS.match, saved)))
     _require_same_kind(folder, saved, state)
+    counting = [_counts_steps(part) for part in _parts(state)]
     _ask_as_spelled(state, saved)
     ask_for_rows_of_ranks(list(_leaves(state)), saved, folder)
     asked, absent = {}, []
@@ -83,9 +99,11 @@ def _load(optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbe
     for number, (container, key, leaf) in enumerate(list(_leaves(state))):
         if str(number) in asked:
             container[key] = _without_padding(loaded[str(number)], leaf, saved.get(leaf.key, ()))
-    _fill_masters(optimizer, state)
-    _put_numbers(state, numbers)
+    masters.take_weights(optimizer, _parts(state))
+    masters.fill(optimizer, _parts(state), unrounded)
+    _put_numbers(state, numbers, counting)
     optimizer.load_state_dict(_bare(state))
+    masters.take_beside_weights(optimizer)
 
 
 def _sharded(
@@ -110,12 +128,15 @@ def _sharded(
         if single.init_state_fn is None:  # of sgd
             single.init_state_fn = _begin_momentum
         if not loading and not single.optimizer.state:  # fp16: every step so far was skipped
-            single.init_state_fn(single.optimizer, single.config)
+            begin = begin_precise if is_precise(single) else single.init_state_fn
+            begin(single.optimizer, single.config)
     with by_parameter(optimizer):
         state = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     for _, _, leaf in _leaves(state):
         if leaf.key.startswith(_MASTER_WHERE_SPLIT):
             leaf.key = _MASTER + leaf.key.removeprefix(_MASTER_WHERE_SPLIT)
+    if loading:
+        masters.ask_for_weights(optimizer, _parts(state), model)
     return state
 
 
@@ -211,13 +232,23 @@ def _of_all_ranks(numbers: Numbers) -> Numbers:
     return replace(numbers, step=max(steps, default=None))
 
 
-def _put_numbers(state: OptimizerState, numbers: Numbers) -> None:
-    for part in _parts(state):
+def _counts_steps(part: JsonObject) -> bool:
+    """Whether an optimizer's state, not read yet, is that of Adam, or empty: Muon and SGD count no steps."""
+    kinds = _kinds(leaf.key for _, _, leaf in _leaves(part))
+    return not kinds or "exp_avg" in kinds
+
+
+def _put_numbers(state: OptimizerState, numbers: Numbers, counting: Sequence[bool]) -> None:
+    for part, counts in zip(_parts(state), counting, strict=True):
         if (
             numbers.grad_scaler and "grad_scaler" in part
         ):  # that of a loss scale which is given has no numbers
             part["grad_scaler"] = _like(numbers.grad_scaler, part["grad_scaler"])
-        if numbers.step is None:
+        if not counts:
+            continue
+        if numbers.step is None:  # no step was made, though this optimizer may have made some since
+            for group in _param_groups(part):
+                group.pop("step", None)
             continue
         inner = part.get("optimizer", part)
         if "common_step" in inner.get("state", {}):
@@ -234,24 +265,6 @@ def _like(saved: JsonObject, present: JsonObject) -> JsonObject:
         else value
         for key, value in saved.items()
     }
-
-
-def _fill_masters(optimizer: MegatronOptimizer, state: OptimizerState) -> None:
-    """Main parameters that the checkpoint lacks (a whole optimizer in fp32 keeps none) are the weights themselves."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    for part, single in zip(_parts(state), parts, strict=True):
-        if "param_state" in part:
-            params = [param for buffer in single.buffers for param in buffer.param_index_map]
-            for number, key, _ in list(_missing_masters(part["param_state"])):
-                part["param_state"][number][key] = params[number].detach().float().clone()
-        for container, key, leaf in list(_leaves(part)):
-            container[key] = leaf.data  # copies of the weights, made with the optimizer
-
-
-def _missing_masters(state: OptimizerState) -> Iterator[tuple[int, OptimizerState, OptimizerState]]:
-    for number, tensors in state.items():
-        for _, key, leaf in _leaves(tensors):
-            yield number, key, leaf
 
 
 def _without_padding(tensor: Tensor, leaf: OptimizerState, saved: tuple[int, ...]) -> OptimizerState:

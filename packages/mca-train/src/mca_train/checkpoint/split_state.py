@@ -108,11 +108,23 @@ def _gathered(optimizer: MegatronOptimizer, param: nn.Parameter, shares: Shares)
 def _pieces(optimizer: MegatronOptimizer, param: nn.Parameter) -> dict[str, Tensor]:
     """This rank's part of a parameter's state, flat and in fp32, in the order of its names."""
     kept: Mapping[str, object] = optimizer._get_main_param_and_optimizer_states(param)
+    held = held_by(optimizer, param)
+    if (
+        held.dtype == torch.float32
+    ):  # Transformer Engine's Adam does not update the main parameter of such a one
+        kept = {**kept, "param": held}
     return {
         key: value.detach().reshape(-1).float()
         for key, value in sorted(kept.items())
         if isinstance(value, Tensor) and key != "step"
     }
+
+
+def held_by(optimizer: MegatronOptimizer, param: nn.Parameter) -> Tensor:
+    """This rank's part of ``param`` as it stands in the groups of a split optimizer."""
+    group, place = optimizer.model_param_group_index_map[param]
+    found: Tensor = optimizer.optimizer.param_groups[group]["params"][place]
+    return found
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:

@@ -5,9 +5,10 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from mca_config.errors import McaError
 from mca_config.types import Typed
 from mca_models.megatron.distributed.collectives import on_first, together
 from mca_models.megatron.distributed.writer import Writing
@@ -15,6 +16,7 @@ from mca_models.storage.atomic import write_file
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import fp8_scales, optimizer_state
 from mca_train.checkpoint.carried import Carried
+from mca_train.checkpoint.masters import Unrounded
 from mca_train.engine.engine import Engine
 from mca_train.engine.rng import is_of_layout, load_rng, save_rng
 from mca_train.groups import Ranks
@@ -54,6 +56,7 @@ class TrainingState:
             numbers, writing = optimizer_state.save(
                 self._engine.optimizer, self._modules(), optimizer, background=background
             )
+        numbers = replace(numbers, optimizer=self._engine.optimizer_name)
         words = {"scheduler": self._scheduler.state_dict(), "optimizer": asdict(numbers)}
         words |= {"place": asdict(self._place), "carried": carried.document()}
 
@@ -64,12 +67,28 @@ class TrainingState:
         on_first(write)
         return writing
 
-    def load(self, checkpoint: Path) -> None:
-        """Restores what was saved."""
+    def load(self, checkpoint: Path, unrounded: Unrounded) -> None:
+        """Restores what was saved.
+
+        Args:
+            checkpoint: Whose weights are in place already.
+            unrounded: Reads one of these as it stands there.
+
+        Raises:
+            McaError: Another optimizer wrote it.
+        """
         folder = checkpoint / TRAINING
         numbers = optimizer_state.Numbers(**json.loads((folder / "optimizer.json").read_text()))
+        mine = self._engine.optimizer_name
+        if numbers.optimizer not in (None, mine):
+            raise McaError(
+                f"{folder}: was written by optimizer {numbers.optimizer}, this run's is {mine}; resume with the "
+                "optimizer that it was written with"
+            )
         with _without_warnings():
-            optimizer_state.load(self._engine.optimizer, self._modules(), folder / "optimizer", numbers)
+            optimizer_state.load(
+                self._engine.optimizer, self._modules(), folder / "optimizer", numbers, unrounded
+            )
         self._engine.share_weights()
         together(lambda: fp8_scales.load(folder, self._modules()))
         schedule = json.loads((folder / "scheduler.json").read_text())

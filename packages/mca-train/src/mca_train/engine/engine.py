@@ -62,7 +62,7 @@ def optimizer_settings(args: TrainingArguments, params_dtype: torch.dtype) -> Js
     return settings
 
 
-_FIXED = ("max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
+_FIXED = ("freeze", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
 _OF_PARTS = ("vision_learning_rate", "projector_learning_rate")
 _OWN_RATES = (*_OF_PARTS, "decoupled_lr")
 _LEAST = "min_lr"
@@ -73,6 +73,25 @@ def _decided(args: TrainingArguments) -> JsonObject:
     own = {name: getattr(args, name) for name in (*_FIXED, *_OF_PARTS)}
     given = own | args.optimizer_config_overrides() | args.ddp_config_overrides()
     return {name: value for name, value in given.items() if name != _LEAST}
+
+
+def _like_the_rest(args: TrainingArguments) -> list[str]:
+    """The rates of parts that are those of all the rest."""
+    return [name for name in _OWN_RATES if getattr(args, name) == args.learning_rate]
+
+
+def _following(args: TrainingArguments, parts: Sequence[JsonObject]) -> dict[str, list[int]]:
+    """The places of groups whose highest and whose least rate are the run's, of which a later one may be given."""
+    own = {"max_lr": args.learning_rate, "min_lr": args.min_lr}
+    following = {
+        name: [place for place, group in enumerate(parts) if group.get(name) == value]
+        for name, value in own.items()
+    }
+    if args.decoupled_min_lr is not None and args.decoupled_lr != args.learning_rate:
+        following["min_lr"] = [
+            place for place in following["min_lr"] if parts[place]["max_lr"] != args.decoupled_lr
+        ]
+    return following
 
 
 def _none(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -111,15 +130,11 @@ class Engine(Pipeline):
         self.params_dtype: torch.dtype = self.configs[0].params_dtype
         self.chunks = self._wrap(chunks)
         self.optimizer = self._build_optimizer()
+        self.optimizer_name = args.optimizer or "adam"
         self._decided = _decided(args)
-        self._shared = [name for name in _OWN_RATES if getattr(args, name) == args.learning_rate]
-        own = {"max_lr": args.learning_rate, "min_lr": args.min_lr}
-        self._following = {
-            name: [
-                place for place, group in enumerate(self.optimizer.param_groups) if group.get(name) == value
-            ]
-            for name, value in own.items()
-        }
+        self._trained = self._trains()
+        self._shared = _like_the_rest(args)
+        self._following = _following(args, self.optimizer.param_groups)
         self._wire()
         for chunk in self.chunks:
             chunk.train()
@@ -166,16 +181,31 @@ class Engine(Pipeline):
                 f"{', '.join(changed)} changed after the first train(), which made the optimizer; make a new trainer, "
                 "or change learning_rate, min_lr and weight_decay alone"
             )
-        parted = [name for name in self._shared if getattr(args, name) != args.learning_rate]
-        if parted:
+        if self._trains() != self._trained:
+            raise McaError(
+                "parameters were frozen or thawed after the first train(), which made the optimizer; make a new trainer"
+            )
+        alike = _like_the_rest(args)
+        if parted := [name for name in self._shared if name not in alike]:
             raise McaError(
                 f"{', '.join(parted)}: learning_rate was the same at the first train(), which made one group of both; "
                 "make a new trainer to train them at different rates"
+            )
+        own_end = args.decoupled_min_lr not in (None, args.min_lr)
+        merged = [name for name in alike if name not in self._shared]
+        if merged and not (merged == ["decoupled_lr"] and own_end):
+            raise McaError(
+                f"{', '.join(merged)}: learning_rate is the same now, it was not at the first train(), and groups of "
+                "one rate cannot be told apart in a checkpoint; make a new trainer, or choose a rate beside it"
             )
         groups = self.optimizer.param_groups
         for name, value in (("max_lr", args.learning_rate), ("min_lr", args.min_lr)):
             for place in self._following[name]:
                 groups[place][name] = value
+
+    def _trains(self) -> list[bool]:
+        """Of each parameter whether it is trained."""
+        return [param.requires_grad for chunk in self.chunks for param in chunk.parameters()]
 
     def _wire(self) -> None:
         """Gives the schedule what it calls: gradient scale, synchronisation, and the end of a step."""

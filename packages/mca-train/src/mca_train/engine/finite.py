@@ -9,14 +9,13 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_models.megatron.distributed.collectives import all_gather
-from mca_models.megatron.names import Held
 
 _SHOWN = 3
 _FOUND = "in local grad norm"
 
 
 def require_finite(
-    loss: float | None, grad_norm: float | None, step: int, held: Iterable[tuple[Held, Tensor]]
+    loss: float | None, grad_norm: float | None, step: int, trained: Iterable[tuple[str, Tensor]]
 ) -> None:
     """Raises the same error on every rank if the step's loss or gradient norm is not finite.
 
@@ -24,14 +23,14 @@ def require_finite(
         loss: None where it is not known yet.
         grad_norm: None if nothing is clipped; all ranks have the same.
         step: The step's number.
-        held: This rank's parameters with their rules; their gradients are still there.
+        trained: This rank's parameters that are trained, by name; their gradients are still there.
 
     Raises:
         McaError: Names the first parameters (in model order) whose gradients are not finite.
     """
     if all(value is None or math.isfinite(value) for value in (loss, grad_norm)):
         return
-    named = _named((item, _gradient(tensor)) for item, tensor in held)
+    named = _named((name, _gradient(tensor)) for name, tensor in trained)
     what = (
         f"the loss is {loss}"
         if loss is not None and not math.isfinite(loss)
@@ -63,17 +62,17 @@ def telling_nan() -> Iterator[None]:
         ) from error
 
 
-def require_finite_weights(step: int, held: Iterable[tuple[Held, Tensor]]) -> None:
+def require_finite_weights(step: int, trained: Iterable[tuple[str, Tensor]]) -> None:
     """Raises the same error on every rank if a parameter that is trained is not finite.
 
     Args:
         step: Steps that were made.
-        held: This rank's parameters with their rules.
+        trained: This rank's parameters that are trained, by name.
 
     Raises:
         McaError: Names the first of them (in model order).
     """
-    named = _named((item, tensor) for item, tensor in held if tensor.requires_grad)
+    named = _named(trained)
     if named:
         raise McaError(
             f"step {step}: the model is broken and is not saved; parameters that are not finite: {named}. "
@@ -81,9 +80,9 @@ def require_finite_weights(step: int, held: Iterable[tuple[Held, Tensor]]) -> No
         )
 
 
-def _named(held: Iterable[tuple[Held, Tensor | None]]) -> str:
+def _named(tensors: Iterable[tuple[str, Tensor | None]]) -> str:
     """The first of all ranks' tensors that are not finite; empty if all are. Collective."""
-    mine = [(item.param.mca_name(), kind) for item, tensor in held if (kind := _kind(tensor))]
+    mine = [(name, kind) for name, tensor in tensors if (kind := _kind(tensor))]
     rank_of: dict[str, tuple[int, str]] = {}
     for rank, found in enumerate(all_gather(mine)):
         for name, kind in found:

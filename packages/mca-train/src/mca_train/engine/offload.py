@@ -17,10 +17,12 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from mca_train.types import HybridOptimizer, MegatronOptimizer, Sample
+from mca_train.types import HybridOptimizer, MegatronOptimizer, Sample, Upstream
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _PRECISION_AWARE = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
+MASTER = "master_param"
+"""What Transformer Engine's Adam calls the fp32 copy of a parameter."""
 
 
 def rebuild_hybrids(optimizer: MegatronOptimizer) -> None:
@@ -78,6 +80,29 @@ def take_weights(optimizer: MegatronOptimizer) -> None:
             single.optimizer = hybrid
     for _, hybrid in hybrids:
         _copy_to_inner(hybrid)
+    _refresh_masters(optimizer)
+
+
+@torch.no_grad()
+def _refresh_masters(optimizer: MegatronOptimizer) -> None:
+    """The main parameters that Transformer Engine's Adam holds, which Megatron does not refresh."""
+    for single in filter(is_precise, getattr(optimizer, "chained_optimizers", [optimizer])):
+        inner = single.optimizer
+        for param in (param for group in inner.param_groups for param in group["params"]):
+            if MASTER in inner.state.get(param, {}):
+                inner.set_scaled_state(param, MASTER, param.detach().float())
+
+
+def is_precise(single: MegatronOptimizer) -> bool:
+    """Whether the main parameters of one of Megatron's optimizers are held by Transformer Engine's Adam."""
+    return getattr(single.config, _PRECISION_AWARE) and hasattr(single.optimizer, "set_scaled_state")
+
+
+def begin_precise(optimizer: Upstream, *_: object) -> None:
+    """Makes the state of Transformer Engine's Adam; Megatron's own way lacks an argument that it has had since 2.1."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            optimizer.initialize_state(param, store_param_remainders=False)
 
 
 def _hybrids(optimizer: MegatronOptimizer) -> list[Sample]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mca_config.arguments import of_float16
 from mca_config.checks import check_layout
 from mca_config.errors import McaError, UsageError, problems_of, raise_problems
 from mca_config.layout import ParallelLayout
@@ -34,8 +35,7 @@ _OF_PLANS = {
     flag.name: f"is a flag of mca-train plan (--{flag.name}), no key of a run; remove it"
     for flag in fields(PlanOptions)
 }
-TIMES = ("runtime", "samples_per_second", "steps_per_second")
-"""What every evaluation measures beside the loss."""
+_TIMES = ("runtime", "samples_per_second", "steps_per_second")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ def _with_head(task: Task, settings: Settings, model: McaModelConfig) -> McaMode
 
 def _metric(task: Task, settings: Settings) -> Iterator[str]:
     metric = (settings.training.metric_for_best_model or "loss").removeprefix("eval_")
-    known = ("loss", *TIMES, *task.signal_names)
+    known = ("loss", *_TIMES, *task.signal_names)
     if metric not in known:
         yield f"metric_for_best_model is {metric!r}; mca-train {task.name} evaluates {', '.join(known)}"
 
@@ -170,8 +170,9 @@ def _architecture(run: Run, target: "Target | None") -> list[str]:
         megatron = transformer_config(config, args, run.layout, trained_dtype(config, args), target)
     except McaError as error:
         return list(problems_of(error))
+    of_dtype = of_float16(args) if megatron.fp16 else []
     of_parts = part_problems(args, run.settings.lora, replace(config, layout=run.layout), megatron)
-    return [*of_parts, *run.task.problems_in_megatron(run.settings, megatron)]
+    return [*of_dtype, *of_parts, *run.task.problems_in_megatron(run.settings, megatron)]
 
 
 def data_problems(settings: Settings) -> Iterator[str]:

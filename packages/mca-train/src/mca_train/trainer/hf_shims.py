@@ -4,15 +4,15 @@ Nothing here trains, evaluates or saves.
 """
 
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Never, TypeVar
 
 import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from mca_config.errors import McaError
+from mca_config.arguments import of_float16
+from mca_config.errors import McaError, raise_problems
 from mca_config.training import TrainingArguments
 from mca_config.types import JsonObject, Typed, Values
 from mca_train.trainer.parts import TrainerParts
@@ -37,6 +37,15 @@ def require_mca(model: object, args: object) -> None:
         )
 
 
+def require_optimizable(model: VirtualModels, args: TrainingArguments) -> None:
+    """Refuses what optimizers cannot do with weights in float16, which the model's files may have.
+
+    Raises:
+        McaError: Something of it is asked for.
+    """
+    raise_problems(of_float16(args) if model.config.dtype == "float16" else [], "McaTrainer")
+
+
 def require_vocabulary(model: VirtualModels, args: TrainingArguments, *, wants_logits: bool) -> None:
     """Refuses a model that scores sequences or tokens where the loss is a cross entropy of tokens, and the reverse.
 
@@ -50,24 +59,6 @@ def require_vocabulary(model: VirtualModels, args: TrainingArguments, *, wants_l
             f"the model has a head for {model.config.head}, not the vocabulary's; train it with RewardTrainer, "
             "ClassificationTrainer or a trainer of your own that sets wants_logits"
         )
-
-
-@contextmanager
-def telling_metric(args: TrainingArguments) -> Iterator[None]:
-    """A block in which Hugging Face looks up ``metric_for_best_model``: that there is none is reported in one line.
-
-    Raises:
-        McaError: The evaluation has found no such number.
-    """
-    try:
-        yield
-    except KeyError as error:
-        if "metric_for_best_model" not in str(error):
-            raise
-        raise McaError(
-            f"metric_for_best_model is {args.metric_for_best_model!r}, of which the evaluation has no number: there is "
-            "no such metric, or no sample of the evaluation dataset counts for it; name another one"
-        ) from error
 
 
 class NoAccelerator:

@@ -71,12 +71,12 @@ class Watch:
         """
         if result.updated:
             self._unhelped, self._scale = 0, math.inf
-            require_finite(None, result.grad_norm, step, self._model.held())
+            require_finite(None, result.grad_norm, step, self._model.trained())
             return
         self._skipped += 1
         scale = float(optimizer.get_loss_scale())
         logger.warning("step %d was skipped: gradients overflowed; the loss scale is %g now", step, scale)
-        require_finite_weights(step, self._model.held())
+        require_finite_weights(step, self._model.trained())
         loss_sum = float(groups.sum_over_data(loss.loss_sum[None]))
         helped = scale < self._scale and math.isfinite(loss_sum)
         self._unhelped, self._scale = 0 if helped else self._unhelped + 1, scale
@@ -130,7 +130,7 @@ class Watch:
         """What a log says besides loss, norm and rate."""
         scaled = self._model.config.dtype == "float16"
         if not scaled:
-            require_finite(report.mean, None, step, self._model.held())
+            require_finite(report.mean, None, step, self._model.trained())
         found = report.speed() | self._throughput.report(report)
         found |= self.stragglers.report(len(report.losses), found.get("step_time", 0.0), step)
         if scaled:

@@ -97,7 +97,7 @@ class WithCheckpoints(WithLogs):
         """A complete checkpoint of this step; with ``async_save`` it is complete some steps later."""
         target = Path(self.args.output_dir) / f"{directory.PREFIX}-{self.state.global_step}"
         with self._pipeline.at_rest():
-            require_finite_weights(self.state.global_step, self.model.held())
+            require_finite_weights(self.state.global_step, self.model.trained())
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(target)
         self._checkpoints.finish()

@@ -32,7 +32,7 @@ from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream, require_steps
 from mca_train.checkpoint import directory, lineage
 from mca_train.checkpoint.carried import Due, Totals
-from mca_train.checkpoint.model import load_weights, require_format
+from mca_train.checkpoint.model import load_weights, require_format, unrounded
 from mca_train.checkpoint.output_dir import require_own
 from mca_train.checkpoint.training_state import TrainingState
 from mca_train.checkpoint.writer import CheckpointWriter, remove_unfinished
@@ -55,6 +55,7 @@ from mca_train.trainer.hf_shims import (
     ModelView,
     WithoutAccelerator,
     require_mca,
+    require_optimizable,
     require_vocabulary,
 )
 from mca_train.trainer.loading import log_plan
@@ -119,6 +120,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
     ) -> None:
         require_mca(model, args)
         require_honoured(args, others, type(self), McaTrainer)
+        require_optimizable(model, args)
         require_vocabulary(model, args, wants_logits=self.wants_logits)
         for problem in schedule_problems(args):
             raise McaError(problem)
@@ -202,9 +204,6 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         """The number that `compute_loss` returns; to be overridden where that counts something else than targets."""
         return num_targets(batch)
 
-    def before_training(self) -> None:
-        """Called on every rank when ``output_dir`` is the run's own, before anything of a checkpoint is loaded."""
-
     def before_forward(self, batch: StepBatch) -> None:
         """Called on every rank with each step's batch, before training or evaluating on it."""
 
@@ -235,10 +234,8 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
                 with reading(output_dir):
                     checkpoint = directory.find(resume_from_checkpoint, output_dir, self.ranks)
                     self._claim(output_dir, checkpoint)
-                with self.watch.pulse:
-                    self.before_training()
-                    with self.watch.signal:
-                        return self._train(checkpoint)
+                with self.watch.signal, self.watch.pulse:
+                    return self._train(checkpoint)
         finally:
             self._checkpoints.abandon()
             self.is_in_train = False
@@ -290,7 +287,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         training = self._training_state()
         if checkpoint is not None:
             with reading(checkpoint):
-                training.load(checkpoint)
+                training.load(checkpoint, unrounded(self.model, checkpoint))
             rate.move(length.schedule_done - self._place.schedule)
         rate.write_decay(engine.optimizer.param_groups)
         self._place = replace(self._place, schedule=length.schedule_done)
@@ -378,7 +375,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         self._add_up(self._meter.flush())
         if steps and not self.watch.stopped:
             self.watch.require_updates(self._totals.updates, self.state.global_step)
-            require_finite_weights(self.state.global_step, self.model.held())
+            require_finite_weights(self.state.global_step, self.model.trained())
         samples = self._samples
         metrics = speed_metrics("train", started, num_samples=samples, num_steps=steps)
         if self._totals.steps:

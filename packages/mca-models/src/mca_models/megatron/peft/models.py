@@ -85,8 +85,7 @@ class PeftModels(VirtualModels):
         self._factors = [pair for item in self._attached for pair in item.live]
         self._saved = list(self._saved_modules())
         self.requires_grad_(False)
-        asked = [(p, x) for p, x in self._saved if self.adapter.saves(p.hf_names()[0].removeprefix(PREFIX))]
-        for _, tensor in (*self._factors, *asked):  # what PEFT saved unasked stays as it is
+        for _, tensor in self._live():
             tensor.requires_grad_(True)
         self._handles = [handle for chunk in self.chunks for handle in begin_gradients(chunk)]
         self._share_state_dicts()
@@ -153,6 +152,8 @@ class PeftModels(VirtualModels):
         """Canonical names and live tensors of this rank's pieces of the adapter."""
         for param, tensor in self._live():
             yield param.mca_name(), tensor
+
+    trained = adapter_parameters
 
     def print_trainable_parameters(self) -> str:
         """How many parameters of this rank are trained, in words."""
