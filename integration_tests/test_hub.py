@@ -117,7 +117,13 @@ def test_a_private_model_is_read_with_the_token_and_an_export_is_uploaded(hub, f
     hub.private = True
     hub.folders = {"main": tmp_path / "earlier", "v1": folders["v1"]}
     stale = ["adapter_config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
-    for name in (*stale, "README.md", "config.json", "model.safetensors", "other/model.safetensors"):
+    kept = [
+        "README.md",
+        "iter_0001000/pp_000/tp_00.safetensors",
+        "other/model.safetensors",
+        "model-fp8.safetensors",
+    ]
+    for name in (*stale, *kept, "config.json", "model.safetensors"):
         (hub.folders["main"] / name).parent.mkdir(parents=True, exist_ok=True)
         (hub.folders["main"] / name).write_text("{}")
     words = [
@@ -135,6 +141,7 @@ def test_a_private_model_is_read_with_the_token_and_an_export_is_uploaded(hub, f
     assert hub.created == ["model"]
     assert hub.uploaded["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
     assert "config.json" in hub.uploaded
+    assert all(name in done.stderr for name in stale)
     assert sorted(hub.deleted) == stale, "what of the earlier model readers would take for the new one's"
     hub.folders = folders
     assert _convert(hub, tmp_path, "plan", "--checkpoint_path", "org/model", HF_TOKEN=TOKEN).returncode == 0

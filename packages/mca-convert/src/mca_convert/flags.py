@@ -51,7 +51,8 @@ def _convert_flags(parser: Parser) -> None:
         parser,
         "push_to_hub",
         metavar="ORG/NAME",
-        help="upload the result as this model of the Hugging Face Hub, which is created if it does not exist",
+        help="upload the result as this model of the Hugging Face Hub, which is created if it does not exist; what "
+        "readers would take for a part of it is then deleted there, with a warning that names the files",
     )
     _quiet_flag(parser)
 

@@ -10,7 +10,6 @@ import re
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -34,7 +33,24 @@ _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".tflite"),
     *(".index.json", ".ot", ".zip", ".tar", ".mlmodel"),
 )
-_MARKS = ("adapter_config.json", "mca_config.json", "latest_checkpointed_iteration.txt")  # of the kind
+_ADAPTER, _TEMPLATES = "adapter_config.json", "additional_chat_templates"
+_MARKS = (_ADAPTER, "mca_config.json", "latest_checkpointed_iteration.txt")  # of the kind
+_OF_TOKENIZERS = (
+    "tokenizer.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What is read before, or beside, a tokenizer's other files."""
+_OF_MODELS = (
+    *("generation_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    "processor_config.json",
+)
+_ADAPTERS_WEIGHTS = re.compile(r"adapter_model\.(safetensors|bin)")
+_ANY_WEIGHTS = re.compile(
+    rf"{_ADAPTERS_WEIGHTS.pattern}|(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+)
 _BEGINNING = 1 << 17  # bytes of a file that are asked for first; most headers are shorter
 
 
@@ -111,45 +127,61 @@ def _named(repository: str, revision: str | None) -> str:
 def upload(folder: Path, name: str) -> str:
     """Uploads ``folder`` as the model ``name``, which is made if it is not there; its address.
 
-    What an earlier model there has under other names is deleted, because readers would take it for the new one's; the
-    repository's history keeps it.
+    Then what `older` finds there is deleted; the repository's history keeps it.
 
     Raises:
-        McaError: The Hub refuses it or cannot be reached.
+        McaError: The Hub refuses it or cannot be reached, or an adapter would hide a model.
     """
     if _ID.fullmatch(name) is None:
         raise McaError(f"--push_to_hub {name}: expected an id like org/name or org/name@branch")
     repository, revision = _parts(name)
     with _naming(name):
-        from huggingface_hub import HfApi
+        from huggingface_hub import CommitOperationDelete, HfApi
 
         api = HfApi()
         api.create_repo(repository, exist_ok=True)
         if revision is not None:
             api.create_branch(repository, branch=revision, exist_ok=True)
         files = _files(api, repository, revision)
-        older = [file for file in files if _marks_model(file, folder) and not (folder / file).exists()]
-        if older:
-            logger.info("%s: deleting what is of an earlier model: %s", name, ", ".join(older))
+        if (folder / _ADAPTER).exists() and "mca_config.json" in files and _ADAPTER not in files:
+            raise McaError(
+                f"--push_to_hub {name}: the repository holds a whole MCA model, which readers would no longer find "
+                "beside an adapter; push the adapter to a repository or branch of its own"
+            )
+        stale = older(files, folder)
+        if stale:
+            logger.warning("%s: deletes what is of an earlier model there: %s", name, ", ".join(stale))
         api.upload_folder(
-            repo_id=repository,
-            folder_path=folder,
-            revision=revision,
-            commit_message="Upload by mca",
-            delete_patterns=[escape(file) for file in older] or None,
+            repo_id=repository, folder_path=folder, revision=revision, commit_message="Upload by mca"
         )
+        if stale:  # not in the upload's first commit: until its last one the earlier model can be read
+            api.create_commit(
+                repository,
+                [CommitOperationDelete(path_in_repo=file) for file in stale],
+                commit_message="Delete what is of an earlier model",
+                revision=revision,
+            )
         return f"{api.endpoint}/{repository}"
 
 
-def _marks_model(file: str, folder: Path) -> bool:
-    """Whether ``file`` of an earlier model can be taken for a part of that in ``folder``."""
-    if file in _MARKS or file.startswith("iter_"):
-        return True
-    beginnings: tuple[str, ...] = ("adapter_model",)
-    if not (folder / "adapter_config.json").exists():  # beside an adapter a whole model is not looked at
-        beginnings += ("model", "pytorch_model")
-    ends = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
-    return "/" not in file and file.startswith(beginnings) and file.endswith(ends)
+def older(files: Iterable[str], folder: Path) -> list[str]:
+    """Which ``files`` of a repository readers would take for parts of the model in ``folder``, which lacks them.
+
+    These are what says of which kind a model is, weights under the names that are looked for (beside an adapter its own
+    alone), pieces in an iteration that is replaced, and what is read in place of a file of ``folder``. All else stays:
+    other iterations, other folders.
+    """
+    adapts, has_tokenizer = ((folder / file).exists() for file in (_ADAPTER, "tokenizer_config.json"))
+    names = {*_MARKS, *(_OF_TOKENIZERS if has_tokenizer else ()), *(() if adapts else _OF_MODELS)}
+    weights = _ADAPTERS_WEIGHTS if adapts else _ANY_WEIGHTS
+
+    def is_older(file: str) -> bool:
+        top, _, below = file.partition("/")
+        if below and top.startswith("iter_"):
+            return (folder / top).is_dir()
+        return file in names or weights.fullmatch(file) is not None or (top == _TEMPLATES and has_tokenizer)
+
+    return sorted(file for file in files if not (folder / file).exists() and is_older(file))
 
 
 def chosen(files: Iterable[str], needed: Needed) -> list[str]:
@@ -163,7 +195,7 @@ def chosen(files: Iterable[str], needed: Needed) -> list[str]:
         return [name for name in names if name in _CONFIGS]
     if "mca_config.json" in names and needed == "all":
         return names
-    top = [name for name in names if "/" not in name or name.startswith("additional_chat_templates/")]
+    top = [name for name in names if "/" not in name or name.startswith(f"{_TEMPLATES}/")]
     small = [name for name in top if not name.endswith(_WEIGHTS) and not name.startswith(".")]
     return small if needed == "tokenizer" else small + _one_format(top)
 
