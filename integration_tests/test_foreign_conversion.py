@@ -19,6 +19,7 @@ from mca_models.storage.source import ModelSource, read_piece
 from mca_models.templates import config_from_hf, family_of
 from mca_models.torch_checkpoint.roll import open_roll
 from mca_models.torch_checkpoint.torch_dist import open_torch_dist
+from mca_train.config.model import model_config
 
 LIMITS = Limits(workers=2, memory=2 << 20)
 ROLL = ParallelLayout(
@@ -74,3 +75,13 @@ def test_conversion_is_bit_exact(tmp_path: Path, case: str, write: Any) -> None:
         for rank in range(size):
             expected = param.shard.take(whole, rank, size).contiguous().view(torch.uint8).numpy().tobytes()
             assert read_piece(mca, param, rank, size).tobytes() == expected, param.mca_name()
+
+
+@pytest.mark.parametrize("write", [_roll, _torch_dist])
+def test_a_run_is_planned_in_the_dtype_that_it_is_read_in(write: Any, tmp_path: Path) -> None:
+    folder = tiny_hf.save("llama", tmp_path / "hf", "bfloat16")
+    config = config_from_hf(tiny_hf.read_config(folder))
+    source = write(
+        replace(config, dtype="float32"), load_file(folder / "model.safetensors"), tmp_path / "mca"
+    )
+    assert model_config(str(tmp_path / "mca")).dtype == source.config.dtype == "bfloat16"

@@ -150,6 +150,18 @@ def test_the_dtype_of_the_checkpoint_is_planned_if_no_key_names_another(run, dty
     assert single["optimizer"] == 8 * single["parameters"]
 
 
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_a_quantised_checkpoint_is_planned_in_the_dtype_that_it_is_read_in(run, method, tmp_path, capsys):
+    file = tmp_path / "model/config.json"
+    document = json.loads(file.read_text()) | {"quantization_config": {"quant_method": method}}
+    for dtype, size in (({}, 2), ({"dtype": "float16"}, 2), ({"dtype": "float32"}, 4)):
+        plain = {key: value for key, value in document.items() if key not in ("dtype", "torch_dtype")}
+        file.write_text(json.dumps(plain | dtype))
+        assert main(["plan", "dpo", run(local_ranks=2), "--json"]) == 0
+        (stage,) = json.loads(capsys.readouterr().out)["stages"]
+        assert stage["weights"] == stage["reference"] == size * stage["parameters"], dtype
+
+
 def test_a_search_finds_layouts_that_can_be_run(run, capsys):
     path = run(tensor_model_parallel_size=2, gradient_accumulation_steps=4)
     assert main(["plan", "sft", path, "--gpus", "8", "--search", "--device", "gib:40", "--json"]) == 0

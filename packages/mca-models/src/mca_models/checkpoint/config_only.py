@@ -4,7 +4,6 @@ It serves to plan a conversion before the weights are there. No element can be r
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -17,10 +16,11 @@ from mca_models.checkpoint.hf_directory import (
     naming_config,
     plain_dtype,
     read_config,
+    unquantised,
 )
 from mca_models.checkpoint.placement import stored
 from mca_models.quantised.linears import is_linear
-from mca_models.storage.dtypes import CODES, DTYPE_NAMES, ITEM_SIZES
+from mca_models.storage.dtypes import CODES, ITEM_SIZES
 from mca_models.storage.moves import HF
 from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import Part, checked_parts, shapes_of_parts
@@ -46,11 +46,10 @@ class ConfigOnlySource(HfParts):
             if document.get("quantization_config"):
                 self._quantised = document
                 self._read_as = dtype or plain_dtype(document)
-                document = {key: value for key, value in document.items() if key != "quantization_config"}
             with naming_config(path):
-                config = config_from_hf(document)
+                config = config_from_hf(unquantised(document, dtype))
         self._dtype = CODES[config.dtype] if self._quantised is None else plain_dtype(self._quantised)
-        self.config = config if self._quantised is None else _with_dtype(config, self._read_as)
+        self.config = config
         self.params: Sequence[Param] = stored(family_of(config.model_type).params(config))
         self._infos: dict[str, Stored] = {}
         self._wholes = {param.mca_name(): whole_shape(param, self.config) for param in self.params}
@@ -80,8 +79,3 @@ class ConfigOnlySource(HfParts):
 
     def check_duplicates(self) -> None:
         """Nothing is stored twice."""
-
-
-def _with_dtype(config: McaModelConfig, code: str) -> McaModelConfig:
-    names: JsonObject = {"dtype": DTYPE_NAMES[code]}
-    return replace(config, **names)

@@ -149,14 +149,14 @@ def _plain(
     found = {info.name: info for info in tensors}
     if not hf_config.get("quantization_config"):
         return dict(found), hf_config
-    from mca_models.quantised.hf_tensors import dequantised, plain_config
+    from mca_models.quantised.hf_tensors import dequantised
 
-    code = dtype or plain_dtype(hf_config)
     plain = {name: info for name, info in found.items() if isinstance(info, TensorInfo)}
     if len(plain) < len(found):
         raise McaError(f"{path}: quantised weights with strides are not read; take the model's safetensors")
     with naming_config(path):
-        return dict(dequantised(plain, hf_config, code)), plain_config(hf_config, DTYPE_NAMES[code])
+        read = dequantised(plain, hf_config, dtype or plain_dtype(hf_config))
+    return dict(read), unquantised(hf_config, dtype)
 
 
 @contextmanager
@@ -173,6 +173,15 @@ def naming_config(path: Path) -> Iterator[None]:
 def plain_dtype(hf_config: JsonObject) -> str:
     """Safetensors code of what ``config.json`` gives as the model's dtype."""
     return CODES.get(str(hf_config.get("dtype") or hf_config.get("torch_dtype")), "BF16")
+
+
+def unquantised(hf_config: JsonObject, dtype: str | None = None) -> JsonObject:
+    """``config.json`` of the model as it is read, whose quantised weights are read as ``dtype``; see `HfSource`."""
+    if not hf_config.get("quantization_config"):
+        return hf_config
+    from mca_models.quantised.hf_tensors import plain_config
+
+    return plain_config(hf_config, DTYPE_NAMES[dtype or plain_dtype(hf_config)])
 
 
 def has_weights(path: Path) -> bool:

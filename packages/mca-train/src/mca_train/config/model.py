@@ -20,23 +20,28 @@ if TYPE_CHECKING:
 
 
 def model_config(path: str) -> McaModelConfig:
-    """The architecture in a Hugging Face or MCA directory; weights need not be there.
+    """The architecture in the directory of a checkpoint, in the dtype that a run reads it as.
+
+    Weights need not be there, except of Megatron's own checkpoints: what these store says which dtype it is.
 
     Raises:
         McaError: The directory or its configuration is missing or not supported.
     """
-    from mca_models.checkpoint.hf_directory import naming_config, read_config
+    from mca_models.checkpoint.hf_directory import naming_config, read_config, unquantised
     from mca_models.checkpoint.mca_directory import is_mca
+    from mca_models.opening import CheckpointKind, kind_of, open_checkpoint
     from mca_models.templates import config_from_hf
 
     folder = Path(path)
     if not folder.is_dir():
         raise McaError(f"model_name_or_path: directory {path} does not exist")
+    if kind_of(folder) in (CheckpointKind.ROLL, CheckpointKind.TORCH_DIST):
+        return open_checkpoint(folder).config
     if is_mca(folder):
         return McaModelConfig.load(folder)
     document = read_config(folder)
     with naming_config(folder):
-        return config_from_hf(document)
+        return config_from_hf(unquantised(document))
 
 
 def num_local_ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
