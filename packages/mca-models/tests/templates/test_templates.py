@@ -237,12 +237,15 @@ def test_keys_that_no_layer_uses_are_left_out(caplog: pytest.LogCaptureFixture) 
             {"vocab_size_per_layer_input": 80},
             "'vocab_size_per_layer_input' is 80; supported: the vocab_size 70",
         ),
+        ({"hidden_size_per_layer_input": None}, "'hidden_size_per_layer_input' is None; supported: a number"),
         ({"enable_moe_block": True}, "'use_double_wide_mlp' is True"),
         ({"model_type": "gemma4_unified_text"}, "'hidden_size_per_layer_input' is 6"),
     ],
 )
 def test_what_embeddings_of_each_layers_own_cannot_be(change: dict[str, Any], message: str) -> None:
     kind, different = tiny_hf.ALL["gemma4_text-e2b"]
+    ignored = {"model_type": "gemma4_unified_text", "hidden_size_per_layer_input": None}
+    assert not config_from_hf({**tiny_hf.SIZE, **different, **ignored}).per_layer_input_size
     with pytest.raises(McaError, match=message):
         config_from_hf({"model_type": kind, **tiny_hf.SIZE, **different, **change})
 
@@ -274,6 +277,13 @@ def test_published_tensors_that_transformers_passes_over(case: str, tmp_path: Pa
         ({"hidden_dropout": 0.1, "parallel_attn": False}, 0.1),
         ({"parallel_attn": False}, r"'attention_dropout' is 0\.1 and 'hidden_dropout' 0\.0"),
         ({"hidden_dropout": 0.2}, r"'hidden_dropout' is 0\.2; supported with parallel_attn: 0"),
+        (
+            {"hidden_dropout": 0.1, "parallel_attn": False, "new_decoder_architecture": True},
+            "'parallel_attn' is false; supported with new_decoder_architecture: true",
+        ),
+        ({"num_ln_in_parallel_attn": 2}, "'num_ln_in_parallel_attn' is 2; supported without new_decoder"),
+        ({"hidden_dropout": 0.1, "parallel_attn": False, "multi_query": False}, 0.1),
+        ({"new_decoder_architecture": True, "num_kv_heads": 1}, 0.0),
     ],
 )
 def test_falcon_drops_behind_attention_and_mlp_and_no_scores(
@@ -286,7 +296,8 @@ def test_falcon_drops_behind_attention_and_mlp_and_no_scores(
         return
     config = config_from_hf(hf)
     assert (config.attention_dropout, config.hidden_dropout) == (0.0, found)
-    assert config_from_hf(config_to_hf(replace(config, hf_config={}))).hidden_dropout == found
+    back = config_from_hf(config_to_hf(replace(config, hf_config={})))
+    assert replace(back, hf_config={}) == replace(config, hf_config={})
 
 
 def test_stacked_experts_and_doubled_tensors_are_noticed(tmp_path: Path) -> None:

@@ -24,6 +24,15 @@ def derive(hf: HfConfig) -> JsonObject:
     heads, new = hf["num_attention_heads"], hf.get("new_decoder_architecture", False)
     two = (hf.get("num_ln_in_parallel_attn") or (2 if new else 1)) == 2
     block = ("two_norms" if two else "one_norm") if hf.get("parallel_attn", True) else "none"
+    if new and block == "none":
+        raise HfConfigError(
+            "config.json: 'parallel_attn' is false; supported with new_decoder_architecture: true (transformers fails)"
+        )
+    if block == "two_norms" and not new:
+        raise HfConfigError(
+            "config.json: 'num_ln_in_parallel_attn' is 2; supported without new_decoder_architecture: 1 (transformers "
+            "fails)"
+        )
     behind, drops = hf.get("hidden_dropout", 0.0), hf.get("attention_dropout", 0.0)
     if block == "none" and behind != drops:
         raise HfConfigError(
@@ -46,12 +55,14 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """See ``ConfigTable.restore``."""
-    new = config.num_query_groups > 1
+    groups, apart = config.num_query_groups, config.parallel_block == "none"
+    new = not apart and (groups > 1 or config.parallel_block == "two_norms")
     norms = 2 if config.parallel_block == "two_norms" else 1
-    side = {"parallel_attn": config.parallel_block != "none", "num_ln_in_parallel_attn": norms}
+    side = {"parallel_attn": not apart, "num_ln_in_parallel_attn": norms}
     act = {"activation": config.hidden_act, "alibi": False}
+    heads = {"num_kv_heads": groups, **({} if new else {"multi_query": groups == 1})}
     drops = {"attention_dropout": config.hidden_dropout}
-    return {**side, **act, **drops, "new_decoder_architecture": new, "num_kv_heads": config.num_query_groups}
+    return {**side, **act, **drops, **heads, "new_decoder_architecture": new}
 
 
 OTHERS = ("pad_token_id", "num_query_groups", "kv_channels", "ffn_hidden_size")

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject, Values
+from mca_config.types import JsonObject, Typed, Values
 from mca_models.templates.common import (
     MLP,
     attention,
@@ -82,6 +82,20 @@ PER_LAYER_TABLES = [
     ),
 ]
 """Of all layers together."""
+
+
+class _Size(Field):
+    """A size that ``null`` does not stand for."""
+
+    def read(self, hf: Values) -> Typed:
+        """See `Field`."""
+        value = hf.get(self.hf, self.default)
+        if type(value) is not int:
+            raise HfConfigError(
+                f"config.json: '{self.hf}' is {value!r:.80}; supported: a number, 0 for none (transformers takes "
+                f"nothing else); left out it is {self.default}"
+            )
+        return value
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -159,7 +173,7 @@ FIELDS = (
 CONFIG = ConfigTable(
     fields=(
         Field("vocab_size", "vocab_size_per_layer_input", ROWS),  # which `derive` compares with the other one
-        Field("per_layer_input_size", "hidden_size_per_layer_input", 256),
+        _Size("per_layer_input_size", "hidden_size_per_layer_input", 256),
         *FIELDS,
     ),
     defaults={"head_dim": 256, "num_key_value_heads": 4, "pad_token_id": 0},
