@@ -11,7 +11,7 @@ import torch
 from harness import prepare_parent, run_ranks
 from loss_curves import _BUILDERS
 from mca_config import _megatron_keys as keys
-from mca_config.arguments import MegatronArguments, _additional
+from mca_config.arguments import DistributingParallelArguments, MegatronArguments, _additional, _unfollowed
 from mca_config.errors import McaError
 from mca_models.megatron import platform
 from prediction import deepseek_with_prediction
@@ -118,6 +118,15 @@ SAID: dict[str, tuple[str, Changes]] = {
     ),
     "moe_z_loss_coeff": ("the model has no experts", {"moe_z_loss_coeff": 0.1}),
     "deterministic_mode": ("no GPU", {"deterministic_mode": True}),
+    "moe_router_force_load_balancing": (
+        "the model has no experts",
+        {"additional_configs": {"moe_router_force_load_balancing": True}},
+    ),
+    "batch_p2p_sync": ("one pipeline stage", {"additional_configs": {"batch_p2p_sync": True}}),
+    "clone_scatter_output_in_embedding": (
+        "no sequence parallelism",
+        {"additional_configs": {"clone_scatter_output_in_embedding": True}},
+    ),
 }
 """What is said of the dense model on one rank without a GPU."""
 
@@ -274,6 +283,17 @@ def test_nothing_is_said_of_what_has_an_effect(models, tmp_path, caplog):
     assert not caplog.records
 
 
+def test_routing_for_measuring_speed_is_said(models, tmp_path, caplog):
+    from mca_train.trainer.forced_routing import tell_forced_routing
+
+    forced = {"additional_configs": {"moe_router_force_load_balancing": True}}
+    for model, changes in (("moe", {}), ("dense", forced), ("moe", forced)):
+        assert not caplog.records
+        with caplog.at_level(logging.WARNING, logger="mca_train"):
+            tell_forced_routing(*megatron(models / model, tmp_path, changes)[1:])
+    assert [message.split(":")[0] for message in caplog.messages] == ["moe_router_force_load_balancing"]
+
+
 def stopped_by_nan(checkpoint: Path, output: Path) -> str:
     changes = {"learning_rate": 1e29, "check_for_nan_in_grad": True}
     with pytest.raises(McaError) as found:
@@ -317,6 +337,25 @@ def numbers(checkpoint: Path, output: Path, changes: Changes) -> list[Any]:
 
 def test_options_that_change_numbers_change_them(models, tmp_path):
     assert run_ranks(1, without_effect, models, tmp_path, timeout=240) == [([], True)]
+
+
+def test_what_is_off_without_being_set_may_be_set_off():
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    own = {field.name for field in dataclasses.fields(MegatronArguments)}
+    off = {}
+    for field in dataclasses.fields(MLATransformerConfig):
+        name = field.name
+        if name not in _additional.settable_keys() - keys.ARCHITECTURE - own:
+            continue
+        is_detail = any(_unfollowed._is_one_of(name, names) for names in _unfollowed._DETAILS.values())
+        if _unfollowed.refusal(name) == _unfollowed._UNTRIED or (is_detail and not _unfollowed.refusal(name)):
+            assert _unfollowed.is_off(name, False) == (field.default in (None, False, 0)), name
+            off[name] = False
+    off = {name: value for name, value in off.items() if _unfollowed.is_off(name, value)} | {"qk_clip": False}
+    found = DistributingParallelArguments(additional_configs=off).transformer_config_overrides()
+    assert not any(found.values())
+    assert "moe_enable_deepep" in found and "qk_clip" not in found
 
 
 def test_settings_of_the_newest_megatron_are_refused_by_name(models, tmp_path, monkeypatch):

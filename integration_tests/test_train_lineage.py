@@ -73,6 +73,8 @@ def lives(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
     found["went back again"] = trained(checkpoint, output_dir, 7, "checkpoint-6", save_steps=1)
     overwriting = {"save_steps": 1, "overwrite_output_dir": True}
     found["went back, overwriting"] = trained(checkpoint, output_dir, 7, "checkpoint-6", **overwriting)
+    unsaved = {"save_strategy": "no", "overwrite_output_dir": True}
+    found["went back, saving nothing"] = trained(checkpoint, output_dir, 7, "checkpoint-6", **unsaved)
     found["from elsewhere, overwriting"] = trained(
         checkpoint, output_dir, 3, str(elsewhere / "checkpoint-2"), **overwriting
     )
@@ -97,6 +99,10 @@ def test_a_run_keeps_its_own_checkpoints_and_no_others(tmp_path):
     assert found["went back again"] == ["6", "7", "7.set-aside", "8.set-aside"], "one of the same step too"
     aside = ["7.set-aside", "7.set-aside-1", "8.set-aside"]
     assert found["went back, overwriting"] == ["6", "7", *aside], "none was deleted"
+    aside = ["7.set-aside", "7.set-aside-1", "7.set-aside-2", "8.set-aside"]
+    assert found["went back, saving nothing"] == ["6", *aside], (
+        "auto would go on from the branch that was left"
+    )
     assert found["from elsewhere, overwriting"] == ["3", *aside], "all of the other run were"
     for ckpt_format in ("mca", "torch_dist"):
         own = {"state": [2, None], "arguments": 2, "resumed": ["2", "4"], "log": "own"}

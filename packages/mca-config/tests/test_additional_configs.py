@@ -121,9 +121,14 @@ def test_a_setting_that_has_its_own_argument_becomes_it() -> None:
         ({"fused_single_qkv_rope": True}, ["fused_single_qkv_rope is not supported (it omits factors"]),
         ({"moe_per_layer_logging": True}, ["losses of experts are logged as one"]),
         ({"test_mode": True}, ["test_mode is not supported"]),
-        ({"tp_comm_bulk_wgrad": False}, ["tp_comm_bulk_wgrad is not supported (tp_comm_overlap is not"]),
+        ({"tp_comm_bulk_wgrad": True}, ["tp_comm_bulk_wgrad is not supported (tp_comm_overlap is not"]),
         ({"fp8_quantizer_factory": "a.b"}, ["fp8_recipe custom is not supported"]),
         ({"fp8_margin": 1}, ["fp8_margin needs fp8; add it"]),
+        ({"moe_deepep_num_sms": 20}, ["moe_deepep_num_sms needs moe_token_dispatcher_type flex; add it"]),
+        (
+            {"moe_token_dispatcher_type": "flex", "moe_hybridep_num_sms": 8},
+            ["moe_hybridep_num_sms needs moe_flex_dispatcher_backend hybridep; add it"],
+        ),
         ({"num_layers_at_end_in_bf16": 2}, ["num_layers_at_end_in_bf16 needs first_last_layers_bf16"]),
         ({"first_last_layers_bf16": True}, ["first_last_layers_bf16 needs fp8"]),
         ({"fp8_interval": 2}, ["fp8_interval is not supported (Megatron does not look"]),
@@ -144,6 +149,28 @@ def test_wrong_additional_configs_are_named(given: Any, words: list[str]) -> Non
 def test_a_detail_whose_switch_is_on_is_accepted() -> None:
     given = DistributingParallelArguments(fp8="hybrid", additional_configs={"fp8_margin": 1})
     assert given.transformer_config_overrides() == {"fp8": "hybrid", "fp8_margin": 1}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"moe_deepep_num_sms": 20},
+        {"moe_flex_dispatcher_backend": "deepep", "moe_deepep_num_sms": 20, "moe_enable_deepep": True},
+        {"moe_flex_dispatcher_backend": "hybridep", "moe_hybridep_num_sms": 8},
+    ],
+)
+def test_a_detail_of_the_backend_that_exchanges_tokens_is_accepted(settings: dict[str, Any]) -> None:
+    given = DistributingParallelArguments(moe_token_dispatcher_type="flex", additional_configs=settings)
+    assert given.additional_configs == settings
+
+
+@pytest.mark.parametrize("name", ["qk_clip", "fp32_residual_connection", "moe_router_padding_for_fp8"])
+def test_what_only_says_that_it_is_off_is_left_out(name: str) -> None:
+    for value in (False, None):
+        given = DistributingParallelArguments(additional_configs={name: value, "moe_enable_deepep": False})
+        assert given.additional_configs == {"moe_enable_deepep": False}
+    with pytest.raises(McaError, match=f"{name} is not supported"):
+        DistributingParallelArguments(additional_configs={name: True})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from mca_models.checkpoint.side_files import OF_A_RUN
 from mca_train.checkpoint.model import _move_up, _put_hf_in_place
 
 
@@ -15,13 +14,6 @@ def write(folder: Path, text: str, *names: str) -> Path:
 
 def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()}
-
-
-def test_a_model_replaces_nothing_that_the_run_wrote(tmp_path: Path) -> None:
-    folder = write(tmp_path, "of the run", *OF_A_RUN)
-    write(folder, "of the earlier model", "config.json")
-    _move_up(write(folder / ".model", "of the model", "config.json", *OF_A_RUN), folder)
-    assert contents(folder) == dict.fromkeys(OF_A_RUN, "of the run") | {"config.json": "of the model"}
 
 
 def test_a_model_leaves_nothing_of_an_earlier_adapter(tmp_path: Path) -> None:

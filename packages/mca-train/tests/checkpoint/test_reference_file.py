@@ -17,7 +17,7 @@ def pairs(last=5, *, target=True):
     return PairDataset(TokenDataset.from_samples(rows))
 
 
-def test_what_is_kept_serves_the_same_samples_and_reference_alone(tmp_path):
+def test_what_is_kept_serves_the_same_samples_and_reference_alone(tmp_path, monkeypatch):
     kept = ReferenceFile(tmp_path, "train", pairs(), "model")
     assert kept.read() is None
     kept.write(np.array([[-1.5, -2.25]]))
@@ -26,6 +26,8 @@ def test_what_is_kept_serves_the_same_samples_and_reference_alone(tmp_path):
     assert ReferenceFile(tmp_path, "train", pairs(last=6), "model").read() is None
     assert ReferenceFile(tmp_path, "train", pairs(target=False), "model").read() is None
     assert ReferenceFile(tmp_path, "train", pairs(), "other").read() is None
+    monkeypatch.setattr(reference_file, "_VERSION", 0)
+    assert ReferenceFile(tmp_path, "train", pairs(), "model").read() is None, "computed by older code"
 
 
 def with_image(pixel: float) -> Any:

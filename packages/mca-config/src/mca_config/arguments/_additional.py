@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mca_config import _megatron_keys as keys
+from mca_config.arguments import _unfollowed
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Typed
 
@@ -78,6 +79,8 @@ def move_to_arguments(args: Any, settings: JsonObject | None) -> None:
                 f"{_NAME}: unknown key {name}{_suggestion(name, known | own)}; rename or remove it"
             )
         if name not in own:
+            if _unfollowed.refusal(name) and _unfollowed.is_off(name, settings[name]):
+                del settings[name]
             continue
         value = settings.pop(name)
         if getattr(args, name) not in (None, value):

@@ -6,7 +6,7 @@ Megatron takes them without a word. In a name of ``_NOWHERE`` and ``_DETAILS``, 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 
-from mca_config.types import Values
+from mca_config.types import Typed, Values
 
 FOLLOWED: Mapping[str, tuple[str, ...]] = {
     "changes what is computed, and is tried on a model": (
@@ -163,17 +163,32 @@ _DETAILS: Mapping[str, tuple[str, ...]] = {
         "delta_offload_bytes_across_pp_ranks",
         "fine_grained_offloading_max_inflight_offloads",
     ),
-    "moe_enable_deepep": ("moe_deepep_*",),
     "moe_token_dispatcher_type flex": (
         "moe_enable_deepep",
+        "moe_deepep_*",
         "moe_flex_dispatcher_*",
         "moe_hybridep_*",
         "moe_permute_fusion_into_hybridep",
     ),
+    "moe_flex_dispatcher_backend deepep": ("moe_enable_deepep", "moe_deepep_*"),
+    "moe_flex_dispatcher_backend hybridep": ("moe_hybridep_*", "moe_permute_fusion_into_hybridep"),
 }
 """By the switch, or the switch and the words of which it has to be one."""
-_UNSET: Mapping[str, str] = {"fp8_recipe": "delayed"}
+_UNSET: Mapping[str, str] = {"fp8_recipe": "delayed", "moe_flex_dispatcher_backend": "deepep"}
 """What Megatron takes where a switch is not set."""
+_ON = (
+    "activation_offload_fraction",
+    "cpu_offloading_activations",
+    "fp8_amax_*",
+    "fp8_wgrad",
+    "min_offloaded_tensor_size",
+    "moe_*_num_sms*",
+    "moe_flex_dispatcher_backend",
+    "moe_paged_stash_*",
+    "num_layers_at_*_in_bf16",
+    "offload_modules",
+)
+"""Of untried settings and details, those that Megatron does not take as off where they are not given."""
 
 
 def problems(settings: Values, given: Values) -> Iterator[str]:
@@ -183,7 +198,9 @@ def problems(settings: Values, given: Values) -> Iterator[str]:
         settings: ``additional_configs``, without those that are arguments.
         given: The arguments.
     """
-    for name in settings:
+    for name, value in settings.items():
+        if is_off(name, value):
+            continue
         why = refusal(name)
         if why is not None:
             yield f"additional_configs: {name} is not supported ({why}); remove it"
@@ -191,6 +208,7 @@ def problems(settings: Values, given: Values) -> Iterator[str]:
         for switch, patterns in _DETAILS.items():
             if not _is_on(switch, settings, given) and _is_one_of(name, patterns):
                 yield f"additional_configs: {name} needs {switch}; add it or remove {name}"
+                break
 
 
 def refusal(name: str) -> str | None:
@@ -198,6 +216,11 @@ def refusal(name: str) -> str | None:
     if any(name in names for names in FOLLOWED.values()):
         return None
     return next((why for why, patterns in _NOWHERE.items() if _is_one_of(name, patterns)), _UNTRIED)
+
+
+def is_off(name: str, value: Typed) -> bool:
+    """Whether ``value`` only says that ``name`` is off, as it is without it."""
+    return value in (None, False) and not _is_one_of(name, _ON)
 
 
 def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:

@@ -1,7 +1,8 @@
 """Whose checkpoints stand in an ``output_dir``: those of one run, each made from the one before.
 
 A new run is refused where another one's stand, or deletes them if that is asked for. A run that resumes from an
-earlier checkpoint sets the later ones aside when it writes its first own, and one of the same step just before. So
+earlier checkpoint sets the later ones aside when it writes its first own, and one of the same step just before; with
+``overwrite_output_dir`` when it begins. So
 ``auto`` and ``save_total_limit``, which go by the step, find only a run's own. A trainer that trains in rounds, each
 from step 0 on, deletes the checkpoints of the round before when it has the first of the next.
 """
@@ -39,9 +40,16 @@ def require_free(output_dir: Path, start: Path | None, *, overwrite: bool) -> No
     )
 
 
-def remove_others(output_dir: Path, start: Path | None) -> None:
-    """Removes the checkpoints of another run: all, unless ``start`` is one of them, whose run goes on."""
+def remove_others(output_dir: Path, start: Path | None, step: int) -> None:
+    """Removes the checkpoints of another run; if ``start`` is one of them, that run goes on, and later ones step aside.
+
+    Args:
+        output_dir: Of the run.
+        start: The checkpoint that it goes on from.
+        step: At which it begins.
+    """
     if _stands_in(output_dir, start):
+        set_aside_newer(output_dir, step, [])
         return
     for path in checkpoints(output_dir):
         logger.info("deleting %s (overwrite_output_dir)", path)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from mca_config.errors import McaError, UsageError
 from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_config.types import Typed
-from mca_models.checkpoint.side_files import OF_A_RUN
 from mca_models.lora.config import FILE_NAME as ADAPTER
 from mca_models.megatron.distributed.collectives import on_first
 from mca_train.checkpoint.masters import Unrounded
@@ -94,13 +93,11 @@ def require_format(model: VirtualModels, ckpt_format: str) -> None:
 
 
 def _move_up(staged: Path, folder: Path) -> None:
-    """Replaces what ``staged`` has of a model; everything else in ``folder`` stays, and what the run wrote there.
+    """Replaces what ``staged`` has of a model; everything else in ``folder`` stays.
 
     The mark of an adapter does not: readers would take the new model for one.
     """
     (folder / _LATEST).unlink(missing_ok=True)
-    for name in OF_A_RUN:
-        (staged / name).unlink(missing_ok=True)
     if not (staged / ADAPTER).exists():
         (folder / ADAPTER).unlink(missing_ok=True)
     for entry in sorted(staged.iterdir(), key=lambda path: path.name == _LATEST):

@@ -21,6 +21,8 @@ from mca_train.types import SampleSource, VirtualModels
 logger = logging.getLogger(__name__)
 
 FOLDER = "reference_log_probs"
+_VERSION = 2
+"""Raised with each change of what a model of the same settings computes in evaluation."""
 
 
 def name_of(model: VirtualModels) -> str:
@@ -48,7 +50,7 @@ class ReferenceFile:
 
     def __init__(self, output_dir: Path, name: str, dataset: SampleSource, reference: str) -> None:
         self.path = output_dir / FOLDER / f"{name}.npz"
-        self._key = f"{reference} {_digest(dataset)}"
+        self._key = f"{_VERSION} {reference} {_digest(dataset)}"
 
     def read(self) -> NDArray[np.float64] | None:
         """What it holds; None: nothing of these samples and this reference."""

@@ -56,12 +56,8 @@ class WithCheckpoints(WithLogs):
             checkpoint: That it goes on from.
         """
         again = checkpoint is None and self._claimed == output_dir.resolve()
-        if (
-            again
-            and not self._replaces
-            and self.args.save_strategy != "no"
-            and lineage.all_but(output_dir, [])
-        ):
+        replaces_first = again and not self._replaces and self.args.save_strategy != "no"
+        if replaces_first and self.ranks.is_first and lineage.all_but(output_dir, []):
             logger.warning(
                 "train() again: the first checkpoint of this round replaces those in %s; set another output_dir "
                 "to keep them",

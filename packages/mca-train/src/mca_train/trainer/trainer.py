@@ -51,6 +51,7 @@ from mca_train.metrics.meter import LossMeter
 from mca_train.metrics.signals import Extreme, ModelLosses
 from mca_train.trainer.evaluating import WithEvaluation
 from mca_train.trainer.expert_biases import tell_moving_biases
+from mca_train.trainer.forced_routing import tell_forced_routing
 from mca_train.trainer.hf_shims import (
     ModelView,
     WithoutAccelerator,
@@ -143,6 +144,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         has_rows = args.decoupled_lr is None or trains_vocabulary(model)
         tell_without_effect(args, model.config, model.megatron, trains_vocabulary=has_rows)
         tell_moving_biases(args, model.config, model.megatron)
+        tell_forced_routing(model.config, model.megatron)
         seed_dropout(model, args.seed)
         self.model = self.model_wrapped = model
         self._view = view
@@ -252,7 +254,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         if self.ranks.is_first:
             remove_unfinished(Path(self.args.output_dir), directory.PREFIX)
             if self.args.overwrite_output_dir and not self._replaces:
-                lineage.remove_others(Path(self.args.output_dir), checkpoint)
+                lineage.remove_others(Path(self.args.output_dir), checkpoint, self.state.global_step)
         start, started = self.state.global_step, time.time()
         self.started_at_step = start
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)

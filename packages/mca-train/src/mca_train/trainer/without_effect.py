@@ -28,6 +28,8 @@ _OF_PIPELINES = (
     "variable_seq_lengths",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
+    "batch_p2p_sync",
+    "deallocate_pipeline_outputs",
 )
 
 _OF_BALANCE = ("moe_aux_loss_coeff",)
@@ -79,6 +81,8 @@ def trains_vocabulary(model: VirtualModels) -> bool:
 def _given(args: "TrainingArguments", name: str) -> bool:
     """Whether ``name`` was asked for: not left out, and not what is done anyway."""
     value = getattr(args, name, None)
+    if value is None:
+        value = (args.additional_configs or {}).get(name)
     return value is not None and value is not (name in _ALWAYS_ON)
 
 
@@ -87,7 +91,8 @@ def _groups(
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     layout = config.layout
     if config.num_moe_experts is None:
-        names = [name for name in vars(args) if name.startswith("moe_")]
+        given = (*vars(args), *(args.additional_configs or {}))
+        names = [name for name in given if name.startswith("moe_")]
         cut = ["expert_tensor_parallel_size"] if layout.etp != layout.tp else []
         yield "the model has no experts", (*names, *cut)
     else:
@@ -95,7 +100,7 @@ def _groups(
         if args.moe_router_bias_update_rate and not megatron.moe_router_bias_update_rate:
             yield "an adapter, or freeze, leaves biases of experts as they are", _OF_ROUTERS_BIAS
     if not megatron.mtp_num_layers:
-        yield "no prediction layers", ("mtp_loss_scaling_factor",)
+        yield "no prediction layers", ("mtp_loss_scaling_factor", "mtp_detach_heads")
     if layout.vpp == 1:
         yield "no virtual pipeline stages", ("microbatch_group_size_per_vp_stage",)
     if layout.pp == 1:
@@ -104,6 +109,8 @@ def _groups(
         yield "one context rank", ("cp_comm_type",)
     if layout.tp == 1:
         yield "one tensor rank", ("distribute_saved_activations",)
+    if not megatron.sequence_parallel:
+        yield "no sequence parallelism", ("clone_scatter_output_in_embedding",)
     yield from _machine(args, megatron)
 
 
