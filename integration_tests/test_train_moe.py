@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_hf
+import tiny_vision
 
 from harness import run_ranks
 from reference import make_reference
@@ -138,9 +140,11 @@ def answers(count: int) -> Any:
 def balanced_in_plain_torch(checkpoint: Path, weight: float = 0.4) -> dict[str, list[float]]:
     """Two steps of one batch of two samples; HF's balancing loss counts each of the two chosen experts apart."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    sees = "vision_config" in json.loads((checkpoint / "config.json").read_text())
+    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model = kind.from_pretrained(checkpoint, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     data: Any = answers(4)
     found: dict[str, list[float]] = {key: [] for key in ("loss", "grad_norm", *SIGNALS)}
@@ -206,15 +210,80 @@ def of_sigmoids(folder: Path) -> Path:
     return tiny_checkpoint(folder, MiniMaxM2Config, MiniMaxM2ForCausalLM, **sizes)
 
 
-@pytest.mark.parametrize("made", [one_layer, of_sigmoids])
-def test_the_coefficient_of_config_json_is_hugging_faces(made, tmp_path):
-    checkpoint = made(tmp_path / "one")
-    described = json.loads((checkpoint / "config.json").read_text())
-    described |= {"output_router_logits": True, "router_aux_loss_coef": 0.4}
-    (checkpoint / "config.json").write_text(json.dumps(described))
-    (theirs,) = run_ranks(1, balanced_in_plain_torch, checkpoint, 2 * 0.4)
+ALONE: dict[str, Any] = {"num_hidden_layers": 1}
+BEHIND_DENSE: dict[str, Any] = {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
+HUGGING_FACES: dict[str, dict[str, Any]] = {
+    "glm4v_moe": {"num_hidden_layers": 2},
+    "minimax_m3_vl_text": BEHIND_DENSE | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+}
+HUGGING_FACES_TOO: dict[str, dict[str, Any]] = {
+    "flex_olmo": ALONE,
+    "ernie4_5_moe": ALONE | {"moe_layer_start_index": 0},
+    "flint": {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
+    "gpt_oss": ALONE | {"layer_types": ["full_attention"]},
+    "granitemoehybrid": ALONE | {"layer_types": ["full_attention"]},
+    "granitemoeshared": ALONE,
+    "mellum": BEHIND_DENSE | {"layer_types": ["full_attention"] * 2},
+    "mixtral": ALONE,
+    "olmoe": ALONE,
+    "phimoe": ALONE,
+    "qwen2_moe": {"num_hidden_layers": 2},
+    "qwen3_5_moe_text": ALONE | {"layer_types": ["full_attention"]},
+    "qwen3_next": ALONE | {"layer_types": ["full_attention"], "mlp_only_layers": []},
+    "qwen3_vl_moe": ALONE,
+}
+"""Families with one layer of experts, and what differs from the tiny models of other tests."""
+
+
+def of_config_json(checkpoints: dict[str, Path], output: Path) -> dict[str, list[dict[str, list[float]]]]:
+    """Two steps of each in transformers, and here."""
     unsaid = {"moe_aux_loss_coeff": None, "moe_router_load_balancing_type": None}
-    unsaid |= {"moe_router_bias_update_rate": 0.0} if made is of_sigmoids else {}
-    (ours,) = run_ranks(1, balanced, checkpoint, tmp_path / "run", **unsaid)
-    for key, values in theirs.items():
-        assert worst(values, ours[key]) < 1e-4, (key, values, ours[key])
+    found = {}
+    for name, path in checkpoints.items():
+        biased = "e_score_correction_bias" in (path / "names").read_text()
+        still = unsaid | ({"moe_router_bias_update_rate": 0.0} if biased else {})
+        found[name] = [balanced_in_plain_torch(path, 2 * 0.4), balanced(path, output / name, **still)]
+    return found
+
+
+def made_with_a_coefficient(case: str, folder: Path, made: Any) -> Path:
+    """What ``made`` writes to ``folder``, whose ``config.json`` asks for the loss."""
+    from safetensors import safe_open
+
+    made(folder)
+    described = json.loads((folder / "config.json").read_text())
+    text = described.get("text_config", described)
+    text |= {"output_router_logits": True, "router_aux_loss_coef": 0.4}
+    (folder / "config.json").write_text(json.dumps(described))
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        (folder / "names").write_text(" ".join(file.keys()))
+    return folder
+
+
+def require_hugging_faces(made: dict[str, Any], folder: Path) -> None:
+    checkpoints = {case: made_with_a_coefficient(case, folder / case, make) for case, make in made.items()}
+    (found,) = run_ranks(1, of_config_json, checkpoints, folder / "runs")
+    wrong = {
+        (case, key): (values, ours[key])
+        for case, (theirs, ours) in found.items()
+        for key, values in theirs.items()
+        if worst(values, ours[key]) > 1e-4
+    }
+    assert not wrong, wrong
+
+
+def tiny(case: str, changes: dict[str, Any]) -> Any:
+    module = tiny_vision if case in tiny_vision.CASES else tiny_hf
+    return lambda folder: module.save(case, folder, **changes)
+
+
+def test_the_coefficient_of_config_json_is_hugging_faces(tmp_path):
+    made = {case: tiny(case, changes) for case, changes in HUGGING_FACES.items()}
+    require_hugging_faces({"qwen3_moe": one_layer, "minimax_m2": of_sigmoids, **made}, tmp_path)
+
+
+@pytest.mark.wide
+def test_so_it_is_where_routers_are_alike(tmp_path):
+    require_hugging_faces(
+        {case: tiny(case, changes) for case, changes in HUGGING_FACES_TOO.items()}, tmp_path
+    )

@@ -186,6 +186,18 @@ def test_layers_with_fused_projections_go_on(case, changes, tmp_path):
     assert run_ranks(1, run, model, tmp_path / "resumed", FIRST + 2, before, **changes) == [straight]
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize(("before", "after"), [("tp2", "dp2-split"), ("dp2-split", "tp2")])
+def test_state_spaces_beside_attention_go_on(before, after, tmp_path):
+    """Falcon H1: both take parts of one layer, and each is cut over tensor ranks in its own way."""
+    from reference import make_reference
+    from test_train_moe import tokens
+
+    model = make_reference("falcon_h1", tmp_path / "model").path
+    runs = Runs(model, tmp_path / "runs", DENSE, ALL, {"data": lambda: tokens(96)})
+    assert runs.difference(before, after, tmp_path / "resumed") < 1e-4
+
+
 def adapter_of(case: str, folder: Path, **settings: Any) -> tuple[Path, Path]:
     """A model, and PEFT's files of an adapter on it whose factors are both random."""
     import peft

@@ -191,7 +191,7 @@ def _of_sequences(
     if not coefficient:
         return probs
     balance: Balance = router.mca_balance
-    whose = balance.segments.clamp(min=0)  # type: ignore[union-attr]
+    whose = _segments(balance).clamp(min=0)
     empty = torch.zeros(balance.num_segments, sent.shape[1], device=sent.device)
     load = groups.sum_over(empty.index_add(0, whose, sent.float()), router.tp_cp_group)
     value = _balance(router, scores, load, whose)
@@ -225,12 +225,19 @@ def _balance(router: Router, scores: Tensor, load: Tensor, whose: Tensor | None 
     return value
 
 
+def _segments(balance: Balance) -> Tensor:
+    """``[tokens]``: whose they are, padding below 0."""
+    if balance.segments is None:
+        raise RuntimeError("a loss of a router without its call")
+    return balance.segments
+
+
 def _chances(router: Router) -> Tensor:
     """``[tokens, experts]``: the softmax of logits, of which HF's loss is whatever the router's scores are."""
     balance: Balance = router.mca_balance
-    if balance.logits is None or balance.segments is None:
+    if balance.logits is None:
         raise RuntimeError("a balancing loss without its router's call")
-    counts = (balance.segments >= 0).unsqueeze(-1)
+    counts = (_segments(balance) >= 0).unsqueeze(-1)
     return balance.logits.softmax(-1, dtype=torch.float32) * counts
 
 
