@@ -82,7 +82,7 @@ def _given(args: "TrainingArguments", name: str) -> bool:
     """Whether ``name`` was asked for: not left out, and not what is done anyway."""
     value = getattr(args, name, None)
     if value is None:
-        value = (args.additional_configs or {}).get(name)
+        value = args.transformer_config_overrides().get(name)
     return value is not None and value is not (name in _ALWAYS_ON)
 
 
@@ -91,7 +91,7 @@ def _groups(
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     layout = config.layout
     if config.num_moe_experts is None:
-        given = (*vars(args), *(args.additional_configs or {}))
+        given = dict.fromkeys((*vars(args), *args.transformer_config_overrides()))
         names = [name for name in given if name.startswith("moe_")]
         cut = ["expert_tensor_parallel_size"] if layout.etp != layout.tp else []
         yield "the model has no experts", (*names, *cut)
