@@ -158,13 +158,16 @@ def gradients_of(models: Any) -> None:
 def megatron_gradients(models: Any) -> dict[str, torch.Tensor] | None:
     """The same through Megatron, put together from all ranks; on rank 0."""
     from mca_models.lora.peft_directory import PeftTensors
+    from mca_models.megatron.distributed.collectives import all_gather
     from mca_models.megatron.peft.exchange import whole_adapter
 
     models.eval()
     gradients_of(models)
-    live = [(param, tensor.main_grad) for param, tensor in models._live()]
+    live = [(param, tensor.main_grad if tensor.requires_grad else tensor) for param, tensor in models._live()]
+    frozen = [name for param, x in models._live() if not x.requires_grad for name in param.hf_names()]
+    left = {name for of_rank in all_gather(frozen) for name in of_rank}
     whole = whole_adapter(live, models.place, models.config, models.adapter, models.rules)
     if whole is None:
         return None
     tensors = PeftTensors(whole)
-    return {name: torch.from_numpy(tensors.array(name)) for name in tensors.sources}
+    return {name: torch.from_numpy(tensors.array(name)) for name in tensors.sources if name not in left}

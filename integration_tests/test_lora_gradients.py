@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {"target_modules": [*LINEAR[:4], "gate_up_proj", "down_proj"]}),
     "glm4_moe": ("glm4_moe", {"target_modules": LINEAR[:4], "target_parameters": STACKED}),
     "gpt_oss": ("gpt_oss", {"target_modules": LINEAR[:4], "target_parameters": STACKED}),
-    "granite": ("granite", ALL),
+    "granite": ("granite", {"target_modules": [*LINEAR, "lm_head"]}),  # the model divides its logits
     "mistral": ("mistral", ALL),
     "nemotron_h": (
         "nemotron_h",
@@ -79,14 +79,15 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_k2": ("kimi_k2", {"target_modules": LATENT, "target_parameters": STACKED}),
     "youtu": ("youtu", {"target_modules": [*LATENT, *LINEAR[4:]]}),
     "apertus": ("apertus", NO_GATE),
-    "nanochat": ("nanochat", {"target_modules": [*LINEAR[:4], "fc1", "fc2"]}),
+    "nanochat": ("nanochat", {"target_modules": [*LINEAR[:4], "fc1", "fc2", "lm_head"]}),  # capped logits
     **{case: (case, FUSED_QKV) for case in ("persimmon", "gpt_neox", "gpt_neox-sequential")},
     **{case: (case, FUSED_QKV) for case in ("bloom", "falcon", "falcon-one-norm")},
     "phi": ("phi", {"target_modules": [*LINEAR[:3], "dense", "fc1", "fc2"]}),
     "gptj": ("gptj", {"target_modules": [*LINEAR[:3], "out_proj", "fc_in", "fc_out"]}),
     "granitemoe_swa": ("granitemoe_swa", {"target_modules": LINEAR[:4], "target_parameters": BLOCK}),
     "bamba": ("bamba", {"target_modules": ["in_proj", "out_proj", *LINEAR]}),
-    **{case: (case, {"target_modules": ["in_proj", *LINEAR]}) for case in ("falcon_h1", "falcon_h1-norm")},
+    "falcon_h1": ("falcon_h1", {"target_modules": ["in_proj", *LINEAR, "lm_head"]}),
+    "falcon_h1-norm": ("falcon_h1-norm", {"target_modules": ["in_proj", *LINEAR]}),
     "granitemoehybrid": (
         "granitemoehybrid",
         {"target_modules": ["in_proj", "out_proj", "q_proj", "output_linear"], "target_parameters": BLOCK},
@@ -150,7 +151,6 @@ GRID += spread([case for case in BY_NAME if is_sparse(case)], EXPERT_LAYOUTS)
 RESEMBLING = (
     "cwm",
     "exaone4",
-    "granite",
     "mistral",
     "seed_oss",
     "smollm3",

@@ -1,6 +1,7 @@
 """DPO trains as plain PyTorch on the Hugging Face model does, on every layout, packed or not, whole or LoRA."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from dpo_reference import BETA, PAIRS, RATE, STEPS, hf_model, pairs, train_plain
 from harness import run_ranks
 from layouts import sample
+from mca_config.errors import McaError
 from train_cases import arguments, history, quietly, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -158,3 +160,78 @@ def test_lora_against_the_model_without_its_adapter(checkpoint, tmp_path):
     assert ["the adapter was trained before" in line for line in adapted] == [True]
     assert dropped[0].startswith("training drops (attention_dropout 0.1)") and dropped[1:] == adapted
     assert not plain
+
+
+def losses_against_trained(checkpoint: Path, output: Path) -> list[float]:
+    """Of a model compared with itself, after another trainer of the reference has set what its own loss is made of."""
+    from mca_models import AutoModel
+    from mca_models.megatron.log_probs.vocabulary import TokenValues
+    from mca_train import DpoTrainer, McaTrainer
+
+    class OfValues(McaTrainer):
+        token_values = TokenValues(temperature=2.0)
+
+    args = arguments(output, **RUN)
+    model, reference = (AutoModel.from_pretrained(checkpoint, args) for _ in range(2))
+    smoothed = arguments(output, **RUN, label_smoothing_factor=0.5)
+    quietly(lambda: McaTrainer(model=reference, args=smoothed))
+    given = {"model": model, "args": args, "eval_dataset": pairs()}
+    trainer = quietly(lambda: DpoTrainer(reference=reference, **given))
+    found = [quietly(trainer.evaluate)["eval_loss"]]
+    quietly(lambda: OfValues(model=reference, args=args))
+    return [*found, quietly(trainer.evaluate)["eval_loss"]]
+
+
+def test_what_other_trainers_of_the_reference_compute_does_not_count(checkpoint, tmp_path):
+    found = run_ranks(1, losses_against_trained, checkpoint, tmp_path)[0]
+    assert found == pytest.approx([math.log(2)] * 2)
+
+
+def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
+    """How many steps of the reference were run by trainers of one model in one directory, one after the other."""
+    from mca_models import AutoModel
+    from mca_train import DpoTrainer
+    from mca_train.checkpoint.output_lock import OutputLock
+    from mca_train.trainer import dpo
+    from mca_train.trainer.reference import Reference
+
+    args = arguments(output, **RUN, per_device_eval_batch_size=1)
+    model = AutoModel.from_pretrained(checkpoint, args)
+    plain, calls = Reference.log_probs, 0
+
+    def train(last: int = 1000) -> int:
+        nonlocal calls
+        calls = 0
+
+        def counted(reference: Any, batch: Any) -> Any:
+            nonlocal calls
+            if calls == last:
+                raise RuntimeError("killed")
+            calls += 1
+            return plain(reference, batch)
+
+        given: Any = {"model": model, "args": args, "train_dataset": pairs(), "pack_length": 64}
+        with patch.object(Reference, "log_probs", counted), patch.object(dpo, "_STEPS", 1):
+            trainer = quietly(lambda: DpoTrainer(precompute_ref_log_probs=True, **given))
+            with contextlib.suppress(RuntimeError, McaError):
+                quietly(trainer.train)
+        return calls
+
+    lock = OutputLock(output)
+    lock.take()
+    found = {"beside another run": train()}
+    lock.release()
+    found |= {"killed": train(4), "again": train(), "of the trained model": train()}
+    (output / "config.json").write_text("{}")
+    (output / "train_log.jsonl").unlink()
+    return found | {"where others wrote": train()}
+
+
+def test_log_probabilities_are_kept_as_they_come_and_for_the_same_weights_alone(checkpoint, tmp_path):
+    assert run_ranks(1, kept_in_rounds, checkpoint, tmp_path / "run")[0] == {
+        "beside another run": 0,
+        "killed": 4,
+        "again": 2,
+        "of the trained model": 6,
+        "where others wrote": 0,
+    }

@@ -321,3 +321,21 @@ def test_arguments_survive_a_dict_and_a_copy() -> None:
 def test_secrets_do_not_print() -> None:
     assert "secret" not in repr(training(hub_token="secret"))
     assert "tensor_model_parallel_size=None" in repr(training())
+
+
+@pytest.mark.parametrize(
+    ("metric", "given", "greater"),
+    [
+        ("mean_absolute_error", None, False),
+        ("eval_kl", None, False),
+        ("eval_held_out_mean_absolute_error", None, False),
+        ("rewards/margins", None, True),
+        ("eval_held_out_loss", None, False),
+        ("bleu", None, True),  # not mca's: as Hugging Face has it
+        ("mean_absolute_error", True, True),
+        ("accuracy", False, False),
+    ],
+)
+def test_which_model_is_the_best_one(metric: str, given: bool | None, greater: bool, tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=tmp_path, metric_for_best_model=metric, greater_is_better=given)
+    assert args.greater_is_better is greater

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 import pytest
 from tokenizers_for_tests import byte_tokenizer
 
+from mca_config.metrics import GREATER_IS_BETTER
 from mca_train.cli import main
 from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import tokenize_answer
+from mca_train.run.checks import TIMES
 from mca_train.tasks.load import load_stream, load_tokenized
 from mca_train.tasks.table import TASKS
 from mca_train.tasks.task import AnswerTask, Example
@@ -81,6 +83,11 @@ def test_a_plan_knows_its_keys_and_what_it_evaluates(words, run, capsys):
     told = capsys.readouterr().out
     assert "echo_weight is -1.0; expected 0 or more" in told
     assert "metric_for_best_model is 'x'; mca-train echo evaluates loss, " in told
+
+
+def test_it_is_known_of_every_metric_whether_greater_is_better():
+    known = {name for task in TASKS.values() if task.name != Echo.name for name in task.signal_names}
+    assert {*GREATER_IS_BETTER} == {"loss", *TIMES, *known}
 
 
 def test_its_keys_are_foreign_to_the_other_kinds_and_theirs_to_it(run, capsys):

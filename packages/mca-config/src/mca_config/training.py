@@ -15,6 +15,7 @@ from transformers.training_args import OptimizerNames
 from mca_config import _hf_arguments
 from mca_config.arguments import MegatronArguments
 from mca_config.errors import McaError
+from mca_config.metrics import choose_direction
 
 _logger = logging.getLogger(__name__)
 
@@ -33,8 +34,8 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # t
 
     ``bf16`` turns ``accumulate_allreduce_grads_in_fp32`` on unless that is set to false;
     ``gradient_checkpointing`` (``activation_checkpointing``) stands for full recomputation of every layer;
-    ``optim`` chooses ``optimizer`` if that is left out; ``full_determinism`` turns ``deterministic_mode`` on. Without
-    a GPU ``use_cpu`` is on.
+    ``optim`` chooses ``optimizer`` if that is left out; ``full_determinism`` turns ``deterministic_mode`` on;
+    ``metric_for_best_model`` says what ``greater_is_better`` is if that is left out. Without a GPU ``use_cpu`` is on.
 
     Everything is checked before Hugging Face's own set-up, which may touch devices and process groups.
     """
@@ -51,6 +52,7 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # t
             self.deterministic_mode = True  # Hugging Face's own switch comes after the model is built
         if self.optimizer is None:
             self.optimizer = _optimizer_of(self.optim)
+        choose_direction(self)
         MegatronArguments.__post_init__(self)
         transformers.TrainingArguments.__post_init__(self)
 

@@ -1,4 +1,3 @@
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,21 +47,20 @@ def test_a_file_that_is_not_whole_counts_as_none(tmp_path):
     assert kept.read() is None
 
 
-def test_a_reference_is_known_by_its_weights_and_its_settings(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"weights")
-    opened = SimpleNamespace(tensors=lambda: [SimpleNamespace(file=weights)] * 2)
-    monkeypatch.setattr(reference_file, "open_checkpoint", lambda path: opened)
+def test_a_reference_is_known_by_its_weights_and_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference_file, "fingerprint", lambda model, others: (model.weights, *others))
 
-    def name(source: Any = tmp_path, **settings: Any) -> str:
+    def name(weights: int = 1, adapter: Any = None, **settings: Any) -> str:
         config = SimpleNamespace(to_dict=lambda: {"model": settings})
-        return name_of(SimpleNamespace(source=source, config=config))
+        model: Any = SimpleNamespace(weights=weights, config=config)
+        if adapter is not None:
+            param = SimpleNamespace(mca_name=lambda: "lora_A")
+            model.rules, model.adapter = SimpleNamespace(params=[param]), SimpleNamespace(document={})
+            model.adapter_parameters = lambda: iter([("lora_A", adapter)])
+        return name_of(model, with_adapter=True)
 
     first = name(dtype="float32", rotary_base=10000)
     assert name(rotary_base=10000, dtype="float32") == first
+    assert name(2, dtype="float32", rotary_base=10000) != first
     assert len({first, name(dtype="bfloat16", rotary_base=10000), name(dtype="float32", rotary_base=9)}) == 3
-    os.utime(weights, ns=(1, 1))
-    assert name(dtype="float32", rotary_base=10000) != first
-    assert name(None) != name(None), "no file says which random model it was"
+    assert len({name(), name(adapter=1), name(adapter=2)}) == 3

@@ -1,11 +1,20 @@
-"""What the referee's runs do not come by: a model that has moved away from the answers it is measured on."""
+"""What the referee's runs do not come by: a model that has moved away from its answers, and what is refused."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
-from mca_train.losses.kto import divergence
+from mca_config import TrainingArguments
+from mca_train.losses.kto import divergence, key_problems
 
 
 @pytest.mark.parametrize(("gains", "kl"), [((3.0, 2.0), 1.5), ((-3.0, 2.0), 0.0), ((0.0, 0.0), 0.0)])
 def test_the_divergence_is_a_mean_of_at_least_zero(gains: tuple[float, float], kl: float) -> None:
     assert float(divergence(torch.tensor(gains, dtype=torch.float64))) == kl
+
+
+def test_a_dispatcher_that_needs_one_length_is_refused_to_the_trainer_too(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=tmp_path, moe_token_dispatcher_type="allgather")
+    (problem,) = key_problems(args)
+    assert problem.startswith("moe_token_dispatcher_type allgather needs samples of one length")

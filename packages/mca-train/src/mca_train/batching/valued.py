@@ -38,3 +38,22 @@ class WithValues(Dataset[Sample]):
             before = [sample[prefix + VALUES]] if prefix + VALUES in sample else []
             sample[prefix + VALUES] = torch.cat([*before, torch.tensor([value], dtype=torch.float64)])
         return sample
+
+
+class Rows(Dataset[Sample]):
+    """Some samples of ``dataset``.
+
+    Args:
+        dataset: In memory.
+        rows: Their numbers.
+    """
+
+    def __init__(self, dataset: SampleSource, rows: NDArray[np.int64]) -> None:
+        self.lengths = sequence_lengths(dataset)[rows]
+        self._dataset, self._rows = dataset, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._dataset[int(self._rows[index])]

@@ -1,22 +1,26 @@
 """Log-probabilities of a reference model are kept in ``output_dir`` here, so that a run that goes on has them still.
 
-They are computed elsewhere. A file of other samples, or of another reference, counts as none.
+They are computed elsewhere, and written several times on the way. A file of other samples, or of another reference,
+counts as none.
 """
 
 import hashlib
 import json
 import logging
 from pathlib import Path
-from uuid import uuid4
+from typing import TYPE_CHECKING, cast
 from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mca_config.files import cannot_write, replacing
-from mca_models.opening import open_checkpoint
+from mca_models.megatron.state.fingerprint import fingerprint
 from mca_train.data.sample_images import SampleImages
 from mca_train.types import SampleSource, VirtualModels
+
+if TYPE_CHECKING:
+    from mca_models.megatron.peft import PeftModels
 
 logger = logging.getLogger(__name__)
 
@@ -25,17 +29,21 @@ _VERSION = 2
 """Raised with each change of what a model of the same settings computes in evaluation."""
 
 
-def name_of(model: VirtualModels) -> str:
-    """A name for what ``model`` computes: its settings, and the files that it was read from, as they are now.
+def name_of(model: VirtualModels, *, with_adapter: bool) -> str:
+    """A name for what ``model`` computes: its weights and its settings, as they are now, on every rank; collective.
 
-    A model that no file holds is never the same again.
+    Args:
+        model: With an adapter or without one.
+        with_adapter: Whether the adapter counts.
     """
-    if model.source is None:
-        return uuid4().hex
-    paths = sorted({tensor.file for tensor in open_checkpoint(model.source).tensors()})
-    files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    settings = json.dumps(model.config.to_dict()["model"], sort_keys=True)
-    return hashlib.sha256(f"{files} {settings}".encode()).hexdigest()
+    adapter = cast("PeftModels", model) if with_adapter and hasattr(model, "adapter") else None
+    settings, factors = [model.config.to_dict()["model"]], []
+    if adapter is not None:
+        rules = {param.mca_name(): param for param in adapter.rules.params}
+        factors = [(rules[name], tensor) for name, tensor in adapter.adapter_parameters()]
+        settings.append(dict(adapter.adapter.document))
+    weights = fingerprint(model, factors)
+    return hashlib.sha256(f"{weights} {json.dumps(settings, sort_keys=True)}".encode()).hexdigest()
 
 
 class ReferenceFile:
@@ -53,7 +61,7 @@ class ReferenceFile:
         self._key = f"{_VERSION} {reference} {_digest(dataset)}"
 
     def read(self) -> NDArray[np.float64] | None:
-        """What it holds; None: nothing of these samples and this reference."""
+        """What it holds, NaN for what has yet to be computed; None: nothing of these samples and this reference."""
         try:
             with np.load(self.path, allow_pickle=False) as file:
                 return np.asarray(file["log_probs"], np.float64) if str(file["key"]) == self._key else None
@@ -61,7 +69,7 @@ class ReferenceFile:
             return None
 
     def write(self, log_probs: NDArray[np.float64]) -> None:
-        """Replaces what it held.
+        """Replaces what it held; NaN is what has yet to be computed.
 
         Raises:
             McaError: It cannot be written.
@@ -72,7 +80,10 @@ class ReferenceFile:
                 np.savez(file, log_probs=log_probs, key=np.array(self._key))
         except OSError as error:
             raise cannot_write(self.path, error) from error
-        logger.info("%s: log-probabilities of the reference, kept for this run", self.path)
+        known = np.isfinite(log_probs).all(1).sum()
+        logger.info(
+            "%s: log-probabilities of the reference for %d of %d samples", self.path, known, len(log_probs)
+        )
 
 
 def _digest(dataset: SampleSource) -> str:

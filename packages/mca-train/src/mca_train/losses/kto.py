@@ -64,6 +64,8 @@ def key_problems(training: "TrainingArguments") -> Iterator[str]:
         yield (
             "overlap_param_gather cannot be combined with kto, which runs the model before a step; set it to false"
         )
+    if training.moe_token_dispatcher_type == "allgather":
+        yield "moe_token_dispatcher_type allgather needs samples of one length, which kto does not have; use alltoall"
 
 
 def divergence(gains: Tensor) -> Tensor:

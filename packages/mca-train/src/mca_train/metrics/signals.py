@@ -24,12 +24,12 @@ _NONE = torch.finfo(torch.float64).min
 class Signals:
     """Means and extremes of named numbers between two logs, over all ranks that compute the loss.
 
-    Ranks talk only in `flush`, which all call at the same step.
+    Ranks talk only in `flush`, which all call at the same step. What nothing was counted of has no mean.
 
     Args:
         names: In the order of the log, the same on every rank.
         device: Where sums are kept.
-        differences: Also reported: the first of two means less the second.
+        differences: Also reported, if both are: the first of two means less the second.
         extremes: What is told too: the smallest or the largest of all numbers.
     """
 
@@ -74,13 +74,13 @@ class Signals:
         self.end_step()
         rows = self._steps.flush(self._over_data)
         total = rows[:, : 2 * len(self.names)].sum(0).reshape(-1, 2)
-        values = (total[:, 0] / total[:, 1].clamp(min=1e-12)).tolist()
-        means = dict(zip(self.names, values, strict=True))
-        means |= {name: means[a] - means[b] for name, (a, b) in self._differences.items()}
-        largest = zip(
-            self._extremes, (rows[:, 2 * len(self.names) :].amax(0) * self._signs.cpu()).tolist(), strict=True
-        )
-        return means | {name: value if abs(value) < -_NONE else 0.0 for name, value in largest}
+        sums = zip(self.names, total.tolist(), strict=True)
+        means = {name: value / count for name, (value, count) in sums if count > 0}
+        both = {name: pair for name, pair in self._differences.items() if means.keys() >= {*pair}}
+        means |= {name: means[a] - means[b] for name, (a, b) in both.items()}
+        largest = rows[:, 2 * len(self.names) :].amax(0) * self._signs.cpu()
+        found = zip(self._extremes, largest.tolist(), strict=True)
+        return means | {name: value for name, value in found if abs(value) < -_NONE}
 
     def _over_data(self, rows: Tensor) -> Tensor:
         width = 2 * len(self.names)

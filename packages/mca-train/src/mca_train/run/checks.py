@@ -35,7 +35,8 @@ _OF_PLANS = {
     flag.name: f"is a flag of mca-train plan (--{flag.name}), no key of a run; remove it"
     for flag in fields(PlanOptions)
 }
-_TIMES = ("runtime", "samples_per_second", "steps_per_second")
+TIMES = ("runtime", "samples_per_second", "steps_per_second")
+"""What every evaluation measures beside the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,7 @@ def _with_head(task: Task, settings: Settings, model: McaModelConfig) -> McaMode
 
 def _metric(task: Task, settings: Settings) -> Iterator[str]:
     metric = (settings.training.metric_for_best_model or "loss").removeprefix("eval_")
-    known = ("loss", *_TIMES, *task.signal_names)
+    known = ("loss", *TIMES, *task.signal_names)
     if metric not in known:
         yield f"metric_for_best_model is {metric!r}; mca-train {task.name} evaluates {', '.join(known)}"
 

@@ -88,11 +88,6 @@ class Kto(Sft):
         yield from no_reference_left(settings, own)
         if settings.data.streaming:
             yield "kto needs all rows before training; set streaming to false"
-        if training.moe_token_dispatcher_type == "allgather":
-            yield (
-                "moe_token_dispatcher_type allgather needs samples of one length, which kto does not have; use "
-                "alltoall"
-            )
 
     def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
         """Losses that Megatron adds by tokens."""

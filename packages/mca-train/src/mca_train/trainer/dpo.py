@@ -5,22 +5,23 @@ are read in `data.preferences`.
 """
 
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.trainer_utils import TrainOutput
+from torch.utils.data import DataLoader
 
 from mca_config.errors import McaError
 from mca_models.megatron.distributed.collectives import told_by_first
-from mca_train import groups
 from mca_train.batching.loaders import steps_of
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.step_stream import is_stream
-from mca_train.batching.valued import WithValues
-from mca_train.checkpoint.reference_file import ReferenceFile, name_of
+from mca_train.batching.valued import Rows, WithValues
+from mca_train.checkpoint.output_dir import require_own
+from mca_train.checkpoint.reference_file import ReferenceFile
 from mca_train.data.token_dataset import Samples
 from mca_train.losses.preference import (
     SIGNAL_NAMES,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from mca_models import VirtualModels
 
 _SIDES = ("chosen", "rejected")
+_PARTS, _STEPS = 20, 16
+"""How often what is kept is written while it is computed, and after how many steps at least."""
 _UNKNOWN = (
     "precompute_ref_log_probs: this dataset did not exist when the trainer was created; create another one with "
     "it as train_dataset or eval_dataset, or set precompute_ref_log_probs to false"
@@ -86,7 +89,6 @@ class DpoTrainer(McaTrainer):
                 f"precompute_ref_log_probs: dpo_loss {self.preference.kind} has no reference; remove it"
             )
         tell_differences(self.model, without_adapter=self.preference.needs_reference and reference is None)
-        self._compared: VirtualModels | None = reference or self.model
 
     def _new_reference(self, given: "VirtualModels | None") -> Reference:
         chunk = self.args.loss_chunk_size
@@ -99,17 +101,11 @@ class DpoTrainer(McaTrainer):
             require_reference(self.model, self.args, f"dpo_loss {self.preference.kind}")
         return Reference(self.model, chunk, without_adapter=adapted)
 
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: object = None,
-        ignore_keys_for_eval: object = None,
-    ) -> TrainOutput:
-        """See `McaTrainer`; with ``precompute_ref_log_probs`` the reference is run first."""
+    def before_training(self) -> None:
+        """With ``precompute_ref_log_probs`` the reference is run."""
         if self._keeps and self._reference is None and not isinstance(self.train_dataset, WithValues | None):
             raise McaError(_UNKNOWN)
         self._keep_log_probs()
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def evaluate(
         self,
@@ -126,21 +122,23 @@ class DpoTrainer(McaTrainer):
 
     def _keep_log_probs(self) -> None:
         """Those of all datasets: computed, or as an earlier part of this run has kept them."""
-        reference, model = self._reference, self._compared
-        if reference is None or model is None or not self._keeps:
+        reference, output_dir = self._reference, Path(self.args.output_dir)
+        if reference is None or not self._keeps:
             return
-        name = told_by_first(lambda: name_of(model))
+        require_own(output_dir, [self.model.source])
+        with self._alone():
+            name = reference.name()
 
-        def kept(dataset: SampleSource, part: str) -> Samples | None:
-            return None if dataset is None else self._with_log_probs(reference, dataset, part, name)
+            def kept(dataset: SampleSource, part: str) -> Samples | None:
+                return None if dataset is None else self._with_log_probs(reference, dataset, part, name)
 
-        self.train_dataset = kept(self.train_dataset, "train")
-        if isinstance(self.eval_dataset, dict):
-            parts = self.eval_dataset.items()
-            self.eval_dataset = {part: kept(dataset, f"eval_{part}") for part, dataset in parts}
-        else:
-            self.eval_dataset = kept(self.eval_dataset, "eval")
-        self._reference = self._compared = None
+            self.train_dataset = kept(self.train_dataset, "train")
+            if isinstance(self.eval_dataset, dict):
+                parts = self.eval_dataset.items()
+                self.eval_dataset = {part: kept(dataset, f"eval_{part}") for part, dataset in parts}
+            else:
+                self.eval_dataset = kept(self.eval_dataset, "eval")
+        self._reference = None
 
     def _with_log_probs(self, reference: Reference, dataset: SampleSource, part: str, name: str) -> Samples:
         if is_stream(dataset):
@@ -148,19 +146,28 @@ class DpoTrainer(McaTrainer):
                 "precompute_ref_log_probs needs samples in memory, not a stream; set streaming to false"
             )
         file = ReferenceFile(Path(self.args.output_dir), part, dataset, name)
-        known = file.read()
-        if groups.largest(float(known is None), self.ranks.device) or known is None:
-            known = self._computed(reference, dataset)
-            if self.ranks.is_first:
-                file.write(known)
+        found = told_by_first(file.read)
+        known = np.full((len(dataset), 2), np.nan) if found is None else found
+        missing = np.flatnonzero(np.isnan(known).any(1))
+        parts = min(max(len(missing) // (_STEPS * self.args.global_eval_batch_size), 1), _PARTS)
+        for rows in np.array_split(missing, parts) if len(missing) else ():
+            known[rows] = self._computed(reference, dataset, rows)
+            told_by_first(lambda: file.write(known))
         return WithValues(dataset, known, _SIDES)
 
-    def _computed(self, reference: Reference, dataset: SampleSource) -> NDArray[np.float64]:
+    def _computed(
+        self, reference: Reference, dataset: SampleSource, rows: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
         numbers = np.arange(2 * len(dataset), dtype=np.float64).reshape(-1, 2)
-        loader, _ = self._loaders.evaluation(WithValues(dataset, numbers, _SIDES))
-        found = reference.of_samples(steps_of(loader), len(dataset), 2, self.ranks)
-        log_probs: NDArray[np.float64] = found.cpu().numpy()
+        loader, _ = self._loaders.evaluation(Rows(WithValues(dataset, numbers, _SIDES), rows))
+        found = reference.of_samples(self._watched(loader), len(dataset), 2, self.ranks)
+        log_probs: NDArray[np.float64] = found.cpu().numpy()[rows]
         return log_probs
+
+    def _watched(self, loader: DataLoader[StepBatch]) -> Iterator[StepBatch]:
+        for batch in steps_of(loader):
+            self.watch.pulse.now("running the reference", self.state.global_step)
+            yield batch
 
     def before_forward(self, batch: StepBatch) -> None:
         """Log-probabilities of the reference for the batch."""

@@ -4,7 +4,8 @@ Nothing here trains, evaluates or saves.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Never, TypeVar
 
 import torch
@@ -59,6 +60,24 @@ def require_vocabulary(model: VirtualModels, args: TrainingArguments, *, wants_l
             f"the model has a head for {model.config.head}, not the vocabulary's; train it with RewardTrainer, "
             "ClassificationTrainer or a trainer of your own that sets wants_logits"
         )
+
+
+@contextmanager
+def telling_metric(args: TrainingArguments) -> Iterator[None]:
+    """A block in which Hugging Face looks up ``metric_for_best_model``: that there is none is reported in one line.
+
+    Raises:
+        McaError: The evaluation has found no such number.
+    """
+    try:
+        yield
+    except KeyError as error:
+        if "metric_for_best_model" not in str(error):
+            raise
+        raise McaError(
+            f"metric_for_best_model is {args.metric_for_best_model!r}, of which the evaluation has no number: there is "
+            "no such metric, or no sample of the evaluation dataset counts for it; name another one"
+        ) from error
 
 
 class NoAccelerator:

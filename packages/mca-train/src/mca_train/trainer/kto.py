@@ -35,8 +35,8 @@ class KtoTrainer(McaTrainer):
     """Trains on samples whose ``values`` are 1 for a good answer and 0 for a bad one.
 
     Logs ``kl``, ``rewards/chosen``, ``rewards/rejected``, ``logps/chosen`` and ``logps/rejected`` (means over the good
-    and over the bad answers) and ``rewards/margins`` (the difference of the first two) beside the loss, in evaluation
-    too.
+    and over the bad answers, if there were any) and ``rewards/margins`` (the difference of the first two) beside the
+    loss, in evaluation too.
 
     Args:
         reference: The frozen model to compare with, on the same layout. None: the model itself without its

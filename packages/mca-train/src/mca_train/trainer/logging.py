@@ -23,7 +23,7 @@ from mca_train.metrics.meter import LossReport
 from mca_train.metrics.source_losses import SourceLosses
 from mca_train.metrics.step_lines import StepLines
 from mca_train.metrics.step_profile import StepProfile
-from mca_train.trainer.hf_shims import has_given_up
+from mca_train.trainer.hf_shims import has_given_up, telling_metric
 from mca_train.trainer.parts import TrainerParts
 
 logger = logging.getLogger(__name__)
@@ -64,9 +64,10 @@ class WithLogs(TrainerParts):
         if self.control.should_log and self.state.global_step > self._totals.logged:
             self._log_step()
         if self.control.should_evaluate:
-            with self._meter.pause():
-                metrics = self._evaluate(None, None)
-            best = self._determine_best_metric(metrics=metrics, trial=None)
+            with telling_metric(self.args):
+                with self._meter.pause():
+                    metrics = self._evaluate(None, None)
+                best = self._determine_best_metric(metrics=metrics, trial=None)
             if self.args.save_strategy == "best":
                 self.control.should_save = best
         if self.control.should_save:

@@ -15,9 +15,11 @@ from mca_config.errors import McaError
 from mca_config.training import TrainingArguments
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
+from mca_train.checkpoint.reference_file import name_of
 from mca_train.engine.pipeline import Pipeline
 from mca_train.groups import Ranks
-from mca_train.losses.chunked import chunk_losses
+from mca_train.losses.chunked import chunk_losses, kept_output
+from mca_train.losses.label_smoothing import smooth_labels
 from mca_train.losses.preference import counted_sequences, sequence_logps, unadapted_problems
 
 if TYPE_CHECKING:
@@ -82,15 +84,23 @@ class Reference:
     def __init__(
         self, model: "VirtualModels", loss_chunk_size: int | None, *, without_adapter: bool = False
     ) -> None:
-        chunk_losses(model.chunks, loss_chunk_size, wants_logits=False)
+        self._model, self._chunk_size = model, loss_chunk_size
+        with kept_output(model.chunks):
+            self._set_output()  # what cannot be computed so is refused now
         self._pipeline = Pipeline(list(model.chunks), self._keep)
         self._adapted = cast("PeftModels", model) if without_adapter else None
         self._found: list[tuple[Tensor, MicroBatch]] = []
 
+    def name(self) -> str:
+        """See `name_of`."""
+        with self._pipeline.at_rest():
+            return name_of(self._model, with_adapter=self._adapted is None)
+
     def log_probs(self, batch: StepBatch) -> list[tuple[Tensor, MicroBatch]]:
         """Log-probability of every sequence, ``[sequences]`` for each micro-batch; none but on the last stage."""
         self._found = []
-        with self._pipeline.at_rest(), self._frozen():
+        with kept_output(self._model.chunks), self._pipeline.at_rest(), self._frozen():
+            self._set_output()
             self._pipeline.evaluate(batch)
         return self._found
 
@@ -98,7 +108,7 @@ class Reference:
         """The same of a whole dataset, ``[samples, sequences]`` fp64, on every rank.
 
         Args:
-            steps: All of it, each sequence with its number as its only value.
+            steps: Of it, each sequence with its number as its only value; the others' are 0.
             samples: In the dataset.
             sequences: Of each sample.
             ranks: This one among the others.
@@ -110,6 +120,11 @@ class Reference:
                 places = cast("Tensor", micro.values)[real, 0].long()
                 total[places] = sums.double()[real]
         return groups.from_replicas(total).reshape(samples, sequences)
+
+    def _set_output(self) -> None:
+        """Plain cross entropy, whatever a trainer of the same model has set."""
+        smooth_labels(self._model.chunks, 0.0, self._model.config.vocab_size)
+        chunk_losses(self._model.chunks, self._chunk_size, wants_logits=False)
 
     def _frozen(self) -> AbstractContextManager[None]:
         return nullcontext() if self._adapted is None else self._adapted.disable_adapter()

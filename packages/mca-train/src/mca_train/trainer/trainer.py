@@ -206,6 +206,9 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         """The number that `compute_loss` returns; to be overridden where that counts something else than targets."""
         return num_targets(batch)
 
+    def before_training(self) -> None:
+        """Called on every rank when ``output_dir`` is the run's own, before anything of a checkpoint is loaded."""
+
     def before_forward(self, batch: StepBatch) -> None:
         """Called on every rank with each step's batch, before training or evaluating on it."""
 
@@ -236,8 +239,10 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
                 with reading(output_dir):
                     checkpoint = directory.find(resume_from_checkpoint, output_dir, self.ranks)
                     self._claim(output_dir, checkpoint)
-                with self.watch.signal, self.watch.pulse:
-                    return self._train(checkpoint)
+                with self.watch.pulse:
+                    self.before_training()
+                    with self.watch.signal:
+                        return self._train(checkpoint)
         finally:
             self._checkpoints.abandon()
             self.is_in_train = False

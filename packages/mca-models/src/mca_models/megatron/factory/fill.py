@@ -46,6 +46,13 @@ def cut_of(param: Param, layout: ParallelLayout, at: Coordinates) -> tuple[int, 
     return (at.tp, layout.tp) if param.expert is None else (at.etp, layout.etp)
 
 
+def speaks(param: Param, at: Coordinates) -> bool:
+    """Whether the rank at ``at`` is the first of those that hold the same piece of ``param``."""
+    if param.expert is not None:
+        return at.edp == 0 and (param.shard.axis is not None or at.etp == 0)
+    return at.dp == 0 and at.cp == 0 and (param.shard.axis is not None or at.tp == 0)
+
+
 def whole_shape(param: Param, live: Tensor, config: McaModelConfig) -> tuple[int, ...]:
     """Shape of the whole parameter, without vocabulary padding."""
     shape = list(live.shape)

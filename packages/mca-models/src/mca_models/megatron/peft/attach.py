@@ -234,7 +234,9 @@ def _packed_rows(rule: Rule, sizes: tuple[int, ...], rank: int, size: int) -> ND
 def _hang(owner: torch.nn.Module, placed: _Placed) -> Attached:
     owner.add_module(CHILD, placed.lora)
     _return_normed_input(owner)
-    return placed.attached(owner, placed.lora, [owner.register_forward_hook(_add)])
+    # before what a family makes of the product, as the output layer's factor and cap of the logits
+    handle = owner.register_forward_hook(_add, prepend=True)
+    return placed.attached(owner, placed.lora, [handle])
 
 
 def _hang_whole(owner: torch.nn.Module, placed: _Placed, sequence_parallel: bool) -> Attached:

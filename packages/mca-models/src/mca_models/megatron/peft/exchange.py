@@ -6,12 +6,11 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from mca_config.layout import Coordinates
 from mca_config.model_config import McaModelConfig
 from mca_models.lora import Adapter, AdapterConfig, AdapterRules
 from mca_models.megatron.distributed.collectives import all_gather
 from mca_models.megatron.distributed.parallel import Place
-from mca_models.megatron.factory.fill import cut_of
+from mca_models.megatron.factory.fill import cut_of, speaks
 from mca_models.megatron.tensors import to_numpy
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
@@ -31,7 +30,7 @@ def whole_adapter(
     """The adapter whose pieces all ranks hold, on rank 0 or ``everywhere``; None elsewhere. Collective."""
     mine: Pieces = {}
     for param, tensor in live:
-        if _speaks(param, place.at):
+        if speaks(param, place.at):
             rank, _ = cut_of(param, place.layout, place.at)
             mine.setdefault(param.mca_name(), {})[rank] = to_numpy(tensor)
     everyone: list[Pieces] | None = [{}] * place.world_size if place.rank == 0 else None
@@ -51,10 +50,3 @@ def whole_adapter(
 def _join(param: Param, pieces: Mapping[int, Array], model: McaModelConfig) -> Array:
     whole = param.shard.join([pieces[rank] for rank in sorted(pieces)])
     return whole[: model.vocab_size] if param.vocab else whole
-
-
-def _speaks(param: Param, at: Coordinates) -> bool:
-    """Whether the rank at ``at`` is the first of those that hold the same piece."""
-    if param.expert is not None:
-        return at.edp == 0 and (param.shard.axis is not None or at.etp == 0)
-    return at.dp == 0 and at.cp == 0 and (param.shard.axis is not None or at.tp == 0)

@@ -85,7 +85,8 @@ class PeftModels(VirtualModels):
         self._factors = [pair for item in self._attached for pair in item.live]
         self._saved = list(self._saved_modules())
         self.requires_grad_(False)
-        for _, tensor in self._live():
+        asked = [(p, x) for p, x in self._saved if self.adapter.saves(p.hf_names()[0].removeprefix(PREFIX))]
+        for _, tensor in (*self._factors, *asked):  # what PEFT saved unasked stays as it is
             tensor.requires_grad_(True)
         self._handles = [handle for chunk in self.chunks for handle in begin_gradients(chunk)]
         self._share_state_dicts()
