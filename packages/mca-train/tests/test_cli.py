@@ -269,7 +269,7 @@ def test_a_metric_of_preferences_can_choose_the_best_model(run, tmp_path):
             "dpo_loss orpo has no reference; remove",
         ),
         (
-            {"lora_rank": 2, "lora_modules_to_save": ["lm_head"]},
+            {"lora_rank": 2, "lora_modules_to_save": ["model.norm"]},
             "set reference_model_name_or_path, or remove",
         ),
     ],
@@ -380,11 +380,15 @@ def test_flags_of_a_plan_are_told_from_keys(run, command, changes, flags, messag
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("reward", {"lora_rank": 4}, "lora_modules_to_save lacks score"),
         (
             "reward",
             {"train_file": ..., "datasets": [{"path": "a.jsonl", "data_format": "text"}]},
             "data_format text: mca-train reward reads",
+        ),
+        (
+            "reward",
+            {"lora_rank": 4, "lora_target_modules": ["q_prj", "k_proj"]},
+            "target_modules: 'q_prj' names nothing of this qwen3 model; correct or remove it",
         ),
         ("reward", {"loss_chunk_size": 8}, "loss_chunk_size does nothing"),
         ("reward", {"center_rewards_coefficient": -1.0}, "center_rewards_coefficient is -1.0; expected"),

@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
     ),
     "llama-head": ("llama", {"target_modules": ["down_proj", "lm_head"]}),
+    "phi-head": ("phi", {"target_modules": ["dense", "lm_head"]}),  # whose bias PEFT saves too
     "qwen3-layers": (
         "qwen3",
         {"target_modules": DENSE, "layers_to_transform": [1, 3], "layers_pattern": "layers"},

@@ -133,7 +133,7 @@ def single_experts(case: str, folder: Path) -> tuple[Path, Path]:
     names = {"mixtral": ["w1", "w2", "w3"]}.get(case, ["gate_proj", "up_proj", "down_proj"])
     experts = [t.module for t in linear_targets(model) if t.base.expert is not None]
     assert {name.rpartition(".")[2] for name in experts} == set(names)
-    document = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": [*names, "q_proj"]}
+    document = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": [*names, "o_proj"]}
     config = AdapterConfig.from_dict(document)
     rules = rules_for_training(model, config)
     rng = np.random.default_rng(0)
@@ -338,3 +338,13 @@ def test_all_linear_leaves_routers_and_routed_experts_out() -> None:
     both = {"target_modules": ["gate_proj"], "target_parameters": ["experts.gate_up_proj"]}
     with pytest.raises(McaError, match="both name the routed experts"):
         rules_for_training(model, AdapterConfig.from_dict({"peft_type": "LORA", **both}))
+
+
+@pytest.mark.parametrize("name", ["llama-head", "phi-head"])
+def test_what_peft_saved_unasked_is_kept_and_not_trained(name: str, tmp_path: Path) -> None:
+    base, source = adapters.save(name, tmp_path)
+    rules = open_adapter(source, open_checkpoint(base).config).rules
+    assert not rules.saved
+    kept = {param.mca_name() for param in rules.kept}
+    assert kept == {"output_layer.weight", *(["output_layer.bias"] if name == "phi-head" else [])}
+    assert all(".lm_head.base_layer." in name for param in rules.kept for name in param.hf_names())

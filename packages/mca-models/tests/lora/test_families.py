@@ -16,7 +16,7 @@ from mca_config.checks import check_layout
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_models.lora import AdapterConfig, merge_to_hf, open_adapter, write_mca_adapter, write_peft
-from mca_models.lora.parts import exclude_unadapted, name_linears
+from mca_models.lora.parts import exclude_unadapted, name_linears, save_head
 from mca_models.lora.rules import rules_for_training
 from mca_models.lora.targets import linear_targets
 from mca_models.opening import open_checkpoint
@@ -150,3 +150,66 @@ def test_peft_reads_all_factors_of_all_linear_beside_experts(case: str, tmp_path
     torch.testing.assert_close(adapters.logits(lora), right, atol=1e-3, rtol=0)
     with lora.disable_adapter():
         assert float((adapters.logits(lora) - right).abs().max()) > 0.1
+
+
+LAYER = r"model\.layers\.0\..*"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rank_pattern": {"down_proj": 2}, "alpha_pattern": {"up_proj": 64, r".*1\..*\.up_proj": 4}},
+        {"exclude_modules": LAYER},
+        {"modules_to_save": ["layers.1.mlp.shared_expert"], "use_rslora": True},
+        {"exclude_modules": ["layers.1.mlp.shared_expert.up_proj"], "rank_pattern": {LAYER: 1}},
+    ],
+)
+def test_ranks_scales_and_exclusions_outlast_the_names_of_all_linear(settings: dict[str, Any]) -> None:
+    kind, different = tiny_hf.ALL["qwen2_moe"]
+    config = config_from_hf({**tiny_hf.SIZE, **different, "model_type": kind})
+    document = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear", **settings}
+
+    def sizes() -> dict[str, tuple[int, float]]:
+        rules = rules_for_training(config, AdapterConfig.from_dict(document))
+        return {pair.target.module: (pair.rank, pair.scale) for pair in rules.factors}
+
+    meant = sizes()
+    name_linears(document, config)
+    assert document["target_modules"] != "all-linear"
+    assert sizes() == meant
+    document = json.loads(AdapterConfig.from_dict(document).to_json())
+    assert sizes() == meant
+    if "exclude_modules" not in settings and "modules_to_save" not in settings:
+        assert "shared_expert.gate_proj.weight" in document["target_parameters"]  # in short where it can be
+
+
+@pytest.mark.parametrize("task", ["SEQ_CLS", "TOKEN_CLS", "CAUSAL_LM"])
+def test_a_head_for_scores_is_saved_as_with_peft(task: str) -> None:
+    model_class = {
+        "SEQ_CLS": transformers.LlamaForSequenceClassification,
+        "TOKEN_CLS": transformers.LlamaForTokenClassification,
+        "CAUSAL_LM": transformers.LlamaForCausalLM,
+    }[task]
+    settings = {"task_type": task, "target_modules": ["q_proj"], "modules_to_save": ["norm"]}
+    document: dict[str, Any] = {"peft_type": "LORA", **settings}
+    save_head(document)
+    described = transformers.LlamaConfig(**{**tiny_hf.SIZE, "num_hidden_layers": 1})
+    theirs = peft.get_peft_model(model_class(described), peft.LoraConfig(**settings))
+    assert document["modules_to_save"] == list(theirs.peft_config["default"].modules_to_save)
+    hf = described.to_dict() | {"architectures": [model_class.__name__]}
+    rules = rules_for_training(config_from_hf(hf), AdapterConfig.from_dict(document))
+    trained = {
+        name.partition(".modules_to_save")[0] for name, p in theirs.named_parameters() if p.requires_grad
+    }
+    ours = {name.rpartition(".")[0] for param in rules.saved for name in param.hf_names()}
+    assert ours == {name for name in trained if "lora_" not in name}
+
+
+def test_many_names_can_be_excluded() -> None:
+    kind, different = tiny_hf.ALL["phimoe"]
+    config = config_from_hf({**tiny_hf.SIZE, **different, "model_type": kind})
+    names = [f"{layer}.self_attn.{name}_proj" for layer in range(2) for name in "qkvo"]
+    document = {"peft_type": "LORA", "target_modules": "all-linear", "exclude_modules": names}
+    exclude_unadapted(document, config, ())
+    adapted = rules_for_training(config, AdapterConfig.from_dict(document)).factors
+    assert adapted and not any(pair.target.module.endswith(tuple(names)) for pair in adapted)

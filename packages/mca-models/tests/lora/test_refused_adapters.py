@@ -38,6 +38,19 @@ from mca_models.templates import config_from_hf
         ({"target_modules": []}, "name nothing"),
         ({"target_modules": ["c_attn"]}, "matches no linear of this llama model"),
         ({"target_modules": ["embed_tokens", "q_proj"]}, "embed_tokens cannot carry an adapter"),
+        ({"target_modules": ["all-linear", "lm_head"]}, "target_modules: 'all-linear' .*; it stands alone"),
+        (
+            {"target_modules": ["q_proj", "v_prj"]},
+            "target_modules: 'v_prj' names nothing of this llama model",
+        ),
+        ({"target_parameters": ["mlp.gate_up"]}, "target_parameters: 'mlp.gate_up' names nothing"),
+        ({"modules_to_save": ["embed_token", "model.norm"]}, "modules_to_save: 'embed_token' names nothing"),
+        ({"exclude_modules": ["k_proj", "layers.9"]}, "exclude_modules: 'layers.9' names nothing"),
+        (
+            {"rank_pattern": {"qproj": 3, "q_proj": 2}},
+            "rank_pattern: 'qproj' matches nothing that is adapted",
+        ),
+        ({"rank_pattern": {"qproj": 3}, "alpha_pattern": {"k_proj": 2}}, "LoraConfig: 2 problems"),
         ({"modules_to_save": ["q_proj"], "target_modules": ["o_proj"]}, "name all of them or none"),
         *(
             ({"r": wrong}, "r must be a whole number from 1 to 65536, not")
@@ -78,6 +91,33 @@ def test_what_cannot_be_represented_is_refused_by_name(settings: dict[str, Any],
         rules_for_training(
             model, AdapterConfig.from_dict({"peft_type": "LORA", "target_modules": ["q_proj"], **settings})
         )
+
+
+def test_what_names_nothing_in_a_finished_adapter_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base, source = adapters.save("qwen2", tmp_path)
+    model = open_checkpoint(base).config
+    open_adapter(source, model)
+    assert not caplog.messages
+    file = source / "adapter_config.json"
+    config = json.loads(file.read_text())
+    config["target_modules"].append("v_prj")
+    file.write_text(json.dumps(config))
+    assert len(open_adapter(source, model).rules.factors) == 4 * 7
+    (message,) = caplog.messages
+    assert message.endswith("target_modules: 'v_prj' names nothing of this qwen2 model; correct or remove it")
+
+
+def test_experts_that_lie_turned_get_no_adapter() -> None:
+    import tiny_hf
+
+    kind, different = tiny_hf.ALL["llama4_text"]
+    model = config_from_hf({**tiny_hf.SIZE, **different, "model_type": kind})
+    stacked = ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]
+    settings = {"peft_type": "LORA", "target_modules": ["q_proj"], "target_parameters": stacked}
+    with pytest.raises(McaError, match="target_parameters: PEFT's factors on down_proj of llama4_text"):
+        rules_for_training(model, AdapterConfig.from_dict(settings))
 
 
 def test_embeddings_of_each_layers_own_carry_no_adapter() -> None:

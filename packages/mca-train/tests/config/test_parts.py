@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mca_models.lora.rules import rules_for_training
 from mca_models.templates import config_from_hf
 from mca_train.config.arguments import LoraArguments
-from mca_train.config.model import adapter_config
+from mca_train.config.model import adapter_of
 from mca_train.config.parts import part_problems, trained_parts
 
 TEXT = SimpleNamespace(vision=None, model_type="llama")
@@ -66,5 +65,5 @@ def test_a_planned_adapter_is_on_the_trained_parts_alone(parts):
     file = Path(__file__).parents[3] / "mca-models/tests/data/vision_configs/qwen2.5-vl-72b.json"
     config = config_from_hf(json.loads(file.read_text()))
     lora = LoraArguments(lora_rank=2, lora_target_modules=["all-linear"])
-    factors = rules_for_training(config, adapter_config(lora, config, parts)).factors
-    assert {pair.target.sees for pair in factors} == {parts != {"language"}}
+    _, rules = adapter_of(lora, config, parts)
+    assert {pair.target.sees for pair in rules.factors} == {parts != {"language"}}

@@ -10,7 +10,15 @@ The names of tensors are in ``rules``, what is refused in ``config``.
 
 from mca_models.lora.adapter import Adapter
 from mca_models.lora.config import AdapterConfig
-from mca_models.lora.convert import adapter_for, casted, convert_adapter, is_adapter, model_of, open_adapter
+from mca_models.lora.convert import (
+    adapter_for,
+    casted,
+    convert_adapter,
+    is_adapter,
+    model_of,
+    open_adapter,
+    rules_of,
+)
 from mca_models.lora.mca_directory import is_mca_adapter, open_mca_adapter, planned, relaid, write_mca_adapter
 from mca_models.lora.merge import MergedSource, merge_to_hf
 from mca_models.lora.peft_directory import PeftTensors, is_peft, open_peft, write_peft
@@ -39,6 +47,7 @@ __all__ = [
     "planned",
     "relaid",
     "rules_for_training",
+    "rules_of",
     "write_mca_adapter",
     "write_peft",
 ]

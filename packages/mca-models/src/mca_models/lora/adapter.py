@@ -49,7 +49,7 @@ class Adapter:
     @cached_property
     def saved_of(self) -> Mapping[str, Param]:
         """Parameters saved whole, by canonical name."""
-        return {param.mca_name(): param for param in self.rules.saved}
+        return {param.mca_name(): param for param in self.rules.whole}
 
     def piece(self, param: Param, rank: int, size: int) -> Array:
         """What ``rank`` of ``size`` (tp, or etp for an expert) holds of ``param``."""
@@ -73,7 +73,7 @@ def check_shapes(adapter: Adapter, where: object) -> Adapter:
         McaError: Some have not; the first few are named.
     """
     problems = [problem for pair in adapter.rules.factors for problem in _faults(adapter, pair)]
-    problems += [fault for param in adapter.rules.saved for fault in _saved_faults(adapter, param)]
+    problems += [fault for param in adapter.rules.whole for fault in _saved_faults(adapter, param)]
     raise_problems(problems, where, shown=8)
     return adapter
 
@@ -111,8 +111,8 @@ def require_untied(adapter: Adapter, what: str) -> None:
     Raises:
         McaError: The model is tied and the adapter saved its embedding.
     """
-    if adapter.model.tie_word_embeddings and any(param.mca == EMBEDDING for param in adapter.rules.saved):
+    if adapter.model.tie_word_embeddings and any(param.mca == EMBEDDING for param in adapter.rules.whole):
         raise McaError(
-            f"modules_to_save: embed_tokens is tied to the output layer, which PEFT leaves as it was; {what} would "
-            "need an untied model"
+            "modules_to_save: embed_tokens is tied to the output layer, which PEFT leaves as it was "
+            f"(ensure_weight_tying is not supported); {what} would need an untied model"
         )

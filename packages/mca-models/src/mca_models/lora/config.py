@@ -78,8 +78,9 @@ class AdapterConfig:
         return AdapterConfig.from_dict(read_json(path, "a PEFT adapter directory holds one"), path)
 
     def to_json(self) -> str:
-        """The text of ``adapter_config.json``."""
-        return json.dumps(dict(self.document), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        """The text of ``adapter_config.json``; of patterns the first that matches counts, so they stay in order."""
+        document = {key: self.document[key] for key in sorted(self.document)}
+        return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
     @property
     def modules_to_save(self) -> tuple[str, ...]:
@@ -106,11 +107,11 @@ class AdapterConfig:
                 return linear
             return self.patterns.fullmatch(target, module)
         names = target or ()
-        return _ends_with(module, names) and (module in names or self._in_layers(module))
+        return ends_with(module, names) and (module in names or self._in_layers(module))
 
     def targets_parameter(self, name: str) -> bool:
         """Whether HF parameter ``name`` (``model.layers.0.mlp.experts.gate_up_proj``) gets an adapter."""
-        return _ends_with(name, self.document.get("target_parameters") or ())
+        return ends_with(name, self.document.get("target_parameters") or ())
 
     def saves(self, tensor: str) -> bool:
         """Whether HF ``tensor`` belongs to a module of ``modules_to_save``."""
@@ -124,21 +125,30 @@ class AdapterConfig:
 
     def scale(self, module: str) -> float:
         """The factor of ``lora_B @ lora_A`` on ``module``."""
-        alpha, rank = self._of_pattern("alpha_pattern", module, "lora_alpha", 8), self.rank(module)
+        alpha, rank = self.alpha(module), self.rank(module)
         return float(alpha / math.sqrt(rank) if self.document.get("use_rslora") else alpha / rank)
+
+    def alpha(self, module: str) -> float:
+        """What the scale on ``module`` is made of, beside its rank."""
+        alpha: float = self._of_pattern("alpha_pattern", module, "lora_alpha", 8)
+        return alpha
 
     def _of_pattern(self, patterns: str, module: str, default: str, otherwise: int) -> Typed:
         for pattern, value in (self.document.get(patterns) or {}).items():
-            if self.patterns.match(rf"(.*\.)?({pattern})$", module):
+            if self.names(pattern, module):
                 return value
         return self.document.get(default, otherwise)
+
+    def names(self, pattern: str, module: str) -> bool:
+        """Whether ``pattern`` of ``rank_pattern`` or ``alpha_pattern`` means ``module``."""
+        return self.patterns.match(rf"(.*\.)?({pattern})$", module) is not None
 
     def _excluded(self, module: str) -> bool:
         exclude = self.document.get("exclude_modules") or ()
         if isinstance(exclude, str):
             excluded = self.patterns.fullmatch(exclude, module)
         else:
-            excluded = _ends_with(module, exclude)
+            excluded = ends_with(module, exclude)
         saved = (rf"(^|.*\.){name}($|\..*)" for name in self.modules_to_save)
         return excluded or any(self.patterns.match(pattern, module) for pattern in saved)
 
@@ -153,7 +163,8 @@ class AdapterConfig:
         return False
 
 
-def _ends_with(name: str, ends: Iterable[str]) -> bool:
+def ends_with(name: str, ends: Iterable[str]) -> bool:
+    """Whether the last words of ``name`` are one of ``ends``."""
     return any(name == end or name.endswith(f".{end}") for end in ends)
 
 

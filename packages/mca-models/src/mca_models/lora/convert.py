@@ -14,8 +14,16 @@ from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.hf_directory import naming_config, read_config
 from mca_models.checkpoint.mca_directory import is_mca
 from mca_models.lora.adapter import Adapter
-from mca_models.lora.mca_directory import is_mca_adapter, open_mca_adapter, relaid, write_mca_adapter
-from mca_models.lora.peft_directory import is_peft, open_peft, write_peft
+from mca_models.lora.config import AdapterConfig
+from mca_models.lora.mca_directory import (
+    is_mca_adapter,
+    names_in,
+    open_mca_adapter,
+    relaid,
+    write_mca_adapter,
+)
+from mca_models.lora.peft_directory import is_peft, open_peft, stored_tensors, write_peft
+from mca_models.lora.rules import AdapterRules, rules_as_found
 from mca_models.storage.dtypes import numpy_dtype
 from mca_models.templates import config_from_hf
 from mca_models.templates.shapes import whole_shape
@@ -82,11 +90,22 @@ def adapter_for(path: Path, model: McaModelConfig) -> Adapter:
     return relaid(adapter, model.layout)
 
 
+def rules_of(path: Path, model: McaModelConfig) -> tuple[AdapterConfig, AdapterRules]:
+    """The configuration of the adapter in ``path``, and what ``model`` has of it; no tensor is read.
+
+    Raises:
+        McaError: It cannot be represented.
+    """
+    config = AdapterConfig.load(path)
+    names = names_in(path) if is_mca_adapter(path) else stored_tensors(path)[1].keys()
+    return config, rules_as_found(model, config, names)
+
+
 def _of_other_shapes(adapter: Adapter, model: McaModelConfig) -> Iterator[str]:
     """The weights that ``adapter`` changes which have another shape in ``model``, in words."""
     own = adapter.model  # whose head may be new
     model = replace(model, head=own.head, num_labels=own.num_labels)
-    changed = [*(pair.target.base for pair in adapter.rules.factors), *adapter.rules.saved]
+    changed = [*(pair.target.base for pair in adapter.rules.factors), *adapter.rules.whole]
     for param in {param.mca_name(): param for param in changed}.values():
         its, here = whole_shape(param, own), whole_shape(param, model)
         if its != here:

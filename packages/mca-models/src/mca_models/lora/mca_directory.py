@@ -8,7 +8,7 @@
 Every piece is stored once, as in a checkpoint of weights.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +52,11 @@ def open_mca_adapter(path: Path, iteration: int | None = None) -> Adapter:
     require_same_names(manifest.tensors.keys(), (param.mca_name() for param in rules.params), folder)
     pieces = _Pieces(folder, manifest, model)
     return check_shapes(Adapter(model, config, rules, pieces.read), folder)
+
+
+def names_in(path: Path) -> Collection[str]:
+    """The canonical names of the tensors of the adapter in ``path``."""
+    return Manifest.load(path / iteration_name(latest_iteration(path))).tensors.keys()
 
 
 class _Pieces:

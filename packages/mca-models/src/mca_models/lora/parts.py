@@ -1,10 +1,10 @@
-"""Which modules a new adapter leaves out, as ``exclude_modules`` says it.
+"""What PEFT would take otherwise is written into a new adapter's configuration: modules left out, named, or saved.
 
 What else a configuration says is read in `config`.
 """
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
@@ -14,6 +14,25 @@ from mca_models.templates import family_of
 
 _OF_EXPERTS = frozenset("gate gate_proj up_proj down_proj w1 w2 w3".split())
 """What PEFT takes for the stacked weights of routed experts, in all models of their types."""
+_HEADS = ("classifier", "score")
+_HEAD_TASKS = ("SEQ_CLS", "TOKEN_CLS")
+
+
+def save_head(document: JsonObject) -> None:
+    """Has an adapter of a model with a head for scores train and save that, as PEFT does.
+
+    Args:
+        document: Of ``adapter_config.json``; it is changed.
+    """
+    if document.get("task_type") in _HEAD_TASKS:
+        own = list(document.get("modules_to_save") or ())
+        document["modules_to_save"] = [*own, *(name for name in _HEADS if name not in own)]
+
+
+def own_modules_to_save(adapter: AdapterConfig) -> Sequence[str]:
+    """Those that are not PEFT's own, of which a model has one."""
+    theirs = _HEADS if adapter.document.get("task_type") in _HEAD_TASKS else ()
+    return [name for name in adapter.modules_to_save if name not in theirs]
 
 
 def exclude_unadapted(document: JsonObject, config: McaModelConfig, adapted: Collection[str]) -> None:
@@ -40,7 +59,8 @@ def name_linears(document: JsonObject, config: McaModelConfig) -> None:
 
     PEFT turns the names of linears that routed experts had in transformers 4 into those of their stacked weights. It
     would not read the factors of shared experts and of dense layers, whose linears have the same names. By the names
-    of their weights it does.
+    of their weights it does. These are named one by one where some with the same end of a name are left out or differ,
+    and patterns name them too, so that they have the ranks and scales that they had as modules.
 
     Args:
         document: Of ``adapter_config.json``, with what it excludes; it is changed.
@@ -49,22 +69,59 @@ def name_linears(document: JsonObject, config: McaModelConfig) -> None:
     if not _means_all(document) or not config.num_moe_experts or document.get("lora_dropout"):
         return  # with dropout PEFT takes no parameters
     adapter = AdapterConfig.from_dict(document)
-    meant = [each for each in linear_targets(config) if adapter.targets(each.module, linear=each.linear)]
+    targets = linear_targets(config)
+    meant = [each for each in targets if adapter.targets(each.module, linear=each.linear)]
     if not any(each.label in _OF_EXPERTS for each in meant):
         return
+    modules = {each.module for each in meant}
+    left = [each.module for each in targets if each.module not in modules]
     whole = family_of(config.model_type).vision is not None  # whose parts share ends of names
-    names = {name: each for each in meant for name in (_spelled(each, whole=whole),)}
-    document["target_modules"] = [name for name, each in names.items() if each.label not in _OF_EXPERTS]
-    weights = [f"{name}.weight" for name, each in names.items() if each.label in _OF_EXPERTS]
+    groups: dict[str, list[Target]] = {}
+    for each in meant:
+        groups.setdefault(each.module if whole else _end(each), []).append(each)
+    others = [name for name, group in groups.items() if group[0].label not in _OF_EXPERTS]
+    weights = {
+        f"{name}.weight": each
+        for end, group in groups.items()
+        if group[0].label in _OF_EXPERTS
+        for name, each in _spelled(end, group, adapter, left).items()
+    }
+    document["target_modules"] = others
     document["target_parameters"] = [*(document.get("target_parameters") or ()), *weights]
+    _extend_patterns(document, adapter, weights)
 
 
-def _spelled(target: Target, *, whole: bool) -> str:
+def _end(target: Target) -> str:
     """The end of its name with which no routed expert's ends."""
-    if whole:
-        return target.module
     owner, label = target.module.split(".")[:-1], target.label
     return ".".join([*owner[-2 if owner[-1].isdigit() else -1 :], label])
+
+
+def _spelled(
+    end: str, group: Sequence[Target], adapter: AdapterConfig, left: Iterable[str]
+) -> Mapping[str, Target]:
+    """A name for all of ``group``, whose names end in ``end``, or one for each: they differ, or some are ``left``."""
+    alike = len({_sizes(adapter, each) for each in group}) == 1
+    if alike and not any(name.endswith(f".{end}") for name in left):
+        return {end: group[0]}
+    return {each.module: each for each in group}
+
+
+def _sizes(adapter: AdapterConfig, target: Target) -> tuple[float, ...]:
+    names = (target.module, f"{target.module}.weight")
+    return tuple(size for name in names for size in (adapter.rank(name), adapter.alpha(name)))
+
+
+def _extend_patterns(document: JsonObject, adapter: AdapterConfig, weights: Mapping[str, Target]) -> None:
+    """Gives ``weights``, by their names in ``target_parameters``, the ranks and alphas of their modules."""
+    for key, of in (("rank_pattern", adapter.rank), ("alpha_pattern", adapter.alpha)):
+        own = {
+            re.escape(name): of(each.module)
+            for name, each in weights.items()
+            if of(each.module) != of(f"{each.module}.weight")
+        }
+        if own:
+            document[key] = {**own, **(document.get(key) or {})} | own
 
 
 def _means_all(document: JsonObject) -> bool:

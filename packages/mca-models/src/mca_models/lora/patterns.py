@@ -54,11 +54,12 @@ def fault_of(pattern: str) -> str | None:
 
 
 def _repeats(pattern: str) -> tuple[int, bool]:
-    """How many repeats there are, and whether one is of a group that holds a repeat or a choice.
+    """How many repeats an alternative has, and whether one is of a group that holds a repeat or a choice.
 
-    The time to match grows with the name's length to the power of the first, and exponentially with the second.
+    Alternatives are tried one after the other, each in a time that grows with the name's length to the power of the
+    first, and exponentially with the second.
     """
-    varies, at, repeats, nested = [False], 0, 0, False
+    varies, at, repeats, most, nested = [False], 0, 0, 0, False
     while at < len(pattern):
         letter = pattern[at]
         if letter == "\\":
@@ -75,8 +76,10 @@ def _repeats(pattern: str) -> tuple[int, bool]:
         elif letter in "*+?{|":
             varies[-1] = True
             repeats += letter in "*+{"
+            most = max(most, repeats)
+            repeats = 0 if letter == "|" and len(varies) == 1 else repeats
         at += 1
-    return repeats, nested
+    return most, nested
 
 
 def _end_of_class(pattern: str, at: int) -> int:

@@ -8,6 +8,7 @@ Stacked expert parameters are kept by PEFT as two matrices for all experts:
 and are seen here as ``[experts, rank, in]`` and ``[experts, out, rank]``.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,7 @@ from mca_models.lora.adapter import Adapter, check_shapes, expected_shapes
 from mca_models.lora.config import FILE_NAME, AdapterConfig
 from mca_models.lora.rules import rules_as_found
 from mca_models.lora.scored import model_with_head
+from mca_models.lora.unmatched import unmatched
 from mca_models.storage.atomic import atomic_directory, write_file
 from mca_models.storage.dtypes import code_of
 from mca_models.storage.moves import HF
@@ -33,6 +35,8 @@ from mca_models.templates.shapes import whole_shape
 from mca_models.torch_checkpoint.hf_bin import tensors_of
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 
@@ -57,6 +61,8 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
     rules = rules_as_found(model, config, infos.keys())
     expected = {name for param in rules.params for name in param.hf_names()}
     require_same_names(infos.keys(), expected, path)
+    for problem in unmatched(model, config, [pair.target for pair in rules.factors]):
+        logger.warning("%s: %s", path / FILE_NAME, problem)
     stacks = PeftStacks(lambda name: infos[name].array(), model.num_moe_experts or 1)
     return check_shapes(Adapter(model, config, rules, stacks.read), file)
 
@@ -107,7 +113,7 @@ def peft_shapes(adapter: Adapter) -> Mapping[str, tuple[int, ...]]:
             if param.stacked:
                 stored[_stacked_axis(param)] *= model.num_moe_experts or 1
             found |= dict.fromkeys(param.hf_names(), tuple(stored))
-    for param in adapter.rules.saved:
+    for param in adapter.rules.whole:
         shapes = shapes_of_parts(param, whole_shape(param, model), HF)
         found |= zip(param.hf_names(), shapes, strict=True)
     return found

@@ -17,10 +17,11 @@ replicated, and a rank uses the rows it needs. An expert's factors carry its num
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from mca_config.errors import McaError
+from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_models.lora.config import AdapterConfig
-from mca_models.lora.targets import Target, linear_targets, stacked_targets
+from mca_models.lora.targets import UNSAVED, Target, linear_targets, stacked_targets
+from mca_models.lora.unmatched import unmatched
 from mca_models.templates import family_of
 from mca_models.weights import COLUMN, REPLICATED, ROW, Param, Shard, Stage
 from mca_models.weights.layouts import SEPARATE, Concat, GroupedHeads
@@ -46,16 +47,23 @@ class AdapterRules:
 
     Args:
         factors: By target, in checkpoint order.
-        saved: Base parameters that are saved whole; their HF names carry PEFT's prefix.
+        saved: Base parameters that are trained and saved whole; their HF names carry PEFT's prefix.
+        kept: The same that PEFT saved without training them: tables that it saw resized or adapted.
     """
 
     factors: tuple[Factors, ...]
     saved: tuple[Param, ...] = ()
+    kept: tuple[Param, ...] = ()
+
+    @property
+    def whole(self) -> tuple[Param, ...]:
+        """All base parameters in it."""
+        return (*self.saved, *self.kept)
 
     @property
     def params(self) -> list[Param]:
         """All rules."""
-        return [*(param for pair in self.factors for param in (pair.a, pair.b)), *self.saved]
+        return [*(param for pair in self.factors for param in (pair.a, pair.b)), *self.whole]
 
 
 def rules_for_training(config: McaModelConfig, adapter: AdapterConfig) -> AdapterRules:
@@ -64,9 +72,11 @@ def rules_for_training(config: McaModelConfig, adapter: AdapterConfig) -> Adapte
     Raises:
         McaError: It names nothing of the model, or something that cannot carry an adapter.
     """
-    stacked = _stacked_factors(config, adapter)
-    factors = (*_linear_factors(config, adapter), *stacked)
-    return _checked(config, adapter, AdapterRules(factors, tuple(_saved(config, adapter))))
+    factors = (*_linear_factors(config, adapter), *_stacked_factors(config, adapter))
+    rules = _checked(config, adapter, AdapterRules(factors, tuple(_saved(config, adapter))))
+    problems = unmatched(config, adapter, [pair.target for pair in rules.factors])
+    raise_problems(problems, "LoraConfig", shown=8)
+    return rules
 
 
 def rules_as_found(config: McaModelConfig, adapter: AdapterConfig, names: Collection[str]) -> AdapterRules:
@@ -81,10 +91,9 @@ def rules_as_found(config: McaModelConfig, adapter: AdapterConfig, names: Collec
         linear = [pair for pair in linear if pair.target.base.expert is None]
     if not any(_is_in(pair.a, names) for pair in linear if pair.target.sees):
         linear = [pair for pair in linear if not pair.target.sees]
-    saved = [*_saved(config, adapter), *_extra_saved(config, adapter, names)]
-    return _checked(
-        config, adapter, AdapterRules((*linear, *_stacked_factors(config, adapter)), tuple(saved))
-    )
+    factors = (*linear, *_stacked_factors(config, adapter))
+    saved, kept = tuple(_saved(config, adapter)), tuple(_kept(config, adapter, names))
+    return _checked(config, adapter, AdapterRules(factors, saved, kept))
 
 
 def _is_in(param: Param, names: Collection[str]) -> bool:
@@ -192,11 +201,11 @@ def _saved(config: McaModelConfig, adapter: AdapterConfig) -> Iterator[Param]:
             yield _with_prefix(param, "")
 
 
-def _extra_saved(config: McaModelConfig, adapter: AdapterConfig, names: Collection[str]) -> Iterator[Param]:
+def _kept(config: McaModelConfig, adapter: AdapterConfig, names: Collection[str]) -> Iterator[Param]:
     """Embedding and output layer that PEFT saved unasked: resized, or themselves targets."""
     for param in _base_params(config):
-        module = param.hf_names()[0].removesuffix(".weight")
-        if not param.vocab or adapter.saves(f"{module}.weight"):
+        module = param.hf_names()[0].rpartition(".")[0]
+        if not param.vocab or adapter.saves(param.hf_names()[0]):
             continue
         wrapped = "base_layer." if adapter.targets(module, linear=False) else ""
         found = _with_prefix(param, wrapped)
@@ -205,17 +214,14 @@ def _extra_saved(config: McaModelConfig, adapter: AdapterConfig, names: Collecti
 
 
 def _with_prefix(param: Param, wrapped: str) -> Param:
-    hf = (f"{PREFIX}{name.removesuffix('weight')}{wrapped}weight" for name in param.hf_names())
-    if wrapped:
-        return replace(param, hf=tuple(hf))
-    return replace(param, hf=tuple(PREFIX + name for name in param.hf_names()))
+    places = (name.rpartition(".") for name in param.hf_names())
+    return replace(param, hf=tuple(f"{PREFIX}{owner}{dot}{wrapped}{leaf}" for owner, dot, leaf in places))
 
 
 def _base_params(config: McaModelConfig) -> Iterator[Param]:
     family = family_of(config.model_type)
     params = family.params(family.as_modules(config))
-    left = (Stage.MTP, Stage.VISION)
-    return (param for param in params if not param.alias_of and param.stage not in left)
+    return (param for param in params if not param.alias_of and param.stage not in UNSAVED)
 
 
 def _checked(config: McaModelConfig, adapter: AdapterConfig, rules: AdapterRules) -> AdapterRules:
@@ -228,11 +234,16 @@ def _checked(config: McaModelConfig, adapter: AdapterConfig, rules: AdapterRules
             "target_modules and target_parameters both name the routed experts, once one by one and once stacked; "
             "leave one out"
         )
-    for label in sorted(
-        {pair.target.label for pair in rules.factors} & family_of(config.model_type).unadapted
-    ):
+    family = family_of(config.model_type)
+    for label in sorted({pair.target.label for pair in rules.factors} & family.unadapted):
         raise McaError(
             f"target_modules: PEFT trains no adapters on {label} of {config.model_type}; name others"
+        )
+    stacked = sorted({pair.target.label for pair in rules.factors if pair.target.stacked})
+    if stacked and family.experts_turned:
+        raise McaError(
+            f"target_parameters: PEFT's factors on {stacked[0]} of {config.model_type} have other shapes, as it does "
+            "not know that the weights are stored transposed; name others"
         )
     tables = (param for param in _base_params(config) if param.vocab and param.stage is Stage.FIRST)
     embeddings = [param.hf_names()[0].removesuffix(".weight") for param in tables]

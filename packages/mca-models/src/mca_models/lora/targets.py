@@ -20,6 +20,8 @@ _LINEARS = frozenset(
 """Megatron modules that are linears in HF models too."""
 _RENAMED = (".shared_experts.", ".self_attention.")
 """Where linears stand whose names in files are not those of modules."""
+UNSAVED = (Stage.MTP, Stage.VISION)
+"""Whose parameters are not saved whole."""
 _TABLES = ("pos_embed", "position_embedding")
 """Modules of vision models that are embeddings."""
 

@@ -23,7 +23,9 @@ from mca_models.megatron.types import Upstream
 from mca_models.megatron.virtual_models import VirtualModels
 from mca_models.opening import open_checkpoint
 from mca_models.storage.source import ModelSource
+from mca_models.templates import family_of
 from mca_models.templates.heads import SCORE, Head, with_head
+from mca_models.weights import Param
 
 _log = logging.getLogger(__name__)
 
@@ -75,9 +77,10 @@ class AutoModel:
             growth = growth_of(source, config.vocab_size, seed)
         once = bool(vars(args).get("load_broadcast"))  # training arguments only
         place = models.place
-        is_new = config.num_labels is not None and source.config.num_labels is None
-        new = [pair for pair in models.held() if is_new and pair[0].param.hf[0].startswith(f"{SCORE}.")]
-        there = [pair for pair in models.held() if all(pair is not other for other in new)]
+        models.drawn = _drawn(config, source.config)
+        drawn = {param.mca_name() for param in models.drawn if not param.vocab}
+        new = [pair for pair in models.held() if pair[0].param.mca_name() in drawn]
+        there = [pair for pair in models.held() if pair[0].param.mca_name() not in drawn]
         fill.from_seed(seed, new, models.config, place.at)
         models.bytes_read = fill.from_source(
             source, there, place.layout, place.at, growth=growth, broadcast=once
@@ -116,6 +119,19 @@ class AutoModel:
     ) -> VirtualModels:
         """A model whose parameters have no values yet: for whoever fills them, or only looks at what they need."""
         return _build(config, args or DistributingParallelArguments(), dtype, seed, None)
+
+
+def _drawn(config: McaModelConfig, stored: McaModelConfig) -> tuple[Param, ...]:
+    """The parameters of ``config`` that a checkpoint of ``stored`` lacks, or has fewer rows of."""
+    head = config.num_labels is not None and stored.num_labels is None
+    grown = config.vocab_size != stored.vocab_size
+    if not head and not grown:
+        return ()
+    return tuple(
+        param
+        for param in family_of(config.model_type).params(config)
+        if not param.alias_of and ((head and param.hf[0].startswith(f"{SCORE}.")) or (grown and param.vocab))
+    )
 
 
 def _build(

@@ -38,6 +38,7 @@ from mca_models.megatron.state.load import load_weights
 from mca_models.megatron.state.save import save_hf, save_mca
 from mca_models.megatron.state.torch_dist import PendingSave, save_torch_dist
 from mca_models.megatron.types import MegatronConfig
+from mca_models.weights import Param
 
 CheckpointFormat = Literal["mca", "torch_dist"]
 
@@ -64,6 +65,7 @@ class VirtualModels(torch.nn.Module):
         implementation: ``local`` or ``transformer_engine`` layers.
         source: The checkpoint directory it was loaded from, None for a random one.
         bytes_read: What this rank took out of that checkpoint.
+        drawn: The parameters that it lacks, or has fewer rows of: a new head, a vocabulary that has grown.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class VirtualModels(torch.nn.Module):
         self.place = place
         self.source = source
         self.bytes_read = 0
+        self.drawn: tuple[Param, ...] = ()
         self.implementation: Implementation = implementation_of(args)
         self.megatron: MegatronConfig = transformer_config(self.config, args, place.layout, dtype)
         self._parts = self.config.pipeline_plan().chunks[place.at.pp]

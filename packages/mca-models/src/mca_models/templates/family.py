@@ -61,6 +61,7 @@ class Family:
         prediction_layers: How many prediction layers a checkpoint with these tensor names holds.
         copies: HF tensors that may repeat another one, beside a tied head.
         unadapted: Modules that PEFT refuses to adapt in models of this type, or adapts without effect.
+        experts_turned: The stacked weights of routed experts are stored transposed, which PEFT does not know.
         module_names: Facts in ``extra`` with which everything has the names of transformers' modules, where files
             have others.
         fp8_unread: Why transformers cannot read weights of this type in fp8 blocks; None: it can.
@@ -80,6 +81,7 @@ class Family:
     prediction_layers: Callable[[McaModelConfig, Collection[str]], int] = counted_layers
     copies: Callable[[FamilyConfig], Mapping[str, str]] = lambda config: {}
     unadapted: frozenset[str] = frozenset()
+    experts_turned: bool = False
     module_names: Values = field(default_factory=dict)
     fp8_unread: str | None = None
     texts: Mapping[str, "Family"] = field(default_factory=dict)

@@ -94,5 +94,6 @@ FAMILY = Family(
     config=CONFIG,
     params=params,
     unadapted=frozenset({"router"}),
+    experts_turned=True,
     fp8_unread=EXPERTS_TURNED,
 )

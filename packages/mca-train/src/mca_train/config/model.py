@@ -12,11 +12,17 @@ from typing import TYPE_CHECKING
 from mca_config.arguments import MegatronArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import McaModelConfig
+from mca_config.model_config import HeadKind, McaModelConfig
 from mca_train.config.arguments import LaunchArguments, LoraArguments
 
 if TYPE_CHECKING:
-    from mca_models.lora.config import AdapterConfig
+    from mca_models.lora import AdapterConfig, AdapterRules
+
+_PEFT_TASKS: dict[HeadKind, str] = {
+    "causal_lm": "CAUSAL_LM",
+    "sequence_classification": "SEQ_CLS",
+    "token_classification": "TOKEN_CLS",
+}
 
 
 def model_config(path: str) -> McaModelConfig:
@@ -80,27 +86,34 @@ def layout_of(arguments: MegatronArguments, config: McaModelConfig) -> ParallelL
     return arguments.layout(config.layout)
 
 
-def adapter_config(
+def peft_task(config: McaModelConfig) -> str:
+    """PEFT's name of what a model is for."""
+    return _PEFT_TASKS[config.head]
+
+
+def adapter_of(
     lora: LoraArguments, config: McaModelConfig, parts: Collection[str]
-) -> "AdapterConfig | None":
-    """The adapter that is trained; its values are not read. None: the whole model is.
+) -> "tuple[AdapterConfig, AdapterRules] | None":
+    """The adapter that is trained, and its tensors, whose values are not read. None: the whole model is.
 
     Args:
         lora: What is asked for.
-        config: Of the model.
+        config: Of the model, with its layout.
         parts: Of a vision-language model, those that are trained.
 
     Raises:
-        McaError: The adapter's directory has no usable configuration.
+        McaError: The adapter's directory, or what is asked for, cannot be used.
     """
-    from mca_models.lora.config import AdapterConfig
-    from mca_models.lora.parts import exclude_unadapted, name_linears
+    from mca_models.lora import AdapterConfig, rules_for_training, rules_of
+    from mca_models.lora.parts import exclude_unadapted, name_linears, save_head
 
     if lora.adapter_name_or_path is not None:
-        return AdapterConfig.load(Path(lora.adapter_name_or_path))
+        return rules_of(Path(lora.adapter_name_or_path), config)
     if not lora.wanted:
         return None
-    document = {**lora.config()}
+    document = {**lora.config(peft_task(config))}
+    save_head(document)
     exclude_unadapted(document, config, parts)
     name_linears(document, config)
-    return AdapterConfig.from_dict(document)
+    adapter = AdapterConfig.from_dict(document, "LoraConfig")
+    return adapter, rules_for_training(config, adapter)

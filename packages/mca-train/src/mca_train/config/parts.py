@@ -4,6 +4,7 @@ How parts are frozen is known to ``mca_models``; their learning rates come to th
 """
 
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from mca_config.model_config import McaModelConfig
@@ -26,6 +27,16 @@ def trained_parts(training: "TrainingArguments") -> frozenset[Part]:
     return frozenset(part for part in PARTS if part not in frozen)
 
 
+def adapted_parts(directory: str, config: McaModelConfig) -> frozenset[Part]:
+    """The parts that the adapter in ``directory`` is on."""
+    from mca_models.lora import rules_of
+    from mca_models.megatron.families.vision_model import part_of
+
+    rules = rules_of(Path(directory), config)[1]
+    found = {part_of(pair.target.base, config) for pair in rules.factors}
+    return frozenset(part for part in PARTS if part in found)
+
+
 def part_problems(
     training: "TrainingArguments", lora: LoraArguments, config: McaModelConfig, megatron: "MegatronConfig"
 ) -> Iterator[str]:
@@ -35,10 +46,11 @@ def part_problems(
         if given:
             yield f"{', '.join(given)}: a {config.model_type} model has no vision part; remove the key"
         return
-    trained = trained_parts(training)
-    if lora.adapter_name_or_path is not None and given:
+    path = lora.adapter_name_or_path
+    if path is not None and given:
         yield f"{', '.join(given)}: the adapter of adapter_name_or_path has its own settings; remove the key"
         return
+    trained = trained_parts(training) if path is None else adapted_parts(path, config)
     if not trained:
         yield f"freeze: {', '.join(PARTS)} are all parts, so nothing is left to train; remove one of them"
     yield from trained_problems(training, trained, adapted=lora.wanted)

@@ -14,8 +14,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelinePlan
 
 if TYPE_CHECKING:
-    from mca_models.lora.config import AdapterConfig
-    from mca_models.lora.rules import Factors
+    from mca_models.lora.rules import AdapterRules, Factors
     from mca_models.weights import Param
 
 Shape = tuple[int, ...]
@@ -92,11 +91,8 @@ class ModelCounts:
         return cls(config, ((param, shape_of(param, config)) for param in params_of(config)))
 
     @classmethod
-    def of_adapter(cls, config: McaModelConfig, adapter: "AdapterConfig") -> "ModelCounts":
-        """Those of ``adapter``."""
-        from mca_models.lora.rules import rules_for_training
-
-        rules = rules_for_training(config, adapter)
+    def of_adapter(cls, config: McaModelConfig, rules: "AdapterRules") -> "ModelCounts":
+        """Those of an adapter that are trained."""
         saved = [(param, shape_of(param, config)) for param in rules.saved]
         return cls(config, [*adapter_shapes(config, rules.factors), *saved])
 

@@ -157,6 +157,8 @@ def make_plan(
         implementation: Whose layers.
         on_gpu: Whether it runs there.
     """
+    from mca_models.lora import rules_for_training
+
     layout = layout_of(training, config)
     config = replace(config, layout=layout)
     subject = Subject(
@@ -164,7 +166,7 @@ def make_plan(
         seq_length=seq_length,
         sequences=sequences,
         model=ModelCounts.of(config),
-        adapter=ModelCounts.of_adapter(config, adapter) if adapter else None,
+        adapter=ModelCounts.of_adapter(config, rules_for_training(config, adapter)) if adapter else None,
         frozen=ModelCounts.of_frozen(config, trained_parts(training)),
         reference=ModelCounts.of(replace(reference, layout=layout)) if reference else None,
         implementation=implementation,

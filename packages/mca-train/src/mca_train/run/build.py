@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.errors import UsageError, checking_usage
+from mca_train.config.model import peft_task
 from mca_train.config.parts import trained_parts
 from mca_train.config.run_config import Settings
 from mca_train.data.scored import padding_of
@@ -23,12 +24,6 @@ if TYPE_CHECKING:
     from mca_train.trainer.trainer import McaTrainer
 
 logger = logging.getLogger(__name__)
-
-_PEFT_TASKS = {
-    "causal_lm": "CAUSAL_LM",
-    "sequence_classification": "SEQ_CLS",
-    "token_classification": "TOKEN_CLS",
-}
 
 
 def make_trainer(inputs: Inputs) -> "McaTrainer":
@@ -83,13 +78,13 @@ def _with_adapter(model: "VirtualModels", settings: Settings) -> "VirtualModels"
         return model
     from mca_models.megatron.peft import get_peft_model, load_adapter
 
-    if lora.adapter_name_or_path is not None:
-        adapted = load_adapter(model, lora.adapter_name_or_path)
-    else:
-        with checking_usage():
+    with checking_usage():
+        if lora.adapter_name_or_path is not None:
+            adapted = load_adapter(model, lora.adapter_name_or_path)
+        else:
             adapted = get_peft_model(
                 model,
-                lora.config(_PEFT_TASKS[model.config.head]),
+                lora.config(peft_task(model.config)),
                 seed=settings.training.seed,
                 parts=trained_parts(settings.training),
             )

@@ -19,6 +19,7 @@ from mca_config.model_config import McaModelConfig, trained_dtype
 from mca_config.types import Values
 from mca_models.checkpoint.side_files import side_files
 from mca_train.checkpoint.output_dir import require_own
+from mca_train.config.adapters import adapter_problems
 from mca_train.config.arguments import LaunchArguments
 from mca_train.config.checks import contradictions
 from mca_train.config.model import layout_of, model_config, num_local_ranks
@@ -172,8 +173,10 @@ def _architecture(run: Run, target: "Target | None") -> list[str]:
     except McaError as error:
         return list(problems_of(error))
     of_dtype = of_float16(args) if megatron.fp16 else []
-    of_parts = part_problems(args, run.settings.lora, replace(config, layout=run.layout), megatron)
-    return [*of_dtype, *of_parts, *run.task.problems_in_megatron(run.settings, megatron)]
+    config = replace(config, layout=run.layout)
+    of_adapter = list(adapter_problems(run.settings, config))
+    of_parts = [] if of_adapter else part_problems(args, run.settings.lora, config, megatron)
+    return [*of_dtype, *of_adapter, *of_parts, *run.task.problems_in_megatron(run.settings, megatron)]
 
 
 def data_problems(settings: Settings) -> Iterator[str]:

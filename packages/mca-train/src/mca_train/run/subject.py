@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import trained_dtype
-from mca_train.config.model import adapter_config, model_config
-from mca_train.config.parts import Part, trained_parts
+from mca_train.config.model import adapter_of, model_config
+from mca_train.config.parts import adapted_parts, trained_parts
 from mca_train.plan.chunks import Implementation
 from mca_train.plan.counts import ModelCounts
 from mca_train.plan.memory import Subject
@@ -30,8 +30,9 @@ def images_of_run(run: Run, count: int | None = None, pixels: int | None = None)
         UsageError: What is asked for cannot be.
     """
     settings = run.settings
-    adapted = settings.lora.wanted and settings.training.freeze is None  # then it is on the text part alone
-    trained = frozenset[Part]() if adapted else trained_parts(settings.training)
+    trained = trained_parts(settings.training)
+    if settings.lora.adapter_name_or_path is not None:
+        trained = adapted_parts(settings.lora.adapter_name_or_path, run.model)
     length, takes = settings.data.seq_length, run.task.takes_images
     return images_of(run.model, trained, length, takes=takes, count=count, pixels=pixels)
 
@@ -54,7 +55,7 @@ def subject_of(
 
     settings, config = run.settings, replace(run.model, layout=run.layout)
     parts, path = trained_parts(settings.training), run.task.reference(settings)
-    adapter = adapter_config(settings.lora, run.model, parts)
+    adapter = adapter_of(settings.lora, config, parts)
     reference = None
     if path is not None:
         other = run.model if path == settings.data.model_name_or_path else model_config(path)
@@ -64,7 +65,7 @@ def subject_of(
         seq_length=settings.data.seq_length,
         sequences=run.task.sequences_per_sample,
         model=ModelCounts.of(config),
-        adapter=None if adapter is None else ModelCounts.of_adapter(config, adapter),
+        adapter=None if adapter is None else ModelCounts.of_adapter(config, adapter[1]),
         frozen=ModelCounts.of_frozen(config, parts),
         reference=reference,
         implementation=implementation,

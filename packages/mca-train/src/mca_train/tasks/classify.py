@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal, cast
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import ClassifyArguments
-from mca_train.tasks.scores import ScoreTask, score_example
-from mca_train.tasks.task import data_format_problems
+from mca_train.tasks.scores import ScoreTask
+from mca_train.tasks.task import Example, data_format_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +61,7 @@ class Classify(ScoreTask):
     summary = "on texts with a class, labels or numbers: text (or messages) and label"
     data_arguments = Labels
     wanted = "two tokens"
-    example = score_example(
+    example = Example(
         rows="rows with `text` and `label`",
         own="labels: [negative, positive]            # or num_labels: 2; problem_type: regression, ...\n",
     )

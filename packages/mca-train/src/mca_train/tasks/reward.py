@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, cast
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import RewardArguments
-from mca_train.tasks.scores import ScoreTask, score_example
-from mca_train.tasks.task import pair_format_problems
+from mca_train.tasks.scores import ScoreTask
+from mca_train.tasks.task import Example, pair_format_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +48,7 @@ class Reward(ScoreTask):
     own_arguments = RewardRunArguments
     sides = ("chosen", "rejected")
     wanted = "both answers whole, of two tokens or more,"
-    example = score_example(
+    example = Example(
         rows="rows with `prompt`, `chosen` and `rejected`, and perhaps `margin`",
         own="# center_rewards_coefficient: 0.01      # keeps rewards around 0\n",
     )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from mca_train.config.arguments import DataArguments
-from mca_train.tasks.task import AnswerTask, Example
+from mca_train.tasks.task import AnswerTask
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -12,11 +12,6 @@ if TYPE_CHECKING:
 
     from mca_train.config.run_config import Settings
     from mca_train.data.file_rows import Row
-
-
-def score_example(rows: str, own: str) -> Example:
-    """A configuration to begin with, whose adapter trains the new head too."""
-    return Example(rows=rows, own=own, lora="# lora_modules_to_save: [score]         # the new head\n")
 
 
 class ScoreTask(AnswerTask):
@@ -29,16 +24,10 @@ class ScoreTask(AnswerTask):
         return lambda row: False  # a text of one token is none
 
     def problems(self, settings: "Settings") -> Iterator[str]:
-        """Keys that say nothing of scores, and a new head that an adapter would leave as it was drawn."""
+        """Keys that say nothing of scores."""
         from mca_train.losses.scores import key_problems
 
         yield from key_problems(settings.training)
-        lora = settings.lora
-        if lora.lora_rank is not None and "score" not in lora.lora_modules_to_save:
-            yield (
-                f"lora_modules_to_save lacks score, the head that mca-train {self.name} trains beside the adapter; "
-                "set it to [score]"
-            )
 
     def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
         """Losses that Megatron adds by tokens."""

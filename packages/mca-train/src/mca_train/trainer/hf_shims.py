@@ -47,6 +47,18 @@ def require_optimizable(model: VirtualModels, args: TrainingArguments) -> None:
     raise_problems(of_float16(args) if model.config.dtype == "float16" else [], "McaTrainer")
 
 
+def require_unmerged(model: VirtualModels) -> None:
+    """Refuses to train an adapter that is folded into the weights: nothing comes to its factors.
+
+    Raises:
+        McaError: It is.
+    """
+    from mca_models.megatron.peft import PeftModels
+
+    if isinstance(model, PeftModels) and model.merged:
+        raise McaError("the adapter is merged, so nothing would be trained; call unmerge_adapter first")
+
+
 def require_vocabulary(model: VirtualModels, args: TrainingArguments, *, wants_logits: bool) -> None:
     """Refuses a model that scores sequences or tokens where the loss is a cross entropy of tokens, and the reverse.
 

@@ -57,6 +57,7 @@ from mca_train.trainer.hf_shims import (
     WithoutAccelerator,
     require_mca,
     require_optimizable,
+    require_unmerged,
     require_vocabulary,
 )
 from mca_train.trainer.loading import log_plan
@@ -230,6 +231,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             raise McaError("hyper-parameter search is not supported")
         if isinstance(self._pipeline, Engine):
             self._pipeline.require_model()
+        require_unmerged(self.model)
         self._set_output()
         output_dir = Path(self.args.output_dir)
         require_own(output_dir, [self.model.source])

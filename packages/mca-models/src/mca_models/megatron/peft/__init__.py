@@ -8,6 +8,7 @@
 ``merge_adapter`` and ``unmerge_adapter`` fold it into the weights and back.
 """
 
-from mca_models.megatron.peft.models import PeftModels, attach_adapter, get_peft_model, load_adapter
+from mca_models.megatron.peft.create import attach_adapter, get_peft_model, load_adapter
+from mca_models.megatron.peft.models import PeftModels
 
 __all__ = ["PeftModels", "attach_adapter", "get_peft_model", "load_adapter"]

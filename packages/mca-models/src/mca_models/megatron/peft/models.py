@@ -1,9 +1,10 @@
-"""``get_peft_model`` for ``VirtualModels``: LoRA adapters named as PEFT names them on the HF model.
+"""``PeftModels``: ``VirtualModels`` with a LoRA adapter that is named as PEFT names it on the HF model.
 
-How a factor lies on a linear is in `attach` and `linear`; directories are written by `mca_models.lora`.
+It is made in `create`. How a factor lies on a linear is in `attach` and `linear`; directories are written by
+`mca_models.lora`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
@@ -13,22 +14,18 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_config.model_config import DtypeName
-from mca_models.hub import directory_of
 from mca_models.lora import (
     Adapter,
     AdapterConfig,
     AdapterRules,
     adapter_for,
-    rules_for_training,
     write_mca_adapter,
     write_peft,
 )
-from mca_models.lora.adapter import require_untied
 from mca_models.lora.rules import PREFIX
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import told_by_first
 from mca_models.megatron.factory.fill import cut_of, whole_shape
-from mca_models.megatron.families.vision_model import TEXT, Part
 from mca_models.megatron.peft.attach import (
     Attached,
     LinearGroups,
@@ -39,10 +36,10 @@ from mca_models.megatron.peft.attach import (
 )
 from mca_models.megatron.peft.exchange import whole_adapter
 from mca_models.megatron.peft.export import merged_piece, peft_tensors
+from mca_models.megatron.peft.fit import require_same
 from mca_models.megatron.peft.received import received
-from mca_models.megatron.peft.settings import adapter_config
 from mca_models.megatron.peft.sharded import share, unshare
-from mca_models.megatron.peft.start import first_values, require_base, require_start
+from mca_models.megatron.peft.start import is_trained, require_base
 from mca_models.megatron.state.arrivals import Weight, on_every_rank
 from mca_models.megatron.state.export import (
     BUCKET_BYTES,
@@ -57,7 +54,6 @@ from mca_models.megatron.state.load import take_weights
 from mca_models.megatron.state.save import save_hf
 from mca_models.megatron.state.stream import Piece
 from mca_models.megatron.tensors import to_torch
-from mca_models.megatron.types import PeftConfig
 from mca_models.megatron.virtual_models import CheckpointFormat, VirtualModels
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
@@ -83,11 +79,10 @@ class PeftModels(VirtualModels):
         self._originals: list[Tensor] = []
         self._attached = self._attach()
         self._factors = [pair for item in self._attached for pair in item.live]
-        self._saved = list(self._saved_modules())
+        self._saved, self._copies = (list(self._saved_whole(copies=copies)) for copies in (False, True))
         self.requires_grad_(False)
-        asked = [(p, x) for p, x in self._saved if self.adapter.saves(p.hf_names()[0].removeprefix(PREFIX))]
-        for _, tensor in (*self._factors, *asked):  # what PEFT saved unasked stays as it is
-            tensor.requires_grad_(True)
+        for param, tensor in self._every():
+            tensor.requires_grad_(is_trained(param, adapter, rules))
         self._handles = [handle for chunk in self.chunks for handle in begin_gradients(chunk)]
         self._share_state_dicts()
         # the routers are frozen, so their balancing biases are too
@@ -109,14 +104,18 @@ class PeftModels(VirtualModels):
             attached += attach(chunk, held, self.rules, ranks, dropout=dropout, grouped=grouped)
         return attached
 
-    def _saved_modules(self) -> Iterator[tuple[Param, Tensor]]:
-        saved = {param.mca_name(): param for param in self.rules.saved}
+    def _saved_whole(self, *, copies: bool) -> Iterator[tuple[Param, Tensor]]:
+        saved = {param.mca_name(): param for param in self.rules.whole}
         for item, tensor in self.held():
-            if not item.copy and item.param.mca_name() in saved:
+            if item.copy is copies and item.param.mca_name() in saved:
                 yield saved[item.param.mca_name()], tensor
 
     def _live(self) -> list[tuple[Param, Tensor]]:
         return [*self._factors, *self._saved]
+
+    def _every(self) -> list[tuple[Param, Tensor]]:
+        """Second copies too: prediction layers on a stage of their own have one of the embedding."""
+        return [*self._live(), *self._copies]
 
     def _share_state_dicts(self) -> None:
         """Has Megatron's distributed checkpoints see the factors under their canonical names."""
@@ -125,14 +124,9 @@ class PeftModels(VirtualModels):
             share(chunk, by_tensor, self.place)
 
     def load_pretrained(self, directory: str | Path) -> None:
-        """Sets the adapter to that of a PEFT or MCA adapter directory, which must have the same targets."""
+        """Sets the adapter to that of a PEFT or MCA adapter directory, of the same targets, ranks and scales."""
         found = adapter_for(Path(directory), self.config)
-        theirs, mine = ({param.mca_name() for param in rules.params} for rules in (found.rules, self.rules))
-        if theirs != mine:
-            raise McaError(
-                f"{directory}: its adapter has other tensors than this model's ({min(theirs ^ mine)}, ...); load it "
-                "with load_adapter onto the base model"
-            )
+        require_same(found.rules, self.rules, directory)
         self.fill(lambda param, shape: found.read(param), saved=True)
 
     def fill(self, read: Read, *, saved: bool) -> None:
@@ -143,7 +137,7 @@ class PeftModels(VirtualModels):
             saved: Also the parameters of ``modules_to_save``, which else stay those of the base model.
         """
         config, at = self.config, self.place.at
-        for param, tensor in self._live() if saved else self._factors:
+        for param, tensor in self._every() if saved else self._factors:
             whole = whole_shape(param, tensor, config)
             source = Adapter(config, self.adapter, self.rules, _of_shape(read, whole))
             rank, size = cut_of(param, config.layout, at)
@@ -216,7 +210,7 @@ class PeftModels(VirtualModels):
         self.megatron.moe_router_bias_update_rate = self._bias_rate
         base = VirtualModels.__new__(VirtualModels)
         torch.nn.Module.__init__(base)
-        own = ("adapter", "rules", "_originals", "_attached", "_factors", "_saved", "_handles")
+        own = ("adapter", "rules", "_originals", "_attached", "_factors", "_saved", "_copies", "_handles")
         base.__dict__.update({name: value for name, value in self.__dict__.items() if name not in own})
         return base.requires_grad_(True)
 
@@ -339,51 +333,6 @@ class PeftModels(VirtualModels):
     def _write(self, write: Callable[[Adapter], None]) -> None:
         found = whole_adapter(self._live(), self.place, self.config, self.adapter, self.rules)
         told_by_first(lambda: write(found) if found else None)
-
-
-def get_peft_model(
-    models: VirtualModels,
-    config: PeftConfig,
-    *,
-    seed: int = 1234,
-    parts: Collection[Part] = TEXT,
-) -> PeftModels:
-    """``models`` with a new LoRA adapter; its values are the same on every layout for the same seed.
-
-    Args:
-        models: The base model, which is frozen; it is shared, not copied.
-        config: A ``peft.LoraConfig`` with HF module names, or the contents of an ``adapter_config.json``.
-        seed: Of the adapter's random values.
-        parts: Of a vision-language model, those that are adapted; modules of others are excluded.
-
-    Raises:
-        McaError: A setting cannot be represented, or names nothing of this model.
-    """
-    adapter = adapter_config(config, models, parts)
-    require_start(adapter)
-    peft = attach_adapter(models, adapter)
-    peft.fill(first_values(adapter, seed), saved=False)
-    return peft
-
-
-def attach_adapter(models: VirtualModels, config: AdapterConfig) -> PeftModels:
-    """``models`` with an adapter that has no values yet."""
-    return _peft_models(models, config, rules_for_training(models.config, config))
-
-
-def load_adapter(models: VirtualModels, path: str | Path) -> PeftModels:
-    """``models`` with the adapter of a PEFT or MCA directory or of the Hub, whatever layout that has."""
-    found = adapter_for(directory_of(path), models.config)
-    peft = _peft_models(models, found.config, found.rules)
-    peft.fill(lambda param, shape: found.read(param), saved=True)
-    return peft
-
-
-def _peft_models(models: VirtualModels, adapter: AdapterConfig, rules: AdapterRules) -> PeftModels:
-    if isinstance(models, PeftModels):
-        raise McaError("this model has an adapter already; call merge_and_unload first")
-    require_untied(Adapter(models.config, adapter, rules, lambda param: None), "training it")
-    return PeftModels(models, adapter, rules)
 
 
 def _of_shape(read: Read, shape: tuple[int, ...]) -> Callable[[Param], Array]:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from mca_config.errors import McaError
 from mca_config.types import Typed
 from mca_models.lora import AdapterConfig
-from mca_models.lora.parts import exclude_unadapted, name_linears
+from mca_models.lora.parts import exclude_unadapted, name_linears, save_head
 from mca_models.megatron.families.vision_model import TEXT, Part
 from mca_models.megatron.types import PeftConfig
 from mca_models.megatron.virtual_models import VirtualModels
@@ -34,6 +34,7 @@ def adapter_config(
         document["target_modules"] = _usual_targets(models.config.model_type)
     if not document.get("base_model_name_or_path") and models.source is not None:
         document["base_model_name_or_path"] = str(models.source)
+    save_head(document)
     exclude_unadapted(document, models.config, parts)
     name_linears(document, models.config)
     document["inference_mode"] = True  # what is saved is to be used; PEFT writes the same

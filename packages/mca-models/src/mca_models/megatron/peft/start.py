@@ -1,6 +1,6 @@
-"""The first values of a new adapter: PEFT's distributions, the same on every layout.
+"""What an adapter starts from: what of it is trained, and the first values of a new one.
 
-Values of an existing adapter are read, not drawn.
+They are PEFT's distributions, the same on every layout. Values of an existing adapter are read, not drawn.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from mca_config.errors import McaError
-from mca_models.lora import AdapterConfig
+from mca_models.lora import AdapterConfig, AdapterRules
 from mca_models.megatron.tensors import seeded_generator, to_numpy
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
@@ -42,6 +42,13 @@ def require_base(adapter: AdapterConfig, *, merged: bool) -> None:
             "disable_adapter does not give the base model back where modules_to_save trains parts of it; load the "
             "base model a second time as reference, or remove modules_to_save"
         )
+
+
+def is_trained(param: Param, adapter: AdapterConfig, rules: AdapterRules) -> bool:
+    """Whether PEFT trains a tensor of ``adapter``: not what it saved unasked, and with MiCA lora_A alone."""
+    if ".lora_B." in param.mca:
+        return str(adapter.document.get("init_lora_weights")).lower() != "mica"
+    return all(param is not other for other in rules.kept)
 
 
 def first_values(adapter: AdapterConfig, seed: int) -> Callable[[Param, tuple[int, ...]], Array]:

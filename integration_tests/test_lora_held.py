@@ -1,0 +1,160 @@
+"""What of an adapter is trained, and what it must hold, so that its directory is the model that was trained."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import train_cases
+from harness import run_ranks
+from layouts import arguments, world_size
+from lora_training import adapter_of, tokens, train_megatron
+from mca_config.errors import McaError
+from reference import make_reference
+
+pytestmark = pytest.mark.ranks
+
+
+def settings_in(adapter: Path, **changes: Any) -> Path:
+    """A copy of ``adapter`` beside it with other settings in its configuration."""
+    target = adapter.with_name("-".join([adapter.name, *changes]))
+    target.mkdir()
+    (target / "adapter_model.safetensors").write_bytes((adapter / "adapter_model.safetensors").read_bytes())
+    config = json.loads((adapter / "adapter_config.json").read_text()) | changes
+    (target / "adapter_config.json").write_text(json.dumps(config))
+    return target
+
+
+def continued(base: Path, adapter: Path) -> dict[str, Any]:
+    """What is trained of an adapter of `peft`, and what training leaves as it was. Runs on one rank."""
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.peft import load_adapter
+    from mca_train import McaTrainer
+
+    models = load_adapter(AutoModel.from_pretrained(base), adapter)
+    live = dict(models.adapter_parameters())
+    found: dict[str, Any] = {"trained": [name for name, x in models.named_parameters() if x.requires_grad]}
+    with models.disable_adapter():
+        found["base"] = models.logits(tokens())
+    train_megatron(models)
+    with models.disable_adapter():
+        found["after"] = models.logits(tokens())
+    found["head"] = live["output_layer.weight"].detach().clone()
+    with pytest.raises(
+        McaError, match=r"on model.layers.0.self_attn.q_proj has rank 4 and scale 4, .* 4 and 2;"
+    ):
+        models.load_pretrained(settings_in(adapter, lora_alpha=16))
+    models.load_pretrained(adapter)
+    models.merge_adapter()
+    args = train_cases.arguments(adapter.with_name("run"))
+    trainer = train_cases.quietly(
+        lambda: McaTrainer(model=models, args=args, train_dataset=train_cases.samples(4))
+    )
+    with pytest.raises(McaError, match="the adapter is merged, so nothing would be trained"):
+        trainer.train()
+    mica = load_adapter(AutoModel.from_pretrained(base), settings_in(adapter, init_lora_weights="mica"))
+    found["mica"] = [name for name, x in mica.named_parameters() if x.requires_grad]
+    return found
+
+
+def test_what_peft_saved_unasked_stays_as_it_is(tmp_path: Path) -> None:
+    base = make_reference("llama", tmp_path).path
+    made = adapter_of(base, tmp_path, {"target_modules": ["q_proj", "lm_head"]}, train=False)["adapter"]
+    file = made / "adapter_model.safetensors"
+    tensors = load_file(file)
+    head = tensors["base_model.model.lm_head.base_layer.weight"]
+    head += 0.5 * torch.randn(head.shape, generator=torch.Generator().manual_seed(2))
+    save_file(tensors, file)
+    (found,) = run_ranks(1, continued, base, made)
+    assert found["trained"] and all("lora_" in name for name in found["trained"])
+    assert torch.equal(found["head"], head)
+    assert torch.equal(found["base"], found["after"])  # what dpo compares with
+    assert found["mica"] == [name for name in found["trained"] if "lora_A" in name]
+
+
+def refused(base: Path, sft: Path, folder: Path) -> list[str]:
+    """What is told of adapters without what the base model lacks. Runs on one rank."""
+    import peft
+
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.peft import get_peft_model, load_adapter
+    from mca_models.templates.heads import Head
+
+    head, told = Head(kind="sequence_classification", labels=("reward",)), []
+    plain = {"r": 2, "target_modules": ["q_proj"]}
+    scores = peft.LoraConfig(task_type="SEQ_CLS", **plain)
+    tables = {**plain, "modules_to_save": ["embed_tokens", "lm_head"]}
+
+    def scoring() -> Any:
+        return AutoModel.from_pretrained(base, head=head)
+
+    def grown() -> Any:
+        return AutoModel.from_pretrained(base, vocab_size=77)
+
+    for make in (
+        lambda: get_peft_model(scoring(), plain),
+        lambda: load_adapter(scoring(), sft),
+        lambda: get_peft_model(grown(), plain),
+        lambda: get_peft_model(grown(), {**tables, "modules_to_save": ["lm_head"]}),
+    ):
+        with pytest.raises(McaError) as error:
+            make()
+        told.append(str(error.value))
+    reward = get_peft_model(scoring(), scores)
+    assert [param.mca_name() for param in reward.rules.saved] == ["output_layer.weight"]
+    reward.save_pretrained(folder / "reward")
+    again = load_adapter(scoring(), folder / "reward")
+    assert torch.equal(again.logits(tokens()), reward.logits(tokens()))
+    get_peft_model(grown(), tables).save_pretrained_as_hf(folder / "grown")
+    return told
+
+
+def test_an_adapter_holds_what_its_base_model_lacks(tmp_path: Path) -> None:
+    base = make_reference("llama", tmp_path).path
+    sft = adapter_of(base, tmp_path, {"target_modules": ["q_proj"]}, train=False)["adapter"]
+    (told,) = run_ranks(1, refused, base, sft, tmp_path)
+    for message in told[:2]:
+        assert message.startswith("the adapter does not hold score.weight, the new head, which ")
+    assert told[2].startswith("the adapter does not hold the new rows of model.embed_tokens.weight, which ")
+    assert "new rows of model.embed_tokens.weight" in told[3]
+    tables = load_file(tmp_path / "grown" / "adapter_model.safetensors")
+    assert tables["base_model.model.model.embed_tokens.weight"].shape[0] == 77
+
+
+def with_tables(
+    hf: dict[str, Any], layout: str, saved: Path
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """This rank's copies of a trained embedding after some steps, and after it was loaded into another model."""
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.peft import get_peft_model, load_adapter
+    from mca_models.templates import config_from_hf
+
+    config = config_from_hf(hf)
+    settings = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "target_modules": ["o_proj"]}
+    settings |= {"modules_to_save": ["embed_tokens", "lm_head"]}
+    models = get_peft_model(AutoModel.from_config(config, arguments(layout)), settings)
+    train_megatron(models)
+    models.save_pretrained(saved / layout)
+    again = load_adapter(AutoModel.from_config(config, arguments(layout)), saved / layout)
+    name = "embedding.word_embeddings.weight"
+    trained, loaded = (
+        [x.detach().clone() for item, x in some.held() if item.param.mca_name() == name]
+        for some in (models, again)
+    )
+    return trained, loaded
+
+
+def test_every_copy_of_a_trained_embedding_is_trained_and_loaded(tmp_path: Path) -> None:
+    path = make_reference("deepseek_v3", tmp_path).path
+    hf = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    ((alone,), _) = run_ranks(1, with_tables, hf, "tp1", tmp_path)[0]
+    found = run_ranks(world_size("pp2"), with_tables, hf, "pp2", tmp_path, timeout=60)
+    for (trained,), (loaded,) in found:
+        assert torch.equal(trained, found[0][0][0])  # one on each stage
+        assert torch.equal(loaded, trained)
+        torch.testing.assert_close(
+            trained, alone, atol=1e-4, rtol=0
+        )  # fp32 sums in another order, of 3 steps

@@ -1,0 +1,62 @@
+"""A model with an adapter is made here: a new one, or one that a directory holds."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from mca_config.errors import McaError
+from mca_models.hub import directory_of
+from mca_models.lora import Adapter, AdapterConfig, AdapterRules, adapter_for, rules_for_training
+from mca_models.lora.adapter import require_untied
+from mca_models.megatron.families.vision_model import TEXT, Part
+from mca_models.megatron.peft.fit import require_held
+from mca_models.megatron.peft.models import PeftModels
+from mca_models.megatron.peft.settings import adapter_config
+from mca_models.megatron.peft.start import first_values, require_start
+from mca_models.megatron.types import PeftConfig
+from mca_models.megatron.virtual_models import VirtualModels
+
+
+def get_peft_model(
+    models: VirtualModels,
+    config: PeftConfig,
+    *,
+    seed: int = 1234,
+    parts: Collection[Part] = TEXT,
+) -> PeftModels:
+    """``models`` with a new LoRA adapter; its values are the same on every layout for the same seed.
+
+    Args:
+        models: The base model, which is frozen; it is shared, not copied.
+        config: A ``peft.LoraConfig`` with HF module names, or the contents of an ``adapter_config.json``.
+        seed: Of the adapter's random values.
+        parts: Of a vision-language model, those that are adapted; modules of others are excluded.
+
+    Raises:
+        McaError: A setting cannot be represented, or names nothing of this model.
+    """
+    adapter = adapter_config(config, models, parts)
+    require_start(adapter)
+    peft = attach_adapter(models, adapter, rules_for_training(models.config, adapter))
+    peft.fill(first_values(adapter, seed), saved=False)
+    return peft
+
+
+def attach_adapter(models: VirtualModels, config: AdapterConfig, rules: AdapterRules) -> PeftModels:
+    """``models`` with an adapter that has no values yet, of ``rules`` made for the layout.
+
+    Raises:
+        McaError: The model has an adapter, or cannot be trained with this one.
+    """
+    if isinstance(models, PeftModels):
+        raise McaError("this model has an adapter already; call merge_and_unload first")
+    require_held(models, rules)
+    require_untied(Adapter(models.config, config, rules, lambda param: None), "training it")
+    return PeftModels(models, config, rules)
+
+
+def load_adapter(models: VirtualModels, path: str | Path) -> PeftModels:
+    """``models`` with the adapter of a PEFT or MCA directory or of the Hub, whatever layout that has."""
+    found = adapter_for(directory_of(path), models.config)
+    peft = attach_adapter(models, found.config, found.rules)
+    peft.fill(lambda param, shape: found.read(param), saved=True)
+    return peft
