@@ -254,6 +254,25 @@ def test_verify_tells_where_adapters_differ(
     assert missing[0] == 1 and name in missing[1].out + missing[1].err
 
 
+def test_a_tokenizer_of_the_adapters_own_is_told_when_it_is_merged(
+    tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = shutil.copytree(tiny("llama"), tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    for folder, template in ((base, "plain"), (tmp_path / "adapter", "plain")):
+        (folder / "tokenizer_config.json").write_text("{}")
+        (folder / "chat_template.jinja").write_text(template)
+    merge = ["--checkpoint_path", base, "--adapter_path", tmp_path / "adapter", "--merge", "--output_path"]
+    run(*merge, tmp_path / "same")
+    assert "not copied" not in capsys.readouterr().err
+    (tmp_path / "adapter" / "chat_template.jinja").write_text("of chats")
+    run(*merge, tmp_path / "other")
+    told = capsys.readouterr().err
+    assert "not copied, because the base model's tokenizer goes along: chat_template.jinja; copy them" in told
+    assert (tmp_path / "other" / "chat_template.jinja").read_text() == "plain"
+
+
 def test_a_damaged_base_is_not_merged_into(tiny, convert, tmp_path: Path, capsys) -> None:
     base = tiny("llama")
     config = peft.LoraConfig(target_modules=["q_proj"])

@@ -4,6 +4,7 @@ What an adapter is made of is known to `mca_models.lora`.
 """
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 from typing import Literal
@@ -14,7 +15,10 @@ from mca_config.printable import counted, printable
 from mca_convert.commands.carry_out import carry_out, layout_arguments, layout_flags_for_hf, layout_of
 from mca_convert.conversion import plan_to_hf, plan_to_mca, refuse_no_adapter, refuse_taken
 from mca_convert.interrupts import Interrupts
+from mca_models.checkpoint.side_files import different_tokenizer
 from mca_models.opening import open_checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 def convert_adapter(parser: Parser, options: argparse.Namespace, interrupts: Interrupts) -> int:
@@ -81,6 +85,13 @@ def _merge(
     refuse_taken(Path(options.checkpoint_path), destination, overwrite=options.overwrite)
     from mca_models.lora import MergedSource, open_adapter
 
+    if names := different_tokenizer(Path(options.checkpoint_path), adapter):
+        logger.warning(
+            "%s: not copied, because the base model's tokenizer goes along: %s; copy them if the adapter was trained with "
+            "them",
+            adapter,
+            ", ".join(names),
+        )
     base = open_checkpoint(Path(options.checkpoint_path), options.cast)
     source = MergedSource(base, open_adapter(adapter, base.config), options.cast)
     if options.to == "mca":

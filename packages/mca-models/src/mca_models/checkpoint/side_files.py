@@ -41,6 +41,7 @@ _WEIGHTS = (
 _FOLDERS = ("additional_chat_templates",)
 """Where tokenizers keep more of their files; what other folders hold is no part of the model."""
 
+_OF_TOKENIZERS = ("tokenizer", "chat_template", "special_tokens_map", "added_tokens", "vocab", "merges")
 _MEGATRON_FOLDERS = ("release", "dist_model")
 _BUFFER_BYTES = 1 << 20
 
@@ -53,6 +54,16 @@ def side_files(source: Path) -> list[Path]:
             that may not be read.
     """
     return [_checked(source, name) for name in sorted(_names(source))]
+
+
+def different_tokenizer(own: Path, other: Path) -> list[str]:
+    """The tokenizer's files in ``other`` that ``own`` has otherwise, or not at all."""
+    names = (file.relative_to(other) for file in side_files(other) if file.name.startswith(_OF_TOKENIZERS))
+    return [str(name) for name in names if not _equal(own / name, other / name)]
+
+
+def _equal(first: Path, second: Path) -> bool:
+    return first.is_file() and first.read_bytes() == second.read_bytes()
 
 
 def _names(source: Path) -> Iterator[str]:
