@@ -259,7 +259,9 @@ def test_a_tokenizer_of_the_adapters_own_is_told_when_it_is_merged(
 ) -> None:
     base = shutil.copytree(tiny("llama"), tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(base)
-    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(
+        tmp_path / "adapter"
+    )
     for folder, template in ((base, "plain"), (tmp_path / "adapter", "plain")):
         (folder / "tokenizer_config.json").write_text("{}")
         (folder / "chat_template.jinja").write_text(template)

@@ -87,8 +87,8 @@ def _merge(
 
     if names := different_tokenizer(Path(options.checkpoint_path), adapter):
         logger.warning(
-            "%s: not copied, because the base model's tokenizer goes along: %s; copy them if the adapter was trained with "
-            "them",
+            "%s: not copied, because the base model's tokenizer goes along: %s; copy them if the adapter was trained "
+            "with them",
             adapter,
             ", ".join(names),
         )
