@@ -48,6 +48,16 @@ FORMS = {
         "images": ["wide.png"],
     },
     "alpaca": lambda folder: {"instruction": "<image>what?", "output": "red", "images": ["wide.png"]},
+    "qwen-parts": lambda folder: asked({"image": "wide.png"}, {"text": "what?"}),
+    "responses": lambda folder: asked(
+        {"type": "input_image", "image_url": f"file://{folder / 'wide.png'}"},
+        {"type": "input_text", "text": "what?"},
+    ),
+    "llava": lambda folder: {
+        "conversations": [{"from": "human", "value": "<image>what?"}, {"from": "gpt", "value": "red"}],
+        "image": "wide.png",
+    },
+    "trl-one": lambda folder: {**asked(text("what?")), "image": "wide.png"},
 }
 
 
@@ -117,8 +127,25 @@ WRONG = {
     "row 0: image .*nowhere.png is not there": asked({"type": "image", "path": "nowhere.png"}),
     "row 0: image .*broken.png is no image that PIL can read": asked({"type": "image", "path": "broken.png"}),
     "row 0: an image in base64, 'no base64'..., cannot": asked({"type": "image", "base64": "no base64"}),
-    "row 0: a part of a message is a video; only text and images": asked({"type": "video", "path": "a.mp4"}),
+    "row 0: a part of a message is of type video; only text and images": asked(
+        {"type": "video", "path": "a.mp4"}
+    ),
+    "row 0: a part of a message is of type audio; only text and images": asked(
+        {"audio": "a.wav"}, {"text": "?"}
+    ),
+    "row 0: a part of a message has an image and a text": asked({"image": "small.png", "text": "?"}),
     "row 0: has videos, which cannot be used": {**asked(text("?")), "videos": ["a.mp4"]},
+    "row 0: has video, which cannot be used": {**asked(text("?")), "video": "a.mp4"},
+    "row 0: has images in images and in image; remove one": {
+        **asked({"type": "image"}, text("?")),
+        "images": ["small.png"],
+        "image": "wide.png",
+    },
+    "row 0: a turn of the user has <image>, .* the rows have no column images or image; set images_column": {
+        "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "red"}],
+        "picture": "small.png",
+    },
+    "row 0: the text contains the image placeholder .*, but the row has no image": asked(text(MARKS[1])),
     "row 0: the chat template makes 2 placeholders .* of 1 images": asked(
         {"type": "image", "path": "small.png"}, text(MARKS[1])
     ),

@@ -105,7 +105,9 @@ def test_a_stream_of_texts_gives_the_same_blocks(length, tokenizer, folder):
 
 
 def test_a_stream_of_texts_names_what_is_wrong(tokenizer, folder):
-    with pytest.raises(McaError, match="train_file: an image has 6 tokens, more than seq_length 5"):
+    with pytest.raises(
+        McaError, match="train_file: an image has 6 tokens with its marks, more than seq_length 5"
+    ):
         streamed(TEXTS, tokenizer, folder, kind="pretrain", seq_length=5)
     wrong = [TEXTS[1], {"text": "none", "images": ["small.png"]}]
     with pytest.raises(McaError, match=r"^train_file, row 1: 0 places for images .* but 1 images"):
@@ -120,7 +122,9 @@ def test_a_stream_of_texts_names_what_is_wrong(tokenizer, folder):
 
 
 def test_blocks_of_texts_name_what_is_wrong(tokenizer, folder):
-    with pytest.raises(McaError, match="train_file: an image has 6 tokens, more than seq_length 5"):
+    with pytest.raises(
+        McaError, match="train_file: an image has 6 tokens with its marks, more than seq_length 5"
+    ):
         load(TEXTS, tokenizer, folder, kind="pretrain", seq_length=5)
     wrong = [TEXTS[1], {"text": "none", "images": ["small.png"]}]
     with pytest.raises(McaError, match=r"^train_file, row 1: 0 places for images .* but 1 images"):

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from mca_config.checks import require_learned, sequence_multiple, tokens_of_fp8
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
+from mca_models.images import placeholders
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.layers.rope import ropes_by_length, tell_longest
@@ -58,10 +59,8 @@ def refuse_placeholders(config: McaModelConfig, input_ids: Tensor) -> None:
     Raises:
         McaError: A placeholder of an image or a video is among ``input_ids``.
     """
-    for medium in ("image", "video"):
-        keys = (f"{medium}_token_id", f"{medium}_token_index")
-        token = next((token for key in keys if (token := (config.vision or {}).get(key)) is not None), None)
-        if token is not None and bool((input_ids == token).any()):
+    for medium, token in placeholders(config.vision).items():
+        if bool((input_ids == token).any()):
             raise McaError(
                 f"input_ids hold {token}, the placeholder of {medium}s, which logits and log_probs do not take: give "
                 "text alone; McaTrainer.token_values takes the images of its samples"

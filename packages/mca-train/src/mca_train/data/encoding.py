@@ -15,9 +15,10 @@ from mca_config.types import Values
 from mca_train.config.arguments import DataArguments
 from mca_train.data.chat import NO_VARIABLES, Message, TemplateInputs, tokenize_chat
 from mca_train.data.files import require_column
-from mca_train.data.formats import TEMPLATE_INPUTS, converted
+from mca_train.data.formats import TEMPLATE_INPUTS, converted, image_columns
 from mca_train.data.long_texts import LONG, all_ids, head_encoding
-from mca_train.data.message_parts import require_no_data
+from mca_train.data.message_parts import require_no_data, with_types
+from mca_train.data.placeholders import require_words
 from mca_train.data.tools import mapping_from, tools_from, with_parsed_arguments
 
 if TYPE_CHECKING:
@@ -41,21 +42,43 @@ BlockTokenizer = Callable[[Sequence[Values], Sequence[str]], list[list[int]]]
 
 
 def block_tokenizer(
-    names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments, key: str
+    names: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    arguments: DataArguments,
+    key: str,
+    vision: Values | None = None,
 ) -> BlockTokenizer:
-    """The function from rows and their places to the tokens of each text, EOS last; rows without text have none."""
+    """The function from rows and their places to the tokens of each text, EOS last; rows without text have none.
+
+    Args:
+        names: The rows' columns.
+        tokenizer: The model's.
+        arguments: Columns.
+        key: The argument that named the files, for errors.
+        vision: Of the model's configuration; None: it sees no images.
+    """
     column = arguments.text_column
     require_column(names, column, key)
     eos = _eos(tokenizer)
+    pictures = image_columns(vision, arguments)
 
     def tokenize(rows: Sequence[Values], places: Sequence[str]) -> list[list[int]]:
         for row, place in zip(rows, places, strict=True):
             if not isinstance(row[column], str | None):
                 raise McaError(f"{key}, {place}: {column} is {row[column]!r:.80}; expected text")
-        texts = [row[column] for row in rows if row[column]]
+            if found := [name for name in pictures if row.get(name)]:
+                raise McaError(
+                    f"{key}, {place}: has {found[0]}, which only mca-train pretrain with a vision-language model "
+                    "reads; remove the row, or the column"
+                )
+        spoken = [(row[column], place) for row, place in zip(rows, places, strict=True) if row[column]]
+        texts = [text for text, _ in spoken]
         if max(map(len, texts), default=0) > LONG:
-            return [[*all_ids(tokenizer, text), eos] for text in texts]
-        ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+            ids = [all_ids(tokenizer, text) for text in texts]
+        else:
+            ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        for tokens, (_, place) in zip(ids, spoken, strict=True):
+            require_words(tokens, vision, f"{key}, {place}: ")
         return [[*tokens, eos] for tokens in ids]
 
     return tokenize
@@ -116,20 +139,20 @@ def inputs_of(row: Values, arguments: DataArguments) -> TemplateInputs:
         raise McaError(f"{TEMPLATE_INPUTS} is {given!r:.80}; expected a mapping, or that as JSON text")
     if taken := sorted(options.keys() & NO_VARIABLES):
         raise McaError(f"{TEMPLATE_INPUTS}: '{taken[0]}' is no variable of a template; remove it")
-    return TemplateInputs(_without_nulls(tools), _without_nulls(options))
+    return TemplateInputs(without_nulls(tools), without_nulls(options))
 
 
-def _without_nulls(value: T, kept: str = "") -> T:
-    """Without the keys that only other rows of the file have, which is what columns make of mappings.
+def without_nulls(value: T, kept: str = "") -> T:
+    """``value`` without the keys that only other rows of the file have, which is what columns make of mappings.
 
     What stands under the key ``kept`` stays as it is.
     """
     if isinstance(value, dict):
         said = {key: item for key, item in value.items() if item is not None}
         return cast(
-            "T", {key: item if key == kept else _without_nulls(item, kept) for key, item in said.items()}
+            "T", {key: item if key == kept else without_nulls(item, kept) for key, item in said.items()}
         )
-    return cast("T", [_without_nulls(item, kept) for item in value]) if isinstance(value, list) else value
+    return cast("T", [without_nulls(item, kept) for item in value]) if isinstance(value, list) else value
 
 
 def tokenize_answer(
@@ -213,8 +236,15 @@ def check_messages(messages: object) -> list[Message]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise McaError(f"messages, turn {turn}: expected a mapping with 'role' and 'content'")
         _require_said(turn, message)
-    said = [_without_nulls(message, "arguments") for message in messages]
-    return [with_parsed_arguments(message, turn) for turn, message in enumerate(said)]
+    return [_plain(message, turn) for turn, message in enumerate(messages)]
+
+
+def _plain(message: Message, turn: int) -> Message:
+    """A turn as templates expect it."""
+    found = without_nulls(message, "arguments")
+    if "content" in found:
+        found["content"] = with_types(found["content"])
+    return with_parsed_arguments(found, turn)
 
 
 def _require_said(turn: int, message: Message) -> None:

@@ -32,6 +32,7 @@ class FileRows:
         limit: Rows to keep, the first ones; None: all.
         seed: Of the order, drawn anew in each pass; None: the files' own.
         buffer_size: Rows that the next one is drawn from.
+        heads: The first row of each file.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class FileRows:
         limit: int | None = None,
         seed: int | None = None,
         buffer_size: int = 1,
+        heads: Sequence[Values] = (),
     ) -> None:
+        self.heads = heads
         self._parts, self._key, self._limit = parts, key, limit
         self._seed, self._buffer_size = seed, buffer_size
         self._epoch = 0

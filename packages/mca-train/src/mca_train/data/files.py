@@ -25,7 +25,7 @@ from mca_train.data.addresses import (
     unfetched,
 )
 from mca_train.data.call_arguments import as_json
-from mca_train.data.formats import COLUMNS, TEMPLATE_INPUTS
+from mca_train.data.formats import COLUMNS, ONE_IMAGE, OTHER_MEDIA, TEMPLATE_INPUTS
 
 if TYPE_CHECKING:
     import datasets
@@ -98,7 +98,7 @@ def joined(parts: Sequence[Rows], files: Sequence[str], key: str, arguments: Dat
 
     if len(parts) == 1:
         return parts[0]
-    wanted = column_names(arguments)
+    wanted = column_names(arguments) | {ONE_IMAGE, *OTHER_MEDIA}
     kept = [[name for name in part.column_names or () if name in wanted] for part in parts]
     parts = [part.select_columns(names) if names else part for part, names in zip(parts, kept, strict=True)]
     try:

@@ -23,6 +23,12 @@ COLUMNS = frozenset(
 TEMPLATE_INPUTS = "chat_template_kwargs"
 """Column of variables for the chat template, as TRL names it."""
 
+ONE_IMAGE = "image"
+"""Column of one image, in LLaVA's rows and in TRL's."""
+
+OTHER_MEDIA = ("videos", "audios", "video", "audio")
+"""Columns of what no model is given: of other programs' rows, the first two, and of LLaVA's."""
+
 _ROLES: Mapping[str, str] = {
     "human": "user",
     "user": "user",
@@ -35,6 +41,22 @@ _ROLES: Mapping[str, str] = {
     "tool": "tool",
     "system": "system",
 }
+
+
+def image_columns(vision: Values | None, arguments: DataArguments) -> tuple[str, ...]:
+    """The columns that may hold a row's images; what ``image`` holds is nobody's matter where the model sees none.
+
+    Args:
+        vision: Of the model's configuration; None: it sees no images.
+        arguments: Columns.
+    """
+    known = (arguments.images_column,) if vision is None else (arguments.images_column, ONE_IMAGE)
+    return tuple(dict.fromkeys(known))
+
+
+def other_columns(vision: Values | None) -> tuple[str, ...]:
+    """The columns of videos and sounds, by the same rule."""
+    return OTHER_MEDIA[:2] if vision is None else OTHER_MEDIA
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import block_tokenizer
 from mca_train.data.image_rows import ImageRows
-from mca_train.data.image_tokens import Grid
+from mca_train.data.image_tokens import Grid, ImageTokens
+from mca_train.data.placeholders import require_words
 from mca_train.data.sample_images import ImagesOfRows, ImageTable
 from mca_train.data.token_dataset import TokenDataset
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import datasets
 
 Span = tuple[int, int]
-"""The first token of an image among all, and the one behind its last."""
+"""The first token of an image among all, and the one behind its last; its marks are its own."""
 TextEncoder = Callable[[Values, str], tuple[Sequence[int], Sequence[bool], list[Grid]]]
 
 
@@ -53,14 +54,17 @@ def image_blocks(
         raise McaError(f"{key}: the texts have fewer than two tokens together")
     origins = [(row, which) for row, grids in enumerate(tokenized["grids"]) for which in range(len(grids))]
     grids: list[Grid] = [(high, wide) for of_row in tokenized["grids"] for high, wide in of_row]
-    spans = image_spans(tokens == read.tokens.token, grids) if grids else []
-    offsets = block_cuts(len(tokens), spans, arguments.seq_length, key)
-    if offsets[-1] - offsets[-2] < 2:  # a last token alone has nothing to learn
-        offsets = offsets[:-1]
-    made = TokenDataset(tokens[: offsets[-1]], np.array(offsets, np.int64), learnt[: offsets[-1]])
+    spans = image_spans(tokens, read.tokens, grids) if grids else []
+    cuts = block_cuts(len(tokens), spans, arguments.seq_length, key)
+    lengths = np.diff(cuts)
+    is_kept = lengths > 1  # a token alone has nothing to learn
+    of_kept = np.repeat(is_kept, lengths)
+    offsets = np.cumsum([0, *lengths[is_kept]], dtype=np.int64)
+    made = TokenDataset(tokens[of_kept], offsets, learnt[of_kept])
     if grids:
-        firsts = np.searchsorted([start for start, _ in spans], offsets)
-        slices = [slice(first, last) for first, last in pairwise(firsts.tolist())]
+        firsts = np.searchsorted([start for start, _ in spans], cuts).tolist()
+        blocks = zip(pairwise(firsts), is_kept, strict=True)
+        slices = [slice(first, last) for (first, last), kept in blocks if kept]
         table = ImageTable.of((grids[some], origins[some]) for some in slices)
         made.images = ImagesOfRows(rows=rows, table=table, read=read, key=key)
     return made
@@ -100,10 +104,7 @@ def text_encoder(names: Sequence[str], read: ImageRows, arguments: DataArguments
             text, files = read.text(row)
             (tokens,) = tokenize([{arguments.text_column: text}], [place]) or ([],)
             targets = [True] * len(tokens)
-            if not files and read.tokens.token in tokens:
-                raise McaError(
-                    "the text contains the image placeholder, but the row has no image; remove the placeholder"
-                )
+            require_words(tokens, read.vision, has_images=bool(files))
             if not files:
                 return tokens, targets, []
             grids = [read.grid(file) for file in files]
@@ -115,14 +116,18 @@ def text_encoder(names: Sequence[str], read: ImageRows, arguments: DataArguments
     return encode
 
 
-def image_spans(is_placeholder: NDArray[np.bool_], grids: Sequence[Grid]) -> list[Span]:
-    """Where the images with ``grids`` are among tokens."""
-    where = np.flatnonzero(is_placeholder)
+def image_spans(tokens: NDArray[np.int32], known: ImageTokens, grids: Sequence[Grid]) -> list[Span]:
+    """Where the images with ``grids`` are among ``tokens``."""
+    where = np.flatnonzero(tokens == known.token)
     ends = np.cumsum([high * wide for high, wide in grids])
-    return [
-        (int(where[end - high * wide]), int(where[end - 1]) + 1)
-        for end, (high, wide) in zip(ends, grids, strict=True)
-    ]
+    before, after = known.marks
+    spans = []
+    for end, (high, wide) in zip(ends, grids, strict=True):
+        start, stop = int(where[end - high * wide]), int(where[end - 1]) + 1
+        start -= len(before) * (tokens[max(start - len(before), 0) : start].tolist() == [*before])
+        stop += len(after) * (tokens[stop : stop + len(after)].tolist() == [*after])
+        spans.append((start, stop))
+    return spans
 
 
 def block_cuts(total: int, spans: Sequence[Span], length: int, key: str) -> list[int]:
@@ -136,8 +141,8 @@ def block_cuts(total: int, spans: Sequence[Span], length: int, key: str) -> list
             start, stop = spans[next_span]
             if start == cuts[-1]:
                 raise McaError(
-                    f"{key}: an image has {stop - start} tokens, more than seq_length {length}; raise it, or "
-                    "have the image processor make images smaller"
+                    f"{key}: an image has {stop - start} tokens with its marks, more than seq_length {length}; raise "
+                    "it, or have the image processor make images smaller"
                 )
             end = start
         cuts.append(end)

@@ -19,6 +19,8 @@ from mca_config.errors import McaError
 from mca_train.data.addresses import is_address, read_whole, shown
 from mca_train.data.message_parts import KEYS
 
+_OF_PNG = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
+"""Modes of images that a PNG can hold."""
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
 
 
@@ -157,5 +159,5 @@ def _decoded(text: str) -> ImageFile:
 
 def _in_memory(image: Image.Image) -> ImageFile:
     held = io.BytesIO()
-    image.save(held, "PNG")
+    (image if image.mode in _OF_PNG else _on_white(image)).save(held, "PNG")
     return ImageFile(f"of {image.width} x {image.height} pixels", held.getvalue())

@@ -18,7 +18,7 @@ from torch import Tensor
 from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.images import ImagePlace
+from mca_models.images import ImagePlace, placeholders
 from mca_train.data.image_tokens import Grid, ImageTokens
 from mca_train.types import ImageProcessor
 
@@ -99,6 +99,11 @@ class TileTokens(ImageTokens):
     def _made(self, made: dict[str, Tensor]) -> list[Grid]:
         return [(int(tiles), self._length) for tiles in made["num_patches"]]
 
+    @property
+    def marks(self) -> tuple[Sequence[int], Sequence[int]]:
+        """See `ImageTokens`."""
+        return self._marks[:1], self._marks[1:]
+
     def spelled(self, grid: Grid) -> list[int]:
         """See `ImageTokens`."""
         return [self._marks[0], *super().spelled(grid), self._marks[1]]
@@ -133,6 +138,11 @@ class LineTokens(ImageTokens):
             (int(high) // self._side, int(wide) // self._side) for high, wide in made["image_sizes"].tolist()
         ]
 
+    @property
+    def marks(self) -> tuple[Sequence[int], Sequence[int]]:
+        """See `ImageTokens`."""
+        return (), self._marks[1:]
+
     def spelled(self, grid: Grid) -> list[int]:
         """See `ImageTokens`."""
         ids = ([self.token] * grid[1] + [self._marks[0]]) * grid[0]
@@ -150,12 +160,16 @@ class FixedTokens(ImageTokens):
         processor: Of Hugging Face.
         token: The placeholder's id.
         length: Placeholders of an image.
+        marks: The ids before and after the placeholders of an image.
         written: What its processor writes into a text for an image, with one placeholder.
     """
 
-    def __init__(self, processor: ImageProcessor, token: int, length: int, written: str) -> None:
+    def __init__(
+        self, processor: ImageProcessor, token: int, length: int, marks: tuple[int, int], written: str
+    ) -> None:
         # as Gemma's processor tells that of its images
         super().__init__(processor, token, do_pan_and_scan=False)
+        self.before, self.after = marks[:1], marks[1:]
         self._length, self._written = length, written
 
     def _computed(self, height: int, width: int) -> Grid:
@@ -185,7 +199,7 @@ def image_tokens(
             "around an image; remove the images from the rows of the dataset"
         )
     vision, processor = config.vision, _processor(directories)
-    token = vision.get("image_token_id", vision.get("image_token_index"))
+    token = placeholders(vision).get("image")
     if token is None:
         raise UsageError(f"config.json: image_token_id is missing, the placeholder of {config.model_type}")
     if config.model_type == "internvl":
@@ -195,8 +209,8 @@ def image_tokens(
         side = vision["vision_config"].get("patch_size", 16) * vision.get("spatial_merge_size", 2)
         return LineTokens(processor, token, side, _ids(tokenizer, "[IMG_BREAK]", "[IMG_END]"))
     if config.model_type == "gemma3":
-        written = _of_gemma(tokenizer, vision)[1]
-        return FixedTokens(processor, token, vision.get("mm_tokens_per_image", 256), written)
+        length, written = vision.get("mm_tokens_per_image", 256), _of_gemma(tokenizer, vision)[1]
+        return FixedTokens(processor, token, length, _marks_of_gemma(vision), written)
     patches = PatchTokens(processor, token)
     patches.before, patches.after = (
         [vision[key] for key in (f"vision_{side}_token_id", f"image_{side}_token_id") if key in vision]
@@ -225,13 +239,14 @@ def _ids(tokenizer: "PreTrainedTokenizerBase", *marks: str) -> tuple[int, int]:
     return first, last
 
 
+def _marks_of_gemma(vision: Values) -> tuple[int, int]:
+    return vision.get("boi_token_index", 255999), vision.get("eoi_token_index", 256000)
+
+
 def _of_gemma(tokenizer: "PreTrainedTokenizerBase", vision: Values) -> tuple[str, str]:
     """The mark that stands for an image in Gemma's texts, and what its processor makes of it, with one placeholder."""
-    ids = [
-        vision.get("boi_token_index", 255999),
-        vision.get("image_token_id", vision.get("image_token_index", 262144)),
-        vision.get("eoi_token_index", 256000),
-    ]
+    before, after = _marks_of_gemma(vision)
+    ids = [before, vision.get("image_token_id", vision.get("image_token_index", 262144)), after]
     first, placeholder, last = tokenizer.convert_ids_to_tokens(ids)
     return first, f"\n\n{first}{placeholder}{last}\n\n"
 

@@ -1,13 +1,10 @@
 """Rows with images become rows with placeholders, and the images in their order.
 
-    messages with parts    {"type": "image", "image" | "path" | "url" | "base64" | "bytes": ...}, {"type": "image_url"}
-    a column of images     for each {"type": "image"} without more, or each <image> in the text of a turn; if the
-                           messages have no place for any, they stand before the first words of the user
-
-`image_files` knows how large images are, `image_tokens` how many tokens that is.
+What places for images a row's messages have is known in `image_places`, how large images are in `image_files`, and how
+many tokens that is in `image_tokens`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -17,20 +14,22 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
-from mca_train.data.encoding import Encoded, RowEncoder
-from mca_train.data.formats import converted
+from mca_train.data.encoding import Encoded, RowEncoder, without_nulls
+from mca_train.data.formats import converted, image_columns, other_columns
 from mca_train.data.image_files import ImageFile, image_file
 from mca_train.data.image_kinds import image_tokens, with_image_marks
+from mca_train.data.image_places import PLACE, Places, listed, require_as_many
 from mca_train.data.image_tokens import Grid, ImageTokens
-from mca_train.data.message_parts import IMAGES, has_data, require_text_or_image
+from mca_train.data.long_texts import Beginning
+from mca_train.data.message_parts import IMAGE, kind_of
+from mca_train.data.placeholders import require_words
+from mca_train.types import Upstream
 
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
 Rows = TypeVar("Rows", "datasets.Dataset", "datasets.IterableDataset")
-PLACE = "<image>"
-_OTHER_COLUMNS = ("videos", "audios")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +68,7 @@ class ImageRows:
         names: The columns of the rows that are tokenized.
         arguments: The same for them.
         tokenizer: The one that tokenizes them.
+        vision: What the model's configuration says of images; None: it sees none.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class ImageRows:
         self._reader, self._texts = reader, texts
         self.arguments = arguments
         self.tokenizer = with_image_marks(tokenizer, reader.config)
-        self._column = arguments.images_column if arguments.images_column in names else None
-        self._others = [name for name in _OTHER_COLUMNS if name in names]
+        self.vision = reader.config.vision
+        self._columns = image_columns(self.vision, arguments)
         self._converted = converted(names, arguments, pairs=isinstance(arguments, PairArguments))
         self.names = list(names)
         if self._converted is not None:
@@ -108,25 +108,37 @@ class ImageRows:
         """
         plain, files = self._read(row)
         if not any(files):
-            return encode(plain), [[] for _ in files]
+            sequences = encode(plain)
+            for tokens, _ in sequences:
+                require_words(tokens, self.vision)
+            return sequences, [[] for _ in files]
         expanded = self.tokens.expanded
         grids = [[self.grid(file) for file in of_side] for of_side in files]
         sequences = encode(plain)
+        for tokens, _ in sequences:
+            require_words(tokens, self.vision, has_images=True)
         grids = [self._begun(tokens, own) for (tokens, _), own in zip(sequences, grids, strict=True)]
         return [expanded(*sequence, own) for sequence, own in zip(sequences, grids, strict=True)], grids
 
     def _begun(self, tokens: Sequence[int], grids: list[Grid]) -> list[Grid]:
-        """The grids of images in what is kept of a sequence: of a far longer text only the beginning is tokenized."""
-        is_cut = len(tokens) > self.arguments.seq_length
-        return grids[: tokens.count(self.tokens.token)] if is_cut else grids
+        """The grids of images in what is tokenized of a sequence."""
+        return grids[: tokens.count(self.tokens.token)] if isinstance(tokens, Beginning) else grids
+
+    def has_images(self, row: Values) -> bool:
+        """Whether a row says that it has images, of which nothing is read."""
+        if any(listed(row.get(name)) for name in self._columns):
+            return True
+        turns = (turn for turns in row.values() if isinstance(turns, list) for turn in turns)
+        contents = (turn.get("content") for turn in turns if isinstance(turn, dict))
+        parts = (part for content in contents if isinstance(content, list) for part in content)
+        return not self._texts and any(kind_of(part) == IMAGE for part in parts)
 
     def text(self, row: Values) -> tuple[object, list[ImageFile]]:
         """The text of a row of plain text, one placeholder for each ``<image>`` in it, and the images."""
-        self._require_no_others(row)
-        given = _listed(row.get(self._column)) if self._column is not None else []
+        given, is_marked = self._given(row)
         text = row.get(self.arguments.text_column)
-        places = text.count(PLACE) if isinstance(text, str) and self._column is not None else 0
-        _require_as_many(places, len(given))
+        places = text.count(PLACE) if isinstance(text, str) and is_marked else 0
+        require_as_many(places, len(given))
         if not isinstance(text, str) or not given:
             return text, []
         marked = text.replace(PLACE, self.tokens.mark(self.tokenizer))
@@ -146,24 +158,54 @@ class ImageRows:
 
     def _read(self, row: Values) -> tuple[Values, list[list[ImageFile]]]:
         """The row with places for images, and the images of each of its sequences."""
-        self._require_no_others(row)
-        given = _listed(row.get(self._column)) if self._column is not None else []
+        given, is_marked = self._given(row)
         plain = row if self._converted is None else self._converted.convert(row)
+        prompt, repeated = self.arguments.prompt_column, self._repeated(plain)
         found: JsonObject = {}
         files = []
         for columns in self._sides:
-            places = _Places(given, self._reader.folder, marked=self._column is not None)
+            places = Places(given, self._reader.folder, is_marked=is_marked, unmarked=self._unmarked)
             turns = {name: plain[name] for name in columns if isinstance(plain.get(name), list)}
+            if repeated:
+                del turns[prompt]
             read = {name: [places.turn(turn) for turn in some] for name, some in turns.items()}
             places.require_all(read)
+            if repeated:
+                read[prompt] = read[columns[-1]][:repeated]
             found |= read
             files.append(places.files)
         return ({**plain, **found} if any(files) else plain), files
 
-    def _require_no_others(self, row: Values) -> None:
-        for name in self._others:
+    def _given(self, row: Values) -> tuple[list[object], bool]:
+        """The images of a row's column, and whether it has one, so that ``<image>`` is a place in its text."""
+        for name in other_columns(self.vision):
             if row.get(name):
-                raise McaError(f"has {name}, which cannot be used; remove the row")
+                raise McaError(f"has {name}, which cannot be used; remove the row, or the column")
+        found = {name: some for name in self._columns if (some := listed(row.get(name)))}
+        if len(found) > 1:
+            raise McaError(f"has images in {' and in '.join(found)}; remove one of the columns")
+        return next(iter(found.values()), []), any(name in row for name in self._columns)
+
+    @property
+    def _unmarked(self) -> str | None:
+        """What is wrong with ``<image>`` in a row without a column of images; None: it is text."""
+        if self.vision is None:
+            return None
+        return (
+            f"a turn of the user has {PLACE}, the place of an image, but the rows have no column "
+            f"{' or '.join(self._columns)}; set images_column"
+        )
+
+    def _repeated(self, plain: Values) -> int:
+        """How many turns of the prompt both conversations of a pair repeat; see `preferences.split_row`."""
+        own = self.arguments
+        if not isinstance(own, PairArguments):
+            return 0
+        names = (own.prompt_column, own.chosen_column, own.rejected_column)
+        prompt, *answers = (turns if isinstance(turns := plain.get(name), list) else [] for name in names)
+        asked = without_nulls(prompt)
+        is_repeated = all(without_nulls(turns[: len(prompt)]) == asked for turns in answers)
+        return len(prompt) if is_repeated else 0
 
     @property
     def _sides(self) -> tuple[tuple[str, ...], ...]:
@@ -172,96 +214,6 @@ class ImageRows:
         if isinstance(own, PairArguments):
             return (own.prompt_column, own.chosen_column), (own.prompt_column, own.rejected_column)
         return ((own.messages_column, own.prompt_column, own.completion_column),)
-
-
-def _listed(given: object) -> list[object]:
-    if given is None:
-        return []
-    return list(given) if isinstance(given, list | tuple) else [given]
-
-
-class _Places:
-    """Takes the images of a row as its messages ask for them.
-
-    Args:
-        given: The images of the row's column.
-        folder: What relative paths start from.
-        marked: Whether ``<image>`` in a text is a place for one.
-    """
-
-    def __init__(self, given: Sequence[object], folder: Path | None, *, marked: bool) -> None:
-        self._given, self._folder, self._marked = list(given), folder, marked
-        self._next = self._asked = 0
-        self.files: list[ImageFile] = []
-
-    def turn(self, turn: object) -> object:
-        """A turn whose images are parts without data; others stay."""
-        if not isinstance(turn, dict):
-            return turn
-        content = turn.get("content")
-        if isinstance(content, str) and self._marked and PLACE in content:
-            return {**turn, "content": list(self._of_text(content))}
-        if isinstance(content, list):
-            return {**turn, "content": [self._part(part) for part in content]}
-        return turn
-
-    def _of_text(self, text: str) -> Iterator[JsonObject]:
-        for number, piece in enumerate(text.split(PLACE)):
-            if number:
-                self._take()
-                yield {"type": "image"}
-            if piece:
-                yield {"type": "text", "text": piece}
-
-    def _part(self, part: object) -> object:
-        require_text_or_image(part)
-        if not isinstance(part, dict) or part.get("type") not in IMAGES:
-            return part
-        if has_data(part):
-            self._asked += 1
-            self.files.append(image_file({**part, "type": None}, self._folder))
-        else:
-            self._take()
-        return {"type": "image"}
-
-    def _take(self) -> None:
-        self._asked += 1
-        if self._next < len(self._given):
-            self.files.append(image_file(self._given[self._next], self._folder))
-        self._next += 1
-
-    def require_all(self, columns: JsonObject) -> None:
-        """Has all images in their places.
-
-        Raises:
-            McaError: There are more images than places, or fewer.
-        """
-        if self._given and not self._asked and (turn := _first_words(columns)) is not None:
-            content = turn["content"]
-            words = content if isinstance(content, list) else [{"type": "text", "text": content}]
-            turn["content"] = [*({"type": "image"} for _ in self._given), *words]
-            for _ in self._given:
-                self._take()
-        _require_as_many(self._next, len(self._given))
-
-
-def _require_as_many(places: int, images: int) -> None:
-    if places != images:
-        raise McaError(
-            f"{places} places for images ({PLACE}, or parts of type image) but {images} images; "
-            "their numbers must be equal"
-        )
-
-
-def _first_words(columns: JsonObject) -> JsonObject | None:
-    """The first turn of a user; it may be changed."""
-    for turns in columns.values():
-        for number, turn in enumerate(turns):
-            if isinstance(turn, dict) and turn.get("role") == "user":
-                words: JsonObject = dict(turn)
-                turns[number] = words
-                return words
-    return None
 
 
 def require_none(names: Sequence[str], arguments: DataArguments, told: str) -> None:
@@ -277,12 +229,23 @@ def require_none(names: Sequence[str], arguments: DataArguments, told: str) -> N
 
 
 def undecoded(rows: Rows) -> Rows:
-    """``rows`` of which columns of images give bytes and paths instead of pixels."""
+    """``rows`` whose images, wherever they stand in a row, are bytes and paths instead of pixels."""
+    for name, feature in (rows.features or {}).items():
+        if (plain := _undecoded(feature)) != feature:
+            rows = rows.cast_column(name, plain)
+    return rows
+
+
+def _undecoded(feature: Upstream) -> Upstream:
+    """A feature of ``datasets`` with those of images in it replaced."""
     import datasets
 
-    for name, feature in (rows.features or {}).items():
-        if isinstance(feature, datasets.Image):
-            rows = rows.cast_column(name, datasets.Image(decode=False))
-        elif isinstance(getattr(feature, "feature", None), datasets.Image):
-            rows = rows.cast_column(name, type(feature)(datasets.Image(decode=False)))
-    return rows
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(feature, dict):
+        return {name: _undecoded(inner) for name, inner in feature.items()}
+    if isinstance(feature, list):
+        return [_undecoded(inner) for inner in feature]
+    if hasattr(feature, "feature"):
+        return replace(feature, feature=_undecoded(feature.feature))
+    return feature

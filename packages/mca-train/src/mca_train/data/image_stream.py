@@ -46,6 +46,8 @@ class ImageBlockStream(IterableDataset[Sample]):
         self._encode = text_encoder(names, read, arguments, key)
         self._length = arguments.seq_length
         self.order_in_words = f"blocks of {self._length} tokens of {rows.order_in_words}"
+        self.has_images = any(map(read.has_images, rows.heads))
+        """Whether a file begins with a row that has."""
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffles anew, if the rows are shuffled."""
@@ -65,6 +67,8 @@ class ImageBlockStream(IterableDataset[Sample]):
             spans = self._spans(tokens, images)
             cuts = block_cuts(len(tokens), spans, self._length, self._key)[:-1]  # the last may go on
             for start, stop in pairwise(cuts):
+                if stop - start == 1:
+                    continue  # a token alone has nothing to learn
                 some = images[_before(spans, start) : _before(spans, stop)]
                 yield self._block(tokens[start:stop], targets[start:stop], some)
             tokens, targets = tokens[cuts[-1] :], targets[cuts[-1] :]
@@ -75,7 +79,7 @@ class ImageBlockStream(IterableDataset[Sample]):
     def _spans(self, tokens: Sequence[int], images: Sequence[_Image]) -> list[Span]:
         if not images:
             return []
-        return image_spans(np.asarray(tokens) == self._read.tokens.token, [image.grid for image in images])
+        return image_spans(np.asarray(tokens), self._read.tokens, [image.grid for image in images])
 
     def _block(self, tokens: Sequence[int], targets: Sequence[bool], images: Sequence[_Image]) -> Sample:
         ids = torch.tensor(tokens)

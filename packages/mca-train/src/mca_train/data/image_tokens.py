@@ -64,6 +64,11 @@ class ImageTokens(ABC):
         """The tokens that stand for one placeholder of the chat template."""
         return [self.token] * (grid[0] * grid[1])
 
+    @property
+    def marks(self) -> tuple[Sequence[int], Sequence[int]]:
+        """What stands right before an image's first token, and right behind its last."""
+        return self.before, self.after
+
     def mark(self, tokenizer: "PreTrainedTokenizerBase") -> str:
         """What stands for an image in plain text: a placeholder, and the family's marks around it."""
         return "".join(tokenizer.convert_ids_to_tokens([*self.before, self.token, *self.after]))

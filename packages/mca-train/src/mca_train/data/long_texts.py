@@ -19,6 +19,10 @@ _AROUND = 200
 _TRIES = 32
 
 
+class Beginning(list[int]):
+    """The tokens of the beginning of a text, whose rest is not tokenized."""
+
+
 def head_encoding(
     tokenizer: "PreTrainedTokenizerBase", text: str, length: int | None, **options: bool
 ) -> "BatchEncoding":
@@ -34,6 +38,7 @@ def head_encoding(
     while length is not None and len(text) > size:
         found = tokenizer(text[:size], verbose=False, **options)
         if len(found["input_ids"]) > length + _MARGIN:
+            found["input_ids"] = Beginning(found["input_ids"])
             return found
         size *= 8
     return tokenizer(text, verbose=False, **options)

@@ -4,11 +4,26 @@ from collections.abc import Mapping
 
 from mca_config.errors import McaError
 
-IMAGES = ("image", "image_url")
-"""Types of parts that are images."""
-_OTHERS = ("video", "video_url", "audio", "input_audio", "audio_url")
+IMAGE = "image"
+_IMAGES = ("image", "image_url", "input_image")
+_OTHERS = ("video", "video_url", "audio", "audio_url", "input_audio")
+_TEXTS = (None, "input_text", "output_text")
 KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
 """Under which a part, or a mapping in a column, has its image."""
+
+
+def kind_of(part: object) -> str | None:
+    """What a part is: ``image``, or the name of another kind that is no text; None: neither.
+
+    Its type says so, or the key that it has its data under: chat templates look at either.
+    """
+    if not isinstance(part, Mapping):
+        return None
+    named = part.get("type")
+    if named not in (*_IMAGES, *_OTHERS):
+        keys = (*_IMAGES, *_OTHERS)
+        named = next((key for key in keys if part.get(key) is not None), None)
+    return IMAGE if named in _IMAGES else named
 
 
 def has_data(part: Mapping[str, object]) -> bool:
@@ -17,14 +32,16 @@ def has_data(part: Mapping[str, object]) -> bool:
 
 
 def require_text_or_image(part: object) -> None:
-    """Refuses parts of other kinds.
+    """Refuses parts of other kinds, and those of both.
 
     Raises:
-        McaError: It is a video or a sound.
+        McaError: It is a video or a sound, or an image with words of its own.
     """
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind in _OTHERS:
-        raise McaError(f"a part of a message is a {kind}; only text and images can be used")
+    kind = kind_of(part)
+    if kind not in (None, IMAGE):
+        raise McaError(f"a part of a message is of type {kind}; only text and images can be used")
+    if kind == IMAGE and isinstance(part, Mapping) and part.get("text"):
+        raise McaError("a part of a message has an image and a text; make two parts of it")
 
 
 def require_no_data(content: object) -> None:
@@ -35,5 +52,17 @@ def require_no_data(content: object) -> None:
     """
     for part in content if isinstance(content, list) else ():
         require_text_or_image(part)
-        if isinstance(part, dict) and part.get("type") in IMAGES and has_data(part):
+        if kind_of(part) == IMAGE and has_data(part):
             raise McaError("a part of a message is an image; mca-train sft, dpo and kto take images")
+
+
+def with_types(content: object) -> object:
+    """``content`` whose parts of text say so, which chat templates may look at."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {**part, "type": "text"}
+        if isinstance(part, dict) and part.get("type") in _TEXTS and isinstance(part.get("text"), str)
+        else part
+        for part in content
+    ]

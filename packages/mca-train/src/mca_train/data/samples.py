@@ -15,7 +15,8 @@ from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.data.call_arguments import without_others
 from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, block_tokenizer, warn_truncated
-from mca_train.data.image_rows import ImageRows
+from mca_train.data.formats import image_columns
+from mca_train.data.image_rows import ImageRows, undecoded
 from mca_train.data.image_tokens import Grid
 from mca_train.data.sample_images import ImagesOfRows, ImageTable, within
 from mca_train.data.token_dataset import TokenDataset
@@ -28,26 +29,33 @@ logger = logging.getLogger(__name__)
 
 
 def pretrain_blocks(
-    rows: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments, key: str
+    rows: "datasets.Dataset",
+    tokenizer: "PreTrainedTokenizerBase",
+    arguments: DataArguments,
+    key: str,
+    vision: Values | None = None,
 ) -> TokenDataset:
     """All texts one after another, each ended by EOS, cut into blocks of ``seq_length`` tokens.
 
-    Rows without text are counted.
+    Rows without text are counted. Arguments are those of `block_tokenizer`.
     """
     import datasets
 
-    tokenize = block_tokenizer(rows.column_names, tokenizer, arguments, key)
+    names = rows.column_names
+    tokenize = block_tokenizer(names, tokenizer, arguments, key, vision)
     column = arguments.text_column
+    looked_at = [name for name in (column, *image_columns(vision, arguments)) if name in names]
 
     def tokenize_batch(batch: Mapping[str, Sequence[object]], indices: Sequence[int]) -> JsonObject:
         places = [f"row {index}" for index in indices]
-        return {"input_ids": tokenize([{column: text} for text in batch[column]], places)}
+        values = zip(*(batch[name] for name in looked_at), strict=True)
+        return {"input_ids": tokenize([dict(zip(looked_at, row, strict=True)) for row in values], places)}
 
-    tokenized = rows.map(
+    tokenized = undecoded(rows).map(
         tokenize_batch,
         batched=True,
         with_indices=True,
-        remove_columns=rows.column_names,
+        remove_columns=names,
         num_proc=arguments.preprocessing_num_workers,
         keep_in_memory=True,
         features=datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int32"))}),

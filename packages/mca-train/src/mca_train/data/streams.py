@@ -83,6 +83,8 @@ class AnswerStream(IterableDataset[Sample]):
 
         self.make = SampleMaker(make, key)
         self.order_in_words = rows.order_in_words
+        self.has_images = images is not None and any(map(images.has_images, rows.heads))
+        """Whether a file begins with a row that has."""
         told = f"{key}: rows do not have {wanted} within seq_length {length}"
         self.rows = AnsweredRows(rows, self.make, is_sure, told)
 
@@ -145,23 +147,24 @@ def open_rows(
         column: Every file must have it; None: they may differ.
         seed: Of the order, drawn from a buffer of ``shuffle_buffer_size`` rows; None: the files' own.
     """
-    names, parts = _parts(files, key, arguments, column)
+    heads, parts = _parts(files, key, arguments, column)
     rows = FileRows(
         parts,
         key,
         limit=arguments.max_train_samples,
         seed=seed if arguments.shuffle_buffer_size > 1 else None,
         buffer_size=arguments.shuffle_buffer_size,
+        heads=heads,
     )
-    return rows, names
+    return rows, [*dict.fromkeys(chain.from_iterable(heads))]
 
 
 def _parts(
     files: Sequence[str], key: str, arguments: DataArguments, column: str | None
-) -> "tuple[list[str], list[tuple[str, datasets.IterableDataset]]]":
-    """The columns of ``files``, and the reader of each."""
+) -> "tuple[list[Values], list[tuple[str, datasets.IterableDataset]]]":
+    """The first row of each of ``files``, and its reader."""
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of files that cannot be read, twice
-    parts, names = [], {}
+    parts, heads = [], []
     for file in files:
         reader, options = check_file(file, key)
         if is_address(file):
@@ -174,8 +177,10 @@ def _parts(
             raise McaError(f"{key}: {shown(file)} has no rows")
         require_column(list(first), column, f"{key}: {shown(file)}")
         parts.append(part)
-        names[file] = list(first)
-    columns = {file: sorted(set(some) & column_names(arguments)) for file, some in names.items()}
+        heads.append(first)
+    columns = {
+        file: sorted(first.keys() & column_names(arguments)) for file, first in zip(files, heads, strict=True)
+    }
     if any(some != columns[files[0]] for some in columns.values()):
         told = "; ".join(f"{shown(file)}: {', '.join(some)}" for file, some in columns.items())
         raise McaError(f"{key}: with streaming all files must have the same columns ({told})")
@@ -183,7 +188,7 @@ def _parts(
         joined(parts, files, key, arguments)
     changes = [without_others(part.features) for part in parts]
     own = [part if change is None else part.map(change) for part, change in zip(parts, changes, strict=True)]
-    return names[files[0]], list(zip(files, own, strict=True))
+    return heads, list(zip(files, own, strict=True))
 
 
 def _sample(sequences: Sequence[Encoded], prefixes: Sequence[str], length: int) -> Sample:

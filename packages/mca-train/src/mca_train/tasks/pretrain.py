@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch.utils.data import IterableDataset
     from transformers import PreTrainedTokenizerBase
 
+    from mca_config.types import Values
     from mca_train.config.run_config import Settings
     from mca_train.data.file_rows import FileRows
     from mca_train.data.image_rows import ImageReader, ImageRows
@@ -55,10 +56,11 @@ class Pretrain(Task):
         from mca_train.data.image_rows import undecoded
         from mca_train.data.samples import pretrain_blocks
 
-        if images is not None and _has_images(images, rows.column_names, data):
+        vision = None if images is None else images.config.vision
+        if images is not None and _has_images(vision, rows.column_names, data):
             known = self.image_rows(rows.column_names, images, data, tokenizer)
             return image_blocks(undecoded(rows), known, data, key)
-        return pretrain_blocks(rows, tokenizer, data, key)
+        return pretrain_blocks(rows, tokenizer, data, key, vision)
 
     def image_rows(
         self,
@@ -86,12 +88,15 @@ class Pretrain(Task):
         from mca_train.data.image_stream import ImageBlockStream
         from mca_train.data.streams import BlockStream
 
-        if images is not None and _has_images(images, names, data):
+        vision = None if images is None else images.config.vision
+        if images is not None and _has_images(vision, names, data):
             read = self.image_rows(names, images, data, tokenizer)
             return ImageBlockStream(rows, names, read, data, key)
-        return BlockStream(rows, block_tokenizer(names, tokenizer, data, key), data.seq_length)
+        return BlockStream(rows, block_tokenizer(names, tokenizer, data, key, vision), data.seq_length)
 
 
-def _has_images(images: "ImageReader", names: Sequence[str], data: DataArguments) -> bool:
-    """Whether rows with the columns ``names`` may have images, which the model sees."""
-    return images.config.vision is not None and data.images_column in names
+def _has_images(vision: "Values | None", names: Sequence[str], data: DataArguments) -> bool:
+    """Whether rows with the columns ``names`` may have images, which the model sees, or what it does not."""
+    from mca_train.data.formats import image_columns, other_columns
+
+    return vision is not None and not {*image_columns(vision, data), *other_columns(vision)}.isdisjoint(names)

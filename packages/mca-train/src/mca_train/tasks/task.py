@@ -238,9 +238,8 @@ class AnswerTask(Task):
         from mca_train.data.preferences import PairDataset
         from mca_train.data.samples import answer_sequences
 
-        if not self.takes_images:
-            require_none(rows.column_names, data, f"{key}: mca-train {self.name}")
         if images is None or not self.takes_images:
+            require_none(rows.column_names, data, f"{key}: mca-train {self.name}")
             encode = self.encoder(rows.column_names, tokenizer, data, key)
             numbers = self.numbers(rows.column_names, data, key)
             sequences = answer_sequences(rows, encode, data, key, self.wanted, numbers)
@@ -264,7 +263,7 @@ class AnswerTask(Task):
         from mca_train.data.image_rows import require_none
         from mca_train.data.streams import AnswerStream
 
-        known, column = None, data.images_column
+        known = None
         numbers = self.numbers(names, data, key)
         is_sure = self.surely_has_target(tokenizer, data)
         if images is None or images.config.vision is None or not self.takes_images:
@@ -276,7 +275,7 @@ class AnswerTask(Task):
         return AnswerStream(
             rows,
             encode,
-            lambda row: not row.get(column) and is_sure(row),  # an image is longer than its text
+            lambda row: is_sure(row) and not (known and known.has_images(row)),  # it is longer than its text
             data.seq_length,
             key,
             wanted=self.wanted,

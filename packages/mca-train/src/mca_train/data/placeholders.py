@@ -1,0 +1,32 @@
+"""Placeholders of images and videos among tokens: where nothing stands for them, a model would read them as words."""
+
+from collections.abc import Sequence
+
+from mca_config.errors import McaError
+from mca_config.types import Values
+from mca_models.images import placeholders
+
+
+def require_words(
+    tokens: Sequence[int], vision: Values | None, place: str = "", *, has_images: bool = False
+) -> None:
+    """Refuses placeholders of what a row does not have.
+
+    Args:
+        tokens: Of the row.
+        vision: Of the model's configuration; None: no token is a placeholder.
+        place: What the error begins with.
+        has_images: The row has some, whose placeholders are counted elsewhere.
+
+    Raises:
+        McaError: There is one.
+    """
+    for medium, token in placeholders(vision).items():
+        if token not in tokens or (medium == "image" and has_images):
+            continue
+        lacking = {
+            "image": "but the row has no image; give it as a part of type image or in images_column, or remove the "
+            "placeholder",
+            "video": "and videos cannot be used; remove the row",
+        }[medium]
+        raise McaError(f"{place}the text contains the {medium} placeholder (token {token}), {lacking}")

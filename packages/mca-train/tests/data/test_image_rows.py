@@ -1,0 +1,219 @@
+"""Rows whose images could be lost without a word: by their columns, their parts, their length, or the kind of run."""
+
+import json
+
+import datasets
+import pytest
+import torch
+from drawn_images import MARKS, TEMPLATE, draw
+from image_samples import ANSWER, asked, load, placed, reader, streamed, text
+from PIL import Image
+from tokenizers_for_tests import byte_tokenizer
+
+from mca_config.errors import McaError
+from mca_train.data.encoding import check_messages
+from mca_train.data.image_files import image_file
+from mca_train.data.placeholders import require_words
+from mca_train.tasks.load import load_stream, load_tokenized
+from mca_train.tasks.table import TASKS
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+IMAGE = {"type": "image", "path": "wide.png"}
+
+
+def files_of(folder, *files):
+    """A file of each list of rows."""
+    paths = [folder / f"part-{number}.jsonl" for number in range(len(files))]
+    for path, rows in zip(paths, files, strict=True):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [str(path) for path in paths]
+
+
+def arguments(kind="sft", **others):
+    return TASKS[kind].data_arguments(model_name_or_path="m", **others)
+
+
+SECOND = {
+    "has videos": {"messages": [{"role": "user", "content": "<video>?"}, ANSWER], "videos": ["a.mp4"]},
+    "a turn of the user has <image>": {
+        "messages": [{"role": "user", "content": "<image>?"}, ANSWER],
+        "pictures": ["small.png"],
+    },
+}
+
+
+@pytest.mark.parametrize("told", SECOND)
+def test_the_second_of_two_files_is_refused_as_the_first(told, tokenizer, folder):
+    plain = {"messages": [{"role": "user", "content": "?"}, ANSWER]}
+    files = files_of(folder, [plain], [SECOND[told]])
+    with pytest.raises(McaError, match=f"^train_file, row 1: {told}"):
+        load_tokenized(TASKS["sft"], files, tokenizer, arguments(), images=reader(tokenizer, folder))
+    given = arguments(streaming=True)
+    rows = load_stream(TASKS["sft"], files, tokenizer, given, seed=None, images=reader(tokenizer, folder))
+    with pytest.raises(McaError, match=rf"^train_file, row 0 of \S+part-1.jsonl: {told}"):
+        list(rows)
+
+
+def test_files_of_several_makers_have_their_images_in_columns_of_their_own(tokenizer, folder):
+    turns = {"messages": [{"role": "user", "content": "<image>?"}, ANSWER]}
+    rows = [{**turns, "image": "small.png"}, {**turns, "images": ["wide.png"]}]
+    files = files_of(folder, rows[:1], rows[1:])
+    made = load_tokenized(TASKS["sft"], files, tokenizer, arguments(), images=reader(tokenizer, folder))
+    assert [placed(made[index])[0][1:] for index in range(2)] == [(2, 2), (2, 3)]
+
+
+def test_an_element_of_xml_is_text(tokenizer, folder):
+    feed = {"messages": [{"role": "user", "content": "<image><url/></image>?"}, ANSWER]}
+    spoken = {"messages": [{"role": "user", "content": "?"}, {**ANSWER, "content": "<image>"}]}
+    made = load([feed, spoken], tokenizer, folder)
+    assert not any("images" in made[index] for index in range(2))
+
+
+def test_a_text_model_is_told_of_images_but_not_of_a_column_that_is_called_so(tokenizer, folder):
+    rows = [{**asked(text("?")), "image": "python:3.11", "video": "a talk"}]
+    assert len(load(rows, tokenizer, folder, vision=False)) == 1
+    texts = [{"text": "words", "image": "python:3.11"}, {"text": "more", "image": None}]
+    assert len(load(texts, tokenizer, folder, kind="pretrain", vision=False)) == 1
+
+
+def test_placeholders_of_what_a_row_does_not_have_are_refused(tokenizer, folder):
+    vision = {"image_token_index": 5, "video_token_id": 7}
+    require_words([1, 2], vision)
+    require_words([5, 7], None)
+    require_words([1, 5], vision, has_images=True)
+    with pytest.raises(McaError, match=r"^row 3: the text contains the image placeholder \(token 5\), but"):
+        require_words([1, 5], vision, "row 3: ")
+    with pytest.raises(McaError, match=r"the video placeholder \(token 7\), and videos cannot be used"):
+        require_words([5, 7], vision, has_images=True)
+    spelt = [{"text": "words"}, {"text": f"what is {MARKS[1]}?"}]
+    for made in (load, streamed):
+        with pytest.raises(McaError, match=r"^train_file, row 1: the text contains the image placeholder"):
+            made(spelt, tokenizer, folder, kind="pretrain")
+    pair = {"prompt": MARKS[1], "chosen": "a", "rejected": "b"}
+    with pytest.raises(McaError, match=r"^train_file, row 0: the text contains the image placeholder"):
+        load([pair], tokenizer, folder, kind="dpo")
+
+
+def test_parts_of_text_say_so_to_the_template():
+    parts = [{"text": "a"}, {"type": "input_text", "text": "b"}, text("c"), {"type": "thinking", "text": "d"}]
+    (turn,) = check_messages([{"role": "user", "content": parts}])
+    assert turn["content"] == [text("a"), text("b"), text("c"), parts[3]]
+
+
+@pytest.mark.parametrize("made", [load, streamed])
+def test_pretrain_reads_one_image_of_a_column_and_refuses_what_it_cannot_read(made, tokenizer, folder):
+    (block,) = (
+        each := made([{"text": "see <image>", "image": "wide.png"}], tokenizer, folder, kind="pretrain")
+    )
+    assert len(each) == 1
+    assert [place[1:] for place in placed(block)] == [(2, 3)]
+    with pytest.raises(McaError, match=r"^train_file, row 0: has videos, which cannot be used"):
+        made([{"text": "see <video>", "videos": ["a.mp4"]}], tokenizer, folder, kind="pretrain")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_pretrain_without_a_vision_model_refuses_images(known, tokenizer, folder):
+    files = files_of(folder, [{"text": "none", "images": []}, {"text": "<image>", "images": ["wide.png"]}])
+    images = reader(tokenizer, folder, vision=False) if known else None
+    told = "row 1.*: has images, which only mca-train pretrain with a vision-language model reads"
+    with pytest.raises(McaError, match=told):
+        load_tokenized(TASKS["pretrain"], files, tokenizer, arguments("pretrain"), images=images)
+    given = arguments("pretrain", streaming=True)
+    with pytest.raises(McaError, match=told):
+        list(load_stream(TASKS["pretrain"], files, tokenizer, given, seed=None, images=images))
+
+
+@pytest.mark.parametrize("kind", ["sft", "kto"])
+def test_images_of_an_unknown_model_are_refused(kind, tokenizer, folder):
+    row = {
+        "messages": [{"role": "user", "content": "<image>?"}, ANSWER],
+        "images": ["wide.png"],
+        "label": True,
+    }
+    with pytest.raises(McaError, match=f"^train_file: mca-train {kind} takes no images, but the rows have"):
+        load_tokenized(TASKS[kind], files_of(folder, [row]), tokenizer, arguments(kind))
+
+
+def test_a_template_without_images_is_told_of_long_rows_too(folder):
+    blind = byte_tokenizer(TEMPLATE.replace("".join(MARKS), ""))
+    blind.add_tokens(list(MARKS), special_tokens=True)
+    row = {"messages": [*asked(text("none?"))["messages"], *asked(IMAGE, text("what?"))["messages"]]}
+    for made in (load, streamed):
+        with pytest.raises(McaError, match=r"row 0: the chat template makes 0 placeholders .* of 1 images"):
+            made([row], blind, folder, seq_length=40)
+
+
+def test_a_stream_says_before_training_whether_it_has_images(tokenizer, folder):
+    def has(kind, *rows):
+        given = arguments(kind, streaming=True)
+        files = files_of(folder, *([row] for row in rows))
+        images = reader(tokenizer, folder)
+        return load_stream(TASKS[kind], files, tokenizer, given, seed=None, images=images).has_images
+
+    assert has("sft", asked(text("?")), asked(IMAGE))
+    assert has("sft", {**asked(text("?")), "image": "wide.png"})
+    assert has("pretrain", {"text": "<image>", "images": ["wide.png"]})
+    assert not has("sft", asked(text("?")))
+    assert not has("pretrain", {"text": "?", "images": []})
+
+
+def test_images_inside_messages_are_not_decoded_early(tokenizer, folder, tmp_path):
+    Image.open(folder / "wide.png").convert("CMYK").save(tmp_path / "print.jpg")
+    part = {"type": datasets.Value("string"), "text": datasets.Value("string"), "image": datasets.Image()}
+    turn = {"role": datasets.Value("string"), "content": datasets.List(part)}
+    said = [{"type": "image", "text": None, "image": str(tmp_path / "print.jpg")}]
+    said += [{"type": "text", "text": "what?", "image": None}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "red", "image": None}]}
+    row = {"messages": [[{"role": "user", "content": said}, answer]]}
+    features = datasets.Features({"messages": datasets.List(turn)})
+    datasets.Dataset.from_dict(row, features).to_parquet(tmp_path / "rows.parquet")
+    files, images = [str(tmp_path / "rows.parquet")], reader(tokenizer, folder)
+    made = load_tokenized(TASKS["sft"], files, tokenizer, arguments(), images=images)
+    given = arguments(streaming=True)
+    (streams,) = load_stream(TASKS["sft"], files, tokenizer, given, seed=None, images=images)
+    assert placed(made[0]) == placed(streams)
+    pixels = made[0]["images"].tensors()["pixel_values"]
+    assert torch.equal(pixels, streams["images"].tensors()["pixel_values"])
+    held = image_file(Image.open(tmp_path / "print.jpg"), None)
+    assert held.pixels().tobytes() == image_file(str(tmp_path / "print.jpg"), None).pixels().tobytes()
+
+
+def test_blocks_begin_an_image_with_its_mark_and_are_never_one_token(tokenizer, folder):
+    draw(folder / "dot.png", 8, 8)
+    names = ("small.png", "wide.png", "dot.png")
+    texts = [{"text": f"{'a' * number}<image>b", "images": [names[number % 3]]} for number in range(9)]
+    begin, token, end = tokenizer.convert_tokens_to_ids(list(MARKS))
+    for length in range(8, 30):
+        kept = load(texts, tokenizer, folder, kind="pretrain", seq_length=length)
+        blocks = [kept[index]["input_ids"].tolist() for index in range(len(kept))]
+        assert [
+            each["input_ids"].tolist()
+            for each in streamed(texts, tokenizer, folder, kind="pretrain", seq_length=length)
+        ] == blocks
+        assert min(map(len, blocks)) > 1
+        for index, block in enumerate(blocks):
+            if token in block:
+                for place in kept[index]["images"].places:
+                    assert block[place.start - 1] == begin, (length, index)
+                    assert place.start > 0
+                    assert block[place.start + place.tokens] == end
+            else:
+                assert "images" not in kept[index]
+
+
+@pytest.mark.parametrize("made", [load, streamed])
+@pytest.mark.parametrize("of_column", [False, True])
+def test_a_prompt_that_both_conversations_repeat_has_its_images_once(made, of_column, tokenizer, folder):
+    prompt = [{"role": "user", "content": [{"type": "image"} if of_column else IMAGE, text("what?")]}]
+    other = {"role": "assistant", "content": "blue"}
+    row = {"prompt": prompt, "chosen": [*prompt, ANSWER], "rejected": [*prompt, other]}
+    alone = {"prompt": prompt, "chosen": [ANSWER], "rejected": [other]}
+    beside = {"images": ["wide.png"]} if of_column else {}
+    found, expected = (made([{**each, **beside}], tokenizer, folder, kind="dpo")[0] for each in (row, alone))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        same = (
+            found[name].places == value.places if name.endswith("images") else torch.equal(found[name], value)
+        )
+        assert same, name
