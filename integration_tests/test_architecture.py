@@ -33,7 +33,7 @@ IMPORT_NAMES = {
 TRAINING = ("mca_config.training", "mca_config._hf_arguments")
 
 
-EXTRA_ONLY = (*TRAINING, "mca_models.megatron")
+EXTRA_ONLY = (*TRAINING, "mca_config.yaml_text", "mca_models.megatron")
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,20 @@ def test_a_setting_of_a_newer_megatron_is_refused(monkeypatch: pytest.MonkeyPatc
         DistributingParallelArguments(additional_configs={"attends_twice": True})
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_layers_at_start: {{ N }}", "a key is a list or a mapping"),
+        ("moe_ffn_hidden_size: 1\nmoe_ffn_hidden_size: 2", "key 'moe_ffn_hidden_size' is given twice"),
+    ],
+)
+def test_a_yaml_file_of_settings_that_is_not_valid(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "more.yaml"
+    path.write_text(text)
+    with pytest.raises(McaError, match=f"additional_configs: {path} is not valid YAML: {message}"):
+        DistributingParallelArguments(additional_configs=str(path))
+
+
 def test_additional_configs_from_json_file_yaml_and_dict(tmp_path: Path) -> None:
     settings = {"fine_grained_activation_offloading": True, "min_offloaded_tensor_size": 1000}
     as_json, as_yaml = tmp_path / "more.json", tmp_path / "more.yaml"

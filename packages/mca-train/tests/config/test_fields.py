@@ -1,5 +1,8 @@
+import errno
+import os
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -86,6 +89,11 @@ def test_bad_overrides(words):
         ("a: b\n  c: d", "not allowed here in line 2, column 4: c: d$"),
         ("- a", "top level is list"),
         ("a: 1\na: 2", "key 'a' is given twice"),
+        ("output_dir: {{ OUT }}", "a key is a list or a mapping, not a word; quote what stands in {{ }} or"),
+        ("{{ x }}: 1", "a key is a list or a mapping"),
+        ("? [a]\n: 1", "a key is a list or a mapping"),
+        ("a: !!timestamp 2024-13-45", "month must be in 1..12"),
+        ("a: " + "[" * 5000, "it is nested too deeply"),
     ],
 )
 def test_bad_yaml(tmp_path, text, message):
@@ -98,6 +106,52 @@ def test_bad_yaml(tmp_path, text, message):
 def test_missing_yaml(tmp_path):
     with pytest.raises(UsageError, match="does not exist"):
         read_yaml(tmp_path / "none.yaml")
+
+
+def test_a_file_that_cannot_be_read_or_is_read_once_is_named(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="is a pipe or a device, but every rank reads it"):
+        read_yaml(tmp_path / "pipe")
+    file = tmp_path / "c.yaml"
+    file.write_text("a: 1")
+
+    def denied(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    with pytest.raises(UsageError, match=r"cannot be read: Permission denied$"):
+        read_yaml(file)
+
+
+WORDS = ["2024_11_23", "0123", "007", "12:30", "on", "1.10", "1.50e3", "0x1F", "2024-11-23", "2024-99-99"]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_text_is_what_was_written(tmp_path, word):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"name: {word}\nfiles: [{word}, {word}]\n")
+    made = make(read_yaml(file))
+    assert (made.name, made.files) == (word, [word, word])
+    made = make(parse_overrides(["--name", word, "--files", word, word]))
+    assert (made.name, made.files) == (word, [word, word])
+
+
+def test_numbers_and_switches_are_read_from_what_was_written(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("name: n\nsteps: 0123\nrate: 1.50\nfast: on\nratio: 1_000.0\n")
+    assert make(read_yaml(file)) == Example("n", steps=123, rate=1.5, fast=True, ratio=1000.0)
+    words = "--name n --steps 0123 --rate 1.50 --fast yes".split()
+    assert make(parse_overrides(words)) == Example("n", steps=123, rate=1.5, fast=True)
+
+
+def test_values_inside_a_mapping_are_those_of_yaml(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("a: 1\nb: 1.5\nc: true\nd: {x: 0.50, y: [1.10]}\ne: [{x: 0.50}]\nf: .inf\ng: '0123'\n")
+    read = read_yaml(file)
+    assert read == {
+        **{"a": 1, "b": 1.5, "c": True, "d": {"x": 0.5, "y": [1.1]}, "e": [{"x": "0.50"}]},
+        **{"f": float("inf"), "g": "0123"},
+    }
 
 
 def test_a_union_prefers_the_value_as_it_is():

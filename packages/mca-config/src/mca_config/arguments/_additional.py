@@ -51,15 +51,15 @@ def _parse_json(text: str, where: str) -> Typed:
 
 def _parse_yaml(text: str, path: Path) -> Typed:
     try:
-        import yaml
+        from mca_config.yaml_text import parse
     except ImportError as error:
         raise McaError(
             f"{_NAME}: reading {path} needs pyyaml; install it or write the file as JSON"
         ) from error
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise McaError(f"{_NAME}: {path} is not valid YAML: {str(error).splitlines()[0]}") from error
+        return parse(text)
+    except ValueError as error:
+        raise McaError(f"{_NAME}: {path} is not valid YAML: {error}") from error
 
 
 def move_to_arguments(args: Any, settings: JsonObject | None) -> None:

@@ -6,45 +6,36 @@ Whether there are such keys, and what they mean, is decided in `fields`.
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from mca_config.errors import UsageError
-from mca_config.types import JsonObject, Typed
+from mca_config.types import JsonObject
+from mca_config.yaml_text import parse_fields
 
 
 def read_yaml(path: Path) -> JsonObject:
     """The mapping in ``path``.
 
     Raises:
-        UsageError: The file is missing, is not YAML, or is not a mapping with string keys.
+        UsageError: The file is missing, cannot be read, is not YAML, or is not a mapping with string keys.
     """
     if path.is_dir():
         raise UsageError(f"configuration file {path} is a directory; name a YAML file")
-    if not path.is_file():
+    if not path.exists():
         raise UsageError(f"configuration file {path} does not exist")
+    if not path.is_file():
+        raise UsageError(
+            f"configuration file {path} is a pipe or a device, but every rank reads it; name a file"
+        )
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid YAML: {_one_line(error)}") from error
+        data = parse_fields(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"configuration file {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not valid YAML: {error}") from error
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise UsageError(f"{path} must hold 'key: value' lines; its top level is {type(data).__name__}")
     return data
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """A safe loader that refuses a key given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Typed, Typed]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key '{key.value}' is given twice", key.start_mark
-                )
-            seen.add(key.value)
-        return dict(super().construct_mapping(node, deep))
 
 
 def parse_overrides(words: Sequence[str]) -> JsonObject:
@@ -72,19 +63,13 @@ def parse_overrides(words: Sequence[str]) -> JsonObject:
 def _scalar(words: list[str]) -> object:
     if not words:
         return True
-    values = [yaml.safe_load(word) if _is_plain(word) else word for word in words]
+    values = [_read(word) for word in words]
     return values[0] if len(values) == 1 else values
 
 
-def _is_plain(word: str) -> bool:
-    """Whether YAML can read ``word`` as a value (a path such as ``a: b`` or ``@x`` cannot be one)."""
+def _read(word: str) -> object:
+    """What YAML reads in ``word``, or itself (a path such as ``a: b`` or ``@x`` cannot be read)."""
     try:
-        yaml.safe_load(word)
-    except yaml.YAMLError:
-        return False
-    return ": " not in word
-
-
-def _one_line(error: Exception) -> str:
-    text = str(error).replace('"<unicode string>", ', "")  # what PyYAML calls a text that was read before
-    return " ".join(text.split()).removesuffix(" ^")
+        return word if ": " in word else parse_fields(word)
+    except ValueError:
+        return word

@@ -1,0 +1,102 @@
+"""YAML as users write it, read by every file of theirs in the same way: a key once, and what is wrong in one line.
+
+It needs pyyaml, which the package has with its extra ``training``.
+"""
+
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+import yaml
+
+from mca_config.types import Typed
+
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_SWITCH, _DATE, _TEXT = (f"tag:yaml.org,2002:{name}" for name in ("bool", "timestamp", "str"))
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader that refuses a key given twice, and takes dates for text."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != _DATE]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Typed, Typed]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _error(
+                    key, "a key is a list or a mapping, not a word; quote what stands in {{ }} or [ ]"
+                )
+            if key.value in seen:
+                raise _error(key, f"key '{key.value}' is given twice")
+            seen.add(key.value)
+        return dict(super().construct_mapping(node, deep))
+
+
+def _error(node: yaml.Node, problem: str) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+def parse(text: str) -> Typed:
+    """What the YAML in ``text`` says.
+
+    Raises:
+        ValueError: It is not valid; the message is one line.
+    """
+    return _read(text, lambda node: None)
+
+
+def parse_fields(text: str) -> Typed:
+    """`parse`, for values that take the types of their fields later.
+
+    Words that YAML 1.1 takes for a number or a switch but that are usually written otherwise (``0123``, ``2024_11_23``,
+    ``1.10``, ``on``) stay as they are: a field of text has just that. Inside a mapping that is a value they are what
+    YAML says, as nothing else knows their type.
+
+    Raises:
+        ValueError: It is not valid; the message is one line.
+    """
+    return _read(text, _keep_words)
+
+
+def _read(text: str, change: Callable[[yaml.Node], None]) -> Typed:
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            change(node)
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except (yaml.YAMLError, ValueError) as error:
+        told = str(error).replace('"<unicode string>", ', "")  # what PyYAML calls a text that was read before
+        raise ValueError(" ".join(told.split()).removesuffix(" ^")) from error
+
+
+def _keep_words(node: yaml.Node) -> None:
+    """Makes text of such words: the document itself, the values of its keys and the entries of its lists."""
+    if isinstance(node, yaml.ScalarNode):
+        if node.style is None and not _is_usual(node):
+            node.tag = _TEXT
+        return
+    entries = node.value
+    if isinstance(node, yaml.MappingNode):
+        entries = [value for _, value in node.value if not isinstance(value, yaml.MappingNode)]
+    for entry in entries:
+        _keep_words(entry)
+
+
+def _is_usual(node: yaml.ScalarNode) -> bool:
+    if node.tag == _SWITCH:
+        return node.value.lower() in ("true", "false")
+    if node.tag not in _NUMBERS:
+        return True
+    number = yaml.safe_load(node.value)
+    return str(number) == node.value or not math.isfinite(number)
