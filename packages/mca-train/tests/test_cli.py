@@ -307,6 +307,7 @@ def test_log_levels_are_followed(rank, given, level, monkeypatch):
     from mca_train.run.logs import set_log_levels
 
     monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(logging.getLogger("mca_train"), "level", -7)
     set_log_levels(SimpleNamespace(**({"log_level": "passive", "log_level_replica": "warning"} | given)))
     assert logging.getLogger("mca_train").level == (-7 if level is None else level)
