@@ -16,6 +16,7 @@ from mca_config import (
     Seq2SeqTrainingArguments,
     TrainingArguments,
 )
+from mca_config._hf_arguments import _ON, REFUSED, problems
 
 GIVEN: dict[str, Any] = {
     "tensor_model_parallel_size": 2,
@@ -110,6 +111,41 @@ def test_bf16_accumulates_gradients_in_fp32_unless_told_not_to() -> None:
         is False
     )
     assert training().accumulate_allreduce_grads_in_fp32 is None
+
+
+FOLLOWED = """
+output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
+warmup_steps optim weight_decay adam_beta1 adam_beta2 adam_epsilon gradient_accumulation_steps max_grad_norm
+label_smoothing_factor bf16 fp16 tf32 activation_checkpointing gradient_checkpointing logging_strategy logging_steps
+logging_first_step include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name project
+trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy eval_steps eval_delay
+per_device_eval_batch_size eval_on_start save_only_model save_strategy save_steps save_total_limit
+load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
+restore_callback_states_from_checkpoint full_determinism seed data_seed use_cpu accelerator_config
+dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor train_sampling_strategy
+ddp_backend ddp_timeout do_train do_eval resume_from_checkpoint
+"""
+"""Fields of transformers that a run follows, or whose values are looked at."""
+WITHOUT_EFFECT = """
+activation_checkpointing_kwargs gradient_checkpointing_kwargs use_cache log_on_each_node logging_nan_inf_filter
+prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps remove_unused_columns
+length_column_name hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision local_rank
+"""
+"""Those that mean nothing here, as docs/arguments.md says."""
+
+
+def test_every_field_of_the_installed_transformers_is_known() -> None:
+    there = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    known = {*FOLLOWED.split(), *WITHOUT_EFFECT.split()}
+    assert there <= known | {*REFUSED, *_ON}, "say what a run does with it"
+    assert not known & REFUSED.keys()
+
+
+@pytest.mark.parametrize("name", ["warmup_ratio", "logging_dir"])
+def test_what_has_left_transformers_is_refused_where_it_is_still_a_field(name: str) -> None:
+    args = training()
+    setattr(args, name, 0.5)
+    assert [line for line in problems(args) if line.startswith(f"{name} is not supported")]
 
 
 @pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])

@@ -41,7 +41,10 @@ REFUSED: Mapping[str, str] = {
     "ddp_static_graph": "data parallelism is Megatron's",
     "dataloader_persistent_workers": "workers start anew in each epoch",
     "dataloader_multiprocessing_context": "workers are forked",
+    "warmup_ratio": "set warmup_steps: below 1 it is a fraction of the run",
+    "logging_dir": "set TENSORBOARD_LOGGING_DIR in the environment",
 }
+"""Fields of some version of transformers from 5.2 on; the last two have left it since."""
 _ON: Mapping[str, str] = {
     "average_tokens_across_devices": "the loss is a mean over the targets of all ranks",
     "skip_memory_metrics": "every log has peak_memory_gib",
@@ -65,7 +68,7 @@ def problems(args: HfArguments) -> list[str]:
     ]
     return [
         *found,
-        *_accelerator(getattr(args, "accelerator_config", None)),
+        *_accelerator(args.accelerator_config),
         *_words(args),
         *_numbers(args),
         *_ends(args),
@@ -101,7 +104,7 @@ def _words(args: HfArguments) -> Iterator[str]:
     for name in ("log_level", "log_level_replica"):
         if (level := getattr(args, name)) not in _LOG_LEVELS:
             yield f"{name} is {level!r}; expected one of {', '.join(_LOG_LEVELS)}"
-    strategy = str(getattr(args, "train_sampling_strategy", "random"))
+    strategy = str(args.train_sampling_strategy)
     if strategy not in _SAMPLING:
         yield f"train_sampling_strategy {strategy} is not supported; use {' or '.join(_SAMPLING)}"
     yield from _reports(args.report_to)

@@ -70,7 +70,7 @@ class Loaders:
         if is_stream(dataset):
             return self._of_stream(dataset)
         length, units = _length(dataset, "train_dataset"), SAMPLES
-        is_random = str(getattr(args, "train_sampling_strategy", "random")) == "random"
+        is_random = str(args.train_sampling_strategy) == "random"
         seed = (args.seed if args.data_seed is None else args.data_seed) if is_random else None
         drawn = "not shuffled" if seed is None else f"shuffled by seed {seed}"
         order = ", ".join(filter(None, (order_of(dataset), drawn)))

@@ -102,4 +102,4 @@ def _for_this_machine(values: Values) -> JsonObject:
     from mca_models.megatron import platform
 
     given = {key: value for key, value in values.items() if key != "ddp_backend"}
-    return {"report_to": "none"} | given | ({"use_cpu": True} if platform.device_type() == "cpu" else {})
+    return given | ({"use_cpu": True} if platform.device_type() == "cpu" else {})
