@@ -5,7 +5,6 @@ It needs pyyaml, which the package has with its extra ``training``.
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
 
 import yaml
 
@@ -18,11 +17,6 @@ _SWITCH, _DATE, _TEXT = (f"tag:yaml.org,2002:{name}" for name in ("bool", "times
 class _Loader(yaml.SafeLoader):
     """A safe loader that refuses a key given twice, and takes dates for text."""
 
-    yaml_implicit_resolvers: ClassVar = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != _DATE]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Typed, Typed]:
         seen: set[str] = set()
         for key, _ in node.value:
@@ -34,6 +28,12 @@ class _Loader(yaml.SafeLoader):
                 raise _error(key, f"key '{key.value}' is given twice")
             seen.add(key.value)
         return dict(super().construct_mapping(node, deep))
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _DATE]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def _error(node: yaml.Node, problem: str) -> yaml.YAMLError:
