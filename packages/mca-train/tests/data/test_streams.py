@@ -41,6 +41,7 @@ def test_samples_are_those_of_files_in_memory(kind, files):
     stream = list(load_stream(TASKS[kind], files, tokenizer, arguments(), seed=None))
     whole = load_tokenized(TASKS[kind], files, tokenizer, arguments())
     assert len(stream) == len(whole) > 15
+    assert whole.order_in_words == "rows of a.jsonl, b.jsonl"
     for number, sample in enumerate(stream):
         for name, values in sample.items():
             assert values.tolist() == whole[number][name].tolist()

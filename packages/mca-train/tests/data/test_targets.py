@@ -194,7 +194,8 @@ def test_arguments_of_calls_may_be_text_whatever_the_template_takes(given, templ
 )
 def test_arguments_keep_the_nulls_that_are_a_rows_own(stream, name, given, learnt, tmp_path):
     """Those of Arrow's structs stand for keys that only other rows have."""
-    rows = [{"messages": [USER, {**call(each), "name": None}]} for each in given]
+    asked = {**USER, "tool_calls": None}  # the same keys in all turns: a struct, of JSON too
+    rows = [{"messages": [asked, call(each, content="")]} for each in given]
     path = tmp_path / name
     if name.endswith(".parquet"):
         datasets.Dataset.from_list(rows).to_parquet(path)
