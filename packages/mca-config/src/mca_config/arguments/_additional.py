@@ -63,7 +63,10 @@ def _parse_yaml(text: str, path: Path) -> Typed:
 
 
 def move_to_arguments(args: Any, settings: JsonObject | None) -> None:
-    """Checks the names in ``settings``; those that are arguments too become ``args``' own."""
+    """Checks the names in ``settings``; those that are arguments too become ``args``' own.
+
+    What is null is not given, and what no run follows may be off.
+    """
     if not settings:
         return
     own = {field.name for field in dataclasses.fields(args)} - {_NAME}
@@ -79,7 +82,8 @@ def move_to_arguments(args: Any, settings: JsonObject | None) -> None:
                 f"{_NAME}: unknown key {name}{_suggestion(name, known | own)}; rename or remove it"
             )
         if name not in own:
-            if _unfollowed.refusal(name) and _unfollowed.is_off(name, settings[name]):
+            value = settings[name]
+            if value is None or (_unfollowed.refusal(name) and _unfollowed.is_off(name, value)):
                 del settings[name]
             continue
         value = settings.pop(name)

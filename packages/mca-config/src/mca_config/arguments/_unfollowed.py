@@ -220,7 +220,7 @@ def refusal(name: str) -> str | None:
 
 def is_off(name: str, value: Typed) -> bool:
     """Whether ``value`` only says that ``name`` is off, as it is without it."""
-    return value in (None, False) and not _is_one_of(name, _ON)
+    return value == 0 and not _is_one_of(name, _ON)
 
 
 def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
