@@ -61,6 +61,8 @@ def test_files_of_several_makers_have_their_images_in_columns_of_their_own(token
     files = files_of(folder, rows[:1], rows[1:])
     made = load_tokenized(TASKS["sft"], files, tokenizer, arguments(), images=reader(tokenizer, folder))
     assert [placed(made[index])[0][1:] for index in range(2)] == [(2, 2), (2, 3)]
+    kept = {**asked(text("?")), "image": "python:3.11", "picture": None}
+    assert "images" not in load([kept], tokenizer, folder, images_column="picture")[0]
 
 
 def test_an_element_of_xml_is_text(tokenizer, folder):

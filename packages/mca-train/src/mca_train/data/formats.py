@@ -23,6 +23,7 @@ COLUMNS = frozenset(
 TEMPLATE_INPUTS = "chat_template_kwargs"
 """Column of variables for the chat template, as TRL names it."""
 
+_IMAGES = "images"
 ONE_IMAGE = "image"
 """Column of one image, in LLaVA's rows and in TRL's."""
 
@@ -44,14 +45,14 @@ _ROLES: Mapping[str, str] = {
 
 
 def image_columns(vision: Values | None, arguments: DataArguments) -> tuple[str, ...]:
-    """The columns that may hold a row's images; what ``image`` holds is nobody's matter where the model sees none.
+    """The columns that may hold a row's images: the one that is named; else, for a model that sees, `image` too.
 
     Args:
         vision: Of the model's configuration; None: it sees no images.
         arguments: Columns.
     """
-    known = (arguments.images_column,) if vision is None else (arguments.images_column, ONE_IMAGE)
-    return tuple(dict.fromkeys(known))
+    named = arguments.images_column
+    return (named,) if vision is None or named != _IMAGES else (named, ONE_IMAGE)
 
 
 def other_columns(vision: Values | None) -> tuple[str, ...]:
