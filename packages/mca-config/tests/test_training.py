@@ -141,6 +141,14 @@ def test_every_field_of_the_installed_transformers_is_known() -> None:
     assert not known & REFUSED.keys()
 
 
+def test_settings_that_are_all_off_are_not_refused() -> None:
+    args = training()
+    args.fsdp_config = {"min_num_params": 0, "xla": False}  # as transformers 5.2 fills it by itself
+    assert not problems(args)
+    args.fsdp_config["xla"] = True
+    assert [line.partition(" ")[0] for line in problems(args)] == ["fsdp_config"]
+
+
 @pytest.mark.parametrize("name", ["warmup_ratio", "logging_dir"])
 def test_what_has_left_transformers_is_refused_where_it_is_still_a_field(name: str) -> None:
     args = training()

@@ -81,7 +81,10 @@ def optimizer_of(optim: str) -> Literal["adam", "sgd"] | None:
 
 
 def _is_on(args: HfArguments, name: str) -> bool:
-    return getattr(args, name, None) not in (None, False, "", [], {})
+    value = getattr(args, name, None)
+    if isinstance(value, dict):  # 5.2 fills fsdp_config with what is off
+        return any(value.values())
+    return value not in (None, False, "", [])
 
 
 def _accelerator(given: Typed) -> Iterator[str]:
