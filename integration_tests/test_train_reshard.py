@@ -371,6 +371,40 @@ def test_ranks_go_on_in_fp32_with_the_same_weights(changes, dense, tmp_path):
     assert first and first == second
 
 
+def after_stale(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Losses of a run whose checkpoint is an earlier version's with old main parameters, and of runs from there."""
+    from unittest import mock
+
+    import torch
+
+    from mca_train.checkpoint import split_state, training_state
+
+    pieces = split_state._pieces
+
+    def stale(*of: Any) -> Any:
+        return {key: torch.zeros_like(one) if key == "param" else one for key, one in pieces(*of).items()}
+
+    steps = FIRST + 2
+    with (
+        mock.patch.object(split_state, "_pieces", stale),
+        mock.patch.object(training_state, "replace", lambda numbers, **_: numbers),  # it names no optimizer
+    ):
+        found = {"straight": run(model, output_dir / "straight", steps, **ZERO)["loss"]}
+    before = output_dir / "straight" / f"checkpoint-{FIRST}"
+    resumed = {
+        name: run(model, output_dir / name, steps, before, **changes) for name, changes in cases.items()
+    }
+    return found | {name: curves["loss"] for name, curves in resumed.items()}
+
+
+def test_weights_in_fp32_are_their_own_main_parameters(dense, tmp_path):
+    cases: dict[str, dict[str, Any]] = {"split": ZERO, "whole": {}, "half": ZERO | {"bf16": True}}
+    (found,) = run_ranks(1, after_stale, dense.model, tmp_path, cases)
+    assert found["split"] == found["straight"]
+    assert worst(found["straight"], found["whole"]) < 1e-4
+    assert worst(found["straight"], found["half"]) < 2e-2, "what bf16 rounds"
+
+
 def in_half(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Whether the main parameters of runs in bf16 begin as the weights of the run in fp32 that they go on from."""
     import torch

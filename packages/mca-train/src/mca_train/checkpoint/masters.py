@@ -6,6 +6,7 @@ the one for the other, so that nothing is rounded on the way.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,19 @@ _WEIGHTS = "mca_weights"
 
 Unrounded = Callable[[nn.Parameter], Tensor]
 """What a checkpoint's model has of this rank's piece of a parameter, in fp32."""
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """The model of a checkpoint, whose weights are in place in the dtype of the run.
+
+    Attributes:
+        read: Reads one as it was saved.
+        in_fp32: All were saved so.
+    """
+
+    read: Unrounded
+    in_fp32: bool
 
 
 def ask_for_weights(optimizer: MegatronOptimizer, parts: Sequence[JsonObject], model: OptimizerState) -> None:

@@ -14,7 +14,7 @@ from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_config.types import Typed
 from mca_models.lora.config import FILE_NAME as ADAPTER
 from mca_models.megatron.distributed.collectives import on_first
-from mca_train.checkpoint.masters import Unrounded
+from mca_train.checkpoint.masters import SavedWeights, Unrounded
 from mca_train.types import PreTrainedTokenizerBase, VirtualModels
 
 if TYPE_CHECKING:
@@ -151,8 +151,8 @@ def load_weights(model: VirtualModels, directory: Path) -> None:
     fill.from_source(source, model.held(), model.place.layout, model.place.at)
 
 
-def unrounded(model: VirtualModels, directory: Path) -> Unrounded:
-    """Reads what `load_weights` took for a live parameter as it stands in ``directory``, which is opened when asked."""
+def saved_weights(model: VirtualModels, directory: Path) -> SavedWeights:
+    """What `load_weights` took; ``directory`` is opened when one is read."""
     from mca_models.megatron.peft import PeftModels
 
     @cache
@@ -161,7 +161,10 @@ def unrounded(model: VirtualModels, directory: Path) -> Unrounded:
             return _of_adapter(model, directory)
         return _of_model(model, directory)
 
-    return lambda param: reader()(param)
+    path = directory / FILE_NAME
+    known = path.is_file()
+    dtype = McaModelConfig.from_json(path.read_text(encoding="utf-8"), str(path)).dtype if known else None
+    return SavedWeights(lambda param: reader()(param), in_fp32=dtype == "float32")
 
 
 def _of_model(model: VirtualModels, directory: Path) -> Unrounded:

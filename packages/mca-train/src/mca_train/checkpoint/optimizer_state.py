@@ -24,7 +24,7 @@ from mca_models.megatron.distributed.writer import Writing, write_state
 from mca_models.torch_checkpoint.forms import global_spellings
 from mca_train import groups
 from mca_train.checkpoint import masters
-from mca_train.checkpoint.masters import Unrounded
+from mca_train.checkpoint.masters import SavedWeights
 from mca_train.checkpoint.rows_of_ranks import ask_for_rows_of_ranks
 from mca_train.checkpoint.split_state import by_parameter
 from mca_train.engine.offload import as_plain, begin_precise, is_precise
@@ -61,7 +61,7 @@ def save(
 
 
 def load(
-    optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbers: Numbers, unrounded: Unrounded
+    optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbers: Numbers, weights: SavedWeights
 ) -> None:
     """Restores `save`, written on whatever layout; collective. The weights are in place already.
 
@@ -70,17 +70,17 @@ def load(
         chunks: The model.
         folder: Written by `save`.
         numbers: That it returned.
-        unrounded: Reads the weights that were saved beside it.
+        weights: Those that were saved beside it.
 
     Raises:
         McaError: The checkpoint has no state for a parameter (another optimizer or another model wrote it).
     """
     with as_plain(optimizer, loading=True):
-        _load(optimizer, chunks, folder, numbers, unrounded)
+        _load(optimizer, chunks, folder, numbers, weights)
 
 
 def _load(
-    optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbers: Numbers, unrounded: Unrounded
+    optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbers: Numbers, weights: SavedWeights
 ) -> None:
     saved = shapes_in(folder)
     state = _sharded(optimizer, chunks, loading=True, by_layer=not any(map(_ALL_LAYERS.match, saved)))
@@ -89,7 +89,12 @@ def _load(
     _ask_as_spelled(state, saved)
     ask_for_rows_of_ranks(list(_leaves(state)), saved, folder)
     asked, absent = {}, []
+    stale = (
+        numbers.optimizer is None and weights.in_fp32
+    )  # mca 0.1.0 wrote main parameters that were never updated
     for number, (_, key, leaf) in enumerate(_leaves(state)):
+        if stale and leaf.key.startswith(_MASTER):
+            continue
         if all(key in saved for key in _keys(leaf)):
             asked[str(number)] = leaf
         elif not leaf.key.startswith(_MASTER):
@@ -100,7 +105,7 @@ def _load(
         if str(number) in asked:
             container[key] = _without_padding(loaded[str(number)], leaf, saved.get(leaf.key, ()))
     masters.take_weights(optimizer, _parts(state))
-    masters.fill(optimizer, _parts(state), unrounded)
+    masters.fill(optimizer, _parts(state), weights.read)
     _put_numbers(state, numbers, counting)
     optimizer.load_state_dict(_bare(state))
     masters.take_beside_weights(optimizer)

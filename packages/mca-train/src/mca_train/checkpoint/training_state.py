@@ -16,7 +16,7 @@ from mca_models.storage.atomic import write_file
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import fp8_scales, optimizer_state
 from mca_train.checkpoint.carried import Carried
-from mca_train.checkpoint.masters import Unrounded
+from mca_train.checkpoint.masters import SavedWeights
 from mca_train.engine.engine import Engine
 from mca_train.engine.rng import is_of_layout, load_rng, save_rng
 from mca_train.groups import Ranks
@@ -67,12 +67,12 @@ class TrainingState:
         on_first(write)
         return writing
 
-    def load(self, checkpoint: Path, unrounded: Unrounded) -> None:
+    def load(self, checkpoint: Path, weights: SavedWeights) -> None:
         """Restores what was saved.
 
         Args:
-            checkpoint: Whose weights are in place already.
-            unrounded: Reads one of these as it stands there.
+            checkpoint: The directory.
+            weights: Of its model.
 
         Raises:
             McaError: Another optimizer wrote it.
@@ -87,7 +87,7 @@ class TrainingState:
             )
         with _without_warnings():
             optimizer_state.load(
-                self._engine.optimizer, self._modules(), folder / "optimizer", numbers, unrounded
+                self._engine.optimizer, self._modules(), folder / "optimizer", numbers, weights
             )
         self._engine.share_weights()
         together(lambda: fp8_scales.load(folder, self._modules()))

@@ -32,7 +32,7 @@ from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream, require_steps
 from mca_train.checkpoint import directory, lineage
 from mca_train.checkpoint.carried import Due, Totals
-from mca_train.checkpoint.model import load_weights, require_format, unrounded
+from mca_train.checkpoint.model import load_weights, require_format, saved_weights
 from mca_train.checkpoint.output_dir import require_own
 from mca_train.checkpoint.training_state import TrainingState
 from mca_train.checkpoint.writer import CheckpointWriter, remove_unfinished
@@ -296,7 +296,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         training = self._training_state()
         if checkpoint is not None:
             with reading(checkpoint):
-                training.load(checkpoint, unrounded(self.model, checkpoint))
+                training.load(checkpoint, saved_weights(self.model, checkpoint))
             rate.move(length.schedule_done - self._place.schedule)
         rate.write_decay(engine.optimizer.param_groups)
         self._place = replace(self._place, schedule=length.schedule_done)
