@@ -152,16 +152,22 @@ def test_peft_reads_all_factors_of_all_linear_beside_experts(case: str, tmp_path
         assert float((adapters.logits(lora) - right).abs().max()) > 0.1
 
 
-LAYER = r"model\.layers\.0\..*"
+LAYER = r"model\.layers\.1\..*"
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"rank_pattern": {"down_proj": 2}, "alpha_pattern": {"up_proj": 64, r".*1\..*\.up_proj": 4}},
+        {
+            "rank_pattern": {"down_proj": 2},
+            "alpha_pattern": {"up_proj": 64, "q_proj": 2, r".*1\..*\.q_proj": 4},
+        },
         {"exclude_modules": LAYER},
         {"modules_to_save": ["layers.1.mlp.shared_expert"], "use_rslora": True},
-        {"exclude_modules": ["layers.1.mlp.shared_expert.up_proj"], "rank_pattern": {LAYER: 1}},
+        {
+            "exclude_modules": ["layers.1.mlp.shared_expert.up_proj"],
+            "rank_pattern": {r".*1\..*\.down_proj": 1},
+        },
     ],
 )
 def test_ranks_scales_and_exclusions_outlast_the_names_of_all_linear(settings: dict[str, Any]) -> None:
