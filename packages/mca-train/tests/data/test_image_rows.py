@@ -174,6 +174,8 @@ def test_images_inside_messages_are_not_decoded_early(tokenizer, folder, tmp_pat
     made = load_tokenized(TASKS["sft"], files, tokenizer, arguments(), images=images)
     given = arguments(streaming=True)
     (streams,) = load_stream(TASKS["sft"], files, tokenizer, given, seed=None, images=images)
+    held_there = made.images.rows[0]["messages"][0]["content"][0]["image"]
+    assert held_there.keys() == {"bytes", "path"}
     assert placed(made[0]) == placed(streams)
     pixels = made[0]["images"].tensors()["pixel_values"]
     assert torch.equal(pixels, streams["images"].tensors()["pixel_values"])
