@@ -174,6 +174,12 @@ CASES: dict[str, tuple[str, str, int, Values]] = {
     "state space sp": ("state space", "sft", 8, SP | FP32),
     "plain": ("dense", "sft", 8, {}),
     "whole optimizer": ("dense", "sft", 8, {"use_distributed_optimizer": False}),
+    "half gradients": (
+        "dense",
+        "sft",
+        8,
+        FULL | {"use_distributed_optimizer": False, "accumulate_allreduce_grads_in_fp32": False},
+    ),
     "fp32": ("dense", "sft", 8, FP32),
     "fp32 pp": ("dense", "pretrain", 8, FP32 | {PP: 2}),
     "fp32 full": ("dense", "sft", 8, FP32 | FULL),
@@ -240,6 +246,13 @@ CASES: dict[str, tuple[str, str, int, Values]] = {
     "latent full": ("latent", "sft", 8, {EP: 4} | FULL),
     "prediction": ("prediction", "sft", 8, {EP: 4}),
     "prediction pp": ("prediction", "pretrain", 8, {EP: 4, PP: 2}),
+    "latent experts again": ("latent", "sft", 8, MODULES | {EP: 4, "recompute_modules": ["moe"]}),
+    "experts padded": (
+        "experts",
+        "sft",
+        8,
+        {EP: 4, "moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
+    ),
     "norms again": ("dense", "sft", 8, MODULES | {"recompute_modules": ["layernorm"]}),
     "norms again pp": (
         "experts",

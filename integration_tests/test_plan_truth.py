@@ -68,3 +68,41 @@ def test_the_plan_of_a_stage_is_what_the_engine_allocates(name: str, folder: Pat
     for stage in range(stages) if os.environ.get("MCA_DRY_RUNS") else (stages - 1,):
         ((real, planned),) = run_ranks(1, plan_and_dry_run, name, model, stage, process_group=False)
         assert planned[stage] == pytest.approx(real, rel=OF_SAMPLE if name in SAMPLE else WITHIN), name
+
+
+EVALUATED: tuple[dict[str, Any], ...] = ({"bf16": True}, {"bf16": True, "loss_chunk_size": 64})
+SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_hidden_layers": 1}
+
+
+def evaluations(folder: Path) -> list[tuple[int, int]]:
+    """Bytes that evaluation takes beside weights, gradients and optimizer, and those that the plan says."""
+    from dataclasses import replace
+
+    from mca_models import AutoModel
+    from mca_train.dry_run.modules import ModuleNames
+    from mca_train.dry_run.step import Modes, build
+    from mca_train.dry_run.tracker import KEPT, STEP, Tracker
+    from mca_train.plan.memory import plan_of
+    from mca_train.run.subject import subject_of
+    from test_dry_run import prepared
+
+    found = []
+    for changes in EVALUATED:
+        run = prepared(folder, "sft", changes | {"per_device_eval_batch_size": 8}, 1)
+        subject = replace(subject_of(run, "local", on_gpu=False), evaluated=True)
+        (stage,) = plan_of(subject, run.settings.training, run.layout, 1).stages
+        modes = Modes(Tracker(ModuleNames()))
+        trainer, _ = build(run.task, run.settings, run.model, modes, AutoModel.from_config)
+        with modes.entered(STEP), modes.tracker.following_storages():
+            modes.tracker.restart()
+            trainer.evaluate(trainer.train_dataset)
+        sizes = modes.tracker.tally.peak.sizes()
+        found.append((sizes[KEPT] + sizes[STEP], stage.evaluation))
+    return found
+
+
+def test_evaluation_takes_what_the_plan_says(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["dense"] | SMALL))
+    (((whole, planned_whole), (real, planned)),) = run_ranks(1, evaluations, tmp_path)
+    assert planned_whole == pytest.approx(whole, rel=OF_SAMPLE)
+    assert real <= planned <= 1.5 * real  # a layer is the largest part, of which the plan says the most

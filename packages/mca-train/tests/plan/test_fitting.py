@@ -10,6 +10,7 @@ from mca_config import TrainingArguments
 from mca_config.command_line import from_namespace
 from mca_config.errors import UsageError
 from mca_config.layout import ParallelLayout
+from mca_models.megatron import platform
 from mca_models.templates import config_from_hf
 from mca_train.plan.counts import ModelCounts
 from mca_train.plan.fitting import FULL, changed, fullest, over, remedies
@@ -78,6 +79,44 @@ def test_what_does_not_fit_is_found_with_what_makes_it_fit(tmp_path: Path) -> No
         again = plan_of(subject, changed(args, remedy.changes), plan.layout, 8)
         assert fullest(again) == remedy.needs <= device.usable_gib * GIB
     assert not over(plan, hardware_of("b200").device)
+
+
+def test_rows_that_are_evaluated_at_once_are_planned(tmp_path: Path) -> None:
+    keys = {"per_device_train_batch_size": 1, "use_distributed_optimizer": True} | FULL
+    subject, args, plan = planned(tmp_path, **keys)
+    assert args.per_device_eval_batch_size == 8
+    (stage,) = plan_of(replace(subject, evaluated=True), args, plan.layout, 8).stages
+    logits = 128256 * (2 + 4)  # in bf16, and their softmax in fp32
+    hidden = 3 * 2 * 4096  # what the last layer gives, and the final norm's input and output
+    assert stage.evaluation == 8 * 8192 * (logits + hidden)
+    held = stage.weights + stage.gradients + stage.optimizer
+    assert stage.total == held + stage.evaluation > plan.stages[0].total
+    device = hardware_of(f"gib:{plan.stages[0].total / GIB + 5}").device
+    found = remedies(replace(subject, evaluated=True), args, plan.layout, 8, device)
+    assert found[0].changes == {"per_device_eval_batch_size": 1} and found[0].fits
+    for one in search(replace(subject, evaluated=True), args, 8, 8, hardware_of("gib:1000")):
+        assert one.changes["per_device_eval_batch_size"] == one.changes["per_device_train_batch_size"]
+
+
+def test_gradients_in_half_precision_are_copied_for_the_step(tmp_path: Path) -> None:
+    keys = {"use_distributed_optimizer": None, "per_device_train_batch_size": 1} | FULL
+    _, _, single = planned(tmp_path, **keys)
+    _, _, half = planned(tmp_path, accumulate_allreduce_grads_in_fp32=False, **keys)
+    parameters = half.stages[0].parameters
+    assert half.stages[0].gradients == 2 * parameters == single.stages[0].gradients // 2
+    assert half.stages[0].temporaries == 4 * parameters and half.stages[0].activations == 0
+
+
+@pytest.mark.parametrize(("version", "freed"), [((0, 16, 1), False), ((0, 19, 2), True)])
+def test_outputs_of_virtual_stages_stay_where_megatron_does_not_wait_for_sends(
+    version: tuple[int, ...], freed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "megatron_version", lambda: version)
+    stages = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 16}
+    keys = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2} | stages | FULL
+    _, _, plan = planned(tmp_path, **keys)
+    first, between = plan.stages[0], 8192 * 4096 * 2
+    assert first.activations == first.in_flight * between * (1 if freed else 2)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])

@@ -5,6 +5,7 @@ computed of these alone, but for tables of many fractions, such as angles of pos
 they are norms, scales and flags that decide nothing about sizes.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -94,7 +95,7 @@ class Answers(TorchDispatchMode):
             for tensor in tensors:
                 self._known.pop(tensor, None)
             return None
-        if not tensors and func._overloadpacket is not torch.ops.aten.arange:
+        if not tensors and not _makes_numbers(func, args):
             return None
         if not all(tensor in self._known for tensor in tensors):
             return None
@@ -125,6 +126,12 @@ class Answers(TorchDispatchMode):
 def _kind(func: Any) -> tuple[bool, bool]:
     """Whether the values of what ``func`` gives are of no use, and whether it changes what it takes."""
     return func.namespace == "c10d" or "empty" in func._schema.name, func._schema.is_mutable
+
+
+def _makes_numbers(func: Any, args: Sequence[Any]) -> bool:
+    """Whether ``func`` makes a tensor of numbers that the host has: a range, or few of the same."""
+    kind = func._overloadpacket
+    return kind is torch.ops.aten.arange or (kind is torch.ops.aten.full and math.prod(args[0]) <= _FRACTIONS)
 
 
 def _usual(dtype: torch.dtype) -> bool | float | int:

@@ -43,7 +43,7 @@ class Model:
         training: Training arguments.
         sizes: Of a micro-batch.
         implementation: Whose layers.
-        on_gpu: Whether outputs are freed once they are sent.
+        on_gpu: Whether outputs are freed once they are sent, where Megatron waits for that.
         images: Of each sequence; None: there are none.
     """
 
@@ -61,8 +61,9 @@ class Model:
 
     def norm(self, channels: float, *, output: bool = True) -> float:
         """What a norm of ``channels`` keeps."""
-        lines: list[Line] = _LAYERS[self.implementation].norm(self.sizes.split, channels, self.sizes)
-        return sum(line.bytes for line in lines if output or "output" not in line.what)
+        norm = _LAYERS[self.implementation].norm
+        lines: list[Line] = norm(self.sizes.split, channels, self.sizes, output=output)
+        return sum(line.bytes for line in lines)
 
     @property
     def between(self) -> float:
@@ -80,22 +81,12 @@ class Model:
         lines = self.lines(number, worst=worst)
         kept = sum(line.bytes for line in lines if line.module not in again)
         dropped = sum(line.bytes for line in lines if line.module in again)
-        if "core_attn" in again and self.implementation == "local":
-            kept += self._inputs_of_attention(number)
+        if "core_attn" in again:
+            kept += _LAYERS[self.implementation].recomputed_core(self.config, self.sizes, number)
         if "layernorm" in again and self.implementation == "local" and self.sizes.width < SINGLE:
             kept += 2 * self.between  # what both norms take, which else is kept in fp32 alone
         forward, backward = _LAYERS[self.implementation].running(self.config, self.sizes, number)
         return Bytes(kept, forward, backward + dropped + 2 * self.per_layer)
-
-    def _inputs_of_attention(self, number: int) -> float:
-        """Keys as they were before they were copied for each head, and what values are a view of."""
-        config, sizes = self.config, self.sizes
-        copied = any(line.what.startswith("keys and values of") for line in self.lines(number))
-        if not copied:
-            return 0.0
-        query = config.num_attention_heads * config.kv_channels / sizes.layout.tp
-        key = max(config.num_query_groups / sizes.layout.tp, 1) * config.kv_channels
-        return sizes.tokens * (query + 3 * key) * sizes.width
 
 
 def recomputed(training: "TrainingArguments") -> frozenset[str]:
@@ -103,7 +94,7 @@ def recomputed(training: "TrainingArguments") -> frozenset[str]:
     if training.recompute_granularity != "selective":
         return frozenset()
     names = {*(training.recompute_modules or _SELECTED)}
-    return frozenset(names | ({"moe_act"} if "moe" in names else set()))
+    return frozenset(names | ({"moe_act", "shared_experts"} if "moe" in names else set()))
 
 
 def of_chunk(model: Model, chunk: PipelineChunk, *, worst: bool = False) -> Bytes:
@@ -128,6 +119,18 @@ def of_chunk(model: Model, chunk: PipelineChunk, *, worst: bool = False) -> Byte
     return Bytes(kept, max(forward, 0.0), backward)
 
 
+def forward_alone(model: Model, chunk: PipelineChunk) -> float:
+    """Bytes of a forward pass that nothing is kept of, as in evaluation: at most what one part of it makes."""
+    parts = [
+        Bytes(sum(line.bytes for line in model.lines(number)), model.layer(number).forward)
+        for number in chunk.layers
+    ]
+    if chunk.has_loss or chunk.mtp_layers:
+        parts.append(_ends(model, chunk))
+    images = [Bytes(model.images.running(model.sizes))] if chunk.has_embedding and model.images else []
+    return model.between + max((part.kept + part.forward for part in (*images, *parts)), default=0.0)
+
+
 def _per_layer_channels(config: McaModelConfig) -> int:
     return config.num_layers * config.per_layer_input_size
 
@@ -139,7 +142,7 @@ def _after(parts: list[Bytes], index: int) -> float:
 
 def _passed(model: Model, chunk: PipelineChunk) -> float:
     """Inputs and outputs of the chunk that the schedule holds, and nobody else does."""
-    outputs = not chunk.has_loss and not model.on_gpu
+    outputs = not chunk.has_loss and not (model.on_gpu and model.sizes.waits_for_sends)
     copied = model.implementation == "local" and model.training.recompute_granularity != "full"
     inputs = not chunk.has_embedding and copied and model.sizes.width < SINGLE
     return model.between * (outputs + inputs)

@@ -66,15 +66,30 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
         return _linear(config, sizes)
     if config.is_mamba_layer(number):
         return state_space(config, sizes)
-    beside = state_space(config, sizes) if config.mamba_beside_attention else []
     if isinstance(config, MlaMcaModelConfig):
-        return _latent(config, sizes)
-    tp, width, tokens = sizes.layout.tp, sizes.width, sizes.tokens
-    query = config.num_attention_heads * config.kv_channels / tp
-    key = max(config.num_query_groups / tp, 1) * config.kv_channels
-    lines = [Line("queries", tokens * query * width, _ROPE)]
+        ranks = (rank for rank in (config.q_lora_rank, config.kv_lora_rank) if rank)
+        norms = [line for rank in ranks for line in norm(sizes.split, rank, sizes)]
+        return latent_core(config, sizes) + norms
+    beside = state_space(config, sizes) if config.mamba_beside_attention else []
+    query, key = _channels(config, sizes)
     if config.qk_layernorm:
-        lines += norm(tokens, query + (0 if config.takes_keys else key), sizes, output=False)
+        taken = query + (0 if config.takes_keys else key)
+        beside += norm(sizes.tokens, taken, sizes, output=False)
+    return beside + core(config, sizes, number)
+
+
+def _channels(config: McaModelConfig, sizes: Sizes) -> tuple[float, float]:
+    """Of queries, and of keys or values, on this rank."""
+    tp = sizes.layout.tp
+    query = config.num_attention_heads * config.kv_channels / tp
+    return query, max(config.num_query_groups / tp, 1) * config.kv_channels
+
+
+def core(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
+    """Of mca's own attention behind the norms of queries and keys."""
+    width, tokens = sizes.width, sizes.tokens
+    query, key = _channels(config, sizes)
+    lines = [Line("queries", tokens * query * width, _ROPE)]
     if key < query:  # a copy of each key and value for each head of its group
         copies = _seen(sizes) * query * 2 * width
         lines.append(Line("keys and values of every head", copies, _SDPA, "core_attn"))
@@ -82,7 +97,18 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
         lines.append(Line("keys, and q, k, v as projected", tokens * (2 * key + query + key) * width, _SDPA))
     if config.attention_output_gate:
         lines.append(Line("output gate", tokens * query * 2 * width, _SDPA))
-    return beside + lines + _scores(config, sizes, query) + _window(config, sizes, number)
+    return lines + _scores(config, sizes, query) + _window(config, sizes, number)
+
+
+def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
+    """Bytes that stay where core attention is computed again: keys before they were copied, and what values are of."""
+    config = config.of_layer(number)
+    states = config.is_linear_layer(number) or config.is_mamba_layer(number)
+    query, key = _channels(config, sizes)
+    latent = isinstance(config, MlaMcaModelConfig)
+    if not config.has_attention(number) or states or latent or key >= query:
+        return 0.0
+    return sizes.tokens * (query + 3 * key) * sizes.width
 
 
 def per_layer_input(config: McaModelConfig, sizes: Sizes) -> list[Line]:
@@ -127,23 +153,18 @@ def _window(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
     return [Line("mask of a window", float(rows * columns * sizes.width), _SDPA, "core_attn")]
 
 
-def _latent(config: MlaMcaModelConfig, sizes: Sizes) -> list[Line]:
+def latent_core(config: MlaMcaModelConfig, sizes: Sizes) -> list[Line]:
+    """Of mca's own attention behind latent queries and keys."""
     tokens, width, tp = sizes.tokens, sizes.width, sizes.layout.tp
     heads = config.num_attention_heads / tp
     key = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
     value = heads * config.v_head_dim
-    lines = [
+    return [
         Line("queries and keys", tokens * key * 2 * width, _LATENT, "mla_up_proj"),
         Line("values, padded to the keys", tokens * key * width, _SDPA, "core_attn"),
         Line("attention's output, padded", tokens * key * width, _SDPA, "core_attn"),
         Line("attention's output", tokens * value * width, _SDPA),
         Line("sums of attention", tokens * heads * SINGLE, _SDPA, "core_attn"),
-    ]
-    return lines + [
-        line
-        for rank in (config.q_lora_rank, config.kv_lora_rank)
-        if rank
-        for line in norm(sizes.split, rank, sizes)
     ]
 
 
@@ -223,7 +244,7 @@ def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> lis
     """Of a layer's experts, run one after the other."""
     sent = sizes.dispatched(worst=worst)
     inner = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / sizes.layout.etp
-    lines = [Line("router", sizes.split * config.num_router_choices * 10.0, _ROUTER)]
+    lines = [Line("router", sizes.split * config.num_router_choices * 10.0, _ROUTER, "moe")]
     if config.activation_func_clamp_value is not None:
         lines.append(Line("clamped, and moved by an offset", 2 * sent * inner * sizes.width, _MLP, "moe"))
     lines.append(

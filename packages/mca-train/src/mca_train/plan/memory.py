@@ -12,7 +12,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_train.config.model import layout_of
 from mca_train.config.parts import trained_parts
-from mca_train.plan.chunks import Bytes, Implementation, Model, of_chunk
+from mca_train.plan.chunks import Bytes, Implementation, Model, forward_alone, of_chunk
 from mca_train.plan.counts import Count, ModelCounts, shares
 from mca_train.plan.schedule import Order
 from mca_train.plan.sizes import EIGHTH, HALF, SINGLE, Sizes, width_of
@@ -50,6 +50,8 @@ class StageNeeds:
     """In host memory: what of the optimizer is offloaded, with its copies of weights and gradients. Not in `total`."""
     in_flight: int = 0
     """Passes at most whose activations are kept: micro-batches, times chunks that each has run through."""
+    evaluation: int = 0
+    """What a forward pass of evaluation takes in place of activations and temporaries."""
     worst_routing: int = 0
     """More if all tokens that could be sent to this rank's experts were."""
 
@@ -61,8 +63,7 @@ class StageNeeds:
             + self.gradients
             + self.optimizer
             + self.reference
-            + self.activations
-            + self.temporaries
+            + max(self.activations + self.temporaries, self.evaluation)
         )
 
 
@@ -103,6 +104,7 @@ class Subject:
         implementation: Whose layers.
         on_gpu: Whether it runs there.
         images: Of each sequence; None: there are none.
+        evaluated: Whether rows are evaluated too, in micro-batches of their own size.
     """
 
     config: McaModelConfig
@@ -115,6 +117,7 @@ class Subject:
     implementation: Implementation = "local"
     on_gpu: bool = False
     images: Images | None = None
+    evaluated: bool = False
 
     def trained_by_stage(self, layout: ParallelLayout) -> list[Count]:
         """Parameters that have gradients, on the fullest rank of each pipeline stage."""
@@ -181,22 +184,16 @@ def plan_of(subject: Subject, training: "TrainingArguments", layout: ParallelLay
     grid = RankGrid(layout, world_size)
     accumulation = training.gradient_accumulation_steps
     batch = training.per_device_train_batch_size * accumulation * grid.data_parallel_size
-    frozen = subject.adapter is not None
-    sizes = Sizes.of(
-        config,
-        training,
-        subject.seq_length,
-        sequences=subject.sequences,
-        frozen=frozen,
-        on_gpu=subject.on_gpu,
-    )
-    model = Model(config, training, sizes, subject.implementation, subject.on_gpu, subject.images)
+    model = _model(subject, training, config, training.per_device_train_batch_size)
+    evaluating = None
+    if subject.evaluated:
+        evaluating = _model(subject, training, config, training.per_device_eval_batch_size)
     return Plan(
         layout=layout,
         world_size=world_size,
         data_parallel_size=grid.data_parallel_size,
         implementation=subject.implementation,
-        stages=tuple(_stages(subject, model, grid)),
+        stages=tuple(_stages(subject, model, grid, evaluating)),
         total_parameters=subject.model.total,
         trained_parameters=subject.trained,
         global_batch=batch,
@@ -207,7 +204,22 @@ def plan_of(subject: Subject, training: "TrainingArguments", layout: ParallelLay
     )
 
 
-def _stages(subject: Subject, model: Model, grid: RankGrid) -> list[StageNeeds]:
+def _model(
+    subject: Subject, training: "TrainingArguments", config: McaModelConfig, micro_batch: int
+) -> Model:
+    sizes = Sizes.of(
+        config,
+        training,
+        subject.seq_length,
+        micro_batch=micro_batch,
+        sequences=subject.sequences,
+        frozen=subject.adapter is not None,
+        on_gpu=subject.on_gpu,
+    )
+    return Model(config, training, sizes, subject.implementation, subject.on_gpu, subject.images)
+
+
+def _stages(subject: Subject, model: Model, grid: RankGrid, evaluating: Model | None) -> list[StageNeeds]:
     layout, training = grid.layout, model.training
     none = [Count()] * layout.pp
     held = subject.model.by_stage(layout)
@@ -227,7 +239,11 @@ def _stages(subject: Subject, model: Model, grid: RankGrid) -> list[StageNeeds]:
             beside[pp].total * beside_width,
             copied[pp].total,
         )
-        found.append(_needs(model, plan.chunks[pp], pp, counts, share))
+        needs = _needs(model, plan.chunks[pp], pp, counts, share)
+        if evaluating is not None:
+            passes = (forward_alone(evaluating, chunk) for chunk in plan.chunks[pp])
+            needs = replace(needs, evaluation=int(max(passes)))
+        found.append(needs)
     return found
 
 
@@ -257,9 +273,13 @@ def _needs(
     moved = 1.0 if moved is None else moved
     main_moved = moved if training.use_precision_aware_optimizer else 0
     peak = _peak(model, chunks, pp)
+    stepping = 0.0
+    if half and gradients == HALF and not training.use_precision_aware_optimizer:
+        stepping += SINGLE * counts.stepped  # copies of gradients, by which the optimizer steps
     if not model.on_gpu and counts.stepped:  # there the optimizer is one kernel
         largest = model.config.padded_vocab_size * model.config.hidden_size // model.sizes.layout.tp
-        peak = max(peak, Peak(0.0, SINGLE * min(largest / share.dense, counts.stepped), 0), key=Peak.total)
+        stepping += SINGLE * min(largest / share.dense, counts.stepped)
+    peak = max(peak, Peak(0.0, stepping, 0), key=Peak.total)
     worst = _peak(model, chunks, pp, worst=True).total() - peak.total() if model.sizes.experts else 0.0
     return StageNeeds(
         layers=" | ".join(layers_of(chunk) for chunk in chunks),

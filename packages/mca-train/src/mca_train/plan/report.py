@@ -32,6 +32,13 @@ def render(plan: Plan, settings: Settings, model: McaModelConfig, device: Device
         "",
         "GiB of a rank of the stage at its fullest moment; kernels, allocators and communication come on top",
     ]
+    evaluating = [stage for stage in plan.stages if stage.evaluation > stage.activations + stage.temporaries]
+    if evaluating:
+        most = max(stage.evaluation for stage in evaluating) / GIB
+        lines.append(
+            f"evaluation   per_device_eval_batch_size {training.per_device_eval_batch_size}: {most:.3f} GiB in place "
+            "of activations and temporaries, counted in the total"
+        )
     if any(stage.worst_routing for stage in plan.stages):
         worst = max(stage.worst_routing for stage in plan.stages) / GIB
         lines.append(

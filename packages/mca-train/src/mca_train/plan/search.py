@@ -140,6 +140,8 @@ def _candidates(
             for recompute in _RECOMPUTE:
                 changes = _keys(subject.config, layout) | recompute
                 changes |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulated}
+                if subject.evaluated:
+                    changes["per_device_eval_batch_size"] = size
                 yield layout, changes
 
 

@@ -61,6 +61,14 @@ class Sizes:
     """``moe_expert_capacity_factor``."""
     rms: bool
     """Whether norms only divide by a root mean square."""
+    padded: bool
+    """Whether each expert gets exactly its capacity, filled up."""
+    own_attention: bool
+    """Whether mca computes attention itself, also within Transformer Engine's layers."""
+    fused_activation: bool
+    """Whether Megatron has a kernel for what every MLP computes, where there is a GPU."""
+    waits_for_sends: bool
+    """Whether Megatron has sent an output before it frees it."""
     materialised: bool
     """Whether attention makes the whole matrix of its weights: on a CPU with dropout."""
 
@@ -71,6 +79,7 @@ class Sizes:
         training: "TrainingArguments",
         seq_length: int,
         *,
+        micro_batch: int | None = None,
         sequences: int = 1,
         frozen: bool = False,
         on_gpu: bool = False,
@@ -81,13 +90,14 @@ class Sizes:
             config: The architecture.
             training: Training arguments.
             seq_length: Tokens of a sequence.
+            micro_batch: Samples; None: as many as are trained at once.
             sequences: In a sample.
             frozen: Whether only an adapter is trained.
             on_gpu: Whether it runs there.
         """
         layout = config.layout
         length = seq_length // layout.cp
-        count = training.per_device_train_batch_size * sequences
+        count = (micro_batch or training.per_device_train_batch_size) * sequences
         tokens = count * length
         width = width_of(config, training)
         return cls(
@@ -103,6 +113,10 @@ class Sizes:
             experts=config.num_moe_experts or 0,
             choices=config.num_router_choices,
             capacity=training.moe_expert_capacity_factor,
+            padded=bool(training.moe_pad_expert_input_to_capacity),
+            own_attention=training.attention_backend == "local" or _has_own_core(config),
+            fused_activation=training.bias_activation_fusion is not False and _is_fused(config),
+            waits_for_sends=_waits_for_sends(layout),
             rms=config.normalization == "RMSNorm",
             materialised=config.attention_dropout > 0 and not on_gpu,
         )
@@ -126,7 +140,8 @@ class Sizes:
         layout = self.layout
         here = self.split * self.moved
         if self.capacity is not None:  # each expert of each rank gets at most so many
-            here = min(here, here * self.capacity) if not worst else here * self.capacity
+            always = self.padded or worst
+            here = here * self.capacity if always else min(here, here * self.capacity)
             return here * layout.etp
         if worst:
             here = self.split * min(self.topk, max(self.experts // layout.ep, 1)) * layout.ep
@@ -139,3 +154,22 @@ def cuts_sequences(config: McaModelConfig, training: "TrainingArguments") -> boo
     if training.sequence_parallel is not None or layout.tp == 1:
         return bool(training.sequence_parallel) and layout.tp > 1
     return config.num_moe_experts is not None or isinstance(config, MlaMcaModelConfig)
+
+
+def _has_own_core(config: McaModelConfig) -> bool:
+    from mca_models.megatron.families.core_attention import own_core
+
+    return own_core(config) is not None
+
+
+def _is_fused(config: McaModelConfig) -> bool:
+    from mca_models.megatron.families.settings import has_fused_activation
+
+    return has_fused_activation(config)
+
+
+def _waits_for_sends(layout: ParallelLayout) -> bool:
+    from mca_models.megatron import platform
+    from mca_models.megatron.factory.execution import waits_for_sends
+
+    return waits_for_sends(layout, platform.megatron_version())

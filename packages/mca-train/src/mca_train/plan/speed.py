@@ -185,6 +185,8 @@ class Speed:
         config = self.model.config
         if not config.has_attention(number):
             return 0.0, 0.0
+        if config.is_linear_layer(number):
+            return self._delta_rule()
         states = config.is_mamba_layer(number)
         of_both = [] if states else [self._attention()]
         of_both += [self._states()] if states or config.mamba_beside_attention else []
@@ -201,6 +203,19 @@ class Speed:
         shared = max(states, tp * state)  # ranks with heads of one group compute the same
         flops = 2 * sizes.tokens * (CHUNK * (inside + shared) + 2 * inside * state) / tp
         return weights, flops / (self.hardware.device.tflops * 1e12 * self.hardware.efficiency.attention)
+
+    def _delta_rule(self) -> tuple[float, float]:
+        """Weights of a delta net's products on this rank, and seconds of its recurrence, chunk by chunk."""
+        config, sizes = self.model.config, self.model.sizes
+        heads, tp = config.linear_num_value_heads or 0, sizes.layout.tp
+        key, value = config.linear_key_head_dim or 0, config.linear_value_head_dim or 0
+        projected = 2 * (config.linear_num_key_heads or 0) * key + 3 * heads * value + 2 * heads
+        each = (
+            CHUNK * (3 * key + 2 * value) + 3 * key * value
+        )  # of a chunk's tokens by one another, and of states
+        flops = 2 * sizes.tokens * heads * each / tp
+        rate = self.hardware.device.tflops * 1e12 * self.hardware.efficiency.attention
+        return config.hidden_size * projected / tp, flops / rate
 
     def _attention(self) -> tuple[float, float]:
         """Weights of its products on this rank, and seconds of its scores, of which half are masked."""

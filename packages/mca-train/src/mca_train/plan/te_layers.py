@@ -21,80 +21,129 @@ _ATTENTION = (
 )
 _SWIGLU = "megatron/core/fusions/fused_bias_swiglu.py: SwiGLUFunction (input)"
 _WEIGHTED = "megatron/core/fusions/fused_bias_swiglu.py: WeightedSwiGLUFunction (input, weights)"
+_GLU = "megatron/core/transformer/mlp.py: forward (glu)"
+_GATE = "megatron/core/transformer/attention.py: _apply_output_gate (x, gate)"
 _MOVE = "megatron/core/transformer/moe/token_dispatcher.py: dispatch"
 _ROUTER = "megatron/core/transformer/moe/router.py: routing"
 
 
-def norm(tokens: float, channels: float, sizes: Sizes) -> list[Line]:
-    """Of a norm that is not fused with the linear behind it: its input, and its output as that linear's input."""
-    return [
-        Line("norm: input", tokens * channels * sizes.width, _NORM, "layernorm"),
-        Line("norm: output", tokens * channels * sizes.width, _NORM, "layernorm"),
-    ]
+def norm(
+    tokens: float, channels: float, sizes: Sizes, *, output: bool = True, module: str = ""
+) -> list[Line]:
+    """Of a norm that is not fused with the linear behind it: its input, and its output as that linear's input.
+
+    What is computed again is the output; the input stays, as that of the computation.
+    """
+    lines = [Line("norm: input", tokens * channels * sizes.width, _NORM)]
+    if output:
+        lines.append(Line("norm: output", tokens * channels * sizes.width, _NORM, module))
+    return lines
 
 
 def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = False) -> list[Line]:
     """All lines of decoder layer ``number``."""
     config = config.of_layer(number)
-    both = sizes.split * config.hidden_size * (sizes.width + sizes.operand)
+    hidden = config.hidden_size
     lines = per_layer_input(config, sizes)
     if config.norm_placement == "sandwich":
-        lines += [line for _ in range(2) for line in norm(sizes.split, config.hidden_size, sizes)]
+        lines += [line for _ in range(2) for line in norm(sizes.split, hidden, sizes)]
     if config.has_attention(number):
+        both = sizes.split * hidden * (sizes.width + sizes.operand)
         lines.append(Line("input of attention, and normalised", both, _NORM_LINEAR))
-        states = config.is_mamba_layer(number)
-        lines += state_space(config, sizes) if states or config.mamba_beside_attention else []
-        lines += [] if states else attention(config, sizes)
+        lines += attention(config, sizes, number)
     if config.is_moe_layer(number):
-        return [*lines, *norm(sizes.split, config.hidden_size, sizes), *experts(config, sizes, worst=worst)]
+        before = norm(sizes.split, hidden, sizes, module="layernorm")
+        return [*lines, *before, *experts(config, sizes, worst=worst)]
     if not config.has_mlp(number):
         return lines
-    lines.append(Line("input of the MLP, and normalised", both, _NORM_LINEAR))
+    lines.append(Line("input of the MLP", sizes.split * hidden * sizes.width, _NORM_LINEAR))
+    normalised = sizes.split * hidden * sizes.operand
+    lines.append(Line("input of the MLP, normalised", normalised, _NORM_LINEAR, "mlp"))
     return lines + gated(config, config.ffn_hidden_size / sizes.layout.tp, sizes.tokens, sizes, "mlp")
 
 
-def attention(config: McaModelConfig, sizes: Sizes) -> list[Line]:
-    """Of attention; of a delta net as of attention with as many channels."""
-    tokens, width, tp = sizes.tokens, sizes.width, sizes.layout.tp
-    heads = config.num_attention_heads / tp
+def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
+    """Of the attention of decoder layer ``number``, or of what stands in its place, which is mca's own."""
+    if config.is_linear_layer(number) or config.is_mamba_layer(number):
+        return local_layers.attention(config, sizes, number)
+    beside = state_space(config, sizes) if config.mamba_beside_attention else []
     if isinstance(config, MlaMcaModelConfig):
-        query = key = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
-        value = out = heads * config.v_head_dim
-    else:
-        query = out = heads * config.kv_channels
-        key = value = max(config.num_query_groups / tp, 1) * config.kv_channels
+        return beside + _latent(config, sizes)
+    query, key = _channels(config, sizes)
+    lines: list[Line] = []
+    if config.qk_layernorm:  # which copies what it takes out of the projection
+        taken = query + (0 if config.takes_keys else key)
+        lines = norm(sizes.tokens, taken, sizes, output=False)
+    if sizes.own_attention:
+        return beside + lines + local_layers.core(config, sizes, number)
+    if config.attention_output_gate:
+        gate = sizes.tokens * query * (sizes.width + sizes.operand)
+        lines.append(Line("output gate, and its input", gate, _GATE))
+    return beside + lines + _core(config, sizes, query + key, key, query)
+
+
+def _channels(config: McaModelConfig, sizes: Sizes) -> tuple[float, float]:
+    """Of queries, and of keys or values, on this rank."""
+    tp = sizes.layout.tp
+    query = config.num_attention_heads * config.kv_channels / tp
+    return query, max(config.num_query_groups / tp, 1) * config.kv_channels
+
+
+def _core(
+    config: McaModelConfig, sizes: Sizes, rotated: float, value: float, out: float, module: str = ""
+) -> list[Line]:
+    """Of the kernel; values are copied for it out of the projection, so it has them to itself."""
+    tokens, width = sizes.tokens, sizes.width
+    heads = config.num_attention_heads / sizes.layout.tp
     lines = [
-        Line("queries, keys, values", tokens * (query + key + value) * width, _ATTENTION, "core_attn"),
+        Line("queries and keys", tokens * rotated * width, _ATTENTION, module),
+        Line("values", tokens * value * width, _ATTENTION, module or "core_attn"),
         Line("sums of attention", tokens * heads * SINGLE, _ATTENTION, "core_attn"),
         Line("attention's output", tokens * out * width, _ATTENTION),
     ]
     if sizes.operand < width:  # else it is the same tensor
         lines.append(Line("attention's output in fp8", tokens * out * sizes.operand, _LINEAR))
-    if config.qk_layernorm and not isinstance(config, MlaMcaModelConfig):
-        lines.append(Line("q, k, v as projected", tokens * (query + key + value) * width, _NORM))
-    if isinstance(config, MlaMcaModelConfig):
-        ranks = (config.q_lora_rank or 0) + config.kv_lora_rank
-        lines.append(
-            Line(
-                "latent q and kv, and normalised", sizes.split * ranks * (width + sizes.operand), _NORM_LINEAR
-            )
-        )
-        lines.append(
-            Line("keys and values as projected", tokens * (key + value) * width, _LINEAR, "mla_up_proj")
-        )
     return lines
 
 
-def gated(config: McaModelConfig, inner: float, tokens: float, sizes: Sizes, module: str) -> list[Line]:
-    """Of an MLP with ``inner`` channels on this rank, its activation fused."""
-    if config.mlp_multipliers is not None:  # which no fused activation has
-        return local_layers.gated(config, inner, tokens, sizes, module)
-    first = 2 if config.gated_linear_unit else 1
-    return [
-        Line("gate and up as projected", tokens * inner * first * sizes.width, _SWIGLU, module),
-        Line("input of the second product", tokens * inner * sizes.operand, _LINEAR, module),
-        *own_activation(config, tokens * inner, sizes, module),
+def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
+    """Bytes that stay in place of values where core attention is computed again: the projection that they are of."""
+    config = config.of_layer(number)
+    states = config.is_linear_layer(number) or config.is_mamba_layer(number)
+    if not config.has_attention(number) or states or isinstance(config, MlaMcaModelConfig):
+        return 0.0
+    if sizes.own_attention:
+        return local_layers.recomputed_core(config, sizes, number)
+    query, key = _channels(config, sizes)
+    gate = query if config.attention_output_gate else 0.0
+    return sizes.tokens * (query + gate + 2 * key) * sizes.width
+
+
+def _latent(config: MlaMcaModelConfig, sizes: Sizes) -> list[Line]:
+    """Of latent attention: what is projected up is copied into queries, keys and values, and not kept."""
+    ranks = sizes.split * ((config.q_lora_rank or 0) + config.kv_lora_rank)
+    lines = [
+        Line("latent q and kv", ranks * sizes.width, _NORM_LINEAR),
+        Line("latent q and kv, normalised", ranks * sizes.operand, _NORM_LINEAR, "mla_up_proj"),
     ]
+    if sizes.own_attention:
+        return lines + local_layers.latent_core(config, sizes)
+    heads = config.num_attention_heads / sizes.layout.tp
+    query = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
+    value = heads * config.v_head_dim
+    return lines + _core(config, sizes, 2 * query, value, value, "mla_up_proj")
+
+
+def gated(config: McaModelConfig, inner: float, tokens: float, sizes: Sizes, module: str) -> list[Line]:
+    """Of an MLP with ``inner`` channels on this rank; without a fused activation both factors are kept too."""
+    elements, first = tokens * inner, 2 if config.gated_linear_unit else 1
+    lines = [
+        Line("gate and up as projected", elements * first * sizes.width, _SWIGLU, module),
+        Line("input of the second product", elements * sizes.operand, _LINEAR, module),
+    ]
+    if config.gated_linear_unit and not sizes.fused_activation:
+        lines.append(Line("activated gate, and up", elements * 2 * sizes.width, _GLU, module))
+    return lines + own_activation(config, elements, sizes, module)
 
 
 def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> list[Line]:
@@ -103,7 +152,7 @@ def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> lis
     inner = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / sizes.layout.etp
     first = 2 if config.gated_linear_unit else 1
     lines = [
-        Line("router", sizes.split * config.num_router_choices * 10.0, _ROUTER),
+        Line("router", sizes.split * config.num_router_choices * 10.0, _ROUTER, "moe"),
         Line(
             "tokens sent to experts",
             sent * (config.moe_latent_size or config.hidden_size) * sizes.operand,
@@ -113,6 +162,9 @@ def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> lis
         Line("gate and up as projected", sent * inner * first * width, _WEIGHTED, "moe"),
         Line("input of the second products", sent * inner * sizes.operand, _GROUPED, "moe_act"),
     ]
+    if not sizes.fused_activation:  # of each factor one, and their product before its probability
+        kept = (2 if config.gated_linear_unit else 0) + 1
+        lines.append(Line("activated, before probabilities", sent * inner * kept * width, _GLU, "moe_act"))
     if shared := config.moe_shared_expert_intermediate_size:
         lines += gated(config, shared / sizes.layout.tp, sizes.tokens, sizes, "shared_experts")
     return lines

@@ -10,6 +10,7 @@ import re
 import sys
 import warnings
 from contextlib import nullcontext
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from mca_config.errors import McaError
@@ -158,6 +159,7 @@ def _make(patches: tuple[Patch, ...]) -> None:
             _log.debug("patched %s: %s", patch.name, patch.why)
 
 
+@cache
 def megatron_version() -> tuple[int, ...]:
     """The installed megatron-core's version, e.g. ``(0, 16, 1)``."""
     return _numbers(version("megatron-core"))

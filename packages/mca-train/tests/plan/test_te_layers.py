@@ -1,0 +1,103 @@
+"""What a layer of Transformer Engine's keeps of a token, against sums by hand over what the sources save.
+
+`integration_tests/test_te_saved.py` looks at those sources.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mca_config import TrainingArguments
+from mca_models.templates import config_from_hf
+from mca_train.plan.chunks import Implementation, Model
+from mca_train.plan.sizes import Sizes
+
+ROOT = Path(__file__).parents[4]
+DATA = ROOT / "packages/mca-models/tests/data"
+FOLDERS = (ROOT / "tools/recipes", DATA / "configs", DATA / "vision_configs")
+TOKENS = 8192
+CORE = {"recompute_granularity": "selective"}
+
+
+def kept(
+    name: str,
+    folder: Path,
+    number: int = 0,
+    implementation: Implementation = "transformer_engine",
+    **changes: Any,
+) -> float:
+    """Bytes of a token of layer ``number``."""
+    args = TrainingArguments(
+        output_dir=str(folder), bf16=True, use_cpu=True, report_to="none", per_device_train_batch_size=1
+    )
+    for key, value in changes.items():
+        setattr(args, key, value)
+    file = next(path for each in FOLDERS if (path := each / f"{name}.json").exists())
+    config = config_from_hf(json.loads(file.read_text()))
+    config = replace(config, layout=args.layout(config.layout))
+    sizes = Sizes.of(config, args, TOKENS, on_gpu=True)
+    return Model(config, args, sizes, implementation, True).layer(number).kept / TOKENS
+
+
+def test_core_attention_computed_again_keeps_its_inputs(tmp_path: Path) -> None:
+    hidden, inner, query, key, heads = 4096, 14336, 4096, 1024, 32
+    nothing = 2 * (4 * hidden + 2 * query + 2 * key + 3 * inner) + 4 * heads
+    assert kept("llama-3.1-8b", tmp_path) == nothing
+    again = (
+        nothing - 2 * key - 4 * heads + 2 * (query + 2 * key)
+    )  # values hold the projection that they are of
+    assert kept("llama-3.1-8b", tmp_path, **CORE) == again
+    both = {"recompute_modules": ["core_attn", "mlp"]}
+    assert kept("llama-3.1-8b", tmp_path, **CORE | both) == again - 2 * (3 * inner + hidden)
+
+
+def test_mlps_without_a_fused_activation_keep_both_factors(tmp_path: Path) -> None:
+    for name in ("llama-3.1-8b", "gemma-3-27b"):
+        inner = {"llama-3.1-8b": 14336, "gemma-3-27b": 21504}[name]
+        again = kept(name, tmp_path, **CORE | {"recompute_modules": ["mlp"]})
+        hidden = {"llama-3.1-8b": 4096, "gemma-3-27b": 5376}[name]
+        factors = 5 if name.startswith("gemma") else 3
+        assert kept(name, tmp_path) - again == 2 * (factors * inner + hidden), name
+    plain = kept("llama-3.1-8b", tmp_path)
+    assert kept("llama-3.1-8b", tmp_path, bias_activation_fusion=False) == plain + 2 * 2 * 14336
+
+
+def test_latent_attention_keeps_copies_and_not_what_they_are_of(tmp_path: Path) -> None:
+    heads, hidden, inner, ranks = 128, 7168, 18432, 1536 + 512
+    attention = 2 * heads * (2 * 192 + 2 * 128) + 4 * heads
+    nothing = 2 * (4 * hidden + 3 * inner + 2 * ranks) + attention
+    assert kept("deepseek-v3", tmp_path) == nothing
+    again = kept("deepseek-v3", tmp_path, **CORE | {"recompute_modules": ["mla_up_proj"]})
+    assert nothing - again == 2 * heads * (2 * 192 + 128) + 2 * ranks
+    assert kept("deepseek-v3", tmp_path, **CORE) == nothing - 4 * heads  # copies are inputs of the kernel
+
+
+def test_mcas_own_layers_and_attention_keep_as_much_within(tmp_path: Path) -> None:
+    assert kept("qwen3-next-80b-a3b", tmp_path) > 300_000  # fp32, chunk by chunk
+    assert kept("llama-3.1-8b", tmp_path, attention_backend="local") == kept("llama-3.1-8b", tmp_path) + 2 * (
+        2 * 4096 - 2 * 1024  # keys and values of each head instead of each group's
+    )
+
+
+def test_recomputed_experts_keep_their_input_alone(tmp_path: Path) -> None:
+    outputs: dict[Implementation, int] = {"transformer_engine": 2 * 7168, "local": 0}
+    for implementation, of_norm in outputs.items():  # of that which is not fused with what is computed again
+        one = {"implementation": implementation, **CORE}
+        dense = kept("deepseek-v3", tmp_path, 0, **one, recompute_modules=["mlp"])
+        assert kept("deepseek-v3", tmp_path, 3, **one, recompute_modules=["moe"]) == dense + of_norm
+
+
+def test_a_norm_that_is_computed_again_keeps_its_input(tmp_path: Path) -> None:
+    again = kept("qwen3-30b-a3b", tmp_path, **CORE | {"recompute_modules": ["layernorm"]})
+    assert kept("qwen3-30b-a3b", tmp_path) - again == 2 * 2048
+
+
+def test_experts_padded_to_their_capacity_are_sent_as_much(tmp_path: Path) -> None:
+    factor = {"moe_expert_capacity_factor": 1.5}
+    padded = factor | {"moe_pad_expert_input_to_capacity": True}
+    plain, most = kept("qwen3-30b-a3b", tmp_path), kept("qwen3-30b-a3b", tmp_path, **padded)
+    assert kept("qwen3-30b-a3b", tmp_path, **factor) == plain
+    assert most - plain == pytest.approx(0.5 * 8 * 2 * (2048 + 3 * 768))
