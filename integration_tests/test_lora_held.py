@@ -126,11 +126,15 @@ def test_an_adapter_holds_what_its_base_model_lacks(tmp_path: Path) -> None:
 
 def with_tables(
     hf: dict[str, Any], layout: str, saved: Path
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """This rank's copies of a trained embedding after some steps, and after it was loaded into another model."""
+) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
+    """This rank's copies of a trained embedding after some steps, and after it was loaded into another model.
+
+    And whether what optimizers hold is read from the checkpoint where a run goes on in another precision.
+    """
     from mca_models.megatron import AutoModel
     from mca_models.megatron.peft import get_peft_model, load_adapter
     from mca_models.templates import config_from_hf
+    from mca_train.checkpoint.model import saved_weights
 
     config = config_from_hf(hf)
     settings = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "target_modules": ["o_proj"]}
@@ -138,21 +142,24 @@ def with_tables(
     models = get_peft_model(AutoModel.from_config(config, arguments(layout)), settings)
     train_megatron(models)
     models.save_pretrained(saved / layout)
+    weights = saved_weights(models, saved / layout)
+    held = [x for chunk in models.chunks for x in chunk.parameters() if x.requires_grad]
     again = load_adapter(AutoModel.from_config(config, arguments(layout)), saved / layout)
     name = "embedding.word_embeddings.weight"
     trained, loaded = (
         [x.detach().clone() for item, x in some.held() if item.param.mca_name() == name]
         for some in (models, again)
     )
-    return trained, loaded
+    return trained, loaded, all(torch.equal(weights.read(param), param) for param in held)
 
 
 def test_every_copy_of_a_trained_embedding_is_trained_and_loaded(tmp_path: Path) -> None:
     path = make_reference("deepseek_v3", tmp_path).path
     hf = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    ((alone,), _) = run_ranks(1, with_tables, hf, "tp1", tmp_path)[0]
+    ((alone,), *_) = run_ranks(1, with_tables, hf, "tp1", tmp_path)[0]
     found = run_ranks(world_size("pp2"), with_tables, hf, "pp2", tmp_path, timeout=60)
-    for (trained,), (loaded,) in found:
+    for (trained,), (loaded,), is_read in found:
+        assert is_read
         assert torch.equal(trained, found[0][0][0])  # one on each stage
         assert torch.equal(loaded, trained)
         torch.testing.assert_close(

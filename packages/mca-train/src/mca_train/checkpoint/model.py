@@ -191,7 +191,7 @@ def _of_adapter(model: "PeftModels", directory: Path) -> Unrounded:
     found = relaid(open_adapter(directory, model.config), layout)
     source = Adapter(model.config, model.adapter, model.rules, found.read)
     rules = {rule.mca_name(): rule for rule in model.rules.params}
-    names = {id(tensor): name for name, tensor in model.adapter_parameters()}
+    names = {id(tensor): name for name, tensor in model.trained()}
 
     def read(param: nn.Parameter) -> Tensor:
         rule = rules[names[id(param)]]

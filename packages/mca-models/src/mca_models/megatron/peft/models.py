@@ -148,7 +148,10 @@ class PeftModels(VirtualModels):
         for param, tensor in self._live():
             yield param.mca_name(), tensor
 
-    trained = adapter_parameters
+    def trained(self) -> Iterator[tuple[str, Tensor]]:
+        """The same, and second copies of what is saved with it."""
+        for param, tensor in self._every():
+            yield param.mca_name(), tensor
 
     def print_trainable_parameters(self) -> str:
         """How many parameters of this rank are trained, in words."""

@@ -45,7 +45,7 @@ def _true_rows(param: Param, tensor: Tensor, models: LiveModel) -> Tensor:
 def _sum(tensor: Tensor) -> Tensor:
     total = torch.zeros(1, dtype=torch.int64, device=tensor.device)
     for part in tensor.detach().reshape(-1).split(_STEP):
-        bits = part.contiguous().view(_BITS[part.element_size()]).long()
+        bits = part.contiguous().view(_BITS[part.element_size()]).to(torch.int64, copy=True)
         for factor in _FACTORS:
             bits *= factor
             bits ^= bits >> _SHIFT
