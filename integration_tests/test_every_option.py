@@ -173,7 +173,7 @@ ELSEWHERE: dict[str, str] = {
     "overlap_grad_reduce": "test_train_layouts.py",
     "overlap_param_gather": "test_train_layouts.py",
     "ddp_bucket_size": "test_train_layouts.py",
-    "check_for_nan_in_grad": "test_every_option.py",
+    "check_for_nan_in_grad": "test_train_options.py",
     "loss_scale": "test_train_watch.py",
     "initial_loss_scale": "test_train_watch.py",
     "hysteresis": "test_train_watch.py",
@@ -292,19 +292,6 @@ def test_routing_for_measuring_speed_is_said(models, tmp_path, caplog):
         with caplog.at_level(logging.WARNING, logger="mca_train"):
             tell_forced_routing(*megatron(models / model, tmp_path, changes)[1:])
     assert [message.split(":")[0] for message in caplog.messages] == ["moe_router_force_load_balancing"]
-
-
-def stopped_by_nan(checkpoint: Path, output: Path) -> str:
-    changes = {"learning_rate": 1e29, "check_for_nan_in_grad": True}
-    with pytest.raises(McaError) as found:
-        trained(checkpoint, output, **changes)
-    return str(found.value)
-
-
-def test_nan_before_gradients_are_reduced_is_told_in_one_line(models, tmp_path):
-    (told,) = run_ranks(1, stopped_by_nan, models / "dense", tmp_path)
-    assert told.startswith("check_for_nan_in_grad: found NaN in local grad norm"), told
-    assert "\n" not in told
 
 
 def without_effect(models: Path, output: Path) -> tuple[list[str], bool]:

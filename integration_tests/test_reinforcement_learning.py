@@ -96,6 +96,40 @@ def test_losses_of_log_probs_are_those_of_cross_entropies(
         assert torch.allclose(torch.tensor(other), torch.tensor(plain), rtol=2e-5), (plain, other)
 
 
+def between_rounds(checkpoint: Path, folder: Path, resumed: Any) -> set[tuple[float, float]]:
+    """Tries what may not change between two rounds; the rates of parts that have changed as they may."""
+    some = next(resumed.model.parameters())
+    some.requires_grad_(False)
+    with pytest.raises(McaError, match=r"frozen or thawed after the first train\(\)"):
+        quietly(resumed.train)
+    some.requires_grad_(True)
+    resumed.args.freeze = ["language"]
+    with pytest.raises(McaError, match=r"freeze changed after the first train\(\)"):
+        quietly(resumed.train)
+    resumed.args.freeze, resumed.args.adam_beta1 = None, 0.5
+    with pytest.raises(McaError, match=r"adam_beta1 changed after the first train\(\)"):
+        quietly(resumed.train)
+    equal = make_trainer(checkpoint, folder / "equal", max_steps=1, decoupled_lr=resumed.args.learning_rate)
+    equal.args.learning_rate = resumed.args.learning_rate
+    quietly(equal.train)
+    equal.args.learning_rate = 1e-4
+    with pytest.raises(McaError, match="decoupled_lr: learning_rate was the same at the first"):
+        quietly(equal.train)
+    apart = make_trainer(
+        checkpoint, folder / "apart", max_steps=1, decoupled_lr=2e-3, min_lr=1e-4, decoupled_min_lr=1e-4
+    )
+    quietly(apart.train)
+    apart.args.learning_rate, apart.args.min_lr = 2e-3, 5e-5
+    quietly(apart.train)
+    ends = {(group["max_lr"], group["min_lr"]) for group in apart.optimizer.param_groups}
+    apart.args.min_lr = 1e-4
+    with pytest.raises(
+        McaError, match="decoupled_lr: learning_rate is the same now, it was not at the first"
+    ):
+        quietly(apart.train)
+    return ends
+
+
 def in_rounds(checkpoint: Path, folder: Path) -> dict[str, Any]:
     """Six steps at once, and two rounds of three steps each on what the dataset then holds."""
     from mca_train import McaTrainer
@@ -132,35 +166,7 @@ def in_rounds(checkpoint: Path, folder: Path) -> dict[str, Any]:
     quietly(resumed.train)
     groups = resumed.optimizer.param_groups
     found["rates"] = {group[name] for group in groups for name in ("lr", "max_lr", "min_lr")}
-    some = next(resumed.model.parameters())
-    some.requires_grad_(False)
-    with pytest.raises(McaError, match=r"frozen or thawed after the first train\(\)"):
-        quietly(resumed.train)
-    some.requires_grad_(True)
-    resumed.args.freeze = ["language"]
-    with pytest.raises(McaError, match=r"freeze changed after the first train\(\)"):
-        quietly(resumed.train)
-    resumed.args.freeze, resumed.args.adam_beta1 = None, 0.5
-    with pytest.raises(McaError, match=r"adam_beta1 changed after the first train\(\)"):
-        quietly(resumed.train)
-    equal = make_trainer(checkpoint, folder / "equal", max_steps=1, decoupled_lr=resumed.args.learning_rate)
-    equal.args.learning_rate = resumed.args.learning_rate
-    quietly(equal.train)
-    equal.args.learning_rate = 1e-4
-    with pytest.raises(McaError, match="decoupled_lr: learning_rate was the same at the first"):
-        quietly(equal.train)
-    apart = make_trainer(
-        checkpoint, folder / "apart", max_steps=1, decoupled_lr=2e-3, min_lr=1e-4, decoupled_min_lr=1e-4
-    )
-    quietly(apart.train)
-    apart.args.learning_rate, apart.args.min_lr = 2e-3, 5e-5
-    quietly(apart.train)
-    found["ends"] = {(group["max_lr"], group["min_lr"]) for group in apart.optimizer.param_groups}
-    apart.args.min_lr = 1e-4
-    with pytest.raises(
-        McaError, match="decoupled_lr: learning_rate is the same now, it was not at the first"
-    ):
-        quietly(apart.train)
+    found["ends"] = between_rounds(checkpoint, folder, resumed)
     lines = (folder / "rounds" / "train_log.jsonl").read_text().splitlines()
     found["logged"] = [entry.get("rounds_before", 0) for entry in map(json.loads, lines) if "loss" in entry]
     found["checkpoints"] = [path.name for path in (folder / "rounds").glob("checkpoint-*")]

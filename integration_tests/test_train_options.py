@@ -7,6 +7,7 @@ import pytest
 
 from harness import run_ranks
 from loss_curves import _BUILDERS, SMALL, worst
+from mca_config.errors import McaError
 from train_cases import history, make_trainer, quietly, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -155,3 +156,15 @@ def test_the_plan_of_an_offloaded_optimizer_moves_its_state(tmp_path):
     precise = {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True}
     moved = stage(optimizer_cpu_offload=True, **precise)
     assert (moved.optimizer, moved.host) == (0, 16 * count)
+
+
+def stopped_by_nan(checkpoint: Path, output: Path) -> str:
+    with pytest.raises(McaError) as found:
+        trained(checkpoint, output, learning_rate=1e29, check_for_nan_in_grad=True)
+    return str(found.value)
+
+
+def test_nan_before_gradients_are_reduced_is_told_in_one_line(tmp_path):
+    (told,) = run_ranks(1, stopped_by_nan, tiny_checkpoint(tmp_path / "model"), tmp_path)
+    assert told.startswith("check_for_nan_in_grad: found NaN in local grad norm"), told
+    assert "\n" not in told

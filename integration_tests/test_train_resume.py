@@ -10,7 +10,6 @@ import pytest
 from harness import RanksFailed, prepare_parent, run_ranks
 from layouts import sample, tiered
 from test_train_layouts import OVERLAP, PP, TP, VPP, ZERO
-from test_train_life import interruption
 from train_cases import VOCAB, history, make_trainer, quietly, stop_and_resume, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -361,43 +360,3 @@ def test_the_log_has_every_step_once_also_after_resuming(checkpoint, tmp_path):
     run_ranks(1, logged, checkpoint, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "train_log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
-
-
-def model_only(checkpoint: Path, output_dir: Path) -> str:
-    from mca_config.errors import McaError
-    from mca_models.opening import open_checkpoint
-    from mca_train.trainer import stop_signal
-
-    saving = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True, "save_total_limit": 2}
-    quietly(make_trainer(checkpoint, output_dir, max_steps=4, **saving).train)
-    open_checkpoint(output_dir / "checkpoint-4")
-    try:
-        make_trainer(checkpoint, output_dir, max_steps=6).train(resume_from_checkpoint=True)
-    except McaError as error:
-        told = str(error)
-    megatron = {
-        "ckpt_format": "torch_dist",
-        "save_only_model": True,
-        "save_strategy": "steps",
-        "save_steps": 1,
-    }
-    quietly(make_trainer(checkpoint, output_dir / "megatron", max_steps=2, **megatron).train)
-    for resume in (True, "auto", str(output_dir / "megatron" / "checkpoint-1")):
-        again = make_trainer(checkpoint, output_dir / "megatron", max_steps=3, **megatron)
-        with pytest.raises(McaError, match=r"checkpoint-.: holds no optimizer state \(save_only_model\?\)"):
-            again.train(resume_from_checkpoint=resume)
-    stop_signal._EVERY = 0.0  # ranks agree after every step, however short
-    stopped = make_trainer(checkpoint, output_dir / "stopped", max_steps=4, **saving)
-    stopped.add_callback(interruption(2, "SIGTERM"))
-    quietly(stopped.train)
-    again = make_trainer(checkpoint, output_dir / "stopped", max_steps=4, **saving)
-    quietly(lambda: again.train(resume_from_checkpoint="auto"))
-    assert (stopped.state.global_step, again.started_at_step, again.state.global_step) == (2, 2, 4)
-    return told
-
-
-def test_checkpoints_of_the_model_alone_are_rotated_and_not_resumed(checkpoint, tmp_path):
-    (error,) = run_ranks(1, model_only, checkpoint, tmp_path)
-    assert "holds no optimizer state (save_only_model?)" in error
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
-    assert not (tmp_path / "checkpoint-4" / "training").exists()

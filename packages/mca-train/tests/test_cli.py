@@ -1,9 +1,7 @@
-import logging
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -291,28 +289,6 @@ def test_an_output_dir_that_is_tried_is_left_as_it_was(tmp_path):
         with pytest.raises(McaError, match=r"output_dir: .* cannot be written"):
             require_writable(folder)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize(
-    ("rank", "given", "level"),
-    [
-        ("0", {}, None),
-        ("0", {"log_level": "warning"}, logging.WARNING),
-        ("0", {"log_level": "debug"}, logging.DEBUG),
-        ("1", {"log_level": "debug"}, None),
-        ("1", {"log_level_replica": "info"}, logging.INFO),
-    ],
-)
-def test_log_levels_are_followed(rank, given, level, monkeypatch):
-    from mca_train.run.logs import set_log_levels
-
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(logging.getLogger("mca_train"), "level", -7)
-    set_log_levels(SimpleNamespace(**({"log_level": "passive", "log_level_replica": "warning"} | given)))
-    assert logging.getLogger("mca_train").level == (-7 if level is None else level)
-    for name in ("mca_models", "mca_config"):
-        logging.getLogger(name).setLevel(logging.NOTSET)
 
 
 def test_all_that_is_wrong_with_a_run_is_told_at_once_and_the_plan_tells_the_same(run, capsys, tmp_path):

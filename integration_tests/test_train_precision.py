@@ -1,0 +1,138 @@
+"""A run goes on in another precision, or from main parameters that are not its weights, with the exact weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import run_ranks
+from test_train_layouts import ZERO, worst
+from test_train_reshard import FIRST, HALF, TORCH_DIST, WITH_EXPERTS, adapter_of, run
+from train_cases import history, make_trainer, quietly, tiny_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=131)  # padded at tensor size 2
+
+
+def in_fp32(model: Path, output_dir: Path, changes: dict[str, Any]) -> list[Any]:
+    """This rank's weights when a run goes on in fp32 that was one in bf16."""
+    import torch
+    from transformers import TrainerCallback
+
+    begun: list[Any] = []
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            begun.extend(tensor.detach().clone() for _, tensor in trainer.model.held())
+
+    settings = changes | HALF | {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 0}
+    first = make_trainer(model, output_dir, max_steps=1, bf16=True, **settings)
+    quietly(first.train)
+    trainer = make_trainer(model, output_dir, max_steps=2, callbacks=[Look()], **settings)
+    quietly(lambda: trainer.train(resume_from_checkpoint=True))
+    assert all(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in begun), "masters"
+    for (_, half), tensor in zip(first.model.held(), begun, strict=True):
+        assert torch.equal(half, tensor.bfloat16()), "of another parameter"
+    return [tensor.tolist() for tensor in begun]
+
+
+@pytest.mark.parametrize("changes", [ZERO, {}], ids=["split", "whole"])
+def test_ranks_go_on_in_fp32_with_the_same_weights(changes, model, tmp_path):
+    first, second = run_ranks(2, in_fp32, model, tmp_path, changes)
+    assert first and first == second
+
+
+def after_stale(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Losses of a run whose checkpoint is an earlier version's with old main parameters, and of runs from there."""
+    from unittest import mock
+
+    import torch
+
+    from mca_train.checkpoint import split_state, training_state
+
+    pieces = split_state._pieces
+
+    def stale(*of: Any) -> Any:
+        return {key: torch.zeros_like(one) if key == "param" else one for key, one in pieces(*of).items()}
+
+    steps = FIRST + 2
+    with (
+        mock.patch.object(split_state, "_pieces", stale),
+        mock.patch.object(training_state, "replace", lambda numbers, **_: numbers),  # it names no optimizer
+    ):
+        found = {"straight": run(model, output_dir / "straight", steps, **ZERO)["loss"]}
+    before = output_dir / "straight" / f"checkpoint-{FIRST}"
+    resumed = {
+        name: run(model, output_dir / name, steps, before, **changes) for name, changes in cases.items()
+    }
+    return found | {name: curves["loss"] for name, curves in resumed.items()}
+
+
+def test_weights_in_fp32_are_their_own_main_parameters(model, tmp_path):
+    cases: dict[str, dict[str, Any]] = {"split": ZERO, "whole": {}, "half": ZERO | {"bf16": True}}
+    (found,) = run_ranks(1, after_stale, model, tmp_path, cases)
+    assert found["split"] == found["straight"]
+    assert worst(found["straight"], found["whole"]) < 1e-4
+    assert worst(found["straight"], found["half"]) < 2e-2, "what bf16 rounds"
+
+
+def in_half(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Whether the main parameters of runs in bf16 begin as the weights of the run in fp32 that they go on from."""
+    import torch
+    from transformers import TrainerCallback
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            begun.update(
+                (name, half.main_param.reshape(-1).clone()) for name, half in trainer.model.trained()
+            )
+
+    found = {}
+    for name, changes in cases.items():
+        settings = HALF | {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 0} | changes
+        first = make_trainer(model, output_dir / name, max_steps=1, **settings)
+        quietly(first.train)
+        exact = {name: tensor.detach().reshape(-1) for name, tensor in first.model.trained()}
+        begun: dict[str, Any] = {}
+        settings |= {"bf16": True, "use_distributed_optimizer": "split" in name}
+        trainer = make_trainer(model, output_dir / name, max_steps=2, callbacks=[Look()], **settings)
+        quietly(lambda trainer=trainer: trainer.train(resume_from_checkpoint=True))
+        assert begun.keys() == exact.keys() != set()
+        found[name] = all(torch.equal(begun[key], tensor) for key, tensor in exact.items())
+    return found
+
+
+def test_main_parameters_begin_as_the_weights_of_a_run_in_fp32(tmp_path):
+    from test_train_moe import tokens
+
+    model, adapter = adapter_of("qwen3_moe", tmp_path, **WITH_EXPERTS)
+    whole = {"train_dataset": tokens(8)}
+    cases = {"whole": whole, "split": whole, "adapter": whole | {"adapter": adapter}}
+    cases |= {"torch_dist": whole | TORCH_DIST}
+    assert run_ranks(1, in_half, model, tmp_path / "run", cases) == [dict.fromkeys(cases, True)]
+
+
+def trained_again(model: Path, output_dir: Path) -> list[Any]:
+    """Curves from a checkpoint without masters, of a new trainer and of one that has trained already."""
+    settings = {"max_steps": 2, "warmup_steps": 0, "gradient_accumulation_steps": 2}
+    saving = settings | {"save_strategy": "steps", "save_steps": 1}
+    quietly(make_trainer(model, output_dir / "fp32", **saving).train)
+    checkpoint, found = str(output_dir / "fp32" / "checkpoint-1"), []
+    for name in ("new", "old"):
+        trainer = make_trainer(model, output_dir / name, bf16=True, max_grad_norm=0.1, **settings)
+        if name == "old":
+            quietly(trainer.train)
+        quietly(lambda trainer=trainer: trainer.train(resume_from_checkpoint=checkpoint))
+        weights = {key: tensor.tolist() for key, tensor in trainer.model.canonical_parameters()}
+        found.append((history(trainer, "loss"), weights))
+    return found
+
+
+@pytest.mark.wide
+def test_a_trainer_that_has_trained_goes_on_from_the_weights_of_a_checkpoint(model, tmp_path):
+    ((new, old),) = run_ranks(1, trained_again, model, tmp_path)
+    assert new == old
