@@ -178,7 +178,7 @@ def step_of(folder: Path, kind: str, changes: dict[str, Any], planted: str) -> d
     size = max(size * changes.get("context_parallel_size", 1), 2)
     run = prepared(folder, kind, changes | {"gradient_accumulation_steps": 1}, size)
     with ExitStack() as stack:
-        for context in (fake_world(0, size), moving_anew(), step._norms()):
+        for context in (fake_world(0, size), moving_anew(), step._blind_optimizer()):
             stack.enter_context(context)
         fake = WithoutDevice(allow_non_fake_inputs=True)
         answers = Answers(fake)

@@ -118,15 +118,6 @@ SAID: dict[str, tuple[str, Changes]] = {
     ),
     "moe_z_loss_coeff": ("the model has no experts", {"moe_z_loss_coeff": 0.1}),
     "deterministic_mode": ("no GPU", {"deterministic_mode": True}),
-    "moe_router_force_load_balancing": (
-        "the model has no experts",
-        {"additional_configs": {"moe_router_force_load_balancing": True}},
-    ),
-    "batch_p2p_sync": ("one pipeline stage", {"additional_configs": {"batch_p2p_sync": True}}),
-    "clone_scatter_output_in_embedding": (
-        "no sequence parallelism",
-        {"additional_configs": {"clone_scatter_output_in_embedding": True}},
-    ),
 }
 """What is said of the dense model on one rank without a GPU."""
 
@@ -140,6 +131,15 @@ SAID_OF_VALUES: dict[str, tuple[str, Changes]] = {
     "recompute_modules moe": ("the model has no experts", SELECTIVE | {"recompute_modules": ["mlp", "moe"]}),
 }
 """What another argument, or the model, leaves nothing to do."""
+
+SAID_OF_SETTINGS: dict[str, tuple[str, Changes]] = {
+    name: (why, {"additional_configs": {name: True}})
+    for name, why in {
+        "moe_router_force_load_balancing": "the model has no experts",
+        "batch_p2p_sync": "one pipeline stage",
+        "clone_scatter_output_in_embedding": "no sequence parallelism",
+    }.items()
+}
 
 ELSEWHERE: dict[str, str] = {
     "moe_pad_expert_input_to_capacity": "../packages/mca-config/tests/test_arguments.py",
@@ -259,7 +259,7 @@ def test_additional_settings_stand_in_megatrons_configuration(models, tmp_path):
 def test_what_does_nothing_is_said_in_one_line(models, tmp_path, caplog):
     from mca_train.trainer.without_effect import tell_without_effect
 
-    for name, (why, changes) in (SAID | SAID_OF_VALUES).items():
+    for name, (why, changes) in (SAID | SAID_OF_VALUES | SAID_OF_SETTINGS).items():
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="mca_train"):
             tell_without_effect(*megatron(models / "dense", tmp_path, changes))
