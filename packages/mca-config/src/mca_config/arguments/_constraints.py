@@ -146,7 +146,6 @@ _OF_ENGINE = (
     "moe_permute_fusion",
     "moe_router_fusion",
     "apply_rope_fusion",
-    "fine_grained_activation_offloading",
     "use_te_activation_func",
     "use_transformer_engine_op_fuser",
     "flash_attention_version",
