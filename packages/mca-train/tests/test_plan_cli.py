@@ -9,6 +9,7 @@ import pytest
 from mca_config.layout import ParallelLayout
 from mca_models.templates import config_from_hf
 from mca_train.cli import main
+from mca_train.run import planning
 
 pytestmark = pytest.mark.usefixtures("own_threads")
 
@@ -110,6 +111,16 @@ def test_what_only_a_device_does_is_planned_for_one_and_refused_on_a_machine_wit
     assert "1. tp 1" in capsys.readouterr().out
     assert main(["plan", "sft", path, "--gpus", "2"]) == (0 if where else 2)
     assert ("attention_backend flash needs" in capsys.readouterr().out) == (not where)
+
+
+def test_a_dry_run_for_a_device_keeps_what_this_machine_has_too(run, monkeypatch):
+    made = []
+    monkeypatch.setattr(planning, "_dry_run", lambda run, *_, **__: made.append(run.settings.training) or [])
+    for dispatcher in ("allgather", "flex"):
+        path = run(bf16=True, attention_backend="flash", moe_token_dispatcher_type=dispatcher)
+        assert main(["plan", "sft", path, "--device", "h100-80", "--dry_run"]) == 0
+    assert [each.attention_backend for each in made] == [None, None]
+    assert [each.moe_token_dispatcher_type for each in made] == ["allgather", None]
 
 
 def test_a_plan_and_a_search_refuse_what_the_attention_of_the_device_cannot_do(run, tmp_path, capsys):

@@ -49,7 +49,6 @@ _OF_DEVICES = (
     "apply_rope_fusion",
     "moe_permute_fusion",
     "moe_router_fusion",
-    "moe_token_dispatcher_type",
     "cross_entropy_fusion_impl",
     "gradient_accumulation_fusion",
     "masked_softmax_fusion",
@@ -170,7 +169,10 @@ def _here(run: Run) -> Run:
 
     if platform.no_engine() is None:
         return run
-    training = changed(run.settings.training, dict.fromkeys(_OF_DEVICES))
+    left_out: Values = dict.fromkeys(_OF_DEVICES)
+    if run.settings.training.moe_token_dispatcher_type == "flex":
+        left_out = {**left_out, "moe_token_dispatcher_type": None}
+    training = changed(run.settings.training, left_out)
     return replace(run, settings=replace(run.settings, training=training))
 
 
