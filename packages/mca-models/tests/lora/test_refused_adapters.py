@@ -45,7 +45,10 @@ from mca_models.templates import config_from_hf
         ),
         ({"target_parameters": ["mlp.gate_up"]}, "target_parameters: 'mlp.gate_up' names nothing"),
         ({"modules_to_save": ["embed_token", "model.norm"]}, "modules_to_save: 'embed_token' names nothing"),
-        ({"exclude_modules": ["k_proj", "layers.9"]}, "exclude_modules: 'layers.9' names nothing"),
+        (
+            {"target_parameters": ["self_attn.o_proj"]},
+            "is a module of .*, not a parameter; move it to target_mod",
+        ),
         (
             {"rank_pattern": {"qproj": 3, "q_proj": 2}},
             "rank_pattern: 'qproj' matches nothing that is adapted",
@@ -91,6 +94,30 @@ def test_what_cannot_be_represented_is_refused_by_name(settings: dict[str, Any],
         rules_for_training(
             model, AdapterConfig.from_dict({"peft_type": "LORA", "target_modules": ["q_proj"], **settings})
         )
+
+
+def test_the_name_of_a_stacked_parameter_is_no_module() -> None:
+    import tiny_hf
+
+    kind, different = tiny_hf.ALL["mixtral"]
+    model = config_from_hf({**tiny_hf.SIZE, **different, "model_type": kind, "num_experts_per_tok": 2})
+    settings = {"peft_type": "LORA", "target_modules": ["q_proj", "down_proj"]}
+    with pytest.raises(
+        McaError, match=r"'down_proj' is a parameter of .*, not a module; move it to target_parameters"
+    ):
+        rules_for_training(model, AdapterConfig.from_dict(settings))
+    settings |= {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
+    assert rules_for_training(model, AdapterConfig.from_dict(settings)).factors
+
+
+def test_an_exclusion_that_excludes_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    import tiny_hf
+
+    model = config_from_hf({**tiny_hf.SIZE, "model_type": "llama", "tie_word_embeddings": True})
+    settings = {"peft_type": "LORA", "target_modules": "all-linear", "exclude_modules": ["k_proj", "lm_head"]}
+    assert rules_for_training(model, AdapterConfig.from_dict(settings)).factors
+    (message,) = caplog.messages
+    assert message.endswith("'lm_head' excludes nothing of this llama model; correct or remove it")
 
 
 def test_what_names_nothing_in_a_finished_adapter_is_told(

@@ -24,7 +24,7 @@ from mca_models.lora.adapter import Adapter, check_shapes, expected_shapes
 from mca_models.lora.config import FILE_NAME, AdapterConfig
 from mca_models.lora.rules import rules_as_found
 from mca_models.lora.scored import model_with_head
-from mca_models.lora.unmatched import unmatched
+from mca_models.lora.unmatched import excluding_nothing, unmatched
 from mca_models.storage.atomic import atomic_directory, write_file
 from mca_models.storage.dtypes import code_of
 from mca_models.storage.moves import HF
@@ -61,7 +61,8 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
     rules = rules_as_found(model, config, infos.keys())
     expected = {name for param in rules.params for name in param.hf_names()}
     require_same_names(infos.keys(), expected, path)
-    for problem in unmatched(model, config, [pair.target for pair in rules.factors]):
+    adapted = [pair.target for pair in rules.factors]
+    for problem in (*unmatched(model, config, adapted), *excluding_nothing(model, config)):
         logger.warning("%s: %s", path / FILE_NAME, problem)
     stacks = PeftStacks(lambda name: infos[name].array(), model.num_moe_experts or 1)
     return check_shapes(Adapter(model, config, rules, stacks.read), file)

@@ -14,6 +14,7 @@ replicated, and a rank uses the rows it needs. An expert's factors carry its num
 ``modules_to_save`` saved keeps the canonical name of the base parameter.
 """
 
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,10 +22,12 @@ from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.targets import UNSAVED, Target, linear_targets, stacked_targets
-from mca_models.lora.unmatched import unmatched
+from mca_models.lora.unmatched import excluding_nothing, unmatched
 from mca_models.templates import family_of
 from mca_models.weights import COLUMN, REPLICATED, ROW, Param, Shard, Stage
 from mca_models.weights.layouts import SEPARATE, Concat, GroupedHeads
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "base_model.model."
 """What PEFT puts before every name of the HF model."""
@@ -76,6 +79,8 @@ def rules_for_training(config: McaModelConfig, adapter: AdapterConfig) -> Adapte
     rules = _checked(config, adapter, AdapterRules(factors, tuple(_saved(config, adapter))))
     problems = unmatched(config, adapter, [pair.target for pair in rules.factors])
     raise_problems(problems, "LoraConfig", shown=8)
+    for told in excluding_nothing(config, adapter):
+        logger.warning("LoraConfig: %s", told)
     return rules
 
 

@@ -12,9 +12,12 @@ from mca_models.lora.targets import UNSAVED, Target, linear_targets, stacked_tar
 from mca_models.templates import family_of
 from mca_models.weights import Param
 
+_NAMED = {"target_modules": "module", "target_parameters": "parameter"}
+"""What is named in each of these lists."""
+
 
 def unmatched(config: McaModelConfig, adapter: AdapterConfig, adapted: Sequence[Target]) -> Iterator[str]:
-    """Yields each such entry, in words.
+    """Yields each such entry, in words; not those of ``exclude_modules``, without which the adapter is the same.
 
     Args:
         config: The model.
@@ -22,16 +25,11 @@ def unmatched(config: McaModelConfig, adapter: AdapterConfig, adapted: Sequence[
         adapted: What of the model has factors.
     """
     nothing = f"names nothing of this {config.model_type} model"
-    found = _both_names(adapted)
-    for key in ("target_modules", "target_parameters"):
-        left = _not_among(found, _entries(adapter, key))
-        for entry in left and _not_among(_targets(config), left):
-            alone = "it stands alone; remove the other names, or name the linears instead of it"
-            yield f"{key}: {entry!r} {nothing}; {alone if entry == ALL_LINEAR else 'correct or remove it'}"
-    saved, excluded = own_modules_to_save(adapter), _entries(adapter, "exclude_modules")
-    params = _params(config) if saved or excluded else []
-    for entry in excluded and _not_among(_modules(params), excluded):
-        yield f"exclude_modules: {entry!r} {nothing}; correct or remove it"
+    for key in _NAMED:
+        if left := _not_among(_names(adapted, key), _entries(adapter, key)):
+            yield from _misnamed(config, key, left)
+    saved, found = own_modules_to_save(adapter), _both_names(adapted)
+    params = _params(config) if saved else []
     whole = [name for param in params if param.stage not in UNSAVED for name in param.hf_names()]
     for entry in saved:
         if not any(AdapterConfig({"modules_to_save": [entry]}).saves(name) for name in whole):
@@ -40,6 +38,28 @@ def unmatched(config: McaModelConfig, adapter: AdapterConfig, adapted: Sequence[
         for pattern in adapter.document.get(key) or ():
             if not any(adapter.names(pattern, name) for name in found):
                 yield f"{key}: {pattern!r} matches nothing that is adapted; correct or remove it"
+
+
+def excluding_nothing(config: McaModelConfig, adapter: AdapterConfig) -> Iterator[str]:
+    """Yields each entry of ``exclude_modules`` that is no module with weights of its own, in words."""
+    excluded = _entries(adapter, "exclude_modules")
+    for entry in excluded and _not_among(_modules(_params(config)), excluded):
+        yield f"exclude_modules: {entry!r} excludes nothing of this {config.model_type} model; correct or remove it"
+
+
+def _misnamed(config: McaModelConfig, key: str, entries: Sequence[str]) -> Iterator[str]:
+    """Yields those of ``entries`` that mean nothing in ``key``, in words."""
+    model, targets = f"this {config.model_type} model", [*linear_targets(config), *stacked_targets(config)]
+    (other,) = _NAMED.keys() - {key}
+    for entry in _not_among(_names(targets, key), entries):
+        if entry == ALL_LINEAR:
+            what = f"names nothing of {model}; it stands alone"
+            remedy = "remove the other names, or name the linears instead of it"
+        elif _not_among(_names(targets, other), [entry]):
+            what, remedy = f"names nothing of {model}", "correct or remove it"
+        else:
+            what, remedy = f"is a {_NAMED[other]} of {model}, not a {_NAMED[key]}", f"move it to {other}"
+        yield f"{key}: {entry!r} {what}; {remedy}"
 
 
 def _entries(adapter: AdapterConfig, key: str) -> list[str]:
@@ -55,8 +75,11 @@ def _both_names(targets: Iterable[Target]) -> list[str]:
     return [name for target in targets for name in (target.module, f"{target.module}.weight")]
 
 
-def _targets(config: McaModelConfig) -> list[str]:
-    return _both_names([*linear_targets(config), *stacked_targets(config)])
+def _names(targets: Iterable[Target], key: str) -> list[str]:
+    """What of ``targets`` can be named in ``key``: stacked parameters are in no module of their own."""
+    if key == "target_modules":
+        return [target.module for target in targets if not target.stacked]
+    return [target.module if target.stacked else f"{target.module}.weight" for target in targets]
 
 
 def _params(config: McaModelConfig) -> list[Param]:
