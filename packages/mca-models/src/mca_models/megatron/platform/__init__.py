@@ -41,6 +41,7 @@ from mca_models.megatron.platform import (
     router_jitter,
     split_sizes,
     uneven_collectives,
+    yarn_cache,
 )
 from mca_models.megatron.platform._device import (
     backend,
@@ -102,6 +103,7 @@ PATCHES: tuple[Patch, ...] = (
     prediction_mask.PATCH,
     mla_down_projection.PATCH,
     checkpoint_queue.PATCH,
+    yarn_cache.PATCH,
 )
 """Patches of Megatron, made once it is imported."""
 
