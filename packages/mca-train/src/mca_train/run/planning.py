@@ -169,9 +169,9 @@ def _here(run: Run) -> Run:
 
     if platform.no_engine() is None:
         return run
-    left_out: Values = dict.fromkeys(_OF_DEVICES)
+    left_out: JsonObject = dict.fromkeys(_OF_DEVICES)
     if run.settings.training.moe_token_dispatcher_type == "flex":
-        left_out = {**left_out, "moe_token_dispatcher_type": None}
+        left_out["moe_token_dispatcher_type"] = None
     training = changed(run.settings.training, left_out)
     return replace(run, settings=replace(run.settings, training=training))
 
