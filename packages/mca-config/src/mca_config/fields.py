@@ -179,7 +179,7 @@ def _as(kind: TypeHint, value: Typed, name: str, words: bool) -> Typed:
     if (origin or kind) is dict:
         return _require(isinstance(value, dict), value)
     if is_enum(kind):
-        return kind("no" if value is False else value)  # to YAML 1.1 a bare no is false
+        return kind("no" if value is False or (words and _is_off(value)) else value)
     return value if words else _require(isinstance(value, origin or kind), value)
 
 
@@ -206,6 +206,11 @@ def _is_number(value: Typed) -> bool:
 def _read_bool(value: object) -> bool:
     words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
     return value if isinstance(value, bool) else words[str(value).lower()]
+
+
+def _is_off(value: Typed) -> bool:
+    """Whether a word is one that YAML 1.1 takes for false, as it does a bare ``no``."""
+    return isinstance(value, str) and value.lower() in ("no", "off", "false")
 
 
 def _read_int(value: Typed) -> int:

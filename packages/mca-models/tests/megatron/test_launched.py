@@ -43,6 +43,7 @@ def test_variables_of_a_launcher_pass() -> None:
     ("environment", "gpus", "expected"),
     [
         ({}, 8, 0),
+        ({"LOCAL_RANK": "-1"}, 8, 0),
         (WHOLE, 2, 1),
         (without("LOCAL_RANK"), 1, 0),
         (without("LOCAL_RANK") | {"WORLD_SIZE": "1"}, 8, 0),
@@ -50,6 +51,7 @@ def test_variables_of_a_launcher_pass() -> None:
         (WHOLE, 1, "LOCAL_RANK is 1, but this process sees 1 GPU;"),
         (WHOLE | {"LOCAL_RANK": "8"}, 8, "LOCAL_RANK is 8, but this process sees 8 GPUs;"),
         (WHOLE | {"LOCAL_RANK": "one"}, 8, "LOCAL_RANK is 'one'"),
+        (WHOLE | {"LOCAL_RANK": "-1"}, 8, "LOCAL_RANK is '-1'"),
     ],
 )
 def test_a_rank_takes_its_own_gpu_or_says_why_not(

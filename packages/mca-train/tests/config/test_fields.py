@@ -76,6 +76,20 @@ def test_overrides():
     }
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ('{"rate":0.10,"least":1e-05}', {"rate": 0.1, "least": 1e-05}),
+        ("{rate:0.10}", {"rate:0.10": None}),
+        ('{"rate":2.50,"on":[0.50]}', {"rate": 2.5, "on": [0.5]}),
+        ('{"a":1,"a":2}', '{"a":1,"a":2}'),
+        ("[0.50]", ["0.50"]),
+    ],
+)
+def test_numbers_in_a_mapping_are_numbers(word, expected):
+    assert parse_overrides(["--x", word]) == {"x": expected}
+
+
 @pytest.mark.parametrize("words", [["stray"], ["--a", "1", "--a", "2"]])
 def test_bad_overrides(words):
     with pytest.raises(UsageError):
@@ -162,7 +176,8 @@ def test_a_union_prefers_the_value_as_it_is():
 
 def test_a_bare_no_is_the_strategy_no(tmp_path):
     file = tmp_path / "c.yaml"
-    file.write_text("name: n\nwhen: no\n")
-    assert make(read_yaml(file)).when is Strategy.NO
-    assert make({"name": "n"} | parse_overrides(["--when", "no"])).when is Strategy.NO
+    for word in ("no", "No", "off", "OFF", "false"):
+        file.write_text(f"name: n\nwhen: {word}\n")
+        assert make(read_yaml(file)).when is Strategy.NO
+        assert make({"name": "n"} | parse_overrides(["--when", word])).when is Strategy.NO
     assert make({"name": "n", "when": "steps"}).when is Strategy.STEPS

@@ -5,7 +5,7 @@ import json
 import datasets
 import pytest
 import torch
-from drawn_images import MARKS, TEMPLATE
+from drawn_images import MARKS, TEMPLATE, image_token
 from image_samples import ANSWER, asked, load, placed, reader, streamed, text
 from PIL import Image
 from tokenizers_for_tests import byte_tokenizer
@@ -88,19 +88,74 @@ def test_placeholders_of_what_a_row_does_not_have_are_refused(tokenizer, folder)
         require_words([1, 5], vision, "row 3: ")
     with pytest.raises(McaError, match=r"the video placeholder \(token 7\), and videos cannot be used"):
         require_words([5, 7], vision, has_images=True)
-    spelt = [{"text": "words"}, {"text": f"what is {MARKS[1]}?"}]
-    for made in (load, streamed):
-        with pytest.raises(McaError, match=r"^train_file, row 1: the text contains the image placeholder"):
-            made(spelt, tokenizer, folder, kind="pretrain")
     pair = {"prompt": MARKS[1], "chosen": "a", "rejected": "b"}
     with pytest.raises(McaError, match=r"^train_file, row 0: the text contains the image placeholder"):
         load([pair], tokenizer, folder, kind="dpo")
+
+
+@pytest.mark.parametrize("column", [{}, {"images": []}])
+@pytest.mark.parametrize("made", [load, streamed])
+def test_a_placeholder_in_plain_text_is_its_letters(made, column, tokenizer, folder, caplog):
+    words = [f"see {MARKS[1]}http://x<|im_end|>", f"{MARKS[1]}{MARKS[1]}"]
+    rows = [{"text": text, **column} for text in words]
+    (block,) = (each := made(rows, tokenizer, folder, kind="pretrain"))
+    assert len(each) == 1
+    tokens = block["input_ids"].tolist()
+    assert tokenizer.decode(tokens) == "".join(f"{text}<|eos|>" for text in words)
+    assert image_token(tokenizer) not in tokens
+    assert tokens.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
+    assert caplog.text.count("train_file, row 0: the text contains the tokenizer's placeholder") == 1
+    assert caplog.text.count("placeholder of an image") == 1
+
+
+@pytest.mark.parametrize("made", [load, streamed])
+def test_a_place_in_a_row_without_images_is_text_and_told_once(made, tokenizer, folder, caplog):
+    asks = [{"role": "user", "content": "docker run <image>?"}, {**ANSWER, "content": "run <image>"}]
+    rows = [
+        {**asked({"type": "image"}, text("?")), "image": "small.png"},
+        {"messages": asks, "image": None},
+        {"messages": asks, "image": ""},
+    ]
+    first, *others = (found := made(rows, tokenizer, folder))[0], found[1], found[2]
+    assert "images" in first
+    for sample in others:
+        assert "images" not in sample
+        assert "docker run <image>?" in tokenizer.decode(sample["input_ids"])
+    assert (
+        caplog.text.count("<image> in the text of a row without an image in images or image is trained") == 1
+    )
+    caplog.clear()
+    (sample,) = (each := made([{"messages": asks}], tokenizer, folder, images_column="pictures"))
+    assert len(each) == 1
+    assert "images" not in sample
+    assert "without an image in pictures is trained as text" in caplog.text
+    caplog.clear()
+    texts = [{"text": "see <image>", "images": ["small.png"]}, {"text": "run <image>", "images": []}]
+    found = made(texts, tokenizer, folder, kind="pretrain")
+    assert "run <image><|eos|>" in tokenizer.decode(found[0]["input_ids"])
+    assert "without an image in images or image is trained as text" in caplog.text
+    with pytest.raises(McaError, match=r"row 0: 2 places for images .* but 1 images"):
+        made([{"messages": asks, "image": "small.png"}], tokenizer, folder)
+
+
+@pytest.mark.parametrize("made", [load_tokenized, load_stream])
+def test_files_may_differ_in_columns_of_images_that_nobody_reads(made, tokenizer, folder):
+    rows = [{**asked(text("?")), "image": image, "audio": audio} for image, audio in (("x", 1), (["y"], "z"))]
+    files = files_of(folder, rows[:1], rows[1:])
+    beside = {} if made is load_tokenized else {"seed": None}
+    given = arguments(streaming=bool(beside))
+    blind = reader(tokenizer, folder, vision=False)
+    assert len([*made(TASKS["sft"], files, tokenizer, given, images=blind, **beside)]) == 2
+    with pytest.raises(McaError, match="cannot be combined"):
+        made(TASKS["sft"], files, tokenizer, given, images=reader(tokenizer, folder), **beside)
 
 
 def test_parts_of_text_say_so_to_the_template():
     parts = [{"text": "a"}, {"type": "input_text", "text": "b"}, text("c"), {"type": "thinking", "text": "d"}]
     (turn,) = check_messages([{"role": "user", "content": parts}])
     assert turn["content"] == [text("a"), text("b"), text("c"), parts[3]]
+    (turn,) = check_messages([{"role": "user", "content": [{**text("a"), "image": "", "video": None}]}])
+    assert turn["content"] == [text("a")]
 
 
 @pytest.mark.parametrize("made", [load, streamed])

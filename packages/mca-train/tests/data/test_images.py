@@ -120,10 +120,7 @@ WRONG = {
         "messages": [{"role": "user", "content": "<image><image>?"}, ANSWER],
         "images": ["small.png"],
     },
-    "row 0: 1 places for images .* but 0 images": {
-        "messages": [{"role": "user", "content": "<image>?"}, ANSWER],
-        "images": [],
-    },
+    "row 0: 1 places for images .* but 0 images": {**asked({"type": "image"}, text("?")), "images": []},
     "row 0: image .*nowhere.png is not there": asked({"type": "image", "path": "nowhere.png"}),
     "row 0: image .*broken.png is no image that PIL can read": asked({"type": "image", "path": "broken.png"}),
     "row 0: an image in base64, 'no base64'..., cannot": asked({"type": "image", "base64": "no base64"}),
@@ -141,7 +138,7 @@ WRONG = {
         "images": ["small.png"],
         "image": "wide.png",
     },
-    "row 0: a turn of the user has <image>, .* the rows have no column images or image; set images_column": {
+    "row 0: a turn of the user has <image>, .* the rows have no column images or image; set images_column .* is text": {
         "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "red"}],
         "picture": "small.png",
     },

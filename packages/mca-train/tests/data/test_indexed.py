@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -12,6 +13,7 @@ from mca_config.errors import McaError, UsageError
 from mca_train.cli import main
 from mca_train.config.arguments import DataArguments
 from mca_train.data.indexed import indexed_blocks, write_indexed
+from mca_train.run import tokenizing
 from mca_train.tasks.load import load_mixture, load_tokenized
 from mca_train.tasks.table import TASKS
 
@@ -47,6 +49,24 @@ def test_texts_that_are_tokenized_train_on_the_same_blocks(run, tmp_path, capsys
     errors = capsys.readouterr().err
     assert "corpus.bin exists; name another prefix" in errors
     assert "mca-train tokenize needs --output_prefix" in errors
+
+
+def test_what_is_tokenized_for_a_model_that_sees_has_no_images_and_no_placeholders(
+    run, tmp_path, monkeypatch, capsys
+):
+    file, prefix = tmp_path / "texts.jsonl", str(tmp_path / "corpus")
+    path = run(train_file=str(file), seq_length=16)
+    mark = byte_tokenizer().convert_tokens_to_ids("<|im_end|>")
+    seeing = SimpleNamespace(vision={"image_token_id": mark})
+    monkeypatch.setattr(tokenizing, "model_config", lambda model: seeing)
+    file.write_text(json.dumps({"text": "a", "image": "x.png"}) + "\n")
+    assert main(["tokenize", path, "--output_prefix", prefix]) != 0
+    assert "train_file, row 0" in (told := capsys.readouterr().err)
+    assert "has image, which only mca-train pretrain with a vision-language model reads" in told
+    file.write_text(json.dumps({"text": "a<|im_end|>", "image": None}) + "\n")
+    assert main(["tokenize", path, "--output_prefix", prefix]) == 0
+    (block,) = indexed_blocks(Path(prefix), 64, 300)
+    assert mark not in block["input_ids"].tolist()
 
 
 @pytest.mark.parametrize("vocab", [300, 70_000])

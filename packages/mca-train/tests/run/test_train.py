@@ -66,11 +66,22 @@ def test_a_rank_that_cannot_join_the_others_says_why_in_one_line(
     assert message in error and "Traceback" not in error
 
 
-@pytest.mark.parametrize(("asked", "gpus", "expected"), [(None, 4, 4), (2, 4, 2), (8, 0, 8), (8, 4, None)])
-def test_ranks_to_start_are_at_most_the_gpus(
-    asked: int | None, gpus: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("asked", "device", "gpus", "expected"),
+    [
+        (None, "cuda", 4, 4),
+        (2, "cuda", 4, 2),
+        (8, "cuda", 4, None),
+        (8, "cpu", 0, 8),
+        (8, "cpu", 4, 8),  # MCA_DEVICE=cpu beside GPUs
+        (None, "cpu", 4, 1),
+    ],
+)
+def test_ranks_to_start_are_at_most_the_gpus_that_they_run_on(
+    asked: int | None, device: str, gpus: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(platform, "device_type", lambda: device)
     launch = LaunchArguments(local_ranks=asked)
     if expected is not None:
         assert num_local_ranks(launch, ParallelLayout()) == expected

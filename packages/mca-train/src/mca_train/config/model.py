@@ -51,14 +51,16 @@ def model_config(path: str) -> McaModelConfig:
 
 
 def num_local_ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
-    """How many ranks to start here: those asked for, else one for each GPU, else the fewest.
+    """How many ranks to start here: those asked for, else one for each GPU, else (on a CPU too) the fewest.
 
     Raises:
-        McaError: More are asked for than there are GPUs.
+        McaError: More are asked for than there are GPUs for them.
     """
     import torch
 
-    gpus = torch.cuda.device_count()
+    from mca_models.megatron import platform
+
+    gpus = torch.cuda.device_count() if platform.device_type() == "cuda" else 0
     if launch.local_ranks and 0 < gpus < launch.local_ranks:
         raise McaError(
             f"local_ranks {launch.local_ranks} is above {gpus}, the number of visible GPUs; lower it"

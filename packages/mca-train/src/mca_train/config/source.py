@@ -3,12 +3,14 @@
 Whether there are such keys, and what they mean, is decided in `fields`.
 """
 
+import contextlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from mca_config.errors import UsageError
 from mca_config.types import JsonObject
-from mca_config.yaml_text import parse_fields
+from mca_config.yaml_text import parse, parse_fields
 
 
 def read_yaml(path: Path) -> JsonObject:
@@ -69,7 +71,17 @@ def _scalar(words: list[str]) -> object:
 
 def _read(word: str) -> object:
     """What YAML reads in ``word``, or itself (a path such as ``a: b`` or ``@x`` cannot be read)."""
+    if ": " in word:
+        return word
     try:
-        return word if ": " in word else parse_fields(word)
+        return _mapping(word) if word.startswith("{") else parse_fields(word)
     except ValueError:
         return word
+
+
+def _mapping(word: str) -> object:
+    """A mapping in braces, whose values no field gives a type: numbers are numbers, ``1e-05`` as JSON writes it too."""
+    found = parse(word)
+    with contextlib.suppress(ValueError):
+        return json.loads(word)
+    return found

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from mca_config.errors import McaError, UsageError
 from mca_config.types import Values
+from mca_models.images import placeholders
 from mca_train.config.arguments import DataArguments
 from mca_train.data.chat import NO_VARIABLES, Message, TemplateInputs, tokenize_chat
 from mca_train.data.files import require_column
 from mca_train.data.formats import TEMPLATE_INPUTS, converted, image_columns
 from mca_train.data.long_texts import LONG, all_ids, head_encoding
 from mca_train.data.message_parts import require_no_data, with_types
-from mca_train.data.placeholders import require_words
+from mca_train.data.placeholders import as_words, require_words
 from mca_train.data.tools import mapping_from, tools_from, with_parsed_arguments
 
 if TYPE_CHECKING:
@@ -61,6 +62,24 @@ def block_tokenizer(
     require_column(names, column, key)
     eos = _eos(tokenizer)
     pictures = image_columns(vision, arguments)
+    marks = set(placeholders(vision).values())
+    has_told = False
+
+    def spelt(tokens: list[int], text: str, place: str) -> list[int]:
+        nonlocal has_told
+        if marks.isdisjoint(tokens):
+            return tokens
+        words = as_words(text, tokenizer, vision)
+        require_words(words, vision, f"{key}, {place}: ")
+        if not has_told:
+            logger.warning(
+                "%s, %s: the text contains the tokenizer's placeholder of an image or video, but the row has none; "
+                "it is trained as the letters that stand there; this is reported once",
+                key,
+                place,
+            )
+            has_told = True
+        return words
 
     def tokenize(rows: Sequence[Values], places: Sequence[str]) -> list[list[int]]:
         for row, place in zip(rows, places, strict=True):
@@ -77,9 +96,7 @@ def block_tokenizer(
             ids = [all_ids(tokenizer, text) for text in texts]
         else:
             ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-        for tokens, (_, place) in zip(ids, spoken, strict=True):
-            require_words(tokens, vision, f"{key}, {place}: ")
-        return [[*tokens, eos] for tokens in ids]
+        return [[*spelt(tokens, text, place), eos] for tokens, (text, place) in zip(ids, spoken, strict=True)]
 
     return tokenize
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 from mca_config.errors import McaError, UsageError
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.data.addresses import (
     fetched,
@@ -25,7 +25,7 @@ from mca_train.data.addresses import (
     unfetched,
 )
 from mca_train.data.call_arguments import as_json
-from mca_train.data.formats import COLUMNS, ONE_IMAGE, OTHER_MEDIA, TEMPLATE_INPUTS
+from mca_train.data.formats import COLUMNS, TEMPLATE_INPUTS, image_columns, other_columns
 
 if TYPE_CHECKING:
     import datasets
@@ -45,6 +45,7 @@ def load_rows(
     limit: int | None = None,
     column: str | None = None,
     copies: Sequence[Path] | None = None,
+    vision: Values | None = None,
 ) -> "datasets.Dataset":
     """The rows of ``files``, with the columns that samples are made of.
 
@@ -57,6 +58,7 @@ def load_rows(
         limit: Rows to keep; None: all.
         column: Every file must have it; None: they may differ.
         copies: What `local` gave for ``files``; None: it is asked.
+        vision: Of the model's configuration; None: it sees no images.
 
     Raises:
         McaError: A file is missing, of another type, not readable as its type, or without the column; or there
@@ -71,7 +73,7 @@ def load_rows(
         raise McaError(f"{key}: {shown(', '.join(files))} has no rows")
     for file, part in zip(files, parts, strict=True):
         require_column(part.column_names, column, f"{key}: {shown(file)}")
-    rows = joined(parts, files, key, arguments)
+    rows = joined(parts, files, key, arguments, vision)
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
 
@@ -82,7 +84,9 @@ def column_names(arguments: DataArguments) -> set[str]:
     }
 
 
-def joined(parts: Sequence[Rows], files: Sequence[str], key: str, arguments: DataArguments) -> Rows:
+def joined(
+    parts: Sequence[Rows], files: Sequence[str], key: str, arguments: DataArguments, vision: Values | None
+) -> Rows:
     """``parts`` one after another, with the columns that samples are made of: others may differ in type.
 
     Args:
@@ -90,6 +94,7 @@ def joined(parts: Sequence[Rows], files: Sequence[str], key: str, arguments: Dat
         files: Paths.
         key: The argument that named them, for errors.
         arguments: Which columns these are.
+        vision: Of the model's configuration; None: it sees no images.
 
     Raises:
         McaError: A column is of one type in one file and of another in another.
@@ -98,7 +103,7 @@ def joined(parts: Sequence[Rows], files: Sequence[str], key: str, arguments: Dat
 
     if len(parts) == 1:
         return parts[0]
-    wanted = column_names(arguments) | {ONE_IMAGE, *OTHER_MEDIA}
+    wanted = column_names(arguments) | {*image_columns(vision, arguments), *other_columns(vision)}
     kept = [[name for name in part.column_names or () if name in wanted] for part in parts]
     parts = [part.select_columns(names) if names else part for part, names in zip(parts, kept, strict=True)]
     try:

@@ -97,16 +97,18 @@ def _tokenized(
 
 def text_encoder(names: Sequence[str], read: ImageRows, arguments: DataArguments, key: str) -> TextEncoder:
     """The function from a row with the columns ``names``, and its place, to its tokens, its targets and its images."""
-    tokenize = block_tokenizer(names, read.tokenizer, arguments, key)
+    marked, plain = (
+        block_tokenizer(names, read.tokenizer, arguments, key, vision) for vision in (None, read.vision)
+    )
 
     def encode(row: Values, place: str) -> tuple[Sequence[int], Sequence[bool], list[Grid]]:
         try:
             text, files = read.text(row)
-            (tokens,) = tokenize([{arguments.text_column: text}], [place]) or ([],)
+            (tokens,) = (marked if files else plain)([{arguments.text_column: text}], [place]) or ([],)
             targets = [True] * len(tokens)
-            require_words(tokens, read.vision, has_images=bool(files))
             if not files:
                 return tokens, targets, []
+            require_words(tokens, read.vision, has_images=True)
             grids = [read.grid(file) for file in files]
             return *read.tokens.expanded(tokens, targets, grids), grids
         except McaError as error:

@@ -4,9 +4,10 @@ Parts of messages     {"type": "image", "image" | "path" | "url" | "base64" | "b
                       {"image": ...} without a type
 A column of images    for each {"type": "image"} without more, or each <image> in the text of a turn; if the messages
                       have no place for any, they stand before the first words of the user
+Neither               <image> is text
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from mca_config.errors import McaError
@@ -22,17 +23,13 @@ class Places:
     """Takes the images of a row as its messages ask for them.
 
     Args:
-        given: The images of the row's column.
+        given: The images of the row's column. If there is one, ``<image>`` in a text is a place for one.
         folder: What relative paths start from.
-        is_marked: Whether ``<image>`` in a text is a place for one.
-        unmarked: What is wrong with it where it is not; None: it is text.
+        unmarked: Called where a user's words have ``<image>`` though there is none.
     """
 
-    def __init__(
-        self, given: Sequence[object], folder: Path | None, *, is_marked: bool, unmarked: str | None
-    ) -> None:
-        self._given, self._folder = list(given), folder
-        self._is_marked, self._unmarked = is_marked, unmarked
+    def __init__(self, given: Sequence[object], folder: Path | None, *, unmarked: Callable[[], None]) -> None:
+        self._given, self._folder, self._unmarked = list(given), folder, unmarked
         self._next = self._asked = 0
         self.files: list[ImageFile] = []
 
@@ -46,10 +43,10 @@ class Places:
             return turn
         content = turn.get("content")
         if isinstance(content, str) and PLACE in content:
-            if self._is_marked:
+            if self._given:
                 return {**turn, "content": list(self._of_text(content))}
-            if self._unmarked and turn.get("role") == "user" and _CLOSED not in content:
-                raise McaError(self._unmarked)
+            if turn.get("role") == "user" and is_place(content):
+                self._unmarked()
         if isinstance(content, list):
             return {**turn, "content": [self._part(part) for part in content]}
         return turn
@@ -92,6 +89,11 @@ class Places:
             for _ in self._given:
                 self._take()
         require_as_many(self._next, len(self._given))
+
+
+def is_place(text: str) -> bool:
+    """Whether a text without images looks as if it had some."""
+    return PLACE in text and _CLOSED not in text
 
 
 def require_as_many(places: int, images: int) -> None:

@@ -4,8 +4,10 @@ What places for images a row's messages have is known in `image_places`, how lar
 many tokens that is in `image_tokens`.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,7 +20,7 @@ from mca_train.data.encoding import Encoded, RowEncoder, without_nulls
 from mca_train.data.formats import converted, image_columns, other_columns
 from mca_train.data.image_files import ImageFile, image_file
 from mca_train.data.image_kinds import image_tokens, with_image_marks
-from mca_train.data.image_places import PLACE, Places, listed, require_as_many
+from mca_train.data.image_places import PLACE, Places, is_place, listed, require_as_many
 from mca_train.data.image_tokens import Grid, ImageTokens
 from mca_train.data.long_texts import Beginning
 from mca_train.data.message_parts import IMAGE, kind_of
@@ -28,6 +30,8 @@ from mca_train.types import Upstream
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 Rows = TypeVar("Rows", "datasets.Dataset", "datasets.IterableDataset")
 
@@ -80,7 +84,7 @@ class ImageRows:
         *,
         texts: bool = False,
     ) -> None:
-        self._reader, self._texts = reader, texts
+        self._reader, self._texts, self._has_told = reader, texts, False
         self.arguments = arguments
         self.tokenizer = with_image_marks(tokenizer, reader.config)
         self.vision = reader.config.vision
@@ -135,12 +139,14 @@ class ImageRows:
 
     def text(self, row: Values) -> tuple[object, list[ImageFile]]:
         """The text of a row of plain text, one placeholder for each ``<image>`` in it, and the images."""
-        given, is_marked = self._given(row)
+        given = self._given(row)
         text = row.get(self.arguments.text_column)
-        places = text.count(PLACE) if isinstance(text, str) and is_marked else 0
-        require_as_many(places, len(given))
         if not isinstance(text, str) or not given:
+            require_as_many(0, len(given))
+            if isinstance(text, str) and is_place(text):
+                self._warn_of_words()
             return text, []
+        require_as_many(text.count(PLACE), len(given))
         marked = text.replace(PLACE, self.tokens.mark(self.tokenizer))
         return marked, [image_file(each, self._reader.folder) for each in given]
 
@@ -158,13 +164,14 @@ class ImageRows:
 
     def _read(self, row: Values) -> tuple[Values, list[list[ImageFile]]]:
         """The row with places for images, and the images of each of its sequences."""
-        given, is_marked = self._given(row)
+        given = self._given(row)
         plain = row if self._converted is None else self._converted.convert(row)
         prompt, repeated = self.arguments.prompt_column, self._repeated(plain)
         found: JsonObject = {}
         files = []
+        unmarked = partial(self._unmarked, row)
         for columns in self._sides:
-            places = Places(given, self._reader.folder, is_marked=is_marked, unmarked=self._unmarked)
+            places = Places(given, self._reader.folder, unmarked=unmarked)
             turns = {name: plain[name] for name in columns if isinstance(plain.get(name), list)}
             if repeated:
                 del turns[prompt]
@@ -176,25 +183,39 @@ class ImageRows:
             files.append(places.files)
         return ({**plain, **found} if any(files) else plain), files
 
-    def _given(self, row: Values) -> tuple[list[object], bool]:
-        """The images of a row's column, and whether it has one, so that ``<image>`` is a place in its text."""
+    def _given(self, row: Values) -> list[object]:
+        """The images of a row's column."""
         for name in other_columns(self.vision):
             if row.get(name):
                 raise McaError(f"has {name}, which cannot be used; remove the row, or the column")
         found = {name: some for name in self._columns if (some := listed(row.get(name)))}
         if len(found) > 1:
             raise McaError(f"has images in {' and in '.join(found)}; remove one of the columns")
-        return next(iter(found.values()), []), any(name in row for name in self._columns)
+        return next(iter(found.values()), [])
 
-    @property
-    def _unmarked(self) -> str | None:
-        """What is wrong with ``<image>`` in a row without a column of images; None: it is text."""
+    def _unmarked(self, row: Values) -> None:
+        """Refuses ``<image>`` in a turn of a user where nothing says which column has images; else it is text."""
         if self.vision is None:
-            return None
-        return (
+            return
+        named = self.arguments.images_column
+        if self._columns == (named,) or any(name in row for name in self._columns):
+            self._warn_of_words()
+            return
+        raise McaError(
             f"a turn of the user has {PLACE}, the place of an image, but the rows have no column "
-            f"{' or '.join(self._columns)}; set images_column"
+            f"{' or '.join(self._columns)}; set images_column to the name of theirs, or to another if {PLACE} is text"
         )
+
+    def _warn_of_words(self) -> None:
+        """Says once that ``<image>`` is text."""
+        if self.vision is None or self._has_told:
+            return
+        logger.warning(
+            "%s in the text of a row without an image in %s is trained as text; this is reported once",
+            PLACE,
+            " or ".join(self._columns),
+        )
+        self._has_told = True
 
     def _repeated(self, plain: Values) -> int:
         """How many turns of the prompt both conversations of a pair repeat; see `preferences.split_row`."""

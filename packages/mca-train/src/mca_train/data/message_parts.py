@@ -22,8 +22,13 @@ def kind_of(part: object) -> str | None:
     named = part.get("type")
     if named not in (*_IMAGES, *_OTHERS):
         keys = (*_IMAGES, *_OTHERS)
-        named = next((key for key in keys if part.get(key) is not None), None)
+        named = next((key for key in keys if _is_given(part.get(key))), None)
     return IMAGE if named in _IMAGES else named
+
+
+def _is_given(value: object) -> bool:
+    """Whether a key says anything: exports that have every key in every part leave those of others empty."""
+    return value is not None and not (isinstance(value, str) and not value)
 
 
 def has_data(part: Mapping[str, object]) -> bool:
@@ -57,12 +62,13 @@ def require_no_data(content: object) -> None:
 
 
 def with_types(content: object) -> object:
-    """``content`` whose parts of text say so, which chat templates may look at."""
-    if not isinstance(content, list):
-        return content
-    return [
-        {**part, "type": "text"}
-        if isinstance(part, dict) and part.get("type") in _TEXTS and isinstance(part.get("text"), str)
-        else part
-        for part in content
-    ]
+    """``content`` whose parts of text say so and have no empty keys of others: chat templates may look at either."""
+    return [_as_text(part) for part in content] if isinstance(content, list) else content
+
+
+def _as_text(part: object) -> object:
+    if not isinstance(part, dict) or kind_of(part) is not None or not isinstance(part.get("text"), str):
+        return part
+    named = "text" if part.get("type") in _TEXTS else part.get("type")
+    words = {key: value for key, value in part.items() if key not in (*_IMAGES, *_OTHERS)}
+    return {**words, "type": named}

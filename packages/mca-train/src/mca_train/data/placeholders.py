@@ -1,10 +1,16 @@
 """Placeholders of images and videos among tokens: where nothing stands for them, a model would read them as words."""
 
+import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_models.images import placeholders
+from mca_train.data.long_texts import all_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def require_words(
@@ -30,3 +36,16 @@ def require_words(
             "video": "and videos cannot be used; remove the row",
         }[medium]
         raise McaError(f"{place}the text contains the {medium} placeholder (token {token}), {lacking}")
+
+
+def as_words(text: str, tokenizer: "PreTrainedTokenizerBase", vision: Values | None) -> list[int]:
+    """The tokens of ``text`` in which placeholders are the letters that they are written with."""
+    written = tokenizer.convert_ids_to_tokens(list(placeholders(vision).values()))
+    tokens: list[int] = []
+    for piece in re.split(f"({'|'.join(map(re.escape, written))})", text):
+        if piece in written:
+            spelt = tokenizer(piece, add_special_tokens=False, split_special_tokens=True)
+            tokens += spelt["input_ids"]
+        elif piece:
+            tokens += all_ids(tokenizer, piece)
+    return tokens

@@ -136,7 +136,13 @@ class BlockStream(IterableDataset[Sample]):
 
 
 def open_rows(
-    files: Sequence[str], key: str, arguments: DataArguments, column: str | None, *, seed: int | None
+    files: Sequence[str],
+    key: str,
+    arguments: DataArguments,
+    column: str | None,
+    *,
+    seed: int | None,
+    vision: Values | None,
 ) -> tuple[FileRows, list[str]]:
     """The rows of ``files``, read as they are iterated, and the names of their columns.
 
@@ -146,8 +152,9 @@ def open_rows(
         arguments: Columns and limits.
         column: Every file must have it; None: they may differ.
         seed: Of the order, drawn from a buffer of ``shuffle_buffer_size`` rows; None: the files' own.
+        vision: Of the model's configuration; None: it sees no images.
     """
-    heads, parts = _parts(files, key, arguments, column)
+    heads, parts = _parts(files, key, arguments, column, vision)
     rows = FileRows(
         parts,
         key,
@@ -160,7 +167,7 @@ def open_rows(
 
 
 def _parts(
-    files: Sequence[str], key: str, arguments: DataArguments, column: str | None
+    files: Sequence[str], key: str, arguments: DataArguments, column: str | None, vision: Values | None
 ) -> "tuple[list[Values], list[tuple[str, datasets.IterableDataset]]]":
     """The first row of each of ``files``, and its reader."""
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of files that cannot be read, twice
@@ -185,7 +192,7 @@ def _parts(
         told = "; ".join(f"{shown(file)}: {', '.join(some)}" for file, some in columns.items())
         raise McaError(f"{key}: with streaming all files must have the same columns ({told})")
     with named(key, ", ".join(files), "one"):
-        joined(parts, files, key, arguments)
+        joined(parts, files, key, arguments, vision)
     changes = [without_others(part.features) for part in parts]
     own = [part if change is None else part.map(change) for part, change in zip(parts, changes, strict=True)]
     return heads, list(zip(files, own, strict=True))

@@ -6,8 +6,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mca_config.errors import UsageError, checking_usage, raise_problems
+from mca_config.errors import McaError, UsageError, checking_usage, raise_problems
 from mca_config.printable import counted
+from mca_config.types import Values
+from mca_train.config.model import model_config
 from mca_train.config.run_config import Settings, given_values
 from mca_train.run.checks import data_problems, settings_of
 from mca_train.run.hub_paths import with_directories
@@ -54,14 +56,23 @@ def tokenize(config: Path, overrides: list[str], output_prefix: str | None) -> i
     return 0
 
 
+def _vision(model: str) -> Values | None:
+    """What the configuration of ``model`` says of images; None: the model sees none, or none can be told."""
+    try:
+        return model_config(model).vision
+    except McaError:  # a directory of a tokenizer alone, or a model that only Megatron trains
+        return None
+
+
 def _documents(settings: Settings, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Sequence[int]]:
     """The tokens of each row, read as they are written."""
     from mca_train.data.encoding import block_tokenizer
     from mca_train.data.streams import open_rows
 
     data, key = settings.data, "train_file"
-    rows, names = open_rows(data.train_file, key, data, data.text_column, seed=None)
-    tokens_of = block_tokenizer(names, tokenizer, data, key)
+    vision = _vision(data.model_name_or_path)
+    rows, names = open_rows(data.train_file, key, data, data.text_column, seed=None, vision=vision)
+    tokens_of = block_tokenizer(names, tokenizer, data, key, vision)
     left = iter(rows)
     while some := list(islice(left, _ROWS_AT_ONCE)):
         yield from tokens_of(some, [row.place for row in some])

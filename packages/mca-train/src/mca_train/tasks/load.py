@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.utils.data import IterableDataset
     from transformers import PreTrainedTokenizerBase
 
+    from mca_config.types import Values
     from mca_train.data.image_rows import ImageReader, ImageRows
     from mca_train.data.mixture import Mixture
     from mca_train.data.preferences import PairDataset
@@ -58,7 +59,9 @@ def load_tokenized(
     ]  # once, so that the key and the rows are of the same content
 
     def load() -> "datasets.Dataset":
-        return load_rows(files, key, arguments, limit, task.required_column(arguments), copies)
+        return load_rows(
+            files, key, arguments, limit, task.required_column(arguments), copies, _vision(images)
+        )
 
     def make() -> "TokenDataset | PairDataset":
         with named_files(
@@ -81,6 +84,11 @@ def load_tokenized(
     return _in_order_of(files, found)
 
 
+def _vision(images: "ImageReader | None") -> "Values | None":
+    """What the model's configuration says of images; None: it sees none."""
+    return None if images is None else images.config.vision
+
+
 def _in_order_of(files: Sequence[str], samples: "TokenDataset | PairDataset") -> "TokenDataset | PairDataset":
     """``samples``, which say that they come in the order of ``files``."""
     from mca_train.data.addresses import called
@@ -93,7 +101,7 @@ def _processors(images: "ImageReader | None") -> list[str]:
     """What the image processors are, by which images become tokens."""
     from mca_train.data.token_cache import digest_of
 
-    if images is None or images.config.vision is None:
+    if images is None or _vision(images) is None:
         return []
     names = ("preprocessor_config.json", "processor_config.json")
     found = (directory / name for directory in images.directories for name in names)
@@ -227,7 +235,8 @@ def load_stream(
     from mca_train.data.streams import open_rows
 
     key = "train_file"
-    rows, names = open_rows(files, key, arguments, task.required_column(arguments), seed=seed)
+    column = task.required_column(arguments)
+    rows, names = open_rows(files, key, arguments, column, seed=seed, vision=_vision(images))
     return task.stream(rows, names, tokenizer, arguments, key, _beside(images, arguments, files))
 
 
@@ -254,7 +263,8 @@ def load_first(
     from mca_train.data.streams import open_rows
 
     key = "train_file"
-    found, _ = open_rows(files, key, arguments, task.required_column(arguments), seed=None)
+    column = task.required_column(arguments)
+    found, _ = open_rows(files, key, arguments, column, seed=None, vision=_vision(images))
     datasets.disable_progress_bars()
     first = [{**row} for row in found]
     rows = datasets.Dataset.from_list(first, on_mixed_types="use_json")

@@ -44,8 +44,11 @@ def local_rank(environment: Mapping[str, str], gpus: int) -> int:
         McaError: There is no such GPU, or several ranks would take the same one.
     """
     given = environment.get("LOCAL_RANK")
+    is_alone = any(name not in environment for name in _PLACE) or environment["WORLD_SIZE"] == "1"
+    if is_alone and given == "-1":  # what scripts for transformers and DeepSpeed set for "not distributed"
+        return 0
     if given is None:
-        if gpus > 1 and all(name in environment for name in _PLACE) and environment["WORLD_SIZE"] != "1":
+        if gpus > 1 and not is_alone:
             raise McaError(
                 f"LOCAL_RANK is not set, so that all ranks of this machine would take the first of its {gpus} GPUs; "
                 "set it to the rank's number on the machine (SLURM_LOCALID), or start the ranks with torchrun"
