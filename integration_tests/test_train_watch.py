@@ -35,7 +35,9 @@ def stop_at(step: int, rank: int) -> Any:
     return Stop()
 
 
-def stopped_in_the_last_evaluation(checkpoint: Path, output_dir: Path, rank: int, **changes: Any) -> None:
+def stopped_in_an_evaluation(
+    checkpoint: Path, output_dir: Path, rank: int, step: int, **changes: Any
+) -> None:
     from transformers import TrainerCallback
 
     from mca_train.run.last_evaluation import LastEvaluation
@@ -58,12 +60,12 @@ def stopped_in_the_last_evaluation(checkpoint: Path, output_dir: Path, rank: int
     assert first.watch.stopped
     assert len(asked) < 10, "of 20 steps"
     assert not history(first, "eval_loss")
-    assert [path.name for path in output_dir.glob("checkpoint-*")] == [
-        "checkpoint-2"
-    ]  # though save_strategy is "no"
+    names = [path.name for path in output_dir.glob("checkpoint-*")]
+    assert names == [f"checkpoint-{step}"], "though save_strategy is no"
     second = run("auto", TrainerCallback())
     assert not second.watch.stopped
-    assert history(second, "eval_loss") == [quietly(first.evaluate)["eval_loss"]]
+    found = history(second, "eval_loss")
+    assert (len(found), found[0]) == (3 - step, quietly(first.evaluate)["eval_loss"])
 
 
 def stopped_and_resumed(checkpoint: Path, output_dir: Path, rank: int, **changes: Any) -> dict[str, Any]:
@@ -77,7 +79,9 @@ def stopped_and_resumed(checkpoint: Path, output_dir: Path, rank: int, **changes
     quietly(first.train)
     second = make_trainer(checkpoint, output_dir, **changes)
     quietly(lambda: second.train(resume_from_checkpoint="auto"))
-    stopped_in_the_last_evaluation(checkpoint, output_dir / "last", rank, **changes | {"max_steps": 2})
+    for step, strategy in ((2, {}), (1, {"eval_strategy": "steps", "eval_steps": 1})):
+        output = output_dir / f"evaluated-{step}"
+        stopped_in_an_evaluation(checkpoint, output, rank, step, **changes | {"max_steps": 2} | strategy)
     return {
         "stopped": (first.watch.stopped, first.state.global_step, second.watch.stopped),
         "straight": history(straight, "loss"),

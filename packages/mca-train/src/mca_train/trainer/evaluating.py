@@ -19,6 +19,10 @@ from mca_train.metrics.signals import Signals
 from mca_train.trainer.loading import WithStepLoaders
 
 
+class EvaluationStopped(Exception):
+    """SIGTERM came during an evaluation; on all ranks after the same step of it."""
+
+
 class WithEvaluation(WithStepLoaders):
     """Evaluates a trainer's model; collective like the trainer itself."""
 
@@ -73,4 +77,6 @@ class WithEvaluation(WithStepLoaders):
                 self.before_forward(batch)
                 meter.add(pipeline.evaluate(batch), batch)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+                if self._can_put_off and self.watch.signal.agreed():
+                    raise EvaluationStopped
         return meter.flush()

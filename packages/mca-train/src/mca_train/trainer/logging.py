@@ -7,6 +7,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from mca_train.metrics.meter import LossReport
 from mca_train.metrics.source_losses import SourceLosses
 from mca_train.metrics.step_lines import StepLines
 from mca_train.metrics.step_profile import StepProfile
+from mca_train.trainer.evaluating import EvaluationStopped
 from mca_train.trainer.hf_shims import has_given_up, telling_metric
 from mca_train.trainer.parts import TrainerParts
 
@@ -64,17 +66,32 @@ class WithLogs(TrainerParts):
         if self.control.should_log and self.state.global_step > self._totals.logged:
             self._log_step()
         if self.control.should_evaluate:
-            with telling_metric(self.args):
-                with self._meter.pause():
-                    metrics = self._evaluate(None, None)
-                best = self._determine_best_metric(metrics=metrics, trial=None)
-            if self.args.save_strategy == "best":
-                self.control.should_save = best
+            self._evaluate_or_put_off()
         if self.control.should_save:
             self.watch.pulse.now("saving", self.state.global_step)
             with self._meter.pause(), self._checkpoint_completed():
                 self._save_checkpoint()
             self.control.should_save = False
+
+    def _evaluate_or_put_off(self) -> None:
+        """Evaluates, and says whether to save; SIGTERM ends that, and it is done anew when the run continues."""
+        logged, self._can_put_off = len(self.state.log_history), True
+        try:
+            with telling_metric(self.args):
+                with self._meter.pause():
+                    metrics = self._evaluate(None, None)
+                best = self._determine_best_metric(metrics=metrics, trial=None)
+        except EvaluationStopped:
+            logger.warning("SIGTERM: saving after step %d, then ending", self.state.global_step)
+            del self.state.log_history[logged:]
+            self._due = replace(self._due, evaluation=True, save=self.control.should_save)
+            self.control.should_save = self.control.should_training_stop = True
+            self.control.should_evaluate = False
+        else:
+            if self.args.save_strategy == "best":
+                self.control.should_save = best
+        finally:
+            self._can_put_off = False
 
     def _log_step(self) -> None:
         report = self._meter.flush()
@@ -155,7 +172,7 @@ class WithLogs(TrainerParts):
                 self.state.global_step,
             )
             self.control.should_training_stop = True
-        if due.end_of_epoch and (over or self.control.should_training_stop):
+        if due.end_of_epoch and (over or self.control.should_training_stop) and not self.watch.stopped:
             self._end_epoch()
 
     def _carried(self) -> Carried:

@@ -108,6 +108,8 @@ class TrainerParts(Trainer):  # type: ignore[misc]
     """The ``output_dir`` whose checkpoints are all of this trainer's runs."""
     _replaces: bool = False
     """This run began anew; those that stand there go when its first own is complete."""
+    _can_put_off: bool = False
+    """SIGTERM ends the evaluation that is running, which is made when the run continues."""
     _samples: int
     """That this process has trained on; packs count as what is in them."""
 
