@@ -124,7 +124,9 @@ class PeftModels(VirtualModels):
             share(chunk, by_tensor, self.place)
 
     def load_pretrained(self, directory: str | Path) -> None:
-        """Sets the adapter to that of a PEFT or MCA adapter directory, of the same targets, ranks and scales."""
+        """Sets the adapter, not merged, to that of a PEFT or MCA directory of the same targets, ranks and scales."""
+        if self.merged:
+            raise McaError("the adapter is merged; call unmerge_adapter before load_pretrained")
         found = adapter_for(Path(directory), self.config)
         require_same(found.rules, self.rules, directory)
         self.fill(lambda param, shape: found.read(param), saved=True)
