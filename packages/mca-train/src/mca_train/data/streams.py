@@ -142,7 +142,7 @@ def open_rows(
     column: str | None,
     *,
     seed: int | None,
-    vision: Values | None,
+    vision: Values | None = None,
 ) -> tuple[FileRows, list[str]]:
     """The rows of ``files``, read as they are iterated, and the names of their columns.
 
