@@ -166,4 +166,4 @@ def test_values_of_a_later_dataset_are_not_taken_for_kept_log_probabilities():
             trainer.evaluate(later)
     trainer.train_dataset = [{"chosen_values": [0.5]}]
     with pytest.raises(McaError, match="create another one with it as train_dataset"):
-        trainer.train()
+        trainer.before_training()
