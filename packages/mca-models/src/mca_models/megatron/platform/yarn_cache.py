@@ -1,7 +1,7 @@
 """Fused rotary embeddings of latent attention read a table that is cut for context ranks at another length.
 
 ``YarnRotaryEmbedding.get_cached_cos_sin`` keeps the table of the longest rows so far, for rows that are not packed
-already cut to the two chunks of this context rank. A prefix of it are not the chunks of shorter rows: every layer
+already cut to the two chunks of this context rank. A prefix of it is not the chunks of shorter rows: every layer
 would compute them with positions of the longer ones.
 """
 
