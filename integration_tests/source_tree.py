@@ -91,5 +91,25 @@ def imports(text: str) -> list[Import]:
     return found
 
 
+def defined(text: str) -> set[str]:
+    """The names that a module has once imported, whichever branch sets them; `*` where it makes them itself."""
+    names: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(text)]
+    while waiting:
+        for node in ast.iter_child_nodes(waiting.pop()):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                names.add(node.name)
+                continue
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            if not isinstance(node, ast.expr) or isinstance(
+                node, (ast.Tuple, ast.List, ast.NamedExpr, ast.Starred)
+            ):
+                waiting.append(node)
+    return names | ({"*"} if "__getattr__" in names else set())
+
+
 def report(problems: Iterator[list[str]]) -> str:
     return "\n".join(problem for found in problems for problem in found)

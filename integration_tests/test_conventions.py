@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from source_tree import PACKAGES, ROOT, SOURCES, Source, report
+from source_tree import PACKAGES, ROOT, SOURCES, Source, defined, report
 
 MAX_FILE_LINES = 400
 
@@ -71,6 +71,30 @@ def _sorted_by_ruff(text: str) -> bool:
     return subprocess.run(command, input=text, text=True, capture_output=True, check=False).returncode == 0
 
 
+def _beside_the_sources() -> list[list[Source]]:
+    """Tests, benchmarks, tools and examples, which mypy does not read: those of a folder import each other."""
+    folders = [ROOT / "integration_tests", ROOT / "benchmarks", ROOT / "tools", ROOT / "examples"]
+    folders += sorted((ROOT / "packages").glob("*/tests"))
+    return [
+        [
+            Source(".".join(path.relative_to(folder).with_suffix("").parts), path.read_text())
+            for path in sorted(folder.rglob("*.py"))
+        ]
+        for folder in folders
+    ]
+
+
+def missing_names(source: Source, modules: dict[str, set[str]]) -> list[str]:
+    """What `from module import name` would not find, wherever in the file it stands."""
+    return [
+        f"{source.module}:{node.lineno} {node.module} has no {alias.name}"
+        for node in ast.walk(ast.parse(source.text))
+        if isinstance(node, ast.ImportFrom) and node.module in modules
+        for alias in node.names
+        if not {alias.name, "*"} & modules[node.module] and f"{node.module}.{alias.name}" not in modules
+    ]
+
+
 def test_files_and_functions_are_short():
     assert not report(too_long(source) for source in SOURCES)
 
@@ -81,6 +105,16 @@ def test_libraries_do_not_print():
 
 def test_exports_are_sorted_and_unique():
     assert not report(wrong_exports(source) for source in SOURCES)
+
+
+def test_what_tests_and_tools_import_is_there():
+    """Some of them are collected only where a tool is installed, and import only in the middle of a run."""
+    ours = {source.module: defined(source.text) for source in SOURCES}
+    problems = []
+    for folder in _beside_the_sources():
+        modules = ours | {source.module: defined(source.text) for source in folder}
+        problems += [missing_names(source, modules) for source in folder]
+    assert not report(iter(problems))
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -121,6 +155,17 @@ def test_a_long_file_and_a_long_function_are_caught():
 def test_a_print_is_caught_except_in_a_command_line():
     assert prints(Source("mca_train.engine.engine", "def f():\n    print(1)"))
     assert not prints(Source("mca_train.cli", "print(1)"))
+
+
+def test_an_import_that_finds_nothing_is_caught():
+    modules = {
+        "a": defined("if X:\n    b, (c, *d) = e = 1\nelse:\n    from os import path as f\n"),
+        "a.g": set(),
+    }
+    there = "from a import b, c, d, e, f, g\n"
+    assert not missing_names(Source("m", there), modules)
+    assert missing_names(Source("m", "def f():\n    from a import h\n"), modules) == ["m:2 a has no h"]
+    assert not missing_names(Source("m", "from a import h"), {"a": defined("def __getattr__(name): ...")})
 
 
 @pytest.mark.parametrize("names", ['["b", "a"]', '["a", "a"]', "sorted(x)"])
