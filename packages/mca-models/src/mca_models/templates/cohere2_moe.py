@@ -60,7 +60,7 @@ CONFIG = replace(
         *cohere2.CONFIG.fixed,
         Fixed("num_shared_experts", (0,), "their mean with the chosen ones is not Megatron's sum"),
         Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores over the chosen experts"),
-        Fixed("rms_norm_eps", (None,), "no model with RMSNorms is published"),
+        Fixed("rms_norm_eps", (None,), "of this family models with LayerNorms alone are built"),
     ),
     derive=derive,
     restore=restore,
