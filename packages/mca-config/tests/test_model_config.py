@@ -254,6 +254,7 @@ def test_late_layers_take_the_keys_of_the_last_of_their_kind() -> None:
     assert widths == [128, 128, 128, 256, 256, 256]
     late = model.of_layer(4)
     assert late.takes_keys and late.of_layer(4) == late
+    assert model.of_layer(5) is model.of_layer(3)  # which is asked for every parameter
     with pytest.raises(McaError, match="num_kv_shared_layers 5 of 6 leaves no layer of kind full_attention"):
         replace(model, num_kv_shared_layers=5)
 

@@ -1,6 +1,7 @@
 """What each decoder layer of a model is, where they are not all alike."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 from mca_config.types import JsonObject
@@ -30,8 +31,19 @@ class Layers:
 
     def of_layer(self, layer: int) -> Self:
         """This model, as its decoder ``layer`` is."""
-        own = {**((self.of_kind or {}).get(self._kind(layer) or "") or {})}
-        if self.keys_from(layer) is not None:
+        kind = self._kind(layer), self.keys_from(layer) is not None
+        if kind not in self._by_kind:
+            self._by_kind[kind] = self._of_kind(*kind)
+        return self._by_kind[kind]
+
+    @cached_property
+    def _by_kind(self) -> dict[tuple[str | None, bool], Self]:
+        """What :meth:`of_layer` gave: it is asked for every parameter, and checks all fields of what it makes."""
+        return {}
+
+    def _of_kind(self, kind: str | None, takes_keys: bool) -> Self:
+        own = {**((self.of_kind or {}).get(kind or "") or {})}
+        if takes_keys:
             own |= {"takes_keys": True, "double_wide_mlp": False}
             own |= {"ffn_hidden_size": self.ffn_hidden_size * (2 if self.double_wide_mlp else 1)}
         return replace(self, of_kind=None, **own) if own else self
