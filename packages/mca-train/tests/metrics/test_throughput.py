@@ -65,6 +65,15 @@ def test_only_layers_with_attention_have_a_squared_part():
     assert found.per_token == 6 * (ATTENTION + 2 * 8 * 12 + 3 * mamba + 100 * 8)
 
 
+def test_each_layer_counts_with_its_own_heads():
+    from mca_train.metrics.throughput import ModelFlops
+
+    kinds = {"sliding_attention": {"num_attention_heads": 4, "kv_channels": 10, "value_channels": 6}}
+    layers = ("full_attention", "sliding_attention", "full_attention")
+    config = replace(config_from_hf(SIZE | QWEN3), layer_types=layers, of_kind=kinds)
+    assert ModelFlops.of(config).per_square == 6 * (2 * 2 * 6 + 4 * (10 + 6) / 2)
+
+
 def test_of_experts_only_the_chosen_count():
     found = flops(
         model_type="qwen3_moe",

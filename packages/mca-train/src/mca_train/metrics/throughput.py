@@ -3,10 +3,10 @@
 Model FLOP, forward and backward: ``6 x weights`` for each token and ``6 x layers x heads x head size x length^2`` for
 each sequence. The weights are all matrices that multiply a token: not the embedding, of the experts the share that the
 router picks, the output layer once more for each prediction layer. The second part is causal attention, which looks at
-half the sequence on average; of latent attention the head size is the mean of keys' and values'. Frozen weights, of an
-adapter's run or by ``freeze``, count 4 times, as they get no gradient. Recomputation does not count, nor does the
-reference of preferences; sliding windows and linear attention count as whole attention, state space layers by their
-weights alone.
+half the sequence on average; each layer counts with its own heads, whose size is the mean of keys' and values'. Frozen
+weights, of an adapter's run or by ``freeze``, count 4 times, as they get no gradient. Recomputation does not count, nor
+does the reference of preferences; sliding windows and linear attention count as whole attention, state space layers by
+their weights alone.
 MFU is model FLOP/s divided by ranks x peak.
 """
 
@@ -90,9 +90,13 @@ class ModelFlops:
             per_token += passes * times * prod(shape) * _share(param, config)
         for param, shape in () if adapter is None else adapter_shapes(config, adapter.factors):
             per_token += 6 * prod(shape) * _share(param, config)
-        layers = range(config.num_layers)
-        squared = sum(config.has_attention(layer) and not config.is_mamba_layer(layer) for layer in layers)
-        return cls(per_token, 6.0 * (squared + depth) * config.num_attention_heads * _width(config))
+        squared = [
+            config.of_layer(layer)
+            for layer in range(config.num_layers)
+            if config.has_attention(layer) and not config.is_mamba_layer(layer)
+        ]
+        squared += [config] * depth
+        return cls(per_token, 6.0 * sum(own.num_attention_heads * _width(own) for own in squared))
 
     def of_tokens(self, tokens: int, squares: int) -> float:
         """FLOP of ``tokens`` in sequences, the squares of whose lengths are ``squares`` together."""
@@ -108,7 +112,7 @@ def _width(config: McaModelConfig) -> float:
     """Of a head, the mean of keys and values."""
     if isinstance(config, MlaMcaModelConfig):
         return (config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim) / 2
-    return config.kv_channels
+    return (config.kv_channels + config.value_width) / 2
 
 
 def peak_flops(args: TrainingArguments, dtype: DtypeName, device: torch.device) -> float | None:

@@ -141,15 +141,14 @@ class Speed:
     def _layer(self, number: int) -> _Layer:
         config = self.model.config
         known = self._known
-        halves = config.has_attention(number), config.has_mlp(number)
-        states = config.is_linear_layer(number), config.is_mamba_layer(number)
-        kind = (config.is_moe_layer(number), config.keys_from(number) is not None, *states, *halves)
+        named = config.layer_types[number] if config.layer_types else None
+        kind = (named, config.is_moe_layer(number), config.keys_from(number) is not None)
         if kind not in known:
             known[kind] = self._measured(number)
         return known[kind]
 
     @cached_property
-    def _known(self) -> dict[tuple[bool, ...], _Layer]:
+    def _known(self) -> dict[tuple[str | None, bool, bool], _Layer]:
         return {}
 
     def _measured(self, number: int) -> _Layer:
@@ -166,7 +165,7 @@ class Speed:
         experts = self._experts() if moe else _Layer(0.0, 0.0, 0.0)
         halves = config.has_attention(number) + config.has_mlp(number)
         messages = self._tensor_messages() * halves / 2
-        rest = self._context_messages(scores) if config.has_attention(number) else 0.0
+        rest = self._context_messages(number, scores) if config.has_attention(number) else 0.0
         again = self._again({"core_attn": scores, "moe" if moe else "mlp": experts.forward if moe else mlp})
         forward = max(products + scores + moved, launch) + experts.forward
         backward = max(2 * products + 2.5 * scores + moved, 2 * launch) + again + experts.backward
@@ -188,7 +187,7 @@ class Speed:
         if config.is_linear_layer(number):
             return self._delta_rule()
         states = config.is_mamba_layer(number)
-        of_both = [] if states else [self._attention()]
+        of_both = [] if states else [self._attention(number)]
         of_both += [self._states()] if states or config.mamba_beside_attention else []
         weights, seconds = (sum(parts) for parts in zip(*of_both, strict=True))
         return weights, seconds
@@ -217,24 +216,23 @@ class Speed:
         rate = self.hardware.device.tflops * 1e12 * self.hardware.efficiency.attention
         return config.hidden_size * projected / tp, flops / rate
 
-    def _attention(self) -> tuple[float, float]:
+    def _attention(self, number: int) -> tuple[float, float]:
         """Weights of its products on this rank, and seconds of its scores, of which half are masked."""
-        config, sizes = self.model.config, self.model.sizes
+        config, sizes = self.model.config.of_layer(number), self.model.sizes
         heads, hidden, tp = config.num_attention_heads, config.hidden_size, sizes.layout.tp
         if isinstance(config, MlaMcaModelConfig):
-            query = config.qk_head_dim + config.qk_pos_emb_head_dim
+            query, value = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
             down = (config.q_lora_rank or 0) + config.kv_lora_rank + config.qk_pos_emb_head_dim
-            up = (config.q_lora_rank or hidden) * query + config.kv_lora_rank * (
-                config.qk_head_dim + config.v_head_dim
-            )
-            weights = hidden * down + heads * (up + config.v_head_dim * hidden) / tp
-            width = query + config.v_head_dim
+            up = (config.q_lora_rank or hidden) * query + config.kv_lora_rank * (config.qk_head_dim + value)
+            weights = hidden * down + heads * (up + value * hidden) / tp
         else:
-            keys = max(config.num_query_groups / tp, 1) * config.kv_channels
-            weights = hidden * (2 * heads * config.kv_channels / tp + 2 * keys)
-            width = 2 * config.kv_channels
+            query, value = config.kv_channels, config.value_width
+            made = query + (0 if config.values_are_keys else value)
+            keys = 0 if config.takes_keys else max(config.num_query_groups / tp, 1) * made
+            gated = 1 + config.attention_output_gate
+            weights = hidden * (heads * (gated * query + value) / tp + keys)
         seen = sizes.length * sizes.layout.cp / 2
-        flops = 2 * sizes.tokens * seen * heads / tp * width
+        flops = 2 * sizes.tokens * seen * heads / tp * (query + value)
         rate = self.hardware.device.tflops * 1e12 * self.hardware.efficiency.attention
         return weights, flops / rate
 
@@ -320,12 +318,13 @@ class Speed:
         outside = 1 - node / group
         return 2 * self._message(sent * outside, True, group)
 
-    def _context_messages(self, scores: float) -> float:
+    def _context_messages(self, number: int, scores: float) -> float:
         """Keys and values round the ring, as far as scores do not hide them."""
-        layout, config, sizes = self.grid.layout, self.model.config, self.model.sizes
+        layout, config, sizes = self.grid.layout, self.model.config.of_layer(number), self.model.sizes
         if layout.cp == 1:
             return 0.0
-        keys = 2 * max(config.num_query_groups / layout.tp, 1) * config.kv_channels
+        value = config.v_head_dim if isinstance(config, MlaMcaModelConfig) else config.value_width
+        keys = max(config.num_query_groups / layout.tp, 1) * (config.kv_channels + value)
         once = self._message(sizes.tokens * keys * sizes.width, self._far(layout.tp * layout.cp - 1))
         return max((layout.cp - 1) * once - scores * self.hardware.efficiency.overlapped, 0.0)
 
