@@ -1,6 +1,7 @@
 """A report is one page that needs nothing else, and shows what the run's files hold."""
 
 import json
+import os
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -10,6 +11,7 @@ import pytest
 
 from mca_train.cli import main
 from mca_train.report.page import write_report
+from mca_train.report.reading import read_run
 
 BROWSER = next(
     (found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), None
@@ -99,6 +101,49 @@ def test_a_run_whose_record_was_cut_is_shown_without_it(tmp_path):
     text = (folder / "report.html").read_text()
     assert "unknown" in text
     assert "moe_balance" in text
+
+
+@pytest.mark.parametrize("nothing", [None, [], {"stages": None}])
+def test_a_record_that_holds_nothing_of_a_part_is_shown_without_it(nothing, tmp_path):
+    folder = a_run(tmp_path / "one", 6.0)
+    (folder / "run.json").write_text(json.dumps({"plan": nothing, "configuration": nothing}))
+    assert write_report(folder) == 0
+    assert "planned memory" not in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize("late", ["weights", "training"])
+def test_a_checkpoint_that_is_deleted_meanwhile_is_left_out(late, tmp_path, monkeypatch):
+    folder = a_run(tmp_path / "one", 6.0)
+    (folder / "checkpoint-1/training").mkdir(parents=True)
+    for name in ("checkpoint-1/weights", "checkpoint-1/training/part"):
+        (folder / name).write_bytes(b"0")
+    stat, scandir, doomed = os.stat, os.scandir, folder / "checkpoint-1" / late
+
+    def vanishing(call):
+        def other(path=".", **options):
+            if Path(path) == doomed:
+                raise FileNotFoundError(path)
+            return call(path, **options)
+
+        return other
+
+    monkeypatch.setattr(os, "stat", vanishing(stat))
+    monkeypatch.setattr(os, "scandir", vanishing(scandir))
+    run = read_run(folder)
+    monkeypatch.undo()
+    assert run.checkpoints == [("checkpoint-2", 1024)]
+
+
+def test_what_was_measured_is_of_the_layout_that_was_planned(tmp_path):
+    folder = a_run(tmp_path / "one", 6.0)
+    log = folder / "train_log.jsonl"
+    log.write_text(log.read_text().replace('"peak_memory_gib": 0.5', '"peak_memory_gib": 0.75', 1))
+    record = json.loads((folder / "run.json").read_text())
+    for began, measured in ((None, 0.75), (15.0, 0.5), (99.0, None)):
+        (folder / "run.json").write_text(json.dumps(record | {"began": began}))
+        assert read_run(folder).peak == measured
+        write_report(folder)
+        assert ("measured" in (folder / "report.html").read_text()) == (measured is not None)
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):

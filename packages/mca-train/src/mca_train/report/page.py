@@ -111,7 +111,7 @@ def _curves(runs: Sequence[RunFiles]) -> str:
 def _memory(runs: Sequence[RunFiles]) -> str:
     found = []
     for run in runs:
-        stages = run.record.get("plan", {}).get("stages", [])
+        stages = run.recorded("plan").get("stages")
         if not stages:
             continue
         rows = [
@@ -119,11 +119,10 @@ def _memory(runs: Sequence[RunFiles]) -> str:
             for number, stage in enumerate(stages)
         ]
         found.append(bars(f"planned memory, {run.name}", PARTS, rows, "GiB"))
-        if "peak_memory_gib" in run.last:
-            measured = max(value for _, value in run.curves["peak_memory_gib"])
+        if run.peak is not None:
             planned = max(sum(sizes.values()) for _, sizes in rows)
             found.append(
-                f"<p>{escape(run.name)}: planned {planned:.3g} GiB on the fullest rank, measured {measured:.3g} GiB "
+                f"<p>{escape(run.name)}: planned {planned:.3g} GiB on the fullest rank, measured {run.peak:.3g} GiB "
                 "(of a GPU what was allocated there; without one the whole process, libraries too)</p>"
             )
     return "<h2>Memory</h2>" + "".join(found) if found else ""
@@ -137,7 +136,7 @@ def _checkpoints(runs: Sequence[RunFiles]) -> str:
 def _configuration(runs: Sequence[RunFiles]) -> str:
     found = []
     for section in ("configuration", "versions"):
-        values = [run.record.get(section, {}) for run in runs]
+        values = [run.recorded(section) for run in runs]
         keys = sorted({key for some in values for key in some})
         rows = [[key, *(json.dumps(some[key]) if key in some else "" for some in values)] for key in keys]
         if rows:
