@@ -275,7 +275,7 @@ CASES: dict[str, tuple[str, str, int, Values]] = {
     "both ways": ("both ways", "sft", 8, {"freeze": []}),
     "both ways frozen": ("both ways", "sft", 8, {PP: 2}),
 }
-SAMPLE = ("vpp sp", "chunked", "experts etp 1", "prediction", "windows", "images")
+SAMPLE = ("vpp sp", "chunked tp", "experts etp 1", "prediction", "windows", "images")
 
 
 def values_of(name: str, folder: str) -> Values:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 WITHIN, OF_SAMPLE = 0.10, 0.05
 CHOSEN = tuple(CASES) if os.environ.get("MCA_DRY_RUNS") else SAMPLE
-WIDE = ("chunked", "prediction", "windows")
+WIDE = ("chunked tp", "prediction", "windows")
 
 
 def prepared(name: str, folder: str) -> Any:

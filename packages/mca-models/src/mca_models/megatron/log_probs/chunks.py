@@ -64,7 +64,7 @@ def _same_draws() -> tuple[AbstractContextManager[None], AbstractContextManager[
     """What a chunk runs in, and runs in again: an adapter's dropout draws from states that torch does not know too."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    return nullcontext(), _drawing_from(_copied(get_cuda_rng_tracker().get_states()))
+    return nullcontext(), _drawing_from(get_cuda_rng_tracker().get_states())
 
 
 @contextmanager
@@ -72,16 +72,12 @@ def _drawing_from(states: dict[str, Tensor]) -> Iterator[None]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()
-    running = _copied(tracker.get_states())
-    tracker.set_states(states)
+    running = tracker.get_states()
+    tracker.set_states(dict(states))  # in which it replaces states, and writes into none
     try:
         yield
     finally:
         tracker.set_states(running)
-
-
-def _copied(states: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: state.clone() for name, state in states.items()}
 
 
 def token_values(values: Callable[[Tensor, Tensor, int], Tensor], vocab_size: int) -> Values:
