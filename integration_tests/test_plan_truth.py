@@ -27,12 +27,17 @@ def prepared(name: str, folder: str) -> Any:
     from mca_train.tasks.table import TASKS
 
     _, kind, world_size, _ = CASES[name]
-    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        os.environ.pop(variable, None)
+    be_no_rank()
     settings = settings_of(TASKS[kind], values_of(name, folder), "test")
     findings = check(TASKS[kind], settings, lambda *_: world_size)
     assert not findings.impossible
     return findings.run
+
+
+def be_no_rank() -> None:
+    """What a process of the harness does not know of itself, as the one of ``mca-train plan``."""
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(variable, None)
 
 
 def plan_and_dry_run(name: str, folder: str, stage: int) -> tuple[int, list[int]]:
@@ -106,3 +111,26 @@ def test_evaluation_takes_what_the_plan_says(tmp_path: Path) -> None:
     (((whole, planned_whole), (real, planned)),) = run_ranks(1, evaluations, tmp_path)
     assert planned_whole == pytest.approx(whole, rel=OF_SAMPLE)
     assert real <= planned <= 1.5 * real  # a layer is the largest part, of which the plan says the most
+
+
+def computed_first(folder: Path) -> tuple[int, int, int]:
+    """Bytes of a named reference in training, and of all in the dry run and by the plan."""
+    from mca_train.dry_run.step import step_needs
+    from mca_train.plan.memory import plan_of
+    from mca_train.run.subject import subject_of
+    from test_dry_run import prepared
+
+    be_no_rank()
+    named = {"precompute_ref_log_probs": True, "reference_model_name_or_path": str(folder)}
+    run = prepared(folder, "dpo", named | {"bf16": True, "per_device_eval_batch_size": 1}, 1)
+    subject = subject_of(run, "local", on_gpu=False)
+    (stage,) = plan_of(subject, run.settings.training, run.layout, 1).stages
+    found = step_needs(run.task, run.settings, run.model, 0, 1, 2)
+    return found.reference, found.peak, stage.total
+
+
+def test_a_reference_that_is_computed_first_is_gone_in_training(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["dense"] | SMALL))
+    ((reference, real, planned),) = run_ranks(1, computed_first, tmp_path, process_group=False)
+    assert reference == 0
+    assert planned == pytest.approx(real, rel=OF_SAMPLE)

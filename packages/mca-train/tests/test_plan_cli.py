@@ -9,7 +9,8 @@ import pytest
 from mca_config.layout import ParallelLayout
 from mca_models.templates import config_from_hf
 from mca_train.cli import main
-from mca_train.run import planning
+from mca_train.config.run_config import given_values
+from mca_train.run import planning, searching
 
 pytestmark = pytest.mark.usefixtures("own_threads")
 
@@ -190,6 +191,31 @@ def test_a_search_finds_layouts_that_can_be_run(run, capsys):
     assert "1. tp" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("first", [40, 10_000])
+def test_a_search_goes_on_where_the_fastest_layouts_are_refused(run, first, capsys, monkeypatch):
+    asked = []
+
+    def problems(task, values, one, gpus, target):
+        asked.append(one)
+        return ("layouts are refused", f"so is {one.layout}") if len(asked) <= first else ()
+
+    monkeypatch.setattr(searching, "_problems", problems)
+    words = ["plan", "sft", run(gradient_accumulation_steps=8), "--gpus", "8", "--search"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["checked"] == len(asked) > 40
+    assert len(found["layouts"]) == (5 if first == 40 else 0)
+    count = min(first, len(asked))
+    assert found["refused"][0] == {"problem": "layouts are refused", "layouts": count}
+    asked.clear()
+    monkeypatch.setattr(searching, "_SECONDS", 0.0)
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "layouts fit, but the 40 fastest are refused:\n  - layouts are refused (40 of them)\n" in text
+    assert "other reason" in text
+    assert "take more devices" not in text
+
+
 def test_plan_of_an_adapter_and_of_a_reference(run, capsys):
     assert main(["plan", run(lora_rank=4)]) == 0
     adapted = capsys.readouterr().out
@@ -246,6 +272,22 @@ def test_a_search_keeps_to_what_the_run_does_not_exclude(run, kind, changes, lef
     layouts = json.loads(capsys.readouterr().out)["layouts"]
     assert layouts
     assert all([name for name in OVERLAP if name in found["changes"]] == left for found in layouts)
+
+
+def test_what_a_run_writes_down_has_the_images_of_the_plan(run, vision, capsys):
+    from mca_train.run.checks import check, settings_of
+    from mca_train.run.record import record_of
+    from mca_train.tasks.table import TASKS
+
+    vision()
+    path = run(seq_length=256)
+    assert main(["plan", "sft", path, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["images"]
+    values, where = given_values(Path(path), [])
+    made = check(TASKS["sft"], settings_of(TASKS["sft"], values, where)).run
+    found = record_of(made)["plan"]
+    assert (found["images"], found["stages"]) == (planned["images"], planned["stages"])
 
 
 def test_a_plan_knows_what_a_reference_excludes(run, capsys):

@@ -184,6 +184,7 @@ def build(
     }
     with modes.entered(STEP):
         trainer = task.trainer(settings, reference, options)
+        trainer.release_first()
     with modes.entered(OPTIMIZER), _wrapping_in(modes.tracker):
         engine = trainer.new_engine()
         engine.optimizer_step()  # which makes its state

@@ -68,6 +68,15 @@ def key_problems(training: "TrainingArguments") -> Iterator[str]:
         yield "moe_token_dispatcher_type allgather needs samples of one length, which kto does not have; use alltoall"
 
 
+def step_problems(samples: int) -> Iterator[str]:
+    """What is wrong with steps of so many samples."""
+    if samples < 2:
+        yield (
+            "kto needs the answers of other samples in a step, but a step has only one sample; raise "
+            "gradient_accumulation_steps"
+        )
+
+
 def divergence(gains: Tensor) -> Tensor:
     """The ``kl`` of a step, from the sum of the mismatched answers' gains and their number."""
     return (gains[0] / gains[1].clamp(min=1)).clamp(min=0).float()

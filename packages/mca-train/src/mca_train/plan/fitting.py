@@ -71,7 +71,7 @@ def _candidates(
     subject: Subject, training: "TrainingArguments", layout: ParallelLayout
 ) -> Iterator[JsonObject]:
     most = training.per_device_train_batch_size
-    if subject.evaluated and training.per_device_eval_batch_size > most:
+    if subject.runs_forward_alone and training.per_device_eval_batch_size > most:
         yield {"per_device_eval_batch_size": most}
     adam = training.optimizer in (None, "adam")  # others are neither split nor offloaded
     if adam and not training.use_distributed_optimizer and subject.adapter is None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mca_models.lora.config import AdapterConfig
 
 GIB = 1024**3
-_ADAM_MOMENTS, _SGD_MOMENTS = 2, 1
-"""Numbers in fp32 that Megatron's optimizers keep of a parameter; muon, which keeps fewer, is taken for Adam."""
+_ADAM_MOMENTS = 2
+"""Numbers in fp32 that Adam keeps of a parameter; muon, which keeps fewer, is taken for it."""
 _FP8_COPIES = 2
 """Of a weight: as forward passes take it and, turned round, backward passes; kept for all micro-batches of a step."""
 PARTS = ("weights", "gradients", "optimizer", "activations", "temporaries")
@@ -52,19 +52,18 @@ class StageNeeds:
     """Passes at most whose activations are kept: micro-batches, times chunks that each has run through."""
     evaluation: int = 0
     """What a forward pass of evaluation takes in place of activations and temporaries."""
+    beforehand: int = 0
+    """What the reference takes whose log-probabilities are computed first, when there are weights alone: its own, if
+    it is another model, and a forward pass."""
     worst_routing: int = 0
     """More if all tokens that could be sent to this rank's experts were."""
 
     @property
     def total(self) -> int:
         """All of it; without what kernels, allocators and communication buffers take."""
-        return (
-            self.weights
-            + self.gradients
-            + self.optimizer
-            + self.reference
-            + max(self.activations + self.temporaries, self.evaluation)
-        )
+        running = max(self.activations + self.temporaries, self.evaluation)
+        training = self.gradients + self.optimizer + self.reference + running
+        return self.weights + max(training, self.beforehand)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +104,8 @@ class Subject:
         on_gpu: Whether it runs there.
         images: Of each sequence; None: there are none.
         evaluated: Whether rows are evaluated too, in micro-batches of their own size.
+        precomputed: Whether log-probabilities of the reference are computed before training, in such micro-batches;
+            it is gone by then.
     """
 
     config: McaModelConfig
@@ -118,6 +119,12 @@ class Subject:
     on_gpu: bool = False
     images: Images | None = None
     evaluated: bool = False
+    precomputed: bool = False
+
+    @property
+    def runs_forward_alone(self) -> bool:
+        """Whether there are forward passes without backward passes, in micro-batches of their own size."""
+        return self.evaluated or self.precomputed
 
     def trained_by_stage(self, layout: ParallelLayout) -> list[Count]:
         """Parameters that have gradients, on the fullest rank of each pipeline stage."""
@@ -186,7 +193,7 @@ def plan_of(subject: Subject, training: "TrainingArguments", layout: ParallelLay
     batch = training.per_device_train_batch_size * accumulation * grid.data_parallel_size
     model = _model(subject, training, config, training.per_device_train_batch_size)
     evaluating = None
-    if subject.evaluated:
+    if subject.runs_forward_alone:
         evaluating = _model(subject, training, config, training.per_device_eval_batch_size)
     return Plan(
         layout=layout,
@@ -241,8 +248,10 @@ def _stages(subject: Subject, model: Model, grid: RankGrid, evaluating: Model | 
         )
         needs = _needs(model, plan.chunks[pp], pp, counts, share)
         if evaluating is not None:
-            passes = (forward_alone(evaluating, chunk) for chunk in plan.chunks[pp])
-            needs = replace(needs, evaluation=int(max(passes)))
+            alone = int(max(forward_alone(evaluating, chunk) for chunk in plan.chunks[pp]))
+            needs = replace(needs, evaluation=alone if subject.evaluated else 0)
+            if subject.precomputed:
+                needs = replace(needs, beforehand=needs.reference + alone, reference=0)
         found.append(needs)
     return found
 
@@ -267,7 +276,7 @@ def _needs(
     width = model.sizes.width
     half = width == HALF
     gradients = HALF if half and training.accumulate_allreduce_grads_in_fp32 is False else SINGLE
-    moments = SINGLE * (_SGD_MOMENTS if training.optimizer == "sgd" else _ADAM_MOMENTS)
+    moments = SINGLE * (bool(training.sgd_momentum) if training.optimizer == "sgd" else _ADAM_MOMENTS)
     main = SINGLE if half else 0  # the fp32 weights that the optimizer steps
     moved = training.optimizer_offload_fraction if training.optimizer_cpu_offload else 0
     moved = 1.0 if moved is None else moved

@@ -39,6 +39,13 @@ def render(plan: Plan, settings: Settings, model: McaModelConfig, device: Device
             f"evaluation   per_device_eval_batch_size {training.per_device_eval_batch_size}: {most:.3f} GiB in place "
             "of activations and temporaries, counted in the total"
         )
+    first = [stage for stage in plan.stages if stage.weights + stage.beforehand == stage.total]
+    if first:
+        most = max(stage.beforehand for stage in first) / GIB
+        lines.append(
+            f"beforehand   precompute_ref_log_probs: {most:.3f} GiB for the reference beside the weights, before there "
+            "are gradients and an optimizer; counted in the total"
+        )
     if any(stage.worst_routing for stage in plan.stages):
         worst = max(stage.worst_routing for stage in plan.stages) / GIB
         lines.append(

@@ -67,8 +67,8 @@ def search(
     hardware: Hardware,
     count: int = 40,
     allowed: Callable[[ParallelLayout], bool] = lambda _: True,
-) -> list[Found]:
-    """The fastest that fit, fastest first.
+) -> Iterator[list[Found]]:
+    """Lots of those that fit: by a rough prediction the fastest, then the next ones; each lot fastest first.
 
     Args:
         subject: What is trained.
@@ -77,7 +77,7 @@ def search(
         batch: Samples of a step, which stay as many.
         gpus: Devices.
         hardware: What they are.
-        count: How many to find at most.
+        count: How many are in a lot.
         allowed: Says of a layout that the model fits whether the run may stand on it.
     """
     tried = []
@@ -97,8 +97,10 @@ def search(
             time = predicted(subject, args, layout, gpus, hardware)
             found.append(Found(changes, layout, time, fullest(plan), plan.tokens_per_step, gpus))
         if len(found) == count:
-            break
-    return sorted(found, key=lambda one: one.time.total)
+            yield sorted(found, key=lambda one: one.time.total)
+            found = []
+    if found:
+        yield sorted(found, key=lambda one: one.time.total)
 
 
 def predicted(
@@ -140,7 +142,7 @@ def _candidates(
             for recompute in _RECOMPUTE:
                 changes = _keys(subject.config, layout) | recompute
                 changes |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulated}
-                if subject.evaluated:
+                if subject.runs_forward_alone:
                     changes["per_device_eval_batch_size"] = size
                 yield layout, changes
 

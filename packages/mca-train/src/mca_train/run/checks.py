@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mca_config.arguments import of_float16
 from mca_config.checks import check_layout
 from mca_config.errors import McaError, UsageError, problems_of, raise_problems
-from mca_config.layout import ParallelLayout
+from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig, trained_dtype
 from mca_config.types import Values
 from mca_models.checkpoint.side_files import side_files
@@ -173,10 +173,14 @@ def _architecture(run: Run, target: "Target | None") -> list[str]:
     except McaError as error:
         return list(problems_of(error))
     of_dtype = of_float16(args) if megatron.fp16 else []
+    samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    samples *= RankGrid(run.layout, run.world_size).data_parallel_size
+    of_steps = run.task.problems_in_steps(samples)
     config = replace(config, layout=run.layout)
     of_adapter = list(adapter_problems(run.settings, config))
     of_parts = [] if of_adapter else part_problems(args, run.settings.lora, config, megatron)
-    return [*of_dtype, *of_adapter, *of_parts, *run.task.problems_in_megatron(run.settings, megatron)]
+    of_task = [*run.task.problems_in_megatron(run.settings, megatron), *of_steps]
+    return [*of_dtype, *of_adapter, *of_parts, *of_task]
 
 
 def data_problems(settings: Settings) -> Iterator[str]:

@@ -5,14 +5,16 @@
 
 import json
 import logging
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from mca_config.types import JsonObject
 from mca_train.plan.document import document_of
 from mca_train.plan.memory import plan_of
+from mca_train.plan.towers import Images
 from mca_train.run.checks import Run
-from mca_train.run.subject import subject_of
+from mca_train.run.subject import image_check, images_of_run, subject_of
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +27,11 @@ def record_of(run: Run) -> JsonObject:
     from mca_models.megatron.factory.transformer_config import implementation_of
 
     training = run.settings.training
-    subject = subject_of(run, implementation_of(training), on_gpu=False)
+    subject = subject_of(run, implementation_of(training), on_gpu=False, images=_images(run))
     return {
         "schema": SCHEMA,
         "version": VERSION,
+        "began": round(time.time(), 3),
         "task": run.task.name,
         "world_size": run.world_size,
         "layout": str(run.layout),
@@ -36,6 +39,12 @@ def record_of(run: Run) -> JsonObject:
         "versions": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
         "plan": document_of(plan_of(subject, training, run.layout, run.world_size), run.model),
     }
+
+
+def _images(run: Run) -> Images | None:
+    """Those that ``mca-train plan`` counts of the run by default."""
+    images = images_of_run(run)
+    return None if images is None or image_check(run, None)(run.layout) else images
 
 
 def _version(package: str) -> str | None:

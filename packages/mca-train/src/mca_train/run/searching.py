@@ -1,8 +1,10 @@
 """``mca-train plan --search`` prints the layouts that fit a number of devices and are predicted to be fastest."""
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
+from time import process_time
 from typing import TYPE_CHECKING
 
 import yaml
@@ -26,6 +28,25 @@ if TYPE_CHECKING:
 
 SCHEMA, VERSION = "mca-train/search", 1
 _SHOWN = 5
+_SECONDS = 8.0
+"""Of one core, after which no further lot of layouts is checked."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """What a search has found.
+
+    Args:
+        layouts: The fastest that pass the check of runs, at most one for each layout.
+        checked: How many that fit were checked.
+        refused: What was wrong with them, and with how many.
+        cut: Whether there was no time to check the rest.
+    """
+
+    layouts: list[Found]
+    checked: int
+    refused: Counter[str]
+    cut: bool
 
 
 def best_layouts(
@@ -36,8 +57,8 @@ def best_layouts(
     batch: int,
     hardware: Hardware,
     allowed: Callable[[ParallelLayout], bool],
-) -> list[Found]:
-    """The fastest that pass the check of runs, at most one for each layout.
+) -> Best:
+    """Checks the fastest, and slower ones until some pass.
 
     Args:
         task: The kind of run.
@@ -51,22 +72,28 @@ def best_layouts(
     from mca_models.megatron.factory.target import Target
 
     best: dict[str, Found] = {}
+    refused, checked, began, cut = Counter[str](), 0, process_time(), False
     gpus, target = run.world_size, Target.planned(subject.implementation)
     attends = _attends(run, target)
 
     def stands(layout: ParallelLayout) -> bool:
         return attends(layout.tp, layout.cp) and allowed(layout)
 
-    for one in search(subject, run.settings.training, batch, gpus, hardware, allowed=stands):
-        given = dict.fromkeys(
-            name for name in values if name in LAYOUT_KEYS
-        )  # unset where it is not found again
-        one = replace(one, changes=given | one.changes)
-        if str(one.layout) not in best and not _problems(task, values, one, gpus, target):
-            best[str(one.layout)] = one
-        if len(best) == _SHOWN:
+    given = dict.fromkeys(name for name in values if name in LAYOUT_KEYS)  # unset where it is not found again
+    for lot in search(subject, run.settings.training, batch, gpus, hardware, allowed=stands):
+        for found in lot:
+            one = replace(found, changes=given | found.changes)
+            if str(one.layout) in best or len(best) == _SHOWN:
+                continue
+            problems = _problems(task, values, one, gpus, target)
+            checked += 1
+            refused.update(problems)
+            if not problems:
+                best[str(one.layout)] = one
+        cut = not best and process_time() - began > _SECONDS
+        if best or cut:
             break
-    return list(best.values())
+    return Best(list(best.values()), checked, refused, cut)
 
 
 def _attends(run: Run, target: "Target") -> Callable[[int, int], bool]:
@@ -114,17 +141,15 @@ def _problems(task: "Task", values: Values, one: Found, gpus: int, target: "Targ
     return check(task, settings, lambda *_: gpus, target).impossible
 
 
-def render(found: list[Found], batch: int, gpus: int, hardware: Hardware) -> str:
+def render(best: Best, batch: int, gpus: int, hardware: Hardware) -> str:
     """The layouts as text."""
-    device = hardware.device
+    device, found = hardware.device, best.layouts
     lines = [
         f"search       {gpus} x {device.name}, {counted(batch, 'sample')} a step, {device.usable_gib:.1f} GiB usable",
         "",
     ]
     if not found:
-        lines.append(
-            "no layout fits; take more devices, a smaller seq_length, or optimizer_cpu_offload: true"
-        )
+        lines += _why_none(best)
     for number, one in enumerate(found, 1):
         lines += [
             f"{number}. {one.layout}: {one.time.total:.2f} s a step, {one.speed:,.0f} tokens/s and device",
@@ -134,6 +159,17 @@ def render(found: list[Found], batch: int, gpus: int, hardware: Hardware) -> str
         ]
     lines.append("predicted from the efficiencies in plan/hardware.toml; use it to compare layouts")
     return "\n".join(lines) + "\n"
+
+
+def _why_none(best: Best) -> list[str]:
+    if not best.checked:
+        return ["no layout fits; take more devices, a smaller seq_length, or optimizer_cpu_offload: true"]
+    which = f"the {best.checked} fastest" if best.cut else f"all {best.checked}"
+    told = [f"layouts fit, but {which} are refused:"]
+    told += [f"  - {problem} ({count} of them)" for problem, count in best.refused.most_common(_SHOWN)]
+    if (left := len(best.refused) - _SHOWN) > 0:
+        told.append(f"  - and for {counted(left, 'other reason')}")
+    return told
 
 
 def _reason(one: Found, best: Found, usable: float) -> str:
@@ -152,7 +188,7 @@ def _reason(one: Found, best: Found, usable: float) -> str:
     return f"{told}; {one.needs / GIB:.1f} of {usable:.1f} GiB{slower}"
 
 
-def document(found: list[Found], batch: int, gpus: int, hardware: Hardware) -> JsonObject:
+def document(best: Best, batch: int, gpus: int, hardware: Hardware) -> JsonObject:
     """The layouts as a JSON object: ``mca-train/search``, version 1; sizes in bytes, times in seconds."""
 
     def told(one: Found) -> JsonObject:
@@ -171,5 +207,7 @@ def document(found: list[Found], batch: int, gpus: int, hardware: Hardware) -> J
         "samples_per_step": batch,
         "device": asdict(hardware.device),
         "efficiency": asdict(hardware.efficiency),
-        "layouts": [told(one) for one in found],
+        "layouts": [told(one) for one in best.layouts],
+        "checked": best.checked,
+        "refused": [{"problem": problem, "layouts": count} for problem, count in best.refused.most_common()],
     }

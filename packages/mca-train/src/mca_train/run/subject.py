@@ -71,5 +71,6 @@ def subject_of(
         implementation=implementation,
         on_gpu=on_gpu or platform.device_type() == "cuda",
         images=images,
-        evaluated=bool(settings.data.eval_file) or getattr(settings.own, "precompute_ref_log_probs", False),
+        evaluated=bool(settings.data.eval_file),
+        precomputed=getattr(settings.own, "precompute_ref_log_probs", False),
     )

@@ -95,6 +95,12 @@ class Kto(Sft):
 
         return model_problems(megatron)
 
+    def problems_in_steps(self, samples: int) -> Iterator[str]:
+        """A sample's answer is measured on others of its step."""
+        from mca_train.losses.kto import step_problems
+
+        return step_problems(samples)
+
     def reference(self, settings: "Settings") -> str | None:
         """The model named as such, or the model itself as it begins; with an adapter, that without it serves."""
         path = _own(settings).reference_model_name_or_path

@@ -156,6 +156,10 @@ class Task(ABC):
         """The same, as far as Megatron's configuration of the model shows it."""
         yield from ()
 
+    def problems_in_steps(self, samples: int) -> Iterator[str]:
+        """The same, of steps of so many samples."""
+        yield from ()
+
     def head(self, settings: "Settings") -> "Head | None":
         """What the model scores; None: it is a language model."""
         return None

@@ -138,7 +138,12 @@ class DpoTrainer(McaTrainer):
                 self.eval_dataset = {part: kept(dataset, f"eval_{part}") for part, dataset in parts}
             else:
                 self.eval_dataset = kept(self.eval_dataset, "eval")
-        self._reference = None
+        self.release_first()
+
+    def release_first(self) -> None:
+        """The reference whose log-probabilities are kept."""
+        if self._keeps:
+            self._reference = None
 
     def _with_log_probs(self, reference: Reference, dataset: SampleSource, part: str, name: str) -> Samples:
         if is_stream(dataset):

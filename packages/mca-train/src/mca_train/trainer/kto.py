@@ -17,7 +17,7 @@ from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.mismatched import Mismatched
 from mca_train.batching.step_stream import is_stream
 from mca_train.data.token_dataset import Samples
-from mca_train.losses.kto import KtoLoss, divergence, key_problems
+from mca_train.losses.kto import KtoLoss, divergence, key_problems, step_problems
 from mca_train.losses.preference import counted_sequences, model_problems, sequence_logps
 from mca_train.losses.token_loss import of_sequences
 from mca_train.trainer.parts import TrainerOptions
@@ -91,11 +91,10 @@ class KtoTrainer(McaTrainer):
         args = self.args
         group = args.per_device_train_batch_size * args.gradient_accumulation_steps
         group *= self.ranks.data_parallel_size
-        if group < 2 or len(dataset) < 2:
-            raise McaError(
-                "kto needs the answers of other samples in a step, but a step has only one sample; raise "
-                "gradient_accumulation_steps"
-            )
+        for problem in step_problems(group):
+            raise McaError(problem)
+        if len(dataset) < 2:
+            raise McaError("kto needs the answers of other samples, but a dataset has only one; give it more")
         return Mismatched(dataset, group, length)
 
     def before_forward(self, batch: StepBatch) -> None:

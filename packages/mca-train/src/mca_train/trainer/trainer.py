@@ -147,8 +147,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         tell_moving_biases(args, model.config, model.megatron)
         tell_forced_routing(model.config, model.megatron)
         seed_dropout(model, args.seed)
-        self.model = self.model_wrapped = model
-        self._view = view
+        self.model, self.model_wrapped, self._view = model, model, view
         self._checkpoints = CheckpointWriter(in_background=args.async_save)
         self._place, self._totals, self._due = RunPosition(), Totals(), Due()
         self.started_at_step = 0
@@ -209,6 +208,9 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
 
     def before_training(self) -> None:
         """Called on every rank when ``output_dir`` is the run's own, before anything of a checkpoint is loaded."""
+
+    def release_first(self) -> None:
+        """Lets go of what `before_training` alone needs."""
 
     def before_forward(self, batch: StepBatch) -> None:
         """Called on every rank with each step's batch, before training or evaluating on it."""
