@@ -49,9 +49,13 @@ def test_torch_dist_goes_to_hugging_face_and_to_mca(case: str, tiny, convert, tm
     folder = tmp_path / "megatron" / "iter_0000007"
     dcp.save(state, checkpoint_id=folder, no_dist=True)
     (folder.parent / "latest_checkpointed_iteration.txt").write_text("7")
-    (folder.parent / "config.json").write_bytes((source.path / "config.json").read_bytes())
-    assert_same_tensors(source.path, convert(folder.parent, "hf"))
+    config = json.loads((source.path / "config.json").read_text())
+    published = {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (folder.parent / "config.json").write_text(json.dumps(published))
     mca = convert(folder.parent, "mca", "--to", "mca", tp=2, pp=2)
+    for back in (convert(folder.parent, "hf"), convert(mca, "back")):
+        assert_same_tensors(source.path, back)
+        assert json.loads((back / "config.json").read_text()) == config, "whose weights are not quantised"
     assert main(["verify", str(mca), str(source.path)]) == 0
     shutil.copy(source.path / "config.json", folder)
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
@@ -114,6 +118,16 @@ def test_other_quantisations_are_refused_by_name(method: str, tiny, tmp_path: Pa
     error = capsys.readouterr().err
     assert f"source/config.json: quant_method '{method}' cannot be read" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_config_that_promises_blocks_beside_plain_weights_is_told(source: Path, convert, caplog) -> None:
+    config = json.loads((source / "config.json").read_text())
+    said = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (source / "config.json").write_text(json.dumps({**config, **said}))
+    back = convert(source, "hf", "--to", "hf")
+    assert f"{source / 'config.json'}: says that weights are quantised, but none is" in caplog.text
+    assert json.loads((back / "config.json").read_text()) == config
+    assert_same_tensors(source, back)
 
 
 @pytest.mark.parametrize(("legacy", "strided"), [(False, False), (True, True)])

@@ -15,6 +15,7 @@ from mca_config.types import JsonObject
 from mca_models.checkpoint.hf_directory import HfSource, read_config
 from mca_models.checkpoint.mca_directory import McaSource
 from mca_models.opening import CheckpointKind, kind_of, open_checkpoint
+from mca_models.quantised.hf_config import quantisation_of
 from mca_models.storage.safetensors import TensorInfo, read_header
 from mca_models.storage.source import ModelSource
 from mca_models.templates import family_of
@@ -154,7 +155,7 @@ def _layout(source: ModelSource, found: Inspection) -> None:
 
 
 def _quantisation(path: Path, found: Inspection) -> None:
-    settings = read_config(path).get("quantization_config")
+    settings = quantisation_of(read_config(path))
     if isinstance(settings, dict):
         blocks = settings.get("weight_block_size")
         found.facts["quantised"] = f"{settings.get('quant_method')}" + (

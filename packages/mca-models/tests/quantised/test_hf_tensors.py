@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from mca_config.errors import McaError
-from mca_models.quantised.hf_tensors import dequantised, plain_config
+from mca_models.quantised.hf_config import plain_config, quantisation_of
+from mca_models.quantised.hf_tensors import dequantised
 from mca_models.storage.safetensors import TensorInfo, read_header
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -154,6 +155,11 @@ def test_fp16_overflow_names_the_tensor(tmp_path: Path) -> None:
             "no weight_block_size",
         ),
         ({}, {"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq' cannot be read"),
+        (
+            {},
+            {"text_config": {"quantization_config": {"quant_method": "awq"}}},
+            "quant_method 'awq' cannot be",
+        ),
         ({}, {"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, "must be two sizes"),
         ({"x_blocks": torch.ones(1, 2, 3, 16, dtype=torch.uint8)}, MXFP4, "x_blocks without x_scales"),
         (
@@ -234,3 +240,13 @@ def test_an_unquantised_checkpoint_passes_through(tmp_path: Path) -> None:
 def test_the_plain_config_forgets_the_quantisation() -> None:
     config = {"model_type": "deepseek_v3", "torch_dtype": "bfloat16", **FP8}
     assert plain_config(config, "float32") == {"model_type": "deepseek_v3", "torch_dtype": "float32"}
+
+
+@pytest.mark.parametrize("top", [{}, FP8], ids=["in the text part alone", "at the top too"])
+def test_the_text_part_may_say_it(top: dict[str, Any], tmp_path: Path) -> None:
+    config = {"model_type": "internvl", **top, "text_config": {"model_type": "qwen2", **FP8}}
+    assert quantisation_of(config) == FP8["quantization_config"]
+    tensors = {"w": torch.ones(4, 4).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(1, 1)}
+    assert list(dequantised(stored(tmp_path, tensors), config, "BF16")) == ["w"]
+    plain = {"model_type": "internvl", "text_config": {"model_type": "qwen2"}, "dtype": "bfloat16"}
+    assert plain_config(config, "bfloat16") == plain

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import tiny_hf
+import tiny_vision
 import torch
 import transformers
 from torch import nn
@@ -19,6 +20,7 @@ from mca_models.checkpoint.hf_writer import HfLayout
 from mca_models.quantised.linears import is_linear
 from mca_models.templates import FAMILIES, config_from_hf
 from mca_models.templates.shapes import whole_shape
+from mca_models.templates.vision import SPELLING
 from mca_models.weights import Stage
 
 UNREAD = sorted(case for case, (kind, _) in tiny_hf.ALL.items() if FAMILIES[kind].fp8_unread)
@@ -78,6 +80,29 @@ def written_as_blocks(config: McaModelConfig) -> set[str]:
 def test_blocks_are_written_where_they_are_read(case: str) -> None:
     model, config = described(case)
     assert written_as_blocks(config) == read_as_blocks(model, config)
+
+
+@pytest.mark.parametrize("end", ["ForSequenceClassification", "ForTokenClassification"])
+def test_a_head_for_scores_stays_as_it_is(end: str) -> None:
+    config = config_from_hf({**tiny_hf.SIZE, "model_type": "llama", "architectures": [f"Llama{end}"]})
+    params = FAMILIES["llama"].params(config)
+    wholes = {param.mca_name(): whole_shape(param, config) for param in params}
+    layout = HfLayout(params, config, dict.fromkeys(wholes, "BF16"), wholes, fp8=True)
+    said = json.loads(layout.config_text)["quantization_config"]
+    assert said["modules_to_not_convert"] == ["score"] and layout.tensors["score.weight"][0] == "BF16"
+    assert "score.weight" not in layout.scales and len(layout.scales) == 7 * config.num_layers
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("case", sorted(tiny_vision.CASES))
+def test_blocks_beside_a_vision_model_are_written_where_they_are_read(case: str) -> None:
+    described = transformers.AutoConfig.for_model(**tiny_vision.described(case))
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(described)
+    config = config_from_hf(described.to_dict())
+    for which in range(len(FAMILIES[config.model_type].vision.spellings)):
+        spelled = replace(config, extra={**config.extra, SPELLING: which})
+        assert written_as_blocks(spelled) == read_as_blocks(model, spelled)
 
 
 @pytest.mark.parametrize("case", UNREAD)

@@ -19,6 +19,7 @@ from mca_models.checkpoint.hf_directory import (
     unquantised,
 )
 from mca_models.checkpoint.placement import stored
+from mca_models.quantised.hf_config import quantisation_of
 from mca_models.quantised.linears import is_linear
 from mca_models.storage.dtypes import CODES, ITEM_SIZES
 from mca_models.storage.moves import HF
@@ -43,7 +44,7 @@ class ConfigOnlySource(HfParts):
         self._quantised: JsonObject | None = None
         if config is None:
             document = read_config(path)
-            if document.get("quantization_config"):
+            if quantisation_of(document) is not None:
                 self._quantised = document
                 self._read_as = dtype or plain_dtype(document)
             with naming_config(path):

@@ -3,6 +3,7 @@
 It is read here and never written (`hf_writer`). Pickled weights are found by `torch_checkpoint`.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -13,14 +14,18 @@ from mca_config.files import inside, present, read_json
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.checkpoint.placement import stored
+from mca_models.quantised.hf_config import plain_config, quantisation_of
 from mca_models.storage.dtypes import CODES, DTYPE_NAMES
 from mca_models.storage.moves import HF, Side
 from mca_models.storage.runs import Gather, Shape
 from mca_models.storage.safetensors import TensorInfo, read_header
 from mca_models.storage.source import Computed, Part, checked_parts, plan_gathers, require_same_names
 from mca_models.templates import config_from_hf, family_of
+from mca_models.templates.nesting import QUANTISATION
 from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
+
+logger = logging.getLogger(__name__)
 
 Stored = TensorInfo | Computed
 _SHOWN = 8
@@ -147,7 +152,7 @@ def _plain(
 ) -> tuple[dict[str, Stored], JsonObject]:
     """The tensors as they are without quantisation, and the configuration likewise."""
     found = {info.name: info for info in tensors}
-    if not hf_config.get("quantization_config"):
+    if quantisation_of(hf_config) is None:
         return dict(found), hf_config
     from mca_models.quantised.hf_tensors import dequantised
 
@@ -156,6 +161,13 @@ def _plain(
         raise McaError(f"{path}: quantised weights with strides are not read; take the model's safetensors")
     with naming_config(path):
         read = dequantised(plain, hf_config, dtype or plain_dtype(hf_config))
+    if all(isinstance(tensor, TensorInfo) for tensor in read.values()):
+        logger.warning(
+            "%s: says that weights are quantised, but none is: they are read as they are stored; remove its "
+            "%s, which other readers believe",
+            path / CONFIG,
+            QUANTISATION,
+        )
     return dict(read), unquantised(hf_config, dtype)
 
 
@@ -177,10 +189,8 @@ def plain_dtype(hf_config: JsonObject) -> str:
 
 def unquantised(hf_config: JsonObject, dtype: str | None = None) -> JsonObject:
     """``config.json`` of the model as it is read, whose quantised weights are read as ``dtype``; see `HfSource`."""
-    if not hf_config.get("quantization_config"):
+    if quantisation_of(hf_config) is None:
         return hf_config
-    from mca_models.quantised.hf_tensors import plain_config
-
     return plain_config(hf_config, DTYPE_NAMES[dtype or plain_dtype(hf_config)])
 
 

@@ -1,4 +1,4 @@
-"""Quantised Hugging Face checkpoints: which tensors belong together, and the config without quantisation.
+"""Quantised Hugging Face checkpoints: which tensors belong together.
 
 How numbers are worked out is in `fp8` and `mxfp4`, how they are made in `blocks`.
 """
@@ -8,20 +8,15 @@ from collections.abc import Collection, Iterable, Mapping
 from math import prod
 
 from mca_config.errors import HfConfigError, McaError
-from mca_config.types import JsonObject, Values
+from mca_config.types import Typed, Values
 from mca_models.quantised.fp8 import FP8, SCALE_SUFFIX, Fp8Tensor, fp8_tensor
+from mca_models.quantised.hf_config import quantisation_of
 from mca_models.quantised.mxfp4 import BLOCKS, GROUP, SCALES, Mxfp4Tensor, mxfp4_tensor
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.safetensors import TensorInfo
-from mca_models.templates.config_table import with_dtype
+from mca_models.templates.nesting import QUANTISATION
 
 HfTensor = TensorInfo | Fp8Tensor | Mxfp4Tensor
-_KEY = "quantization_config"
-
-
-def is_quantised(hf_config: Values) -> bool:
-    """Whether ``config.json`` says that the weights are quantised."""
-    return bool(hf_config.get(_KEY))
 
 
 def dequantised(infos: Mapping[str, TensorInfo], hf_config: Values, dtype: str) -> dict[str, HfTensor]:
@@ -35,17 +30,16 @@ def dequantised(infos: Mapping[str, TensorInfo], hf_config: Values, dtype: str) 
     Raises:
         McaError: A method that cannot be read, or tensors and scales that do not fit together.
     """
-    if not is_quantised(hf_config):
+    quantisation = quantisation_of(hf_config)
+    if quantisation is None:
         return dict(infos)
-    if _method(hf_config) == "fp8":
-        return _fp8(infos, _block_size(hf_config[_KEY]), dtype)
-    return _mxfp4(infos, dtype)
+    method = _method(quantisation)
+    return _fp8(infos, _block_size(quantisation), dtype) if method == "fp8" else _mxfp4(infos, dtype)
 
 
-def _method(hf_config: Values) -> str:
-    quantisation = hf_config[_KEY]
+def _method(quantisation: Typed) -> str:
     if not isinstance(quantisation, dict):
-        raise HfConfigError(f"config.json: '{_KEY}' must be an object, not {quantisation!r:.80}")
+        raise HfConfigError(f"config.json: '{QUANTISATION}' must be an object, not {quantisation!r:.80}")
     method = quantisation.get("quant_method")
     if method not in ("fp8", "mxfp4"):
         raise HfConfigError(
@@ -66,11 +60,12 @@ def config_only_linear(linear: TensorInfo, hf_config: Values, dtype: str) -> HfT
     Raises:
         McaError: A method that cannot be read.
     """
-    method, shape = _method(hf_config), linear.shape
-    if _is_left_out(linear.name, hf_config[_KEY].get("modules_to_not_convert") or ()):
+    quantisation, shape = quantisation_of(hf_config), linear.shape
+    method = _method(quantisation)
+    if _is_left_out(linear.name, quantisation.get("modules_to_not_convert") or ()):
         return linear
     if method == "fp8":
-        block = _block_size(hf_config[_KEY])
+        block = _block_size(quantisation)
         grid = (
             *shape[:-2],
             *(-(-size // part) for size, part in zip(shape[-2:], block or shape, strict=False)),
@@ -92,11 +87,6 @@ def _is_left_out(tensor: str, modules: Iterable[str]) -> bool:
 
 def _stored_as(info: TensorInfo, suffix: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
     return TensorInfo(info.name + suffix, dtype, shape, 0, prod(shape) * ITEM_SIZES[dtype], info.file)
-
-
-def plain_config(hf_config: Values, dtype: str) -> JsonObject:
-    """``config.json`` of the dequantised model; ``dtype`` is a name such as ``bfloat16``."""
-    return with_dtype({key: value for key, value in hf_config.items() if key != _KEY}, dtype)
 
 
 def _block_size(quantisation: Values) -> tuple[int, int] | None:

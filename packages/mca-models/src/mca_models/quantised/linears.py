@@ -17,5 +17,7 @@ _NEVER_QUANTISED = (
 
 def is_linear(param: Param, whole: Shape) -> bool:
     """Whether a method of quantisation takes ``param``, whose whole shape is ``whole``, for the weight of a linear."""
-    left_out = param.vocab or param.stage is Stage.VISION or param.mca.endswith(_NEVER_QUANTISED)
+    left_out = (
+        param.vocab or param.stage in (Stage.LAST, Stage.VISION) or param.mca.endswith(_NEVER_QUANTISED)
+    )
     return len(whole) == 2 and not left_out

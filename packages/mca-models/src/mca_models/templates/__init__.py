@@ -114,6 +114,7 @@ from mca_models.templates.catalog import unsupported
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.family import Family
 from mca_models.templates.heads import head_from_hf, head_to_hf
+from mca_models.templates.nesting import without_quantisation
 
 __all__ = ["FAMILIES", "Family", "config_from_hf", "config_to_hf", "family_of"]
 
@@ -249,11 +250,11 @@ def config_from_hf(hf: JsonObject) -> McaModelConfig:
 
 
 def config_to_hf(config: McaModelConfig) -> HfConfig:
-    """``config.json`` of the model: the source's own, with what changed brought up to date."""
+    """``config.json`` of the model in plain weights: the source's own, with what changed brought up to date."""
     family = family_of(config.model_type)
     if config.num_labels is None:
-        return family.config.to_hf(config, family.architecture)
+        return without_quantisation(family.config.to_hf(config, family.architecture))
     before = family.config.to_mca(config.hf_config) if config.hf_config else config
     said = {name: getattr(before, name) for name in ("tie_word_embeddings", "mtp_num_layers", "pad_token_id")}
     plain = replace(config, head="causal_lm", num_labels=None, **said)
-    return head_to_hf(config, family.config.to_hf(plain, family.architecture))
+    return head_to_hf(config, without_quantisation(family.config.to_hf(plain, family.architecture)))

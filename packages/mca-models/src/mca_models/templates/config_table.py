@@ -13,7 +13,7 @@ from mca_config.errors import HfConfigError, McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.rope import require_rope
 from mca_config.types import FamilyConfig, JsonObject, Typed, Values
-from mca_models.templates.nesting import PLAIN, Nesting
+from mca_models.templates.nesting import PLAIN, QUANTISATION, Nesting
 
 HfConfig = JsonObject
 REQUIRED: Typed = object()
@@ -214,7 +214,7 @@ def with_dtype(hf: Values, dtype: str) -> HfConfig:
     parts = {
         part: {**value, **{key: dtype for key in _DTYPE_KEYS if key in value}}
         for part, value in hf.items()
-        if isinstance(value, dict) and part.endswith("_config") and part != "quantization_config"
+        if isinstance(value, dict) and part.endswith("_config") and part != QUANTISATION
     }
     own = [key for key in _DTYPE_KEYS if key in hf] or ["dtype"]
     return {**hf, **parts, **dict.fromkeys(own, dtype)}

@@ -8,6 +8,18 @@ from typing import Protocol
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 
+QUANTISATION = "quantization_config"
+"""The key that says how weights are quantised, which readers take as the truth of the weights beside it."""
+
+
+def without_quantisation(hf: Values) -> JsonObject:
+    """A ``config.json`` of weights that are not quantised; transformers looks at its top and into its text part."""
+    plain = {key: value for key, value in hf.items() if key != QUANTISATION}
+    text = plain.get("text_config")
+    if isinstance(text, dict) and QUANTISATION in text:
+        plain["text_config"] = {key: value for key, value in text.items() if key != QUANTISATION}
+    return plain
+
 
 class Nesting(Protocol):
     """How a ``config.json`` says more than what the text model is."""
