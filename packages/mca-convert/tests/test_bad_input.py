@@ -278,11 +278,11 @@ def test_output_that_is_taken(source: Path, tmp_path: Path, capsys) -> None:
     assert main(["--checkpoint_path", str(source), "--output_path", str(taken)]) == 1
     told = capsys.readouterr().err
     assert "exists and is not empty" in told and "--overwrite" not in told
-    (taken / "config.json").write_text("{}")
+    (taken / "precious").rename(taken / "README.md")
+    (taken / "config.json").write_text('{"model_type": "llama"}')
     assert main(["--checkpoint_path", str(source), "--output_path", str(taken)]) == 1
     assert "--overwrite replaces the checkpoint there" in capsys.readouterr().err
-    (taken / "config.json").unlink()
-    assert (taken / "precious").read_text() == "x"
+    assert (taken / "README.md").read_text() == "x"
     assert main(["--checkpoint_path", str(source), "--output_path", str(source / "inside")]) == 1
     assert "lies inside the source" in capsys.readouterr().err
 

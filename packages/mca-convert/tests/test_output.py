@@ -92,10 +92,13 @@ def test_only_a_checkpoint_is_replaced_and_only_on_demand(
     source: Path, convert, tmp_path: Path, capsys
 ) -> None:
     mca = convert(source, "mca")
-    (mca / "old").touch()
+    for folder in (source, mca):
+        (folder / "figure.png").write_text(folder.name)
+    (mca / "tokenizer.json").touch()
     assert main(arguments(source, mca)) == 1
     assert main([*arguments(source, mca), "--overwrite", "--bf16"]) == 0
-    assert not (mca / "old").exists() and '"bfloat16"' in (mca / "config.json").read_text()
+    assert not (mca / "tokenizer.json").exists() and (mca / "figure.png").read_text() == source.name
+    assert '"bfloat16"' in (mca / "config.json").read_text()
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").touch()
@@ -108,6 +111,37 @@ def test_only_a_checkpoint_is_replaced_and_only_on_demand(
     assert (precious / "thesis.txt").exists() and (source / "config.json").exists()
     assert main(["plan", *arguments(source, mca), "--overwrite"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"source", "mca", "precious"}
+
+
+def test_a_directory_that_holds_more_than_a_checkpoint_is_kept(
+    source: Path, convert, tmp_path: Path, capsys
+) -> None:
+    mca = convert(source, "mca")
+    for more in (
+        *("checkpoint-500/optimizer/o.pt", ".git/HEAD", "src/a.py", "train_log.jsonl", "thesis.txt"),
+        *("iter_0000001/common.pt", "iter_0000001/pp_000/o.pt", "iter_0000002/__0_0.distcp", "optimizer.pt"),
+    ):
+        (mca / more).parent.mkdir(parents=True, exist_ok=True)
+        (mca / more).touch()
+        top, _, below = more.partition("/")
+        named = more if top.startswith("iter_") or not below else f"{top}/"
+        capsys.readouterr()
+        for command in (["plan"], []):
+            assert main([*command, *arguments(source, mca), "--overwrite"]) == 1
+            told = capsys.readouterr()
+            assert f"{mca}: holds {named}, which is no part of a checkpoint, so" in told.out + told.err
+        assert main(arguments(source, mca)) == 1 and "--overwrite" not in capsys.readouterr().err
+        assert (mca / more).exists()
+        shutil.rmtree(mca / top) if top in ("checkpoint-500", ".git", "src", "iter_0000002") else (
+            mca / more
+        ).unlink()
+    assert main([*arguments(source, mca), "--overwrite", "--to", "hf"]) == 0
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "config.json").write_text('{"port": 80}')
+    assert main([*arguments(source, project), "--overwrite"]) == 1
+    assert "holds no checkpoint, so --overwrite" in capsys.readouterr().err
+    assert main([*arguments(source, mca), "--overwrite"]) == 0
 
 
 @pytest.mark.parametrize(

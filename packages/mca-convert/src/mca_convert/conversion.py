@@ -3,21 +3,21 @@
 How bytes are moved is in `engine`, what a checkpoint holds in `mca_models`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_config.files import present
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_convert.engine import Engine
 from mca_convert.pool import Limits
 from mca_convert.reader import SourceFiles
 from mca_convert.tasks import Fill, fills_to_hf, fills_to_mca, source_dtypes, target_dtypes
+from mca_models.checkpoint.contents import foreign_entry, is_checkpoint
 from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout, iteration_name
-from mca_models.checkpoint.side_files import copy_side_files, side_files
+from mca_models.checkpoint.side_files import copy_side_files, side_files, side_names
 from mca_models.opening import kind_of
 from mca_models.storage.atomic import PartialDirectory, require_absent, require_free
 from mca_models.storage.dtypes import DTYPE_NAMES
@@ -26,7 +26,6 @@ from mca_models.storage.safetensors import FilePlan, plan_file
 from mca_models.storage.source import ModelSource
 
 Progress = Callable[[int], None]
-_CHECKPOINT = ("config.json", "mca_config.json", "adapter_config.json")
 
 
 @dataclass(frozen=True)
@@ -164,27 +163,38 @@ def refuse_no_adapter(path: Path) -> None:
         )
 
 
-def refuse_taken(source: Path, destination: Path, *, overwrite: bool = False) -> None:
-    """Raises if ``destination`` is not free, or with ``overwrite`` no checkpoint, before any work."""
+def refuse_taken(sources: Iterable[Path], destination: Path, *, overwrite: bool = False) -> None:
+    """Raises before any work if ``destination`` is not free, or with ``overwrite`` is more than a checkpoint."""
+    sources = tuple(sources)
     try:
         require_absent(destination)
     except McaError as error:
-        replaceable = destination.is_dir() and any(present(destination, name) for name in _CHECKPOINT)
+        fault = _why_kept(destination, sources) if destination.is_dir() else ""
         if not overwrite or not destination.is_dir():
-            hint = "; --overwrite replaces the checkpoint there" if replaceable else ""
+            hint = "; --overwrite replaces the checkpoint there" if fault is None else ""
             raise McaError(f"--output_path {error}{hint}") from None
-        if not replaceable:
+        if fault is not None:
             raise McaError(
-                f"--output_path {destination}: holds no checkpoint, so --overwrite does not replace it; remove it "
-                "or name another directory"
+                f"--output_path {destination}: {fault}, so --overwrite does not replace it; remove it or name another "
+                "directory"
             ) from None
         try:
             require_free(destination, overwrite=True)
         except McaError as error:
             raise McaError(f"--output_path {error}") from None
-    if source.resolve().is_relative_to(destination.resolve()):
-        raise McaError(f"--output_path {destination}: holds the source {source}; name another directory")
-    if destination.resolve().is_relative_to(source.resolve()):
-        raise McaError(
-            f"--output_path {destination}: lies inside the source {source}; name another directory"
-        )
+    for source in sources:
+        if source.resolve().is_relative_to(destination.resolve()):
+            raise McaError(f"--output_path {destination}: holds the source {source}; name another directory")
+        if destination.resolve().is_relative_to(source.resolve()):
+            raise McaError(
+                f"--output_path {destination}: lies inside the source {source}; name another directory"
+            )
+
+
+def _why_kept(destination: Path, sources: Iterable[Path]) -> str | None:
+    """Why ``destination`` must not be replaced; None if all that is lost with it is a checkpoint."""
+    if not is_checkpoint(destination):
+        return "holds no checkpoint"
+    again = {name for source in sources if source.is_dir() for name in side_names(source)}
+    foreign = foreign_entry(destination, again)
+    return None if foreign is None else f"holds {foreign}, which is no part of a checkpoint"

@@ -25,7 +25,7 @@ def convert_adapter(parser: Parser, options: argparse.Namespace, interrupts: Int
     """Converts the adapter of ``--adapter_path``, or merges it; returns the exit code."""
     adapter, destination = Path(options.adapter_path), Path(options.output_path)
     base = Path(options.checkpoint_path) if options.checkpoint_path else None
-    refuse_taken(adapter, destination, overwrite=options.overwrite)
+    refuse_taken(filter(None, (adapter, base)), destination, overwrite=options.overwrite)
     refuse_no_adapter(adapter)
     if options.merge:
         return _merge(parser, options, adapter, destination, interrupts)
@@ -82,7 +82,6 @@ def _merge(
         parser.error("--fp8 is for Hugging Face targets; remove it, or --to mca")
     if options.to != "mca" and (fault := layout_flags_for_hf(options, megatron=True)):
         parser.error(fault)
-    refuse_taken(Path(options.checkpoint_path), destination, overwrite=options.overwrite)
     from mca_models.lora import MergedSource, open_adapter
 
     if names := different_tokenizer(Path(options.checkpoint_path), adapter):

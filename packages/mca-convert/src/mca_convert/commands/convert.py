@@ -36,7 +36,7 @@ def _convert(parser: Parser, options: argparse.Namespace, interrupts: Interrupts
     if not options.checkpoint_path:
         parser.error("missing --checkpoint_path")
     source_path, destination = Path(options.checkpoint_path), Path(options.output_path)
-    refuse_taken(source_path, destination, overwrite=options.overwrite)
+    refuse_taken([source_path], destination, overwrite=options.overwrite)
     carry_out(plan(parser, options), destination, options, "converting", interrupts)
     return 0
 

@@ -94,10 +94,9 @@ class Request:
 def check_destination(request: Request, result: Forecast) -> None:
     """Notes whether the destination is taken, or lies inside what is read."""
     destination = request.destination
-    for source in (request.adapter, request.path):
-        if destination is not None and source is not None:
-            result.attempt(partial(refuse_taken, source, destination, overwrite=request.overwrite))
     if destination is not None:
+        sources = filter(None, (request.adapter, request.path))
+        result.attempt(partial(refuse_taken, sources, destination, overwrite=request.overwrite))
         result.attempt(partial(require_writable, destination))
 
 

@@ -53,7 +53,7 @@ def side_files(source: Path) -> list[Path]:
         McaError: One cannot be copied: a link that leads out of the directory or nowhere, a pipe, a device, a file
             that may not be read.
     """
-    return [_checked(source, name) for name in sorted(_names(source))]
+    return [_checked(source, name) for name in sorted(side_names(source))]
 
 
 def different_tokenizer(own: Path, other: Path) -> list[str]:
@@ -66,7 +66,8 @@ def _equal(first: Path, second: Path) -> bool:
     return first.is_file() and first.read_bytes() == second.read_bytes()
 
 
-def _names(source: Path) -> Iterator[str]:
+def side_names(source: Path) -> Iterator[str]:
+    """The names of ``side_files``, whether or not they can be copied."""
     for entry in source.iterdir():
         if entry.name in _FOLDERS and entry.is_dir():
             folder = inside(source, entry.name)
