@@ -278,21 +278,37 @@ def test_what_is_computed_again_drops_the_same(layout: str, tmp_path: Path) -> N
 
 def refused(base: Path, layout: str, changes: list[dict[str, Any]]) -> list[str]:
     from mca_models.megatron import AutoModel
-    from mca_models.megatron.peft import get_peft_model
+    from mca_models.megatron.peft import attach, get_peft_model
 
     models = AutoModel.from_pretrained(base, arguments(layout))
-    messages = []
+    plain, messages, hang, good = models.logits(tokens()), [], attach._hang, iter([True])
+
+    def hang_one(owner: Any, placed: Any) -> Any:
+        return hang(owner, placed) if next(good, False) else 1 / 0
+
+    with patch.object(attach, "_hang", hang_one), pytest.raises(ZeroDivisionError):
+        get_peft_model(models, lora())
+    assert torch.equal(models.logits(tokens()), plain)  # nothing is left of it
     for settings in changes:
         try:
             get_peft_model(models, {**lora(), **settings})
         except McaError as error:
             messages.append(str(error))
     peft = get_peft_model(models, lora())
-    try:
-        get_peft_model(peft, lora())
-    except McaError as error:
-        messages.append(str(error))
-    saving = get_peft_model(peft.merge_and_unload(), lora(modules_to_save=["model.norm"]))
+    for call in (
+        lambda: get_peft_model(peft, lora()),
+        lambda: get_peft_model(models, lora()),
+        lambda: models.logits(tokens()),
+        lambda: models.log_probs(tokens()),
+    ):
+        with pytest.raises(McaError) as told:
+            call()
+        messages.append(str(told.value))
+    with peft.disable_adapter():
+        assert torch.equal(peft.logits(tokens()), plain)
+    peft.merge_and_unload()
+    assert not torch.equal(models.logits(tokens()), plain)  # usable again, the adapter in its weights
+    saving = get_peft_model(models, lora(modules_to_save=["model.norm"]))
     with pytest.raises(McaError) as told, saving.disable_adapter():
         pass
     return [*messages, str(told.value)]
@@ -311,7 +327,8 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path: Path) -> None:
     for message, expected in zip(
         messages,
         ("use_dora", "init_lora_weights 'eva'", "matches no linear", "is tied to the output layer", "lm_head cannot",
-         "has an adapter already", "disable_adapter does not give the base model back"),
+         "has an adapter already", "has an adapter already", "an adapter was put on this", "an adapter was put on this",
+         "disable_adapter does not give the base model back"),
         strict=True,
     ):  # fmt: skip
         assert expected in message

@@ -112,7 +112,7 @@ def test_grouped_experts_get_their_own_factors() -> None:
     chunk.fc1 = Grouped(3, 32, 32)
     prefix = "decoder.layers.1.mlp.experts.linear_fc1.weight"
     live = {f"{prefix}{number}": f"fc1.weight{number}" for number in (0, 2)}
-    items = attach(chunk, held(some, live, chunk), some, RANKS, dropout=0.0, grouped=True)
+    items = list(attach(chunk, held(some, live, chunk), some, RANKS, dropout=0.0, grouped=True))
     randomise(items)
     x, splits = torch.randn(9, 32), [4, 0, 5]
     first, last = (item.base + item.lora.product() for item in items)
@@ -195,10 +195,10 @@ def test_what_hooks_do_not_see_is_refused(change: dict[str, bool], target: str, 
     put = {"dropout": 0.0, "grouped": False}
     ranks = replace(RANKS, **change)
     if message is None:
-        assert attach(chunk, held(rules, live, chunk), rules, ranks, **put)
+        assert list(attach(chunk, held(rules, live, chunk), rules, ranks, **put))
         return
     with pytest.raises(McaError, match=message):
-        attach(chunk, held(rules, live, chunk), rules, ranks, **put)
+        list(attach(chunk, held(rules, live, chunk), rules, ranks, **put))
 
 
 def test_adapters_that_dropout_does_not_reach_are_named(caplog: pytest.LogCaptureFixture) -> None:

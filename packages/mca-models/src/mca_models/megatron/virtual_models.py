@@ -15,6 +15,7 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.checks import require_layout
 from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import DtypeName, McaModelConfig
+from mca_models.lora import AdapterConfig
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.factory.chunks import build_chunk, live_tensors
 from mca_models.megatron.factory.transformer_config import implementation_of, transformer_config
@@ -86,6 +87,7 @@ class VirtualModels(torch.nn.Module):
         self.source = source
         self.bytes_read = 0
         self.drawn: tuple[Param, ...] = ()
+        self._adapters: list[AdapterConfig] = []  # on the chunks: one list of all who share these
         self.implementation: Implementation = implementation_of(args)
         self.megatron: MegatronConfig = transformer_config(self.config, args, place.layout, dtype)
         self._parts = self.config.pipeline_plan().chunks[place.at.pp]
@@ -95,6 +97,23 @@ class VirtualModels(torch.nn.Module):
         self._held = [list(self._match(index)) for index in range(len(self.chunks))]
         mark_parameters(self.held(), self.config.layout)
         self._bias_rate = self.megatron.moe_router_bias_update_rate
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter lies on its chunks, be it that of a ``PeftModels`` which was made of it."""
+        return bool(self._adapters)
+
+    def require_own(self) -> None:
+        """Refuses a model of which a ``PeftModels`` was made: it computes with that adapter, but does not know it.
+
+        Raises:
+            McaError: It is one.
+        """
+        if self.has_adapter:
+            raise McaError(
+                "an adapter was put on this model; use what get_peft_model or load_adapter returned, whose "
+                "disable_adapter() gives the base model, or call merge_and_unload on it"
+            )
 
     def _match(self, index: int) -> Iterator[tuple[Held, Tensor]]:
         held = chunk_params(
@@ -164,6 +183,7 @@ class VirtualModels(torch.nn.Module):
         Returns:
             fp32 ``[batch, seq, vocab]`` without padding rows, the same on every rank.
         """
+        self.require_own()
         return model_logits(self, input_ids)
 
     def log_probs(
@@ -200,6 +220,7 @@ class VirtualModels(torch.nn.Module):
             ``log_probs`` and ``entropy`` (or None), fp32 of the shape of ``input_ids``; 0 for the first token of each
             sequence and for padding.
         """
+        self.require_own()
         if self.config.num_labels is not None:
             raise McaError(
                 f"the model has a head for {self.config.head}, not a vocabulary: it has no log_probs"

@@ -101,8 +101,8 @@ def attach(
     *,
     dropout: float,
     grouped: bool,
-) -> list[Attached]:
-    """Puts the adapters of ``rules`` that belong to ``chunk`` beside its linears.
+) -> Iterator[Attached]:
+    """Puts the adapters of ``rules`` that belong to ``chunk`` beside its linears, each as it is yielded.
 
     Args:
         chunk: One live ``GPTModel``.
@@ -116,7 +116,6 @@ def attach(
         McaError: A target cannot carry an adapter at this layout.
     """
     wanted = by_part(rules.factors)
-    attached: list[Attached] = []
     experts: dict[str, list[_Placed]] = {}
     for item, base in held:
         pairs = wanted.get(item.param.mca_name())
@@ -127,14 +126,13 @@ def attach(
         if grouped and item.param.expert is not None:
             experts.setdefault(place, []).append(placed)
         elif pairs[0].target.sees:
-            attached.append(_hang_whole(chunk.get_submodule(place), placed, ranks.sequence_parallel))
+            yield _hang_whole(chunk.get_submodule(place), placed, ranks.sequence_parallel)
         elif item.param.mca.endswith(_BARE):
-            attached.append(_hang_bare(chunk.get_submodule(place), leaf, placed))
+            yield _hang_bare(chunk.get_submodule(place), leaf, placed)
         else:
-            attached.append(_hang(chunk.get_submodule(place), placed))
+            yield _hang(chunk.get_submodule(place), placed)
     for place, several in experts.items():
-        attached += _hang_grouped(chunk.get_submodule(place), several)
-    return attached
+        yield from _hang_grouped(chunk.get_submodule(place), several)
 
 
 def tell_undropped(rules: AdapterRules, dropout: float) -> None:

@@ -47,8 +47,11 @@ def attach_adapter(models: VirtualModels, config: AdapterConfig, rules: AdapterR
     Raises:
         McaError: The model has an adapter, or cannot be trained with this one.
     """
-    if isinstance(models, PeftModels):
-        raise McaError("this model has an adapter already; call merge_and_unload first")
+    if models.has_adapter:
+        raise McaError(
+            "this model has an adapter already; call merge_and_unload on what get_peft_model or load_adapter returned, "
+            "or load the base model again"
+        )
     require_held(models, rules)
     require_untied(Adapter(models.config, config, rules, lambda param: None), "training it")
     return PeftModels(models, config, rules)

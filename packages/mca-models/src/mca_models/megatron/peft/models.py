@@ -78,6 +78,7 @@ class PeftModels(VirtualModels):
         self.adapter, self.rules = adapter, rules
         self._originals: list[Tensor] = []
         self._attached = self._attach()
+        self._adapters.append(adapter)
         self._factors = [pair for item in self._attached for pair in item.live]
         self._saved, self._copies = (list(self._saved_whole(copies=copies)) for copies in (False, True))
         self.requires_grad_(False)
@@ -100,9 +101,17 @@ class PeftModels(VirtualModels):
         attached: list[Attached] = []
         dropout = self.adapter.dropout
         tell_undropped(self.rules, dropout)
-        for chunk, held in zip(self.chunks, self._held, strict=True):
-            attached += attach(chunk, held, self.rules, ranks, dropout=dropout, grouped=grouped)
+        try:
+            for chunk, held in zip(self.chunks, self._held, strict=True):
+                for item in attach(chunk, held, self.rules, ranks, dropout=dropout, grouped=grouped):
+                    attached.append(item)
+        except BaseException:
+            detach(attached)
+            raise
         return attached
+
+    def require_own(self) -> None:
+        """It knows its adapter."""
 
     def _saved_whole(self, *, copies: bool) -> Iterator[tuple[Param, Tensor]]:
         saved = {param.mca_name(): param for param in self.rules.whole}
@@ -208,6 +217,7 @@ class PeftModels(VirtualModels):
         if not self.merged:
             self.merge_adapter()
         detach(self._attached)
+        self._adapters.clear()
         for chunk in self.chunks:
             unshare(chunk)
         for handle in self._handles:
