@@ -187,6 +187,65 @@ def test_what_other_trainers_of_the_reference_compute_does_not_count(checkpoint,
     assert found == pytest.approx([math.log(2)] * 2)
 
 
+def against_its_own(checkpoint: Path, output: Path) -> tuple[dict[str, list[float]], list[str]]:
+    """Losses against what the adapter was put on, and against no other model; then what is refused."""
+    import torch
+
+    from mca_models import AutoModel
+    from mca_models.megatron.peft import get_peft_model
+    from mca_models.templates.heads import Head
+    from mca_train import DpoTrainer, KtoTrainer, McaTrainer
+
+    args = arguments(output, **RUN)
+    base, whole = (AutoModel.from_pretrained(checkpoint, args) for _ in range(2))
+    head = Head(kind="sequence_classification", labels=("score",))
+    scores = AutoModel.from_pretrained(checkpoint, args, head=head)
+    larger = AutoModel.from_pretrained(checkpoint, args, vocab_size=140)
+    adapted = get_peft_model(base, {"peft_type": "LORA", "init_lora_weights": False, **LORA})
+    rows = [torch.arange(first, first + 9) for first in range(8)]
+    answers = [{"input_ids": row, "labels": row, "values": row[:1].float() % 2} for row in rows]
+    given: dict[Any, Any] = {DpoTrainer: {"eval_dataset": pairs()}, KtoTrainer: {"eval_dataset": answers}}
+
+    def loss(kind: Any, model: Any, reference: Any, **changes: Any) -> float:
+        trainer = quietly(lambda: kind(model=model, args=args, reference=reference, **given[kind], **changes))
+        return float(quietly(trainer.evaluate)["eval_loss"])
+
+    losses = {kind.__name__: [loss(kind, adapted, each) for each in (None, base)] for kind in given}
+    ahead = {"precompute_ref_log_probs": True}
+    losses["ahead"] = [loss(DpoTrainer, adapted, base, **ahead), losses["DpoTrainer"][0]]
+    told = []
+    for call in (
+        lambda: loss(DpoTrainer, whole, whole),
+        lambda: loss(KtoTrainer, adapted, adapted),
+        lambda: loss(DpoTrainer, whole, scores),
+        lambda: loss(DpoTrainer, larger, whole),
+        lambda: loss(DpoTrainer, whole, base),
+        lambda: McaTrainer(model=base, args=args, train_dataset=answers),
+    ):
+        with pytest.raises(McaError) as error:
+            call()
+        told.append(str(error.value))
+    return losses, told
+
+
+def test_the_trained_model_is_no_reference_but_without_its_adapter(checkpoint, tmp_path):
+    losses, told = run_ranks(1, against_its_own, checkpoint, tmp_path)[0]
+    assert all(ours == pytest.approx(right, rel=1e-6) for right, ours in losses.values())
+    assert abs(losses["DpoTrainer"][0] - math.log(2)) > 1e-3  # what it is against the model itself
+    assert abs(losses["KtoTrainer"][0] - 0.5) > 1e-3
+    assert ["is the trained model itself" in line for line in told] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
+    assert "the reference has a head for sequence_classification" in told[2]
+    assert "vocabulary of the reference has 130 rows, the tokens are 140" in told[3]
+    assert all(line.startswith("an adapter was put on this model; use what") for line in told[4:])
+
+
 def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
     """How many steps of the reference were run by trainers of one model in one directory, one after the other."""
     from mca_models import AutoModel

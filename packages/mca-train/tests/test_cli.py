@@ -279,6 +279,23 @@ def test_what_pairs_cannot_be_trained_with_is_told_before_reading(run, changes, 
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_a_reference_that_scores_is_no_language_model(run, kind, tmp_path):
+    from mca_train.config.run_config import given_values
+    from mca_train.run.checks import check, settings_of
+    from mca_train.tasks.table import TASKS
+
+    (tmp_path / "reward").mkdir()
+    path = Path(run(reference_model_name_or_path=str(tmp_path / "reward")))
+    config = (tmp_path / "model" / "config.json").read_text()
+    (tmp_path / "reward" / "config.json").write_text(config.replace("CausalLM", "SequenceClassification"))
+    values, where = given_values(path, [])
+    (told,) = check(TASKS[kind], settings_of(TASKS[kind], values, where)).impossible
+    assert told.startswith(
+        "reference_model_name_or_path: the reference has a head for sequence_classification, "
+    )
+
+
 def test_an_output_dir_that_is_tried_is_left_as_it_was(tmp_path):
     from mca_train.run.checks import require_writable
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch
 from mca_train.losses.compared import COMPARED, Gains
@@ -178,6 +179,17 @@ def unadapted_problems(training: "TrainingArguments") -> Iterator[str]:
             "overlap_param_gather cannot be combined with a reference that is the model without its adapter; set it "
             "to false"
         )
+
+
+def reference_problems(reference: McaModelConfig, model: McaModelConfig) -> Iterator[str]:
+    """What keeps a model from being the frozen one beside ``model``, by their configurations."""
+    if reference.num_labels is not None:
+        yield (
+            f"the reference has a head for {reference.head}, not the vocabulary's, so it has no log-probabilities; "
+            "name a language model"
+        )
+    if model.vision is not None and reference.vision is None:
+        yield "the reference takes no images, as the trained model does; name one that does"
 
 
 def model_problems(megatron: "TransformerConfig") -> Iterator[str]:

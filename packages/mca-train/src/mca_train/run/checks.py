@@ -131,7 +131,7 @@ def check(
     except McaError as error:
         impossible += problems_of(error)
     if run is not None:
-        impossible += _architecture(run, target)
+        impossible += [*_architecture(run, target), *_reference(run)]
     return Findings(
         where=settings.where,
         run=run,
@@ -181,6 +181,20 @@ def _architecture(run: Run, target: "Target | None") -> list[str]:
     of_parts = [] if of_adapter else part_problems(args, run.settings.lora, config, megatron)
     of_task = [*run.task.problems_in_megatron(run.settings, megatron), *of_steps]
     return [*of_dtype, *of_adapter, *of_parts, *of_task]
+
+
+def _reference(run: Run) -> Iterator[str]:
+    """What keeps the model that stands beside the trained one from being its reference."""
+    from mca_train.losses.preference import reference_problems
+
+    path = run.task.reference(run.settings)
+    if path is None or path == run.settings.data.model_name_or_path or not Path(path).is_dir():
+        return  # there is none, it is the same, or it is missing
+    try:
+        problems = [*reference_problems(model_config(path), run.model)]
+    except McaError as error:
+        problems = [*problems_of(error)]
+    yield from (f"reference_model_name_or_path: {problem}" for problem in problems)
 
 
 def data_problems(settings: Settings) -> Iterator[str]:

@@ -34,7 +34,7 @@ from mca_train.losses.preference import (
 )
 from mca_train.losses.token_loss import of_sequences
 from mca_train.trainer.parts import TrainerOptions
-from mca_train.trainer.reference import Reference, require_reference, tell_differences
+from mca_train.trainer.reference import Reference, apart_from, require_reference, tell_differences
 from mca_train.trainer.trainer import McaTrainer
 from mca_train.types import SampleSource
 
@@ -57,8 +57,9 @@ class DpoTrainer(McaTrainer):
     ``logps/rejected`` beside the loss, in evaluation too.
 
     Args:
-        reference: The frozen model to compare with, on the same layout. None: the model itself without its
-            LoRA adapter, which it then must have; with ``precompute_ref_log_probs`` the model as it is given.
+        reference: The frozen model to compare with, on the same layout. None, or what the adapter was put on: the model
+            itself without its LoRA adapter, which it then must have; with ``precompute_ref_log_probs`` the model as it
+            is given.
         preference: The loss.
         precompute_ref_log_probs: Log-probabilities of the reference are computed once, before training, and kept in
             ``output_dir``; then no reference is run, or held by the trainer.
@@ -79,6 +80,7 @@ class DpoTrainer(McaTrainer):
         self.preference = preference or PreferenceLoss()
         for problem in (*key_problems(self.args), *model_problems(self.model.megatron)):
             raise McaError(problem)
+        reference = apart_from(self.model, reference, self.processing_class, kept=precompute_ref_log_probs)
         self._reference: Reference | None = None
         self._found: deque[Tensor] = deque()
         self._keeps = precompute_ref_log_probs

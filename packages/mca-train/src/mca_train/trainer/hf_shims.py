@@ -22,16 +22,18 @@ from mca_train.types import VirtualModels
 T = TypeVar("T")
 
 
-def require_mca(model: object, args: object) -> None:
+def require_mca(model: VirtualModels, args: TrainingArguments) -> None:
     """Refuses what Hugging Face's Trainer takes in the place of ours.
 
     Raises:
-        McaError: The model is not one of Megatron's, or the arguments lack Megatron's.
+        McaError: The model is not one of Megatron's, or is what an adapter was put on; or the arguments lack
+            Megatron's.
     """
     if not hasattr(model, "chunks"):
         raise McaError(
             f"model is a {type(model).__name__}; expected what mca_models.AutoModel.from_pretrained returns"
         )
+    model.require_own()
     if not hasattr(args, "layout"):
         raise McaError(
             f"args is a {type(args).__module__}.{type(args).__name__}; expected mca_config.TrainingArguments"
@@ -48,13 +50,14 @@ def require_optimizable(model: VirtualModels, args: TrainingArguments) -> None:
 
 
 def require_unmerged(model: VirtualModels) -> None:
-    """Refuses to train an adapter that is folded into the weights: nothing comes to its factors.
+    """Refuses to train an adapter that is folded into the weights, or put on the model since: nothing comes to it.
 
     Raises:
         McaError: It is.
     """
     from mca_models.megatron.peft import PeftModels
 
+    model.require_own()
     if isinstance(model, PeftModels) and model.merged:
         raise McaError("the adapter is merged, so nothing would be trained; call unmerge_adapter first")
 

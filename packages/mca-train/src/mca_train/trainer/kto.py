@@ -21,7 +21,7 @@ from mca_train.losses.kto import KtoLoss, divergence, key_problems, step_problem
 from mca_train.losses.preference import counted_sequences, model_problems, sequence_logps
 from mca_train.losses.token_loss import of_sequences
 from mca_train.trainer.parts import TrainerOptions
-from mca_train.trainer.reference import Reference, require_reference, tell_differences
+from mca_train.trainer.reference import Reference, apart_from, require_reference, tell_differences
 from mca_train.trainer.trainer import McaTrainer
 from mca_train.types import SampleSource
 
@@ -39,8 +39,8 @@ class KtoTrainer(McaTrainer):
     loss, in evaluation too.
 
     Args:
-        reference: The frozen model to compare with, on the same layout. None: the model itself without its
-            LoRA adapter, which it then must have.
+        reference: The frozen model to compare with, on the same layout. None, or what the adapter was put on: the model
+            itself without its LoRA adapter, which it then must have.
         loss: The loss.
         options: As of `McaTrainer`; datasets in memory.
     """
@@ -60,6 +60,7 @@ class KtoTrainer(McaTrainer):
         args = self.args
         for problem in (*key_problems(args), *model_problems(self.model.megatron)):
             raise McaError(problem)
+        reference = apart_from(self.model, reference, self.processing_class)
         if reference is None:
             require_reference(self.model, args, "kto")
         tell_differences(self.model, without_adapter=reference is None)

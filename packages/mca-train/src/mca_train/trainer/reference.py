@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from mca_config.errors import McaError
+from mca_config.errors import McaError, raise_problems
+from mca_config.model_config import McaModelConfig
 from mca_config.training import TrainingArguments
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
@@ -20,13 +21,67 @@ from mca_train.engine.pipeline import Pipeline
 from mca_train.groups import Ranks
 from mca_train.losses.chunked import chunk_losses, kept_output
 from mca_train.losses.label_smoothing import smooth_labels
-from mca_train.losses.preference import counted_sequences, sequence_logps, unadapted_problems
+from mca_train.losses.preference import (
+    counted_sequences,
+    reference_problems,
+    sequence_logps,
+    unadapted_problems,
+)
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from mca_models import VirtualModels
     from mca_models.megatron.peft import PeftModels
 
 logger = logging.getLogger(__name__)
+
+
+def apart_from(
+    model: "VirtualModels",
+    given: "VirtualModels | None",
+    tokenizer: "PreTrainedTokenizerBase | None",
+    *,
+    kept: bool = False,
+) -> "VirtualModels | None":
+    """The reference model that ``given`` means beside the trained one; None: this one itself, without its adapter.
+
+    Args:
+        model: The trained one.
+        given: What a user gave as reference; the model that the adapter was put on means the one without it.
+        tokenizer: Says how far the tokens go; None: as far as the trained model's vocabulary.
+        kept: It is run before the first step alone, so it may be the trained one.
+
+    Raises:
+        McaError: It would change as the trained one does, has an adapter that it does not know, or computes no
+            log-probabilities of what the trained one sees.
+    """
+    from mca_models.megatron.peft import PeftModels
+
+    if given is None or given.chunks is not model.chunks:
+        if given is not None:
+            given.require_own()
+            rows = model.config.vocab_size
+            tokens = rows if tokenizer is None else min(rows, len(tokenizer))
+            raise_problems(_unlike(given.config, model.config, tokens), "reference")
+        return given
+    if isinstance(model, PeftModels) and given is not model:
+        return None
+    if not kept:
+        raise McaError(
+            "the reference is the trained model itself, with which nothing would be compared; leave it out where there "
+            "is an adapter, or load the model a second time"
+        )
+    return given
+
+
+def _unlike(reference: McaModelConfig, model: McaModelConfig, tokens: int) -> Iterator[str]:
+    yield from reference_problems(reference, model)
+    if reference.num_labels is None and reference.vocab_size < tokens:
+        yield (
+            f"the vocabulary of the reference has {reference.vocab_size} rows, the tokens are {tokens}; load it with "
+            f"AutoModel.from_pretrained(..., vocab_size={tokens})"
+        )
 
 
 def require_reference(model: "VirtualModels", args: TrainingArguments, loss: str) -> None:
