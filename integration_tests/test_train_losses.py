@@ -199,7 +199,21 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
     packing = arguments(output, sequence_packing=True)
     smoothed = arguments(output, label_smoothing_factor=0.1)
     good = {"model": model, "args": args, "train_dataset": samples(8)}
+    another = {
+        "hidden_dropout": 0.5,
+        "context_parallel_size": 2,
+        "bf16": True,
+        "gradient_checkpointing": True,
+    }
+    alike = {
+        "hidden_dropout": 0.0,
+        "expert_tensor_parallel_size": 1,
+        "moe_z_loss_coeff": 0.1,
+        "sgd_momentum": 0.9,
+    }
+    quietly(lambda: McaTrainer(**(good | {"args": arguments(output, **alike, optimizer="sgd")})))
     wrong = [
+        lambda: McaTrainer(**(good | {"args": arguments(output, **another)})),
         lambda: McaTrainer(**(good | {"model": torch.nn.Linear(1, 1)})),
         lambda: McaTrainer(**(good | {"args": theirs})),
         lambda: McaTrainer(**(good | {"args": unfinished})),
@@ -225,6 +239,8 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
 def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
     (told,) = run_ranks(1, told_in_python, checkpoint, tmp_path)
     expected = [
+        "args ask for what the model was not made with: context_parallel_size 2 (the model: 1), bf16 True (the model: "
+        "float32), hidden_dropout 0.5 (the model: 0.0), recompute_granularity full (the model: None), recompute_method",
         "model is a Linear; expected what mca_models.AutoModel.from_pretrained returns",
         "expected mca_config.TrainingArguments",
         "warmup_stable_decay with lr_scheduler_kwargs {}: ",

@@ -16,6 +16,7 @@ from mca_config.arguments import of_float16
 from mca_config.errors import McaError, raise_problems
 from mca_config.training import TrainingArguments
 from mca_config.types import JsonObject, Typed, Values
+from mca_train.trainer.model_arguments import require_made_with
 from mca_train.trainer.parts import TrainerParts
 from mca_train.types import VirtualModels
 
@@ -23,11 +24,11 @@ T = TypeVar("T")
 
 
 def require_mca(model: VirtualModels, args: TrainingArguments) -> None:
-    """Refuses what Hugging Face's Trainer takes in the place of ours.
+    """Refuses what Hugging Face's Trainer takes in the place of ours, and a model that was made otherwise.
 
     Raises:
         McaError: The model is not one of Megatron's, or is what an adapter was put on; or the arguments lack
-            Megatron's.
+            Megatron's, or ask for another model.
     """
     if not hasattr(model, "chunks"):
         raise McaError(
@@ -38,6 +39,7 @@ def require_mca(model: VirtualModels, args: TrainingArguments) -> None:
         raise McaError(
             f"args is a {type(args).__module__}.{type(args).__name__}; expected mca_config.TrainingArguments"
         )
+    require_made_with(model, args)
 
 
 def require_optimizable(model: VirtualModels, args: TrainingArguments) -> None:

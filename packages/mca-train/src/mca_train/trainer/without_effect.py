@@ -72,6 +72,13 @@ def tell_without_effect(
         logger.warning("without effect in this run: %s", told)
 
 
+def without_effect(
+    args: "TrainingArguments", config: McaModelConfig, megatron: "TransformerConfig"
+) -> frozenset[str]:
+    """Names of arguments that do nothing with a model of ``megatron``, whatever their values."""
+    return frozenset(name for _, names in _groups(args, config, megatron) for name in names)
+
+
 def trains_vocabulary(model: VirtualModels) -> bool:
     """Whether any rank trains the embedding or the output layer, or an adapter's rows of them; collective."""
     mine = any(item.param.vocab and tensor.requires_grad for item, tensor in model.held())
