@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -293,6 +294,28 @@ def test_a_reference_that_scores_is_no_language_model(run, kind, tmp_path):
     (told,) = check(TASKS[kind], settings_of(TASKS[kind], values, where)).impossible
     assert told.startswith(
         "reference_model_name_or_path: the reference has a head for sequence_classification, "
+    )
+
+
+def test_labels_without_names_are_those_of_the_model(run, tmp_path, capsys):
+    from mca_train.config.run_config import given_values
+    from mca_train.run.checks import check, settings_of
+    from mca_train.tasks.table import TASKS
+
+    config = tmp_path / "model" / "config.json"
+    names = json.dumps(
+        {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "no", "1": "yes"}}
+    )
+    text = run(num_labels=2)
+    config.write_text(config.read_text().replace('"architectures": ["Qwen3ForCausalLM"]', names[1:-1]))
+    (tmp_path / "a.jsonl").write_text('{"text": "hello there", "label": "yes"}\n')
+    assert main(["data", "classify", text]) == 0
+    values, where = given_values(Path(text), [])
+    found = check(TASKS["classify"], settings_of(TASKS["classify"], values, where)).run
+    assert found.settings.data.names == ("no", "yes")
+    assert main(["plan", "classify", run(labels=["yes", "no"])]) == 2
+    assert (
+        "labels: the model's are no, yes, in this order, not yes, no; name them so" in capsys.readouterr().out
     )
 
 

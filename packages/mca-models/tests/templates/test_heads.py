@@ -5,7 +5,7 @@ import pytest
 from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import FAMILIES, config_from_hf, config_to_hf, family_of
-from mca_models.templates.heads import Head, class_name, with_head
+from mca_models.templates.heads import Head, class_name, label_names, with_head
 
 SIZES = {
     "model_type": "llama",
@@ -70,6 +70,35 @@ def test_a_new_head_names_its_labels():
     assert written["problem_type"] == "single_label_classification"
     assert written["tie_word_embeddings"] is True  # as the source says; there is nothing to tie
     assert config_from_hf(written).num_labels == 2
+
+
+SENTIMENT = {"0": "NEGATIVE", "1": "POSITIVE"}
+
+
+@pytest.mark.parametrize(
+    ("known", "given", "names"),
+    [
+        (SENTIMENT, ("LABEL_0", "LABEL_1"), ("NEGATIVE", "POSITIVE")),
+        (SENTIMENT, ("NEGATIVE", "POSITIVE"), ("NEGATIVE", "POSITIVE")),
+        ({"0": "LABEL_0", "1": "LABEL_1"}, ("no", "yes"), ("no", "yes")),
+        (None, ("no", "yes"), ("no", "yes")),
+        (SENTIMENT, ("POSITIVE", "NEGATIVE"), None),
+        (SENTIMENT, ("no", "yes"), None),
+    ],
+)
+def test_the_labels_of_a_trained_head_stay(known, given, names):
+    hf = {**SIZES, "architectures": ["LlamaForSequenceClassification"], "problem_type": "regression"}
+    config = config_from_hf(hf if known is None else {**hf, "id2label": known})
+    head = Head(kind="sequence_classification", labels=given)
+    if names is None:
+        with pytest.raises(
+            UsageError, match="labels: the model's are NEGATIVE, POSITIVE, in this order, not "
+        ):
+            with_head(config, head)
+        return
+    kept = with_head(config, head)
+    assert label_names(kept) == names
+    assert config_to_hf(kept)["label2id"] == {name: number for number, name in enumerate(names)}
 
 
 def test_two_labels_are_what_transformers_leaves_out():

@@ -16,7 +16,7 @@ from mca_models.storage.runs import Gather, Shape
 from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import Computed, ModelSource, Part, plan_gathers
 from mca_models.templates import family_of
-from mca_models.templates.heads import SCORE, Head, with_head
+from mca_models.templates.heads import SCORE, Head, label_names, with_head
 from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
 
@@ -48,7 +48,7 @@ def with_head_of(base: ModelSource, adapter: Adapter) -> ModelSource:
     model = adapter.model
     if model.num_labels is None or base.config.num_labels is not None:
         return base
-    source = ScoredSource(base, with_head(base.config, _head_of(model, model.head, model.num_labels)))
+    source = ScoredSource(base, with_head(base.config, _head_of(model, model.head)))
     for param in filter(_is_of_head, source.params):
         if param.mca_name() not in adapter.saved_of:
             raise McaError(
@@ -58,12 +58,11 @@ def with_head_of(base: ModelSource, adapter: Adapter) -> ModelSource:
     return source
 
 
-def _head_of(model: McaModelConfig, kind: HeadKind, count: int) -> Head:
+def _head_of(model: McaModelConfig, kind: HeadKind) -> Head:
     hf = model.hf_config
-    names = hf.get("id2label", {})
     return Head(
         kind=kind,
-        labels=tuple(names.get(str(number), f"LABEL_{number}") for number in range(count)),
+        labels=label_names(model),
         problem_type=hf.get("problem_type"),
         pad_token_id=hf.get("pad_token_id"),
     )

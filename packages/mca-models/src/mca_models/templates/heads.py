@@ -80,7 +80,7 @@ class Head:
 
     Args:
         kind: Sequences or tokens.
-        labels: Names of the scores.
+        labels: Names of the scores; LABEL_0, LABEL_1, ... stand for no names: those of a head that is there stay.
         problem_type: As in ``config.json``: ``regression``, ``single_label_classification``,
             ``multi_label_classification``; None: it is left open.
         pad_token_id: What ``config.json`` shall say, by which transformers finds the last token; None: as it is.
@@ -109,7 +109,7 @@ def with_head(config: McaModelConfig, head: Head) -> McaModelConfig:
     """``config`` with ``head`` instead of the vocabulary's; the weights of a head that it has already must fit.
 
     Raises:
-        UsageError: It has a head of another kind or size, or transformers has no class for it.
+        UsageError: It has a head of another kind or size, or with other labels, or transformers has no class for it.
     """
     try:
         name = class_name(config.model_type, head.kind)
@@ -120,6 +120,7 @@ def with_head(config: McaModelConfig, head: Head) -> McaModelConfig:
             f"the model has a head for {config.head} with {config.num_labels} labels, the run is of {head.kind} with "
             f"{len(head.labels)}; name a model that fits"
         )
+    names = head.labels if config.head == "causal_lm" else _names_of_both(label_names(config), head.labels)
     told = {"problem_type": head.problem_type, "pad_token_id": head.pad_token_id}
     told = {key: value for key, value in told.items() if value is not None}
     extra = {key: value for key, value in config.extra.items() if key != "hf_duplicates"}
@@ -130,10 +131,31 @@ def with_head(config: McaModelConfig, head: Head) -> McaModelConfig:
         tie_word_embeddings=False,
         mtp_num_layers=0,
         extra=extra,
-        hf_config={**config.hf_config, "architectures": [name], **_labels(head.labels), **told}
+        hf_config={**config.hf_config, "architectures": [name], **_labels(names), **told}
         if config.hf_config
         else {},
     )
+
+
+def label_names(config: McaModelConfig) -> tuple[str, ...]:
+    """Names of a model's scores, in their order; where ``config.json`` has none, those of transformers."""
+    named = config.hf_config.get("id2label") or {}
+    unnamed = _unnamed(config.num_labels or 0)
+    return tuple(str(named.get(str(number), name)) for number, name in enumerate(unnamed))
+
+
+def _names_of_both(known: tuple[str, ...], given: tuple[str, ...]) -> tuple[str, ...]:
+    unnamed = _unnamed(len(known))
+    if known not in (given, unnamed) and given != unnamed:
+        raise UsageError(
+            f"labels: the model's are {', '.join(known)}, in this order, not {', '.join(given)}; name them so, or give "
+            "only their number"
+        )
+    return known if given == unnamed else given
+
+
+def _unnamed(count: int) -> tuple[str, ...]:
+    return tuple(f"LABEL_{number}" for number in range(count))
 
 
 def head_from_hf(config: McaModelConfig, hf: JsonObject) -> McaModelConfig:
@@ -162,7 +184,7 @@ def head_to_hf(config: McaModelConfig, hf: JsonObject) -> JsonObject:
         return hf
     labels = hf.get("id2label")
     if not isinstance(labels, dict) or len(labels) != config.num_labels:
-        hf = {**hf, **_labels([f"LABEL_{number}" for number in range(config.num_labels)])}
+        hf = {**hf, **_labels(_unnamed(config.num_labels))}
     return {**hf, "architectures": [class_name(config.model_type, config.head)]}
 
 

@@ -125,6 +125,7 @@ def check(
     run = None
     try:
         model = _with_head(task, settings, model_config(settings.data.model_name_or_path))
+        settings = replace(settings, data=task.data_of(settings.data, model))
         layout = layout_of(settings.training, model)
         world_size = ranks(settings.launch, layout)
         run = Run(task=task, settings=settings, model=model, layout=layout, world_size=world_size)

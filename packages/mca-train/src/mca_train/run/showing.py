@@ -68,7 +68,8 @@ def _print(task: Task, settings: Settings, tokenizer: "PreTrainedTokenizerBase",
         sys.stdout.write(f"streaming: the first {counted(rows, 'row')}\n")
     images = None
     if Path(data.model_name_or_path).is_dir():  # else rows with images are refused
-        images = image_reader(settings, model_config(data.model_name_or_path))
+        model = model_config(data.model_name_or_path)
+        images, data = image_reader(settings, model), task.data_of(data, model)
     for key, files in (
         ("train_file", data.train_file),
         ("datasets", data.datasets),

@@ -1,7 +1,7 @@
 """``mca-train classify`` trains on texts with a class, with labels, or with numbers (`losses.scores`)."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast
 
 from mca_config.errors import McaError
@@ -13,6 +13,7 @@ from mca_train.tasks.task import Example, data_format_problems
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from mca_config.model_config import McaModelConfig
     from mca_models import VirtualModels
     from mca_models.templates.heads import Head
     from mca_train.config.run_config import Settings
@@ -30,7 +31,8 @@ class Labels(ClassifyArguments):
         metadata={"help": "One class for each text, any number of labels, or numbers."},
     )
     labels: list[str] = field(
-        default_factory=list, metadata={"help": "Names of the labels; unset: LABEL_0, LABEL_1, ..."}
+        default_factory=list,
+        metadata={"help": "Names of the labels; unset: those of the model's head, or LABEL_0, LABEL_1, ..."},
     )
     num_labels: int | None = field(
         default=None, metadata={"help": "Number of labels, if they have no names; regression: 1."}
@@ -99,6 +101,15 @@ class Classify(ScoreTask):
 
         own = _own(settings)
         return Head(kind="sequence_classification", labels=own.names, problem_type=own.problem_type)
+
+    def data_of(self, data: DataArguments, model: "McaModelConfig") -> DataArguments:
+        """The names of labels that have none, if the model has them."""
+        from mca_models.templates.heads import label_names
+
+        own, names = cast("Labels", data), label_names(model)
+        if own.labels or names == own.names or len(names) != len(own.names):
+            return own
+        return replace(own, labels=list(names))
 
     def trainer(
         self, settings: "Settings", reference: "VirtualModels | None", options: "TrainerOptions"

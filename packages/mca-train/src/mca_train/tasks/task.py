@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.utils.data import IterableDataset
     from transformers import PreTrainedTokenizerBase
 
+    from mca_config.model_config import McaModelConfig
     from mca_models import VirtualModels
     from mca_models.templates.heads import Head
     from mca_train.config.run_config import Settings
@@ -163,6 +164,10 @@ class Task(ABC):
     def head(self, settings: "Settings") -> "Head | None":
         """What the model scores; None: it is a language model."""
         return None
+
+    def data_of(self, data: DataArguments, model: "McaModelConfig") -> DataArguments:
+        """``data`` with what it leaves to the model, which has the head of this kind."""
+        return data
 
     def reference(self, settings: "Settings") -> str | None:
         """The directory of a frozen model that stands beside the trained one; None: none does."""
