@@ -116,6 +116,137 @@ def test_a_shape_that_is_named_wins_over_columns(tmp_path):
     assert text == samples("sft", tmp_path / "f.jsonl", {"text": "z"})
 
 
+SEVERAL = {"messages": turns("x", "y"), "question": "q", "answer": "a", "other": "b", "text": "z"}
+TOOL_ROW = {"conversations": shared("a", "b"), "functions": json.dumps(TOOLS), "tools": None}
+NAMED = {
+    "prompt-over-messages": (
+        SEVERAL,
+        {"prompt_column": "question", "completion_column": "answer"},
+        {"prompt": "q", "completion": "a"},
+    ),
+    "one-of-two": (
+        SEVERAL | {"prompt": "p"},
+        {"completion_column": "other"},
+        {"prompt": "p", "completion": "b"},
+    ),
+    "text-over-messages": (SEVERAL, {"text_column": "text"}, {"text": "z"}),
+    "alpaca-answer": (
+        {"instruction": "q", "output": "old", "other": "new"},
+        {"completion_column": "other"},
+        {"messages": turns("q", "new")},
+    ),
+    "tools": (TOOL_ROW, {"tools_column": "functions"}, {"messages": turns("a", "b"), "tools": TOOLS}),
+    "another-shape-of-the-run": (
+        {"messages": turns("x", "y")},
+        {"messages_column": "messages", "prompt_column": "question", "completion_column": "answer"},
+        {"messages": turns("x", "y")},
+    ),
+}
+NAMED_IN_PAIRS = {
+    "alpaca": (
+        {"instruction": "q", "chosen": "old", "rejected": "bad", "new": "good"},
+        {"chosen_column": "new"},
+        {"prompt": turns("q"), "chosen": turns("", "good")[1:], "rejected": turns("", "bad")[1:]},
+    ),
+    "sharegpt": (
+        {"conversations": shared("q"), "chosen": shared("", "a")[1], "rejected": shared("", "b")[1]},
+        {"chosen_column": "rejected", "rejected_column": "chosen"},
+        {"prompt": turns("q"), "chosen": turns("", "b")[1:], "rejected": turns("", "a")[1:]},
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("case", NAMED)
+def test_columns_that_were_named_win_over_those_that_are_there(case, stream, tmp_path):
+    given, named, plain = NAMED[case]
+    found = samples("sft", tmp_path / "given.jsonl", given, stream=stream, **named)
+    assert found == samples("sft", tmp_path / "plain.jsonl", plain)
+
+
+@pytest.mark.parametrize("case", NAMED_IN_PAIRS)
+def test_pairs_have_the_answers_that_were_named(case, tmp_path):
+    given, named, plain = NAMED_IN_PAIRS[case]
+    found = samples("dpo", tmp_path / "given.jsonl", given, **named)
+    assert found == samples("dpo", tmp_path / "plain.jsonl", plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "named", "message"),
+    [
+        (
+            "sft",
+            SEVERAL,
+            {"prompt_column": "qestion"},
+            "no column 'qestion', which prompt_column names (columns: messages, question, answer, other, text; format "
+            "found: messages); correct prompt_column, or remove it",
+        ),
+        (
+            "sft",
+            SEVERAL,
+            {"prompt_column": "question"},
+            "prompt_column 'question' is of format prompt_completion, which needs a column 'completion' too (columns: "
+            "messages, question, answer, other, text; format found: messages); set completion_column, or remove "
+            "prompt_column",
+        ),
+        (
+            "sft",
+            SEVERAL,
+            {"messages_column": "messages", "text_column": "text"},
+            "no format reads messages_column 'messages' and text_column 'text' (columns: messages, question, answer, "
+            "other, text; format found: messages); set data_format",
+        ),
+        (
+            "sft",
+            SAME["alpaca"][0],
+            {"completion_column": "gtp4"},
+            "no column 'gtp4', which completion_column",
+        ),
+        (
+            "sft",
+            SAME["alpaca"][0],
+            {"completion_column": "gtp4", "data_format": "alpaca"},
+            "columns instruction, input, output of data_format alpaca; expected",
+        ),
+        (
+            "sft",
+            {"instruction": "a", "gpt4": "b"},
+            {"prompt_column": "question", "completion_column": "gpt4"},
+            "completion_column 'gpt4' is of format prompt_completion, which needs a column 'question' too",
+        ),
+        (
+            "sft",
+            {"messages": turns("a", "b")},
+            {"tools_column": "tools"},
+            "no column 'tools', which tools_column",
+        ),
+        (
+            "dpo",
+            SAME_PAIRS["alpaca"][0],
+            {"chosen_column": "new"},
+            "no column 'new' (columns: instruction, input",
+        ),
+        (
+            "dpo",
+            SAME_PAIRS["alpaca"][0],
+            {"prompt_column": "ask"},
+            "no column 'ask', which prompt_column names (columns: instruction, input, chosen, rejected; format found: "
+            "alpaca)",
+        ),
+        (
+            "dpo",
+            SAME_PAIRS["sharegpt"][0],
+            {"tools_column": "fs"},
+            "no column 'fs', which tools_column names",
+        ),
+    ],
+)
+def test_a_named_column_that_cannot_be_read_is_one_line(kind, row, named, message, tmp_path):
+    with pytest.raises(McaError) as error:
+        samples(kind, tmp_path / "a.jsonl", row, **named)
+    assert message in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

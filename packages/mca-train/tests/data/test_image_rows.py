@@ -65,6 +65,15 @@ def test_files_of_several_makers_have_their_images_in_columns_of_their_own(token
     assert "images" not in load([kept], tokenizer, folder, images_column="picture")[0]
 
 
+def test_images_are_those_of_the_columns_that_are_read(tokenizer, folder):
+    turn = {"role": "user", "content": "<image>?"}
+    row = {"messages": [turn, ANSWER], "prompt": [turn], "completion": [ANSWER], "images": ["wide.png"]}
+    for named in ({}, {"completion_column": "completion"}):
+        assert [place[1:] for place in placed(load([row], tokenizer, folder, **named)[0])] == [(2, 3)]
+    with pytest.raises(McaError, match=r"^train_file: no column 'a', which completion_column names"):
+        load([row], tokenizer, folder, completion_column="a")
+
+
 def test_an_element_of_xml_is_text(tokenizer, folder):
     feed = {"messages": [{"role": "user", "content": "<image><url/></image>?"}, ANSWER]}
     spoken = {"messages": [{"role": "user", "content": "?"}, {**ANSWER, "content": "<image>"}]}

@@ -77,8 +77,8 @@ def jsonl(path, rows):
     return str(path)
 
 
-def loaded(entries):
-    arguments = DataArguments(model_name_or_path="m", seq_length=64, datasets=entries)
+def loaded(entries, **named):
+    arguments = DataArguments(model_name_or_path="m", seq_length=64, datasets=entries, **named)
     return load_mixture(TASKS["sft"], byte_tokenizer(), arguments, seed=0)
 
 
@@ -108,6 +108,31 @@ def test_sources_of_every_kind_are_read_and_columns_renamed(tmp_path):
     assert np.bincount(mixture.sources).tolist() == [2, 3, 1, 1, 1]
     texts = {byte_tokenizer().decode(mixture[place]["input_ids"]) for place in range(7)}
     assert texts == {"1+1=2<|eos|>"}
+
+
+TALK = [{"role": "user", "content": "old"}, {"role": "assistant", "content": "old"}]
+
+
+def test_columns_that_entries_and_the_run_name_win_over_others(tmp_path):
+    rows = [{"messages": TALK, "q": "1+1=", "a": "2"}]
+    talk = jsonl(tmp_path / "talk.jsonl", [{"messages": TALK}])
+    renamed = {"path": jsonl(tmp_path / "rows.jsonl", rows), "columns": {"prompt": "q", "completion": "a"}}
+    shaped = renamed | {"name": "shaped", "columns": {"instruction": "q", "output": "a"}}
+    mixture = loaded([renamed, shaped, {"path": talk}])
+    texts = [byte_tokenizer().decode(mixture[place]["input_ids"]) for place in range(3)]
+    assert texts[0] == "1+1=2<|eos|>" and ["old" in text for text in texts] == [False, False, True]
+    plain = {"path": renamed["path"]}
+    mixture = loaded([plain, {"path": talk}], prompt_column="q", completion_column="a")
+    texts = [byte_tokenizer().decode(mixture[place]["input_ids"]) for place in range(2)]
+    assert texts[0] == "1+1=2<|eos|>" and "old" in texts[1]
+    with pytest.raises(
+        McaError, match=r"^datasets, rows: no column 'x', which completion_column names .*messages"
+    ):
+        loaded([plain, {"path": talk}], completion_column="x")
+    with pytest.raises(
+        McaError, match=r"^datasets, rows: columns: prompt, completion: format messages does not"
+    ):
+        loaded([renamed | {"data_format": "messages"}])
 
 
 @pytest.mark.parametrize(

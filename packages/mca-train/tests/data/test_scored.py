@@ -42,6 +42,21 @@ def test_pairs_without_prompt_or_margin(tmp_path):
     assert "chosen_values" not in found
 
 
+def test_a_margin_and_a_text_that_are_named_are_read(tmp_path):
+    row = {"chosen": "abc", "rejected": "de", "margin": 0.5, "better": 2.0}
+    (found,) = rows_of("reward", tmp_path, [row], margin_column="better")
+    assert found["chosen_values"] == [2.0]
+    with pytest.raises(McaError, match=r"no column 'bettr', which margin_column names .* or remove it"):
+        rows_of("reward", tmp_path, [row], margin_column="bettr")
+    row = {"messages": [{"role": "user", "content": "old"}], "review": "abc", "label": 1}
+    (found,) = rows_of("classify", tmp_path, [row], num_labels=2, text_column="review")
+    assert found["input_ids"] == byte_tokenizer()("abc")["input_ids"]
+    with pytest.raises(
+        McaError, match=r"no column 'revue', which text_column names .* format found: messages"
+    ):
+        rows_of("classify", tmp_path, [row], num_labels=2, text_column="revue")
+
+
 def test_pairs_that_do_not_fit_whole_are_left_out(tmp_path, caplog):
     rows = [
         {"prompt": "x" * 20, "chosen": "a", "rejected": "b"},

@@ -162,6 +162,7 @@ def test_short_rows_are_known_to_have_a_target_without_tokenizing_them():
         {"messages": turns[:1]},
         {"messages": [{"role": "user", "content": "a" * 4000}, *turns]},
         {"messages": turns, "tools": [{}]},
+        {"messages": turns, "completion": "b", "prompt": "a" * 4000},
     ):
         assert not sure(row)
     assert surely_compared(_of_length(4096))({"prompt": "a", "chosen": "b", "rejected": "c"})

@@ -263,7 +263,7 @@ def test_shared_calls_are_calls_and_shared_tools_are_functions():
         ],
         "tools": json.dumps([{"name": "f", "parameters": {}}]),
     }
-    shape = converted(tuple(row), PairArguments(model_name_or_path="m"))
+    shape = converted(tuple(row), PairArguments(model_name_or_path="m"), "train_file")
     found = shape.convert(row)
     calls = [{"type": "function", "function": function}]
     assert [turn.get("tool_calls") for turn in found["messages"]] == [None, calls * 2, None, calls]

@@ -75,6 +75,7 @@ def test_other_rows_settings_kinds_and_tokenizers_are_others(tmp_path):
     others = [
         {"seq_length": 63},
         {"completion_column": "chosen"},
+        {"completion_column": "completion"},  # named, it is read whatever other columns there are
         {"kind": "dpo"},
         {"tokenizer": byte_tokenizer(THINKING)},
         {"max_train_samples": 1},

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
+from mca_train.config.usual import Usual
 
 
 @dataclass(kw_only=True)
@@ -46,16 +47,20 @@ class DataArguments:
             "With sequence_packing: of a pack."
         },
     )
-    text_column: str = field(default="text", metadata={"help": "Column with plain text."})
-    prompt_column: str = field(default="prompt", metadata={"help": "Column with the prompt (sft)."})
-    completion_column: str = field(default="completion", metadata={"help": "Column with the answer (sft)."})
+    text_column: str = field(default=Usual("text"), metadata={"help": "Column with plain text."})
+    prompt_column: str = field(default=Usual("prompt"), metadata={"help": "Column with the prompt (sft)."})
+    completion_column: str = field(
+        default=Usual("completion"), metadata={"help": "Column with the answer (sft)."}
+    )
     tools_column: str = field(
-        default="tools",
+        default=Usual("tools"),
         metadata={"help": "Column with the tools for the chat template (all kinds but pretrain)."},
     )
-    messages_column: str = field(default="messages", metadata={"help": "Column with chat messages (sft)."})
+    messages_column: str = field(
+        default=Usual("messages"), metadata={"help": "Column with chat messages (sft)."}
+    )
     images_column: str = field(
-        default="images",
+        default=Usual("images"),
         metadata={"help": "Column with the images of a row, for <image> and parts of type image."},
     )
     image_folder: str | None = field(

@@ -6,14 +6,17 @@ A new column is a field here, or there, and is read in ``data``.
 from dataclasses import dataclass, field
 
 from mca_train.config.arguments import DataArguments
+from mca_train.config.usual import Usual
 
 
 @dataclass(kw_only=True)
 class PairArguments(DataArguments):
     """The same of a run on preference pairs."""
 
-    chosen_column: str = field(default="chosen", metadata={"help": "Column with the better answer."})
-    rejected_column: str = field(default="rejected", metadata={"help": "Column with the worse answer."})
+    chosen_column: str = field(default=Usual("chosen"), metadata={"help": "Column with the better answer."})
+    rejected_column: str = field(
+        default=Usual("rejected"), metadata={"help": "Column with the worse answer."}
+    )
 
 
 @dataclass(kw_only=True)
@@ -21,7 +24,7 @@ class RewardArguments(PairArguments):
     """The same of a reward model."""
 
     margin_column: str = field(
-        default="margin",
+        default=Usual("margin"),
         metadata={"help": "Column with how much better the better answer is; may be missing."},
     )
 
@@ -31,7 +34,7 @@ class ClassifyArguments(DataArguments):
     """The same of texts with labels."""
 
     label_column: str = field(
-        default="label",
+        default=Usual("label"),
         metadata={
             "help": "classify: column with the class, the labels, or the number(s). kto: whether the answer is good."
         },

@@ -110,7 +110,8 @@ def surely_answered(tokenizer: "PreTrainedTokenizerBase", arguments: DataArgumen
     length = arguments.seq_length
 
     def is_sure(row: Row) -> bool:
-        if arguments.data_format or COLUMNS & row.keys():
+        columns = (arguments.messages_column, arguments.completion_column, arguments.text_column)
+        if arguments.data_format or COLUMNS & row.keys() or len(row.keys() & {*columns}) > 1:
             return False  # of another shape, or of several
         messages, completion = row.get(arguments.messages_column), row.get(arguments.completion_column)
         if messages is not None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from mca_config.errors import McaError, UsageError
+from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_models.images import placeholders
 from mca_train.config.arguments import DataArguments
@@ -20,6 +20,7 @@ from mca_train.data.formats import TEMPLATE_INPUTS, converted, image_columns
 from mca_train.data.long_texts import LONG, all_ids, head_encoding
 from mca_train.data.message_parts import require_no_data, with_types
 from mca_train.data.placeholders import as_words, require_words
+from mca_train.data.row_formats import format_of
 from mca_train.data.tools import mapping_from, tools_from, with_parsed_arguments
 
 if TYPE_CHECKING:
@@ -117,30 +118,26 @@ def warn_truncated(is_cut: Iterable[bool], length: int, key: str) -> None:
 def row_encoder(
     names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments, key: str
 ) -> RowEncoder:
-    """The encoder of rows with one answer, by the columns that they have, or the format that is named."""
-    length, named = arguments.seq_length, arguments.data_format
-    if (other := converted(names, arguments)) is not None:
-        encode = row_encoder(other.names, tokenizer, replace(arguments, data_format=None), key)
+    """The encoder of rows with one answer, by their format."""
+    length = arguments.seq_length
+    if (other := converted(names, arguments, key)) is not None:
+        encode = row_encoder(other.names, tokenizer, replace(arguments, data_format="messages"), key)
         return lambda row: encode(other.convert(row))
-    if named in (None, "messages") and (messages := arguments.messages_column) in names:
+    kind = format_of(names, arguments, key)
+    if kind == "messages":
+        messages = arguments.messages_column
         return lambda row: [
             tokenize_chat(
                 tokenizer, check_messages(row[messages]), inputs=inputs_of(row, arguments), length=length
             )
         ]
-    prompt, completion = arguments.prompt_column, arguments.completion_column
-    if named in (None, "prompt_completion") and {prompt, completion} <= set(names):
+    if kind == "prompt_completion":
+        prompt, completion = arguments.prompt_column, arguments.completion_column
         return lambda row: [
             tokenize_answer(tokenizer, row[prompt], row[completion], length, inputs_of(row, arguments))
         ]
-    if named in (None, "text") and (column := arguments.text_column) in names:
-        return lambda row: [tokenize_answer(tokenizer, "", require_text(row[column], column), length)]
-    raise UsageError(
-        f"{key}: columns {', '.join(names)}{f' of data_format {named}' if named else ''}; expected "
-        f"'{arguments.messages_column}', '{arguments.prompt_column}' with '{arguments.completion_column}', "
-        f"'{arguments.text_column}', 'conversations', or 'instruction' with 'output' (set messages_column, "
-        "prompt_column, completion_column or text_column)"
-    )
+    text = arguments.text_column
+    return lambda row: [tokenize_answer(tokenizer, "", require_text(row[text], text), length)]
 
 
 def inputs_of(row: Values, arguments: DataArguments) -> TemplateInputs:

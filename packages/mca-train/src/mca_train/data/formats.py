@@ -3,16 +3,20 @@
     alpaca      instruction, input, output (or chosen, rejected); also system, history
     sharegpt    conversations of {"from": "human" | "gpt" | ..., "value": text}; also system, tools, chosen, rejected
 
-OpenAI's messages with tools and TRL's shapes are read as they are. Of all shapes `chat_template_kwargs` is kept. What
-a row means is decided in `encoding`.
+OpenAI's messages with tools and TRL's shapes are read as they are. Of all shapes `chat_template_kwargs` is kept. The
+answers and the tools stand in columns of other names if these were given. Which shape rows have is decided in
+`row_formats`, what a row means in `encoding`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
+from mca_train.config.columns import PairArguments
+from mca_train.data.row_formats import alpaca_answer, conversation_in, format_of, pair_format_of
 from mca_train.data.tools import Tools, as_functions, calls_from, tools_from
 
 COLUMNS = frozenset(
@@ -73,37 +77,39 @@ class Converted:
     convert: Callable[[Values], JsonObject]
 
 
-def converted(names: Sequence[str], arguments: DataArguments, *, pairs: bool = False) -> Converted | None:
+def converted(
+    names: Sequence[str], arguments: DataArguments, key: str, *, pairs: bool = False
+) -> Converted | None:
     """How rows with the columns ``names`` are converted; None: they are as they should be.
-
-    ``data_format`` decides, or without it the columns: what can be read as it is, is.
 
     Args:
         names: Of the file.
         arguments: Columns, and the format if it is named.
+        key: The argument that named the files, for errors.
         pairs: Whether a row has two answers.
+
+    Raises:
+        UsageError: No format is known that has these columns, with those that were given a name.
     """
-    found = _shape(names, arguments, pairs=pairs)
-    if found is None or TEMPLATE_INPUTS not in names:
+    kind = (
+        pair_format_of(names, cast("PairArguments", arguments), key)
+        if pairs
+        else format_of(names, arguments, key)
+    )
+    if kind not in ("alpaca", "sharegpt"):
+        return None
+    column = conversation_in(names)
+    found = (
+        _of_alpaca(arguments, pairs=pairs)
+        if kind == "alpaca"
+        else _of_sharegpt(column, arguments, pairs=pairs)
+    )
+    if TEMPLATE_INPUTS not in names:
         return found
     return Converted(
         (*found.names, TEMPLATE_INPUTS),
         lambda row: {**found.convert(row), TEMPLATE_INPUTS: row.get(TEMPLATE_INPUTS)},
     )
-
-
-def _shape(names: Sequence[str], arguments: DataArguments, *, pairs: bool) -> Converted | None:
-    named, known = arguments.data_format, set(names)
-    if named in ("messages", "prompt_completion", "text"):
-        return None
-    own = {arguments.messages_column} & known or {arguments.prompt_column} & known
-    answers = ("chosen", "rejected") if pairs else ("output",)
-    if named == "alpaca" or (named is None and not own and {"instruction", *answers} <= known):
-        return _of_alpaca(arguments, pairs=pairs)
-    column = next((name for name in ("conversations", "conversation") if name in known), None)
-    if named == "sharegpt" or (named is None and not own and column is not None):
-        return _of_sharegpt(column or "conversations", arguments, pairs=pairs)
-    return None
 
 
 def _of_alpaca(arguments: DataArguments, *, pairs: bool) -> Converted:
@@ -115,13 +121,13 @@ def _of_alpaca(arguments: DataArguments, *, pairs: bool) -> Converted:
         return [*turns, _turn("user", "\n".join(str(part) for part in parts if part))]
 
     if pairs:
-        return _pairs(arguments, lambda row: (asked(row), _said(row["chosen"]), _said(row["rejected"])))
-    messages, tools = arguments.messages_column, arguments.tools_column
+        return _pairs(arguments, asked)
+    messages, tools, answer = arguments.messages_column, arguments.tools_column, alpaca_answer(arguments)
     return Converted(
         (messages, tools),
         lambda row: {
-            messages: [*asked(row), _turn("assistant", row.get("output"))],
-            tools: _tools(row),
+            messages: [*asked(row), _turn("assistant", row.get(answer))],
+            tools: _tools(row, tools),
         },
     )
 
@@ -133,24 +139,26 @@ def _of_sharegpt(column: str, arguments: DataArguments, *, pairs: bool) -> Conve
         return [_turn("system", row["system"]), *said] if row.get("system") and not has_system else said
 
     if pairs:
-        return _pairs(arguments, lambda row: (turns(row), _said(row["chosen"]), _said(row["rejected"])))
+        return _pairs(arguments, turns)
     messages, tools = arguments.messages_column, arguments.tools_column
-    return Converted((messages, tools), lambda row: {messages: turns(row), tools: _tools(row)})
+    return Converted((messages, tools), lambda row: {messages: turns(row), tools: _tools(row, tools)})
 
 
-def _pairs(
-    arguments: DataArguments,
-    split: Callable[[Values], tuple[list[JsonObject], list[JsonObject], list[JsonObject]]],
-) -> Converted:
-    names = tuple(getattr(arguments, f"{name}_column") for name in ("prompt", "chosen", "rejected"))
-    tools = arguments.tools_column
+def _pairs(arguments: DataArguments, asked: Callable[[Values], list[JsonObject]]) -> Converted:
+    own = cast("PairArguments", arguments)
+    prompt, answers, tools = own.prompt_column, (own.chosen_column, own.rejected_column), own.tools_column
     return Converted(
-        (*names, tools), lambda row: {**dict(zip(names, split(row), strict=True)), tools: _tools(row)}
+        (prompt, *answers, tools),
+        lambda row: {
+            prompt: asked(row),
+            **{name: _said(row[name]) for name in answers},
+            tools: _tools(row, tools),
+        },
     )
 
 
-def _tools(row: Values) -> Tools | None:
-    return as_functions(tools_from(row.get("tools"), "tools"))
+def _tools(row: Values, column: str) -> Tools | None:
+    return as_functions(tools_from(row.get(column), column))
 
 
 def _turn(role: str, content: object) -> JsonObject:

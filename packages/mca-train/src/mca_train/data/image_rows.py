@@ -17,7 +17,7 @@ from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
 from mca_train.data.encoding import Encoded, RowEncoder, without_nulls
-from mca_train.data.formats import converted, image_columns, other_columns
+from mca_train.data.formats import Converted, converted, image_columns, other_columns
 from mca_train.data.image_files import ImageFile, image_file
 from mca_train.data.image_kinds import image_tokens, with_image_marks
 from mca_train.data.image_places import PLACE, Places, is_place, listed, require_as_many
@@ -25,6 +25,7 @@ from mca_train.data.image_tokens import Grid, ImageTokens
 from mca_train.data.long_texts import Beginning
 from mca_train.data.message_parts import IMAGE, kind_of
 from mca_train.data.placeholders import require_words
+from mca_train.data.row_formats import format_of
 from mca_train.types import Upstream
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class ImageRows:
         reader: Of images.
         arguments: Columns, and the format if it is named.
         tokenizer: The model's.
+        key: The argument that named the files, for errors.
         texts: Rows are plain text.
 
     Attributes:
@@ -81,18 +83,25 @@ class ImageRows:
         reader: ImageReader,
         arguments: DataArguments,
         tokenizer: "PreTrainedTokenizerBase",
+        key: str,
         *,
         texts: bool = False,
     ) -> None:
         self._reader, self._texts, self._has_told = reader, texts, False
         self.arguments = arguments
+        self._converted: Converted | None = None
         self.tokenizer = with_image_marks(tokenizer, reader.config)
         self.vision = reader.config.vision
         self._columns = image_columns(self.vision, arguments)
-        self._converted = converted(names, arguments, pairs=isinstance(arguments, PairArguments))
         self.names = list(names)
+        if texts:
+            return
+        pairs = isinstance(arguments, PairArguments)
+        self._converted = converted(names, arguments, key, pairs=pairs)
         if self._converted is not None:
-            self.names, self.arguments = list(self._converted.names), replace(arguments, data_format=None)
+            self.names = list(self._converted.names)
+        own = None if pairs else "messages" if self._converted else format_of(names, arguments, key)
+        self.arguments = replace(arguments, data_format=own)
 
     @property
     def tokens(self) -> ImageTokens:
@@ -234,7 +243,9 @@ class ImageRows:
         own = self.arguments
         if isinstance(own, PairArguments):
             return (own.prompt_column, own.chosen_column), (own.prompt_column, own.rejected_column)
-        return ((own.messages_column, own.prompt_column, own.completion_column),)
+        if own.data_format == "messages":
+            return ((own.messages_column,),)
+        return ((own.prompt_column, own.completion_column) if own.data_format == "prompt_completion" else (),)
 
 
 def require_none(names: Sequence[str], arguments: DataArguments, told: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from mca_config.errors import McaError, UsageError
+from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_train.config.columns import PairArguments
 from mca_train.data.chat import Message
@@ -80,13 +80,9 @@ def pair_encoder(
     tokenize: AnswersTokenizer = tokenize_answers,
 ) -> RowEncoder:
     """The encoder of rows with a chosen and a rejected answer, in this order."""
-    if (other := converted(names, arguments, pairs=True)) is not None:
+    if (other := converted(names, arguments, key, pairs=True)) is not None:
         inner = pair_encoder(other.names, tokenizer, replace(arguments, data_format=None), key, tokenize)
         return lambda row: inner(other.convert(row))
-    for name in ("chosen_column", "rejected_column"):
-        column = getattr(arguments, name)
-        if column not in names:
-            raise UsageError(f"{key}: no column '{column}' (columns: {', '.join(names)}); set {name}")
 
     def encode(row: Values) -> list[Encoded]:
         prompt, chosen, rejected = split_row(row, arguments)

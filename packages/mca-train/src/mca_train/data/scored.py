@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mca_config.errors import McaError, UsageError
 from mca_config.types import Typed, Values
 from mca_train.config.columns import ClassifyArguments, RewardArguments
+from mca_train.config.usual import given_columns
 from mca_train.data.chat import TemplateInputs, chat_ids
 from mca_train.data.encoding import (
     Encoded,
@@ -22,6 +23,7 @@ from mca_train.data.encoding import (
 )
 from mca_train.data.long_texts import head_encoding
 from mca_train.data.preferences import pair_encoder
+from mca_train.data.row_formats import format_of, require_given
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,9 +78,11 @@ def _tokenize_whole(
     return [(tokens, [True] * len(tokens)) for tokens in wholes]
 
 
-def margins(names: Sequence[str], arguments: RewardArguments) -> RowNumbers | None:
-    """By how much the chosen one is better, if the rows say so."""
+def margins(names: Sequence[str], arguments: RewardArguments, key: str) -> RowNumbers | None:
+    """By how much the chosen one is better, if the rows say so; they must if the column was given a name."""
     column = arguments.margin_column
+    if "margin_column" in given_columns(arguments):
+        require_given("margin_column", names, arguments, key)
     return (lambda row: [_number(row[column], column)]) if column in names else None
 
 
@@ -87,18 +91,15 @@ def text_encoder(
 ) -> RowEncoder:
     """The encoder of rows with a text, or with a conversation."""
     padding, length = padding_of(tokenizer), arguments.seq_length
-    messages, text = arguments.messages_column, arguments.text_column
-    if messages in names:
+    if format_of(names, arguments, key, ("messages", "text")) == "messages":
+        messages = arguments.messages_column
         return lambda row: [
             _read(
                 chat_ids(tokenizer, check_messages(row[messages]), inputs_of(row, arguments), length=length),
                 padding,
             )
         ]
-    if text not in names:
-        raise UsageError(
-            f"{key}: no column '{text}' or '{messages}' (columns: {', '.join(names)}); set text_column"
-        )
+    text = arguments.text_column
     return lambda row: [
         _read(head_encoding(tokenizer, require_text(row[text], text), length)["input_ids"], padding)
     ]

@@ -6,16 +6,19 @@ How sources are mixed is decided in `mixture`.
 import dataclasses
 import glob
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mca_config.errors import McaError, UsageError, raise_problems
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
+from mca_train.config.columns import PairArguments
 from mca_train.config.fields import build
+from mca_train.config.usual import Usual, column_keys
 from mca_train.data.addresses import is_address, name_in, shown
 from mca_train.data.files import load_rows, named, reader_of
+from mca_train.data.row_formats import OF_SHAPES, READ
 
 if TYPE_CHECKING:
     import datasets
@@ -77,6 +80,42 @@ def sources_of(entries: Sequence[Values]) -> list[Source]:
         problems.append("some entries have a weight and some do not; give all of them a weight, or none")
     raise_problems(problems, "datasets", kind=UsageError)
     return found
+
+
+def arguments_of(
+    source: Source, arguments: DataArguments, there: Collection[str], others: Collection[str], key: str
+) -> DataArguments:
+    """``arguments`` as they hold for one source.
+
+    Its ``columns`` give names. A name that was given for all sources need not be there if others have such a column.
+
+    Args:
+        source: The entry.
+        arguments: Of the run.
+        there: Columns of its rows, by our names.
+        others: Columns of the rows of all sources.
+        key: What to call the entry in errors.
+
+    Raises:
+        UsageError: It names a column that its format does not read.
+    """
+    names: JsonObject = {}
+    for column, name in column_keys(arguments):
+        if name in source.columns:
+            names[column] = str(name)
+        elif name in others and name not in there:
+            names[column] = Usual(name)
+    choosing = {column for columns in READ.values() for column in columns}
+    own = {column: name for column, name in names.items() if name in source.columns and column in choosing}
+    kind = source.data_format or arguments.data_format
+    if kind is None and not own:
+        kind = next((OF_SHAPES[name] for name in source.columns if name in OF_SHAPES), None)
+    if kind is not None and not isinstance(arguments, PairArguments):
+        if unread := [name for column, name in own.items() if column not in READ[kind]]:
+            raise UsageError(
+                f"{key}: columns: {', '.join(unread)}: format {kind} does not read it; remove it, or set data_format"
+            )
+    return dataclasses.replace(arguments, data_format=kind, **names)
 
 
 def rows_of(source: Source, key: str, arguments: DataArguments) -> "datasets.Dataset":

@@ -22,6 +22,7 @@ import numpy as np
 
 from mca_config.files import cannot_write
 from mca_train.config.arguments import DataArguments
+from mca_train.config.usual import given_columns
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.kept_warnings import KeptWarnings
 from mca_train.data.preferences import PairDataset
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 Made = TokenDataset | PairDataset
 Images = Callable[[], "tuple[datasets.Dataset, ImageRows, str]"]
 """The rows that samples were made of, what they mean, and the argument that named them."""
-_VERSION = 9  # of what samples are made of; raised whenever the same rows make others
+_VERSION = 10  # of what samples are made of; raised whenever the same rows make others
 _ARRAYS = ("tokens", "offsets", "is_target", "values")
 _TABLE = ("starts", "grids", "origins")
 _PIECE = 1 << 20
@@ -104,7 +105,7 @@ def key_of(
     """
     settings = {name: value for name, value in vars(arguments).items() if name not in _NOT_OF_SAMPLES}
     said = {"version": _VERSION, "kind": kind, "rows": list(contents), "limit": limit, "settings": settings}
-    said["tokenizer"] = _tokenizer(tokenizer)
+    said |= {"tokenizer": _tokenizer(tokenizer), "given": sorted(given_columns(arguments))}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

@@ -123,7 +123,7 @@ def _again(
 
         assert images is not None, "samples with images are cached for a model with a vision part"
         rows = undecoded(load())
-        return rows, task.image_rows(rows.column_names, images, arguments, tokenizer), key
+        return rows, task.image_rows(rows.column_names, images, arguments, tokenizer, key), key
 
     return again
 
@@ -158,14 +158,26 @@ def load_mixture(
         seed: Of what is taken of a source of which not all is.
         images: Of the model; None: rows have none.
     """
+    from mca_train.data.indexed import prefix_of
     from mca_train.data.mixture import Mixture
-    from mca_train.data.sources import sources_of
+    from mca_train.data.sources import arguments_of, rows_of, sources_of
 
     sources, parts = sources_of(arguments.datasets), []
-    for source in sources:
-        key = f"datasets, {source.called}"
-        own = replace(arguments, data_format=source.data_format or arguments.data_format)
-        parts.append(_samples_of(task, source, tokenizer, own, key, _beside(images, own, [source.path])))
+    keys = [f"datasets, {source.called}" for source in sources]
+    prefixes = [prefix_of(source.path) for source in sources]
+    found = [
+        rows_of(source, key, arguments) if prefix is None else None
+        for source, key, prefix in zip(sources, keys, prefixes, strict=True)
+    ]
+    columns = {name for rows in found if rows is not None for name in rows.column_names}
+    for source, key, prefix, rows in zip(sources, keys, prefixes, found, strict=True):
+        if prefix is not None:
+            _require_plain(source, key)
+            parts.append(_in_order_of([prefix.name], task.indexed(prefix, tokenizer, arguments)))
+        if rows is not None:
+            own = arguments_of(source, arguments, rows.column_names, columns, key)
+            beside = _beside(images, own, [source.path])
+            parts.append(_samples_of(task, source, rows, tokenizer, own, key, beside))
     weights = [source.weight for source in sources if source.weight is not None]
     return Mixture(parts, [source.called for source in sources], weights or None, seed)
 
@@ -182,20 +194,14 @@ def _require_plain(source: "Source", key: str) -> None:
 def _samples_of(
     task: Task,
     source: "Source",
+    rows: "datasets.Dataset",
     tokenizer: "PreTrainedTokenizerBase",
     arguments: DataArguments,
     key: str,
     images: "ImageReader | None",
 ) -> "TokenDataset | PairDataset":
     from mca_train.data.files import named
-    from mca_train.data.indexed import prefix_of
-    from mca_train.data.sources import rows_of
     from mca_train.data.token_cache import cached, key_of
-
-    if (prefix := prefix_of(source.path)) is not None:
-        _require_plain(source, key)
-        return _in_order_of([prefix.name], task.indexed(prefix, tokenizer, arguments))
-    rows = rows_of(source, key, arguments)
 
     def make() -> "TokenDataset | PairDataset":
         with named(key, source.path, "text", UnicodeDecodeError):

@@ -58,7 +58,7 @@ class Pretrain(Task):
 
         vision = None if images is None else images.config.vision
         if images is not None and _has_images(vision, rows.column_names, data):
-            known = self.image_rows(rows.column_names, images, data, tokenizer)
+            known = self.image_rows(rows.column_names, images, data, tokenizer, key)
             return image_blocks(undecoded(rows), known, data, key)
         return pretrain_blocks(rows, tokenizer, data, key, vision)
 
@@ -68,11 +68,12 @@ class Pretrain(Task):
         images: "ImageReader",
         data: DataArguments,
         tokenizer: "PreTrainedTokenizerBase",
+        key: str,
     ) -> "ImageRows":
         """See `Task`."""
         from mca_train.data.image_rows import ImageRows
 
-        return ImageRows(names, images, data, tokenizer, texts=True)
+        return ImageRows(names, images, data, tokenizer, key, texts=True)
 
     def stream(
         self,
@@ -90,7 +91,7 @@ class Pretrain(Task):
 
         vision = None if images is None else images.config.vision
         if images is not None and _has_images(vision, names, data):
-            read = self.image_rows(names, images, data, tokenizer)
+            read = self.image_rows(names, images, data, tokenizer, key)
             return ImageBlockStream(rows, names, read, data, key)
         return BlockStream(rows, block_tokenizer(names, tokenizer, data, key, vision), data.seq_length)
 

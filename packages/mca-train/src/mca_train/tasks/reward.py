@@ -66,7 +66,7 @@ class Reward(ScoreTask):
         """See `AnswerTask`."""
         from mca_train.data.scored import margins
 
-        return margins(names, cast("RewardArguments", data))
+        return margins(names, cast("RewardArguments", data), key)
 
     def problems(self, settings: "Settings") -> Iterator[str]:
         """Those of scores, and shapes of rows that are no pairs."""

@@ -119,11 +119,12 @@ class Task(ABC):
         images: "ImageReader",
         data: DataArguments,
         tokenizer: "PreTrainedTokenizerBase",
+        key: str,
     ) -> "ImageRows":
         """What rows with the columns ``names`` mean, of which some have images."""
         from mca_train.data.image_rows import ImageRows
 
-        return ImageRows(names, images, data, tokenizer)
+        return ImageRows(names, images, data, tokenizer, key)
 
     @abstractmethod
     def stream(
@@ -253,7 +254,7 @@ class AnswerTask(Task):
             numbers = self.numbers(rows.column_names, data, key)
             sequences = answer_sequences(rows, encode, data, key, self.wanted, numbers)
             return PairDataset(sequences) if self.sides else sequences
-        known = self.image_rows(rows.column_names, images, data, tokenizer)
+        known = self.image_rows(rows.column_names, images, data, tokenizer, key)
         encode = self.encoder(known.names, known.tokenizer, known.arguments, key)
         numbers = self.numbers(rows.column_names, data, key)  # read of the row itself, whatever its shape
         sequences = answer_sequences(undecoded(rows), encode, data, key, self.wanted, numbers, known)
@@ -278,7 +279,7 @@ class AnswerTask(Task):
         if images is None or images.config.vision is None or not self.takes_images:
             require_none(names, data, f"{key}: mca-train {self.name}")
         else:
-            known = self.image_rows(names, images, data, tokenizer)
+            known = self.image_rows(names, images, data, tokenizer, key)
             names, tokenizer, data = known.names, known.tokenizer, known.arguments
         encode = self.encoder(names, tokenizer, data, key)
         return AnswerStream(
