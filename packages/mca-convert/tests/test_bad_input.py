@@ -325,6 +325,17 @@ def flip_byte(file: Path, position: int) -> None:
     file.write_bytes(raw)
 
 
+def edited(file: str, **changes: object) -> Callable[[Path], object]:
+    """Changes keys of a JSON file of a checkpoint, those of the model in ``mca_config.json``."""
+
+    def edit(mca: Path) -> object:
+        document = json.loads((mca / file).read_text())
+        document.get("model", document).update(changes)
+        return (mca / file).write_text(json.dumps(document))
+
+    return edit
+
+
 def test_damaged_mca_checkpoints(source: Path, tmp_path: Path, capsys) -> None:
     pristine = tmp_path / "pristine"
     flags = ["--tensor_model_parallel_size", "2", "--pipeline_model_parallel_size", "2"]
@@ -343,6 +354,15 @@ def test_damaged_mca_checkpoints(source: Path, tmp_path: Path, capsys) -> None:
         "no latest": (lambda mca: (mca / "latest_checkpointed_iteration.txt").unlink(), "incomplete"),
         "latest": (lambda mca: (mca / "latest_checkpointed_iteration.txt").write_text("7\n"), "iter_0000007"),
         "config": (lambda mca: (mca / "mca_config.json").write_text("{}"), "mca_config.json"),
+        "no files": (
+            edited("iter_0000001/manifest.json", files={}),
+            "manifest of version 1; the file is dam",
+        ),
+        "text": (edited("mca_config.json", text_model_type="x"), "mca_config.json: text_model_type is 'x'"),
+        "vision": (edited("mca_config.json", vision={"a": 1}), "mca_config.json: vision is set, unlike in"),
+        "of_kind": (edited("mca_config.json", of_kind={"a": 1}), "of_kind a must be an object, not 1"),
+        "key": (edited("mca_config.json", of_kind={"a": {"b": 1}}), "of_kind a: unknown key b"),
+        "width": (edited("mca_config.json", value_channels=10**30), "value_channels must be at most 4194304"),
     }
     for name, (damage, message) in damages.items():
         mca = tmp_path / name
@@ -350,6 +370,7 @@ def test_damaged_mca_checkpoints(source: Path, tmp_path: Path, capsys) -> None:
         damage(mca)
         error = refused(mca, tmp_path, capsys)
         assert message in error, name
+        assert main(["inspect", str(mca)]) == (name != "flipped"), name
 
 
 def test_no_torch_on_any_path(tiny, tmp_path: Path) -> None:

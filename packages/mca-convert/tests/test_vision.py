@@ -171,3 +171,17 @@ def test_published_models_plan_from_config_json_alone(name: str, tmp_path: Path,
     plan = json.loads(capsys.readouterr().out)
     assert not plan["refusals"] and len(plan["stages"]) == 2
     assert plan["parameters"] > 2e10
+
+
+def test_a_size_that_no_tower_has_is_named_with_its_file(saved, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = json.loads((saved("gemma3") / "config.json").read_text())
+    config["vision_config"]["patch_size"] = 0
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["plan", "--checkpoint_path", str(folder)]) == 1
+    assert (
+        f"{folder}/config.json: 'vision_config.patch_size' of the vision model is 0"
+        in capsys.readouterr().out
+    )
+    assert main(["inspect", str(folder)]) == 1

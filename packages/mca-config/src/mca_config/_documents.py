@@ -1,7 +1,7 @@
 """What a ``mca_config.json`` must hold before its model is read."""
 
 from mca_config.errors import McaError
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Typed
 
 VERSION = 1
 _PARTS = ("model", "layout", "hf_config")
@@ -19,8 +19,13 @@ def require_document(document: JsonObject, where: str) -> None:
         state = "missing" if key in expected else "unknown"
         raise McaError(f"{where}: {state} key {key}; expected {', '.join(sorted(expected))}")
     for key in _PARTS:
-        if not isinstance(document[key], dict):
-            raise McaError(f"{where}: {key} must be an object, not {document[key]!r:.80}")
+        require_object(document[key], f"{where}: {key}")
+
+
+def require_object(value: Typed, name: str) -> None:
+    """Refuses what is no object, by ``name``."""
+    if not isinstance(value, dict):
+        raise McaError(f"{name} must be an object, not {value!r:.80}")
 
 
 def require_same_family(document: JsonObject, where: str) -> None:

@@ -35,7 +35,7 @@ _LARGEST = 1 << 22
 _WIDTHS = (
     *("hidden_size", "ffn_hidden_size", "kv_channels", "vocab_size", "moe_ffn_hidden_size"),
     *("moe_shared_expert_intermediate_size", "linear_conv_kernel_dim", "linear_key_head_dim"),
-    "per_layer_input_size",
+    *("per_layer_input_size", "value_channels", "num_labels", "index_num_heads", "index_head_dim"),
     *("mamba_head_dim", "mamba_state_dim", "mamba_conv_kernel_dim", "moe_latent_size"),
     *(
         "linear_value_head_dim",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from mca_config import _roll, fields, files
-from mca_config._documents import VERSION, require_document, require_same_family
+from mca_config._documents import VERSION, require_document, require_object, require_same_family
 from mca_config._layers import Layers
 from mca_config.bounds import require_bounded, require_fitting, require_numbers
 from mca_config.errors import McaError, named
@@ -331,6 +331,9 @@ class McaModelConfig(Layers):
         cls = MlaMcaModelConfig if "kv_lora_rank" in model else McaModelConfig
         try:
             config = fields.from_json(cls, model, f"{where}: model")
+            for kind, own in (config.of_kind or {}).items():
+                require_object(own, f"of_kind {kind}")
+                fields.from_json(cls, {**model, "of_kind": None, **own}, f"{where}: of_kind {kind}")
             require_rope(config.rope_scaling)
         except McaError as error:
             raise named(error, where) from None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_convert.compare import Comparison
+from mca_models.checkpoint.mca_directory import load_config
 from mca_models.opening import kind_of
 from mca_models.storage.dtypes import code_of
 from mca_models.weights.arrays import NumpyArray
@@ -81,7 +82,7 @@ def _described_model(path: Path) -> McaModelConfig | None:
     """The base model, which only an MCA adapter describes."""
     from mca_models.lora import is_mca_adapter
 
-    return McaModelConfig.load(path) if is_mca_adapter(path) else None
+    return load_config(path) if is_mca_adapter(path) else None
 
 
 def _tensors(path: Path, model: McaModelConfig | None) -> _Tensors:

@@ -13,7 +13,7 @@ from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.checkpoint.hf_directory import HfSource, read_config
-from mca_models.checkpoint.mca_directory import McaSource
+from mca_models.checkpoint.mca_directory import McaSource, load_config
 from mca_models.opening import CheckpointKind, kind_of, open_checkpoint
 from mca_models.quantised.hf_config import quantisation_of
 from mca_models.storage.safetensors import TensorInfo, read_header
@@ -113,7 +113,7 @@ def _configuration(path: Path, kind: CheckpointKind, found: Inspection) -> None:
             config = read_config(path)
             found.facts["model_type"] = config.get("model_type")
         else:
-            _describe(McaModelConfig.load(path), found)
+            _describe(load_config(path), found)
     except McaError:
         pass
 

@@ -10,7 +10,6 @@ from math import prod
 from pathlib import Path
 
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import McaModelConfig
 from mca_convert.chunks import Chunk
 from mca_convert.collect import computed_bytes
 from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca
@@ -21,7 +20,7 @@ from mca_convert.pool import Limits
 from mca_convert.tasks import Chunking, Fill, band_elements, dtype_faults, fill_item_size
 from mca_models.checkpoint.config_only import ConfigOnlySource
 from mca_models.checkpoint.hf_directory import Stored, has_weights
-from mca_models.checkpoint.mca_directory import McaLayout, is_mca, layout_faults
+from mca_models.checkpoint.mca_directory import McaLayout, is_mca, layout_faults, load_config
 from mca_models.checkpoint.side_files import side_files
 from mca_models.opening import CheckpointKind, kind_of, open_checkpoint
 from mca_models.quantised.tile import TILE_BYTES
@@ -84,7 +83,7 @@ def _open(path: Path, request: Request, kind: CheckpointKind, result: Forecast) 
         result.notes.append("there is only a config.json: sizes follow from it, and nothing was checked")
     result.config_only = True
     seen = list(result.refusals)
-    config = result.attempt(lambda: McaModelConfig.load(path)) if is_mca(path) else None
+    config = result.attempt(lambda: load_config(path)) if is_mca(path) else None
     if is_mca(path) and config is None:
         return None
     config_only = result.attempt(lambda: ConfigOnlySource(path, config, request.cast))

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from mca_config.checks import check_layout, require_layout
-from mca_config.errors import McaError
+from mca_config.errors import McaError, named
 from mca_config.files import inside, present, read_text
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME as CONFIG
@@ -51,16 +51,11 @@ class McaSource:
 
     def __init__(self, path: Path, iteration: int | None = None) -> None:
         self.path = path
-        self.config: McaModelConfig = McaModelConfig.load(path)
+        self.config: McaModelConfig = load_config(path)
         self.iteration = latest_iteration(path) if iteration is None else iteration
         self.folder = path / iteration_name(self.iteration)
         self.manifest = Manifest.load(self.folder)
-        family = family_of(self.config.model_type)
-        if type(self.config) is not family.config_class(self.config):
-            raise McaError(
-                f"{path / CONFIG}: kv_lora_rank is set or missing, unlike in a {family.model_type} model"
-            )
-        self.params: Sequence[Param] = stored(family.params(self.config))
+        self.params: Sequence[Param] = stored(family_of(self.config.model_type).params(self.config))
         self._infos = self._read_headers()
         names = [param.mca_name() for param in self.params]
         require_same_names(self.manifest.tensors.keys(), names, self.folder / MANIFEST)
@@ -130,6 +125,20 @@ class McaSource:
     def whole_shape(self, param: Param) -> Shape:
         """See ``ModelSource``."""
         return self.manifest.tensors[param.mca_name()].shape
+
+
+def load_config(path: Path) -> McaModelConfig:
+    """The model that ``mca_config.json`` of directory ``path`` describes, found to be one of its family.
+
+    Raises:
+        McaError: It is missing or damaged, or no such model can be.
+    """
+    config = McaModelConfig.load(path)
+    try:
+        family_of(config.model_type).require_own(config)
+    except McaError as error:
+        raise named(error, path / CONFIG) from None
+    return config
 
 
 def is_mca(path: Path) -> bool:

@@ -12,7 +12,7 @@ from mca_config.errors import McaError, raise_problems
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.hf_directory import naming_config, read_config
-from mca_models.checkpoint.mca_directory import is_mca
+from mca_models.checkpoint.mca_directory import is_mca, load_config
 from mca_models.lora.adapter import Adapter
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.mca_directory import (
@@ -42,7 +42,7 @@ def is_adapter(path: Path) -> bool:
 def model_of(path: Path) -> McaModelConfig:
     """The model of a checkpoint directory, HF or MCA, of which only the configuration need be there."""
     if is_mca(path):
-        return McaModelConfig.load(path)
+        return load_config(path)
     with naming_config(path):
         return config_from_hf(read_config(path))
 

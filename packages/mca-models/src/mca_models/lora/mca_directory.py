@@ -17,7 +17,7 @@ from mca_config.files import inside, present
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME as MODEL
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint.mca_directory import McaLayout, iteration_name, latest_iteration
+from mca_models.checkpoint.mca_directory import McaLayout, iteration_name, latest_iteration, load_config
 from mca_models.checkpoint.placement import cut_size, files_of
 from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.lora.adapter import Adapter, check_shapes
@@ -45,7 +45,7 @@ def open_mca_adapter(path: Path, iteration: int | None = None) -> Adapter:
     Raises:
         McaError: Files or tensors are missing, unexpected, damaged or of another shape.
     """
-    model, config = McaModelConfig.load(path), AdapterConfig.load(path)
+    model, config = load_config(path), AdapterConfig.load(path)
     folder = path / iteration_name(latest_iteration(path) if iteration is None else iteration)
     manifest = Manifest.load(folder)
     rules = rules_as_found(model, config, manifest.tensors.keys())

@@ -89,4 +89,6 @@ def _parse(document: JsonObject) -> Manifest:
         str(name): TensorRecord(str(entry["dtype"]), tuple(map(int, entry["shape"])), tuple(entry["files"]))
         for name, entry in document["tensors"].items()
     }
+    if not files:
+        raise ValueError
     return Manifest(files, tensors)

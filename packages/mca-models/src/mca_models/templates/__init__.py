@@ -246,7 +246,10 @@ def config_from_hf(hf: JsonObject) -> McaModelConfig:
     """
     if not isinstance(hf.get("model_type"), str):
         raise HfConfigError("config.json has no 'model_type'; it names the model family")
-    return head_from_hf(family_of(hf["model_type"]).config.to_mca(hf), hf)
+    family = family_of(hf["model_type"])
+    config = head_from_hf(family.config.to_mca(hf), hf)
+    family.require_own(config)
+    return config
 
 
 def config_to_hf(config: McaModelConfig) -> HfConfig:

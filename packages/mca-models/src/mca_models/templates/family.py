@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, Values
 from mca_models.templates.config_table import ConfigTable
@@ -161,11 +162,20 @@ class Family:
             extra[MORE] = more
         return replace(config, extra=extra)
 
-    def config_class(self, config: McaModelConfig) -> type[McaModelConfig]:
-        """What ``config`` must be, by its text part."""
+    def require_own(self, config: McaModelConfig) -> None:
+        """Raises if ``config`` cannot be a model of this family, or its vision model has sizes that none has."""
+        kind = config.text_model_type
+        if kind not in (self.texts or (None,)):
+            known = ", ".join(self.texts) or "none"
+            raise McaError(f"text_model_type is {kind!r:.80}; expected of a {self.model_type} model: {known}")
         table = self.text(config).config
         assert isinstance(table, ConfigTable), "a text part has no text part of its own"
-        return table.config_class
+        if type(config) is not table.config_class:
+            raise McaError(f"kv_lora_rank is set or missing, unlike in a {self.model_type} model")
+        if self.vision is not None:
+            self.vision.tensors(config)
+        elif config.vision is not None:
+            raise McaError(f"vision is set, unlike in a {self.model_type} model, which has none; remove it")
 
     def text(self, config: McaModelConfig) -> "Family":
         """The family of the text part: itself without a vision model."""

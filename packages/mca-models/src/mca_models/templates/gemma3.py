@@ -16,6 +16,7 @@ from mca_models.templates.vision import (
     norm,
     numbered,
 )
+from mca_models.templates.vision_values import vision_values
 from mca_models.templates.with_vision import with_vision
 
 TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
@@ -45,9 +46,9 @@ def head(width: int, inner: int) -> Shapes:
 
 def tensors(config: McaModelConfig) -> Shapes:
     """Every tensor of tower and projector."""
-    vision = (config.vision or {})["vision_config"]
-    width, inner = vision.get("hidden_size", 768), vision.get("intermediate_size", 3072)
-    size = vision.get("patch_size", 16)
+    _, vision = vision_values(config)
+    width, inner = vision.size("hidden_size", 768), vision.size("intermediate_size", 3072)
+    size = vision.size("patch_size", 16)
     layer = {
         **norm("layer_norm1", width),
         **norm("layer_norm2", width),
@@ -61,11 +62,11 @@ def tensors(config: McaModelConfig) -> Shapes:
     }
     tower = {
         **linear("embeddings.patch_embedding", width, size),
-        "embeddings.patch_embedding.weight": (width, vision.get("num_channels", 3), size, size),
-        "embeddings.position_embedding.weight": ((vision.get("image_size", 224) // size) ** 2, width),
-        **numbered("encoder.layers", vision.get("num_hidden_layers", 12), layer),
+        "embeddings.patch_embedding.weight": (width, vision.size("num_channels", 3), size, size),
+        "embeddings.position_embedding.weight": ((vision.size("image_size", 224) // size) ** 2, width),
+        **numbered("encoder.layers", vision.layers("num_hidden_layers", 12), layer),
         **norm("post_layernorm", width),
-        **(head(width, inner) if vision.get("vision_use_head", True) else {}),
+        **(head(width, inner) if vision.flag("vision_use_head", True) else {}),
     }
     return {
         **{TOWER + name: shape for name, shape in tower.items()},

@@ -12,6 +12,7 @@ from mca_models.templates.family import Family
 from mca_models.templates.moe import aux_loss, restore_aux_loss
 from mca_models.templates.qwen2_vl import VISUAL, patches
 from mca_models.templates.vision import Shapes, TextInside, VisionPart, as_modules, linear, norm, numbered
+from mca_models.templates.vision_values import vision_values
 from mca_models.templates.with_vision import with_vision
 
 _norm, _linear = partial(norm, bias=False), partial(linear, bias=False)
@@ -28,10 +29,10 @@ def gated(name: str, inner: int, width: int) -> Shapes:
 
 def tensors(config: McaModelConfig) -> Shapes:
     """Every tensor of the vision model."""
-    vision = (config.vision or {})["vision_config"]
-    width, out = vision.get("hidden_size", 1536), vision.get("out_hidden_size", 4096)
-    size, merge = vision.get("patch_size", 14), vision.get("spatial_merge_size", 2)
-    bias = vision.get("attention_bias", False)
+    _, vision = vision_values(config)
+    width, out = vision.size("hidden_size", 1536), vision.size("out_hidden_size", 4096)
+    size, merge = vision.size("patch_size", 14), vision.size("spatial_merge_size", 2)
+    bias = vision.flag("attention_bias", False)
     block = {
         **_norm("norm1", width),
         **_norm("norm2", width),
@@ -41,15 +42,15 @@ def tensors(config: McaModelConfig) -> Shapes:
     }
     return {
         f"{VISUAL}embeddings.position_embedding.weight": (
-            (vision.get("image_size", 336) // size) ** 2,
+            (vision.size("image_size", 336) // size) ** 2,
             width,
         ),
         f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
         f"{VISUAL}patch_embed.proj.bias": (width,),
-        **numbered(f"{VISUAL}blocks", vision.get("depth", 24), block),
+        **numbered(f"{VISUAL}blocks", vision.layers("depth", 24), block),
         **_linear(f"{VISUAL}merger.proj", out, out),
         **norm(f"{VISUAL}merger.post_projection_norm", out),
-        **gated(f"{VISUAL}merger.", vision.get("intermediate_size", 13696), out),
+        **gated(f"{VISUAL}merger.", vision.size("intermediate_size", 13696), out),
         **_norm(f"{VISUAL}post_conv_layernorm", width),
         f"{VISUAL}downsample.weight": (out, width, merge, merge),
         f"{VISUAL}downsample.bias": (out,),

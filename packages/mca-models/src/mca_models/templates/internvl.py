@@ -13,6 +13,7 @@ from mca_models.templates.vision import (
     norm,
     numbered,
 )
+from mca_models.templates.vision_values import vision_values
 from mca_models.templates.with_vision import with_vision
 
 TEXTS = (qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, llama.FAMILY, gpt_oss.FAMILY)
@@ -20,18 +21,15 @@ TEXTS = (qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, llama.FAMILY, gpt_oss.FAM
 
 def tensors(config: McaModelConfig) -> Shapes:
     """Every tensor of tower and projector."""
-    about = config.vision or {}
-    vision = about["vision_config"]
-    width, inner = vision.get("hidden_size", 1024), vision.get("intermediate_size", 4096)
-    patch, image = _pair(vision.get("patch_size", 14)), _pair(vision.get("image_size", 448))
-    biased, layer_norm = (
-        vision.get("attention_bias", False),
-        vision.get("norm_type", "layer_norm") == "layer_norm",
-    )
+    about, vision = vision_values(config)
+    width, inner = vision.size("hidden_size", 1024), vision.size("intermediate_size", 4096)
+    patch, image = vision.sides("patch_size", 14), vision.sides("image_size", 448)
+    biased = vision.flag("attention_bias", False)
+    layer_norm = vision.choice("norm_type", "layer_norm", "rms_norm") == "layer_norm"
     layer: Shapes = {"lambda_1": (width,), "lambda_2": (width,)}
     for x in "qkv":
         layer |= linear(f"attention.{x}_proj", width, width, bias=biased)
-    if vision.get("use_qk_norm", False):
+    if vision.flag("use_qk_norm", False):
         layer |= norm("attention.q_norm", width, bias=False) | norm("attention.k_norm", width, bias=False)
     layer |= {
         **linear("attention.projection_layer", width, width),
@@ -41,19 +39,19 @@ def tensors(config: McaModelConfig) -> Shapes:
         **norm("layernorm_after", width, bias=layer_norm),
     }
     tower: Shapes = {"embeddings.cls_token": (1, 1, width)}
-    if vision.get("use_mask_token", False):
+    if vision.flag("use_mask_token", False):
         tower["embeddings.mask_token"] = (1, 1, width)
-    if vision.get("use_absolute_position_embeddings", True):
+    if vision.flag("use_absolute_position_embeddings", True):
         count = (image[0] // patch[0]) * (image[1] // patch[1]) + 1
         tower["embeddings.position_embeddings"] = (1, count, width)
     tower |= {
-        "embeddings.patch_embeddings.projection.weight": (width, vision.get("num_channels", 3), *patch),
+        "embeddings.patch_embeddings.projection.weight": (width, vision.size("num_channels", 3), *patch),
         "embeddings.patch_embeddings.projection.bias": (width,),
-        **numbered("encoder.layer", vision.get("num_hidden_layers", 24), layer),
+        **numbered("encoder.layer", vision.layers("num_hidden_layers", 24), layer),
     }
-    if not vision.get("use_mean_pooling", True):
+    if not vision.flag("use_mean_pooling", True):
         tower |= norm("layernorm", width)
-    merged = width * int(1 / about.get("downsample_ratio", 0.5)) ** 2
+    merged = width * int(1 / about.factor("downsample_ratio", 0.5)) ** 2
     projector = {
         **norm("layer_norm", merged),
         **linear("linear_1", config.hidden_size, merged),
@@ -62,10 +60,6 @@ def tensors(config: McaModelConfig) -> Shapes:
     return {TOWER + name: shape for name, shape in tower.items()} | {
         PROJECTOR + name: shape for name, shape in projector.items()
     }
-
-
-def _pair(size: int | list[int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 FAMILY = with_vision(

@@ -13,6 +13,7 @@ from mca_models.templates.vision import (
     norm,
     numbered,
 )
+from mca_models.templates.vision_values import vision_values
 from mca_models.templates.with_vision import with_vision
 
 _INNER = f"{TOWER}vision_model."
@@ -31,11 +32,10 @@ PUBLISHED = Spelling(
 
 def tensors(config: McaModelConfig) -> Shapes:
     """Every tensor of tower and projector."""
-    about = config.vision or {}
-    vision = about["vision_config"]
-    width, inner = vision.get("hidden_size", 1280), vision.get("intermediate_size", 5120)
-    size, times = vision.get("patch_size", 14), vision.get("temporal_patch_size", 2)
-    between, merged = about.get("projector_hidden_size", 6144), vision.get("spatial_merge_size", 2) ** 2
+    about, vision = vision_values(config)
+    width, inner = vision.size("hidden_size", 1280), vision.size("intermediate_size", 5120)
+    size, times = vision.size("patch_size", 14), vision.size("temporal_patch_size", 2)
+    between, merged = about.size("projector_hidden_size", 6144), vision.size("spatial_merge_size", 2) ** 2
     layer = {
         **norm("layer_norm1", width),
         **norm("layer_norm2", width),
@@ -45,9 +45,9 @@ def tensors(config: McaModelConfig) -> Shapes:
     for x in ("q", "k", "v", "out"):
         layer |= linear(f"self_attn.{x}_proj", width, width)
     return {
-        f"{TOWER}embeddings.proj.weight": (width, vision.get("num_channels", 3), times, size, size),
+        f"{TOWER}embeddings.proj.weight": (width, vision.size("num_channels", 3), times, size, size),
         **norm(f"{TOWER}pre_layrnorm", width),
-        **numbered(f"{TOWER}layers", vision.get("num_hidden_layers", 32), layer),
+        **numbered(f"{TOWER}layers", vision.layers("num_hidden_layers", 32), layer),
         **linear(f"{PROJECTOR}linear_1", between, width),
         **linear(f"{PROJECTOR}linear_2", config.hidden_size, between),
         **linear(f"{PROJECTOR}merge_linear_1", between, config.hidden_size * merged),

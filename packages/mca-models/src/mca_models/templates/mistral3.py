@@ -15,6 +15,7 @@ from mca_models.templates.vision import (
     norm,
     numbered,
 )
+from mca_models.templates.vision_values import vision_values
 from mca_models.templates.with_vision import with_vision
 
 _norm, _linear = partial(norm, bias=False), partial(linear, bias=False)
@@ -22,10 +23,9 @@ _norm, _linear = partial(norm, bias=False), partial(linear, bias=False)
 
 def tensors(config: McaModelConfig) -> Shapes:
     """Every tensor of tower and projector."""
-    about = config.vision or {}
-    vision = about["vision_config"]
-    width, inner = vision.get("hidden_size", 1024), vision.get("intermediate_size", 4096)
-    size, merge = vision.get("patch_size", 16), about.get("spatial_merge_size", 2)
+    about, vision = vision_values(config)
+    width, inner = vision.size("hidden_size", 1024), vision.size("intermediate_size", 4096)
+    size, merge = vision.size("patch_size", 16), about.size("spatial_merge_size", 2)
     layer = {
         **_norm("attention_norm", width),
         **_norm("ffn_norm", width),
@@ -37,13 +37,12 @@ def tensors(config: McaModelConfig) -> Shapes:
         **_linear("feed_forward.up_proj", inner, width),
         **_linear("feed_forward.down_proj", width, inner),
     }
-    layers = about.get("vision_feature_layer", -1)
-    biased = about.get("multimodal_projector_bias", False)
-    taken = width * (1 if isinstance(layers, int) else len(layers))
+    biased = about.flag("multimodal_projector_bias", False)
+    taken = width * len(about.index_or_more("vision_feature_layer", -1))
     return {
-        f"{TOWER}patch_conv.weight": (width, vision.get("num_channels", 3), size, size),
+        f"{TOWER}patch_conv.weight": (width, vision.size("num_channels", 3), size, size),
         **_norm(f"{TOWER}ln_pre", width),
-        **numbered(f"{TOWER}transformer.layers", vision.get("num_hidden_layers", 24), layer),
+        **numbered(f"{TOWER}transformer.layers", vision.layers("num_hidden_layers", 24), layer),
         **_norm(f"{PROJECTOR}norm", width),
         **_linear(f"{PROJECTOR}patch_merger.merging_layer", width, width * merge**2),
         **linear(f"{PROJECTOR}linear_1", config.hidden_size, taken, bias=biased),

@@ -3,13 +3,14 @@
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.qwen2_vl import INSIDE, MERGERS, SPELLINGS, VISUAL, merger, patches, text_family
 from mca_models.templates.vision import Shapes, VisionPart, linear, norm, numbered
+from mca_models.templates.vision_values import vision_values
 from mca_models.templates.with_vision import with_vision
 
 
 def tensors(config: McaModelConfig) -> Shapes:
     """Every tensor of the vision model."""
-    vision = (config.vision or {})["vision_config"]
-    width, inner = vision.get("hidden_size", 3584), vision.get("intermediate_size", 3420)
+    _, vision = vision_values(config)
+    width, inner = vision.size("hidden_size", 3584), vision.size("intermediate_size", 3420)
     block = {
         **norm("norm1", width, bias=False),
         **norm("norm2", width, bias=False),
@@ -19,11 +20,11 @@ def tensors(config: McaModelConfig) -> Shapes:
         **linear("mlp.up_proj", inner, width),
         **linear("mlp.down_proj", width, inner),
     }
-    merged = width * vision.get("spatial_merge_size", 2) ** 2
+    merged = width * vision.size("spatial_merge_size", 2) ** 2
     return {
         f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
-        **numbered(f"{VISUAL}blocks", vision.get("depth", 32), block),
-        **merger(f"{VISUAL}merger", width, merged, vision.get("out_hidden_size", 3584), bias=False),
+        **numbered(f"{VISUAL}blocks", vision.layers("depth", 32), block),
+        **merger(f"{VISUAL}merger", width, merged, vision.size("out_hidden_size", 3584), bias=False),
     }
 
 

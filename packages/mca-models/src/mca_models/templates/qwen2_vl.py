@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject, Values
+from mca_config.types import JsonObject
 from mca_models.templates import qwen2
 from mca_models.templates.config_table import HfConfig, head_dim
 from mca_models.templates.family import Family
@@ -17,6 +17,7 @@ from mca_models.templates.vision import (
     norm,
     numbered,
 )
+from mca_models.templates.vision_values import VisionValues, vision_values
 from mca_models.templates.with_vision import with_vision
 
 VISUAL = "visual."
@@ -47,17 +48,17 @@ def merger(name: str, width: int, merged: int, out: int, *, bias: bool) -> Shape
     }
 
 
-def patches(vision: Values, width: int) -> tuple[int, int, int, int, int]:
-    """The shape of the convolution that makes patches."""
-    size = vision.get("patch_size", 14)
-    return width, vision.get("in_channels", 3), vision.get("temporal_patch_size", 2), size, size
+def patches(vision: VisionValues, width: int, default: int = 14) -> tuple[int, int, int, int, int]:
+    """The shape of the convolution that makes patches, which are so large by ``default``."""
+    size = vision.size("patch_size", default)
+    return width, vision.size("in_channels", 3), vision.size("temporal_patch_size", 2), size, size
 
 
 def tensors(config: McaModelConfig) -> Shapes:
     """Every tensor of the vision model."""
-    vision = (config.vision or {})["vision_config"]
-    width = vision.get("embed_dim", 1280)
-    inner = int(width * vision.get("mlp_ratio", 4))
+    _, vision = vision_values(config)
+    width = vision.size("embed_dim", 1280)
+    inner = int(width * vision.factor("mlp_ratio", 4))
     block = {
         **norm("norm1", width),
         **norm("norm2", width),
@@ -66,11 +67,11 @@ def tensors(config: McaModelConfig) -> Shapes:
         **linear("mlp.fc1", inner, width),
         **linear("mlp.fc2", width, inner),
     }
-    merged = width * vision.get("spatial_merge_size", 2) ** 2
+    merged = width * vision.size("spatial_merge_size", 2) ** 2
     return {
         f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
-        **numbered(f"{VISUAL}blocks", vision.get("depth", 32), block),
-        **merger(f"{VISUAL}merger", width, merged, vision.get("hidden_size", 3584), bias=True),
+        **numbered(f"{VISUAL}blocks", vision.layers("depth", 32), block),
+        **merger(f"{VISUAL}merger", width, merged, vision.size("hidden_size", 3584), bias=True),
     }
 
 

@@ -9,6 +9,7 @@ from mca_models.templates.config_table import ConfigTable
 from mca_models.templates.family import Family
 from mca_models.templates.qwen2_vl import VISUAL, patches
 from mca_models.templates.vision import Shapes, TextInside, VisionPart, as_modules, linear, norm, numbered
+from mca_models.templates.vision_values import VisionValues, vision_values
 from mca_models.templates.with_vision import with_vision
 
 SPELLINGS = (as_modules(VISUAL),)
@@ -18,7 +19,7 @@ DEEPSTACK = "deepstack_visual_indexes"
 
 def deepstack(vision: JsonObject) -> int:
     """How many inner layers of the vision model give features."""
-    return len(vision.get(DEEPSTACK, (8, 16, 24)))
+    return len(VisionValues(vision, "vision_config.").indexes(DEEPSTACK, (8, 16, 24)))
 
 
 INSIDE = TextInside(text_model_type="", rope=((24, 20, 20), True), deepstack=deepstack)
@@ -49,9 +50,9 @@ def merger(name: str, width: int, merged: int, out: int) -> Shapes:
 
 def tower(config: McaModelConfig, stacked: int) -> Shapes:
     """Every tensor of the vision model, with so many inner layers that give features."""
-    vision = {"patch_size": 16, **(config.vision or {})["vision_config"]}
-    width, inner = vision.get("hidden_size", 1152), vision.get("intermediate_size", 4304)
-    out, merged = vision.get("out_hidden_size", 3584), width * vision.get("spatial_merge_size", 2) ** 2
+    _, vision = vision_values(config)
+    width, inner = vision.size("hidden_size", 1152), vision.size("intermediate_size", 4304)
+    out, merged = vision.size("out_hidden_size", 3584), width * vision.size("spatial_merge_size", 2) ** 2
     block = {
         **norm("norm1", width),
         **norm("norm2", width),
@@ -61,10 +62,10 @@ def tower(config: McaModelConfig, stacked: int) -> Shapes:
         **linear("mlp.linear_fc2", width, inner),
     }
     return {
-        f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
+        f"{VISUAL}patch_embed.proj.weight": patches(vision, width, 16),
         f"{VISUAL}patch_embed.proj.bias": (width,),
-        f"{VISUAL}pos_embed.weight": (vision.get("num_position_embeddings", 2304), width),
-        **numbered(f"{VISUAL}blocks", vision.get("depth", 27), block),
+        f"{VISUAL}pos_embed.weight": (vision.size("num_position_embeddings", 2304), width),
+        **numbered(f"{VISUAL}blocks", vision.layers("depth", 27), block),
         **merger(f"{VISUAL}merger", width, merged, out),
         **numbered(f"{VISUAL}deepstack_merger_list", stacked, _unnamed(merger("", merged, merged, out))),
     }

@@ -26,7 +26,7 @@ from mca_config.files import inside, present, read_json, read_text
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_config.pipeline import PipelineChunk
-from mca_models.checkpoint.mca_directory import iteration_name, latest_iteration
+from mca_models.checkpoint.mca_directory import iteration_name, latest_iteration, load_config
 from mca_models.checkpoint.placement import stored
 from mca_models.storage.strided import StridedTensor
 from mca_models.templates import config_from_hf, family_of
@@ -94,7 +94,7 @@ def read_config(path: Path) -> McaModelConfig:
     config = McaModelConfig.load(path)
     document = read_json(inside(path, FILE_NAME))
     if "mca_version" in document or config.hf_config.get("model_type") != config.model_type:
-        return config
+        return load_config(path)
     try:
         named = config_from_hf(config.hf_config)
     except McaError as error:

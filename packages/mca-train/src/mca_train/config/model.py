@@ -34,7 +34,7 @@ def model_config(path: str) -> McaModelConfig:
         McaError: The directory or its configuration is missing or not supported.
     """
     from mca_models.checkpoint.hf_directory import naming_config, read_config, unquantised
-    from mca_models.checkpoint.mca_directory import is_mca
+    from mca_models.checkpoint.mca_directory import is_mca, load_config
     from mca_models.opening import CheckpointKind, kind_of, open_checkpoint
     from mca_models.templates import config_from_hf
 
@@ -44,7 +44,7 @@ def model_config(path: str) -> McaModelConfig:
     if kind_of(folder) in (CheckpointKind.ROLL, CheckpointKind.TORCH_DIST):
         return open_checkpoint(folder).config
     if is_mca(folder):
-        return McaModelConfig.load(folder)
+        return load_config(folder)
     document = read_config(folder)
     with naming_config(folder):
         return config_from_hf(unquantised(document))

@@ -1,0 +1,64 @@
+"""What ``config.json`` says of a vision model: a value of no use is refused by its key, whatever the family."""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_vision
+
+from mca_config.errors import McaError
+from mca_models.templates import config_from_hf, config_to_hf, family_of
+
+GEMMA = json.loads((Path(__file__).parents[1] / "data/vision_configs/gemma-3-27b.json").read_text())
+WRONG = (None, "x", "1", -1, 0, 1.5, True, [], [14, 14], [1, "x"], {"a": 1}, 10**30, float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("patch_size", 0, "a whole number from 1 to 4194304"),
+        ("patch_size", [14, 14], "a whole number from 1 to 4194304"),
+        ("hidden_size", None, "a whole number from 1 to 4194304"),
+        ("num_hidden_layers", 10**8, "a whole number from 1 to 4096"),
+        ("vision_use_head", "no", "true or false"),
+    ],
+)
+def test_a_value_of_no_use_is_named(key: str, value: object, wanted: str) -> None:
+    hf = {**GEMMA, "vision_config": {**GEMMA["vision_config"], key: value}}
+    with pytest.raises(McaError) as caught:
+        config_from_hf(hf)
+    assert str(caught.value) == f"'vision_config.{key}' of the vision model is {value!r}; expected {wanted}"
+
+
+def changed(hf: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """``hf`` with each value of the vision model, and of what stands beside it, of another kind or left out."""
+    for part in ((), ("vision_config",)):
+        inside = hf["vision_config"] if part else {key: hf[key] for key in hf if key != "text_config"}
+        for key in inside:
+            for value in WRONG:
+                other = copy.deepcopy(hf)
+                (other["vision_config"] if part else other)[key] = value
+                yield other
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case == "internvl" else [pytest.mark.wide])
+        for case in sorted(tiny_vision.CASES)
+    ],
+)
+def test_whatever_a_file_says_is_a_model_or_one_line(case: str) -> None:
+    refused = 0
+    for hf in changed(tiny_vision.described(case)):
+        try:
+            config = config_from_hf(hf)
+            family_of(config.model_type).hf_shapes(config)
+            config_to_hf(config)
+        except McaError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 50
