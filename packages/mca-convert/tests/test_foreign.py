@@ -57,6 +57,19 @@ def test_torch_dist_goes_to_hugging_face_and_to_mca(case: str, tiny, convert, tm
         assert_same_tensors(source.path, back)
         assert json.loads((back / "config.json").read_text()) == config, "whose weights are not quantised"
     assert main(["verify", str(mca), str(source.path)]) == 0
+    for place, name in (
+        (folder.parent, "tokenizer.json"),
+        (folder.parent, "vocab.txt"),
+        (folder, "vocab.txt"),
+    ):
+        (place / name).write_text(place.name)
+    named = convert(folder, "named")  # whose configuration is that of the folder above
+    assert_same_tensors(source.path, named)
+    assert [(named / name).read_text() for name in ("tokenizer.json", "vocab.txt")] == [
+        "megatron",
+        folder.name,
+    ]
+    (folder / "vocab.txt").unlink()
     shutil.copy(source.path / "config.json", folder)
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     (folder / "tokenizer.json").write_text("{}")

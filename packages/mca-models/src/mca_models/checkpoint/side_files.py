@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mca_config.errors import McaError
-from mca_config.files import inside, open_regular
+from mca_config.files import inside, open_regular, present
 from mca_models.storage.partial_folder import close
 
 logger = logging.getLogger(__name__)
 
-_WRITTEN = {"config.json", "mca_config.json", "latest_checkpointed_iteration.txt"}
+_CONFIGS = ("mca_config.json", "config.json")
+_WRITTEN = {*_CONFIGS, "latest_checkpointed_iteration.txt"}
 _MEGATRON = {"metadata.json", "latest_wandb_artifact_path.txt", "progress.txt"}  # of the source's own kind
 
 OF_A_RUN = frozenset(
@@ -42,7 +43,11 @@ _FOLDERS = ("additional_chat_templates",)
 """Where tokenizers keep more of their files; what other folders hold is no part of the model."""
 
 _OF_TOKENIZERS = ("tokenizer", "chat_template", "special_tokens_map", "added_tokens", "vocab", "merges")
-_MEGATRON_FOLDERS = ("release", "dist_model")
+_DIST_MODEL, _OF_MEGATRON = (
+    "dist_model",
+    ".metadata",
+)  # of a torch_dist checkpoint, in an iteration or inside it
+_MEGATRON_FOLDERS = ("release", _DIST_MODEL)
 _BUFFER_BYTES = 1 << 20
 
 
@@ -53,21 +58,48 @@ def side_files(source: Path) -> list[Path]:
         McaError: One cannot be copied: a link that leads out of the directory or nowhere, a pipe, a device, a file
             that may not be read.
     """
-    return [_checked(source, name) for name in sorted(side_names(source))]
+    return list(_by_name(source).values())
+
+
+def _by_name(source: Path) -> dict[str, Path]:
+    folders = reversed(_folders(source))  # a file of the first one comes in place of another's
+    return {name: _checked(folder, name) for folder in folders for name in sorted(_names(folder))}
 
 
 def different_tokenizer(own: Path, other: Path) -> list[str]:
     """The tokenizer's files in ``other`` that ``own`` has otherwise, or not at all."""
-    names = (file.relative_to(other) for file in side_files(other) if file.name.startswith(_OF_TOKENIZERS))
-    return [str(name) for name in names if not _equal(own / name, other / name)]
+    files = _by_name(other).items()
+    return [
+        name for name, file in files if file.name.startswith(_OF_TOKENIZERS) and not _equal(own / name, file)
+    ]
+
+
+def config_folder(iteration: Path) -> Path | None:
+    """Where the configuration of a Megatron checkpoint lies: beside its weights or up to two folders above."""
+    places = (iteration, *list(iteration.resolve().parents)[:2])
+    return next((place for place in places if any(present(place, name) for name in _CONFIGS)), None)
+
+
+def _folders(source: Path) -> list[Path]:
+    """Where the small files of ``source`` lie: beside the configuration too, if that is in a folder above."""
+    iterations = (folder for folder in (source, source / _DIST_MODEL) if present(folder, _OF_MEGATRON))
+    iteration = next(iterations, None)
+    above = None if iteration is None else config_folder(iteration)
+    if above is None or above.resolve() not in source.resolve().parents:
+        return [source]
+    return [source, above]
 
 
 def _equal(first: Path, second: Path) -> bool:
     return first.is_file() and first.read_bytes() == second.read_bytes()
 
 
-def side_names(source: Path) -> Iterator[str]:
+def side_names(source: Path) -> set[str]:
     """The names of ``side_files``, whether or not they can be copied."""
+    return {name for folder in _folders(source) for name in _names(folder)}
+
+
+def _names(source: Path) -> Iterator[str]:
     for entry in source.iterdir():
         if entry.name in _FOLDERS and entry.is_dir():
             folder = inside(source, entry.name)
@@ -97,16 +129,17 @@ def _checked(source: Path, name: str) -> Path:
 
 def copy_side_files(source: Path, target: Path) -> dict[str, int]:
     """Copies and syncs those whose names ``target`` does not have yet; returns their sizes by name."""
-    if others := sorted(entry.name for entry in source.iterdir() if entry.is_dir() and _is_left(entry.name)):
-        logger.info(
-            "%s: not copied, because these folders are not part of the model: %s", source, ", ".join(others)
-        )
-    files = side_files(source)
-    return {
-        str(name): _copy(source / name, target / name)
-        for name in (file.relative_to(source) for file in files)
-        if not (target / name).exists()
-    }
+    for folder in _folders(source):
+        if others := sorted(
+            entry.name for entry in folder.iterdir() if entry.is_dir() and _is_left(entry.name)
+        ):
+            logger.info(
+                "%s: not copied, because these folders are not part of the model: %s",
+                folder,
+                ", ".join(others),
+            )
+    files = _by_name(source).items()
+    return {name: _copy(file, target / name) for name, file in files if not (target / name).exists()}
 
 
 def _copy(file: Path, target: Path) -> int:

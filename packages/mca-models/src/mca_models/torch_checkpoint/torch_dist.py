@@ -23,6 +23,7 @@ from mca_models.checkpoint.hf_directory import naming_config
 from mca_models.checkpoint.hf_directory import read_config as read_hf_config
 from mca_models.checkpoint.mca_directory import iteration_name, latest_iteration
 from mca_models.checkpoint.placement import stored
+from mca_models.checkpoint.side_files import config_folder
 from mca_models.storage.strided import Block, Shape, assemble
 from mca_models.templates import config_from_hf, family_of
 from mca_models.templates.common import EMBEDDING
@@ -92,16 +93,16 @@ def _require_backend(folder: Path, root: Path) -> None:
 
 
 def _config_near(folder: Path) -> McaModelConfig:
-    for place in (folder, *list(folder.resolve().parents)[:2]):
-        if present(place, FILE_NAME):
-            return read_config(place)
-        if present(place, "config.json"):
-            with naming_config(place):
-                return config_from_hf(read_hf_config(place))
-    raise McaError(
-        f"{folder}: a torch_dist checkpoint does not say what model it holds, and neither {FILE_NAME} nor "
-        "config.json lies there or above; put the model's Hugging Face config.json beside it"
-    )
+    place = config_folder(folder)
+    if place is None:
+        raise McaError(
+            f"{folder}: a torch_dist checkpoint does not say what model it holds, and neither {FILE_NAME} nor "
+            "config.json lies there or above; put the model's Hugging Face config.json beside it"
+        )
+    if present(place, FILE_NAME):
+        return read_config(place)
+    with naming_config(place):
+        return config_from_hf(read_hf_config(place))
 
 
 class _Reader:
