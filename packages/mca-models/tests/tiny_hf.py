@@ -248,6 +248,15 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "cohere2_moe-north": (
+        "cohere2_moe",
+        {
+            **{"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16, "sliding_window": 8},
+            **{"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 40, "rms_norm_eps": 1e-3},
+            **{"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "num_shared_experts": 2},
+            **{"logit_scale": 1.5, "sliding_window_pattern": 2, "tie_word_embeddings": False},
+        },
+    ),
     "mimo_v2_flash": (
         "mimo_v2_flash",
         {

@@ -205,6 +205,8 @@ class McaModelConfig(Layers):
     moe_router_group_score: Literal["top_sum", "max"] = "top_sum"
     """A group's score: the sum of its two best experts', or its best one's."""
     moe_router_topk_scaling_factor: float | None = None
+    moe_router_normalised: bool = True
+    """The sigmoids of a token's experts are divided by their sum."""
     sparse_mixer_jitter: float | None = None
     """Two experts are drawn in training of those so near the highest logit (SparseMixer); None: Megatron chooses."""
     input_jitter_noise: float = 0.0
@@ -213,6 +215,8 @@ class McaModelConfig(Layers):
     """An expert's input is multiplied by its weight, not its output."""
     moe_shared_expert_intermediate_size: int | None = None
     moe_shared_expert_gate: bool = False
+    moe_shared_expert_mean: bool = False
+    """What the shared expert and the others give is averaged, not added."""
     experts_beside_mlp: bool = False
     """The shared expert is the layer's MLP: it and the routed ones have norms of their own, the router factors."""
     moe_shortcut: bool = False

@@ -187,7 +187,10 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     ),
     "gemma4_unified_text": ("12B: the same with another window", "our heads, norms and ropes"),
     "aria_text": ("stacked experts in every layer, shared ones beside them", "Megatron's"),
-    "cohere2_moe": ("Command A with experts, dense first layers", "our norms"),
+    "cohere2_moe": (
+        "Command A with experts, North Mini Code: dense first layers, experts beside attention",
+        "our norms",
+    ),
     "olmo_hybrid": (
         "gated delta nets that may overcorrect, with norms before; full attention with norms after",
         "our delta net and norms",

@@ -3,10 +3,11 @@
 from dataclasses import replace
 from functools import partial
 
+from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import cohere, cohere2
-from mca_models.templates.config_table import Fixed, HfConfig, read_rope
+from mca_models.templates.config_table import HfConfig, read_rope
 from mca_models.templates.moe import expert_fields, moe_params, require_sigmoid_choice, restore_listed_layers
 from mca_models.templates.names import MoeNames
 from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
@@ -15,9 +16,10 @@ NAMES = MoeNames()
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Kinds of layers, which have experts, their weights, and the factor on logits."""
+    """Kinds of layers, which have experts, their weights, the norms, and the factor on logits."""
     score = hf.get("expert_selection_fn", "softmax")
-    if score == "sigmoid":
+    normalised = score == "softmax" or hf.get("norm_topk_prob", True)
+    if score == "sigmoid" and normalised:
         require_sigmoid_choice(hf)
     dense, count = hf.get("first_k_dense_replace", 0), hf["num_hidden_layers"]
     steps = [hf.get("prefix_dense_sliding_window_pattern", 1)] * dense
@@ -37,6 +39,9 @@ def derive(hf: HfConfig) -> JsonObject:
         "no_rope_freq": tuple(int(kind == FULL and (yes or not forced)) for kind, yes in plain),
         "moe_layer_freq": sparse,
         "moe_router_score_function": score,
+        "moe_router_normalised": bool(normalised),
+        **_shared(hf),
+        **_norms(hf),
         "ffn_hidden_size": hf.get("prefix_dense_intermediate_size") or hf["intermediate_size"],
     }
 
@@ -45,23 +50,46 @@ def restore(config: McaModelConfig) -> HfConfig:
     """See ``ConfigTable.restore``."""
     kinds = {**restore_kinds(config), **restore_listed_layers(config)}
     dense = {"prefix_dense_intermediate_size": config.ffn_hidden_size}
-    score = {"expert_selection_fn": config.moe_router_score_function, "num_shared_experts": 0}
-    return {"logit_scale": 1 / config.logits_scaling, **kinds, **dense, **score}
+    score = {"expert_selection_fn": config.moe_router_score_function}
+    shared, width = config.moe_shared_expert_intermediate_size or 0, config.moe_ffn_hidden_size or 1
+    beside = {
+        "norm_topk_prob": config.moe_router_normalised,
+        "num_shared_experts": shared // width,
+        "shared_expert_combination_strategy": "average" if config.moe_shared_expert_mean else "sum",
+    }
+    eps, root = config.layernorm_epsilon, config.normalization == "RMSNorm"
+    norms = {"rms_norm_eps": eps if root else None} | ({} if root else {"layer_norm_eps": eps})
+    return {"logit_scale": 1 / config.logits_scaling, **kinds, **dense, **score, **beside, **norms}
 
+
+def _shared(hf: HfConfig) -> JsonObject:
+    count, strategy = hf.get("num_shared_experts", 0), hf.get("shared_expert_combination_strategy", "average")
+    if count and strategy not in ("average", "sum"):
+        raise HfConfigError(
+            f"config.json: 'shared_expert_combination_strategy' is {strategy!r:.80}; supported: 'average', 'sum'"
+        )
+    return {
+        "moe_shared_expert_intermediate_size": count * hf["intermediate_size"] or None,
+        "moe_shared_expert_mean": bool(count) and strategy == "average",
+    }
+
+
+def _norms(hf: HfConfig) -> JsonObject:
+    eps = hf.get("rms_norm_eps")
+    if eps is None:
+        return {"layernorm_epsilon": hf.get("layer_norm_eps", 1e-5)}
+    return {"layernorm_epsilon": eps, "normalization": "RMSNorm"}
+
+
+_DERIVED = ("ffn_hidden_size", "layernorm_epsilon")
 
 CONFIG = replace(
     cohere2.CONFIG,
     fields=(
-        *(field for field in cohere2.CONFIG.fields if field.mca != "ffn_hidden_size"),
+        *(field for field in cohere2.CONFIG.fields if field.mca not in _DERIVED),
         *expert_fields(count="num_experts", default=8, ffn="intermediate_size"),
     ),
     defaults={**cohere2.CONFIG.defaults, "num_experts_per_tok": 2, "head_dim": 128},
-    fixed=(
-        *cohere2.CONFIG.fixed,
-        Fixed("num_shared_experts", (0,), "their mean with the chosen ones is not Megatron's sum"),
-        Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores over the chosen experts"),
-        Fixed("rms_norm_eps", (None,), "of this family models with LayerNorms alone are built"),
-    ),
     derive=derive,
     restore=restore,
 )

@@ -28,6 +28,7 @@ from mca_models.megatron.families.norms import (
 )
 from mca_models.megatron.families.own_heads import heads_by_layer, sized, with_own_heads
 from mca_models.megatron.families.parallel_block import SharedNorm, second_norm
+from mca_models.megatron.families.plain_sigmoids import with_mean
 from mca_models.megatron.families.router import own_router
 from mca_models.megatron.families.scales import scaled_residual
 from mca_models.megatron.families.shortcut import (
@@ -157,6 +158,8 @@ def _experts(config: McaModelConfig) -> dict[type, type]:
     experts: type = MoELayer
     if config.input_jitter_noise:
         experts = with_noisy_input(experts, config.input_jitter_noise)
+    if config.moe_shared_expert_mean:
+        experts = with_mean(experts)
     if config.experts_beside_mlp:
         experts = with_mlp_beside(experts)
     if config.moe_identity_experts:
