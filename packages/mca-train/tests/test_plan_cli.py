@@ -195,9 +195,9 @@ def test_a_search_finds_layouts_that_can_be_run(run, capsys):
 def test_a_search_goes_on_where_the_fastest_layouts_are_refused(run, first, capsys, monkeypatch):
     asked = []
 
-    def problems(task, values, one, gpus, target):
-        asked.append(one)
-        return ("layouts are refused", f"so is {one.layout}") if len(asked) <= first else ()
+    def problems(task, values, changes, gpus, target):
+        asked.append(changes)
+        return ("layouts are refused", f"so is {changes}") if len(asked) <= first else ()
 
     monkeypatch.setattr(searching, "_problems", problems)
     words = ["plan", "sft", run(gradient_accumulation_steps=8), "--gpus", "8", "--search"]

@@ -6,7 +6,7 @@ each holds a run of consecutive layers, so a list of run lengths in that order s
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
@@ -104,6 +104,7 @@ class PipelinePlan:
         return tuple(layer for chunk in self.chunks[pp] for layer in chunk.layers)
 
 
+@lru_cache(maxsize=1024)
 def pipeline_plan(layout: ParallelLayout, num_layers: int, mtp_num_layers: int = 0) -> PipelinePlan:
     """Lays ``num_layers`` decoder layers over the pipeline of ``layout``.
 

@@ -17,7 +17,7 @@ from mca_train.plan.fitting import FULL, changed, fullest, over, remedies
 from mca_train.plan.hardware import hardware_of
 from mca_train.plan.memory import GIB, Plan, Subject, plan_of
 from mca_train.plan.options import PlanOptions
-from mca_train.plan.search import search
+from mca_train.plan.search import fitting
 from mca_train.reference.program import program
 
 LLAMA_8B: dict[str, Any] = {
@@ -94,8 +94,7 @@ def test_rows_that_are_evaluated_at_once_are_planned(tmp_path: Path) -> None:
     device = hardware_of(f"gib:{plan.stages[0].total / GIB + 5}").device
     found = remedies(replace(subject, evaluated=True), args, plan.layout, 8, device)
     assert found[0].changes == {"per_device_eval_batch_size": 1} and found[0].fits
-    (found, *_) = search(replace(subject, evaluated=True), args, 8, 8, hardware_of("gib:1000"))
-    for one in found:
+    for one in fitting(replace(subject, evaluated=True), args, 8, 8, hardware_of("gib:1000")):
         assert one.changes["per_device_eval_batch_size"] == one.changes["per_device_train_batch_size"]
 
 
@@ -141,7 +140,7 @@ def test_what_a_search_writes_replaces_the_virtual_stages_of_a_checkpoint(tmp_pa
     subject, args, _ = planned(tmp_path)
     base = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     subject = replace(subject, config=replace(subject.config, layout=base))
-    (found,) = search(subject, args, 8, 2, hardware_of("gib:1000"), count=1000)
+    found = list(fitting(subject, args, 8, 2, hardware_of("gib:1000")))
     assert {each.layout.vpp for each in found if each.layout.pp == 2} >= {1, 2, 4}
     for each in found:
         assert changed(args, each.changes).layout(base) == each.layout

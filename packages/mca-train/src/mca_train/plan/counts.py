@@ -76,6 +76,7 @@ class ModelCounts:
     def __init__(self, config: McaModelConfig, sized: "Iterable[tuple[Param, Shape]]") -> None:
         self.config = config
         self._elements = Counter[tuple[Place, Kind]]()
+        self._by_stage: dict[tuple[ParallelLayout, bool], list[Count]] = {}
         self.total = 0
         """Parameters of the whole model; a tied head is not counted again."""
         for param, shape in sized:
@@ -113,6 +114,11 @@ class ModelCounts:
             layout: How the ranks stand.
             layers_only: Leave out what stands before, behind and beside the layers.
         """
+        if (layout, layers_only) not in self._by_stage:
+            self._by_stage[layout, layers_only] = self._counted(layout, layers_only)
+        return self._by_stage[layout, layers_only]
+
+    def _counted(self, layout: ParallelLayout, layers_only: bool) -> list[Count]:
         config = replace(self.config, layout=layout)
         plan = config.pipeline_plan()
         dense, experts = [0] * layout.pp, [0] * layout.pp

@@ -4,7 +4,7 @@ It reads no weight and prints nothing: `plan.report` makes the text. Whether the
 before, in `run.checks`. The search over layouts asks the same functions.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mca_config.layout import ParallelLayout, RankGrid
@@ -120,6 +120,15 @@ class Subject:
     images: Images | None = None
     evaluated: bool = False
     precomputed: bool = False
+    _on: dict[ParallelLayout, McaModelConfig] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def on(self, layout: ParallelLayout) -> McaModelConfig:
+        """The architecture on a layout."""
+        if layout not in self._on:
+            self._on[layout] = replace(self.config, layout=layout)
+        return self._on[layout]
 
     @property
     def runs_forward_alone(self) -> bool:
@@ -187,8 +196,7 @@ def make_plan(
 
 def plan_of(subject: Subject, training: "TrainingArguments", layout: ParallelLayout, world_size: int) -> Plan:
     """The plan of ``subject`` on a layout."""
-    config = replace(subject.config, layout=layout)
-    grid = RankGrid(layout, world_size)
+    config, grid = subject.on(layout), RankGrid(layout, world_size)
     accumulation = training.gradient_accumulation_steps
     batch = training.per_device_train_batch_size * accumulation * grid.data_parallel_size
     model = _model(subject, training, config, training.per_device_train_batch_size)
@@ -226,26 +234,47 @@ def _model(
     return Model(config, training, sizes, subject.implementation, subject.on_gpu, subject.images)
 
 
-def _stages(subject: Subject, model: Model, grid: RankGrid, evaluating: Model | None) -> list[StageNeeds]:
-    layout, training = grid.layout, model.training
+def least_of(subject: Subject, training: "TrainingArguments", layout: ParallelLayout, world_size: int) -> int:
+    """Bytes of the fullest stage without any pass: less than a plan's, and sooner known."""
+    width, grid = width_of(subject.config, training), RankGrid(layout, world_size)
+    held = [_held(training, width, counts) for counts in _counted(subject, training, grid)]
+    return max(stage.total - (stage.reference if subject.precomputed else 0) for stage in held)
+
+
+def _counted(subject: Subject, training: "TrainingArguments", grid: RankGrid) -> "list[_Counts]":
+    """Of each stage."""
+    layout = grid.layout
     none = [Count()] * layout.pp
-    held = subject.model.by_stage(layout)
-    adapter = subject.adapter.by_stage(layout) if subject.adapter else None
+    adapter = subject.adapter.by_stage(layout) if subject.adapter else none
     beside = subject.reference.by_stage(layout) if subject.reference else none
     beside_width = width_of(subject.reference.config, training) if subject.reference else 0
     copied = subject.model.by_stage(layout, layers_only=True) if training.fp8 else none
-    trained_by_stage, plan = subject.trained_by_stage(layout), model.config.pipeline_plan()
     share = shares(training.use_distributed_optimizer, grid)
-    found = []
-    for pp in range(layout.pp):
-        trained = trained_by_stage[pp]
-        counts = _Counts(
-            held[pp].total + (adapter[pp].total if adapter else 0),
+    by_stage = zip(
+        subject.model.by_stage(layout),
+        adapter,
+        subject.trained_by_stage(layout),
+        beside,
+        copied,
+        strict=True,
+    )
+    return [
+        _Counts(
+            held.total + added.total,
             trained.total,
             trained.dense // share.dense + trained.experts // share.experts,
-            beside[pp].total * beside_width,
-            copied[pp].total,
+            reference.total * beside_width,
+            quantized.total,
         )
+        for held, added, trained, reference, quantized in by_stage
+    ]
+
+
+def _stages(subject: Subject, model: Model, grid: RankGrid, evaluating: Model | None) -> list[StageNeeds]:
+    plan = model.config.pipeline_plan()
+    share = shares(model.training.use_distributed_optimizer, grid)
+    found = []
+    for pp, counts in enumerate(_counted(subject, model.training, grid)):
         needs = _needs(model, plan.chunks[pp], pp, counts, share)
         if evaluating is not None:
             alone = int(max(forward_alone(evaluating, chunk) for chunk in plan.chunks[pp]))
@@ -269,35 +298,48 @@ class _Counts:
     """Of those held, whose copies in fp8 stand beside them."""
 
 
-def _needs(
-    model: Model, chunks: tuple[PipelineChunk, ...], pp: int, counts: _Counts, share: Count
-) -> StageNeeds:
-    training = model.training
-    width = model.sizes.width
+def _held(training: "TrainingArguments", width: int, counts: _Counts) -> StageNeeds:
+    """What is there without any pass."""
     half = width == HALF
-    gradients = HALF if half and training.accumulate_allreduce_grads_in_fp32 is False else SINGLE
     moments = SINGLE * (bool(training.sgd_momentum) if training.optimizer == "sgd" else _ADAM_MOMENTS)
     main = SINGLE if half else 0  # the fp32 weights that the optimizer steps
     moved = training.optimizer_offload_fraction if training.optimizer_cpu_offload else 0
     moved = 1.0 if moved is None else moved
     main_moved = moved if training.use_precision_aware_optimizer else 0
+    return StageNeeds(
+        layers="",
+        parameters=counts.held,
+        weights=counts.held * width + counts.quantized * _FP8_COPIES * EIGHTH,
+        gradients=counts.trained * _of_gradient(training, width),
+        optimizer=int(counts.stepped * (moments * (1 - moved) + main * (1 - main_moved))),
+        host=int(counts.stepped * moved * (moments + 2 * SINGLE)),  # with weights and gradients in fp32
+        reference=counts.reference,
+        activations=0,
+        temporaries=0,
+    )
+
+
+def _of_gradient(training: "TrainingArguments", width: int) -> int:
+    """Bytes."""
+    return HALF if width == HALF and training.accumulate_allreduce_grads_in_fp32 is False else SINGLE
+
+
+def _needs(
+    model: Model, chunks: tuple[PipelineChunk, ...], pp: int, counts: _Counts, share: Count
+) -> StageNeeds:
+    training, width = model.training, model.sizes.width
     peak = _peak(model, chunks, pp)
     stepping = 0.0
-    if half and gradients == HALF and not training.use_precision_aware_optimizer:
+    if _of_gradient(training, width) == HALF and not training.use_precision_aware_optimizer:
         stepping += SINGLE * counts.stepped  # copies of gradients, by which the optimizer steps
     if not model.on_gpu and counts.stepped:  # there the optimizer is one kernel
         largest = model.config.padded_vocab_size * model.config.hidden_size // model.sizes.layout.tp
         stepping += SINGLE * min(largest / share.dense, counts.stepped)
     peak = max(peak, Peak(0.0, stepping, 0), key=Peak.total)
     worst = _peak(model, chunks, pp, worst=True).total() - peak.total() if model.sizes.experts else 0.0
-    return StageNeeds(
+    return replace(
+        _held(training, width, counts),
         layers=" | ".join(layers_of(chunk) for chunk in chunks),
-        parameters=counts.held,
-        weights=counts.held * width + counts.quantized * _FP8_COPIES * EIGHTH,
-        gradients=counts.trained * gradients,
-        optimizer=int(counts.stepped * (moments * (1 - moved) + main * (1 - main_moved))),
-        host=int(counts.stepped * moved * (moments + 2 * SINGLE)),  # with weights and gradients in fp32
-        reference=counts.reference,
         activations=int(peak.kept),
         temporaries=int(peak.running),
         in_flight=peak.in_flight,

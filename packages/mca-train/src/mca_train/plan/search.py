@@ -1,7 +1,7 @@
 """Looks for layouts of a number of devices on which a run fits and is fast."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mca_config.checks import check_layout
@@ -13,7 +13,7 @@ from mca_train.plan.chunks import Model
 from mca_train.plan.counts import shares
 from mca_train.plan.fitting import FULL, changed, fullest, over
 from mca_train.plan.hardware import Hardware
-from mca_train.plan.memory import Subject, plan_of
+from mca_train.plan.memory import GIB, Subject, least_of, plan_of
 from mca_train.plan.sizes import Sizes
 from mca_train.plan.speed import Speed, StepTime
 
@@ -43,8 +43,19 @@ LAYOUT_KEYS = frozenset(
 
 
 @dataclass(frozen=True)
+class Fit:
+    """A layout that fits: keys to set, the arguments with them, bytes of the fullest stage, tokens of a step."""
+
+    changes: JsonObject
+    layout: ParallelLayout
+    training: "TrainingArguments"
+    needs: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Found:
-    """A layout that fits: keys to set, its step's time, and bytes of the fullest stage."""
+    """The same, with its step's time on so many devices."""
 
     changes: JsonObject
     layout: ParallelLayout
@@ -59,16 +70,15 @@ class Found:
         return self.tokens / self.time.total / self.gpus
 
 
-def search(
+def fitting(
     subject: Subject,
     training: "TrainingArguments",
     batch: int,
     gpus: int,
     hardware: Hardware,
-    count: int = 40,
     allowed: Callable[[ParallelLayout], bool] = lambda _: True,
-) -> Iterator[list[Found]]:
-    """Lots of those that fit: by a rough prediction the fastest, then the next ones; each lot fastest first.
+) -> Iterator[Fit]:
+    """Those that fit, by a rough prediction the fastest first.
 
     Args:
         subject: What is trained.
@@ -77,7 +87,6 @@ def search(
         batch: Samples of a step, which stay as many.
         gpus: Devices.
         hardware: What they are.
-        count: How many are in a lot.
         allowed: Says of a layout that the model fits whether the run may stand on it.
     """
     tried = []
@@ -87,20 +96,21 @@ def search(
             continue
         changes = overlap | keys
         args = changed(training, changes)
+        if least_of(subject, args, layout, gpus) > hardware.device.usable_gib * GIB:
+            continue
         rough = predicted(subject, args, layout, gpus, hardware, roughly=True)
         tried.append((rough, layout, changes, args))
     tried.sort(key=lambda one: one[0].total)
-    found: list[Found] = []
     for _, layout, changes, args in tried:
         plan = plan_of(subject, args, layout, gpus)
         if not over(plan, hardware.device):
-            time = predicted(subject, args, layout, gpus, hardware)
-            found.append(Found(changes, layout, time, fullest(plan), plan.tokens_per_step, gpus))
-        if len(found) == count:
-            yield sorted(found, key=lambda one: one.time.total)
-            found = []
-    if found:
-        yield sorted(found, key=lambda one: one.time.total)
+            yield Fit(changes, layout, args, fullest(plan), plan.tokens_per_step)
+
+
+def timed(subject: Subject, fit: Fit, gpus: int, hardware: Hardware) -> Found:
+    """`fit` with the predicted time of its step."""
+    time = predicted(subject, fit.training, fit.layout, gpus, hardware)
+    return Found(fit.changes, fit.layout, time, fit.needs, fit.tokens, gpus)
 
 
 def predicted(
@@ -113,7 +123,7 @@ def predicted(
     roughly: bool = False,
 ) -> StepTime:
     """The time of a step on a layout; ``roughly``: without walking through its passes."""
-    config, grid = replace(subject.config, layout=layout), RankGrid(layout, gpus)
+    config, grid = subject.on(layout), RankGrid(layout, gpus)
     sizes = Sizes.of(
         config,
         training,

@@ -19,7 +19,7 @@ from mca_train.config.run_config import Settings
 from mca_train.plan.fitting import changed
 from mca_train.plan.hardware import Hardware
 from mca_train.plan.memory import GIB, Subject
-from mca_train.plan.search import LAYOUT_KEYS, Found, search
+from mca_train.plan.search import LAYOUT_KEYS, Fit, Found, fitting, timed
 from mca_train.run.checks import Run, check, settings_of
 
 if TYPE_CHECKING:
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 SCHEMA, VERSION = "mca-train/search", 1
 _SHOWN = 5
-_SECONDS = 8.0
-"""Of one core, after which no further lot of layouts is checked."""
+_COMPARED = 40
+"""Layouts that pass the check, whose steps are then predicted in full."""
+_SECONDS = 10.0
+"""Of one core, after which no more are checked than so many."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def best_layouts(
     hardware: Hardware,
     allowed: Callable[[ParallelLayout], bool],
 ) -> Best:
-    """Checks the fastest, and slower ones until some pass.
+    """Checks those that fit, the fastest first, until enough have passed.
 
     Args:
         task: The kind of run.
@@ -71,29 +73,29 @@ def best_layouts(
     """
     from mca_models.megatron.factory.target import Target
 
-    best: dict[str, Found] = {}
-    refused, checked, began, cut = Counter[str](), 0, process_time(), False
     gpus, target = run.world_size, Target.planned(subject.implementation)
-    attends = _attends(run, target)
+    attends, began = _attends(run, target), process_time()
 
     def stands(layout: ParallelLayout) -> bool:
         return attends(layout.tp, layout.cp) and allowed(layout)
 
     given = dict.fromkeys(name for name in values if name in LAYOUT_KEYS)  # unset where it is not found again
-    for lot in search(subject, run.settings.training, batch, gpus, hardware, allowed=stands):
-        for found in lot:
-            one = replace(found, changes=given | found.changes)
-            if str(one.layout) in best or len(best) == _SHOWN:
-                continue
-            problems = _problems(task, values, one, gpus, target)
-            checked += 1
-            refused.update(problems)
-            if not problems:
-                best[str(one.layout)] = one
-        cut = not best and process_time() - began > _SECONDS
-        if best or cut:
+    passing: list[Fit] = []
+    refused, checked, cut = Counter[str](), 0, False
+    for fit in fitting(subject, run.settings.training, batch, gpus, hardware, stands):
+        cut = checked >= _COMPARED and process_time() - began > _SECONDS
+        if cut or len(passing) == _COMPARED:
             break
-    return Best(list(best.values()), checked, refused, cut)
+        one = replace(fit, changes=given | fit.changes)
+        problems = _problems(task, values, one.changes, gpus, target)
+        checked += 1
+        refused.update(problems)
+        passing += [] if problems else [one]
+    best: dict[str, Found] = {}
+    found = (timed(subject, one, gpus, hardware) for one in passing)
+    for each in sorted(found, key=lambda each: each.time.total):
+        best.setdefault(str(each.layout), each)
+    return Best([*best.values()][:_SHOWN], checked, refused, cut)
 
 
 def _attends(run: Run, target: "Target") -> Callable[[int, int], bool]:
@@ -133,9 +135,11 @@ def batch_of(settings: Settings, model: McaModelConfig, gpus: int) -> int:
     return once * max(gpus // replica, 1)
 
 
-def _problems(task: "Task", values: Values, one: Found, gpus: int, target: "Target") -> tuple[str, ...]:
+def _problems(
+    task: "Task", values: Values, changes: JsonObject, gpus: int, target: "Target"
+) -> tuple[str, ...]:
     try:
-        settings = settings_of(task, {**without_layout(values), **one.changes}, "--search")
+        settings = settings_of(task, {**without_layout(values), **changes}, "--search")
     except McaError as error:
         return tuple(problems_of(error))
     return check(task, settings, lambda *_: gpus, target).impossible
