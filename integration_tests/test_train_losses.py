@@ -209,9 +209,10 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
         "hidden_dropout": 0.0,
         "expert_tensor_parallel_size": 1,
         "moe_z_loss_coeff": 0.1,
-        "sgd_momentum": 0.9,
+        "optimizer": "sgd",
     }
-    quietly(lambda: McaTrainer(**(good | {"args": arguments(output, **alike, optimizer="sgd")})))
+    alike["calculate_per_token_loss"] = True
+    quietly(lambda: McaTrainer(**(good | {"args": arguments(output, **alike)})))
     wrong = [
         lambda: McaTrainer(**(good | {"args": arguments(output, **another)})),
         lambda: McaTrainer(**(good | {"model": torch.nn.Linear(1, 1)})),

@@ -98,6 +98,11 @@ def test_a_failed_evaluation_leaves_the_signals_of_training(monkeypatch: pytest.
     assert (trainer.signals, trainer._sources) == ("of training", "of its sources")
 
 
+MEGATRON = SimpleNamespace(
+    sequence_parallel=False, moe_token_dispatcher_type="alltoall", fp8=None, fp8_recipe="delayed"
+)
+
+
 class Rollouts(list[dict[str, torch.Tensor]]):
     """Samples that can be looked after."""
 
@@ -115,7 +120,7 @@ def test_what_was_made_of_a_dataset_goes_when_the_trainer_has_another(tmp_path: 
         context_parallel_rank=0,
     )
     trainer._loaders = Loaders(
-        args=args, ranks=ranks, sequence_parallel=False, collate=PadCollator(0), pad_token_id=0
+        args=args, ranks=ranks, megatron=MEGATRON, collate=PadCollator(0), pad_token_id=0
     )
 
     def new() -> Rollouts:

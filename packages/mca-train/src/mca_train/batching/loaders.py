@@ -19,7 +19,7 @@ from mca_train.batching.step_stream import PackedStream, StepStream, is_stream, 
 from mca_train.data.streams import AnswerStream
 from mca_train.data.token_dataset import order_of
 from mca_train.groups import Ranks
-from mca_train.types import Sample, SampleSource, TrainingArguments
+from mca_train.types import Sample, SampleSource, TrainingArguments, Upstream
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Loaders:
     Args:
         args: Training arguments.
         ranks: Where this rank stands.
-        sequence_parallel: Whether activations are cut along the sequence.
+        megatron: Megatron's configuration of the model.
         collate: Makes padded tensors of samples.
         pad_token_id: Of the tokenizer.
         pack_length: With ``sequence_packing``, tokens of a pack; None: of the longest sample.
@@ -41,7 +41,7 @@ class Loaders:
 
     args: TrainingArguments
     ranks: Ranks
-    sequence_parallel: bool
+    megatron: Upstream
     collate: Collator
     pad_token_id: int
     pack_length: int | None = None
@@ -126,9 +126,8 @@ class Loaders:
     def _gathers_tokens(self) -> bool:
         """Whether experts get tokens of several replicas by a collective that takes the same number of each."""
         layout = self.ranks.layout
-        return self.args.moe_token_dispatcher_type == "allgather" and (
-            layout.ep > 1 or layout.etp > layout.tp
-        )
+        by_gathering = self.megatron.moe_token_dispatcher_type == "allgather"
+        return by_gathering and (layout.ep > 1 or layout.etp > layout.tp)
 
     def evaluation(self, dataset: SampleSource) -> tuple[DataLoader[StepBatch], StepSampler]:
         """An item is as many micro-batches as fill the pipeline; every sample comes once, in order."""
@@ -178,7 +177,8 @@ class Loaders:
 
     def _group(self) -> int:
         """Micro-batches that the interleaved schedule hands out together."""
-        return self.args.microbatch_group_size_per_vp_stage or self.ranks.layout.pp
+        size: int = self.megatron.microbatch_group_size_per_vp_stage
+        return size
 
     def _of_samples(self, dataset: SampleSource, sampler: StepSampler) -> DataLoader[StepBatch]:
         return self._loader(CountedSamples(dataset), sampler, self._common_length(dataset, sampler.shape))
@@ -192,7 +192,9 @@ class Loaders:
             collate=self.collate,
             micro_batch_size=sampler.shape.micro_batch_size,
             multiple=sequence_multiple(
-                self.ranks.layout, self.sequence_parallel, tokens=tokens_of_fp8(args.fp8, args.fp8_recipe)
+                self.ranks.layout,
+                self.megatron.sequence_parallel,
+                tokens=tokens_of_fp8(self.megatron.fp8, self.megatron.fp8_recipe),
             ),
             context_parallel_size=self.ranks.layout.cp,
             context_parallel_rank=self.ranks.context_parallel_rank,

@@ -20,6 +20,8 @@ from mca_config.errors import McaError
 from mca_train.losses import preference
 
 if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
     from mca_config.training import TrainingArguments
 
 
@@ -64,7 +66,12 @@ def key_problems(training: "TrainingArguments") -> Iterator[str]:
         yield (
             "overlap_param_gather cannot be combined with kto, which runs the model before a step; set it to false"
         )
-    if training.moe_token_dispatcher_type == "allgather":
+
+
+def model_problems(megatron: "TransformerConfig") -> Iterator[str]:
+    """What Megatron would add to the loss of such answers, or not do with them, by its configuration of the model."""
+    yield from preference.model_problems(megatron)
+    if megatron.moe_token_dispatcher_type == "allgather":
         yield "moe_token_dispatcher_type allgather needs samples of one length, which kto does not have; use alltoall"
 
 

@@ -90,8 +90,8 @@ class Kto(Sft):
             yield "kto needs all rows before training; set streaming to false"
 
     def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
-        """Losses that Megatron adds by tokens."""
-        from mca_train.losses.preference import model_problems
+        """Losses that Megatron adds by tokens, and what needs samples of one length."""
+        from mca_train.losses.kto import model_problems
 
         return model_problems(megatron)
 

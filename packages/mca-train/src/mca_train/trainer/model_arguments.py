@@ -18,6 +18,7 @@ from mca_train.types import VirtualModels
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
 
+_ALWAYS_ON = "calculate_per_token_loss"
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 _SHORT = {name: short for short, name in SIZE_FIELDS.items()}
 
@@ -77,7 +78,7 @@ def _settings(model: VirtualModels, args: "TrainingArguments") -> Iterator[str]:
         transformer_config(config, each, config.layout, config.dtype)
         for each in (model.args, _with(model.args, asked))
     )
-    idle = without_effect(args, config, would_be)
+    idle = {_ALWAYS_ON, *without_effect(args, config, would_be)}
     for name in asked:
         if name not in idle and getattr(would_be, name) != getattr(is_one, name):
             yield _differs(name, getattr(would_be, name), getattr(is_one, name))

@@ -155,7 +155,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         self._loaders = Loaders(
             args=args,
             ranks=self.ranks,
-            sequence_parallel=model.megatron.sequence_parallel,
+            megatron=model.megatron,
             collate=self.data_collator,
             pad_token_id=pad_token(processing_class),
             pack_length=pack_length,

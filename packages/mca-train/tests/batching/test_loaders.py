@@ -1,0 +1,45 @@
+"""How samples are dealt out is what the model needs, whatever a trainer's arguments leave out."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mca_config import TrainingArguments
+from mca_config.layout import ParallelLayout
+from mca_train.batching.collate import PadCollator
+from mca_train.batching.loaders import Loaders
+
+
+def loaders(folder: Path, layout: ParallelLayout, **made_with: Any) -> Loaders:
+    args = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=1, gradient_accumulation_steps=6, max_steps=1
+    )
+    ranks: Any = SimpleNamespace(
+        layout=layout,
+        device=torch.device("cpu"),
+        data_parallel_size=1,
+        data_parallel_rank=0,
+        context_parallel_rank=0,
+    )
+    plain = {"sequence_parallel": False, "moe_token_dispatcher_type": "alltoall", "fp8": None}
+    megatron = SimpleNamespace(**(plain | {"fp8_recipe": "delayed"} | made_with))
+    return Loaders(args=args, ranks=ranks, megatron=megatron, collate=PadCollator(0), pad_token_id=0)
+
+
+def widths(made: Loaders, dataset: Any) -> set[int]:
+    """Of all rows of the two steps of an epoch."""
+    loader, _ = made.train(dataset)
+    return {batch.input_ids.shape[1] for step in loader for batch in step.micro_batches}
+
+
+def test_the_model_says_what_rows_and_steps_must_be(tmp_path: Path) -> None:
+    data = [{"input_ids": torch.arange(length)} for length in (9, *[5] * 11)]
+    experts = ParallelLayout(expert_model_parallel_size=2)
+    assert widths(loaders(tmp_path, experts), data) == {5, 9}
+    assert widths(loaders(tmp_path, experts, moe_token_dispatcher_type="allgather"), data) == {9}
+    assert widths(loaders(tmp_path, ParallelLayout(), fp8="hybrid"), data) == {16}
+    virtual = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    _, sampler = loaders(tmp_path, virtual, microbatch_group_size_per_vp_stage=3).train(data)
+    assert sampler.shape.micro_batch_multiple == 3
