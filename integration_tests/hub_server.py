@@ -124,6 +124,8 @@ class Handler(BaseHTTPRequestHandler):
         self.hub.asked.append((self.command, path, self.headers.get("Range", "")))
         if self.hub.private and self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._send(401, b"", {"X-Error-Code": "RepoNotFound"})
+        if path == "/api/whoami-v2":
+            return self._json({"name": "somebody"}, 200 if self.headers.get("Authorization") else 401)
         for kind, name, folders in (
             ("models", "org/model", self.hub.folders),
             ("datasets", "org/rows", self.hub.datasets),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from quantise import fp8_copy
+from safetensors.torch import load_file, save_file
 
 from mca_convert.cli import main
 
@@ -32,6 +33,29 @@ def test_hugging_face(tiny, capsys) -> None:
     assert [entry[3] for entry in found["biggest"]] == sorted((e[3] for e in found["biggest"]), reverse=True)
 
 
+@pytest.mark.parametrize(
+    ("end", "head"),
+    [
+        ("ForSequenceClassification", "sequence classification, 3 labels"),
+        ("ForTokenClassification", "token classification, 3 labels"),
+    ],
+)
+def test_a_head_for_scores(end: str, head: str, source: Path, capsys) -> None:
+    config = json.loads((source / "config.json").read_text())
+    config |= {
+        "architectures": [f"Llama{end}"],
+        "id2label": {str(number): f"L{number}" for number in range(3)},
+    }
+    (source / "config.json").write_text(json.dumps(config))
+    tensors = load_file(source / "model.safetensors")
+    tensors["score.weight"] = tensors.pop("lm_head.weight")[:3].clone()
+    if end == "ForTokenClassification":
+        tensors["score.bias"] = tensors["score.weight"][:, 0].clone()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    facts = inspected(source, capsys)["facts"]
+    assert (facts["architecture"], facts["head"]) == (f"Llama{end}", head)
+
+
 def test_quantised(tiny, capsys, tmp_path: Path) -> None:
     fp8_copy(tiny("llama", "bfloat16"), tmp_path / "fp8")
     found = inspected(tmp_path / "fp8", capsys)
@@ -54,7 +78,6 @@ def test_roll(capsys) -> None:
 
 
 def test_torch_dist(tiny, capsys, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
     from torch.distributed import checkpoint as dcp
 
     from mca_models.checkpoint.hf_directory import HfSource

@@ -1,8 +1,11 @@
 """Signals at every stage: nothing is left and the exit code says so, or the checkpoint is complete and it is 0."""
 
+import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 from files import assert_same_tensors
 
+from mca_config.errors import McaError
 from mca_convert.cli import main
 from mca_convert.interrupts import Interrupts
 
@@ -98,6 +102,55 @@ def test_after_the_last_file_it_changes_nothing(tiny, tmp_path: Path, capsys, mo
     assert_same_tensors(source, output)
 
 
+def test_an_upload_is_ended_by_a_signal(tiny, tmp_path: Path, monkeypatch) -> None:
+    """Its threads are not waited for; the checkpoint stands."""
+    output, reader, writer = tmp_path / "out", *os.pipe()
+    arguments = ["--checkpoint_path", str(tiny("llama")), "--output_path", str(output), "--quiet"]
+
+    def endless(folder: Path, name: str) -> str:
+        thread = threading.Thread(target=time.sleep, args=(30,))
+        thread.start()
+        signal.raise_signal(signal.SIGTERM)
+        thread.join()
+        return "never"
+
+    monkeypatch.setattr("mca_models.hub.require_upload", lambda name: None)
+    monkeypatch.setattr("mca_models.hub.upload", endless)
+    if (process := os.fork()) == 0:
+        os.dup2(writer, 2)
+        main([*arguments, "--push_to_hub", "org/name"])
+        os._exit(0)
+    os.close(writer)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 143
+    with os.fdopen(reader) as stream:
+        last = stream.read().splitlines()[-1]
+    assert last == f"terminated; {output} is complete, the upload to org/name is not"
+    assert main(["inspect", str(output)]) == 0
+
+
+def test_an_upload_that_cannot_be_is_refused_before_the_work(
+    tiny, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    output = tmp_path / "out"
+    arguments = ["--checkpoint_path", str(tiny("llama")), "--output_path", str(output), "--push_to_hub"]
+    assert main([*arguments, "badname"]) == 2
+    assert "--push_to_hub badname: expected an id like org/name" in capsys.readouterr().err
+    monkeypatch.setenv("HF_TOKEN", "")
+    monkeypatch.setattr("huggingface_hub.hf_api.get_token", lambda: None)
+    assert main([*arguments, "org/name"]) == 1
+    assert capsys.readouterr().err.startswith("error: --push_to_hub org/name: you are not logged in")
+    assert not output.exists()
+
+    def fail(folder: Path, name: str) -> str:
+        raise McaError("--push_to_hub org/name: the Hub is full")
+
+    monkeypatch.setattr("mca_models.hub.require_upload", lambda name: None)
+    monkeypatch.setattr("mca_models.hub.upload", fail)
+    assert main([*arguments, "org/name"]) == 1
+    last = f"error: --push_to_hub org/name: the Hub is full ({output} is complete, only the upload failed)"
+    assert capsys.readouterr().err.splitlines()[-1] == last and (output / "mca_config.json").exists()
+
+
 AT_IMPORT = """
 import os, sys
 class Finder:
@@ -105,6 +158,7 @@ class Finder:
         if name == "MODULE":
             os.kill(os.getpid(), 2)
 sys.meta_path.insert(0, Finder())
+from mca_config.errors import McaError
 from mca_convert.cli import main
 from mca_convert.interrupts import Interrupts
 sys.argv[1:] = ["inspect", "."]

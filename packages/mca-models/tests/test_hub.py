@@ -1,13 +1,15 @@
-"""What a push to the Hub deletes there, and when."""
+"""What a push to the Hub deletes there and when, what it needs, and models of which no headers can be fetched."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
-from mca_config.errors import McaError
-from mca_models.hub import older, upload
+from mca_config.errors import McaError, UsageError
+from mca_models.hub import headers_of, older, require_upload, upload
 
 _EARLIER = [
     *(
@@ -83,6 +85,9 @@ class _Api:
     files: list[str]
     calls: list[object]
 
+    def whoami(self) -> None:
+        self.calls.append("whoami")
+
     def create_repo(self, *_: object, **__: object) -> None: ...
 
     def model_info(self, *_: object, **__: object) -> SimpleNamespace:
@@ -117,3 +122,49 @@ def test_an_adapter_does_not_hide_a_whole_mca_model(api, tmp_path, monkeypatch):
         upload(_folder(tmp_path, "adapter_config.json"), "org/name")
     assert "\n" not in str(caught.value)
     assert api.calls == []
+
+
+def test_what_an_upload_needs_is_looked_for_before(api, monkeypatch):
+    require_upload("org/name@branch")
+    assert api.calls == ["whoami"]
+    with pytest.raises(UsageError, match=r"--push_to_hub name: expected an id like org/name"):
+        require_upload("name")
+    for error, told in (
+        (LocalTokenNotFoundError("x"), "you are not logged in (hf auth login, or HF_TOKEN)"),
+        (OfflineModeIsEnabled("x"), "HF_HUB_OFFLINE is set; unset it to upload"),
+        (ConnectionError("no route\nto it"), "ConnectionError: no route to it"),
+    ):
+
+        def fail(*_: object, error: Exception = error, **__: object) -> None:
+            raise error
+
+        for call in ("whoami", "upload_folder"):
+            monkeypatch.setattr(api, call, fail)
+            monkeypatch.setattr(api, "files", [], raising=False)
+            with pytest.raises(McaError) as caught:
+                require_upload("org/name") if call == "whoami" else upload(Path("out"), "org/name")
+            assert str(caught.value) == f"--push_to_hub org/name: {told}"
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(
+        McaError, match=r"needs the Hub's client; install it with pip install 'mca-convert\[hub\]'"
+    ):
+        require_upload("org/name")
+
+
+def test_of_pickled_weights_no_headers_are_fetched(api, tmp_path, monkeypatch, caplog):
+    for name in ("config.json", "pytorch_model.bin.index.json", "adapter_model.bin"):
+        (tmp_path / name).write_text("{}")
+    shards = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+    fetched = lambda self, repository, file, revision: str(tmp_path / file)  # noqa: E731
+    monkeypatch.setattr(api, "hf_hub_download", fetched, raising=False)
+    monkeypatch.setattr(api, "files", ["config.json", "pytorch_model.bin.index.json", *shards], raising=False)
+    told = f"org/old: its weights are in {shards[0]}, of which no header is fetched alone"
+    with headers_of("org/old", needs_weights=False) as folder:
+        assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert f"{told}: what is planned follows from its config.json" in caplog.text
+    with pytest.raises(McaError) as caught, headers_of("org/old", needs_weights=True):
+        pass
+    assert str(caught.value) == f"{told}; fetch the model (hf download org/old) and name its directory"
+    monkeypatch.setattr(api, "files", ["config.json", "adapter_model.bin"])
+    with headers_of("org/old", needs_weights=True) as folder:
+        assert (folder / "adapter_model.bin").exists(), "which is small"

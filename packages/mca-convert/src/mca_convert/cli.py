@@ -24,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code.
 
     0 done, 1 failed, 2 wrong usage, 128 and the signal's number if one ended it: 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP.
-    Only a code of 0 leaves anything at the output path, and it always does.
+    Only a code of 0 leaves anything at the output path, and it always does; but what an upload of it fails with, or is
+    ended by, leaves it there too, and the last line says so.
 
     Args:
         argv: The arguments; None: the process is this command.

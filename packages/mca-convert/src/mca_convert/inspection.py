@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
+from mca_config.printable import counted
 from mca_config.types import JsonObject
 from mca_models.checkpoint.hf_directory import HfSource, read_config
 from mca_models.checkpoint.mca_directory import McaSource, load_config
@@ -19,6 +20,7 @@ from mca_models.quantised.hf_config import quantisation_of
 from mca_models.storage.safetensors import TensorInfo, read_header
 from mca_models.storage.source import ModelSource
 from mca_models.templates import family_of
+from mca_models.templates.heads import class_name
 from mca_models.weights import Stage
 
 _SIZES = (
@@ -120,7 +122,11 @@ def _configuration(path: Path, kind: CheckpointKind, found: Inspection) -> None:
 
 def _describe(config: McaModelConfig, found: Inspection) -> None:
     found.facts["model_type"] = config.model_type
-    found.facts["architecture"] = family_of(config.model_type).architecture
+    if config.num_labels is None:
+        found.facts["architecture"] = family_of(config.model_type).architecture
+    else:
+        found.facts["architecture"] = class_name(config.model_type, config.head)
+        found.facts["head"] = f"{config.head.replace('_', ' ')}, {counted(config.num_labels, 'label')}"
     found.facts["dtype"] = config.dtype
     sizes = [(what, getattr(config, name, None)) for name, what in _SIZES]
     found.facts["sizes"] = ", ".join(f"{what} {value}" for what, value in sizes if value)

@@ -3,6 +3,7 @@
 What is left behind then is removed by those who write.
 """
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ class Interrupts:
         self.arrived: signal.Signals | None = None
         self.fault: McaError | None = None
         self._held = self._done = False
+        self._last_line: str | None = None
 
     @contextmanager
     def listening(self, *, to_the_end: bool) -> Iterator[None]:
@@ -60,6 +62,18 @@ class Interrupts:
         finally:
             self._held = False
 
+    @contextmanager
+    def ending_at_once(self, last_line: str) -> Iterator[None]:
+        """A block in which nothing is half done here: a signal says ``last_line`` and ends the process.
+
+        It does not wait for threads of the block, as those of an upload that has hours to go.
+        """
+        self._last_line = last_line
+        try:
+            yield
+        finally:
+            self._last_line = None
+
     def finish(self) -> None:
         """From now on signals come too late."""
         self._done = True
@@ -86,6 +100,11 @@ class Interrupts:
         return "" if self.arrived is None else WORDS[self.arrived]
 
     def _arrive(self, number: int, frame: object) -> None:
+        if self._last_line is not None:
+            os.write(
+                2, f"{WORDS[signal.Signals(number)]}; {self._last_line}\n".encode(errors="backslashreplace")
+            )
+            os._exit(128 + number)
         if self.arrived is None and not self._done:
             self.arrived = signal.Signals(number)
             if not self._held:

@@ -8,12 +8,12 @@ is fetched. A directory of that name on this machine comes first.
 import logging
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mca_config.errors import McaError
+from mca_config.errors import McaError, UsageError
 from mca_config.files import inside
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ _OF_MODELS = (
     *("generation_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
     "processor_config.json",
 )
+_PICKLED = "pytorch_model"
 _ADAPTERS_WEIGHTS = re.compile(r"adapter_model\.(safetensors|bin)")
 _ANY_WEIGHTS = re.compile(
     rf"{_ADAPTERS_WEIGHTS.pattern}|(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
@@ -86,10 +87,17 @@ def directory_of(name: str | Path, needed: Needed = "all") -> Path:
 
 
 @contextmanager
-def headers_of(name: str | Path) -> Iterator[Path]:
+def headers_of(name: str | Path, *, needs_weights: bool) -> Iterator[Path]:
     """A directory to plan with: of a Hub id the small files, and of each safetensors file the header alone.
 
     The files have their true lengths, but no weights: they are sparse. The directory is gone after the block.
+
+    Args:
+        name: A path, or an id with or without ``@revision``.
+        needs_weights: The configuration is not enough where the weights are in files without such a header.
+
+    Raises:
+        McaError: As `directory_of`, or weights are needed and in such files.
     """
     if not is_id(name):
         yield Path(name)
@@ -99,22 +107,28 @@ def headers_of(name: str | Path) -> Iterator[Path]:
 
     with tempfile.TemporaryDirectory(prefix="mca-hub-") as root:
         with _naming(str(name)):
-            folder = _headers(repository, revision, Path(root) / repository)
+            folder = _headers(repository, revision, Path(root) / repository, needs_weights=needs_weights)
         yield folder
 
 
-def _headers(repository: str, revision: str | None, folder: Path) -> Path:
+def _headers(repository: str, revision: str | None, folder: Path, *, needs_weights: bool) -> Path:
     from huggingface_hub import HfApi, constants, hf_hub_url
 
     api = HfApi()
     if constants.HF_HUB_OFFLINE:
         return directory_of(_named(repository, revision))
-    for file in chosen(_files(api, repository, revision), "all"):
+    files = chosen(_files(api, repository, revision), "all")
+    if pickled := [file for file in files if file.startswith(_PICKLED)]:
+        what = f"{_named(repository, revision)}: its weights are in {pickled[0]}, of which no header is fetched alone"
+        if needs_weights:
+            raise McaError(f"{what}; fetch the model (hf download {repository}) and name its directory")
+        logger.warning("%s: what is planned follows from its config.json", what)
+    for file in files:
         inside(folder, file).parent.mkdir(parents=True, exist_ok=True)
         if file.endswith(".safetensors"):
             address = hf_hub_url(repository, file, revision=revision, endpoint=api.endpoint)
             _write_header(address, folder / file)
-        elif not file.endswith((".bin", ".pt", ".distcp")):
+        elif not (file.startswith(_PICKLED) or file.endswith((".pt", ".distcp"))):
             cached = api.hf_hub_download(repository, file, revision=revision)
             (folder / file).write_bytes(Path(cached).read_bytes())
     return folder
@@ -124,18 +138,30 @@ def _named(repository: str, revision: str | None) -> str:
     return repository if revision is None else f"{repository}@{revision}"
 
 
+def require_upload(name: str) -> None:
+    """Raises before any work if nothing could be uploaded as the model ``name``.
+
+    Raises:
+        McaError: It is no id, the client is not installed, or the Hub is not reached or does not know the user.
+    """
+    if _ID.fullmatch(name) is None:
+        raise UsageError(f"--push_to_hub {name}: expected an id like org/name or org/name@branch")
+    with _naming_upload(name):
+        from huggingface_hub import HfApi
+
+        HfApi().whoami()
+
+
 def upload(folder: Path, name: str) -> str:
-    """Uploads ``folder`` as the model ``name``, which is made if it is not there; its address.
+    """Uploads ``folder`` as the model ``name`` (see `require_upload`), which is made if it is not there; its address.
 
     Then what `older` finds there is deleted; the repository's history keeps it.
 
     Raises:
         McaError: The Hub refuses it or cannot be reached, or an adapter would hide a model.
     """
-    if _ID.fullmatch(name) is None:
-        raise McaError(f"--push_to_hub {name}: expected an id like org/name or org/name@branch")
     repository, revision = _parts(name)
-    with _naming(name):
+    with _naming_upload(name):
         from huggingface_hub import CommitOperationDelete, HfApi
 
         api = HfApi()
@@ -272,6 +298,33 @@ def _naming(name: str) -> Iterator[None]:
             f"'mca-convert[hub]'), or fetch it: hf download {name} --local-dir <directory>"
         ) from None
     except Exception as error:  # whichever client the library uses has errors of its own
-        known = [_WHY[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in _WHY]
-        reason = known[0] if known else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = _reason(error, _WHY)
         raise McaError(f"{name}: no such directory is here, and the Hub answered: {reason}") from error
+
+
+_WHY_NOT_UPLOADED = {
+    "LocalTokenNotFoundError": "you are not logged in (hf auth login, or HF_TOKEN)",
+    "RepositoryNotFoundError": "you may not write there, or are not logged in (hf auth login, or HF_TOKEN)",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set; unset it to upload",
+}
+
+
+@contextmanager
+def _naming_upload(name: str) -> Iterator[None]:
+    """What goes wrong on the way to the Hub is one line about ``--push_to_hub name``."""
+    try:
+        yield
+    except McaError:
+        raise
+    except ImportError:
+        raise McaError(
+            f"--push_to_hub {name}: needs the Hub's client; install it with pip install 'mca-convert[hub]'"
+        ) from None
+    except Exception as error:  # as in `_naming`
+        raise McaError(f"--push_to_hub {name}: {_reason(error, _WHY_NOT_UPLOADED)}") from error
+
+
+def _reason(error: Exception, known: Mapping[str, str]) -> str:
+    """What ``error`` of the Hub's client means, if its kind is ``known``, else what it says."""
+    words = [known[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in known]
+    return words[0] if words else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -7,6 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from mca_config.errors import McaError
 from mca_config.parser import Parser
 from mca_convert.commands.carry_out import carry_out, layout_arguments, layout_flags_for_hf, layout_of
 from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca, refuse_taken
@@ -16,14 +17,28 @@ from mca_models.opening import kind_of, open_checkpoint
 
 def convert(parser: Parser, options: argparse.Namespace, interrupts: Interrupts) -> int:
     """Plans, converts, reports, and uploads if asked to; returns the exit code."""
-    code = _convert(parser, options, interrupts)
-    if code == 0 and options.push_to_hub:
-        from mca_models.hub import upload
+    if not options.push_to_hub:
+        return _convert(parser, options, interrupts)
+    from mca_models.hub import require_upload
 
-        address = upload(Path(options.output_path), options.push_to_hub)
-        if not options.quiet:
-            sys.stderr.write(f"uploaded to {address}\n")
+    require_upload(options.push_to_hub)
+    code = _convert(parser, options, interrupts)
+    if code == 0:
+        _upload(Path(options.output_path), options, interrupts)
     return code
+
+
+def _upload(folder: Path, options: argparse.Namespace, interrupts: Interrupts) -> None:
+    """Uploads what was written; whatever goes wrong now, it stands, which is said."""
+    from mca_models.hub import upload
+
+    with interrupts.ending_at_once(f"{folder} is complete, the upload to {options.push_to_hub} is not"):
+        try:
+            address = upload(folder, options.push_to_hub)
+        except McaError as error:
+            raise McaError(f"{error} ({folder} is complete, only the upload failed)") from None
+    if not options.quiet:
+        sys.stderr.write(f"uploaded to {address}\n")
 
 
 def _convert(parser: Parser, options: argparse.Namespace, interrupts: Interrupts) -> int:

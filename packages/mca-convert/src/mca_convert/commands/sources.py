@@ -26,7 +26,7 @@ def local_sources(command: str, options: argparse.Namespace) -> Iterator[dict[st
             if not given or not is_id(given):
                 continue
             if command in ("plan", "inspect"):
-                folder = stack.enter_context(headers_of(given))
+                folder = stack.enter_context(headers_of(given, needs_weights=command == "inspect"))
                 called[str(folder)] = given
             else:
                 folder = directory_of(given)
