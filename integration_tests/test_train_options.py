@@ -49,6 +49,22 @@ def moved(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
     return {name for name, tensor in one.items() if (tensor - other[name]).abs().max() > 1e-7}
 
 
+def test_a_last_group_of_micro_batches_that_is_smaller_trains_the_same(tmp_path):
+    checkpoint, steps = (
+        tiny_checkpoint(tmp_path / "model", **SMALL),
+        {"gradient_accumulation_steps": 6, "count": 11},
+    )
+    groups = {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "microbatch_group_size_per_vp_stage": 4,
+    }
+    ((_, alone),) = run_ranks(1, trained, checkpoint, tmp_path / "one", **steps)
+    for _, logged in run_ranks(2, trained, checkpoint, tmp_path / "two", **steps, **groups):
+        for key, values in logged.items():
+            assert values == pytest.approx(alone[key], rel=1e-5), key  # sums in fp32, in another order
+
+
 def with_biases(folder: Path) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -107,6 +107,45 @@ def test_a_hugging_face_collator_does():
     assert step.num_tokens == 3
 
 
+def padded(features, *names):
+    """A collator that knows nothing of values and of padding."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {name: pad([torch.as_tensor(each[name]) for each in features], True) for name in names}
+
+
+def test_what_a_collator_leaves_out_is_that_of_the_samples():
+    samples = [{"input_ids": [5, 6, 7], "values": [2.0]}, {"input_ids": [8]}, {"input_ids": [9, 4]}]
+    made = StepCollator(collate=lambda features: padded(features, "input_ids"), micro_batch_size=2)
+    own = StepCollator(collate=PadCollator(0), micro_batch_size=2)
+    for some in ([0, 1, 2, 1], [1, 2, 0, 1]):  # a micro-batch of which no sample has values
+        given = [(samples[number], True) for number in some]
+        found, wanted = made(given), own(given)
+        for ours, theirs in zip(found.micro_batches, wanted.micro_batches, strict=True):
+            for name in ("values", "following", "labels", "loss_mask"):
+                assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
+        assert found.num_tokens == wanted.num_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("names", "changes", "message"),
+    [
+        (("input_ids",), {}, "data_collator made no labels, which samples of the dataset have; return them"),
+        (("input_ids", "labels"), {"values": [1.0]}, "data_collator made no tensor 'values'"),
+        (
+            ("input_ids", "labels"),
+            {"input_ids": torch.tensor([[1, 5, 6], [1, 7, 0]])},
+            "return attention_mask",
+        ),
+        (("labels",), {"input_ids": torch.tensor([[5, 6, 7, 8]])}, "made 1 rows of 2 samples; make one row"),
+    ],
+)
+def test_what_a_collator_must_say_itself_is_one_line(names, changes, message):
+    samples = [{"input_ids": [5, 6], "labels": [5, 6]}, {"input_ids": [7], "labels": [7]}]
+    step = StepCollator(collate=lambda features: padded(features, *names) | changes, micro_batch_size=2)
+    with pytest.raises(McaError, match=message):
+        step([(sample, True) for sample in samples])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

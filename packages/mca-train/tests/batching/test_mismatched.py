@@ -1,6 +1,10 @@
+import numpy as np
+
 from mca_train import TokenDataset
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
 from mca_train.batching.mismatched import Mismatched
+from mca_train.batching.valued import WithValues
+from mca_train.data.token_dataset import order_of
 
 
 def samples(count):
@@ -39,3 +43,10 @@ def test_a_step_has_the_others_beside_it_in_as_many_micro_batches():
         first, second = step.beside.micro_batches
         assert first.input_ids.flatten().tolist() == [10, 11, 42, 20, 21, 12]
         assert second.loss_mask.sum() == 1  # what does not count, does not here either
+
+
+def test_what_has_more_of_each_sample_comes_in_the_same_order():
+    dataset = samples(2)
+    dataset.order_in_words = "rows of a.jsonl"
+    for made in (Mismatched(dataset, 2, None), WithValues(dataset, np.zeros((2, 1)))):
+        assert order_of(made) == "rows of a.jsonl"

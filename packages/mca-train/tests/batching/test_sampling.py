@@ -8,7 +8,7 @@ from mca_train.batching.sampling import BatchShape, StepSampler
 from mca_train.batching.step_stream import StepStream
 
 
-def steps(num_samples, *, mbs=1, micro=1, dp=1, multiple=1, epoch=0, first=0, **options):
+def steps(num_samples, *, mbs=1, micro=1, dp=1, multiple=1, smallest=None, epoch=0, first=0, **options):
     """For each step, all ranks' samples, micro-batch after micro-batch."""
     ranks = []
     for rank in range(dp):
@@ -17,7 +17,8 @@ def steps(num_samples, *, mbs=1, micro=1, dp=1, multiple=1, epoch=0, first=0, **
             num_micro_batches=micro,
             data_parallel_size=dp,
             data_parallel_rank=rank,
-            micro_batch_multiple=multiple,
+            group=multiple,
+            smallest_group=smallest or multiple,
         )
         sampler = StepSampler(num_samples, shape, **options)
         sampler.set_epoch(epoch, first)
@@ -49,6 +50,12 @@ def test_the_global_batch_is_the_same_on_every_layout():
 def test_all_ranks_have_as_many_micro_batches_also_in_a_short_step():
     ranks = steps(9, mbs=1, micro=4, dp=2, multiple=2, seed=1)
     assert {len(rank[-1]) for rank in ranks} == {2}
+
+
+@pytest.mark.parametrize(("num_samples", "fillers"), [(3, 1), (4, 0), (5, 1), (6, 0), (7, 0), (8, 0)])
+def test_a_group_is_filled_only_as_far_as_the_schedule_asks(num_samples, fillers):
+    ((step,),) = steps(num_samples, micro=8, multiple=4, smallest=2)
+    assert [place >= 0 for place in step] == [True] * num_samples + [False] * fillers
 
 
 def test_epochs_differ_and_repeat():

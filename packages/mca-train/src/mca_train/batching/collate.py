@@ -198,16 +198,23 @@ class StepCollator:
     def _collated(self, group: Sequences) -> dict[str, Tensor]:
         features = [feature for feature, _ in group]
         batch = dict(self.collate(features))
-        for name in ("input_ids", "labels"):
+        for name in ("input_ids", "labels", VALUES):
             if not isinstance(batch.get(name, batch.get("input_ids")), Tensor):
                 raise McaError(f"data_collator made no tensor {name!r}, only {', '.join(batch)}")
         counts = torch.tensor([real for _, real in group])
-        labels = batch.get("labels", batch["input_ids"]).clone()
-        labels[~counts] = IGNORED
-        batch["labels"] = labels
-        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-        _require_own_rows(batch, mask)
-        batch["num_tokens"] = batch.get("num_tokens", mask.sum(-1)) * counts
+        if "num_tokens" not in batch:
+            batch["num_tokens"] = _tokens_of_rows(batch, features)
+        if "labels" not in batch and any("labels" in feature for feature in features):
+            raise McaError(
+                "data_collator made no labels, which samples of the dataset have; return them, -100 where a token is "
+                "no target"
+            )
+        padding = torch.arange(batch["input_ids"].shape[1]) >= batch["num_tokens"][:, None]
+        labels = batch["labels"] if "labels" in batch else batch["input_ids"].masked_fill(padding, IGNORED)
+        batch["labels"] = labels.masked_fill(~counts[:, None], IGNORED)
+        batch["num_tokens"] = batch["num_tokens"] * counts
+        if VALUES not in batch and (values := values_of(features)):
+            batch[VALUES] = torch.stack(values)
         return batch
 
     def _micro_batches(
@@ -229,8 +236,10 @@ class StepCollator:
             "following": num_tokens[:, None] - 1 - positions,
         }
         cut = {name: self._slice(values).split(sizes) for name, values in whole.items()}
-        if all(VALUES in batch for batch in batches):
-            cut[VALUES] = torch.cat([batch[VALUES] for batch in batches]).split(sizes)
+        if (known := next((batch[VALUES] for batch in batches if VALUES in batch), None)) is not None:
+            none = [known.new_zeros(len(batch["input_ids"]), *known.shape[1:]) for batch in batches]
+            values = [batch.get(VALUES, zeros) for batch, zeros in zip(batches, none, strict=True)]
+            cut[VALUES] = torch.cat(values).split(sizes)
         return tuple(
             MicroBatch(
                 num_segments=size,
@@ -247,6 +256,28 @@ class StepCollator:
 
     def _slice(self, whole: Tensor, axis: int = 1) -> Tensor:
         return take(whole, axis, self.context_parallel_rank, self.context_parallel_size).contiguous()
+
+
+def _tokens_of_rows(batch: Mapping[str, Tensor], features: Sequence[Sample]) -> Tensor:
+    """How many tokens of each row of a collator are no padding: by its ``attention_mask``, or by the samples."""
+    ids = batch["input_ids"]
+    if len(ids) != len(features):
+        raise McaError(f"data_collator made {len(ids)} rows of {len(features)} samples; make one row of each")
+    mask = batch.get("attention_mask", torch.ones_like(ids))
+    _require_own_rows(batch, mask)
+    if "attention_mask" in batch:
+        return mask.sum(-1)
+    own = [torch.as_tensor(feature.get("input_ids", ())) for feature in features]
+    lengths = [
+        own_tokens(feature) if len(tokens) else 0 for feature, tokens in zip(features, own, strict=True)
+    ]
+    for row, tokens, length in zip(ids, own, lengths, strict=True):
+        if length < len(row) and not (length and torch.equal(row[:length], tokens[:length])):
+            raise McaError(
+                "data_collator made no attention_mask, and rows of other tokens than the samples have, so that "
+                "padding is not known; return attention_mask"
+            )
+    return torch.tensor(lengths).clamp(max=ids.shape[1])
 
 
 def _require_own_rows(batch: Mapping[str, Tensor], mask: Tensor) -> None:

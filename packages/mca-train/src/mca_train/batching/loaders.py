@@ -172,7 +172,8 @@ class Loaders:
             num_micro_batches=num_micro_batches,
             data_parallel_size=self.ranks.data_parallel_size,
             data_parallel_rank=self.ranks.data_parallel_rank,
-            micro_batch_multiple=self._group() if interleaved else 1,
+            group=self._group() if interleaved else 1,
+            smallest_group=layout.pp if interleaved else 1,
         )
 
     def _group(self) -> int:

@@ -6,7 +6,7 @@ from torch.utils.data import Dataset
 
 from mca_config.errors import McaError
 from mca_train.batching.packing import sequence_lengths
-from mca_train.data.token_dataset import IGNORED
+from mca_train.data.token_dataset import IGNORED, order_of
 from mca_train.types import Sample, SampleSource
 
 
@@ -22,6 +22,7 @@ class Mismatched(Dataset[Sample]):
 
     def __init__(self, dataset: SampleSource, group: int, length: int | None) -> None:
         self.lengths = sequence_lengths(dataset)
+        self.order_in_words = order_of(dataset)
         self._dataset, self._group, self._length = dataset, group, length
         self._distances: dict[int, int] = {}
 

@@ -19,8 +19,10 @@ class BatchShape:
     num_micro_batches: int
     data_parallel_size: int
     data_parallel_rank: int
-    micro_batch_multiple: int = 1
-    """The schedule takes numbers of micro-batches that this divides (interleaved pipelines: pp)."""
+    group: int = 1
+    """Micro-batches that the schedule takes together (interleaved pipelines)."""
+    smallest_group: int = 1
+    """How many may be left when their number is divided by ``group``, if any are (interleaved pipelines: pp)."""
 
     @property
     def row_size(self) -> int:
@@ -107,7 +109,11 @@ class StepSampler:
 def deal(samples: Indices, shape: BatchShape) -> list[int]:
     """This rank's part of one step's samples; ``~index`` fills places without a sample."""
     micro_batches = -(-len(samples) // shape.row_size)
-    micro_batches += -micro_batches % shape.micro_batch_multiple
+    rest = micro_batches % shape.group
+    if micro_batches < shape.group:
+        micro_batches = shape.group
+    elif 0 < rest < shape.smallest_group:
+        micro_batches += shape.smallest_group - rest
     places = np.full(micro_batches * shape.row_size, ~samples[0])
     places[: len(samples)] = samples
     grid = places.reshape(micro_batches, shape.data_parallel_size, shape.micro_batch_size)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from mca_train.batching.packing import sequence_lengths
-from mca_train.data.token_dataset import VALUES
+from mca_train.data.token_dataset import VALUES, order_of
 from mca_train.types import Sample, SampleSource
 
 
@@ -26,6 +26,7 @@ class WithValues(Dataset[Sample]):
 
     def __init__(self, dataset: SampleSource, values: NDArray[np.float64], sides: Sequence[str] = ()) -> None:
         self.lengths = sequence_lengths(dataset)
+        self.order_in_words = order_of(dataset)
         self._dataset, self._values = dataset, values
         self._prefixes = [f"{side}_" for side in sides] or [""]
 
