@@ -35,12 +35,14 @@ def test_it_is_megatrons(pp: int, vpp: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vpp", "group", "count"), [(1, None, 40), (2, None, 40), (2, 16, 64), (2, 16, 40), (3, 5, 40)]
+    ("vpp", "group", "count"),
+    [(1, None, 40), (1, None, 2), (2, None, 40), (2, 16, 64), (2, 16, 40), (3, 5, 40)],
 )
 def test_a_period_shows_as_many_passes_in_flight_as_the_whole_step(vpp: int, group: int, count: int) -> None:
     chunks = [Bytes(kept=1.0, forward=0.0, backward=0.0)] * vpp
     whole = Order(2, vpp, count, group)
-    few = replace(whole, micro_batches=min(count, whole.period))
-    assert walk(chunks, few, 0) == walk(chunks, whole, 0)
+    few = replace(whole, micro_batches=min(count, whole.filling))
+    for rank in range(whole.pp):
+        assert walk(chunks, few, rank) == walk(chunks, whole, rank)
     if (vpp, group) == (2, 16):
         assert walk(chunks, few, 0).in_flight == (2 - 1) * 2 + (2 - 1) * 16 + 1

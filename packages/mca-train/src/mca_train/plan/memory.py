@@ -14,7 +14,7 @@ from mca_train.config.model import layout_of
 from mca_train.config.parts import trained_parts
 from mca_train.plan.chunks import Bytes, Implementation, Model, forward_alone, of_chunk
 from mca_train.plan.counts import Count, ModelCounts, shares
-from mca_train.plan.schedule import Order
+from mca_train.plan.schedule import Order, passes_of
 from mca_train.plan.sizes import EIGHTH, HALF, SINGLE, Sizes, width_of
 from mca_train.plan.towers import Images
 
@@ -376,13 +376,13 @@ def _peak(model: Model, chunks: tuple[PipelineChunk, ...], pp: int, *, worst: bo
     layout, accumulated = model.sizes.layout, model.training.gradient_accumulation_steps
     group = model.training.microbatch_group_size_per_vp_stage
     order = Order(layout.pp, layout.vpp, accumulated, group)
-    return walk(bytes_of, replace(order, micro_batches=min(accumulated, order.period)), pp)
+    return walk(bytes_of, replace(order, micro_batches=min(accumulated, order.filling)), pp)
 
 
 def walk(bytes_of: list[Bytes], order: Order, pp: int) -> Peak:
     """The fullest moment of the passes of rank ``pp``, whose chunks need ``bytes_of``."""
     best, running, kept, count, most = 0.0, 0.0, 0.0, 0, 0
-    for step in order.of_rank(pp):
+    for step in passes_of(order, pp):
         chunk = bytes_of[step.chunk]
         taken = chunk.forward if step.forward else chunk.backward
         if step.forward:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -34,6 +35,11 @@ class Order:
         """So many micro-batches show every moment of a step; with more of them those in the middle repeat."""
         return max(4 * self.pp, 2 * (self.group or self.pp))
 
+    @property
+    def filling(self) -> int:
+        """So many micro-batches, or all, show the fullest moment of every rank."""
+        return self.pp + 1 if self.vpp == 1 else self.period
+
     def of_rank(self, rank: int) -> Iterator[Pass]:
         """The passes of pipeline rank ``rank``, one after another."""
         forward = list(self._table())
@@ -58,3 +64,9 @@ class Order:
             for chunk in range(self.vpp):
                 for micro_batch in range(first, min(first + size, self.micro_batches)):
                     yield micro_batch, chunk
+
+
+@lru_cache(maxsize=1)  # a plan walks each rank's twice: with balanced and with the worst routing
+def passes_of(order: Order, rank: int) -> tuple[Pass, ...]:
+    """All of `Order.of_rank`."""
+    return tuple(order.of_rank(rank))
