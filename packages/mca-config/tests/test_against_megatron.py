@@ -222,6 +222,15 @@ def test_the_pipeline_plan_is_megatrons_wherever_megatrons_is_complete() -> None
     assert refused > 200
 
 
+@pytest.fixture
+def plans_anew() -> Iterator[None]:
+    """Plans are kept: none from before, and none that is wrong for those who come after."""
+    pipeline_plan.cache_clear()
+    yield
+    pipeline_plan.cache_clear()
+
+
+@pytest.mark.usefixtures("plans_anew")
 def test_a_plan_without_interleaving_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     theirs = megatron_plan(sizes, 8, 0)
@@ -237,9 +246,11 @@ def test_a_plan_without_interleaving_is_noticed(monkeypatch: pytest.MonkeyPatch)
         return tuple(tuple(c for c in moved if c.pp == rank) for rank in range(sizes.pp))
 
     monkeypatch.setattr(pipeline, "_lay_out", blockwise)
+    pipeline_plan.cache_clear()
     assert our_plan(pipeline_plan(sizes, 8)) != theirs
 
 
+@pytest.mark.usefixtures("plans_anew")
 def test_a_plan_that_ignores_the_embeddings_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ParallelLayout(pipeline_model_parallel_size=2, account_for_embedding_in_pipeline_split=True)
     monkeypatch.setattr(pipeline, "_accounted_counts", lambda *_: [3, 2])

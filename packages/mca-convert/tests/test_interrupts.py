@@ -158,9 +158,7 @@ class Finder:
         if name == "MODULE":
             os.kill(os.getpid(), 2)
 sys.meta_path.insert(0, Finder())
-from mca_config.errors import McaError
 from mca_convert.cli import main
-from mca_convert.interrupts import Interrupts
 sys.argv[1:] = ["inspect", "."]
 sys.exit(main())
 """

@@ -42,4 +42,4 @@ def test_the_model_says_what_rows_and_steps_must_be(tmp_path: Path) -> None:
     assert widths(loaders(tmp_path, ParallelLayout(), fp8="hybrid"), data) == {16}
     virtual = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     _, sampler = loaders(tmp_path, virtual, microbatch_group_size_per_vp_stage=3).train(data)
-    assert sampler.shape.micro_batch_multiple == 3
+    assert (sampler.shape.group, sampler.shape.smallest_group) == (3, 2)
