@@ -141,6 +141,8 @@ def test_a_directory_that_holds_more_than_a_checkpoint_is_kept(
     (project / "config.json").write_text('{"port": 80}')
     assert main([*arguments(source, project), "--overwrite"]) == 1
     assert "holds no checkpoint, so --overwrite" in capsys.readouterr().err
+    assert main([*arguments(source, source), "--overwrite", "--adapter_path", str(tmp_path / "adapter")]) == 1
+    assert f"holds the source {source}; name" in capsys.readouterr().err, "the adapter's base model"
     assert main([*arguments(source, mca), "--overwrite"]) == 0
 
 
