@@ -217,10 +217,45 @@ DEALT = {
 }
 
 
-def test_what_depends_on_how_tokens_are_dealt_is_the_same_every_time(tmp_path: Path) -> None:
-    checkpoint = sparse_checkpoint(tmp_path / "model", norm_topk_prob=False)
-    for time in ("once", "again"):
-        run_ranks(2, all_gradients, checkpoint, tmp_path / time, {n: DP | x for n, x in DEALT.items()})
+WITHOUT_LOSS = DP | {"moe_router_load_balancing_type": "none"}
+BIASED: dict[str, Settings] = {
+    "chosen": WITHOUT_LOSS,
+    "dropped": WITHOUT_LOSS | {"moe_expert_capacity_factor": 0.6},
+    "filled": WITHOUT_LOSS | {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+}
+"""What decides about the experts that take a token, and not about those that it chooses."""
+
+
+@pytest.fixture(scope="module")
+def dealt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dealt")
+    plain = sparse_checkpoint(folder / "plain", norm_topk_prob=False)
+    biased = deepseek_with_prediction().save(folder / "biased")
+    for time, more in (("once", BIASED), ("again", {})):
+        runs = [(plain, {name: DP | settings for name, settings in DEALT.items()}), (biased, more)]
+        run_ranks(2, gradients_of, runs, folder / time)
+    return folder
+
+
+def gradients_of(runs: list[tuple[Path, dict[str, Settings]]], folder: Path) -> None:
+    for checkpoint, cases in runs:
+        all_gradients(checkpoint, folder, cases)
+
+
+def test_what_depends_on_how_tokens_are_dealt_is_the_same_every_time(dealt: Path) -> None:
     for name in DEALT:
-        once, again = (read(tmp_path / time / name / "gradients") for time in ("once", "again"))
+        once, again = (read(dealt / time / name / "gradients") for time in ("once", "again"))
         assert all(torch.equal(once[tensor], again[tensor]) for tensor in once)
+
+
+def moved_biases(checkpoint: Path, run: Path) -> torch.Tensor:
+    """How far those of the first layer with any have moved; what later layers are given depends on what it drops."""
+    before, after = read(checkpoint), read(run / "gradients")
+    first = min(name for name in before if "e_score_correction_bias" in name)
+    return (after[first] - before[first]).sign()
+
+
+def test_biases_of_experts_move_by_what_chose_them_whatever_is_dropped(dealt: Path) -> None:
+    moved = {name: moved_biases(dealt / "biased", dealt / "once" / name).tolist() for name in BIASED}
+    assert {-1.0, 1.0} <= {*moved["chosen"]}
+    assert moved["dropped"] == moved["filled"] == moved["chosen"]

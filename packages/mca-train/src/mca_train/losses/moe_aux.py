@@ -20,6 +20,7 @@ sequence, all sequences for equally long, for the global batch that which has co
 padding for tokens. Routers of a trained model compute with the functions below instead.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,6 +54,8 @@ class Balance:
     """``[experts]``: tokens of the step that are sent to each, if it was counted before; else None."""
     counting: bool = False
     """The running pass only counts `load`."""
+    capacity: float | None = None
+    """``moe_expert_capacity_factor``."""
     logits: Tensor | None = None
     """``[tokens, experts]`` of the running call."""
     segments: Tensor | None = None
@@ -86,9 +89,15 @@ def balance_experts(chunks: Iterable[torch.nn.Module]) -> None:
         carry_tokens(chunk)
         depths = prediction_routers(chunk)
         for router in modules:
-            router.mca_balance = Balance(depths.get(router, 0))
+            router.mca_balance = Balance(
+                depths.get(router, 0), capacity=router.config.moe_expert_capacity_factor
+            )
+            if router.mca_balance.capacity is not None:  # `_route` drops tokens, once they are counted
+                router.config = copy.copy(router.config)
+                router.config.moe_expert_capacity_factor = None
             for name, function in _OWN.items():
                 setattr(router, name, partial(function, router))
+            router.sinkhorn_load_balancing = partial(_sinkhorn, router, router.sinkhorn_load_balancing)
             router.routing = partial(_route, router, router.routing)
 
 
@@ -157,7 +166,32 @@ def _route(router: Router, plain: Upstream, logits: Tensor, padding_mask: Tensor
     balance.logits = logits.flatten(0, 1)
     routed = plain(logits, padding)
     balance.logits = None
-    return routed
+    return routed if balance.capacity is None else _within_capacity(router, *routed)
+
+
+def _within_capacity(router: Router, weights: Tensor, sent: Tensor) -> Upstream:
+    """What is left, both ``[tokens, experts]``, where experts take a limited number; padding takes nobody's place."""
+    from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
+
+    counts = (_segments(router.mca_balance) >= 0).unsqueeze(-1)
+    return apply_router_token_dropping(
+        weights * counts,
+        sent & counts,
+        router_topk=router.topk,
+        capacity_factor=router.mca_balance.capacity,
+        drop_policy=router.config.moe_token_drop_policy,
+        pad_to_capacity=router.config.moe_pad_expert_input_to_capacity,
+    )
+
+
+def _sinkhorn(router: Router, plain: Upstream, logits: Tensor) -> Upstream:
+    """``sinkhorn_load_balancing``; in training, which distributes tokens evenly, padding is no part of them."""
+    weights, sent = plain(logits)
+    counting = (_segments(router.mca_balance) >= 0).nonzero().squeeze(-1)
+    if not router.training or len(counting) in (0, len(logits)):
+        return weights, sent
+    own_weights, own_sent = plain(logits[counting])
+    return weights.index_copy(0, counting, own_weights), sent.index_copy(0, counting, own_sent)
 
 
 def _sent(router: Router, logits: Tensor) -> Tensor:
@@ -255,8 +289,11 @@ def _z_loss(router: Router, logits: Tensor, padding_mask: Tensor | None = None) 
 
 
 def _count_for_bias(router: Router, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-    """Megatron takes the mask ``[tokens]`` beside ``[tokens, experts]``; in evaluation nothing is counted."""
-    if router.enable_expert_bias and torch.is_grad_enabled():
+    """Megatron takes the mask ``[tokens]`` beside ``[tokens, experts]``; in evaluation nothing is counted.
+
+    Nor is it for a router that is frozen: biases without counts stay as they are.
+    """
+    if router.enable_expert_bias and torch.is_grad_enabled() and router.weight.requires_grad:
         with torch.no_grad():
             counts = routing_map & (router.mca_balance.segments >= 0).unsqueeze(-1)
             router.local_tokens_per_expert += counts.sum(0)
