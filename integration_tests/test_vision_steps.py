@@ -128,14 +128,16 @@ def refused(reference: Mixed) -> list[str]:
     model.requires_grad_(False)
     targets = {"peft_type": "LORA", "r": 2, "target_modules": "all-linear"}
     adapted = get_peft_model(model, targets, parts={"language", "vision"})
-    return [*said, told(adapted, overlap_param_gather=True), told(adapted, vision_learning_rate=1e-5)]
+    said += [told(adapted, overlap_param_gather=True), told(adapted, vision_learning_rate=1e-5)]
+    return [*said, told(adapted, freeze=["language", "projector"]), told(adapted, freeze=["projector"])]
 
 
 def test_parts_that_cannot_be_trained_as_told_are_refused_on_every_rank(tmp_path: Path) -> None:
     both = run_ranks(2, refused, mixed("qwen2_5_vl", tmp_path))
     gather = "overlap_param_gather: ranks without an image do not run the vision model"
     one_rate = "vision_learning_rate: an adapter has one learning rate"
-    expected = ["", "vision_learning_rate: vision is frozen", gather, "", gather, one_rate]
+    on = "freeze: the adapter is on language; leave it out of freeze"
+    expected = ["", "vision_learning_rate: vision is frozen", gather, "", gather, one_rate, on, ""]
     for said in both:
         assert [bool(words) for words in said] == [bool(words) for words in expected]
         assert all(words.startswith(start) for words, start in zip(said, expected, strict=True))

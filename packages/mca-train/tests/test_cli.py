@@ -378,6 +378,55 @@ def test_wrong_keys_and_wrong_values_are_told_together(run, capsys):
 
 
 @pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        (
+            "pretrain",
+            {"prompt_column": "q", "tools_column": "t"},
+            "prompt_column, tools_column: mca-train pretrain does not read it; remove the key",
+        ),
+        ("dpo", {"text_column": "t"}, "text_column: mca-train dpo does not read it; remove the key"),
+        ("reward", {"messages_column": "m"}, "messages_column: mca-train reward does not read it"),
+        (
+            "classify",
+            {"completion_column": "a", "num_labels": 2},
+            "completion_column: mca-train classify does",
+        ),
+        ("sft", {"image_folder": "pictures"}, "image_folder: a qwen3 model sees no images; remove the key"),
+        (
+            "sft",
+            {"prompt_column": "q", "data_format": "messages"},
+            "prompt_column: data_format messages does not read it; remove one of the two",
+        ),
+        (
+            "dpo",
+            {"prompt_column": "q", "data_format": "alpaca"},
+            "prompt_column: data_format alpaca does not",
+        ),
+    ],
+)
+def test_columns_that_are_not_read_are_refused(run, kind, changes, message, capsys):
+    assert main(["plan", kind, run(**changes)]) == 2
+    assert message in capsys.readouterr().out
+
+
+def test_columns_that_some_source_reads_are_taken(run, tmp_path, capsys):
+    names = ("text", "messages", None)
+    entries = [{"path": f"{tmp_path}/{name}.jsonl", "data_format": name} for name in names]
+    changes = {"train_file": ..., "datasets": entries[:2], "text_column": "t", "messages_column": "m"}
+    assert main(["plan", "sft", run(**changes)]) == 0
+    changes["completion_column"] = "a"
+    assert main(["plan", "sft", run(**changes)]) == 2
+    assert "completion_column: data_format messages, text does not read it" in capsys.readouterr().out
+    for more in ({"eval_file": f"{tmp_path}/c.jsonl"}, {"datasets": entries}):  # whose format is not named
+        assert main(["plan", "sft", run(**{**changes, **more})]) == 0
+    changes["datasets"] = [{**entries[0], "data_format": ["text"]}]
+    assert main(["plan", "sft", run(**changes)]) == 0
+    assert "data_format must be 'messages' or" in capsys.readouterr().out
+    assert main(["plan", "dpo", run(prompt_column="q", tools_column="t", chosen_column="c")]) == 0
+
+
+@pytest.mark.parametrize(
     ("command", "changes", "flags", "message"),
     [
         ("plan", {}, ["--imges", "3"], "unknown key 'imges'; did you mean --images?"),

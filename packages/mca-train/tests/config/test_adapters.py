@@ -30,19 +30,25 @@ def saved(folder: Path, config, **settings) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("target", "parts"), [("all-linear", {"vision", "projector", "language"}), (["q_proj"], {"language"})]
+    ("settings", "parts"),
+    [
+        ({"target_modules": "all-linear"}, {"vision", "projector", "language"}),
+        ({"target_modules": ["q_proj"]}, {"language"}),
+        ({"target_modules": ["mlp.0"], "modules_to_save": ["embed_tokens"]}, {"projector", "language"}),
+    ],
 )
-def test_an_adapter_that_is_continued_says_which_parts_are_trained(target, parts, tmp_path):
+def test_an_adapter_that_is_continued_says_which_parts_are_trained(settings, parts, tmp_path):
     config = config_from_hf(json.loads(VISION.read_text()))
-    path = str(saved(tmp_path / "adapter", config, target_modules=target))
+    path = str(saved(tmp_path / "adapter", config, **settings))
     assert adapted_parts(path, config) == parts
     training = SimpleNamespace(
         freeze=None, vision_learning_rate=None, projector_learning_rate=None, overlap_param_gather=True
     )
     found = part_problems(training, LoraArguments(adapter_name_or_path=path), config, SimpleNamespace())
     told = next(found, "")
-    assert told.startswith("overlap_param_gather: ranks without an image" if "vision" in parts else "")
-    assert bool(told) == ("vision" in parts)
+    sees = parts != {"language"}
+    assert told.startswith("overlap_param_gather: ranks without an image" if sees else "")
+    assert bool(told) == sees
 
 
 @pytest.mark.usefixtures("own_threads")

@@ -47,17 +47,21 @@ class DataArguments:
             "With sequence_packing: of a pack."
         },
     )
-    text_column: str = field(default=Usual("text"), metadata={"help": "Column with plain text."})
-    prompt_column: str = field(default=Usual("prompt"), metadata={"help": "Column with the prompt (sft)."})
+    text_column: str = field(
+        default=Usual("text"), metadata={"help": "Column with plain text (all kinds but dpo and reward)."}
+    )
+    prompt_column: str = field(
+        default=Usual("prompt"), metadata={"help": "Column with the prompt (sft, kto, dpo, reward)."}
+    )
     completion_column: str = field(
-        default=Usual("completion"), metadata={"help": "Column with the answer (sft)."}
+        default=Usual("completion"), metadata={"help": "Column with the answer (sft, kto)."}
     )
     tools_column: str = field(
         default=Usual("tools"),
         metadata={"help": "Column with the tools for the chat template (all kinds but pretrain)."},
     )
     messages_column: str = field(
-        default=Usual("messages"), metadata={"help": "Column with chat messages (sft)."}
+        default=Usual("messages"), metadata={"help": "Column with chat messages (sft, kto, classify)."}
     )
     images_column: str = field(
         default=Usual("images"),
@@ -66,7 +70,8 @@ class DataArguments:
     image_folder: str | None = field(
         default=None,
         metadata={
-            "help": "Directory that relative paths of images start from; None: the folder of the data file."
+            "help": "Directory that relative paths of images start from (models and kinds that take images); None: the "
+            "folder of the data file."
         },
     )
     data_format: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = field(

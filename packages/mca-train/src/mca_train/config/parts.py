@@ -12,6 +12,7 @@ from mca_train.config.arguments import LoraArguments
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
+    from mca_models.lora import AdapterRules
     from mca_models.megatron.types import MegatronConfig
 
 Part = Literal["vision", "projector", "language"]
@@ -30,10 +31,16 @@ def trained_parts(training: "TrainingArguments") -> frozenset[Part]:
 def adapted_parts(directory: str, config: McaModelConfig) -> frozenset[Part]:
     """The parts that the adapter in ``directory`` is on."""
     from mca_models.lora import rules_of
+
+    return parts_of(rules_of(Path(directory), config)[1], config)
+
+
+def parts_of(rules: "AdapterRules", config: McaModelConfig) -> frozenset[Part]:
+    """The parts that an adapter of ``rules`` trains something of."""
     from mca_models.megatron.families.vision_model import part_of
 
-    rules = rules_of(Path(directory), config)[1]
-    found = {part_of(pair.target.base, config) for pair in rules.factors}
+    trained = (*(pair.target.base for pair in rules.factors), *rules.saved)
+    found = {part_of(param, config) for param in trained}
     return frozenset(part for part in PARTS if part in found)
 
 

@@ -3,7 +3,7 @@
 A group's own rate follows the run's schedule, as `lr_schedule` writes it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
 from mca_train import groups
-from mca_train.config.parts import SEEING, Part, trained_parts, trained_problems
+from mca_train.config.parts import SEEING, Part, parts_of, trained_parts, trained_problems
 from mca_train.types import TrainingArguments, Upstream
 
 if TYPE_CHECKING:
@@ -29,12 +29,23 @@ def choose_parts(model: "VirtualModels", args: TrainingArguments) -> None:
     from mca_models.megatron.families.vision_model import part_of
     from mca_models.megatron.peft import PeftModels
 
-    if args.freeze is not None and not isinstance(model, PeftModels):  # an adapter leaves them out itself
+    if args.freeze is not None and isinstance(model, PeftModels):
+        _require_without(parts_of(model.rules, model.config), args.freeze)
+    elif args.freeze is not None:
         model.train_parts(trained_parts(args))
     for item, tensor in model.held():
         setattr(tensor, _MARK, part_of(item.param, model.config))
     for problem in _problems(model, args, adapted=isinstance(model, PeftModels)):
         raise McaError(problem)
+
+
+def _require_without(adapted: Collection[Part], frozen: Collection[str]) -> None:
+    """Refuses an adapter on parts that are to be frozen: which it is on was decided when it was made."""
+    if trained := [part for part in adapted if part in frozen]:
+        raise McaError(
+            f"freeze: the adapter is on {', '.join(sorted(trained))}; leave it out of freeze, or make the adapter with "
+            "other parts (get_peft_model(..., parts=...))"
+        )
 
 
 def _problems(model: "VirtualModels", args: TrainingArguments, *, adapted: bool) -> Iterator[str]:

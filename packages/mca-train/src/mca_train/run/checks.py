@@ -26,6 +26,7 @@ from mca_train.config.model import layout_of, model_config, num_local_ranks
 from mca_train.config.parts import part_problems
 from mca_train.config.run_config import Settings, parse
 from mca_train.plan.options import PlanOptions
+from mca_train.tasks.columns import column_problems
 from mca_train.tasks.table import keys_of_others
 from mca_train.tasks.task import Task
 
@@ -119,7 +120,8 @@ def check(
     from mca_models.megatron import platform
 
     platform.prepare()  # before anything below imports Megatron
-    impossible = [*contradictions(settings), *task.problems(settings), *_metric(task, settings)]
+    impossible = [*contradictions(settings), *task.problems(settings), *column_problems(task, settings)]
+    impossible += _metric(task, settings)
     missing = [*data_problems(settings), *_directories(settings), *_output_dir(settings), *_start(settings)]
     missing += [*_packages(settings), *_side_files(settings)]
     run = None
@@ -132,7 +134,7 @@ def check(
     except McaError as error:
         impossible += problems_of(error)
     if run is not None:
-        impossible += [*_architecture(run, target), *_reference(run)]
+        impossible += [*_architecture(run, target), *_reference(run), *_images(run)]
     return Findings(
         where=settings.where,
         run=run,
@@ -153,6 +155,12 @@ def _with_head(task: Task, settings: Settings, model: McaModelConfig) -> McaMode
             "use mca-train reward or classify, or name another model"
         )
     return model
+
+
+def _images(run: Run) -> Iterator[str]:
+    """Where images are, for a model that sees none."""
+    if run.model.vision is None and run.settings.data.image_folder is not None:
+        yield f"image_folder: a {run.model.model_type} model sees no images; remove the key"
 
 
 def _metric(task: Task, settings: Settings) -> Iterator[str]:

@@ -62,6 +62,7 @@ class Classify(ScoreTask):
     name = "classify"
     summary = "on texts with a class, labels or numbers: text (or messages) and label"
     data_arguments = Labels
+    unread = ("prompt_column", "completion_column", "image_folder")
     wanted = "two tokens"
     example = Example(
         rows="rows with `text` and `label`",

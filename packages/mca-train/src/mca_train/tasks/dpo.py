@@ -90,6 +90,7 @@ class Dpo(AnswerTask):
 
     name = "dpo"
     takes_images = True
+    unread = ("messages_column", "completion_column", "text_column")
     summary = (
         "on preferences: prompt, chosen and rejected; losses sigmoid, ipo, simpo, orpo and more (dpo_loss)"
     )

@@ -46,6 +46,7 @@ class Reward(ScoreTask):
     summary = "a reward model on preferences: chosen and rejected, with prompt and margin or without"
     data_arguments = RewardArguments
     own_arguments = RewardRunArguments
+    unread = ("messages_column", "completion_column", "text_column", "image_folder")
     sides = ("chosen", "rejected")
     wanted = "both answers whole, of two tokens or more,"
     example = Example(

@@ -61,6 +61,7 @@ class Task(ABC):
         data_arguments: The keys of its model and files: `DataArguments`, or a subclass with more columns.
         own_arguments: A dataclass of the keys that this kind alone understands; None: there are none.
         takes_images: Whether its rows may have images.
+        unread: Keys of rows that every kind knows and this one does not read.
         example: What a configuration to begin with says of it.
         sides: Names of the sequences of a sample, each of up to ``seq_length`` tokens, which its tensors begin with;
             none: it is one sequence.
@@ -71,6 +72,7 @@ class Task(ABC):
     data_arguments: ClassVar[type[DataArguments]] = DataArguments
     own_arguments: ClassVar[type | None] = None
     takes_images: ClassVar[bool] = False
+    unread: ClassVar[tuple[str, ...]] = ()
     example: ClassVar[Example] = Example()
     sides: ClassVar[tuple[str, ...]] = ()
 
