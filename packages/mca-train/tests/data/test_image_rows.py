@@ -63,6 +63,8 @@ def test_files_of_several_makers_have_their_images_in_columns_of_their_own(token
     assert [placed(made[index])[0][1:] for index in range(2)] == [(2, 2), (2, 3)]
     kept = {**asked(text("?")), "image": "python:3.11", "picture": None}
     assert "images" not in load([kept], tokenizer, folder, images_column="picture")[0]
+    both = {**asked({"type": "image"}, text("?")), "images": ["wide.png"], "image": "python:3.11"}
+    assert placed(load([both], tokenizer, folder, images_column="images")[0])[0][1:] == (2, 3)
 
 
 def test_images_are_those_of_the_columns_that_are_read(tokenizer, folder):
@@ -145,6 +147,36 @@ def test_a_place_in_a_row_without_images_is_text_and_told_once(made, tokenizer, 
     assert "without an image in images or image is trained as text" in caplog.text
     with pytest.raises(McaError, match=r"row 0: 2 places for images .* but 1 images"):
         made([{"messages": asks, "image": "small.png"}], tokenizer, folder)
+
+
+@pytest.mark.parametrize("made", [load, streamed])
+@pytest.mark.parametrize("others", [{}, {"videos": None}])
+def test_a_place_in_plain_text_is_refused_where_no_column_has_images(made, others, tokenizer, folder, caplog):
+    rows = [{"text": "see <image> url </image>", "pictures": ["small.png"], **others}]
+    made(rows, tokenizer, folder, kind="pretrain")
+    rows += [{**rows[0], "text": "see <image>"}] * 2
+    with pytest.raises(
+        McaError, match=r"^train_file, row 1: text has <image>, the place of an image, but the rows have no"
+    ):
+        made(rows, tokenizer, folder, kind="pretrain")
+    assert not caplog.text
+    (block,) = (each := made(rows, tokenizer, folder, kind="pretrain", images_column="none"))
+    assert len(each) == 1
+    assert tokenizer.decode(block["input_ids"]).endswith("see <image><|eos|>")
+    assert caplog.text.count("without an image in none is trained as text") == 1
+    (block,) = load(rows[1:], tokenizer, folder, vision=False, kind="pretrain")
+    assert "images" not in block
+
+
+@pytest.mark.parametrize("size", ["min_pixels", "max_pixels", "resized_height", "resized_width"])
+def test_sizes_of_single_images_are_refused(size, tokenizer, folder):
+    told = f"^train_file, row 0: an image has {size}, which the model's image processor takes for no single image"
+    in_column = {**asked({"type": "image"}, text("?")), "images": [{"path": "wide.png", size: 784}]}
+    beside = {**asked({"type": "image", size: 784}, text("?")), "images": ["wide.png"]}
+    for row in (asked({**IMAGE, size: 784}, text("?")), in_column, beside):
+        with pytest.raises(McaError, match=told):
+            load([row], tokenizer, folder)
+    assert "images" in load([asked({**IMAGE, size: None}, text("?"))], tokenizer, folder)[0]
 
 
 @pytest.mark.parametrize("made", [load_tokenized, load_stream])

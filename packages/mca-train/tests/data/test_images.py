@@ -133,7 +133,7 @@ WRONG = {
     "row 0: a part of a message has an image and a text": asked({"image": "small.png", "text": "?"}),
     "row 0: has videos, which cannot be used": {**asked(text("?")), "videos": ["a.mp4"]},
     "row 0: has video, which cannot be used": {**asked(text("?")), "video": "a.mp4"},
-    "row 0: has images in images and in image; remove one": {
+    "row 0: has images in images and in image; set images_column to one of the two": {
         **asked({"type": "image"}, text("?")),
         "images": ["small.png"],
         "image": "wide.png",

@@ -17,6 +17,7 @@ from mca_train.config.arguments import DataArguments
 from mca_train.data.chat import NO_VARIABLES, Message, TemplateInputs, tokenize_chat
 from mca_train.data.files import require_column
 from mca_train.data.formats import TEMPLATE_INPUTS, converted, image_columns
+from mca_train.data.image_words import ImageWords
 from mca_train.data.long_texts import LONG, all_ids, head_encoding
 from mca_train.data.message_parts import require_no_data, with_types
 from mca_train.data.placeholders import as_words, require_words
@@ -62,7 +63,7 @@ def block_tokenizer(
     column = arguments.text_column
     require_column(names, column, key)
     eos = _eos(tokenizer)
-    pictures = image_columns(vision, arguments)
+    pictures, images = image_columns(vision, arguments), ImageWords(vision, arguments)
     marks = set(placeholders(vision).values())
     has_told = False
 
@@ -91,6 +92,7 @@ def block_tokenizer(
                     f"{key}, {place}: has {found[0]}, which only mca-train pretrain with a vision-language model "
                     "reads; remove the row, or the column"
                 )
+            images.meet(row[column] or "", row.keys(), f"{key}, {place}: {column}")
         spoken = [(row[column], place) for row, place in zip(rows, places, strict=True) if row[column]]
         texts = [text for text, _ in spoken]
         if max(map(len, texts), default=0) > LONG:

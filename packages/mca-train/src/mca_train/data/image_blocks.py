@@ -104,7 +104,10 @@ def text_encoder(names: Sequence[str], read: ImageRows, arguments: DataArguments
     def encode(row: Values, place: str) -> tuple[Sequence[int], Sequence[bool], list[Grid]]:
         try:
             text, files = read.text(row)
-            (tokens,) = (marked if files else plain)([{arguments.text_column: text}], [place]) or ([],)
+            if files:
+                (tokens,) = marked([{arguments.text_column: text}], [place])
+            else:
+                (tokens,) = plain([{**row, arguments.text_column: text}], [place]) or ([],)
             targets = [True] * len(tokens)
             if not files:
                 return tokens, targets, []

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from mca_config.errors import McaError
 from mca_train.data.addresses import is_address, read_whole, shown
-from mca_train.data.message_parts import KEYS
+from mca_train.data.message_parts import KEYS, require_no_size
 
 _OF_PNG = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 """Modes of images that a PNG can hold."""
@@ -122,6 +122,7 @@ def image_file(given: object, folder: Path | None) -> ImageFile:
     if isinstance(given, Image.Image):
         return _in_memory(given)
     if isinstance(given, Mapping):
+        require_no_size(given)
         if isinstance(data := given.get("bytes"), bytes):
             return ImageFile(str(given.get("path") or f"of {len(data)} bytes"), data)
         if isinstance(text := given.get("base64"), str):

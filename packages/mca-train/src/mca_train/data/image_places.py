@@ -13,10 +13,8 @@ from pathlib import Path
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
 from mca_train.data.image_files import ImageFile, image_file
+from mca_train.data.image_words import PLACE
 from mca_train.data.message_parts import IMAGE, has_data, kind_of, require_text_or_image
-
-PLACE = "<image>"
-_CLOSED = "</image>"  # an element of XML
 
 
 class Places:
@@ -25,10 +23,12 @@ class Places:
     Args:
         given: The images of the row's column. If there is one, ``<image>`` in a text is a place for one.
         folder: What relative paths start from.
-        unmarked: Called where a user's words have ``<image>`` though there is none.
+        unmarked: Called with a user's words that have ``<image>`` though there is none.
     """
 
-    def __init__(self, given: Sequence[object], folder: Path | None, *, unmarked: Callable[[], None]) -> None:
+    def __init__(
+        self, given: Sequence[object], folder: Path | None, *, unmarked: Callable[[str], None]
+    ) -> None:
         self._given, self._folder, self._unmarked = list(given), folder, unmarked
         self._next = self._asked = 0
         self.files: list[ImageFile] = []
@@ -45,8 +45,8 @@ class Places:
         if isinstance(content, str) and PLACE in content:
             if self._given:
                 return {**turn, "content": list(self._of_text(content))}
-            if turn.get("role") == "user" and is_place(content):
-                self._unmarked()
+            if turn.get("role") == "user":
+                self._unmarked(content)
         if isinstance(content, list):
             return {**turn, "content": [self._part(part) for part in content]}
         return turn
@@ -89,11 +89,6 @@ class Places:
             for _ in self._given:
                 self._take()
         require_as_many(self._next, len(self._given))
-
-
-def is_place(text: str) -> bool:
-    """Whether a text without images looks as if it had some."""
-    return PLACE in text and _CLOSED not in text
 
 
 def require_as_many(places: int, images: int) -> None:

@@ -4,10 +4,8 @@ What places for images a row's messages have is known in `image_places`, how lar
 many tokens that is in `image_tokens`.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,8 +18,9 @@ from mca_train.data.encoding import Encoded, RowEncoder, without_nulls
 from mca_train.data.formats import Converted, converted, image_columns, other_columns
 from mca_train.data.image_files import ImageFile, image_file
 from mca_train.data.image_kinds import image_tokens, with_image_marks
-from mca_train.data.image_places import PLACE, Places, is_place, listed, require_as_many
+from mca_train.data.image_places import Places, listed, require_as_many
 from mca_train.data.image_tokens import Grid, ImageTokens
+from mca_train.data.image_words import PLACE, ImageWords
 from mca_train.data.long_texts import Beginning
 from mca_train.data.message_parts import IMAGE, kind_of
 from mca_train.data.placeholders import require_words
@@ -31,8 +30,6 @@ from mca_train.types import Upstream
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 Rows = TypeVar("Rows", "datasets.Dataset", "datasets.IterableDataset")
 
@@ -87,12 +84,13 @@ class ImageRows:
         *,
         texts: bool = False,
     ) -> None:
-        self._reader, self._texts, self._has_told = reader, texts, False
+        self._reader, self._texts = reader, texts
         self.arguments = arguments
         self._converted: Converted | None = None
         self.tokenizer = with_image_marks(tokenizer, reader.config)
         self.vision = reader.config.vision
         self._columns = image_columns(self.vision, arguments)
+        self._words = ImageWords(self.vision, arguments)
         self.names = list(names)
         if texts:
             return
@@ -152,8 +150,6 @@ class ImageRows:
         text = row.get(self.arguments.text_column)
         if not isinstance(text, str) or not given:
             require_as_many(0, len(given))
-            if isinstance(text, str) and is_place(text):
-                self._warn_of_words()
             return text, []
         require_as_many(text.count(PLACE), len(given))
         marked = text.replace(PLACE, self.tokens.mark(self.tokenizer))
@@ -178,7 +174,10 @@ class ImageRows:
         prompt, repeated = self.arguments.prompt_column, self._repeated(plain)
         found: JsonObject = {}
         files = []
-        unmarked = partial(self._unmarked, row)
+
+        def unmarked(words: str) -> None:
+            self._words.meet(words, row.keys(), "a turn of the user")
+
         for columns in self._sides:
             places = Places(given, self._reader.folder, unmarked=unmarked)
             turns = {name: plain[name] for name in columns if isinstance(plain.get(name), list)}
@@ -199,32 +198,8 @@ class ImageRows:
                 raise McaError(f"has {name}, which cannot be used; remove the row, or the column")
         found = {name: some for name in self._columns if (some := listed(row.get(name)))}
         if len(found) > 1:
-            raise McaError(f"has images in {' and in '.join(found)}; remove one of the columns")
+            raise McaError(f"has images in {' and in '.join(found)}; set images_column to one of the two")
         return next(iter(found.values()), [])
-
-    def _unmarked(self, row: Values) -> None:
-        """Refuses ``<image>`` in a turn of a user where nothing says which column has images; else it is text."""
-        if self.vision is None:
-            return
-        named = self.arguments.images_column
-        if self._columns == (named,) or any(name in row for name in self._columns):
-            self._warn_of_words()
-            return
-        raise McaError(
-            f"a turn of the user has {PLACE}, the place of an image, but the rows have no column "
-            f"{' or '.join(self._columns)}; set images_column to the name of theirs, or to another if {PLACE} is text"
-        )
-
-    def _warn_of_words(self) -> None:
-        """Says once that ``<image>`` is text."""
-        if self.vision is None or self._has_told:
-            return
-        logger.warning(
-            "%s in the text of a row without an image in %s is trained as text; this is reported once",
-            PLACE,
-            " or ".join(self._columns),
-        )
-        self._has_told = True
 
     def _repeated(self, plain: Values) -> int:
         """How many turns of the prompt both conversations of a pair repeat; see `preferences.split_row`."""

@@ -8,6 +8,12 @@ IMAGE = "image"
 _IMAGES = ("image", "image_url", "input_image")
 _OTHERS = ("video", "video_url", "audio", "audio_url", "input_audio")
 _TEXTS = (None, "input_text", "output_text")
+_SIZES = (
+    "min_pixels",
+    "max_pixels",
+    "resized_height",
+    "resized_width",
+)  # of qwen-vl-utils, which no processor reads
 KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
 """Under which a part, or a mapping in a column, has its image."""
 
@@ -40,13 +46,28 @@ def require_text_or_image(part: object) -> None:
     """Refuses parts of other kinds, and those of both.
 
     Raises:
-        McaError: It is a video or a sound, or an image with words of its own.
+        McaError: It is a video or a sound, or an image with words or a size of its own.
     """
     kind = kind_of(part)
     if kind not in (None, IMAGE):
         raise McaError(f"a part of a message is of type {kind}; only text and images can be used")
     if kind == IMAGE and isinstance(part, Mapping) and part.get("text"):
         raise McaError("a part of a message has an image and a text; make two parts of it")
+    if kind == IMAGE and isinstance(part, Mapping):
+        require_no_size(part)
+
+
+def require_no_size(image: Mapping[str, object]) -> None:
+    """Refuses sizes that one image of a row asks for: image processors make all images by the same rule.
+
+    Raises:
+        McaError: There is one.
+    """
+    if found := [key for key in _SIZES if image.get(key) is not None]:
+        raise McaError(
+            f"an image has {found[0]}, which the model's image processor takes for no single image; remove it, and set "
+            "size in preprocessor_config.json for all, or make the file smaller"
+        )
 
 
 def require_no_data(content: object) -> None:
