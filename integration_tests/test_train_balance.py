@@ -164,23 +164,39 @@ def test_gradients_are_those_of_the_definition(case: str, layout: str, folder: P
 
 
 def losses(checkpoint: Path, output: Path, settings: Settings) -> list[float]:
-    """The losses of two steps."""
+    """The losses of two steps, beside evaluations that draw numbers as Transformer Engine's fused attention does."""
+    import torch
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
     from mca_models import AutoModel
     from mca_train import McaTrainer, TokenDataset
 
+    def draw(chunk: Any, *_: object) -> None:
+        if not chunk.training:
+            torch.rand(1)
+            with get_cuda_rng_tracker().fork():
+                torch.rand(1)
+
     args = arguments(output, max_steps=2, **settings)
     model = AutoModel.from_pretrained(checkpoint, args)
-    trainer = McaTrainer(model=model, args=args, train_dataset=TokenDataset.from_samples(samples()))
+    data, predicts = TokenDataset.from_samples(samples()), []
+    trainer = McaTrainer(model=model, args=args, train_dataset=data, eval_dataset=data)
+    (chunk,) = model.chunks
+    chunk.register_forward_hook(draw)
+    chunk.mtp.register_forward_hook(lambda layers, *_: predicts.append(layers.training))
     quietly(trainer.train)
+    assert predicts and all(predicts), "no evaluation needs the prediction layers"
     return history(trainer, "loss")
 
 
-def test_what_is_counted_before_a_step_draws_no_dropout(tmp_path: Path) -> None:
+def test_what_is_counted_before_a_step_or_evaluated_draws_no_dropout(tmp_path: Path) -> None:
     checkpoint = deepseek_with_prediction().save(tmp_path / "model")
     dropped = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "gradient_accumulation_steps": 2}
     counted = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1e-30}
     plain = run_ranks(1, losses, checkpoint, tmp_path / "plain", dropped)
     assert run_ranks(1, losses, checkpoint, tmp_path / "counted", dropped | counted) == plain
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1}
+    assert run_ranks(1, losses, checkpoint, tmp_path / "evaluated", dropped | evaluated) == plain
 
 
 def counted_otherwise(checkpoint: Path, output: Path) -> list[Any]:

@@ -2,6 +2,9 @@
 
 import contextlib
 import math
+import os
+import shutil
+import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -251,6 +254,7 @@ def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
     from mca_models import AutoModel
     from mca_train import DpoTrainer
     from mca_train.checkpoint.output_lock import OutputLock
+    from mca_train.checkpoint.reference_file import FOLDER
     from mca_train.trainer import dpo
     from mca_train.trainer.reference import Reference
 
@@ -258,7 +262,7 @@ def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
     model = AutoModel.from_pretrained(checkpoint, args)
     plain, calls = Reference.log_probs, 0
 
-    def train(last: int = 1000) -> int:
+    def train(last: int = 1000, *, told: int = 1000, parts_of: int = 1, method: str = "train") -> int:
         nonlocal calls
         calls = 0
 
@@ -267,20 +271,31 @@ def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
             if calls == last:
                 raise RuntimeError("killed")
             calls += 1
+            if calls == told:
+                os.kill(os.getpid(), signal.SIGTERM)
             return plain(reference, batch)
 
         given: Any = {"model": model, "args": args, "train_dataset": pairs(), "pack_length": 64}
-        with patch.object(Reference, "log_probs", counted), patch.object(dpo, "_STEPS", 1):
+        with patch.object(Reference, "log_probs", counted), patch.object(dpo, "_STEPS", parts_of):
             trainer = quietly(lambda: DpoTrainer(precompute_ref_log_probs=True, **given))
             with contextlib.suppress(RuntimeError, McaError):
-                quietly(trainer.train)
+                quietly(getattr(trainer, method))
+        assert trainer.watch.stopped is (told < 1000)
+        assert trainer.state.global_step == 0 or not trainer.watch.stopped
         return calls
 
     lock = OutputLock(output)
     lock.take()
     found = {"beside another run": train()}
     lock.release()
-    found |= {"killed": train(4), "again": train(), "of the trained model": train()}
+    found |= {"stopped": train(told=2, parts_of=16), "killed": train(2), "again": train()}
+    (other := output / "checkpoint-1").mkdir()
+    (other / "trainer_state.json").write_text("{}")
+    kept = (output / FOLDER / "train.npz").read_bytes()
+    found |= {"an evaluation in its directory": train(method="evaluate")}
+    assert (output / FOLDER / "train.npz").read_bytes() == kept
+    shutil.rmtree(other)
+    found |= {"of the trained model": train()}
     (output / "config.json").write_text("{}")
     (output / "train_log.jsonl").unlink()
     return found | {"where others wrote": train()}
@@ -289,8 +304,10 @@ def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
 def test_log_probabilities_are_kept_as_they_come_and_for_the_same_weights_alone(checkpoint, tmp_path):
     assert run_ranks(1, kept_in_rounds, checkpoint, tmp_path / "run")[0] == {
         "beside another run": 0,
-        "killed": 4,
+        "stopped": 2,
+        "killed": 2,
         "again": 2,
+        "an evaluation in its directory": 0,
         "of the trained model": 6,
         "where others wrote": 0,
     }

@@ -68,7 +68,10 @@ def _sizes(ranks: Ranks) -> JsonObject:
 
 @contextmanager
 def kept_rng() -> Iterator[None]:
-    """A block after which the generators of dropout are where they were before."""
+    """A block after which the generators of dropout are where they were before.
+
+    Transformer Engine's fused attention moves them in evaluation too, and loaders draw a seed.
+    """
     from megatron.core import tensor_parallel
 
     tracker = tensor_parallel.get_cuda_rng_tracker()

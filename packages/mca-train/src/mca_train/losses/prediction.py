@@ -53,9 +53,10 @@ def _postprocess(
     model: Chunk, plain: Upstream, *, hidden_states: Tensor, labels: Upstream, **rest: Upstream
 ) -> Tensor:
     """A ``GPTModel``'s method of that name, without what it does for prediction layers, which is done here."""
-    layers = model.config.mtp_num_layers
-    if layers:
-        if rest["mtp_in_postprocess"]:
+    layers, is_here = model.config.mtp_num_layers, rest["mtp_in_postprocess"]
+    trains = torch.is_grad_enabled() or model.training  # experts' load is counted without gradients
+    if layers and (trains or not is_here):
+        if is_here:
             hidden_states = _run_layers(model, hidden_states, rest)
         hidden_states, *further = hidden_states.chunk(1 + layers)
         if labels is not None and torch.is_grad_enabled():

@@ -203,8 +203,10 @@ def _train(inputs: Inputs, attempt: "Attempt | None") -> None:
 
 def _stopped(trainer: "McaTrainer") -> str:
     """Where a run that was asked to stop can be resumed."""
-    step = trainer.state.global_step
-    return (
-        f"stopped by SIGTERM after step {step} of {trainer.state.max_steps}; complete checkpoint: "
-        f"{Path(trainer.args.output_dir) / f'{PREFIX}-{step}'}\ncontinue with --resume_from_checkpoint auto"
+    step, steps = trainer.state.global_step, trainer.state.max_steps
+    told = (
+        f"after step {step} of {steps}; complete checkpoint: {Path(trainer.args.output_dir) / f'{PREFIX}-{step}'}"
+        if steps
+        else "before the first step"  # while the reference was run
     )
+    return f"stopped by SIGTERM {told}\ncontinue with --resume_from_checkpoint auto"

@@ -4,6 +4,8 @@ It runs the reference and hands its log-probabilities to the loss. The loss itse
 are read in `data.preferences`.
 """
 
+import contextlib
+import logging
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from mca_train.batching.loaders import steps_of
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.step_stream import is_stream
 from mca_train.batching.valued import Rows, WithValues
+from mca_train.checkpoint.lineage import require_free
 from mca_train.checkpoint.output_dir import require_own
 from mca_train.checkpoint.reference_file import ReferenceFile
 from mca_train.data.token_dataset import Samples
@@ -41,6 +44,8 @@ from mca_train.types import SampleSource
 if TYPE_CHECKING:
     from mca_models import VirtualModels
 
+logger = logging.getLogger(__name__)
+
 _SIDES = ("chosen", "rejected")
 _PARTS, _STEPS = 20, 16
 """How often what is kept is written while it is computed, and after how many steps at least."""
@@ -48,6 +53,10 @@ _UNKNOWN = (
     "precompute_ref_log_probs: this dataset did not exist when the trainer was created; create another one with "
     "it as train_dataset or eval_dataset, or set precompute_ref_log_probs to false"
 )
+
+
+class _Stopped(Exception):
+    """SIGTERM came while the reference was run; on all ranks after the same step of it."""
 
 
 class DpoTrainer(McaTrainer):
@@ -104,10 +113,11 @@ class DpoTrainer(McaTrainer):
         return Reference(self.model, chunk, without_adapter=adapted)
 
     def before_training(self) -> None:
-        """With ``precompute_ref_log_probs`` the reference is run."""
+        """With ``precompute_ref_log_probs`` the reference is run, unless ranks agree to stop."""
         if self._keeps and self._reference is None and not isinstance(self.train_dataset, WithValues | None):
             raise McaError(_UNKNOWN)
-        self._keep_log_probs()
+        with contextlib.suppress(_Stopped):
+            self._keep_log_probs()
 
     def evaluate(
         self,
@@ -152,20 +162,28 @@ class DpoTrainer(McaTrainer):
             raise McaError(
                 "precompute_ref_log_probs needs samples in memory, not a stream; set streaming to false"
             )
-        file = ReferenceFile(Path(self.args.output_dir), part, dataset, name)
+        output_dir = Path(self.args.output_dir)
+        file = ReferenceFile(output_dir, part, dataset, name)
         found = told_by_first(file.read)
+        if found is None and self._claimed != output_dir.resolve():  # an evaluation without training
+            require_free(output_dir, None, overwrite=self.args.overwrite_output_dir)
         known = np.full((len(dataset), 2), np.nan) if found is None else found
         missing = np.flatnonzero(np.isnan(known).any(1))
         parts = min(max(len(missing) // (_STEPS * self.args.global_eval_batch_size), 1), _PARTS)
         for rows in np.array_split(missing, parts) if len(missing) else ():
             known[rows] = self._computed(reference, dataset, rows)
             told_by_first(lambda: file.write(known))
+            if self._is_stopped:
+                logger.warning(
+                    "SIGTERM: what was computed of the reference is kept; the run ends before its first step"
+                )
+                raise _Stopped
         return WithValues(dataset, known, _SIDES)
 
     def _computed(
         self, reference: Reference, dataset: SampleSource, rows: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        numbers = np.arange(2 * len(dataset), dtype=np.float64).reshape(-1, 2)
+        numbers = np.arange(1, 1 + 2 * len(dataset), dtype=np.float64).reshape(-1, 2)
         loader, _ = self._loaders.evaluation(Rows(WithValues(dataset, numbers, _SIDES), rows))
         found = reference.of_samples(self._watched(loader), len(dataset), 2, self.ranks)
         log_probs: NDArray[np.float64] = found.cpu().numpy()[rows]
@@ -175,6 +193,12 @@ class DpoTrainer(McaTrainer):
         for batch in steps_of(loader):
             self.watch.pulse.now("running the reference", self.state.global_step)
             yield batch
+            if self.is_in_train and self.watch.signal.agreed():
+                return
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self.is_in_train and self.watch.stopped
 
     def before_forward(self, batch: StepBatch) -> None:
         """Log-probabilities of the reference for the batch."""

@@ -13,6 +13,7 @@ from transformers.trainer_utils import speed_metrics
 from mca_train.batching.loaders import steps_of
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.data.token_dataset import Samples
+from mca_train.engine.rng import kept_rng
 from mca_train.losses.chunked import kept_output
 from mca_train.metrics.meter import LossMeter, LossReport
 from mca_train.metrics.signals import Signals
@@ -70,7 +71,7 @@ class WithEvaluation(WithStepLoaders):
         pipeline = self._pipeline
         self.callback_handler.eval_dataloader = loader
         meter = LossMeter(self.ranks.context_parallel_rank)
-        with kept_output(self.model.chunks), pipeline.at_rest():
+        with kept_rng(), kept_output(self.model.chunks), pipeline.at_rest():
             self._set_output()
             for batch in steps_of(loader):
                 self.watch.pulse.now("evaluating", self.state.global_step)

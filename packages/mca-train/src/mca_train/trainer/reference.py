@@ -18,6 +18,7 @@ from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.checkpoint.reference_file import name_of
 from mca_train.engine.pipeline import Pipeline
+from mca_train.engine.rng import kept_rng
 from mca_train.groups import Ranks
 from mca_train.losses.chunked import chunk_losses, kept_output
 from mca_train.losses.label_smoothing import smooth_labels
@@ -154,27 +155,29 @@ class Reference:
     def log_probs(self, batch: StepBatch) -> list[tuple[Tensor, MicroBatch]]:
         """Log-probability of every sequence, ``[sequences]`` for each micro-batch; none but on the last stage."""
         self._found = []
-        with kept_output(self._model.chunks), self._pipeline.at_rest(), self._frozen():
+        with kept_rng(), kept_output(self._model.chunks), self._pipeline.at_rest(), self._frozen():
             self._set_output()
             self._pipeline.evaluate(batch)
         return self._found
 
     def of_samples(self, steps: Iterator[StepBatch], samples: int, sequences: int, ranks: Ranks) -> Tensor:
-        """The same of a whole dataset, ``[samples, sequences]`` fp64, on every rank.
+        """The same of a whole dataset, ``[samples, sequences]`` fp64, on every rank; NaN of what no step has.
 
         Args:
-            steps: Of it, each sequence with its number as its only value; the others' are 0.
+            steps: Of it, each sequence with its number as its only value, from 1 on; the others' are 0.
             samples: In the dataset.
             sequences: Of each sample.
             ranks: This one among the others.
         """
-        total = torch.zeros(samples * sequences, dtype=torch.float64, device=ranks.device)
+        total = torch.zeros(2, 1 + samples * sequences, dtype=torch.float64, device=ranks.device)
         for batch in steps:
             for sums, micro in self.log_probs(batch):
-                real = counted_sequences(micro)
-                places = cast("Tensor", micro.values)[real, 0].long()
-                total[places] = sums.double()[real]
-        return groups.from_replicas(total).reshape(samples, sequences)
+                known = sums.double().where(counted_sequences(micro), 0.0)  # a filler repeats a sequence
+                places = cast("Tensor", micro.values)[:, 0].long()
+                total.index_add_(1, places, torch.stack([known, torch.ones_like(known)]))
+        found: Tensor
+        found, met = groups.from_replicas(total)[:, 1:]
+        return found.where(met > 0, torch.nan).reshape(samples, sequences)
 
     def _set_output(self) -> None:
         """Plain cross entropy, whatever a trainer of the same model has set."""

@@ -207,7 +207,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         return num_targets(batch)
 
     def before_training(self) -> None:
-        """Called on every rank when ``output_dir`` is the run's own, before anything of a checkpoint is loaded."""
+        """On every rank, when ``output_dir`` is the run's own, before anything is loaded; ranks may agree to stop."""
 
     def release_first(self) -> None:
         """Lets go of what `before_training` alone needs."""
@@ -243,10 +243,9 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
                 with reading(output_dir):
                     checkpoint = directory.find(resume_from_checkpoint, output_dir, self.ranks)
                     self._claim(output_dir, checkpoint)
-                with self.watch.pulse:
+                with self.watch.pulse, self.watch.signal:
                     self.before_training()
-                    with self.watch.signal:
-                        return self._train(checkpoint)
+                    return TrainOutput(0, 0.0, {}) if self.watch.stopped else self._train(checkpoint)
         finally:
             self._checkpoints.abandon()
             self.is_in_train = False
