@@ -47,6 +47,8 @@ def continued(base: Path, adapter: Path) -> dict[str, Any]:
         McaError, match=r"on model.layers.0.self_attn.q_proj has rank 4 and scale 4, .* 4 and 2;"
     ):
         models.load_pretrained(settings_in(adapter, lora_alpha=16))
+    with models.disable_adapter(), pytest.raises(McaError, match="disabled; merge it after the block"):
+        models.merge_adapter()
     models.merge_adapter()
     with pytest.raises(McaError, match="call unmerge_adapter before load_pretrained"):
         models.load_pretrained(adapter)

@@ -1,6 +1,6 @@
 """A live model takes Hugging Face tensors in any order and in pieces: all of them, or one error on every rank."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +162,55 @@ def test_what_is_wrong_is_told_at_once_on_every_rank(tmp_path: Path) -> None:
         "tied otherwise": "model.embed_tokens.weight differs from the tensor that it is tied to",
         "a rank": rank.format(1) + "ConnectionError: the sender is gone",
     }
+
+
+def overflowing(path: Path) -> list[str]:
+    """What is told of 70000 where it is cast to fp16. Runs on one rank."""
+    import peft
+
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.peft import get_peft_model
+
+    said: list[str] = []
+
+    def refused(act: Callable[[], object]) -> None:
+        with pytest.raises(McaError) as error:
+            act()
+        said.append(str(error.value))
+
+    wide = AutoModel.from_pretrained(path, arguments("tp1"))
+    tensors = dict(wide.export_weights())
+    tensors[ROWS][3, 5] = 70000.0
+    wide.load_weights(tensors.items())
+    assert len(list(wide.export_weights(dtype="bfloat16"))) == len(tensors)
+    refused(lambda: list(wide.export_weights(dtype="float16")))
+    wide.save_pretrained_as_hf(path / "large")
+    for rows in (None, 80):
+        refused(lambda rows=rows: AutoModel.from_pretrained(path / "large", dtype="float16", vocab_size=rows))
+    narrow = AutoModel.from_pretrained(path, dtype="float16")
+    refused(lambda: narrow.load_weights(tensors.items()))
+    narrow.load_weights({**tensors, ROWS: torch.full_like(tensors[ROWS], torch.inf)}.items())
+    narrow.load_weights(dict(AutoModel.from_pretrained(path).export_weights()).items())
+    models = get_peft_model(narrow, peft.LoraConfig(r=2, lora_alpha=2, target_modules=["o_proj"]))
+    for _, factor in models.adapter_parameters():
+        factor.data.fill_(200.0)
+    refused(models.merge_adapter)
+    assert not models.merged
+    models.load_weights([(name, x.float() * 0) for name, x in models.export_weights()])
+    refused(lambda: models.load_weights([(name, x.float() + 70000) for name, x in models.export_weights()]))
+    return said
+
+
+def test_what_overflows_fp16_is_told_by_name(tmp_path: Path) -> None:
+    fc1 = "decoder.layers.0.mlp.linear_fc1.weight"
+    told = [
+        text.partition("tensor ")[2]
+        for text in run_ranks(1, overflowing, make_reference("qwen3-tied", tmp_path).path)[0]
+    ]
+    names, reasons = zip(*(text.split(": ", 1) for text in told), strict=True)
+    assert names[:4] == (fc1, fc1, fc1, ROWS)
+    assert names[4] == "decoder.layers.0.self_attention.linear_proj.weight"
+    assert ".lora_" in names[5]
+    assert all(
+        "overflows fp16, whose largest value is 65504; use bf16 or fp32" in reason for reason in reasons
+    )

@@ -43,6 +43,10 @@ from mca_models.templates import config_from_hf
             {"target_modules": ["q_proj", "v_prj"]},
             "target_modules: 'v_prj' names nothing of this llama model",
         ),
+        (
+            {"target_modules": ["q_proj", "input_layernorm"]},
+            "'input_layernorm' is a module of this llama model that cannot carry an adapter here; remove it",
+        ),
         ({"target_parameters": ["mlp.gate_up"]}, "target_parameters: 'mlp.gate_up' names nothing"),
         ({"modules_to_save": ["embed_token", "model.norm"]}, "modules_to_save: 'embed_token' names nothing"),
         (

@@ -55,10 +55,12 @@ def _misnamed(config: McaModelConfig, key: str, entries: Sequence[str]) -> Itera
         if entry == ALL_LINEAR:
             what = f"names nothing of {model}; it stands alone"
             remedy = "remove the other names, or name the linears instead of it"
-        elif _not_among(_names(targets, other), [entry]):
+        elif not _not_among(_names(targets, other), [entry]):
+            what, remedy = f"is a {_NAMED[other]} of {model}, not a {_NAMED[key]}", f"move it to {other}"
+        elif _not_among(_present(config, key), [entry]):
             what, remedy = f"names nothing of {model}", "correct or remove it"
         else:
-            what, remedy = f"is a {_NAMED[other]} of {model}, not a {_NAMED[key]}", f"move it to {other}"
+            what, remedy = f"is a {_NAMED[key]} of {model} that cannot carry an adapter here", "remove it"
         yield f"{key}: {entry!r} {what}; {remedy}"
 
 
@@ -80,6 +82,12 @@ def _names(targets: Iterable[Target], key: str) -> list[str]:
     if key == "target_modules":
         return [target.module for target in targets if not target.stacked]
     return [target.module if target.stacked else f"{target.module}.weight" for target in targets]
+
+
+def _present(config: McaModelConfig, key: str) -> set[str]:
+    """What the model has that ``key`` could name, whether it can carry an adapter or not."""
+    params = _params(config)
+    return _modules(params) if key == "target_modules" else {n for param in params for n in param.hf_names()}
 
 
 def _params(config: McaModelConfig) -> list[Param]:

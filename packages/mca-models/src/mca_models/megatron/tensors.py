@@ -1,4 +1,4 @@
-"""NumPy arrays of files to torch tensors and back, bfloat16 included, and generators for what is drawn.
+"""NumPy arrays of files to torch tensors and back, bfloat16 included, casts, and generators for what is drawn.
 
 Nothing is read or written, and no rank is known here.
 """
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mca_models.storage.cast import can_overflow, overflow
 from mca_models.storage.dtypes import numpy_dtype
 from mca_models.weights.arrays import NumpyArray
 
@@ -32,6 +33,36 @@ def to_numpy(tensor: Tensor) -> NumpyArray:
         return tensor.view(torch.int16).numpy().view(numpy_dtype("BF16"))
     array: NumpyArray = tensor.numpy()
     return array
+
+
+def copy_finite(target: Tensor, source: Tensor, name: str) -> None:
+    """Copies ``source`` into ``target``, whose dtype may be another; as `mca_models.storage.cast`, for torch.
+
+    Raises:
+        McaError: A finite value of tensor ``name`` becomes infinite.
+    """
+    target.copy_(source)
+    _require_finite(source, target, name)
+
+
+def cast_finite(source: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """``source`` in ``dtype``; itself if it is.
+
+    Raises:
+        McaError: A finite value of tensor ``name`` becomes infinite.
+    """
+    target = source.to(dtype)
+    _require_finite(source, target, name)
+    return target
+
+
+def _require_finite(source: Tensor, target: Tensor, name: str) -> None:
+    there, here = (str(tensor.dtype).removeprefix("torch.") for tensor in (source, target))
+    if not can_overflow(there, here) or not bool((infinite := target.isinf()).any()):
+        return
+    values = source.expand_as(target)[infinite.to(source.device)]
+    for value in values[values.isfinite()][:1].tolist():
+        raise overflow(name, f"{value:g}", here)
 
 
 def seeded_generator(seed: str) -> torch.Generator:

@@ -3,18 +3,13 @@
 Which dtype is written is not decided here.
 """
 
-from typing import TYPE_CHECKING
-
 from mca_config.errors import McaError
 from mca_models.weights.arrays import NumpyArray
 
-if TYPE_CHECKING:
-    pass
-
 # by the target's name: bits of its infinity, its largest value, and what does not overflow
 _NARROW = {
-    "float16": (0x7C00, "fp16, whose largest value is 65504; use --bf16 or --fp32"),
-    "bfloat16": (0x7F80, "bf16, whose largest value is 3.39e38; use --fp32"),
+    "float16": (0x7C00, "fp16, whose largest value is 65504; use bf16 or fp32"),
+    "bfloat16": (0x7F80, "bf16, whose largest value is 3.39e38; use fp32"),
     "float32": (0x7F800000, "fp32, whose largest value is 3.40e38; leave the weights as they are"),
 }
 _WIDE_ENOUGH = {
@@ -36,9 +31,13 @@ def cast_into(source: NumpyArray, target: NumpyArray, name: str) -> None:
 
     with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(target, source, casting="unsafe")
-    kind = target.dtype.name
-    if source.dtype.name not in (kind, *_WIDE_ENOUGH[kind]):
+    if can_overflow(source.dtype.name, target.dtype.name):
         _require_finite(source, target, name)
+
+
+def can_overflow(source: str, target: str) -> bool:
+    """Whether a finite number of dtype ``source`` may be infinite in ``target`` (NumPy's names, which are torch's)."""
+    return target in _NARROW and source not in (target, *_WIDE_ENOUGH[target])
 
 
 def _require_finite(source: NumpyArray, target: NumpyArray, name: str) -> None:

@@ -5,7 +5,7 @@ generator of their own.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed
@@ -17,7 +17,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.factory.vocabulary import Growth, grown_piece
 from mca_models.megatron.names import Held
-from mca_models.megatron.tensors import seeded_generator, to_torch
+from mca_models.megatron.tensors import copy_finite, seeded_generator, to_torch
 from mca_models.storage.source import ModelSource, different_names, gather_piece, read_piece
 from mca_models.templates import family_of
 from mca_models.weights import Param, Stage
@@ -100,21 +100,39 @@ def from_source(
     Returns:
         Bytes that this rank took out of the checkpoint.
     """
-    by_name = {param.mca_name(): param for param in source.params}
+    known = stored_in(source)
     nbytes = 0
     for item, live in held:
-        stored = by_name[item.param.alias_of or item.param.mca_name()]
+        stored = known(item.param)
         group = parallel.replica_group(item.param.expert is not None) if broadcast else None
         if group is None or group.rank() == 0:
             rank, size = cut_of(item.param, layout, at)
             if growth is not None and stored.vocab:
                 live.copy_(grown_piece(source, stored, growth, live, rank))
             else:
-                live.copy_(to_torch(read_piece(source, stored, rank, size)))
+                read_into(live, source, stored, (rank, size))
             nbytes += _bytes_of(source, stored, rank, size)
         if group is not None and group.size() > 1:
             torch.distributed.broadcast(live, torch.distributed.get_global_rank(group, 0), group=group)
     return nbytes
+
+
+def stored_in(source: ModelSource) -> Callable[[Param], Param]:
+    """From a parameter of a model to what a checkpoint stores of it."""
+    by_name = {param.mca_name(): param for param in source.params}
+    return lambda param: by_name[param.alias_of or param.mca_name()]
+
+
+def read_into(live: Tensor, source: ModelSource, stored: Param, cut: tuple[int, int]) -> None:
+    """Copies one piece of a parameter out of a checkpoint.
+
+    Args:
+        live: Where it goes.
+        source: The checkpoint.
+        stored: The parameter, as it is stored.
+        cut: From `cut_of`.
+    """
+    copy_finite(live, to_torch(read_piece(source, stored, *cut)), stored.mca_name())
 
 
 def _bytes_of(source: ModelSource, param: Param, rank: int, size: int) -> int:

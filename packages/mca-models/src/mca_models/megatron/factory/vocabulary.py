@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_models.megatron.distributed.collectives import on_first
-from mca_models.megatron.tensors import seeded_generator, to_torch
+from mca_models.megatron.tensors import copy_finite, seeded_generator, to_torch
 from mca_models.storage.source import ModelSource, read_piece
 from mca_models.weights import Param
 
@@ -106,7 +106,8 @@ def grown_piece(source: ModelSource, param: Param, growth: Growth, live: Tensor,
         start, stop = max(number * height, first), min((number + 1) * height, growth.old, first + share)
         if start < stop:
             block = to_torch(read_piece(source, param, number, _BLOCKS))
-            out[start - first : stop - first] = block[start - number * height : stop - number * height]
+            rows = block[start - number * height : stop - number * height]
+            copy_finite(out[start - first : stop - first], rows, param.mca_name())
     start, stop = max(growth.old, first), min(growth.new, first + share)
     if start < stop:
         fresh = growth.rows(param.mca_name())

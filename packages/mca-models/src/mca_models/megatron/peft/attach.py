@@ -23,6 +23,7 @@ from mca_models.lora.rules import AdapterRules, Factors, by_part
 from mca_models.megatron.families.images import sum_over_tensor_ranks
 from mca_models.megatron.names import Held
 from mca_models.megatron.peft.linear import Axis, Cut, LoraExperts, LoraLinear, LoraPart, LoraWeight
+from mca_models.megatron.tensors import cast_finite
 from mca_models.megatron.types import HookOutput, MegatronModule
 from mca_models.storage.moves import HF, Rule, part_shapes
 from mca_models.weights import Param, Stage
@@ -74,6 +75,7 @@ class Attached:
 
     Args:
         base: The base weight.
+        name: Its canonical name.
         lora: The factors on it.
         owner: The linear.
         live: Rule and live tensor of every factor.
@@ -82,6 +84,7 @@ class Attached:
     """
 
     base: Tensor
+    name: str
     lora: LoraLinear
     owner: torch.nn.Module
     live: tuple[tuple[Param, Tensor], ...]
@@ -90,7 +93,7 @@ class Attached:
 
     def folded(self) -> Tensor:
         """The base weight with the factors' product added: in fp32, then of its own dtype."""
-        return (self.base.float() + self.lora.product()).to(self.base.dtype)
+        return cast_finite(self.base.float() + self.lora.product(), self.base.dtype, self.name)
 
 
 def attach(
@@ -156,8 +159,9 @@ class _Placed:
     ) -> Attached:
         factors = {label: (a, b) for label, a, b in self.lora.factors()}
         both = [(pair, factors[pair.target.label]) for pair in self.pairs]
+        name = self.pairs[0].target.base.mca_name()
         live = tuple(item for pair, (a, b) in both for item in ((pair.a, a), (pair.b, b)))
-        return Attached(self.base, self.lora, owner, live, switch, tuple(handles))
+        return Attached(self.base, name, self.lora, owner, live, switch, tuple(handles))
 
 
 def _lora(pairs: Sequence[Factors], base: Tensor, ranks: LinearGroups, dropout: float) -> LoraLinear:

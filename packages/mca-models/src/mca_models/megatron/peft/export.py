@@ -15,14 +15,15 @@ from mca_models.megatron import platform
 from mca_models.megatron.factory.execution import DTYPES
 from mca_models.megatron.peft.attach import Attached
 from mca_models.megatron.state.stream import Piece
-from mca_models.megatron.tensors import to_torch
+from mca_models.megatron.tensors import cast_finite, to_torch
 
 
 def peft_tensors(adapter: Adapter, dtype: DtypeName | None) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a PEFT file in its order, on the device, cast to ``dtype`` if there is one."""
     tensors, device = PeftTensors(adapter), platform.current_device()
     for name in sorted(tensors.sources):
-        yield name, to_torch(tensors.array(name)).to(device, None if dtype is None else DTYPES[dtype])
+        tensor = to_torch(tensors.array(name)).to(device)
+        yield name, tensor if dtype is None else cast_finite(tensor, DTYPES[dtype], name)
 
 
 def merged_piece(live: Mapping[str, Tensor], attached: Sequence[Attached]) -> Piece:

@@ -53,7 +53,7 @@ from mca_models.megatron.state.export import (
 from mca_models.megatron.state.load import take_weights
 from mca_models.megatron.state.save import save_hf
 from mca_models.megatron.state.stream import Piece
-from mca_models.megatron.tensors import to_torch
+from mca_models.megatron.tensors import copy_finite, to_torch
 from mca_models.megatron.virtual_models import CheckpointFormat, VirtualModels
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
@@ -152,7 +152,7 @@ class PeftModels(VirtualModels):
             whole = whole_shape(param, tensor, config)
             source = Adapter(config, self.adapter, self.rules, _of_shape(read, whole))
             rank, size = cut_of(param, config.layout, at)
-            _copy(source.piece(param, rank, size), tensor)
+            _copy(source.piece(param, rank, size), tensor, param.mca_name())
 
     def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Canonical names and live tensors of this rank's pieces of the adapter."""
@@ -180,6 +180,8 @@ class PeftModels(VirtualModels):
         """Folds the adapter into the weights (fp32, then their dtype); keeps the originals in host memory."""
         if self.merged:
             raise McaError("the adapter is merged already; call unmerge_adapter first")
+        if any(item.switch.merged for item in self._attached):
+            raise McaError("the adapter is disabled; merge it after the block of disable_adapter")
         self._originals = [item.base.detach().cpu().clone() for item in self._attached]
         try:
             for item in self._attached:
@@ -354,11 +356,11 @@ def _of_shape(read: Read, shape: tuple[int, ...]) -> Callable[[Param], Array]:
     return lambda param: read(param, shape)
 
 
-def _copy(piece: Array, tensor: Tensor) -> None:
+def _copy(piece: Array, tensor: Tensor, name: str) -> None:
     import numpy as np
 
     with torch.no_grad():
         value = to_torch(np.array(piece))
         if value.shape != tensor.shape:
             raise McaError(f"a piece of the adapter has shape {list(value.shape)}, here {list(tensor.shape)}")
-        tensor.copy_(value)
+        copy_finite(tensor, value, name)

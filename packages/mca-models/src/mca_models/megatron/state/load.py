@@ -18,6 +18,7 @@ from mca_models.megatron.names import Held
 from mca_models.megatron.state.arrivals import Arrivals, Weight, on_every_rank, taken
 from mca_models.megatron.state.facts import params_of
 from mca_models.megatron.state.scaled import PlainWeights
+from mca_models.megatron.tensors import copy_finite
 from mca_models.storage.moves import HF, Side
 from mca_models.storage.runs import Move, Shape
 from mca_models.storage.source import plan_gathers, shapes_of_parts
@@ -104,7 +105,7 @@ class _Loading:
         uses = self._uses[original]
         given = whole.detach().to(uses[0].live.device).contiguous().view(-1)
         act = self._compared if self._has_twin(name, original) else _copied
-        if not all([act(given, use) for use in uses]):
+        if not all([act(given, use, name) for use in uses]):
             self.arrivals.refuse(name, f"{name} differs from the tensor that it is tied to")
 
     def _has_twin(self, name: str, original: str) -> bool:
@@ -112,7 +113,7 @@ class _Loading:
         same = [original, *(copy for copy, other in self._copies.items() if other == original)]
         return any(self.arrivals.is_complete(each) for each in same if each != name)
 
-    def _compared(self, given: Tensor, use: _Use) -> bool:
+    def _compared(self, given: Tensor, use: _Use, _: str) -> bool:
         return all(
             torch.equal(_of(given, move, use.first).to(use.live.dtype), _target(use.live, move))
             for move in use.moves
@@ -124,9 +125,9 @@ def _shapes(param: Param, models: LiveModel) -> Mapping[str, Shape]:
     return dict(zip(param.hf_names(), shapes, strict=True))
 
 
-def _copied(given: Tensor, use: _Use) -> bool:
+def _copied(given: Tensor, use: _Use, name: str) -> bool:
     for move in use.moves:
-        _target(use.live, move).copy_(_of(given, move, use.first))
+        copy_finite(_target(use.live, move), _of(given, move, use.first), name)
     return True
 
 

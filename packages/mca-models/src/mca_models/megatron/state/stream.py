@@ -22,6 +22,7 @@ from mca_models.checkpoint.placement import expert_rank, stage_of
 from mca_models.megatron import platform
 from mca_models.megatron.distributed.parallel import Place
 from mca_models.megatron.state.buckets import Bucket, Slot, view_of
+from mca_models.megatron.tensors import cast_finite
 from mca_models.weights import Param
 
 Piece = Callable[[str], Tensor | None]
@@ -215,11 +216,12 @@ class _Transfer:
                 self._messages.append(torch.distributed.P2POp(torch.distributed.irecv, place, owner))
 
     def _own(self, slot: Slot, number: int) -> Tensor | None:
-        piece = self._holders.piece(slot.param.mca_name())
+        name = slot.param.mca_name()
+        piece = self._holders.piece(name)
         if piece is None:
             return None
         rows = slot.pieces[number][0] if slot.param.vocab else len(piece)
-        return piece.detach()[:rows].to(slot.dtype).contiguous()
+        return cast_finite(piece.detach()[:rows], slot.dtype, name).contiguous()
 
     def post(self) -> None:
         """Sends and receives in the background."""
