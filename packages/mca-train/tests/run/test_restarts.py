@@ -5,17 +5,27 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import HashStore
 
 from mca_models.megatron.distributed.attempts import Attempt
 from mca_train.run.restarts import NotesStart, continued, is_started_again
 
 
+@pytest.fixture(autouse=True)
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def checkpoint(folder: Path, step: int) -> None:
     path = folder / f"checkpoint-{step}"
     shutil.rmtree(path, ignore_errors=True)
-    path.mkdir()
+    (path / "training").mkdir(parents=True)
     (path / "trainer_state.json").write_text("{}")
+    (path / "training" / "manifest.json").write_text('{"files": {}}')
 
 
 def begins(store: HashStore, folder: Path, *, first: bool = True) -> None:
@@ -55,7 +65,7 @@ def test_what_the_run_wrote_itself_is_gone_on_from(values, tmp_path, step):
     assert continued(values, Attempt(3, store)) == values | {"resume_from_checkpoint": "auto"}
 
 
-def test_what_the_run_had_written_before_it_went_back_is_not_gone_on_from(values, tmp_path):
+def test_what_the_run_had_written_before_it_went_back_is_not_gone_on_from(values, tmp_path, caplog):
     """It died between its first checkpoint and setting later ones aside, which `auto` would take."""
     store = HashStore()
     for step in (100, 200, 300):
@@ -65,6 +75,11 @@ def test_what_the_run_had_written_before_it_went_back_is_not_gone_on_from(values
         checkpoint(tmp_path, step)
     resumed = continued(values, Attempt(2, store))
     assert resumed == values | {"resume_from_checkpoint": str(tmp_path / "checkpoint-150")}
+    for step, found in ((150, 140), (140, 150)):  # where all are damaged, the last is refused by name
+        (tmp_path / f"checkpoint-{step}" / "training" / "manifest.json").write_text("torn")
+        resumed = continued(values, Attempt(2, store))
+        assert resumed == values | {"resume_from_checkpoint": str(tmp_path / f"checkpoint-{found}")}
+    assert "checkpoint-150 is damaged" in caplog.text
     for step in (200, 300):
         (tmp_path / f"checkpoint-{step}").rename(tmp_path / f"checkpoint-{step}.set-aside")
     assert continued(values, Attempt(2, store)) == values | {"resume_from_checkpoint": "auto"}

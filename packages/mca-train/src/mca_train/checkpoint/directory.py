@@ -93,7 +93,7 @@ def find(resume: str | bool | None, output_dir: Path, ranks: Ranks) -> Path | No
         _tell_of_incomplete(output_dir, next(iter(candidates), None))
     told = []
     for candidate in candidates:
-        faults = integrity.faults(candidate, ranks)
+        faults = integrity.faults(candidate, ranks.rank, ranks.world_size)
         if not faults:
             return candidate
         told.append(f"{candidate} is damaged: {'; '.join(faults)}")

@@ -90,8 +90,8 @@ class Checksums:
         return self._records
 
 
-def faults(checkpoint: Path, ranks: Ranks) -> list[str]:
-    """What is broken in ``checkpoint``, the same list on every rank; collective."""
+def faults(checkpoint: Path, rank: int, world_size: int) -> list[str]:
+    """What is broken in ``checkpoint``, the same list on every rank, each of which reads its share; collective."""
     try:
         expected = sorted(_expected(checkpoint).items())
     except (McaError, OSError, ValueError, KeyError, TypeError, StopIteration) as error:
@@ -101,7 +101,7 @@ def faults(checkpoint: Path, ranks: Ranks) -> list[str]:
             else f"{checkpoint / MANIFEST}: cannot be read ({error!r})"
         ]
     else:
-        share = expected[ranks.rank :: ranks.world_size]
+        share = expected[rank::world_size]
         mine = [fault for name, record in share if (fault := _fault(checkpoint / name, record))]
     return sorted({fault for part in all_gather(mine) for fault in part})
 

@@ -172,11 +172,13 @@ def _of_model(model: VirtualModels, directory: Path) -> Unrounded:
     from mca_models.opening import open_checkpoint
 
     source = open_checkpoint(directory)
-    items = {id(tensor): item for item, tensor in model.held()}
+    params = {id(tensor): item.param for item, tensor in model.held()}
+    stored, place = fill.stored_in(source), model.place
 
     def read(param: nn.Parameter) -> Tensor:
         found = torch.empty_like(param, dtype=torch.float32, requires_grad=False)
-        fill.from_source(source, [(items[id(param)], found)], model.place.layout, model.place.at)
+        known = params[id(param)]
+        fill.read_into(found, source, stored(known), fill.cut_of(known, place.layout, place.at))
         return found
 
     return read

@@ -9,7 +9,7 @@ them the few numbers that are no tensors (`Numbers`). Loading asks for what the 
 """
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -61,7 +61,13 @@ def save(
 
 
 def load(
-    optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbers: Numbers, weights: SavedWeights
+    optimizer: MegatronOptimizer,
+    chunks: list[Chunk],
+    folder: Path,
+    numbers: Numbers,
+    weights: SavedWeights,
+    *,
+    unread: Collection[str] = (),
 ) -> None:
     """Restores `save`, written on whatever layout; collective. The weights are in place already.
 
@@ -71,20 +77,26 @@ def load(
         folder: Written by `save`.
         numbers: That it returned.
         weights: Those that were saved beside it.
+        unread: What the optimizer that wrote it kept of each parameter, but never read.
 
     Raises:
         McaError: The checkpoint has no state for a parameter (another optimizer or another model wrote it).
     """
     with as_plain(optimizer, loading=True):
-        _load(optimizer, chunks, folder, numbers, weights)
+        _load(optimizer, chunks, folder, numbers, weights, unread)
 
 
 def _load(
-    optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbers: Numbers, weights: SavedWeights
+    optimizer: MegatronOptimizer,
+    chunks: list[Chunk],
+    folder: Path,
+    numbers: Numbers,
+    weights: SavedWeights,
+    unread: Collection[str],
 ) -> None:
     saved = shapes_in(folder)
     state = _sharded(optimizer, chunks, loading=True, by_layer=not any(map(_ALL_LAYERS.match, saved)))
-    _require_same_kind(folder, saved, state)
+    _require_same_kind(folder, _kinds(saved) - set(unread), state)
     counting = [_counts_steps(part) for part in _parts(state)]
     _ask_as_spelled(state, saved)
     ask_for_rows_of_ranks(list(_leaves(state)), saved, folder)
@@ -158,10 +170,10 @@ def _begin_momentum(optimizer: torch.optim.Optimizer, *_: object) -> None:
             optimizer.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
 
 
-def _require_same_kind(folder: Path, saved: Iterable[str], state: OptimizerState) -> None:
+def _require_same_kind(folder: Path, saved: set[str], state: OptimizerState) -> None:
     """Raises unless this optimizer keeps of each parameter what that of the checkpoint did; collective."""
     mine = all_gather(_kinds(leaf.key for _, _, leaf in _leaves(state)))
-    here, there = sorted(set().union(*mine)), sorted(_kinds(saved))
+    here, there = sorted(set().union(*mine)), sorted(saved)
     if here != there:
         raise McaError(
             f"{folder}: was written by an optimizer that keeps {' and '.join(there) or 'nothing'} of each parameter, "

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from mca_config.errors import McaError
+from mca_config.files import read_json
 from mca_config.types import Typed
 from mca_models.megatron.distributed.collectives import on_first, together
 from mca_models.megatron.distributed.writer import Writing
@@ -16,6 +17,7 @@ from mca_models.storage.atomic import write_file
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import fp8_scales, optimizer_state
 from mca_train.checkpoint.carried import Carried
+from mca_train.checkpoint.integrity import ARGUMENTS_FILE
 from mca_train.checkpoint.masters import SavedWeights
 from mca_train.engine.engine import Engine
 from mca_train.engine.rng import is_of_layout, load_rng, save_rng
@@ -87,7 +89,12 @@ class TrainingState:
             )
         with _without_warnings():
             optimizer_state.load(
-                self._engine.optimizer, self._modules(), folder / "optimizer", numbers, weights
+                self._engine.optimizer,
+                self._modules(),
+                folder / "optimizer",
+                numbers,
+                weights,
+                unread=_unread(checkpoint),
             )
         self._engine.share_weights()
         together(lambda: fp8_scales.load(folder, self._modules()))
@@ -128,3 +135,9 @@ def _plain(value: Typed) -> Typed:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value.item() if hasattr(value, "item") else value
+
+
+def _unread(checkpoint: Path) -> tuple[str, ...]:
+    """Of sgd without momentum Transformer Engine and Apex kept a momentum too, which mca 0.1.0 used on GPUs."""
+    given = read_json(checkpoint / ARGUMENTS_FILE, "the checkpoint is incomplete")
+    return ("momentum_buffer",) if given.get("optimizer") == "sgd" and not given.get("sgd_momentum") else ()

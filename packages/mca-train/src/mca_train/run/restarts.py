@@ -7,12 +7,16 @@ attempt that died before its first checkpoint begins as the first one did, from 
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from transformers import TrainerCallback
 
 from mca_config.types import JsonObject, Values
+from mca_models.megatron.distributed.collectives import on_first
+from mca_train.checkpoint import integrity
 from mca_train.checkpoint.directory import checkpoints
 from mca_train.types import TrainerControl, TrainerState, TrainingArguments
 
@@ -36,7 +40,7 @@ def is_started_again() -> bool:
 def continued(values: Values, attempt: "Attempt | None") -> JsonObject:
     """The values of a run in this attempt: after the first one it resumes from its own last checkpoint.
 
-    That is what ``auto`` means, unless the run had gone back and died before it set later ones aside.
+    That is what ``auto`` means, unless the run had gone back and died before it set later ones aside. Collective.
 
     Args:
         values: As the user gave them.
@@ -45,15 +49,28 @@ def continued(values: Values, attempt: "Attempt | None") -> JsonObject:
     if attempt is None or attempt.number == 1:
         return dict(values)
     output_dir = Path(str(values.get("output_dir", "")))
-    own = _own_checkpoints(output_dir, attempt)
+    own = on_first(lambda: _own_checkpoints(output_dir, attempt))
     if not own:
         logger.warning(
             "attempt %d: there is no complete checkpoint, so it starts like the first attempt", attempt.number
         )
         return dict(values)
     logger.warning("attempt %d: resuming from the last complete checkpoint", attempt.number)
-    is_last = own[-1] == checkpoints(output_dir)[-1]
-    return {**values, "resume_from_checkpoint": "auto" if is_last else str(own[-1])}
+    is_last = on_first(lambda: own[-1] == checkpoints(output_dir)[-1])
+    return {**values, "resume_from_checkpoint": "auto" if is_last else str(_last_whole(own))}
+
+
+def _last_whole(own: Sequence[Path]) -> Path:
+    """The last of the run's own checkpoints that is not damaged, as `auto` would choose; collective.
+
+    If all are, the last, which is then refused with what is wrong.
+    """
+    for checkpoint in reversed(own):
+        faults = integrity.faults(checkpoint, dist.get_rank(), dist.get_world_size())
+        if not faults:
+            return checkpoint
+        logger.warning("%s is damaged: %s; trying the checkpoint before it", checkpoint, "; ".join(faults))
+    return own[-1]
 
 
 def _own_checkpoints(output_dir: Path, attempt: "Attempt") -> list[Path]:
