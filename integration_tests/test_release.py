@@ -51,3 +51,19 @@ def test_an_address_that_is_none_is_refused(
     assert caught.value.code == 2
     assert "expected https://HOST/OWNER/NAME" in capsys.readouterr().err
     assert not (tmp_path / "dist").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--repositry", ADDRESS], "unknown argument --repositry; did you mean --repository?"),
+        (["--commit", "HEAD"], "--repository is required: https://HOST/OWNER/NAME"),
+    ],
+)
+def test_a_misspelt_flag_is_told_before_what_is_missing(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        release.main(words)
+    assert caught.value.code == 2
+    assert f"error: {told}\n" in capsys.readouterr().err

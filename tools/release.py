@@ -19,6 +19,8 @@ import zipfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from mca_config.suggestions import suggestion
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -123,12 +125,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repository", required=True, type=_address, help="address of the repository's page")
+    parser.add_argument("--repository", type=_address, help="address of the repository's page; required")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "dist", help="where the files go; new or empty (dist)"
     )
     parser.add_argument("--commit", default="HEAD", help="what is released (HEAD)")
-    given = parser.parse_args(arguments)
+    given, others = parser.parse_known_args(arguments)
+    if others:
+        flags = ("--repository", "--out", "--commit")
+        parser.error(f"unknown argument {others[0]}{suggestion(others[0], flags, 'see --help')}")
+    if given.repository is None:
+        parser.error("--repository is required: https://HOST/OWNER/NAME")
     if given.out.exists() and any(given.out.iterdir()):
         parser.error(f"--out {given.out} is not empty; name a new directory")
     for file in build(given.commit, given.repository, given.out.resolve()):

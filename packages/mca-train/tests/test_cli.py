@@ -32,6 +32,22 @@ def test_wrong_usage_is_one_line_and_2(words, message, capsys):
 
 
 @pytest.mark.parametrize(
+    ("command", "flag", "told"),
+    [
+        ("sft", "--learing-rate=1", "unknown flag --learing_rate; did you mean --learning_rate?"),
+        ("plan", "--dry_rn", "unknown flag --dry_rn; did you mean --dry_run?"),
+        ("pretrain", "--lr", "--lr: is called learning_rate here; set that instead"),
+        ("data", "--dpo_bta", "unknown flag --dpo_bta; did you mean --dpo_beta?"),
+    ],
+)
+def test_a_misspelt_flag_is_told_where_the_file_is_missing_too(command, flag, told, capsys):
+    assert main([command, flag]) == 2
+    _, first, second = map(str.strip, capsys.readouterr().err.splitlines())
+    assert first == told
+    assert second.startswith(f"mca-train {command} needs a configuration file")
+
+
+@pytest.mark.parametrize(
     ("changes", "flags", "message"),
     [
         ({"learning_rte": 1}, [], "run.yaml: unknown key 'learning_rte'; did you mean 'learning_rate'?"),

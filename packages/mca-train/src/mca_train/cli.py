@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mca_config.errors import McaError, UsageError
+from mca_config.errors import McaError, UsageError, raise_problems
 from mca_config.program import Program, fail
 from mca_config.streams import safe_streams
 from mca_train.launch.stopping import Stopped
@@ -53,8 +53,10 @@ def _run(known: Program, words: list[str]) -> int:
         return _about_keys(command, known.parser(command).read(words).operands)
     if command == "report":
         return _report(known.parser(command).read(words))
-    options, overrides = known.parser(command).read_own(words)
-    kind, config = _kind_and_file(command, known.commands[command].usage, options.operands)
+    parser = known.parser(command)
+    options, overrides = parser.read_own(words)
+    usage = known.commands[command].usage
+    kind, config = _kind_and_file(command, usage, options.operands, parser.flags, overrides)
     from mca_train.launch.environment import one_thread_until_forked, started_by_launcher
 
     if command == "plan" or not started_by_launcher():
@@ -79,11 +81,13 @@ def _run(known: Program, words: list[str]) -> int:
     return run(kind, config, overrides, again)
 
 
-def _kind_and_file(command: str, usage: str, operands: list[str]) -> tuple[Task | None, Path]:
+def _kind_and_file(
+    command: str, usage: str, operands: list[str], flags: list[str], overrides: list[str]
+) -> tuple[Task | None, Path]:
     """The kind of run, if one is named, and the configuration file.
 
     Raises:
-        UsageError: There is no file, or more than that.
+        UsageError: There is no file, or more than that; then what is wrong with flags is told too.
     """
     kind = TASKS.get(command)
     if command in ("plan", "data") and len(operands) > 1 and not Path(operands[0]).is_file():
@@ -91,12 +95,20 @@ def _kind_and_file(command: str, usage: str, operands: list[str]) -> tuple[Task 
 
         kind, operands = kind_of(operands[0]), operands[1:]
     if not operands or (operands[0] in TASKS and not Path(operands[0]).exists()):
-        raise UsageError(
-            f"mca-train {command} needs a configuration file: mca-train {command} {usage.partition(' [--key')[0]}"
-        )
+        told = f"mca-train {command} needs a configuration file: mca-train {command} {usage.partition(' [--key')[0]}"
+        raise_problems([*_unknown(kind, flags, overrides), told], f"mca-train {command}", kind=UsageError)
     if len(operands) > 1:
         raise UsageError(f"unexpected argument '{operands[1]}'; overrides look like --key value")
     return kind, Path(operands[0])
+
+
+def _unknown(kind: Task | None, flags: list[str], overrides: list[str]) -> list[str]:
+    """What is wrong with the flags of a command line without a file."""
+    if not overrides:
+        return []
+    from mca_train.reference.keys import unknown_flags
+
+    return unknown_flags(TASKS.values() if kind is None else [kind], flags, overrides)
 
 
 def _about_keys(command: str, words: list[str]) -> int:

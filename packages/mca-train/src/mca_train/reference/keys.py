@@ -2,12 +2,14 @@
 
 import dataclasses
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mca_config.fields import TypeHint
+from mca_config.suggestions import suggestion
 from mca_config.types import Typed
 from mca_train.config.arguments import LaunchArguments, LoraArguments
+from mca_train.config.renamed import RENAMED
 from mca_train.tasks.task import Task
 
 REQUIRED = ("model_name_or_path", "train_file", "output_dir")
@@ -53,6 +55,28 @@ def keys_of(task: Task) -> tuple[Key, ...]:
             if key.name not in REFUSED:
                 found.setdefault(key.name, key)
     return tuple(found.values())
+
+
+def unknown_flags(tasks: Iterable[Task], flags: Sequence[str], words: Iterable[str]) -> list[str]:
+    """What is wrong with the flags among ``words`` that name no key.
+
+    Args:
+        tasks: Whose keys are meant.
+        flags: Of the command itself, one of which can be meant.
+        words: Of the command line, but those of ``flags``.
+    """
+    from mca_config._hf_arguments import REFUSED
+
+    known = [f"--{name}" for name in dict.fromkeys(key.name for task in tasks for key in keys_of(task))]
+    problems = []
+    for flag in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
+        name = flag.removeprefix("--")
+        if name in RENAMED:
+            problems.append(f"{flag}: {RENAMED[name]}")
+        elif flag not in known and name not in REFUSED:
+            ending = suggestion(flag, [*known, *flags], "mca-train sft --help lists the keys")
+            problems.append(f"unknown flag {flag}{ending}")
+    return problems
 
 
 def declared(cls: type, group: str) -> Iterator[Key]:
