@@ -119,3 +119,16 @@ def test_a_rank_that_has_ended_has_no_process_groups(monkeypatch: pytest.MonkeyP
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("step", "steps", "told"),
+    [(3, 8, "after step 3 of 8; complete checkpoint: out/checkpoint-3"), (0, 0, "before the first step")],
+)
+def test_a_stopped_run_says_where_it_goes_on(step: int, steps: int, told: str) -> None:
+    state = SimpleNamespace(global_step=step, max_steps=steps)
+    trainer: Any = SimpleNamespace(state=state, args=SimpleNamespace(output_dir="out"))
+    assert train._stopped(trainer).splitlines() == [
+        f"stopped by SIGTERM {told}",
+        "continue with --resume_from_checkpoint auto",
+    ]
