@@ -105,6 +105,15 @@ def test_three_clipped_steps_equal_transformers(case: str, layout: str, shared: 
     assert unmoved < 0.2 * sum(right.numel() for right in theirs.values())
 
 
+def _frozen_in_python(model: Any, told: Any) -> str:
+    """Parameters that are trained though they were frozen beside others of their parts."""
+    frozen = [tensor for _, tensor in model.trained()][::2]
+    for tensor in frozen:
+        tensor.requires_grad_(False)
+    told(model, freeze=["vision"])
+    return "some" if any(tensor.requires_grad for tensor in frozen) else ""
+
+
 def refused(reference: Mixed) -> list[str]:
     """What a trainer says of its arguments; of two stages only the first has the vision model. Runs on every rank."""
     from mca_config.errors import McaError
@@ -125,6 +134,7 @@ def refused(reference: Mixed) -> list[str]:
     said = [told(model, overlap_param_gather=True), told(model, vision_learning_rate=1e-5)]
     said += [told(model, overlap_param_gather=True, freeze=["vision"])]
     said += [told(model, vision_learning_rate=1e-5, freeze=["projector"])]
+    said += [told(model, freeze=[]), _frozen_in_python(model, told)]
     model.requires_grad_(False)
     targets = {"peft_type": "LORA", "r": 2, "target_modules": "all-linear"}
     adapted = get_peft_model(model, targets, parts={"language", "vision"})
@@ -137,7 +147,7 @@ def test_parts_that_cannot_be_trained_as_told_are_refused_on_every_rank(tmp_path
     gather = "overlap_param_gather: ranks without an image do not run the vision model"
     one_rate = "vision_learning_rate: an adapter has one learning rate"
     on = "freeze: the adapter is on language; leave it out of freeze"
-    expected = ["", "vision_learning_rate: vision is frozen", gather, "", gather, one_rate, on, ""]
+    expected = ["", "vision_learning_rate: vision is frozen", gather, *[""] * 3, gather, one_rate, on, ""]
     for said in both:
         assert [bool(words) for words in said] == [bool(words) for words in expected]
         assert all(words.startswith(start) for words, start in zip(said, expected, strict=True))

@@ -48,6 +48,7 @@ SHORTCUT = replace(
     moe_router_enable_expert_bias=True,
     moe_router_pre_softmax=True,
 )
+BESIDE = replace(MOE, experts_beside_mlp=True)
 CHANCES = replace(MOE, moe_router_pre_softmax=True)
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
 INDEXED = replace(MLA, q_lora_rank=8, index_topk=4, index_num_heads=2, index_head_dim=8)
@@ -144,6 +145,12 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (replace(DENSE, mlp_multipliers=(2.0, 1.0)), TP2, FUSED, "no kernel for what every MLP"),
     (SHORTCUT, TP2, {"moe_expert_capacity_factor": 1.0}, "remove moe_expert_capacity_factor"),
     (SHORTCUT, TP2, ENGINE | {"moe_token_dispatcher_type": "flex"}, "equally many experts"),
+    (
+        BESIDE,
+        TP2,
+        ENGINE | {"moe_token_dispatcher_type": "flex"},
+        "may be negative; use alltoall or allgather",
+    ),
     (DENSE, VPP, {"overlap_p2p_comm": True, "batch_p2p_comm": True}, "remove overlap_p2p_comm and batch_p2p"),
     (DENSE, PP2, {"overlap_p2p_comm": True}, "virtual_pipeline_model_parallel_size of at least 2"),
     (DENSE, TP2, {"cpu_offloading": True}, "cpu_offloading needs transformer_impl transformer_engine"),

@@ -234,6 +234,18 @@ def test_more_experts_for_a_token_than_its_groups_have_are_refused(case: str) ->
         config_from_hf(described(case, num_experts_per_tok=3))
 
 
+@pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe", "nemotron_h"])
+@pytest.mark.parametrize("said", [{}, {"topk_group": None}])
+def test_a_token_is_sent_to_one_group_where_their_number_is_not_said(
+    case: str, said: dict[str, None]
+) -> None:
+    groups = described(case, n_group=2, topk_group=1)
+    unsaid = {key: value for key, value in groups.items() if key != "topk_group"} | said
+    assert config_from_hf(groups).moe_router_group_topk == 1
+    # without the key transformers' default of the family stands
+    assert config_from_hf(unsaid).moe_router_group_topk == (4 if case == "deepseek_v3" and not said else 1)
+
+
 UNPADDED = {"nemotron_h"}  # a padding token is like any other to their embedding
 
 

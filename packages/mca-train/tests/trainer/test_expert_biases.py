@@ -1,13 +1,18 @@
-"""A run says how far it moves biases of experts, where chances are small beside the default."""
+"""A run says how far it moves biases of experts where chances are small beside the default, and what moves none."""
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mca_config import TrainingArguments
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron import platform
+from mca_models.megatron.factory.transformer_config import transformer_config
 from mca_train.trainer.expert_biases import tell_moving_biases
+from mca_train.trainer.without_effect import tell_without_effect
 
 SIZES: dict[str, Any] = {
     **{
@@ -22,16 +27,17 @@ SIZES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("score", "given", "rate", "told"),
+    ("score", "given", "rate", "trained", "told"),
     [
-        ("softmax", None, 1e-3, 1),
-        ("softmax", 1e-3, 1e-3, 0),
-        ("softmax", None, 0.0, 0),  # an adapter
-        ("sigmoid", None, 1e-3, 0),
+        ("softmax", None, 1e-3, True, 1),
+        ("softmax", 1e-3, 1e-3, True, 0),
+        ("softmax", None, 0.0, True, 0),  # an adapter
+        ("softmax", None, 1e-3, False, 0),
+        ("sigmoid", None, 1e-3, True, 0),
     ],
 )
 def test_the_default_is_told_beside_chances(
-    score: Any, given: float | None, rate: float, told: int, caplog: pytest.LogCaptureFixture
+    score: Any, given: float | None, rate: float, trained: bool, told: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = McaModelConfig(
         model_type="longcat_flash",
@@ -43,6 +49,58 @@ def test_the_default_is_told_beside_chances(
     )
     args, megatron = (SimpleNamespace(moe_router_bias_update_rate=each) for each in (given, rate))
     with caplog.at_level(logging.WARNING, logger="mca_train"):
-        tell_moving_biases(args, config, megatron)
+        tell_moving_biases(args, config, megatron, trained=trained)
     assert len(caplog.messages) == told
     assert all("by 0.001" in line and "768 experts is 0.0013" in line for line in caplog.messages)
+
+
+KIND = {"moe_router_load_balancing_type": "seq_aux_loss"}
+MOVING = {"moe_router_bias_update_rate": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("asked", "coefficient", "trained", "told"),
+    [
+        (
+            KIND,
+            0.0,
+            True,
+            "moe_router_load_balancing_type seq_aux_loss (config.json asks for no such loss, so its coefficient is 0; "
+            "set moe_aux_loss_coeff)",
+        ),
+        (KIND, 0.1, True, None),
+        (KIND | {"moe_aux_loss_coeff": 0.1}, 0.0, True, None),
+        (KIND | {"moe_aux_loss_coeff": 0.0}, 0.0, True, None),
+        (MOVING, 0.0, True, None),
+        (
+            MOVING,
+            0.0,
+            False,
+            "moe_router_bias_update_rate (routers are frozen, and biases of experts with them)",
+        ),
+        ({}, 0.0, False, None),
+    ],
+)
+def test_what_balances_no_experts_is_told(
+    asked: dict[str, Any],
+    coefficient: float,
+    trained: bool,
+    told: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    platform.prepare()
+    config = McaModelConfig(
+        model_type="glm4_moe",
+        num_moe_experts=4,
+        moe_ffn_hidden_size=8,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_aux_loss_coeff=coefficient,
+        **SIZES,
+    )
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **asked)
+    megatron = transformer_config(config, args, config.layout, "float32")
+    with caplog.at_level(logging.WARNING, logger="mca_train"):
+        tell_without_effect(args, config, megatron, trains_routers=trained)
+    assert caplog.messages == ([] if told is None else [f"without effect in this run: {told}"])

@@ -53,7 +53,7 @@ def grouped_experts(hf: HfConfig) -> JsonObject:
         "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * (hf.get("n_shared_experts") or 0)
         or None,
         "moe_router_num_groups": groups if groups > 1 else None,
-        "moe_router_group_topk": hf.get("topk_group") if groups > 1 else None,
+        "moe_router_group_topk": (hf.get("topk_group") or 1) if groups > 1 else None,
         "mtp_num_layers": hf.get("num_nextn_predict_layers") or 0,
     }
 

@@ -71,7 +71,7 @@ def derive(hf: HfConfig) -> JsonObject:
         **{"rotary_base": 10000.0, "rope_scaling": None, "rotary_percent": 1.0},  # whatever is said of a rope
         **_experts(hf, layers),
         "moe_router_num_groups": groups if groups > 1 else None,
-        "moe_router_group_topk": hf.get("topk_group", 1) if groups > 1 else None,
+        "moe_router_group_topk": (hf.get("topk_group") or 1) if groups > 1 else None,
     }
     renamed_keys = {new: hf[old] for new, old in _OLD_KEYS.items() if old in hf}
     found |= {field.mca: renamed_keys[field.hf] for field in _FIELDS if field.hf in renamed_keys}

@@ -11,7 +11,7 @@ import torch
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
 from mca_train import groups
-from mca_train.config.parts import SEEING, Part, parts_of, trained_parts, trained_problems
+from mca_train.config.parts import PARTS, SEEING, Part, parts_of, trained_parts, trained_problems
 from mca_train.types import TrainingArguments, Upstream
 
 if TYPE_CHECKING:
@@ -23,18 +23,23 @@ _MARK = "mca_part"
 def choose_parts(model: "VirtualModels", args: TrainingArguments) -> None:
     """Freezes what ``freeze`` says, and has every parameter know its part; before the model is wrapped. Collective.
 
+    Parameters that are frozen beside trained ones of their part stay frozen.
+
     Raises:
         McaError: The model has no such parts, or cannot train them as the arguments say.
     """
     from mca_models.megatron.families.vision_model import part_of
     from mca_models.megatron.peft import PeftModels
 
+    for item, tensor in model.held():
+        setattr(tensor, _MARK, part_of(item.param, model.config))
     if args.freeze is not None and isinstance(model, PeftModels):
         _require_without(parts_of(model.rules, model.config), args.freeze)
     elif args.freeze is not None:
+        by_hand = _frozen_by_hand(model)
         model.train_parts(trained_parts(args))
-    for item, tensor in model.held():
-        setattr(tensor, _MARK, part_of(item.param, model.config))
+        for tensor in by_hand:
+            tensor.requires_grad_(False)
     for problem in _problems(model, args, adapted=isinstance(model, PeftModels)):
         raise McaError(problem)
 
@@ -46,6 +51,15 @@ def _require_without(adapted: Collection[Part], frozen: Collection[str]) -> None
             f"freeze: the adapter is on {', '.join(sorted(trained))}; leave it out of freeze, or make the adapter with "
             "other parts (get_peft_model(..., parts=...))"
         )
+
+
+def _frozen_by_hand(model: "VirtualModels") -> list[torch.Tensor]:
+    """This rank's parameters that are frozen, in parts of which something is trained on any rank; collective."""
+    held = [tensor for _, tensor in model.held() if isinstance(tensor, torch.nn.Parameter)]
+    here = {getattr(tensor, _MARK) for tensor in held if tensor.requires_grad}
+    device = groups.here(model.config.layout).device
+    trained = {part for part in PARTS if groups.largest(float(part in here), device)}
+    return [tensor for tensor in held if getattr(tensor, _MARK) in trained and not tensor.requires_grad]
 
 
 def _problems(model: "VirtualModels", args: TrainingArguments, *, adapted: bool) -> Iterator[str]:

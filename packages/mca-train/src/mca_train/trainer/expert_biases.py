@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def tell_moving_biases(
-    args: "TrainingArguments", config: McaModelConfig, megatron: "TransformerConfig"
+    args: "TrainingArguments", config: McaModelConfig, megatron: "TransformerConfig", *, trained: bool = True
 ) -> None:
     """Logs how far Megatron's default moves biases beside chances, which are much smaller than scores by sigmoid.
 
@@ -23,9 +23,10 @@ def tell_moving_biases(
         args: Training arguments.
         config: The model.
         megatron: Megatron's configuration of it.
+        trained: Routers are, and so their biases move.
     """
     rate = megatron.moe_router_bias_update_rate
-    if args.moe_router_bias_update_rate is None and rate and has_biased_softmax(config):
+    if trained and args.moe_router_bias_update_rate is None and rate and has_biased_softmax(config):
         logger.warning(
             "each step moves the biases that choose experts by %g (Megatron's default), and the chance of one of %d "
             "experts is %.2g in the mean; set moe_router_bias_update_rate, to 0 to keep the checkpoint's biases as "

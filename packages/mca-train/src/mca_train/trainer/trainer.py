@@ -65,7 +65,7 @@ from mca_train.trainer.monitor import Watch
 from mca_train.trainer.parts import Training
 from mca_train.trainer.saving import WithCheckpoints
 from mca_train.trainer.unsupported import require_honoured, require_no_upload
-from mca_train.trainer.without_effect import tell_without_effect, trains_vocabulary
+from mca_train.trainer.without_effect import tell_without_effect, trains_routers, trains_vocabulary
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
@@ -142,9 +142,9 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         require_no_upload(self.callback_handler.callbacks)
         choose_parts(model, args)
         self._print_lines()
-        has_rows = args.decoupled_lr is None or trains_vocabulary(model)
-        tell_without_effect(args, model.config, model.megatron, trains_vocabulary=has_rows)
-        tell_moving_biases(args, model.config, model.megatron)
+        rows, moved = args.decoupled_lr is None or trains_vocabulary(model), trains_routers(model)
+        tell_without_effect(args, model.config, model.megatron, trains_vocabulary=rows, trains_routers=moved)
+        tell_moving_biases(args, model.config, model.megatron, trained=moved)
         tell_forced_routing(model.config, model.megatron)
         seed_dropout(model, args.seed)
         self.model, self.model_wrapped, self._view = model, model, view

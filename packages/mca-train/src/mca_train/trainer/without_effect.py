@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.distributed.collectives import all_gather
+from mca_train.losses.moe_aux import routers
 from mca_train.types import VirtualModels
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _OF_PIPELINES = (
 )
 
 _OF_BALANCE = ("moe_aux_loss_coeff",)
+_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 _ALWAYS_ON = ("attention_softmax_in_fp32",)
 _OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _OF_VOCABULARY = ("decoupled_lr", "decoupled_min_lr")
@@ -48,6 +50,7 @@ def tell_without_effect(
     megatron: "TransformerConfig",
     *,
     trains_vocabulary: bool = True,
+    trains_routers: bool = True,
 ) -> None:
     """Logs what of ``args`` does nothing here.
 
@@ -56,6 +59,7 @@ def tell_without_effect(
         config: The model, with the layout it stands on.
         megatron: Megatron's configuration of it.
         trains_vocabulary: The embedding or the output layer is trained.
+        trains_routers: A router that has biases of experts is trained.
     """
     found: dict[str, list[str]] = {}
     for why, names in _groups(args, config, megatron):
@@ -64,7 +68,10 @@ def tell_without_effect(
         found["embedding and output layer are not trained"] = [
             name for name in _OF_VOCABULARY if _given(args, name)
         ]
-    for why, values in _values(args, config):
+    if not trains_routers and megatron.moe_router_enable_expert_bias and megatron.moe_router_bias_update_rate:
+        why = "routers are frozen, and biases of experts with them"
+        found[why] = [name for name in _OF_ROUTERS_BIAS if _given(args, name)]
+    for why, values in _values(args, config, megatron):
         found.setdefault(why, []).extend(values)
     found = {why: names for why, names in found.items() if names}
     if found:
@@ -83,6 +90,13 @@ def trains_vocabulary(model: VirtualModels) -> bool:
     """Whether any rank trains the embedding or the output layer, or an adapter's rows of them; collective."""
     mine = any(item.param.vocab and tensor.requires_grad for item, tensor in model.held())
     return any(all_gather(mine))
+
+
+def trains_routers(model: VirtualModels) -> bool:
+    """Whether any rank trains a router that has biases of experts; collective where routers have them."""
+    if not model.megatron.moe_router_enable_expert_bias:
+        return False
+    return any(all_gather(any(router.weight.requires_grad for router in routers(model.chunks))))
 
 
 def _given(args: "TrainingArguments", name: str) -> bool:
@@ -121,7 +135,9 @@ def _groups(
     yield from _machine(args, megatron)
 
 
-def _values(args: "TrainingArguments", config: McaModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _values(
+    args: "TrainingArguments", config: McaModelConfig, megatron: "TransformerConfig"
+) -> Iterator[tuple[str, tuple[str, ...]]]:
     """What another argument, or the model, leaves nothing to do; told as it was given."""
     schedule = args.lr_scheduler_type.value
     if args.warmup_steps and schedule in _WITHOUT_WARM_UP:
@@ -138,6 +154,11 @@ def _values(args: "TrainingArguments", config: McaModelConfig) -> Iterator[tuple
         yield "the model has no experts", tuple(f"recompute_modules {name}" for name in of_experts)
     elif not config.moe_shared_expert_intermediate_size and "shared_experts" in modules:
         yield "the model has no shared experts", ("recompute_modules shared_experts",)
+    if config.num_moe_experts is not None and args.moe_aux_loss_coeff is None:
+        kind = args.moe_router_load_balancing_type
+        if kind in _BALANCING and not megatron.moe_aux_loss_coeff:
+            why = "config.json asks for no such loss, so its coefficient is 0; set moe_aux_loss_coeff"
+            yield why, (f"moe_router_load_balancing_type {kind}",)
 
 
 def _experts(config: McaModelConfig, megatron: "TransformerConfig") -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -188,6 +188,11 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
             "an MLP beside experts cannot be computed while tokens are sent to these, as its norms would be left out, "
             "or both would be added at once; remove moe_shared_expert_overlap"
         )
+    if config.experts_beside_mlp and settings.get("moe_token_dispatcher_type") == "flex":
+        yield (
+            "moe_token_dispatcher_type flex sends tokens to the experts of their largest weights, and this model's "
+            "may be negative; use alltoall or allgather"
+        )
     yield from _identity_experts(config, settings)
     if settings.get("moe_router_load_balancing_type") == "sinkhorn":
         yield from _sinkhorn(config, settings)
