@@ -42,14 +42,12 @@ class Order:
 
     def of_rank(self, rank: int) -> Iterator[Pass]:
         """The passes of pipeline rank ``rank``, one after another."""
-        forward = list(self._table())
-        backward = [(micro_batch, self.vpp - 1 - chunk) for micro_batch, chunk in forward]
+        forward, backward = _passes(self)
         ahead = min(self._ahead(rank), len(forward))
-        for step in range(len(forward) + ahead):
-            if step < len(forward):
-                yield Pass(True, forward[step][1], forward[step][0])
-            if step >= ahead:
-                yield Pass(False, backward[step - ahead][1], backward[step - ahead][0])
+        yield from forward[:ahead]
+        for both in zip(forward[ahead:], backward[: len(forward) - ahead], strict=True):
+            yield from both
+        yield from backward[len(forward) - ahead :]
 
     def _ahead(self, rank: int) -> int:
         """Forward passes before the first that a backward pass follows."""
@@ -57,7 +55,7 @@ class Order:
             return self.pp - rank - 1
         return (self.pp - rank - 1) * 2 + (self.vpp - 1) * (self.group or self.pp)
 
-    def _table(self) -> Iterator[tuple[int, int]]:
+    def table(self) -> Iterator[tuple[int, int]]:
         """Micro-batch and chunk of each forward pass."""
         size = (self.group or self.pp) if self.vpp > 1 else self.micro_batches
         for first in range(0, self.micro_batches, size):
@@ -66,7 +64,16 @@ class Order:
                     yield micro_batch, chunk
 
 
-@lru_cache(maxsize=1)  # a plan walks each rank's twice: with balanced and with the worst routing
+@lru_cache(maxsize=2)
+def _passes(order: Order) -> tuple[list[Pass], list[Pass]]:
+    """All forward passes and all backward passes in their order, which is the same on every rank."""
+    forward = [Pass(True, chunk, micro_batch) for micro_batch, chunk in order.table()]
+    return forward, [Pass(False, order.vpp - 1 - chunk, micro_batch) for _, chunk, micro_batch in forward]
+
+
+@lru_cache(
+    maxsize=128
+)  # each is walked with balanced and with the worst routing, and by layouts that differ elsewhere
 def passes_of(order: Order, rank: int) -> tuple[Pass, ...]:
     """All of `Order.of_rank`."""
     return tuple(order.of_rank(rank))

@@ -29,7 +29,7 @@ def timeline(
         message: Time from the end of a pass until another rank has what it gives.
     """
     ranks = len(orders)
-    ends: dict[tuple[int, Pass], float] = {}
+    ends: list[dict[Pass, float]] = [{} for _ in orders]
     clocks, places = [0.0] * ranks, [0] * ranks
     ran: list[Ran] = []
     waiting = sum(map(len, orders))
@@ -44,7 +44,7 @@ def timeline(
                 start = max(clocks[rank], ready)
                 end = start + duration(rank, step)
                 ran.append(Ran(rank, step, start, end))
-                ends[rank, step] = clocks[rank] = end
+                ends[rank][step] = clocks[rank] = end
                 places[rank] += 1
                 waiting -= 1
                 moved = True
@@ -53,13 +53,13 @@ def timeline(
 
 
 def _ready(
-    rank: int, step: Pass, ranks: int, chunks: int, ends: dict[tuple[int, Pass], float], message: float
+    rank: int, step: Pass, ranks: int, chunks: int, ends: list[dict[Pass, float]], message: float
 ) -> float | None:
     """When the pass has what it takes; None: not yet known."""
     before = _before(rank, step, ranks, chunks)
     if before is None:
         return 0.0
-    end = ends.get(before)
+    end = ends[before[0]].get(before[1])
     if end is None:
         return None
     return end + (message if before[0] != rank else 0.0)
