@@ -71,9 +71,10 @@ def _passes(order: Order) -> tuple[list[Pass], list[Pass]]:
     return forward, [Pass(False, order.vpp - 1 - chunk, micro_batch) for _, chunk, micro_batch in forward]
 
 
-@lru_cache(
-    maxsize=128
-)  # each is walked with balanced and with the worst routing, and by layouts that differ elsewhere
+@lru_cache(maxsize=128)
 def passes_of(order: Order, rank: int) -> tuple[Pass, ...]:
-    """All of `Order.of_rank`."""
+    """All of `Order.of_rank`.
+
+    They are walked with balanced and with the worst routing, and again by layouts that differ elsewhere.
+    """
     return tuple(order.of_rank(rank))
