@@ -237,7 +237,9 @@ WITHOUT_LOSS = DP | {"moe_router_load_balancing_type": "none"}
 BIASED: dict[str, Settings] = {
     "chosen": WITHOUT_LOSS,
     "dropped": WITHOUT_LOSS | {"moe_expert_capacity_factor": 0.6},
-    "filled": WITHOUT_LOSS | {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    "filled": WITHOUT_LOSS
+    | EP
+    | {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
 }
 """What decides about the experts that take a token, and not about those that it chooses."""
 

@@ -1,12 +1,16 @@
 """How samples are dealt out is what the model needs, whatever a trainer's arguments leave out."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 from mca_config import TrainingArguments
+from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_train.batching.collate import PadCollator
 from mca_train.batching.loaders import Loaders
@@ -24,7 +28,8 @@ def loaders(folder: Path, layout: ParallelLayout, **made_with: Any) -> Loaders:
         context_parallel_rank=0,
     )
     plain = {"sequence_parallel": False, "moe_token_dispatcher_type": "alltoall", "fp8": None}
-    megatron = SimpleNamespace(**(plain | {"fp8_recipe": "delayed"} | made_with))
+    plain |= {"fp8_recipe": "delayed", "moe_pad_expert_input_to_capacity": False}
+    megatron = SimpleNamespace(**(plain | made_with))
     return Loaders(args=args, ranks=ranks, megatron=megatron, collate=PadCollator(0), pad_token_id=0)
 
 
@@ -39,7 +44,33 @@ def test_the_model_says_what_rows_and_steps_must_be(tmp_path: Path) -> None:
     experts = ParallelLayout(expert_model_parallel_size=2)
     assert widths(loaders(tmp_path, experts), data) == {5, 9}
     assert widths(loaders(tmp_path, experts, moe_token_dispatcher_type="allgather"), data) == {9}
+    assert widths(loaders(tmp_path, experts, moe_pad_expert_input_to_capacity=True), data) == {9}
+    assert widths(loaders(tmp_path, ParallelLayout(), moe_pad_expert_input_to_capacity=True), data) == {5, 9}
     assert widths(loaders(tmp_path, ParallelLayout(), fp8="hybrid"), data) == {16}
     virtual = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     _, sampler = loaders(tmp_path, virtual, microbatch_group_size_per_vp_stage=3).train(data)
     assert (sampler.shape.group, sampler.shape.smallest_group) == (3, 2)
+
+
+class Stream(IterableDataset[Any]):
+    """Without samples: what stands against it is said before one is read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("made_with", "told"),
+    [
+        (
+            {"moe_token_dispatcher_type": "allgather"},
+            "moe_token_dispatcher_type allgather .* set it to alltoall",
+        ),
+        ({"moe_pad_expert_input_to_capacity": True}, "moe_pad_expert_input_to_capacity .* set it to false"),
+    ],
+)
+def test_a_stream_is_refused_where_ranks_need_one_length(
+    made_with: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(McaError, match=told):
+        loaders(tmp_path, ParallelLayout(expert_model_parallel_size=2), **made_with).train(Stream())

@@ -13,7 +13,17 @@ def test_the_divergence_is_a_mean_of_at_least_zero(gains: tuple[float, float], k
     assert float(divergence(torch.tensor(gains, dtype=torch.float64))) == kl
 
 
-def test_a_dispatcher_that_needs_one_length_is_refused_to_the_trainer_too() -> None:
-    made_with = {"moe_token_dispatcher_type": "allgather", "mtp_num_layers": None, "moe_z_loss_coeff": None}
-    (problem,) = model_problems(SimpleNamespace(**made_with, num_moe_experts=None))
-    assert problem.startswith("moe_token_dispatcher_type allgather needs samples of one length")
+@pytest.mark.parametrize(
+    ("dispatcher", "filled", "told"),
+    [
+        ("allgather", False, "moe_token_dispatcher_type allgather needs samples of one length"),
+        ("alltoall", True, "moe_pad_expert_input_to_capacity needs samples of one length"),
+    ],
+)
+def test_what_needs_one_length_is_refused_to_the_trainer_too(
+    dispatcher: str, filled: bool, told: str
+) -> None:
+    made_with = {"moe_token_dispatcher_type": dispatcher, "moe_pad_expert_input_to_capacity": filled}
+    others = dict.fromkeys(("mtp_num_layers", "moe_z_loss_coeff", "num_moe_experts"))
+    (problem,) = model_problems(SimpleNamespace(**made_with, **others))
+    assert problem.startswith(told)

@@ -90,10 +90,10 @@ class Loaders:
     def _of_stream(self, dataset: SampleSource) -> tuple[DataLoader[StepBatch], StepStream]:
         args = self.args
         require_steps(dataset, args.max_steps)
-        if self._gathers_tokens():
+        if found := self._needs_one_length():
             raise McaError(
-                "moe_token_dispatcher_type allgather needs samples of one length on all ranks, which a stream does "
-                "not guarantee; use alltoall"
+                f"{found[0]} needs samples of one length on all ranks, which a stream does not guarantee; set it to "
+                f"{found[1]}"
             )
         shape = self._shape(args.per_device_train_batch_size, args.gradient_accumulation_steps)
         rows, make = (dataset.rows, dataset.make) if isinstance(dataset, AnswerStream) else (dataset, None)
@@ -117,17 +117,21 @@ class Loaders:
         return self._loader(stream, stream, None), stream
 
     def _common_length(self, dataset: SampleSource, shape: BatchShape) -> int | None:
-        """What all rows are padded to where ranks with different ones gather their tokens for experts."""
-        if not self._gathers_tokens():
+        """What all rows are padded to where ranks with different ones send experts equally many tokens."""
+        if not self._needs_one_length():
             return None
         packed = isinstance(dataset, PackedDataset)  # the packs of a micro-batch are one row
         return shape.micro_batch_size * dataset.fill.length if packed else longest_sample(dataset)
 
-    def _gathers_tokens(self) -> bool:
-        """Whether experts get tokens of several replicas by a collective that takes the same number of each."""
+    def _needs_one_length(self) -> tuple[str, str] | None:
+        """What has experts get the same number of tokens of several replicas, and what it can be set to instead."""
         layout = self.ranks.layout
-        by_gathering = self.megatron.moe_token_dispatcher_type == "allgather"
-        return by_gathering and (layout.ep > 1 or layout.etp > layout.tp)
+        if layout.ep == 1 and layout.etp <= layout.tp:
+            return None
+        if self.megatron.moe_token_dispatcher_type == "allgather":
+            return "moe_token_dispatcher_type allgather", "alltoall"
+        filled = self.megatron.moe_pad_expert_input_to_capacity
+        return ("moe_pad_expert_input_to_capacity", "false") if filled else None
 
     def evaluation(self, dataset: SampleSource) -> tuple[DataLoader[StepBatch], StepSampler]:
         """An item is as many micro-batches as fill the pipeline; every sample comes once, in order."""

@@ -73,6 +73,8 @@ def model_problems(megatron: "TransformerConfig") -> Iterator[str]:
     yield from preference.model_problems(megatron)
     if megatron.moe_token_dispatcher_type == "allgather":
         yield "moe_token_dispatcher_type allgather needs samples of one length, which kto does not have; use alltoall"
+    if megatron.moe_pad_expert_input_to_capacity:
+        yield "moe_pad_expert_input_to_capacity needs samples of one length, which kto does not have; remove it"
 
 
 def step_problems(samples: int) -> Iterator[str]:
