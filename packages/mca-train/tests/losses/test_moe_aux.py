@@ -51,6 +51,15 @@ def test_padding_takes_no_place_of_an_expert(policy: str, filled: bool) -> None:
     assert not left[:, 1].any() and kept[:, 1].any() == filled
 
 
+def test_padding_alone_is_sent_to_experts() -> None:
+    platform.prepare()
+    config = SimpleNamespace(moe_token_drop_policy="probs", moe_pad_expert_input_to_capacity=False)
+    balance = SimpleNamespace(segments=torch.full((5,), -1), capacity=0.6)
+    router = SimpleNamespace(mca_balance=balance, topk=2, config=config)
+    _, kept = moe_aux._within_capacity(router, SENT.float(), SENT)
+    assert kept.sum(0).tolist() == [2, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("segments", "training"), [([0, -1, 0, 1], True), ([0, -1, 0, 1], False), ([0] * 4, True)]
 )

@@ -173,7 +173,8 @@ def _within_capacity(router: Router, weights: Tensor, sent: Tensor) -> Upstream:
     """What is left, both ``[tokens, experts]``, where experts take a limited number; padding takes nobody's place."""
     from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 
-    counts = (_segments(router.mca_balance) >= 0).unsqueeze(-1)
+    real = _segments(router.mca_balance) >= 0
+    counts = (real | ~real.any()).unsqueeze(-1)  # padding alone is sent: not every kernel takes no tokens
     return apply_router_token_dropping(
         weights * counts,
         sent & counts,
