@@ -10,6 +10,7 @@ import torch
 
 from mca_config import TrainingArguments
 from mca_config.layout import ParallelLayout
+from mca_models.megatron import platform
 from mca_train.batching.collate import PadCollator
 from mca_train.batching.loaders import Loaders
 from mca_train.engine.offload import as_plain
@@ -17,6 +18,12 @@ from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import kept_rng
 from mca_train.engine.wrapping import remember
 from mca_train.trainer.trainer import McaTrainer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patched() -> None:
+    """Other tests of the process patch Megatron, which nobody may have imported before."""
+    platform.prepare()
 
 
 class Chunk(torch.nn.Linear):
