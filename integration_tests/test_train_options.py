@@ -23,6 +23,7 @@ RECOMPUTATION: dict[str, list[dict[str, Any]]] = {
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
         {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
     ],
+    "biased": [{"recompute_granularity": "selective", "recompute_modules": ["mlp"]}],
     "moe": [
         FULL | {"recompute_method": "uniform", "recompute_num_layers": 1},
         {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]},
@@ -98,8 +99,17 @@ def test_a_rate_of_their_own_for_embedding_and_output(changes, tmp_path):
     assert names - changed == {"embedding.word_embeddings.weight", "output_layer.weight"}
 
 
+def with_mlp_biases(folder: Path) -> Path:
+    from transformers import Starcoder2Config, Starcoder2ForCausalLM
+
+    return tiny_checkpoint(folder, Starcoder2Config, Starcoder2ForCausalLM, **SMALL, use_bias=True)
+
+
+BUILDERS = _BUILDERS | {"biased": with_mlp_biases}
+
+
 def recomputed(folder: Path, output: Path, model: str) -> list[tuple[dict[str, Any], float, float]]:
-    _BUILDERS[model](folder)
+    BUILDERS[model](folder)
     _, plain = trained(folder, output)
     found = []
     for changes in RECOMPUTATION[model]:

@@ -2,15 +2,21 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mca_config.arguments import MegatronArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_models.megatron import platform
 from mca_models.megatron.factory.execution import pipeline_settings
 from mca_models.megatron.factory.limits import require_supported
+from mca_models.megatron.factory.target import Target
+from mca_models.megatron.factory.transformer_config import transformer_config
+from mca_models.megatron.log_probs.forward import _require_packs
 
 V16, V17, V18, V19 = (0, 16, 1), (0, 17), (0, 18), (0, 19, 2)
 SIZES: dict[str, Any] = {
@@ -72,6 +78,7 @@ BETWEEN = ParallelLayout(
 )
 ENGINE: dict[str, Any] = {"implementation": "transformer_engine", "device": "cuda"}
 HALF = ENGINE | {"bf16": True}
+PACKED = HALF | {"packed": True}
 CUDA = {"device": "cuda"}
 FREEING = CUDA | {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": True}
 TE_ACTIVATION = ENGINE | {"use_te_activation_func": True}
@@ -94,6 +101,7 @@ def check(
     version: tuple[int, ...] = V16,
     implementation: str = "local",
     engine: tuple[int, ...] | None = (2, 20, 2),
+    packed: bool = False,
     **settings: Any,
 ) -> None:
     require_supported(
@@ -104,6 +112,7 @@ def check(
         version=version,
         implementation=implementation,
         engine=engine,
+        packed=packed,
     )
 
 
@@ -203,6 +212,8 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (SINKS, CP2, {**HALF, "cp_comm_type": "a2a"}, "attention sinks"),
     (DENSE, CP4, {**HALF, "cp_comm_type": "a2a"}, "its 2 of keys and values"),
     (MLA, CP2, {**HALF, "cp_comm_type": "a2a"}, "no latent attention"),
+    (DENSE, CP2, {**PACKED, "cp_comm_type": "all_gather", "engine": (2, 12, 0)}, "install 2.18 or later"),
+    (DENSE, CP2, {**PACKED, "cp_comm_type": "a2a", "engine": (2, 8)}, "install 2.10 or later"),
     (DENSE, CP2, ENGINE, "no context parallelism in fp32"),
     (DENSE, TP2, ENGINE | {"fp8": "hybrid", "fp8_param": True}, "fp8_param is not supported"),
     (YARN, TP2, ENGINE | {"apply_rope_fusion": True}, "factor of rope_type yarn on packed rows"),
@@ -258,6 +269,9 @@ ACCEPTED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any]]] = [
     (WINDOWED, ParallelLayout(), ENGINE),
     (WINDOWED, CP2, {"cp_comm_type": "a2a", **HALF}),
     (DENSE, CP2, {"cp_comm_type": "a2a", **HALF}),
+    (DENSE, CP2, {"cp_comm_type": "a2a", **PACKED, "engine": (2, 10, 0)}),
+    (DENSE, CP2, {"cp_comm_type": "p2p", **PACKED, "engine": (2, 8, 0)}),
+    (DENSE, CP2, {"cp_comm_type": "all_gather", **PACKED, "engine": (2, 8, 0), "attention_backend": "local"}),
     (MLA, CP2, HALF),
     (DENSE, TP2, ENGINE | {"apply_rope_fusion": True}),
     (INTERLEAVED, TP2, ENGINE | {"apply_rope_fusion": True, "version": V19}),
@@ -296,6 +310,20 @@ def test_outputs_are_freed_where_they_are_sent_first(
 @pytest.mark.parametrize("config,layout,settings", ACCEPTED)
 def test_accepted(config: McaModelConfig, layout: ParallelLayout, settings: dict[str, Any]) -> None:
     check(config, layout, **settings)
+
+
+def test_packs_are_refused_by_models_and_by_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "engine_version", lambda: (2, 12, 0))
+    args = MegatronArguments(context_parallel_size=2, cp_comm_type="all_gather")
+    target = Target.planned("transformer_engine")
+    megatron = transformer_config(DENSE, args, CP2, "bfloat16", target)
+    models: Any = SimpleNamespace(config=DENSE, place=SimpleNamespace(layout=CP2), megatron=megatron)
+    with pytest.raises(McaError, match=r"packed log_probs: Transformer Engine .* takes no packed rows"):
+        _require_packs(models)
+    with pytest.raises(McaError, match=r"install .* or later"):
+        transformer_config(DENSE, replace(args, sequence_packing=True), CP2, "bfloat16", target)
+    megatron.attention_backend = "local"
+    _require_packs(models)
 
 
 @pytest.mark.parametrize("config,layout,settings", [case[:3] for case in REFUSED])

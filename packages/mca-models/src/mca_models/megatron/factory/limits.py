@@ -29,6 +29,7 @@ def require_supported(
     version: Version,
     implementation: str,
     engine: Version | None,
+    packed: bool = False,
 ) -> None:
     """Raises one error with all that cannot be run.
 
@@ -40,6 +41,7 @@ def require_supported(
         version: megatron-core's.
         implementation: ``local`` or ``transformer_engine``.
         engine: Transformer Engine's version; None: it is not there.
+        packed: Whether rows hold several sequences.
     """
     require_rope(config.rope_scaling)
     problems = [
@@ -50,6 +52,7 @@ def require_supported(
         *_machine(settings, device, implementation),
         *_routing(config, settings),
         *_attention(config, layout, settings, implementation),
+        *(packed_problems(config, layout, settings, implementation, engine) if packed else ()),
         *fused_problems(config, settings, version, engine),
     ]
     raise_problems(problems, f"{config.model_type} at {layout}")
@@ -279,6 +282,30 @@ def _attention(
         )
     if kind == "a2a":
         yield from _shared_heads(config, layout)
+
+
+_PACKS_SINCE: dict[str, Version] = {"all_gather": (2, 18), "a2a": (2, 10)}
+"""Transformer Engine's first versions whose attention over context ranks takes packed rows, read in its sources."""
+
+
+def packed_problems(
+    config: McaModelConfig,
+    layout: ParallelLayout,
+    settings: Values,
+    implementation: str,
+    engine: Version | None,
+) -> Iterator[str]:
+    """What rows of several sequences cannot be computed with; see `require_supported`."""
+    kind = str(settings.get("cp_comm_type"))
+    if layout.cp == 1 or engine is None or _is_own(config, settings, implementation):
+        return
+    since = _PACKS_SINCE.get(kind, engine)
+    if engine < since:
+        here, first = (".".join(map(str, version[:2])) for version in (engine, since))
+        yield (
+            f"Transformer Engine {here} takes no packed rows with cp_comm_type {kind}; install {first} or later, set "
+            "attention_backend to local, or do without packing"
+        )
 
 
 def _gathered(config: McaModelConfig, kind: str) -> str:

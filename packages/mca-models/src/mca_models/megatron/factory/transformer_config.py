@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mca_config.arguments import DistributingParallelArguments
+from mca_config.arguments.options import TrainingOptions
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
@@ -143,6 +144,7 @@ def transformer_config(
         version=platform.megatron_version(),
         implementation=target.implementation,
         engine=platform.engine_version(),
+        packed=isinstance(args, TrainingOptions) and args.sequence_packing,
     )
     if settings.get("fp8") and target.is_here:
         _require_fp8(settings.get("fp8_recipe") or "delayed")

@@ -15,10 +15,11 @@ import torch.distributed
 from torch import Tensor
 
 from mca_config.checks import require_learned, sequence_multiple, tokens_of_fp8
-from mca_config.errors import McaError, RankFailed
+from mca_config.errors import McaError, RankFailed, raise_problems
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import together
+from mca_models.megatron.factory.limits import packed_problems
 from mca_models.megatron.forward import gathered, inference, micro_batch_group, refuse_placeholders
 from mca_models.megatron.layers.attention import tell_lengths
 from mca_models.megatron.layers.rope import ropes_by_length, tell_longest
@@ -139,6 +140,8 @@ def _agreed(models: LiveModel, ask: Callable[[], Batch]) -> Batch:
     def look() -> None:
         batch = ask()
         refuse_placeholders(models.config, batch.input_ids)
+        if batch.packed:
+            _require_packs(models)
         if models.config.learned_positions:
             longest = max(map(len, batch.places()), default=0)
             require_learned(longest, models.config.max_position_embeddings)
@@ -149,6 +152,16 @@ def _agreed(models: LiveModel, ask: Callable[[], Batch]) -> Batch:
     except RankFailed as error:
         raise error.cause from error
     return asked[0]
+
+
+def _require_packs(models: LiveModel) -> None:
+    megatron, engine = models.megatron, platform.engine_version()
+    settings = {name: getattr(megatron, name) for name in ("cp_comm_type", "attention_backend")}
+    layout = models.place.layout
+    raise_problems(
+        packed_problems(models.config, layout, settings, megatron.transformer_impl, engine),
+        "packed log_probs",
+    )
 
 
 class _Rows:

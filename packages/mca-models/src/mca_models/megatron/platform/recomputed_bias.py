@@ -1,0 +1,59 @@
+"""MLPs with biases can be computed again on their own.
+
+Megatron's MLP gives its bias beside its output, and that is the parameter itself. ``CheckpointFunction`` returns it, so
+autograd takes its own backward pass for what the parameter was made by: it calls itself without end, and a bias that is
+frozen is one that requires a gradient. A copy leaves the function instead.
+"""
+
+import functools
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from mca_models.megatron.platform._patch import EVERYWHERE, Patch
+from mca_models.megatron.types import Upstream
+
+Outputs = Tensor | tuple[Tensor | None, ...]
+
+
+def _function() -> Upstream:
+    from megatron.core.tensor_parallel.random import CheckpointFunction
+
+    return CheckpointFunction
+
+
+def _needed() -> bool:
+    return not hasattr(_function().forward, "__wrapped__")
+
+
+def _without_parameters(run: Callable[..., Outputs]) -> Callable[..., Outputs]:
+    def copied(*args: object) -> Outputs:
+        outputs = run(*args)
+        if isinstance(outputs, tuple):
+            return tuple(each.clone() if isinstance(each, Parameter) else each for each in outputs)
+        return outputs
+
+    return copied
+
+
+def _apply() -> None:
+    function = _function()
+    forward = function.forward
+
+    @functools.wraps(forward)
+    def of_copies(context: Upstream, run: Callable[..., Outputs], *args: object) -> Outputs:
+        outputs: Outputs = forward(context, _without_parameters(run), *args)
+        return outputs
+
+    function.forward = staticmethod(of_copies)
+
+
+PATCH = Patch(
+    name="recomputed-bias",
+    why="the backward pass of an MLP with a bias that is computed again calls itself without end",
+    megatron=">=0.16.1",
+    devices=EVERYWHERE,
+    needed=_needed,
+    apply=_apply,
+)
