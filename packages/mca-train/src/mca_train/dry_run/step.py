@@ -25,7 +25,7 @@ from mca_train.config.parts import trained_parts
 from mca_train.dry_run.answers import Answers
 from mca_train.dry_run.modules import ModuleNames
 from mca_train.dry_run.passes import Passes, order_of
-from mca_train.dry_run.routing import known_as_arrays, route_evenly
+from mca_train.dry_run.routing import known_as_arrays, no_rounds_of_sinkhorn, route_evenly
 from mca_train.dry_run.samples import LongestSamples
 from mca_train.dry_run.tracker import GRADIENTS, KEPT, OPTIMIZER, REFERENCE, STEP, WEIGHTS, Message, Tracker
 from mca_train.dry_run.world import fake_world, moving_anew
@@ -105,6 +105,7 @@ def step_needs(
         answers = Answers(fake)
         modes = Modes(Tracker(ModuleNames()), fake, answers)
         stack.enter_context(known_as_arrays(answers))
+        stack.enter_context(no_rounds_of_sinkhorn())
         trainer, engine = build(task, settings, model, modes, AutoModel.unfilled, images)
         route_evenly(engine.models, answers)
         batch = next(steps_of(trainer.get_train_dataloader()))

@@ -188,9 +188,10 @@ def _within_capacity(router: Router, weights: Tensor, sent: Tensor) -> Upstream:
 def _sinkhorn(router: Router, plain: Upstream, logits: Tensor) -> Upstream:
     """``sinkhorn_load_balancing``; in training, which distributes tokens evenly, padding is no part of them."""
     weights, sent = plain(logits)
-    counting = (_segments(router.mca_balance) >= 0).nonzero().squeeze(-1)
-    if not router.training or len(counting) in (0, len(logits)):
+    counted = _segments(router.mca_balance) >= 0
+    if not router.training or counted.all() or not counted.any():
         return weights, sent
+    counting = counted.nonzero().squeeze(-1)
     own_weights, own_sent = plain(logits[counting])
     return weights.index_copy(0, counting, own_weights), sent.index_copy(0, counting, own_sent)
 
