@@ -104,7 +104,13 @@ IMAGES = {
         "deepstack_visual_indexes": [0],
     },
 }
-MODELS = {"dense": DENSE, "experts": EXPERTS, "unnormalised": EXPERTS | {"norm_topk_prob": False}, "latent": LATENT, "images": IMAGES}
+MODELS = {
+    "dense": DENSE,
+    "experts": EXPERTS,
+    "unnormalised": EXPERTS | {"norm_topk_prob": False},
+    "latent": LATENT,
+    "images": IMAGES,
+}
 OF_IMAGES = {"count": 2, "pixels": 96}
 EVALUATED = {"eval_file": "held_out.jsonl", "eval_strategy": "steps", "eval_steps": 5}
 TP, PP, VPP, CP = (
@@ -147,7 +153,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "mlp again sp": ("sft", 2, AGAIN | {"recompute_modules": ["mlp"], TP: 2, "sequence_parallel": True}),
     "offloaded split": ("sft", 2, {"optimizer_cpu_offload": True, "bf16": True} | SPLIT),
     "dpo pp": ("dpo", 2, {PP: 2}),
-    "unnormalised sinkhorn": ("sft", 1, {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}),
+    "unnormalised sinkhorn": (
+        "sft",
+        1,
+        {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
+    ),
     "latent": ("sft", 1, {}),
     "latent again": ("sft", 1, AGAIN | {"recompute_modules": ["mla_up_proj", "layernorm"], "bf16": True}),
     "latent pp": ("sft", 2, {PP: 2, "bf16": True} | SPLIT),
