@@ -138,7 +138,7 @@ class DpoTrainer(McaTrainer):
         if reference is None or not self._keeps:
             return
         require_own(output_dir, [self.model.source])
-        with self._alone():
+        with self._alone(), self.watch.signal.other_steps():
             name = reference.name()
 
             def kept(dataset: SampleSource, part: str) -> Samples | None:

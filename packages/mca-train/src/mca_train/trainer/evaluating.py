@@ -71,7 +71,8 @@ class WithEvaluation(WithStepLoaders):
         pipeline = self._pipeline
         self.callback_handler.eval_dataloader = loader
         meter = LossMeter(self.ranks.context_parallel_rank)
-        with kept_rng(), kept_output(self.model.chunks), pipeline.at_rest():
+        other_steps = self.watch.signal.other_steps()
+        with kept_rng(), kept_output(self.model.chunks), pipeline.at_rest(), other_steps:
             self._set_output()
             for batch in steps_of(loader):
                 self.watch.pulse.now("evaluating", self.state.global_step)

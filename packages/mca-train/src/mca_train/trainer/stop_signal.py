@@ -3,11 +3,13 @@
 It does not save and does not end the run: `monitor` tells the trainer's control to do so.
 """
 
+import contextlib
 import math
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, cast
 
@@ -32,7 +34,8 @@ class StopSignal:
     Ranks tell each other in the background: what a step began to exchange, the next step reads, so that no step
     waits for it and all ranks stop after the same one. Many ranks stand in a grid and exchange along one axis after
     the other, a step for each. Steps that take less than a second do so about once a second: each exchange also settles
-    how many steps go by before the next. Only the main thread can listen.
+    how many steps go by before the next; `other_steps` says where those of another length begin. Only the main
+    thread can listen.
     """
 
     def __init__(self) -> None:
@@ -43,14 +46,15 @@ class StopSignal:
         self._work: dist.Work | None = None
         self._box = torch.zeros(2)
         self._pause = 0
-        self._interval = 1
+        self._is_outdated = False
+        self._steps = 0
         self._since = 0.0
         self.stopped = False
         """Whether the ranks agreed to stop."""
 
     def __enter__(self) -> "StopSignal":
         self._received, self.stopped = None, False
-        self._pause, self._interval, self._since = 0, 1, time.monotonic()
+        self._begin_steps()
         if dist.get_world_size() > 1 and not self._groups:
             self._groups = [_own_group(ranks) for ranks in lines_of(dist.get_rank(), dist.get_world_size())]
         if threading.current_thread() is threading.main_thread():
@@ -64,11 +68,29 @@ class StopSignal:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
 
+    @contextlib.contextmanager
+    def other_steps(self) -> Iterator[None]:
+        """A block whose steps take another time than those around it; every rank enters it after the same step.
+
+        Many short steps may pass between two exchanges, which many long ones must not.
+        """
+        self._begin_steps()
+        try:
+            yield
+        finally:
+            self._begin_steps()
+
+    def _begin_steps(self) -> None:
+        """Forgets how long steps took, also in an exchange that is under way."""
+        self._pause, self._steps, self._since = 0, 0, time.monotonic()
+        self._is_outdated = True
+
     def agreed(self) -> bool:
         """Whether all ranks stop after this step; every rank asks after every step."""
         if not self._groups:
             self.stopped = self._received is not None
             return self.stopped
+        self._steps += 1
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -76,8 +98,7 @@ class StopSignal:
                 self._tell()
                 return self.stopped
             stop, pause = self._box.tolist()
-            self.stopped, self._pause = stop > 0, -int(pause)
-            self._interval = self._pause + len(self._groups)
+            self.stopped, self._pause = stop > 0, 0 if self._is_outdated else -int(pause)
         if self._pause > 0:
             self._pause -= 1
         else:
@@ -87,9 +108,9 @@ class StopSignal:
     def _exchange(self) -> None:
         """Begins to tell the others whether to stop, and how many steps may go by before the next exchange."""
         now = time.monotonic()
-        step_time = max((now - self._since) / self._interval, 1e-6)
+        step_time = max((now - self._since) / self._steps, 1e-6)
         pause = min(max(int(_EVERY / step_time) - len(self._groups), 0), _LONGEST)
-        self._since = now
+        self._steps, self._since, self._is_outdated = 0, now, False
         self._box = torch.tensor([float(self._received is not None), -float(pause)])  # the shortest wins
         self._left = list(self._groups)
         self._tell()
