@@ -123,12 +123,19 @@ def test_a_rank_that_has_ended_has_no_process_groups(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("step", "steps", "told"),
-    [(3, 8, "after step 3 of 8; complete checkpoint: out/checkpoint-3"), (0, 0, "before the first step")],
+    [
+        (
+            *(3, 8),
+            [
+                "stopped by SIGTERM after step 3 of 8; complete checkpoint: out/checkpoint-3",
+                "continue with --resume_from_checkpoint auto",
+            ],
+        ),
+        # auto would begin at step 0 where the run was to go on from a checkpoint in another directory
+        (0, 0, ["stopped by SIGTERM before the first step", "start it again as it was"]),
+    ],
 )
-def test_a_stopped_run_says_where_it_goes_on(step: int, steps: int, told: str) -> None:
+def test_a_stopped_run_says_how_it_goes_on(step: int, steps: int, told: list[str]) -> None:
     state = SimpleNamespace(global_step=step, max_steps=steps)
     trainer: Any = SimpleNamespace(state=state, args=SimpleNamespace(output_dir="out"))
-    assert train._stopped(trainer).splitlines() == [
-        f"stopped by SIGTERM {told}",
-        "continue with --resume_from_checkpoint auto",
-    ]
+    assert train._stopped(trainer).splitlines() == told

@@ -202,11 +202,12 @@ def _train(inputs: Inputs, attempt: "Attempt | None") -> None:
 
 
 def _stopped(trainer: "McaTrainer") -> str:
-    """Where a run that was asked to stop can be resumed."""
+    """How a run that was asked to stop can be continued."""
     step, steps = trainer.state.global_step, trainer.state.max_steps
-    told = (
-        f"after step {step} of {steps}; complete checkpoint: {Path(trainer.args.output_dir) / f'{PREFIX}-{step}'}"
-        if steps
-        else "before the first step"  # while the reference was run
+    if not steps:  # while the reference was run; what it begins with need not be in its own directory
+        return "stopped by SIGTERM before the first step\nstart it again as it was"
+    checkpoint = Path(trainer.args.output_dir) / f"{PREFIX}-{step}"
+    return (
+        f"stopped by SIGTERM after step {step} of {steps}; complete checkpoint: {checkpoint}\n"
+        "continue with --resume_from_checkpoint auto"
     )
-    return f"stopped by SIGTERM {told}\ncontinue with --resume_from_checkpoint auto"
