@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,3 +36,23 @@ def test_images_of_one_size_are_256_tokens_each(name: str, pixels: int) -> None:
         UsageError, match=f"^--image_size 300: images .* are all of {pixels} pixels; leave it out"
     ):
         images_of(config, frozenset(), 4096, takes=True, pixels=300)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "left_out", "tokens"),
+    [
+        ("internvl3-78b", {"image_size": [28, 28], "patch_size": [14, 14]}, None, 1),
+        ("gemma-3-27b", {"image_size": 56, "patch_size": 14}, None, 16),
+        ("mistral-small-3.2-24b", {}, "model_type", 256),
+    ],
+)
+def test_towers_that_are_small_or_leave_out_what_transformers_fills_in(
+    name: str, sizes: dict[str, Any], left_out: str | None, tokens: int
+) -> None:
+    hf = json.loads((DATA / f"{name}.json").read_text())
+    hf["vision_config"] = {
+        key: value for key, value in hf["vision_config"].items() if key != left_out
+    } | sizes
+    found = images_of(config_from_hf(hf), frozenset(), 4096, takes=True)
+    assert found is not None
+    assert found.tokens == tokens

@@ -1,5 +1,6 @@
 """What the process does that starts ranks, and how a rank ends."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from mca_train.cli import main
 from mca_train.config.arguments import LaunchArguments
 from mca_train.config.model import num_local_ranks
 from mca_train.launch.environment import is_first
-from mca_train.run import train
+from mca_train.run import record, train
 
 
 class Seen(Exception):
@@ -139,3 +140,24 @@ def test_a_stopped_run_says_how_it_goes_on(step: int, steps: int, told: list[str
     state = SimpleNamespace(global_step=step, max_steps=steps)
     trainer: Any = SimpleNamespace(state=state, args=SimpleNamespace(output_dir="out"))
     assert train._stopped(trainer).splitlines() == told
+
+
+def test_a_run_that_cannot_be_planned_is_recorded_without_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def images(run: object) -> None:
+        raise ZeroDivisionError("integer division by zero")
+
+    monkeypatch.setattr(record, "images_of_run", images)
+    monkeypatch.setattr("mca_models.megatron.factory.transformer_config.implementation_of", lambda args: None)
+    run: Any = SimpleNamespace(
+        settings=SimpleNamespace(training=SimpleNamespace(output_dir=str(tmp_path)), values={}),
+        task=SimpleNamespace(name="sft"),
+        world_size=2,
+        layout=ParallelLayout(),
+    )
+    with caplog.at_level("WARNING"):
+        record.write_record(run)
+    found = json.loads((tmp_path / "run.json").read_text())
+    assert (found["world_size"], found["plan"]) == (2, None)
+    assert "run.json has no plan of this run: ZeroDivisionError: integer division by zero" in caplog.text

@@ -106,11 +106,10 @@ class Tower:
 
 def _sizes(model_type: str, vision: Values) -> Values:
     """A tower's configuration, with what it does not say."""
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING
 
-    kind = CONFIG_MAPPING[model_type].sub_configs["vision_config"]
-    given = copy.deepcopy(dict(vision))
-    found: Values = (AutoConfig.for_model(**given) if kind is AutoConfig else kind(**given)).to_dict()
+    whole = CONFIG_MAPPING[model_type](vision_config=copy.deepcopy(dict(vision)))
+    found: Values = whole.vision_config.to_dict()
     return found
 
 
@@ -119,8 +118,10 @@ def _of_pictures(vision: Values, sizes: Values) -> Pictures:
     if sizes["model_type"] == "pixtral":
         return "sizes", None, vision.get("spatial_merge_size", 2)
     side = _one(sizes["image_size"])
-    tokens = vision.get("mm_tokens_per_image") or vision.get("image_seq_length", 256)
-    return "tiles", side, side // _one(sizes["patch_size"]) // isqrt(tokens)
+    if sizes["model_type"] == "internvl_vision":
+        return "tiles", side, int(1 / vision.get("downsample_ratio", 0.5))
+    tokens = vision.get("mm_tokens_per_image", 256)
+    return "tiles", side, max(side // _one(sizes["patch_size"]) // isqrt(tokens), 1)
 
 
 def _one(size: int | Sequence[int]) -> int:

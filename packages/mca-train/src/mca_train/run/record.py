@@ -1,6 +1,6 @@
 """``run.json`` in the ``output_dir``: what ran, how it was configured, by which versions, and what was planned.
 
-``mca-train report`` reads it. A run that cannot write it goes on.
+``mca-train report`` reads it. A run that cannot write it, or be planned, goes on.
 """
 
 import json
@@ -24,10 +24,6 @@ _PACKAGES = ("mca-train", "mca-models", "megatron-core", "torch", "transformers"
 
 def record_of(run: Run) -> JsonObject:
     """The contents of ``run.json``."""
-    from mca_models.megatron.factory.transformer_config import implementation_of
-
-    training = run.settings.training
-    subject = subject_of(run, implementation_of(training), on_gpu=False, images=_images(run))
     return {
         "schema": SCHEMA,
         "version": VERSION,
@@ -37,8 +33,20 @@ def record_of(run: Run) -> JsonObject:
         "layout": str(run.layout),
         "configuration": run.settings.values,
         "versions": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
-        "plan": document_of(plan_of(subject, training, run.layout, run.world_size), run.model),
+        "plan": _plan(run),
     }
+
+
+def _plan(run: Run) -> JsonObject | None:
+    from mca_models.megatron.factory.transformer_config import implementation_of
+
+    training = run.settings.training
+    try:
+        subject = subject_of(run, implementation_of(training), on_gpu=False, images=_images(run))
+        return document_of(plan_of(subject, training, run.layout, run.world_size), run.model)
+    except Exception as error:  # nothing else of the run depends on it
+        logger.warning("run.json has no plan of this run: %s: %s", type(error).__name__, error)
+        return None
 
 
 def _images(run: Run) -> Images | None:
