@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -114,8 +115,30 @@ def refused(base: Path, sft: Path, folder: Path) -> list[str]:
     reward.save_pretrained(folder / "reward")
     again = load_adapter(scoring(), folder / "reward")
     assert torch.equal(again.logits(tokens()), reward.logits(tokens()))
-    get_peft_model(grown(), tables).save_pretrained_as_hf(folder / "grown")
+    trained = get_peft_model(grown(), tables)
+    for _, tensor in trained.adapter_parameters():
+        tensor.detach().add_(1)
+    trained.save_pretrained_as_hf(folder / "grown")
+    require_unchanged_by_failure(grown(), folder / "grown")
     return told
+
+
+def require_unchanged_by_failure(model: Any, adapter: Path) -> None:
+    """Asserts that ``adapter``, of which the last tensor cannot be read, leaves nothing on ``model``."""
+    from mca_models.lora import Adapter
+    from mca_models.megatron.peft import load_adapter
+
+    piece, plain = Adapter.piece, model.logits(tokens())
+    next(model.parameters()).requires_grad_(False)
+
+    def failing(self: Any, param: Any, rank: int, size: int) -> Any:
+        return 1 / 0 if param.mca_name() == "output_layer.weight" else piece(self, param, rank, size)
+
+    with patch.object(Adapter, "piece", failing), pytest.raises(ZeroDivisionError):
+        load_adapter(model, adapter)
+    assert torch.equal(model.logits(tokens()), plain)
+    assert [parameter.requires_grad for parameter in model.parameters()].count(False) == 1
+    assert not torch.equal(load_adapter(model, adapter).logits(tokens()), plain)
 
 
 def test_an_adapter_holds_what_its_base_model_lacks(tmp_path: Path) -> None:

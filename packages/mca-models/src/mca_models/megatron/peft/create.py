@@ -9,7 +9,7 @@ from mca_models.lora import Adapter, AdapterConfig, AdapterRules, adapter_for, r
 from mca_models.lora.adapter import require_untied
 from mca_models.megatron.families.vision_model import TEXT, Part
 from mca_models.megatron.peft.fit import require_held
-from mca_models.megatron.peft.models import PeftModels
+from mca_models.megatron.peft.models import PeftModels, Read
 from mca_models.megatron.peft.settings import adapter_config
 from mca_models.megatron.peft.start import first_values, require_start
 from mca_models.megatron.types import PeftConfig
@@ -36,9 +36,8 @@ def get_peft_model(
     """
     adapter = adapter_config(config, models, parts)
     require_start(adapter)
-    peft = attach_adapter(models, adapter, rules_for_training(models.config, adapter))
-    peft.fill(first_values(adapter, seed), saved=False)
-    return peft
+    rules = rules_for_training(models.config, adapter)
+    return _filled(models, adapter, rules, first_values(adapter, seed), saved=False)
 
 
 def attach_adapter(models: VirtualModels, config: AdapterConfig, rules: AdapterRules) -> PeftModels:
@@ -60,6 +59,22 @@ def attach_adapter(models: VirtualModels, config: AdapterConfig, rules: AdapterR
 def load_adapter(models: VirtualModels, path: str | Path) -> PeftModels:
     """``models`` with the adapter of a PEFT or MCA directory or of the Hub, whatever layout that has."""
     found = adapter_for(directory_of(path), models.config)
-    peft = attach_adapter(models, found.config, found.rules)
-    peft.fill(lambda param, shape: found.read(param), saved=True)
+    return _filled(models, found.config, found.rules, lambda param, shape: found.read(param), saved=True)
+
+
+def _filled(
+    models: VirtualModels, config: AdapterConfig, rules: AdapterRules, read: Read, *, saved: bool
+) -> PeftModels:
+    """``models`` with an adapter and its values; without them ``models`` are left as they were."""
+    rate = models.megatron.moe_router_bias_update_rate
+    before = [(parameter, parameter.requires_grad) for parameter in models.parameters()]
+    peft = attach_adapter(models, config, rules)
+    try:
+        peft.fill(read, saved=saved)
+    except BaseException:
+        peft.detach()
+        models.megatron.moe_router_bias_update_rate = rate
+        for parameter, trained in before:
+            parameter.requires_grad_(trained)
+        raise
     return peft

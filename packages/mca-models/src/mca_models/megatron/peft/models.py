@@ -53,7 +53,7 @@ from mca_models.megatron.state.export import (
 from mca_models.megatron.state.load import take_weights
 from mca_models.megatron.state.save import save_hf
 from mca_models.megatron.state.stream import Piece
-from mca_models.megatron.tensors import copy_finite, to_torch
+from mca_models.megatron.tensors import cast_finite, to_torch
 from mca_models.megatron.virtual_models import CheckpointFormat, VirtualModels
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
@@ -141,18 +141,22 @@ class PeftModels(VirtualModels):
         self.fill(lambda param, shape: found.read(param), saved=True)
 
     def fill(self, read: Read, *, saved: bool) -> None:
-        """Sets this rank's pieces of the adapter.
+        """Sets this rank's pieces of the adapter; none of them if one cannot be read.
 
         Args:
             read: The whole tensor of a rule as a NumPy array, from the rule and its shape.
             saved: Also the parameters of ``modules_to_save``, which else stay those of the base model.
         """
         config, at = self.config, self.place.at
+        found: list[tuple[Tensor, Tensor]] = []
         for param, tensor in self._every() if saved else self._factors:
             whole = whole_shape(param, tensor, config)
             source = Adapter(config, self.adapter, self.rules, _of_shape(read, whole))
             rank, size = cut_of(param, config.layout, at)
-            _copy(source.piece(param, rank, size), tensor, param.mca_name())
+            found.append((tensor, _as_in(tensor, source.piece(param, rank, size), param.mca_name())))
+        with torch.no_grad():
+            for tensor, value in found:
+                tensor.copy_(value)
 
     def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Canonical names and live tensors of this rank's pieces of the adapter."""
@@ -218,6 +222,15 @@ class PeftModels(VirtualModels):
         """The plain model with the adapter folded in; this object is used up."""
         if not self.merged:
             self.merge_adapter()
+        self.detach()
+        base = VirtualModels.__new__(VirtualModels)
+        torch.nn.Module.__init__(base)
+        own = ("adapter", "rules", "_originals", "_attached", "_factors", "_saved", "_copies", "_handles")
+        base.__dict__.update({name: value for name, value in self.__dict__.items() if name not in own})
+        return base.requires_grad_(True)
+
+    def detach(self) -> None:
+        """Takes the adapter off the chunks, whose weights stay as they are; this object is used up."""
         detach(self._attached)
         self._adapters.clear()
         for chunk in self.chunks:
@@ -225,11 +238,6 @@ class PeftModels(VirtualModels):
         for handle in self._handles:
             handle.remove()
         self.megatron.moe_router_bias_update_rate = self._bias_rate
-        base = VirtualModels.__new__(VirtualModels)
-        torch.nn.Module.__init__(base)
-        own = ("adapter", "rules", "_originals", "_attached", "_factors", "_saved", "_copies", "_handles")
-        base.__dict__.update({name: value for name, value in self.__dict__.items() if name not in own})
-        return base.requires_grad_(True)
 
     @contextmanager
     def _folded(self) -> Iterator[None]:
@@ -356,11 +364,11 @@ def _of_shape(read: Read, shape: tuple[int, ...]) -> Callable[[Param], Array]:
     return lambda param: read(param, shape)
 
 
-def _copy(piece: Array, tensor: Tensor, name: str) -> None:
+def _as_in(tensor: Tensor, piece: Array, name: str) -> Tensor:
+    """``piece`` in the dtype of ``tensor``, which has its shape."""
     import numpy as np
 
-    with torch.no_grad():
-        value = to_torch(np.array(piece))
-        if value.shape != tensor.shape:
-            raise McaError(f"a piece of the adapter has shape {list(value.shape)}, here {list(tensor.shape)}")
-        copy_finite(tensor, value, name)
+    value = to_torch(np.array(piece))
+    if value.shape != tensor.shape:
+        raise McaError(f"a piece of the adapter has shape {list(value.shape)}, here {list(tensor.shape)}")
+    return cast_finite(value, tensor.dtype, name)
