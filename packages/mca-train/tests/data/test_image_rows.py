@@ -14,7 +14,7 @@ from mca_config.errors import McaError
 from mca_train.data.encoding import check_messages
 from mca_train.data.image_files import image_file
 from mca_train.data.placeholders import require_words
-from mca_train.tasks.load import load_stream, load_tokenized
+from mca_train.tasks.load import load_mixture, load_stream, load_tokenized
 from mca_train.tasks.table import TASKS
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -166,6 +166,35 @@ def test_a_place_in_plain_text_is_refused_where_no_column_has_images(made, other
     assert caplog.text.count("without an image in none is trained as text") == 1
     (block,) = load(rows[1:], tokenizer, folder, vision=False, kind="pretrain")
     assert "images" not in block
+
+
+@pytest.mark.parametrize("kind", ["sft", "pretrain"])
+@pytest.mark.parametrize(
+    ("column", "entry", "named"),
+    [
+        ("pics", {}, "pics"),
+        ("images", {}, "images"),
+        ("pics", {"columns": {"images": "pics"}}, "images"),
+    ],
+)
+def test_one_source_of_a_mixture_has_images_and_another_words_of_them(
+    kind, column, entry, named, tokenizer, folder, caplog
+):
+    words = {"text": "<image>?", "messages": [{"role": "user", "content": "<image>?"}, ANSWER]}
+    first, second = files_of(folder, [{**words, column: ["wide.png"]}], [words])
+
+    def made(**names):
+        entries = [{"path": first, **entry}, {"path": second}]
+        given = arguments(kind, seq_length=64, datasets=entries, **names)
+        return load_mixture(TASKS[kind], tokenizer, given, seed=0, images=reader(tokenizer, folder))
+
+    with pytest.raises(McaError, match=r"has <image>, .* images_column .* to that of other rows with images"):
+        made()
+    mixture = made(images_column=named)
+    seen, told = (mixture[place] for place in range(2))
+    assert [place[1:] for place in placed(seen)] == [(2, 3)] and "images" not in told
+    assert "<image>?" in tokenizer.decode(told["input_ids"])
+    assert caplog.text.count(f"without an image in {named} is trained as text") == 1
 
 
 @pytest.mark.parametrize("size", ["min_pixels", "max_pixels", "resized_height", "resized_width"])

@@ -291,6 +291,25 @@ def test_missing_file_is_named(tmp_path):
         )
 
 
+def test_evaluation_files_may_have_another_shape_than_what_is_trained_on(tmp_path):
+    named = {"prompt_column": "question", "completion_column": "answer", "tools_column": "functions"}
+
+    def load(row, **more):
+        file = jsonl(tmp_path / "a.jsonl", [row])
+        given = arguments(tokenized_cache=str(tmp_path / "cache"), **named)
+        return load_tokenized(TASKS["sft"], [file], byte_tokenizer(), given, **more)[0]["input_ids"]
+
+    asked = {"question": "1+1=", "answer": "2", "functions": None}
+    for row, said in ((asked, "1+1=2"), ({"messages": TURNS}, TURNS[-1]["content"]), ({"text": "x"}, "x")):
+        assert said in byte_tokenizer().decode(load(row, evaluation=True))
+    with pytest.raises(McaError, match="eval_file: no column 'question', which prompt_column names"):
+        load({"prompt": "1+1=", "messages": TURNS}, evaluation=True)
+    with pytest.raises(McaError, match="eval_file: no column 'functions', which tools_column names"):
+        load({"messages": TURNS, "tools": None}, evaluation=True)
+    with pytest.raises(McaError, match="train_file: no column 'answer', which completion_column names"):
+        load({"messages": TURNS})
+
+
 def test_chat_without_a_template_says_so(tmp_path):
     file = jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
     with pytest.raises(McaError, match="has no chat template"):

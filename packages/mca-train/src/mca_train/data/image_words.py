@@ -45,8 +45,8 @@ class ImageWords:
         if not self._is_named and names.isdisjoint(self._columns):
             raise McaError(
                 f"{told} has {PLACE}, the place of an image, but the rows have no column "
-                f"{' or '.join(self._columns)}; set images_column to the name of theirs, or to another if {PLACE} is "
-                "text"
+                f"{' or '.join(self._columns)}; set images_column to the name of theirs, or, if {PLACE} is text, to "
+                "that of other rows with images, or to any if there are none"
             )
         if not self._has_told:
             logger.warning(

@@ -87,7 +87,8 @@ def arguments_of(
 ) -> DataArguments:
     """``arguments`` as they hold for one source.
 
-    Its ``columns`` give names. A name that was given for all sources need not be there if others have such a column.
+    Its ``columns`` give names. A name that was given for all sources need not be there if others have such a column;
+    that of images need not be there at all, and stays given.
 
     Args:
         source: The entry.
@@ -103,7 +104,7 @@ def arguments_of(
     for column, name in column_keys(arguments):
         if name in source.columns:
             names[column] = str(name)
-        elif name in others and name not in there:
+        elif column != "images_column" and name in others and name not in there:
             names[column] = Usual(name)
     choosing = {column for columns in READ.values() for column in columns}
     own = {column: name for column, name in names.items() if name in source.columns and column in choosing}
@@ -116,6 +117,20 @@ def arguments_of(
                 f"{key}: columns: {', '.join(unread)}: format {kind} does not read it; remove it, or set data_format"
             )
     return dataclasses.replace(arguments, data_format=kind, **names)
+
+
+def arguments_of_evaluation(arguments: DataArguments, there: Collection[str]) -> DataArguments:
+    """``arguments`` as they hold for rows with the columns ``there``, beside others that are trained on.
+
+    A name that was given need not be there, unless there is a column of the usual name, which would not be read.
+    """
+    usual = {field.name: field.default for field in dataclasses.fields(arguments)}
+    names: JsonObject = {
+        column: Usual(name)
+        for column, name in column_keys(arguments)
+        if column != "images_column" and {name, usual[column]}.isdisjoint(there)
+    }
+    return dataclasses.replace(arguments, **names)
 
 
 def rows_of(source: Source, key: str, arguments: DataArguments) -> "datasets.Dataset":

@@ -47,6 +47,7 @@ def load_tokenized(
     """
     from mca_train.data.files import check_file, load_rows, local, reader_of
     from mca_train.data.files import named as named_files
+    from mca_train.data.sources import arguments_of_evaluation
 
     key = "eval_file" if evaluation else "train_file"
     limit = arguments.max_eval_samples if evaluation else arguments.max_train_samples
@@ -54,20 +55,22 @@ def load_tokenized(
     own = _beside(images, arguments, files)
     for file in files:
         check_file(file, key)
-    copies = [
-        local(file, key) for file in files
-    ]  # once, so that the key and the rows are of the same content
+    # once, so that the key and the rows are of the same content
+    copies = [local(file, key) for file in files]
 
     def load() -> "datasets.Dataset":
         return load_rows(
             files, key, arguments, limit, task.required_column(arguments), copies, _vision(images)
         )
 
+    def of_rows(rows: "datasets.Dataset") -> DataArguments:
+        return arguments_of_evaluation(arguments, rows.column_names) if evaluation else arguments
+
     def make() -> "TokenDataset | PairDataset":
-        with named_files(
-            key, ", ".join(files), "text", UnicodeDecodeError
-        ):  # parquet's is decoded when looked at
-            return task.samples(load(), tokenizer, arguments, key, own)
+        # parquet's is decoded when looked at
+        with named_files(key, ", ".join(files), "text", UnicodeDecodeError):
+            rows = load()
+            return task.samples(rows, tokenizer, of_rows(rows), key, own)
 
     if arguments.tokenized_cache is None:
         return _in_order_of(files, make())
@@ -79,7 +82,7 @@ def load_tokenized(
         Path(arguments.tokenized_cache),
         key_of(task.name, contents, tokenizer, arguments, limit),
         make,
-        _again(task, load, tokenizer, arguments, key, own),
+        _again(task, load, tokenizer, of_rows, key, own),
     )
     return _in_order_of(files, found)
 
@@ -112,7 +115,7 @@ def _again(
     task: Task,
     load: "Callable[[], datasets.Dataset]",
     tokenizer: "PreTrainedTokenizerBase",
-    arguments: DataArguments,
+    of_rows: "Callable[[datasets.Dataset], DataArguments]",
     key: str,
     images: "ImageReader | None",
 ) -> "Images":
@@ -123,7 +126,7 @@ def _again(
 
         assert images is not None, "samples with images are cached for a model with a vision part"
         rows = undecoded(load())
-        return rows, task.image_rows(rows.column_names, images, arguments, tokenizer, key), key
+        return rows, task.image_rows(rows.column_names, images, of_rows(rows), tokenizer, key), key
 
     return again
 
@@ -214,7 +217,7 @@ def _samples_of(
         Path(arguments.tokenized_cache),
         key_of(task.name, contents, tokenizer, arguments, None),
         make,
-        _again(task, lambda: rows, tokenizer, arguments, key, images),
+        _again(task, lambda: rows, tokenizer, lambda _: arguments, key, images),
     )
     return _in_order_of([source.path], found)
 
