@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -124,6 +125,16 @@ def test_what_a_collator_leaves_out_is_that_of_the_samples():
             for name in ("values", "following", "labels", "loss_mask"):
                 assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
         assert found.num_tokens == wanted.num_tokens == 7
+
+
+@pytest.mark.parametrize("kind", ["uint16", "uint32", "int32"])
+def test_padding_is_known_of_samples_in_every_type_of_integers(kind):
+    def wider(features):
+        return padded([{"input_ids": each["input_ids"].astype("int64")} for each in features], "input_ids")
+
+    samples = [{"input_ids": np.array(tokens, kind)} for tokens in ([5, 6, 7], [5, 0])]
+    step = StepCollator(collate=wider, micro_batch_size=2)([(sample, True) for sample in samples])
+    assert step.num_tokens == 5
 
 
 @pytest.mark.parametrize(

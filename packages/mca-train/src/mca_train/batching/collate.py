@@ -267,7 +267,7 @@ def _tokens_of_rows(batch: Mapping[str, Tensor], features: Sequence[Sample]) -> 
     _require_own_rows(batch, mask)
     if "attention_mask" in batch:
         return mask.sum(-1)
-    own = [torch.as_tensor(feature.get("input_ids", ())) for feature in features]
+    own = [torch.as_tensor(feature.get("input_ids", ())).long() for feature in features]
     lengths = [
         own_tokens(feature) if len(tokens) else 0 for feature, tokens in zip(features, own, strict=True)
     ]
