@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader
 from mca_config.errors import McaError
 from mca_models.megatron.layers.zigzag import take
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
+from mca_train.batching.packing import row_of
 from mca_train.data.token_dataset import TokenDataset
 
 SAMPLES = [([1, 2, 3], [False, True, True]), ([4, 5, 6, 7, 8], [True] * 5), ([9, 9], [True, True])]
@@ -133,8 +134,12 @@ def test_padding_is_known_of_samples_in_every_type_of_integers(kind):
         return padded([{"input_ids": each["input_ids"].astype("int64")} for each in features], "input_ids")
 
     samples = [{"input_ids": np.array(tokens, kind)} for tokens in ([5, 6, 7], [5, 0])]
-    step = StepCollator(collate=wider, micro_batch_size=2)([(sample, True) for sample in samples])
-    assert step.num_tokens == 5
+    counted = [(sample, True) for sample in samples]
+    for collate in (wider, PadCollator(0)):
+        assert StepCollator(collate=collate, micro_batch_size=2)(counted).num_tokens == 5
+    row = row_of(counted, 2, 0, -100)
+    assert [ids.tolist() for ids in row.input_ids] == [[5, 6, 7, 0], [5, 0]]
+    assert [labels.tolist() for labels in row.labels] == [[5, 6, 7, -100], [5, 0]]
 
 
 @pytest.mark.parametrize(

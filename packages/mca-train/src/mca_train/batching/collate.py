@@ -44,10 +44,10 @@ class PadCollator:
 
     def __call__(self, features: list[JsonObject]) -> dict[str, Tensor]:
         """``input_ids`` and ``labels`` ``[b, s]``, ``num_tokens`` ``[b]`` without padding, and samples' ``values``."""
-        ids = [torch.as_tensor(_tokens(feature)) for feature in features]
+        ids = [torch.as_tensor(_tokens(feature)).long() for feature in features]
         for feature in features:
             require_own_targets(feature)
-        labels = [torch.as_tensor(feature.get("labels", feature["input_ids"])) for feature in features]
+        labels = [torch.as_tensor(feature.get("labels", feature["input_ids"])).long() for feature in features]
         pad = torch.nn.utils.rnn.pad_sequence
         values = values_of(features)
         return {

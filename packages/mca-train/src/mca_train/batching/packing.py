@@ -246,8 +246,8 @@ def row_of(sequences: Sequence[tuple[Sample, bool]], multiple: int, pad_token_id
     ids, labels = [], []
     for sequence, counts in sequences:
         require_own_targets(sequence)
-        tokens = torch.as_tensor(sequence["input_ids"])
-        targets = torch.as_tensor(sequence.get("labels", tokens))
+        tokens = torch.as_tensor(sequence["input_ids"]).long()
+        targets = torch.as_tensor(sequence.get("labels", tokens)).long()
         targets = targets if counts else torch.full_like(targets, ignored)
         rest = (0, -len(tokens) % multiple)
         ids.append(torch.nn.functional.pad(tokens, rest, value=pad_token_id))
