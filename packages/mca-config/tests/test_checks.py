@@ -12,7 +12,7 @@ from mca_config import (
     require_layout,
     sequence_multiple,
 )
-from mca_config.checks import positions_exceeded, tokens_of_fp8
+from mca_config.checks import positions_exceeded, step_of_lengths, tokens_of_fp8
 
 DENSE: dict[str, Any] = {
     "model_type": "llama",
@@ -193,6 +193,18 @@ def test_products_in_fp8_want_multiples_of_tokens_on_each_rank(
 ) -> None:
     assert sequence_multiple(sizes, sequence_parallel, tokens=tokens_of_fp8("hybrid", recipe)) == multiple
     assert tokens_of_fp8(None, recipe) == 1
+
+
+def test_padded_rows_of_an_engine_have_few_lengths() -> None:
+    cp = layout(cp=3)
+    step = step_of_lengths("cuda", "transformer_engine", packed=False)
+    assert (sequence_multiple(cp), sequence_multiple(cp, step=step)) == (6, 192)
+    others = [
+        ("cpu", "transformer_engine", False),
+        ("cuda", "local", False),
+        ("cuda", "transformer_engine", True),
+    ]
+    assert {step_of_lengths(device, layers, packed=packed) for device, layers, packed in others} == {1}
 
 
 def test_all_problems_come_at_once() -> None:

@@ -312,6 +312,13 @@ def test_accepted(config: McaModelConfig, layout: ParallelLayout, settings: dict
     check(config, layout, **settings)
 
 
+def test_accumulation_in_products_needs_a_kernel_for_the_output_layer() -> None:
+    args = MegatronArguments(gradient_accumulation_fusion=True)
+    here = Target(device="cuda", implementation="transformer_engine", is_here=True)
+    with pytest.raises(McaError, match="gradient_accumulation_fusion needs NVIDIA Apex"):
+        transformer_config(DENSE, args, ParallelLayout(), "bfloat16", here)
+
+
 def test_packs_are_refused_by_models_and_by_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "engine_version", lambda: (2, 12, 0))
     args = MegatronArguments(context_parallel_size=2, cp_comm_type="all_gather")

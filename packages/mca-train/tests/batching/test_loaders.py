@@ -28,7 +28,7 @@ def loaders(folder: Path, layout: ParallelLayout, **made_with: Any) -> Loaders:
         context_parallel_rank=0,
     )
     plain = {"sequence_parallel": False, "moe_token_dispatcher_type": "alltoall", "fp8": None}
-    plain |= {"fp8_recipe": "delayed", "moe_pad_expert_input_to_capacity": False}
+    plain |= {"fp8_recipe": "delayed", "moe_pad_expert_input_to_capacity": False, "transformer_impl": "local"}
     megatron = SimpleNamespace(**(plain | made_with))
     return Loaders(args=args, ranks=ranks, megatron=megatron, collate=PadCollator(0), pad_token_id=0)
 
@@ -50,6 +50,15 @@ def test_the_model_says_what_rows_and_steps_must_be(tmp_path: Path) -> None:
     virtual = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     _, sampler = loaders(tmp_path, virtual, microbatch_group_size_per_vp_stage=3).train(data)
     assert (sampler.shape.group, sampler.shape.smallest_group) == (3, 2)
+
+
+def test_rows_have_few_lengths_where_attention_plans_each(tmp_path: Path) -> None:
+    data = [{"input_ids": torch.arange(length)} for length in (9, 70, *[5] * 10)]
+    made = loaders(tmp_path, ParallelLayout(), transformer_impl="transformer_engine")
+    assert len(widths(made, data)) == 2
+    made.ranks.device = torch.device("cuda")
+    made.args.dataloader_pin_memory = False
+    assert widths(made, data) <= {64, 128}
 
 
 class Stream(IterableDataset[Any]):

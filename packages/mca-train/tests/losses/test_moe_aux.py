@@ -7,6 +7,7 @@ import torch
 
 from mca_models.megatron import platform
 from mca_train.losses import moe_aux
+from mca_train.losses.moe_tokens import hand_tokens
 
 SENT = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 1, 1], [0, 1, 1], [1, 1, 0]], dtype=torch.bool)
 
@@ -74,3 +75,11 @@ def test_tokens_are_distributed_evenly_without_padding(segments: list[int], trai
     assert torch.equal(weights, logits)
     alone = training and -1 in segments  # the mean is 1 without padding, and 3 with it
     assert sent.flatten().tolist() == [False, True, alone, False]
+
+
+def test_layers_are_not_walked_where_none_looks_further_ahead() -> None:
+    """In each micro-batch: a chunk may have thousands of experts."""
+    config = SimpleNamespace(num_moe_experts=8, mtp_num_layers=None, sequence_parallel=False)
+    counted = torch.zeros(1, 4)
+    batch = SimpleNamespace(counted=lambda: counted)
+    assert hand_tokens(batch, SimpleNamespace(config=config, pre_process=True)) is counted

@@ -11,7 +11,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mca_config.checks import require_learned, sequence_multiple, tokens_of_fp8
+from mca_config.checks import require_learned, sequence_multiple, step_of_lengths, tokens_of_fp8
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.images import placeholders
@@ -75,6 +75,7 @@ def _padded(models: LiveModel, tokens: Tensor) -> Tensor:
         layout,
         models.megatron.sequence_parallel,
         tokens=tokens_of_fp8(models.megatron.fp8, models.megatron.fp8_recipe),
+        step=step_of_lengths(tokens.device.type, models.megatron.transformer_impl, packed=False),
     )
     columns = -length % multiple
     rows = -batch % micro_batch_group(models)

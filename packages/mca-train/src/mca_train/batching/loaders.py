@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.utils.data import DataLoader
 
-from mca_config.checks import sequence_multiple, tokens_of_fp8
+from mca_config.checks import sequence_multiple, step_of_lengths, tokens_of_fp8
 from mca_config.errors import McaError, UsageError
 from mca_train.batching.collate import Collator, CountedSamples, PadCollator, StepCollator
 from mca_train.batching.image_batch import ImageBatching
@@ -200,6 +200,9 @@ class Loaders:
                 self.ranks.layout,
                 self.megatron.sequence_parallel,
                 tokens=tokens_of_fp8(self.megatron.fp8, self.megatron.fp8_recipe),
+                step=step_of_lengths(
+                    self.ranks.device.type, self.megatron.transformer_impl, packed=args.sequence_packing
+                ),
             ),
             context_parallel_size=self.ranks.layout.cp,
             context_parallel_rank=self.ranks.context_parallel_rank,

@@ -37,7 +37,8 @@ def hand_tokens(batch: MicroBatch, model: Upstream) -> Tensor | None:
     config = model.config
     if not config.num_moe_experts:
         return None
-    for depth, layer in enumerate(_prediction_layers(get_attr_wrapped_model(model, "modules")()), 1):
+    modules = get_attr_wrapped_model(model, "modules")() if config.mtp_num_layers else ()
+    for depth, layer in enumerate(_prediction_layers(modules), 1):
         layer.mca_tokens = _own(batch.counted(depth), config.sequence_parallel)
     cut = config.sequence_parallel and not get_attr_wrapped_model(model, "pre_process")
     return _own(batch.counted(), cut)

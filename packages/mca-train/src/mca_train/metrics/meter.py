@@ -25,13 +25,11 @@ class LossMeter:
 
     def add(self, loss: StepLoss, batch: StepBatch) -> None:
         """One step of this rank. Ranks that share samples count them once."""
-        counts = torch.tensor(
-            [batch.num_tokens, batch.num_samples, batch.squares, batch.image_tokens],
-            dtype=torch.float64,
-            device=loss.loss_sum.device,
+        once = self.context_parallel_rank == 0
+        counts = (batch.num_tokens, batch.num_samples, batch.squares, batch.image_tokens)
+        self._steps.add(
+            torch.stack([loss.loss_sum.double(), loss.targets.double()]), [count * once for count in counts]
         )
-        counts *= self.context_parallel_rank == 0
-        self._steps.add(torch.cat([loss.loss_sum[None], loss.targets[None], counts]))
 
     def flush(self) -> "LossReport":
         """Sums over all ranks, and begins anew. Every rank calls this at the same step."""

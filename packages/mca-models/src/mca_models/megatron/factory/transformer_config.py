@@ -8,6 +8,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 
 from torch import Tensor
 from torch.nn import functional
@@ -148,9 +149,20 @@ def transformer_config(
     )
     if settings.get("fp8") and target.is_here:
         _require_fp8(settings.get("fp8_recipe") or "delayed")
+    if settings.get("gradient_accumulation_fusion") and target.is_here:
+        _require_accumulation()
     megatron = _with_attention_factor(_construct_for(target, config, settings), config)
     setattr(megatron, BALANCES_CHANCES, "moe_aux_loss_coeff" not in overrides)
     return megatron
+
+
+def _require_accumulation() -> None:
+    """Megatron's output layer has no other kernel for it, whatever the layers are."""
+    if find_spec("fused_weight_gradient_mlp_cuda") is None:
+        raise McaError(
+            "gradient_accumulation_fusion needs NVIDIA Apex with its CUDA extensions (fused_weight_gradient_mlp_cuda) "
+            "for the output layer; install it, or remove gradient_accumulation_fusion"
+        )
 
 
 def _require_fp8(recipe: str) -> None:

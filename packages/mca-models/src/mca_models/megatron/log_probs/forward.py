@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from mca_config.checks import require_learned, sequence_multiple, tokens_of_fp8
+from mca_config.checks import require_learned, sequence_multiple, step_of_lengths, tokens_of_fp8
 from mca_config.errors import McaError, RankFailed, raise_problems
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
@@ -184,6 +184,7 @@ class _Rows:
             layout,
             models.megatron.sequence_parallel,
             tokens=tokens_of_fp8(models.megatron.fp8, models.megatron.fp8_recipe),
+            step=step_of_lengths(self._device.type, models.megatron.transformer_impl, packed=batch.packed),
         )
         self.height = 1 if batch.packed else size
         lengths = [[self._padded(len(places)) for places in group] for group in self._groups]

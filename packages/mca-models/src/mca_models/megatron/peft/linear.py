@@ -157,7 +157,8 @@ class LoraLinear(torch.nn.Module):
             a = self.cut.summed(a)
         if part.whole_b or (self.cut.expert and self.cut.axis == "columns"):
             b = self.cut.summed(b)
-        return linear(self.cut.between(linear(self._dropped(x), a)), b) * part.scale
+        # scaled where it has few channels
+        return linear(self.cut.between(linear(self._dropped(x), a)) * part.scale, b)
 
     def _dropped(self, x: Tensor) -> Tensor:
         if not self.p or not self.training:

@@ -1,0 +1,39 @@
+"""What a step counts is kept where it is until a log is due."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mca_train.losses.token_loss import StepLoss
+from mca_train.metrics.meter import LossMeter
+
+
+class Called(TorchDispatchMode):
+    """Notes what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_copies_nothing_to_the_device(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = LossMeter(rank)
+    batch: Any = SimpleNamespace(num_tokens=7, num_samples=2, squares=25, image_tokens=3)
+    loss = StepLoss(torch.tensor(6.0), torch.tensor(4))
+    for _ in range(2):
+        with Called() as called:
+            meter.add(loss, batch)
+        assert "aten::lift_fresh" not in called.names, "made of numbers of the host"
+    monkeypatch.setattr("mca_train.groups.sum_over_data", lambda rows: rows)
+    report = meter.flush()
+    assert report.losses == [1.5, 1.5]
+    counted = (report.num_tokens, report.num_samples, report.squares, report.image_tokens)
+    assert counted == ((14, 4, 50, 6) if rank == 0 else (0, 0, 0, 0))
