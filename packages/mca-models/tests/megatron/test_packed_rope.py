@@ -32,3 +32,21 @@ def test_the_embedding_reads_no_lengths_that_the_host_knows() -> None:
     tell_lengths(params, ends)
     assert torch.equal(rotated(unreadable), expected)
     assert packed_lengths(params, 12) == (3, 4, 5)
+
+
+def moved(params: SimpleNamespace) -> torch.Tensor:
+    """Twelve numbers in a row, each sequence moved on by one."""
+    from megatron.core.transformer import multi_token_prediction
+
+    found: torch.Tensor = multi_token_prediction._roll_tensor_packed_seq(torch.arange(12), -1, -1, params)[0]
+    return found
+
+
+def test_prediction_layers_read_no_lengths_that_the_host_knows() -> None:
+    platform.prepare()
+    unreadable = torch.tensor([0, 5, 6, 12], dtype=torch.int32)  # stands for a GPU's
+    params = SimpleNamespace(cu_seqlens_q=unreadable)
+    assert moved(params).tolist() == [1, 2, 3, 4, 0, 0, 7, 8, 9, 10, 11, 0]
+    tell_lengths(params, torch.tensor([0, 3, 7, 12], dtype=torch.int32))
+    assert moved(params).tolist() == [1, 2, 0, 4, 5, 6, 0, 8, 9, 10, 11, 0]
+    assert params.cu_seqlens_q is unreadable
