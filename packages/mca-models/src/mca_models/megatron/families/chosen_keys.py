@@ -44,8 +44,8 @@ class ChosenKeys(CoreAttention):
     def places(self, lengths: tuple[int, ...], like: Tensor) -> Tensor:
         """Where this rank's tokens stand in their sequences."""
         ranges = ranges_of_rank(lengths, self.cp_group.rank(), self.cp_group.size())
-        places = torch.cat([torch.arange(each.start, each.start + each.length) for each in ranges])
-        return places.to(like.device)
+        parts = [torch.arange(each.start, each.start + each.length, device=like.device) for each in ranges]
+        return torch.cat(parts)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], ends: Tensor | None

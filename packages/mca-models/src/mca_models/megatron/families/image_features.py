@@ -62,7 +62,7 @@ def features_of_images(
                 mine = _computed(vision, _joined([image.arguments for image in own]))
         else:
             mine = no_features(vision, config, trained)
-        places = _places([image.rows for image in apart], owners, group.size())
+        places = _places([image.rows for image in apart], owners, group.size(), mine.device)
         features = _Shared.apply(mine, places, group)
     found = features.split(config.hidden_size, 1)
     return found[0], list(found[1:])
@@ -131,14 +131,14 @@ def no_features(vision: HfModel, config: McaModelConfig, trained: Sequence[torch
     return taking_part
 
 
-def _places(rows: Sequence[int], owners: Sequence[int], ranks: int) -> list[Tensor]:
-    """For each rank the rows of all features that its own ones are."""
+def _places(rows: Sequence[int], owners: Sequence[int], ranks: int, device: torch.device) -> list[Tensor]:
+    """For each rank the rows of all features that its own ones are; made on ``device``, so that nobody waits."""
     found: list[list[Tensor]] = [[] for _ in range(ranks)]
     start = 0
     for count, owner in zip(rows, owners, strict=True):
-        found[owner].append(torch.arange(start, start + count))
+        found[owner].append(torch.arange(start, start + count, device=device))
         start += count
-    return [torch.cat(some) if some else torch.zeros(0, dtype=torch.long) for some in found]
+    return [torch.cat(some) if some else torch.zeros(0, dtype=torch.long, device=device) for some in found]
 
 
 class _Shared(torch.autograd.Function):
@@ -147,7 +147,7 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Upstream, own: Tensor, places: list[Tensor], group: ProcessGroup) -> Tensor:
         """See torch."""
-        ctx.group, ctx.own = group, places[group.rank()].to(own.device)
+        ctx.group, ctx.own = group, places[group.rank()]
         most = max(len(some) for some in places)
         padded = own.new_zeros(most, own.shape[1])
         padded[: len(own)] = own
@@ -155,7 +155,7 @@ class _Shared(torch.autograd.Function):
         torch.distributed.all_gather_into_tensor(everyone, padded, group=group)
         features = own.new_empty(sum(len(some) for some in places), own.shape[1])
         for rank, some in enumerate(places):
-            features[some.to(own.device)] = everyone[rank * most : rank * most + len(some)]
+            features[some] = everyone[rank * most : rank * most + len(some)]
         return features
 
     @staticmethod

@@ -59,8 +59,8 @@ class _Inputs:
         of_tokens = table(tokens)
         if not table.reduce_scatter_embeddings:
             of_tokens = of_tokens.transpose(0, 1)
-        # HF keeps the factor in the weights' dtype; on the host, as a copy to a GPU would be waited for
-        factor = torch.tensor(self._size**0.5, dtype=of_tokens.dtype)
+        # HF keeps the factor in the weights' dtype; the device makes it itself, and is not waited for
+        factor = torch.full((), self._size**0.5, dtype=of_tokens.dtype, device=of_tokens.device)
         of_tokens = (of_tokens * factor).unflatten(-1, (-1, self._size))
         hidden = output.to(table.weight.dtype)
         projected, _ = embedding.per_layer_projection(hidden)

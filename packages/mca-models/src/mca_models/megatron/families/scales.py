@@ -21,8 +21,8 @@ def add_scales(model: GptModel, config: McaModelConfig) -> None:
         factor = config.embedding_multiplier
 
         def scale_embedding(module: torch.nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor:
-            # HF keeps the factor in the weights' dtype; on the host, as a copy to a GPU would be waited for
-            return output * torch.tensor(factor, dtype=output.dtype)
+            # HF keeps the factor in the weights' dtype; the device makes it itself, and is not waited for
+            return output * torch.full((), factor, dtype=output.dtype, device=output.device)
 
         model.embedding.register_forward_hook(scale_embedding)
     divisor, cap = config.logits_scaling, config.final_logit_softcapping

@@ -96,7 +96,8 @@ class CoreAttention(torch.nn.Module):
         self.chunk = own.chunk if layer in own.chunked else None
         self.temperature = own.temperature if own.heated is None or layer in own.heated else None
         self.cp_group = _context_group(pg_collection)
-        self.slopes = _slopes(config) if own.leaning else None
+        self.slopes: Tensor | None
+        self.register_buffer("slopes", _slopes(config) if own.leaning else None, persistent=False)
         if config.softmax_type != "vanilla":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = cut_parameter((heads,), config.params_dtype)
@@ -185,7 +186,7 @@ class CoreAttention(torch.nn.Module):
         stop, scale = start + query.shape[2], self.scale
         if self.slopes is not None:
             scale = query.shape[-1] ** -0.5 if scale is None else scale
-            query, key = leaning(query, key, self.slopes.to(query.device), scale)
+            query, key = leaning(query, key, self.slopes, scale)
         return causal_attention(
             query,
             key[:, :, :stop],

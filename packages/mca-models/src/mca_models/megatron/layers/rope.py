@@ -194,7 +194,8 @@ def rotary_module(config: McaModelConfig, cp_group: ProcessGroup) -> torch.nn.Mo
         def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
             inv_freq, longest = self.inv_freq, self.longest_sequence or max_seq_len
             if longest > original:
-                inv_freq = beyond(config, longest).to(inv_freq) * sign
+                found = beyond(config, longest)  # which CUDA takes over at once: the host need not wait
+                inv_freq = found.to(inv_freq, non_blocking=True) * sign
             positions = torch.arange(max_seq_len, device=inv_freq.device, dtype=inv_freq.dtype) + offset
             return torch.outer(positions, inv_freq)
 
