@@ -66,7 +66,8 @@ class Answers(TorchDispatchMode):
         except DynamicOutputShapeException:
             if values is None:
                 raise
-            return _pytree.tree_map_only(torch.Tensor, lambda value: self.fake_of(value, known=True), values)
+            device = args[0].device
+            return _pytree.tree_map_only(torch.Tensor, lambda value: self._made(value, device), values)
         if func is torch.ops.c10d._allgather_base_.default:
             self._gathered(args[0], args[1])
         elif values is not None:
@@ -106,6 +107,12 @@ class Answers(TorchDispatchMode):
             if "device" in true_options:
                 true_options["device"] = _HOST
             return func(*true_args, **true_options)
+
+    def _made(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A tensor without memory on ``device`` that has ``values``."""
+        made = torch.empty(values.shape, dtype=values.dtype, device=device)
+        self._known[made] = values
+        return made
 
     def _gathered(self, out: torch.Tensor, part: torch.Tensor) -> None:
         """Other ranks have what this one has."""
