@@ -112,6 +112,11 @@ def pretend() -> ExitStack:
     stack.enter_context(patch.multiple(torch.cuda.nvtx, range_push=nothing, range_pop=nothing))
     for name in ("get_rng_state", "set_rng_state"):
         stack.enter_context(patch.object(torch.cuda.random, name, answers[name]))
+    cudnn = {
+        "_select_conv_backend": lambda *a, **k: torch._C._ConvBackend.Cudnn,
+        "_conv_determine_backend_memory_format": lambda *a: torch.contiguous_format,
+    }
+    stack.enter_context(patch.multiple(torch._C, **cudnn))  # which ask the driver
     stack.enter_context(patch.object(torch.Tensor, "record_stream", nothing))
     stack.enter_context(patch.object(torch.Tensor, "pin_memory", pin))
     return stack
@@ -148,7 +153,21 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def step_of(folder: Path, kind: str, changes: dict[str, Any], planted: str) -> dict[str, int]:
+def images_in(run: Any, images: dict[str, int] | None) -> Any:
+    """Of each sequence, those of a model that takes one size only of that size."""
+    from mca_train.plan.towers import Tower
+    from mca_train.run.subject import images_of_run
+
+    if images is None:
+        return None
+    tower = Tower.of(run.model)
+    assert tower is not None, "the sizes of its vision tower are not known"
+    return images_of_run(run, images["count"], tower.side or images["pixels"])
+
+
+def step_of(
+    folder: Path, kind: str, changes: dict[str, Any], planted: str = "", images: dict[str, int] | None = None
+) -> dict[str, int]:
     """What one step of a run waits for."""
     from mca_models import AutoModel
     from mca_train.batching.loaders import steps_of
@@ -184,7 +203,9 @@ def step_of(folder: Path, kind: str, changes: dict[str, Any], planted: str) -> d
         answers = Answers(fake)
         modes = step.Modes(Watch(ModuleNames()), fake, answers)
         stack.enter_context(known_as_arrays(answers))
-        trainer, engine = step.build(run.task, run.settings, run.model, modes, AutoModel.unfilled)
+        trainer, engine = step.build(
+            run.task, run.settings, run.model, modes, AutoModel.unfilled, images_in(run, images)
+        )
         for chunk in engine.models:
             for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
                 assert tensor.is_cuda, f"{name} is on {tensor.device}"
@@ -200,25 +221,30 @@ def step_of(folder: Path, kind: str, changes: dict[str, Any], planted: str) -> d
 
 def main() -> None:
     """Runs the cases one after the other."""
+    for name in ("peft", "transformers", "torch._dynamo"):
+        importlib.import_module(name)  # which would take the stand-ins for torch's own
+    with patch.object(torch.nn.functional, "scaled_dot_product_attention", plain_attention):
+        found = run()  # imports what takes torch's attention for its own
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+def run() -> dict[str, Any]:
+    """What each case waits for, or why it failed."""
     from mca_models.megatron import platform
     from mca_models.megatron.platform.compile_at_import import without_compile
 
-    for name in ("peft", "transformers", "torch._dynamo"):
-        importlib.import_module(name)  # which would take the stand-ins for torch's own
     found: dict[str, Any] = {}
-    with pretend() as stack, without_compile():
+    with pretend(), without_compile():
         platform.prepare()
-        stack.enter_context(
-            patch("mca_models.megatron.layers.sdpa.scaled_dot_product_attention", plain_attention)
-        )
         for name, case in json.loads(sys.argv[2]).items():
             try:
-                found[name] = step_of(Path(sys.argv[1]) / case["model"], *case["run"], case["planted"])
+                beside = case.get("planted", ""), case.get("images")
+                found[name] = step_of(Path(sys.argv[1]) / case["model"], *case["run"], *beside)
             except Exception as error:
                 if os.environ.get("MCA_SHOW"):
                     raise
                 found[name] = f"{type(error).__name__}: {error}"
-    sys.stdout.write(json.dumps(found) + "\n")
+    return found
 
 
 if __name__ == "__main__":

@@ -72,22 +72,26 @@ def plant(fault: str) -> Iterator[None]:
         yield
 
 
+def waits_of(folder: Path, cases: dict[str, dict[str, Any]], timeout: int) -> dict[str, Any]:
+    """What the steps of ``cases`` wait for, one after the other in a process of its own; of those that fail, why."""
+    driver = folder / f"no_driver_{len(list(folder.iterdir()))}.so"
+    build = ["cc", "-shared", "-fPIC", "-Wall", "-Werror", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([*build, "-o", driver, HERE / "no_driver.c"], check=True)
+    environment = {**os.environ, "LD_PRELOAD": str(driver), "MCA_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "fake_cuda.py"), str(folder), json.dumps(cases)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    result: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return result
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("cuda")
     for name, config in MODELS.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
-    driver = folder / "no_driver.so"
-    build = ["cc", "-shared", "-fPIC", "-Wall", "-Werror", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run([*build, "-o", driver, HERE / "no_driver.c"], check=True)
-    environment = {**os.environ, "LD_PRELOAD": str(driver), "MCA_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
-    cases = {name: {"model": "dense", "planted": ""} | CASES[name] for name in CHOSEN}
-    command = [sys.executable, str(HERE / "fake_cuda.py"), str(folder), json.dumps(cases)]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    result: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return result
+    return waits_of(folder, {name: {"model": "dense"} | CASES[name] for name in CHOSEN}, 240)
 
 
 @pytest.mark.parametrize("name", [name for name in CHOSEN if not name.startswith("planted")])

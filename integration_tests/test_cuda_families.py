@@ -1,0 +1,83 @@
+"""A step for CUDA of every family mixes no devices, and waits for the GPU only where it must; see `test_cuda_paths`.
+
+``MCA_DRY_RUNS=1`` runs every family, padded and packed, and those with a vision model on images; the default two.
+"""
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_hf
+import tiny_vision
+import transformers
+
+from test_cuda_paths import ALWAYS, ONCE, waits_of
+from test_plan_families import described
+
+pytestmark = pytest.mark.fork
+RUN = {"bf16": True, "transformer_impl": "local"}
+KINDS: dict[str, dict[str, Any]] = {"padded": {}, "packed": {"sequence_packing": True}}
+OF_IMAGES = {"count": 2, "pixels": 32}
+KNOWN: dict[str, frozenset[str]] = {
+    # transformers' towers make lengths, places and windows of patches, layer by layer, of grids that are on the GPU
+    "images ": frozenset(
+        f"{kind} in image_features.py:_computed" for kind in ("value", "size", "mask", "copy to the GPU")
+    ),
+    # and keep windows in the host's memory, by which gradients are put back
+    "images qwen2_5_vl": frozenset({"mask in elsewhere"}),
+}
+"""What some cases wait for beside, by how their names begin."""
+EVERY = [
+    f"{case}, {kind}"
+    for case in (*tiny_hf.ALL, *(f"images {case}" for case in tiny_vision.CASES))
+    for kind in KINDS
+]
+SAMPLE = ("images qwen2_5_vl, packed", "gemma4_text-e2b, padded")
+CHOSEN = EVERY if os.environ.get("MCA_DRY_RUNS") else SAMPLE
+PROCESSES = 2
+
+
+def description(case: str) -> dict[str, Any]:
+    """``config.json`` of a case."""
+    if not case.startswith("images "):
+        return described(case)
+    config = transformers.AutoConfig.for_model(**tiny_vision.described(case.removeprefix("images ")))
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    found["architectures"] = [transformers.AutoModelForImageTextToText._model_mapping[type(config)].__name__]
+    return found
+
+
+def case_of(name: str, folder: Path) -> dict[str, Any]:
+    """What `fake_cuda` runs for a name of `EVERY`."""
+    case, kind = name.split(", ")
+    model = folder / case.replace(" ", "-")
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(description(case)))
+    pictured = case.startswith("images ")
+    changes = RUN | KINDS[kind] | ({"freeze": []} if pictured else {})
+    return {"model": model.name, "run": ("sft", changes), "images": OF_IMAGES if pictured else None}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folders = [tmp_path_factory.mktemp("families") for _ in range(min(PROCESSES, len(CHOSEN) // 2))]
+    cases = [
+        {name: case_of(name, folder) for name in CHOSEN[number :: len(folders)]}
+        for number, folder in enumerate(folders)
+    ]
+    with ThreadPoolExecutor(len(folders)) as pool:
+        results = list(pool.map(waits_of, folders, cases, [120 + 60 * len(each) for each in cases]))
+    return {name: waits for result in results for name, waits in result.items()}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_family_waits_for_the_gpu_only_where_it_must(name: str, found: dict[str, Any]) -> None:
+    waits = found[name]
+    assert isinstance(waits, dict), waits
+    known = frozenset().union(*(places for start, places in KNOWN.items() if name.startswith(start)))
+    assert waits.keys() <= ONCE.keys() | ALWAYS | known
+    assert all(waits.get(place, 0) <= times for place, times in ONCE.items())
