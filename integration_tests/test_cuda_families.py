@@ -21,6 +21,8 @@ pytestmark = pytest.mark.fork
 RUN = {"bf16": True, "transformer_impl": "local"}
 KINDS: dict[str, dict[str, Any]] = {"padded": {}, "packed": {"sequence_packing": True}}
 OF_IMAGES = {"count": 2, "pixels": 32}
+UNKNOWN = ("images minimax_m3_vl-moe",)
+"""The dry run does not know the sizes of their towers: there are no images in theirs."""
 KNOWN: dict[str, frozenset[str]] = {
     # transformers' towers make lengths, places and windows of patches, layer by layer, of grids that are on the GPU
     "images ": frozenset(
@@ -58,7 +60,11 @@ def case_of(name: str, folder: Path) -> dict[str, Any]:
     (model / "config.json").write_text(json.dumps(description(case)))
     pictured = case.startswith("images ")
     changes = RUN | KINDS[kind] | ({"freeze": []} if pictured else {})
-    return {"model": model.name, "run": ("sft", changes), "images": OF_IMAGES if pictured else None}
+    return {
+        "model": model.name,
+        "run": ("sft", changes),
+        "images": OF_IMAGES if pictured and case not in UNKNOWN else None,
+    }
 
 
 @pytest.fixture(scope="module")
