@@ -130,6 +130,7 @@ def require_unchanged_by_failure(model: Any, adapter: Path) -> None:
 
     piece, plain = Adapter.piece, model.logits(tokens())
     next(model.parameters()).requires_grad_(False)
+    model.megatron.moe_router_bias_update_rate = 0.5
 
     def failing(self: Any, param: Any, rank: int, size: int) -> Any:
         return 1 / 0 if param.mca_name() == "output_layer.weight" else piece(self, param, rank, size)
@@ -138,7 +139,12 @@ def require_unchanged_by_failure(model: Any, adapter: Path) -> None:
         load_adapter(model, adapter)
     assert torch.equal(model.logits(tokens()), plain)
     assert [parameter.requires_grad for parameter in model.parameters()].count(False) == 1
-    assert not torch.equal(load_adapter(model, adapter).logits(tokens()), plain)
+    peft = load_adapter(model, adapter)
+    assert not torch.equal(peft.logits(tokens()), plain)
+    assert model.megatron.moe_router_bias_update_rate == 0
+    unloaded = [parameter.requires_grad for parameter in peft.merge_and_unload().parameters()]
+    assert (unloaded[0], unloaded.count(False)) == (False, 1)
+    assert model.megatron.moe_router_bias_update_rate == 0.5
 
 
 def test_an_adapter_holds_what_its_base_model_lacks(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def adapted(reference: Mixed, layout: str, folder: Path) -> None:
 
     plain = {"calculate_per_token_loss": True, "moe_aux_loss_coeff": 0.0}
     base = AutoModel.from_pretrained(reference.path, arguments(sizes(layout), **plain))
+    before = {name: parameter.requires_grad for name, parameter in base.named_parameters()}
     model = load_adapter(base, folder / "adapter")
     model.save_merged_as_hf(folder / "found-merged")
     chunks = wrapped(model, layout)
@@ -62,6 +63,8 @@ def adapted(reference: Mixed, layout: str, folder: Path) -> None:
         for _, tensor in model.adapter_parameters():
             tensor.copy_(tensor.main_grad)
     model.save_pretrained_as_hf(folder / "found")
+    unloaded = {name: one.requires_grad for name, one in model.merge_and_unload().named_parameters()}
+    assert unloaded == before and any("vision_model." in name and not unloaded[name] for name in unloaded)
 
 
 @pytest.mark.parametrize(("case", "layout"), GRID)

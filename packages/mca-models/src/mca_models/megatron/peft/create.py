@@ -66,15 +66,10 @@ def _filled(
     models: VirtualModels, config: AdapterConfig, rules: AdapterRules, read: Read, *, saved: bool
 ) -> PeftModels:
     """``models`` with an adapter and its values; without them ``models`` are left as they were."""
-    rate = models.megatron.moe_router_bias_update_rate
-    before = [(parameter, parameter.requires_grad) for parameter in models.parameters()]
     peft = attach_adapter(models, config, rules)
     try:
         peft.fill(read, saved=saved)
     except BaseException:
         peft.detach()
-        models.megatron.moe_router_bias_update_rate = rate
-        for parameter, trained in before:
-            parameter.requires_grad_(trained)
         raise
     return peft

@@ -76,6 +76,8 @@ class PeftModels(VirtualModels):
         torch.nn.Module.__init__(self)
         self.__dict__.update(base.__dict__)  # the same chunks, not copies
         self.adapter, self.rules = adapter, rules
+        self._before = [(parameter, parameter.requires_grad) for parameter in base.parameters()]
+        self._rate_before = self.megatron.moe_router_bias_update_rate
         self._originals: list[Tensor] = []
         self._attached = self._attach()
         self._adapters.append(adapter)
@@ -219,25 +221,28 @@ class PeftModels(VirtualModels):
                 item.switch.merged = merged
 
     def merge_and_unload(self) -> VirtualModels:
-        """The plain model with the adapter folded in; this object is used up."""
+        """The plain model with the adapter folded in, which trains what it trained before; this object is used up."""
         if not self.merged:
             self.merge_adapter()
         self.detach()
         base = VirtualModels.__new__(VirtualModels)
         torch.nn.Module.__init__(base)
-        own = ("adapter", "rules", "_originals", "_attached", "_factors", "_saved", "_copies", "_handles")
+        own = {"adapter", "rules", "_originals", "_attached", "_factors", "_saved", "_copies", "_handles"}
+        own |= {"_before", "_rate_before"}
         base.__dict__.update({name: value for name, value in self.__dict__.items() if name not in own})
-        return base.requires_grad_(True)
+        return base
 
     def detach(self) -> None:
-        """Takes the adapter off the chunks, whose weights stay as they are; this object is used up."""
+        """Takes the adapter off the chunks, whose weights stay as they are and train as before; it is used up."""
         detach(self._attached)
         self._adapters.clear()
         for chunk in self.chunks:
             unshare(chunk)
         for handle in self._handles:
             handle.remove()
-        self.megatron.moe_router_bias_update_rate = self._bias_rate
+        for parameter, trained in self._before:
+            parameter.requires_grad_(trained)
+        self.megatron.moe_router_bias_update_rate = self._rate_before
 
     @contextmanager
     def _folded(self) -> Iterator[None]:
