@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,19 @@ def refused(checkpoint: Path, output_dir: Path, resume: Path | None) -> list[Any
     return [str(error.value), standing(output_dir)]
 
 
+def of_another_kind(checkpoint: Path, output_dir: Path, resume: Path) -> str:
+    """Why training on preferences does not go on from the checkpoint of another kind of run."""
+    from dpo_reference import pairs
+    from mca_config.errors import UsageError
+    from mca_train import DpoTrainer, PreferenceLoss
+
+    kind = partial(DpoTrainer, preference=PreferenceLoss(kind="orpo"))
+    trainer = make_trainer(checkpoint, output_dir, kind=kind, train_dataset=pairs(), eval_dataset=pairs())
+    with pytest.raises(UsageError) as error:
+        trainer.train(resume_from_checkpoint=str(resume))
+    return str(error.value)
+
+
 def of_another_run(checkpoint: Path, output_dir: Path, ckpt_format: str) -> dict[str, Any]:
     """A run from what another run wrote: the step in its own checkpoint, that it ends at when resumed, its log."""
     source = output_dir.with_name(f"of-another-run-{ckpt_format}")
@@ -66,6 +80,7 @@ def lives(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"first": trained(checkpoint, output_dir, 6, None)}
     trained(checkpoint, elsewhere, 2, None)
     found["anew"] = refused(checkpoint, output_dir, None)
+    found["kind"] = of_another_kind(checkpoint, output_dir.with_name("kind"), elsewhere / "checkpoint-2")
     found["from elsewhere"] = refused(checkpoint, output_dir, elsewhere / "checkpoint-2")
     found["replaced"] = trained(checkpoint, output_dir, 4, None, overwrite_output_dir=True)
     found["went on"] = trained(checkpoint, output_dir, 8, "checkpoint-4")
@@ -93,6 +108,7 @@ def test_a_run_keeps_its_own_checkpoints_and_no_others(tmp_path):
         )
         assert "overwrite_output_dir true" in said
         assert left == found["first"]
+    assert "checkpoint-2 is of a pretrain or sft run, this is dpo; to begin with its model" in found["kind"]
     assert found["replaced"] == ["2", "4"], "not its own were removed, and those of the first run all"
     assert found["went on"] == ["6", "8"]
     assert found["went back"] == ["6", "7", "8.set-aside"]

@@ -50,6 +50,8 @@ class Carried:
     totals: Totals = field(default_factory=Totals)
     due: Due = field(default_factory=Due)
     meters: Values = field(default_factory=dict)
+    run_kind: str | None = None
+    """Of the trainer; None: an earlier version wrote it."""
 
     def document(self) -> JsonObject:
         """As JSON can hold it."""
@@ -58,4 +60,9 @@ class Carried:
     @classmethod
     def read(cls, document: Values) -> "Carried":
         """From `document`."""
-        return cls(totals=Totals(**document["totals"]), due=Due(**document["due"]), meters=document["meters"])
+        return cls(
+            totals=Totals(**document["totals"]),
+            due=Due(**document["due"]),
+            meters=document["meters"],
+            run_kind=document.get("run_kind"),
+        )

@@ -174,6 +174,21 @@ def place_in(checkpoint: Path) -> RunPosition:
         raise McaError(f"{folder / 'place.json'}: cannot be read ({error}); training cannot resume") from None
 
 
+def require_kind(checkpoint: Path, kind: str) -> None:
+    """Refuses to go on from the checkpoint of another kind of run than ``kind``, if it says of which it is.
+
+    Raises:
+        McaError: It is one, or it cannot be read.
+    """
+    there = carried_in(checkpoint, 0).run_kind
+    if there not in (None, kind):
+        raise UsageError(
+            f"resume_from_checkpoint: {checkpoint} is of a {there} run, this is {kind}; to begin with its model, leave "
+            "resume_from_checkpoint out, name it in model_name_or_path (an adapter in adapter_name_or_path), and set "
+            "another output_dir"
+        )
+
+
 def carried_in(checkpoint: Path, step: int) -> Carried:
     """What the run carried after ``step``; a checkpoint of an earlier version has nothing."""
     path = checkpoint / TRAINING / "carried.json"

@@ -75,6 +75,7 @@ class DpoTrainer(McaTrainer):
         options: As of `McaTrainer`.
     """
 
+    run_kind = "dpo"
     signal_names = SIGNAL_NAMES
 
     def __init__(

@@ -45,6 +45,7 @@ class KtoTrainer(McaTrainer):
         options: As of `McaTrainer`; datasets in memory.
     """
 
+    run_kind = "kto"
     signal_names = ("kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
     signal_differences = MappingProxyType({"rewards/margins": ("rewards/chosen", "rewards/rejected")})
 

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _ROUNDING = 1e-4
 """By how much a sum of many weights in fp32 may differ from the same on another device."""
+_UNNAMED = "signals"
+"""What the numbers beside the loss are called in a checkpoint; the names of their columns follow."""
 
 
 class Meter(Protocol):
@@ -178,12 +180,14 @@ class WithLogs(TrainerParts):
     def _carried(self) -> Carried:
         """For a checkpoint; every rank calls this at the same step."""
         meters = {name: meter.state() for name, meter in self._meters().items()}
-        return Carried(totals=self._totals, due=self._due, meters=meters)
+        return Carried(totals=self._totals, due=self._due, meters=meters, run_kind=self.run_kind)
 
     def _take_up(self, carried: Carried) -> None:
         """Goes on with the numbers of a checkpoint, or from none."""
         self._samples = 0
         self._totals = carried.totals
+        if _UNNAMED in carried.meters:  # mca 0.1.0 wrote them, or the run had none
+            self.signals.restore(carried.meters[_UNNAMED])
         for name, meter in self._meters().items():
             if name in carried.meters:
                 meter.restore(carried.meters[name])
@@ -191,9 +195,10 @@ class WithLogs(TrainerParts):
 
     def _meters(self) -> dict[str, Meter]:
         """What is summed up between two logs, by its name in a checkpoint."""
+        columns = (*self.signal_names, *self.signal_extremes)
         found: dict[str, Meter] = {
             "loss": self._meter,
-            "signals": self.signals,
+            ",".join((_UNNAMED, *columns)): self.signals,  # of other columns they are others
             "model_losses": self._model_losses,
             "watch": self.watch,
         }

@@ -71,6 +71,7 @@ class TrainerParts(Trainer):  # type: ignore[misc]
         signal_names: The names of what it adds.
         signal_differences: What is reported beside their means.
         signal_extremes: The smallest or largest numbers that are told beside them.
+        run_kind: Which kind of run its checkpoints are of; it goes on from no others that say so.
         watch: What is looked after beside the steps.
         started_at_step: Steps that were done before `train`.
         output_lock: Of ``output_dir``, if whoever made the trainer has taken it; else `train` does.
@@ -92,6 +93,7 @@ class TrainerParts(Trainer):  # type: ignore[misc]
     signal_names: tuple[str, ...]
     signal_differences: Mapping[str, tuple[str, str]]
     signal_extremes: Mapping[str, Extreme]
+    run_kind: str = "pretrain or sft"
     _training: Training
     _pipeline: Pipeline
     """Runs the model forward; from the beginning of ``train`` on it is the engine."""

@@ -53,8 +53,10 @@ class WithCheckpoints(WithLogs):
 
         Args:
             output_dir: Of the run.
-            checkpoint: That it goes on from.
+            checkpoint: That it goes on from; of the same kind of run.
         """
+        if checkpoint is not None:
+            directory.require_kind(checkpoint, self.run_kind)
         again = checkpoint is None and self._claimed == output_dir.resolve()
         replaces_first = again and not self._replaces and self.args.save_strategy != "no"
         if replaces_first and self.ranks.is_first and lineage.all_but(output_dir, []):

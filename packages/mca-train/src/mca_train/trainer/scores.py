@@ -55,6 +55,7 @@ class RewardTrainer(ScoreTrainer):
         options: As of `McaTrainer`.
     """
 
+    run_kind = "reward"
     signal_names = ("accuracy", "margin", "mean_reward")
     signal_extremes = MappingProxyType({"min_reward": "smallest", "max_reward": "largest"})
 
@@ -94,6 +95,8 @@ class ClassificationTrainer(ScoreTrainer):
         problem_type: Which of these.
         options: As of `McaTrainer`.
     """
+
+    run_kind = "classify"
 
     def __init__(
         self,
