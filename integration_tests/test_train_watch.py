@@ -250,7 +250,7 @@ def test_skipped_steps_are_counted_and_a_run_of_nothing_else_fails(checkpoint, t
     assert [log["skipped_steps"] for log in logs if "loss" in log] == [1, 1, 1]
     assert logs[0]["loss_scale"] > logs[1]["loss_scale"]
     assert logs[1]["learning_rate"] == logs[0]["learning_rate"], "a skipped step moves no schedule"
-    assert error.startswith("all 3 steps of the run were skipped")
+    assert error.startswith("all 3 steps of the run were skipped") and "lower initial_loss_scale" in error
     assert {"loss_scale", "skipped_steps"} <= of_half[0].keys(), "fp16 by config.json is fp16"
 
 
@@ -313,17 +313,21 @@ def test_a_checkpoint_before_the_first_update_resumes(checkpoint, tmp_path):
         assert resumed == straight
 
 
-def without_its_given_scale(checkpoint: Path, output_dir: Path) -> list[float]:
-    """Loss scales of a run that goes on from one with a given scale."""
-    run = {"fp16": True, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    quietly(make_trainer(checkpoint, output_dir, max_steps=1, loss_scale=1024.0, **run).train)
-    trainer = make_trainer(checkpoint, output_dir, max_steps=2, initial_loss_scale=256.0, **run)
-    quietly(lambda: trainer.train(resume_from_checkpoint=True))
-    return history(trainer, "loss_scale")
+def with_other_scaling(checkpoint: Path, output_dir: Path) -> list[list[float]]:
+    """Loss scales of runs that go on: from one with a given scale, and with a shorter window than was counted."""
+    found, scale = [], {"initial_loss_scale": 64.0, "loss_scale_window": 2}
+    for steps, before in ((1, {"loss_scale": 1024.0}), (3, scale | {"loss_scale_window": 9})):
+        run = {"fp16": True, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": steps}
+        new = partial(make_trainer, checkpoint, output_dir / str(steps), **run)
+        quietly(new(max_steps=steps, **before).train)
+        trainer = new(max_steps=steps + 1, **scale)
+        quietly(partial(trainer.train, resume_from_checkpoint=True))
+        found.append(history(trainer, "loss_scale"))
+    return found
 
 
-def test_a_run_with_a_given_loss_scale_goes_on_without_it(checkpoint, tmp_path):
-    assert run_ranks(1, without_its_given_scale, checkpoint, tmp_path) == [[1024.0, 256.0]]
+def test_a_run_goes_on_with_other_settings_of_the_loss_scale(checkpoint, tmp_path):
+    assert run_ranks(1, with_other_scaling, checkpoint, tmp_path)[0] == [[1024, 64], [64, 64, 64, 128]]
 
 
 HOPELESS: dict[str, dict[str, Any]] = {

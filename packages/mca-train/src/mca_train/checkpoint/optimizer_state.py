@@ -118,6 +118,7 @@ def _load(
             container[key] = _without_padding(loaded[str(number)], leaf, saved.get(leaf.key, ()))
     masters.take_weights(optimizer, _parts(state))
     masters.fill(optimizer, _parts(state), weights.read)
+    numbers = replace(numbers, grad_scaler=_within(numbers.grad_scaler, optimizer))
     _put_numbers(state, numbers, counting)
     optimizer.load_state_dict(_bare(state))
     masters.take_beside_weights(optimizer)
@@ -272,6 +273,20 @@ def _put_numbers(state: OptimizerState, numbers: Numbers, counting: Sequence[boo
             inner["state"]["common_step"] = torch.tensor(numbers.step)
         for group in _param_groups(part):
             group["step"] = int(numbers.step)
+
+
+def _within(saved: JsonObject | None, optimizer: MegatronOptimizer) -> JsonObject | None:
+    """The loss scaler's numbers, its counts within this run's settings.
+
+    Megatron doubles the scale when the count equals the window: from above it never would.
+    """
+    singles = getattr(optimizer, "chained_optimizers", [optimizer])
+    scalers = [getattr(single, "grad_scaler", None) for single in singles]
+    dynamic = next((scaler for scaler in scalers if hasattr(scaler, "growth_interval")), None)
+    if not saved or dynamic is None:
+        return saved
+    most = {"growth_tracker": int(dynamic.growth_interval) - 1, "hysteresis_tracker": dynamic.hysteresis}
+    return saved | {name: min(saved[name], limit) for name, limit in most.items()}
 
 
 def _like(saved: JsonObject, present: JsonObject) -> JsonObject:

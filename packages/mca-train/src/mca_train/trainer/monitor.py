@@ -88,7 +88,7 @@ class Watch:
             )
             raise McaError(
                 f"step {step}: {self._unhelped} steps in a row were skipped, their gradients overflowed and the loss "
-                f"scale, {scale:g}, {why}; {self._advice()}"
+                f"scale, {scale:g}, {why}; {self._advice('resume from the last checkpoint with a lower learning_rate')}"
             )
 
     def require_updates(self, updates: int, steps: int) -> None:
@@ -100,13 +100,13 @@ class Watch:
         if steps and not updates:
             raise McaError(
                 f"all {steps} steps of the run were skipped, their gradients overflowed: the model has not changed; "
-                f"{self._advice()}"
+                f"{self._advice('begin it anew with a lower initial_loss_scale or learning_rate')}"
             )
 
-    def _advice(self) -> str:
+    def _advice(self, usual: str) -> str:
         if self._args.loss_scale:
             return f"loss_scale is {self._args.loss_scale:g}: lower it, or remove it so that it finds its own"
-        return "resume from the last checkpoint with a lower learning_rate or initial_loss_scale, or train in bf16"
+        return f"{usual}, or train in bf16"
 
     def stop_if_asked(self, control: TrainerControl, step: int) -> Due:
         """After SIGTERM: save, and no more, on all ranks after the same step; what is then due."""
