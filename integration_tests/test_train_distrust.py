@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -92,6 +93,9 @@ def pickles(model: Path, folder: Path) -> dict[str, str]:
         plant(checkpoint, name, pickle.dumps(Evil(folder / f"{where}.ran")))
         said[where] = resume(model, checkpoint)
     said["factory"] = refusal(lambda: AutoModel.from_pretrained(folder / "model" / "checkpoint-2"))
+    checkpoint = copied(folder / "run" / "checkpoint-2", "random")
+    plant(checkpoint, "training/rng_0.safetensors", b"no such file")
+    said["random"] = resume(model, checkpoint)
     checkpoint = copied(folder / "run" / "checkpoint-2", "object")
     plant_object(checkpoint, Evil(folder / "object.ran"))
     return said | {"object": resume(model, checkpoint)}
@@ -104,6 +108,7 @@ def test_no_pickle_of_a_checkpoint_is_run(tmp_path):
     for where in ("index", "model", "factory"):
         assert "which a checkpoint of weights does not need; nothing was executed" in said[where]
     assert "holds no 'exp_avg." in said["object"]
+    assert re.match(r"\S*rng_0.safetensors: ", said["random"]), said["random"]
 
 
 def others(folder: Path) -> dict[str, str]:

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
 
+from mca_config.errors import McaError
 from mca_models.megatron.distributed.attempts import Attempt
 from mca_train.run.restarts import NotesStart, continued, is_started_again
 
@@ -51,6 +52,13 @@ def test_an_attempt_before_which_nothing_was_written_begins_as_the_first(values,
     assert continued(values, Attempt(2, store)) == values
     (tmp_path / "checkpoint-5.partial-00000000").mkdir()
     assert continued(values, Attempt(3, store)) == values
+
+
+def test_what_cannot_be_read_is_told_as_it_is(values):
+    store = HashStore()
+    store.set("mca/checkpoints_before", "[")
+    with pytest.raises(McaError, match=r"^JSONDecodeError"):
+        continued(values, Attempt(2, store))
 
 
 @pytest.mark.parametrize("step", [4, 5])

@@ -11,7 +11,7 @@ from pathlib import Path
 from mca_config.errors import McaError
 from mca_config.files import read_json
 from mca_config.types import Typed
-from mca_models.megatron.distributed.collectives import on_first, together
+from mca_models.megatron.distributed.collectives import on_first, together, told_by_one
 from mca_models.megatron.distributed.writer import Writing
 from mca_models.storage.atomic import write_file
 from mca_train.batching.position import RunPosition
@@ -97,7 +97,7 @@ class TrainingState:
                 unread=_unread(checkpoint),
             )
         self._engine.share_weights()
-        together(lambda: fp8_scales.load(folder, self._modules()))
+        told_by_one(lambda: fp8_scales.load(folder, self._modules()))
         schedule = json.loads((folder / "scheduler.json").read_text())
         self._scheduler.load_state_dict(schedule, self._place.schedule)
 
@@ -108,8 +108,8 @@ class TrainingState:
         hold twice.
         """
         folder = checkpoint / TRAINING
-        if all(together(lambda: is_of_layout(folder, self._ranks))):
-            together(lambda: load_rng(folder, self._ranks))
+        if all(told_by_one(lambda: is_of_layout(folder, self._ranks))):
+            told_by_one(lambda: load_rng(folder, self._ranks))
         else:
             logger.warning(
                 "%s: holds no random states of this layout; dropout starts with new random numbers",

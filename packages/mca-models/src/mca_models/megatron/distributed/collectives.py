@@ -115,6 +115,14 @@ def told_by_first(work: Callable[[], Result]) -> Result:
         raise error.cause from error
 
 
+def told_by_one(work: Callable[[], Result]) -> list[Result]:
+    """`together` whose error is the one of the first rank that failed and does not name that rank. Collective."""
+    try:
+        return together(work)
+    except RankFailed as error:
+        raise error.cause from error
+
+
 class SharedDirectory:
     """A directory beside its destination that rank 0 owns and all ranks write into; collective.
 

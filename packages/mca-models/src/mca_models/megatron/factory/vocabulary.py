@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mca_config.errors import McaError
-from mca_models.megatron.distributed.collectives import on_first
+from mca_models.megatron.distributed.collectives import told_by_first
 from mca_models.megatron.tensors import copy_finite, seeded_generator, to_torch
 from mca_models.storage.source import ModelSource, read_piece
 from mca_models.weights import Param
@@ -64,7 +64,7 @@ def growth_of(source: ModelSource, new: int, seed: int) -> Growth:
     def statistics() -> Statistics:
         return {param.mca_name(): _statistics(source, param) for param in source.params if param.vocab}
 
-    return Growth(source.config.vocab_size, new, seed, on_first(statistics))
+    return Growth(source.config.vocab_size, new, seed, told_by_first(statistics))
 
 
 def _statistics(source: ModelSource, param: Param) -> tuple[Tensor, Tensor]:

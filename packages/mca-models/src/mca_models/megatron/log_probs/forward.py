@@ -15,10 +15,10 @@ import torch.distributed
 from torch import Tensor
 
 from mca_config.checks import require_learned, sequence_multiple, step_of_lengths, tokens_of_fp8
-from mca_config.errors import McaError, RankFailed, raise_problems
+from mca_config.errors import McaError, raise_problems
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.distributed.collectives import together
+from mca_models.megatron.distributed.collectives import told_by_one
 from mca_models.megatron.factory.limits import packed_problems
 from mca_models.megatron.forward import gathered, inference, micro_batch_group, refuse_placeholders
 from mca_models.megatron.layers.attention import tell_lengths
@@ -147,10 +147,7 @@ def _agreed(models: LiveModel, ask: Callable[[], Batch]) -> Batch:
             require_learned(longest, models.config.max_position_embeddings)
         asked.append(batch)
 
-    try:
-        together(look)
-    except RankFailed as error:
-        raise error.cause from error
+    told_by_one(look)
     return asked[0]
 
 
