@@ -3,6 +3,7 @@
 The groups themselves are made in `mca_models.megatron.distributed`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -122,6 +123,15 @@ def largest(value: float, device: torch.device) -> float:
     box = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(box, dist.ReduceOp.MAX)
     return float(box)
+
+
+def of_every_rank(numbers: Sequence[int], ranks: Ranks) -> list[list[int]]:
+    """The ``numbers`` of each rank, which are equally many; every rank waits for all."""
+    table = torch.zeros(ranks.world_size, len(numbers), dtype=torch.int64, device=ranks.device)
+    table[ranks.rank] = torch.tensor(numbers)
+    dist.all_reduce(table)
+    found: list[list[int]] = table.tolist()
+    return found
 
 
 def barrier() -> None:

@@ -54,6 +54,25 @@ def test_a_sample_beyond_the_learned_positions_is_refused_on_the_host(packed):
         batch([0, 1], positions=4, packed=packed)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_ranks_that_share_samples_have_one_checksum(packed):
+    options = {"context_parallel_size": 2, "multiple": 4, "packed": packed}
+    known = batch([0, 1], **options).checksum
+    assert batch([0, 1], context_parallel_rank=1, **options).checksum == known
+    others = [batch(indices, **options).checksum for indices in ([1, 0], [0, 2], [0, ~1], [0, 1, 0, 1])]
+    data = TokenDataset.from_samples([SAMPLES[0], (SAMPLES[1][0], [False, *[True] * 4])])
+    relabelled = collator(**options)([(data[0], True), (data[1], True)]).checksum
+    assert len({known, relabelled, *others}) == 6
+
+
+def test_the_checksum_is_of_what_stands_beside_too():
+    samples = [
+        ({**dataset()[0], "other_input_ids": [1, 2], "other_labels": [1, last]}, True) for last in (2, 3)
+    ]
+    first, second = (collator()([sample]) for sample in samples)
+    assert first.beside.checksum != second.beside.checksum and first.checksum != second.checksum
+
+
 def test_micro_batches_have_one_length():
     step = batch([0, 0, 2, 1])
     assert [m.input_ids.shape for m in step.micro_batches] == [(2, 5), (2, 5)]

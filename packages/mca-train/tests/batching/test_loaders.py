@@ -1,6 +1,7 @@
 """How samples are dealt out is what the model needs, whatever a trainer's arguments leave out."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,3 +84,38 @@ def test_a_stream_is_refused_where_ranks_need_one_length(
 ) -> None:
     with pytest.raises(McaError, match=told):
         loaders(tmp_path, ParallelLayout(expert_model_parallel_size=2), **made_with).train(Stream())
+
+
+def rounded_up(features: list[Any]) -> dict[str, torch.Tensor]:
+    """As Hugging Face's collators do with ``pad_to_multiple_of=8``."""
+    width = max(len(feature["input_ids"]) for feature in features)
+    features = [*features, {"input_ids": torch.zeros(width + -width % 8, dtype=torch.long)}]
+    batch = PadCollator(0)(features)
+    ids, lengths = batch["input_ids"][:-1], batch["num_tokens"][:-1]
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    return {"input_ids": ids, "labels": batch["labels"][:-1], "attention_mask": mask}
+
+
+def test_a_collator_makes_no_row_longer_where_ranks_need_one_length(tmp_path: Path) -> None:
+    data = [{"input_ids": torch.arange(length)} for length in (9, *[5] * 11)]
+    experts = ParallelLayout(expert_model_parallel_size=2)
+    assert widths(replace(loaders(tmp_path, experts), collate=rounded_up), data) == {8, 16}
+    made = replace(loaders(tmp_path, experts, moe_token_dispatcher_type="allgather"), collate=rounded_up)
+    with pytest.raises(
+        McaError, match=r"data_collator made rows of 16 tokens, the longest sample has 9; .* pad_to_m"
+    ):
+        widths(made, data)
+    assert widths(made, [{"input_ids": torch.arange(8)}, *data[1:]]) == {8}
+
+
+def test_a_stream_that_was_dealt_out_already_is_refused(tmp_path: Path) -> None:
+    from datasets import IterableDataset as Streamed
+    from datasets.distributed import split_dataset_by_node
+
+    made = loaders(tmp_path, ParallelLayout())
+    whole = Streamed.from_generator(lambda: iter([{"input_ids": [1, 2, 3]}] * 12))
+    part = split_dataset_by_node(whole, rank=0, world_size=2)
+    made.train(whole)
+    for read, name in ((made.train, "train_dataset"), (made.evaluation, "eval_dataset")):
+        with pytest.raises(McaError, match=f"^{name} is one of 2 parts of a stream .split_dataset_by_node"):
+            read(part)

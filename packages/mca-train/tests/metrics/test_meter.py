@@ -26,7 +26,7 @@ class Called(TorchDispatchMode):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_copies_nothing_to_the_device(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     meter = LossMeter(rank)
-    batch: Any = SimpleNamespace(num_tokens=7, num_samples=2, squares=25, image_tokens=3)
+    batch: Any = SimpleNamespace(num_tokens=7, num_samples=2, squares=25, image_tokens=3, checksum=0)
     loss = StepLoss(torch.tensor(6.0), torch.tensor(4))
     for _ in range(2):
         with Called() as called:

@@ -97,7 +97,6 @@ def evaluated(signal: StopSignal, clock: Clock, monkeypatch: pytest.MonkeyPatch)
         clock.now += SHORT
 
     monkeypatch.setattr(evaluating, "LossMeter", lambda rank: SimpleNamespace(add=print, flush=dict))
-    monkeypatch.setattr(evaluating, "steps_of", iter)
     trainer: Any = SimpleNamespace(
         _pipeline=SimpleNamespace(at_rest=nullcontext, evaluate=evaluate),
         callback_handler=SimpleNamespace(on_prediction_step=lambda *args: None),
@@ -109,6 +108,7 @@ def evaluated(signal: StopSignal, clock: Clock, monkeypatch: pytest.MonkeyPatch)
         control=None,
         args=None,
         _set_output=lambda: None,
+        _rounds=lambda loader, what: iter(loader),
         _can_put_off=True,
     )
     WithEvaluation._evaluate_loss(trainer, [None] * 200)  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from mca_train.batching.packing import (
     sequences_of,
     values_of,
 )
+from mca_train.batching.same_samples import checksum, joined
 from mca_train.data.token_dataset import IGNORED, VALUES
 from mca_train.types import PreTrainedTokenizerBase, Sample, SampleSource
 
@@ -115,13 +116,16 @@ class StepCollator:
         """The step's batch, from ``(sample, whether it counts)`` of this rank."""
         batch = self._step(samples)
         others = [(other_sequence(sample), counts) for sample, counts in samples]
-        return replace(batch, beside=self._step(others)) if others[0][0] else batch
+        if not others[0][0]:
+            return batch
+        beside = self._step(others)
+        return replace(batch, beside=beside, checksum=joined(batch.checksum, beside.checksum))
 
     def _step(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
         size = self.micro_batch_size
         groups = [samples[start : start + size] for start in range(0, len(samples), size)]
         flat = [_sequences(group) for group in groups]
-        made, lengths = self._packed(flat) if self.packed else self._padded(flat)
+        made, lengths, tokens = self._packed(flat) if self.packed else self._padded(flat)
         if self.positions is not None:
             require_learned(max(lengths), self.positions)
         made = tuple(self._completed(batch, group) for batch, group in zip(made, flat, strict=True))
@@ -131,6 +135,7 @@ class StepCollator:
             num_samples=sum(count_samples(sample) for sample, counts in samples if counts),
             num_tokens=sum(lengths),
             squares=sum(length * length for length in lengths),
+            checksum=tokens,
         )
 
     def _completed(self, batch: MicroBatch, group: Sequences) -> MicroBatch:
@@ -146,24 +151,32 @@ class StepCollator:
         longest = max(*lengths, self.length or 0)
         return longest + -longest % self.multiple
 
-    def _padded(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], list[int]]:
-        """The micro-batches, and how many tokens each sequence has that count."""
+    def _padded(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], list[int], int]:
+        """The micro-batches, how many tokens each sequence has that count, and the checksum of all."""
         own = isinstance(self.collate, PadCollator)  # whose rows do not depend on one another
         batches = [self._collated(group) for group in ([[*chain(*groups)]] if own else groups)]
-        length = self._length([batch["input_ids"].shape[1] for batch in batches])
+        widths = [batch["input_ids"].shape[1] for batch in batches]
+        length = self._length(widths)
+        if self.length is not None and length > self._length([self.length]):
+            raise McaError(
+                f"data_collator made rows of {max(widths)} tokens, the longest sample has {self.length}; experts get "
+                "equally many of all ranks here: leave out its pad_to_multiple_of, and what adds tokens"
+            )
         sizes = [len(group) for group in groups] if own else [len(batch["input_ids"]) for batch in batches]
         lengths = [int(tokens) for batch in batches for tokens in batch["num_tokens"]]
-        return self._micro_batches(batches, length, sizes), lengths
+        whole = checksum(batch[name] for batch in batches for name in ("input_ids", "labels"))
+        return self._micro_batches(batches, length, sizes), lengths, whole
 
-    def _packed(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], list[int]]:
-        """The micro-batches, and how many tokens each sequence has that count."""
+    def _packed(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], list[int], int]:
+        """The micro-batches, how many tokens each sequence has that count, and the checksum of all."""
         size = self.context_parallel_size
         multiple = 2 * size if size > 1 else 1
         rows = [row_of(group, multiple, self.pad_token_id, IGNORED) for group in groups]
         length = self._length([row.length for row in rows])
         padded = [row.padded(length, self.pad_token_id, IGNORED) for row in rows]
         own = [tokens for row in rows for tokens in row.own_tokens]
-        return tuple(self._packed_micro_batch(row) for row in padded), own
+        whole = checksum(tokens for row in padded for tokens in (*row.input_ids, *row.labels))
+        return tuple(self._packed_micro_batch(row) for row in padded), own, whole
 
     def _packed_micro_batch(self, row: Row) -> MicroBatch:
         lengths = [len(ids) for ids in row.input_ids]

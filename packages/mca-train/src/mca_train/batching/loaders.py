@@ -15,7 +15,7 @@ from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.packing import PackedDataset, longest_sample
 from mca_train.batching.position import RunPosition
 from mca_train.batching.sampling import SAMPLES, BatchShape, StepSampler
-from mca_train.batching.step_stream import PackedStream, StepStream, is_stream, require_steps
+from mca_train.batching.step_stream import PackedStream, StepStream, is_stream, require_steps, require_whole
 from mca_train.data.streams import AnswerStream
 from mca_train.data.token_dataset import order_of
 from mca_train.groups import Ranks
@@ -90,6 +90,7 @@ class Loaders:
     def _of_stream(self, dataset: SampleSource) -> tuple[DataLoader[StepBatch], StepStream]:
         args = self.args
         require_steps(dataset, args.max_steps)
+        require_whole(dataset, "train_dataset")
         if found := self._needs_one_length():
             raise McaError(
                 f"{found[0]} needs samples of one length on all ranks, which a stream does not guarantee; set it to "
@@ -149,6 +150,7 @@ class Loaders:
     def _in_memory(self, dataset: SampleSource) -> list[Sample]:
         """A stream to evaluate on; it is read once."""
         if id(dataset) not in self._read:
+            require_whole(dataset, "eval_dataset")
             self._read[id(dataset)] = (dataset, list(dataset))
         return self._read[id(dataset)][1]
 

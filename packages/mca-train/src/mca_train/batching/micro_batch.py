@@ -110,6 +110,8 @@ class StepBatch:
     """Tokens that are not padding, of this data-parallel rank."""
     squares: int
     """Of the lengths of all sequences that count, summed: what causal attention costs."""
+    checksum: int = 0
+    """Of all tokens and labels before context-parallel slicing: the same on all ranks that share them."""
     beside: "StepBatch | None" = None
     """Other sequences of the same samples, in as many micro-batches: mismatched answers, by which kto measures."""
 

@@ -65,7 +65,7 @@ class StepSampler:
         self.num_samples = num_samples
         self.shape = shape
         self.units, self.order = units, order
-        self._seed = seed
+        self.seed = seed
         self._drop_last = drop_last and num_samples >= shape.global_size
         self._epoch = 0
         self._first = 0
@@ -100,9 +100,9 @@ class StepSampler:
             yield deal(order[first : first + size], self.shape)
 
     def _order(self) -> Indices:
-        if self._seed is None:
+        if self.seed is None:
             return np.arange(self.num_samples)
-        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        generator = torch.Generator().manual_seed(self.seed + self._epoch)
         return torch.randperm(self.num_samples, generator=generator).numpy()
 
 

@@ -32,6 +32,16 @@ def require_steps(dataset: SampleSource, max_steps: int) -> None:
         raise McaError("train_dataset is a stream, which has no length; set max_steps")
 
 
+def require_whole(dataset: SampleSource, name: str) -> None:
+    """Raises a `McaError` for a stream that `datasets` has dealt out already: ranks would take parts of parts."""
+    parts = getattr(getattr(dataset, "_distributed", None), "world_size", 1)
+    if parts > 1:
+        raise McaError(
+            f"{name} is one of {parts} parts of a stream (split_dataset_by_node); give every rank the whole stream, of "
+            "which each takes its own part of every step"
+        )
+
+
 class StepStream(IterableDataset[list[tuple[Sample, bool]]]):
     """This rank's samples of each step, and whether they count, micro-batch after micro-batch.
 
@@ -47,6 +57,9 @@ class StepStream(IterableDataset[list[tuple[Sample, bool]]]):
         units: What the samples are, in words.
         order: What decides in which order they come, in words; empty: nobody knows.
     """
+
+    seed: int | None = None
+    """The order is the dataset's own."""
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ import torch
 from mca_config.types import JsonObject, Values
 from mca_train import groups
 from mca_train.batching.micro_batch import StepBatch
+from mca_train.batching.same_samples import joined
 from mca_train.losses.token_loss import StepLoss
 from mca_train.metrics.step_rows import StepRows
 
@@ -22,6 +23,7 @@ class LossMeter:
     context_parallel_rank: int
     _steps: StepRows = field(default_factory=lambda: StepRows(6))
     _since: float = field(default_factory=time.perf_counter)
+    _checksum: int = 0
 
     def add(self, loss: StepLoss, batch: StepBatch) -> None:
         """One step of this rank. Ranks that share samples count them once."""
@@ -30,12 +32,14 @@ class LossMeter:
         self._steps.add(
             torch.stack([loss.loss_sum.double(), loss.targets.double()]), [count * once for count in counts]
         )
+        self._checksum = joined(self._checksum, batch.checksum)
 
     def flush(self) -> "LossReport":
         """Sums over all ranks, and begins anew. Every rank calls this at the same step."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         steps = self._steps.flush(groups.sum_over_data)
+        checksum, self._checksum = self._checksum, 0
         targets = steps[:, 1]
         losses = steps[:, 0] / targets.where(targets > 0, 1)
         return LossReport(
@@ -47,6 +51,7 @@ class LossMeter:
             squares=int(steps[:, 4].sum()),
             image_tokens=int(steps[:, 5].sum()),
             seconds=seconds,
+            checksum=checksum,
         )
 
     @property
@@ -98,6 +103,8 @@ class LossReport:
     image_tokens: int
     """Placeholders of images; they are among ``num_tokens``."""
     seconds: float
+    checksum: int
+    """Of the samples that this rank was given in those of these steps that this process has made."""
 
     @property
     def mean(self) -> float:

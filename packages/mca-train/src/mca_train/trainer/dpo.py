@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 
 from mca_config.errors import McaError
 from mca_models.megatron.distributed.collectives import told_by_first
-from mca_train.batching.loaders import steps_of
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.step_stream import is_stream
 from mca_train.batching.valued import Rows, WithValues
@@ -191,7 +190,7 @@ class DpoTrainer(McaTrainer):
         return log_probs
 
     def _watched(self, loader: DataLoader[StepBatch]) -> Iterator[StepBatch]:
-        for batch in steps_of(loader):
+        for batch in self._rounds(loader, "the reference"):
             self.watch.pulse.now("running the reference", self.state.global_step)
             yield batch
             if self.is_in_train and self.watch.signal.agreed():

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import speed_metrics
 
-from mca_train.batching.loaders import steps_of
+from mca_models.megatron.distributed.collectives import on_first
 from mca_train.batching.micro_batch import StepBatch
+from mca_train.batching.same_samples import require_same_samples
 from mca_train.data.token_dataset import Samples
 from mca_train.engine.rng import kept_rng
 from mca_train.losses.chunked import kept_output
@@ -46,12 +47,18 @@ class WithEvaluation(WithStepLoaders):
             report = self._evaluate_loss(loader)
             metrics = {f"{metric_key_prefix}_loss": report.loss_sum / (sum(report.targets) or 1.0)}
             metrics |= {f"{metric_key_prefix}_{name}": mean for name, mean in signals.flush().items()}
+        require_same_samples(self.ranks, report.checksum, "evaluation")
         metrics |= speed_metrics(
             metric_key_prefix, started, num_samples=report.num_samples, num_steps=len(loader)
         )
+        metrics = self._of_first(metrics)
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _of_first(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Rank 0's, on every rank: tensor ranks sum in other orders, and might not agree on what is best."""
+        return on_first(lambda: metrics)
 
     def _new_signals(self) -> Signals:
         return Signals(self.signal_names, self.ranks.device, self.signal_differences, self.signal_extremes)
@@ -74,7 +81,7 @@ class WithEvaluation(WithStepLoaders):
         other_steps = self.watch.signal.other_steps()
         with kept_rng(), kept_output(self.model.chunks), pipeline.at_rest(), other_steps:
             self._set_output()
-            for batch in steps_of(loader):
+            for batch in self._rounds(loader, "evaluation"):
                 self.watch.pulse.now("evaluating", self.state.global_step)
                 self.before_forward(batch)
                 meter.add(pipeline.evaluate(batch), batch)

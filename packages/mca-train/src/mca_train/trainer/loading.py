@@ -4,13 +4,17 @@ What is in a step, and in which order, is decided in ``batching``.
 """
 
 import logging
+from collections.abc import Iterator
+from typing import cast
 
 from torch.utils.data import DataLoader
 
 from mca_config.errors import McaError
 from mca_config.training import TrainingArguments
+from mca_train.batching.loaders import steps_of
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.position import Length
+from mca_train.batching.same_samples import first_compared
 from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream
 from mca_train.data.token_dataset import Samples
@@ -35,6 +39,17 @@ class WithStepLoaders(TrainerParts):
         dataset = self._eval_dataset(given)
         self._forget_others(dataset)
         return self._loaders.evaluation(dataset)[0]
+
+    def _steps(self, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream) -> Iterator[StepBatch]:
+        """Of an epoch; the first of `train` is compared with the other ranks'."""
+        steps, done = self.watch.stragglers.reading(steps_of(loader)), self.state.global_step
+        if done > self.started_at_step:
+            return steps
+        return first_compared(steps, self.ranks, sampler, f"step {done + 1}")
+
+    def _rounds(self, loader: DataLoader[StepBatch], what: str) -> Iterator[StepBatch]:
+        """Of an evaluation loader, compared in the same way; ``what`` runs, in words."""
+        return first_compared(steps_of(loader), self.ranks, cast("StepSampler", loader.batch_sampler), what)
 
     def _forget_others(self, *datasets: Samples) -> None:
         """Lets go of what was made of datasets that are neither the trainer's any more nor among these."""

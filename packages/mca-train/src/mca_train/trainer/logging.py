@@ -16,6 +16,7 @@ from transformers import PrinterCallback, ProgressCallback
 from mca_config.errors import McaError
 from mca_config.types import Typed
 from mca_train import groups
+from mca_train.batching.same_samples import require_same_samples
 from mca_train.checkpoint.carried import Carried, Due
 from mca_train.data.mixture import Mixture
 from mca_train.engine.engine import StepResult
@@ -144,8 +145,11 @@ class WithLogs(TrainerParts):
                 )
 
     def _add_up(self, report: LossReport) -> None:
+        first, last = max(self._totals.logged, self.started_at_step) + 1, self.state.global_step
         with self._checkpoint_completed():
-            self._require_number(report.targets, self.state.global_step)
+            if first <= last:
+                require_same_samples(self.ranks, report.checksum, f"steps {first} to {last}")
+            self._require_number(report.targets, last)
         self._totals.loss += sum(report.losses)
         self._totals.steps += len(report.losses)
         self._totals.logged = self.state.global_step

@@ -25,7 +25,7 @@ from mca_config.training import TrainingArguments
 from mca_train import groups
 from mca_train.batching.collate import Collator, PadCollator, pad_token
 from mca_train.batching.image_batch import image_batching
-from mca_train.batching.loaders import Loaders, continued, steps_of
+from mca_train.batching.loaders import Loaders, continued
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.position import Length, RunPosition
 from mca_train.batching.sampling import StepSampler
@@ -335,7 +335,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         sampler.set_epoch(epoch, self._place.samples)
         self.callback_handler.train_dataloader = loader
         self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
-        for batch in self.watch.stragglers.reading(steps_of(loader)):
+        for batch in self._steps(loader, sampler):
             self._training.rate.write(self.engine.optimizer.param_groups)
             self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
             self.training_step(batch)
