@@ -22,7 +22,7 @@ def test_sequences_beyond_them_are_refused_on_the_host(monkeypatch: pytest.Monke
     with pytest.raises(McaError, match=said):
         forward.model_logits(MODEL, torch.zeros(1, 5, dtype=torch.int64))
     batch: Any = SimpleNamespace(places=lambda: [torch.arange(5)], input_ids=torch.zeros(1, 5), packed=False)
-    monkeypatch.setattr(log_probs, "together", lambda look: look())
+    monkeypatch.setattr(log_probs, "told_by_one", lambda look: look())
     with pytest.raises(McaError, match=said):
         log_probs._agreed(MODEL, lambda: batch)
 
