@@ -106,7 +106,11 @@ def test_a_failed_evaluation_leaves_the_signals_of_training(monkeypatch: pytest.
 
 
 MEGATRON = SimpleNamespace(
-    sequence_parallel=False, moe_token_dispatcher_type="alltoall", fp8=None, fp8_recipe="delayed"
+    sequence_parallel=False,
+    moe_token_dispatcher_type="alltoall",
+    fp8=None,
+    fp8_recipe="delayed",
+    transformer_impl="local",
 )
 
 
