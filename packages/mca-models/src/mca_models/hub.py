@@ -9,7 +9,7 @@ import logging
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -285,21 +285,13 @@ _WHY = {
 }
 
 
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
+def _naming(name: str) -> AbstractContextManager[None]:
     """What goes wrong between here and the Hub is one line about ``name``."""
-    try:
-        yield
-    except McaError:
-        raise
-    except ImportError:
-        raise McaError(
-            f"{name}: no such directory; to read models of the Hub install its client (pip install "
-            f"'mca-convert[hub]'), or fetch it: hf download {name} --local-dir <directory>"
-        ) from None
-    except Exception as error:  # whichever client the library uses has errors of its own
-        reason = _reason(error, _WHY)
-        raise McaError(f"{name}: no such directory is here, and the Hub answered: {reason}") from error
+    install = (
+        f"{name}: no such directory; to read models of the Hub install its client (pip install "
+        f"'mca-convert[hub]'), or fetch it: hf download {name} --local-dir <directory>"
+    )
+    return _in_one_line(install, f"{name}: no such directory is here, and the Hub answered:", _WHY)
 
 
 _WHY_NOT_UPLOADED = {
@@ -309,19 +301,23 @@ _WHY_NOT_UPLOADED = {
 }
 
 
-@contextmanager
-def _naming_upload(name: str) -> Iterator[None]:
+def _naming_upload(name: str) -> AbstractContextManager[None]:
     """What goes wrong on the way to the Hub is one line about ``--push_to_hub name``."""
+    install = f"--push_to_hub {name}: needs the Hub's client; install it with pip install 'mca-convert[hub]'"
+    return _in_one_line(install, f"--push_to_hub {name}:", _WHY_NOT_UPLOADED)
+
+
+@contextmanager
+def _in_one_line(install: str, about: str, known: Mapping[str, str]) -> Iterator[None]:
+    """A block whose errors are one line: ``install`` where the client is missing, else the reason behind ``about``."""
     try:
         yield
     except McaError:
         raise
     except ImportError:
-        raise McaError(
-            f"--push_to_hub {name}: needs the Hub's client; install it with pip install 'mca-convert[hub]'"
-        ) from None
-    except Exception as error:  # as in `_naming`
-        raise McaError(f"--push_to_hub {name}: {_reason(error, _WHY_NOT_UPLOADED)}") from error
+        raise McaError(install) from None
+    except Exception as error:  # whichever client the library uses has errors of its own
+        raise McaError(f"{about} {_reason(error, known)}") from error
 
 
 def _reason(error: Exception, known: Mapping[str, str]) -> str:
