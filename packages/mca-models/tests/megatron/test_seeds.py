@@ -1,10 +1,17 @@
 """What a new model's weights begin with: where transformers begins with one number, so does `from_seed`."""
 
+from collections.abc import Iterator
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 import transformers
 from tiny_hf import ALL, SIZE
 
+from mca_models.megatron.factory import fill
 from mca_models.megatron.factory.fill import _drawn
 from mca_models.templates import config_from_hf, family_of
 
@@ -38,3 +45,34 @@ def test_what_begins_with_one_number_does_so_from_a_seed(case: str) -> None:
         )  # transformers' own are rounded to bfloat16
         compared += 1
     assert compared >= 9
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_parameters_are_drawn_at_once_and_are_what_one_thread_draws() -> None:
+    model_type, different = ALL["llama"]
+    config = config_from_hf(transformers.AutoConfig.for_model(model_type, **{**SIZE, **different}).to_dict())
+    params = [param for param in family_of(config.model_type).params(config) if not param.vocab][:24]
+    assert len(params) == 24, "an even number: two meet"
+    at: Any = SimpleNamespace(tp=0, etp=0)
+    meeting = Barrier(2, timeout=60)
+
+    def met(*args: Any) -> torch.Tensor:
+        meeting.wait()
+        return _drawn(*args)
+
+    def filled(count: int, draw: Any) -> list[torch.Tensor]:
+        torch.set_num_threads(count)
+        held: list[Any] = [(SimpleNamespace(param=param), torch.empty(6, 4)) for param in params]
+        with patch.object(fill, "_drawn", draw):
+            fill.from_seed(3, held, config, at)
+        return [live for _, live in held]
+
+    for alone, together in zip(filled(1, _drawn), filled(2, met), strict=True):
+        assert torch.equal(alone, together)

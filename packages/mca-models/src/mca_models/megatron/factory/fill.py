@@ -5,7 +5,9 @@ generator of their own.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import torch.distributed
@@ -37,6 +39,8 @@ _XIELU = {
 
 _ZERO = ("bias",)
 _DECAY = "A_log"
+_AHEAD = 8
+"""Parameters that are drawn at once at most, as each of them is held whole in fp32."""
 
 
 def cut_of(param: Param, layout: ParallelLayout, at: Coordinates) -> tuple[int, int]:
@@ -149,13 +153,34 @@ def from_seed(
 
     Matrices are normal with ``init_method_std``, norms one (zero if zero-centred), biases zero.
     """
-    for item, live in held:
+    for (item, live), whole in zip(held, _wholes(seed, held, config), strict=True):
         rank, size = cut_of(item.param, config.layout, at)
-        whole = _drawn(seed, item.param, whole_shape(item.param, live, config), config)
         if item.param.vocab and size > 1:
             padding = config.padded_vocab_size - config.vocab_size
             whole = torch.cat([whole, whole.new_zeros(padding, *whole.shape[1:])])
         live.copy_(item.param.shard.take(whole, rank, size))
+
+
+def _wholes(seed: int, held: Sequence[tuple[Held, Tensor]], config: McaModelConfig) -> Iterator[Tensor]:
+    """The whole parameters in their order.
+
+    A generator draws in one thread, and always on the CPU: numbers of a GPU's depend on its kind, and replicas must
+    begin with the same. Each parameter has one of its own, so that as many are drawn at once as torch has threads.
+    """
+    shapes = [whole_shape(item.param, live, config) for item, live in held]
+    threads = min(torch.get_num_threads(), _AHEAD)
+    if threads == 1:
+        for (item, _), shape in zip(held, shapes, strict=True):
+            yield _drawn(seed, item.param, shape, config)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        drawn: deque[Future[Tensor]] = deque()
+        for (item, _), shape in zip(held, shapes, strict=True):
+            drawn.append(pool.submit(_drawn, seed, item.param, shape, config))
+            if len(drawn) == threads:
+                yield drawn.popleft().result()
+        while drawn:
+            yield drawn.popleft().result()
 
 
 def _drawn(seed: int, param: Param, shape: tuple[int, ...], config: McaModelConfig) -> Tensor:
