@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +21,7 @@ from harness import run_ranks
 from source_tree import ROOT
 
 sys.path.insert(0, str(ROOT))
-from tools.gpu_kit import device_code, gather, parity, run, summary
+from tools.gpu_kit import device_code, gather, needs, parity, run, speed, summary
 from tools.gpu_kit.kit import Kit
 from tools.gpu_kit.steps import STEPS, Step, step_of
 
@@ -128,7 +129,55 @@ def test_a_step_leaves_later_ones_of_its_part_the_time_that_they_need_least() ->
             assert step.least <= given <= step.seconds, step.name
             left -= given  # every step is stopped
         assert left >= 0
-    assert [step.name for step in run.chosen(1, None)][:2] == ["smoke", "kinds"]
+
+
+def test_steps_come_in_the_order_of_what_they_say_of_the_machine() -> None:
+    groups = ["smoke", "parity", "packing", "lora", "files", "memory", "speed", "stream"]
+    found = [step.name.split("-")[0] for step in STEPS]
+    assert [name for number, name in enumerate(found) if name not in found[:number]][: len(groups)] == groups
+
+
+@pytest.mark.parametrize("size", speed.SIZES)
+@pytest.mark.parametrize("rival", ["bare", "hf"])
+def test_both_models_of_a_speed_step_fit_into_an_h100(size: str, rival: str) -> None:
+    """81,559 MiB, of which torch sees about 79.2 GiB."""
+    document = speed.document_of(size, False)
+    for gib, longest in ((79.2, 2048 if size == "1.7b" else 4096), (139.7, 4096)):
+        length, found = needs.length_for(document, rival, int(gib * 2**30), speed.LENGTH)
+        assert length == longest
+        assert found == needs.needed(document, rival, length) < 0.92 * gib * 2**30
+    with pytest.raises(RuntimeError, match=r"need .* GiB by arithmetic for samples of 1024 tokens"):
+        needs.length_for(document, rival, 2**30, speed.LENGTH)
+
+
+def test_parameters_are_counted_as_transformers_has_them() -> None:
+    import torch
+    import transformers
+
+    document = speed.document_of("8b-shape", False)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**document))
+    matrices = [parameter.numel() for parameter in model.parameters() if parameter.dim() > 1]
+    assert needs.parameters_of(document) == sum(matrices)
+
+
+def test_a_speed_step_that_is_stopped_keeps_the_rounds_that_it_measured(tmp_path: Path) -> None:
+    ours: list[float] = []
+    theirs: list[float] = []
+    kept: list[tuple[int, int]] = []
+
+    class Slow:
+        def take(self, steps: int) -> list[float]:
+            if len(kept) == 2:
+                raise TimeoutError
+            return [1.0] * steps
+
+    kit, rival = Kit("cpu", True, tmp_path, tmp_path / "found.json"), Slow()
+    callback = speed.turns(kit, ours, rival, theirs, lambda: kept.append((len(ours), len(theirs))))  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError):
+        for step in range(1, speed.WARM + speed.ROUNDS * speed.EACH + 1):
+            callback.on_step_end(None, SimpleNamespace(global_step=step), None)
+    assert kept == [(speed.EACH * number, speed.WARM + speed.EACH * number) for number in (1, 2)]
 
 
 def test_a_step_that_is_stopped_keeps_what_its_processes_printed(place: run.Place) -> None:
@@ -147,6 +196,27 @@ def test_the_kit_brings_transformer_engine_with_its_metadata(tmp_path: Path) -> 
     gather.pack_engine(tmp_path / "built", tmp_path / "built" / "scratch", tmp_path / "engine.tar.xz")
     with tarfile.open(tmp_path / "engine.tar.xz") as archive:
         assert archive.getnames() == sorted([*(f"{each}.dist-info" for each in names), "transformer_engine"])
+
+
+def test_one_command_gathers_everything(tmp_path: Path) -> None:
+    """And builds Transformer Engine where none is named."""
+    (tmp_path / "built" / "transformer_engine").mkdir(parents=True)
+    asked: list[tuple[str, dict[str, str]]] = []
+
+    def ran(*command: str | Path, **environment: str) -> str:
+        asked.append((" ".join(map(str, command)), environment))
+        return f"{tmp_path / 'built'}\n" if "build_transformer_engine.py" in asked[-1][0] else ""
+
+    with patch.object(gather, "run", ran), patch.object(sys, "argv", ["gather", str(tmp_path / "kit")]):
+        assert gather.main() == 0
+    words = [command for command, _ in asked]
+    assert sum(command.startswith("uv build") for command in words) == len(gather.PACKAGES)
+    assert "pytest-timeout==" in next(command for command in words if "pip download" in command)
+    assert f"torch=={gather.TORCH}" in next(command for command in words if "pip install" in command)
+    assert words[-1].endswith("build_transformer_engine.py")
+    assert asked[-1][1] == {"MCA_TE_OPTIMISE": "2"}
+    with tarfile.open(tmp_path / "kit" / "engine.tar.xz") as archive:
+        assert archive.getnames() == ["transformer_engine"]
 
 
 def test_the_kit_brings_what_is_locked_for_its_python() -> None:

@@ -4,14 +4,17 @@
 
 The machine brings Python 3.12, torch 2.11 and transformers 5.17; the repository travels by itself. The folder gets
 wheels of megatron-core and of what else is missing there, and our own, whose versions are read; of Transformer Engine,
-which must be built for that Python and torch, what it imports, with the device code of the named GPUs alone.
+which is built for that Python and torch unless ``--engine`` names what was, what it imports, with the device code of
+the named GPUs alone. The build takes minutes, once: `tools/build_transformer_engine.py` keeps it in the user's cache.
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,8 +30,20 @@ PACKAGES = ("mca-config", "mca-models", "mca-train", "mca-convert")
 MISSING = (
     *("megatron-core", "datasets", "dill", "multiprocess"),
     *("importlib-metadata", "ml-dtypes", "pydantic", "pydantic-core", "annotated-types", "typing-inspection"),
+    *(
+        "pytest",
+        "iniconfig",
+        "pluggy",
+        "pytest-timeout",
+        "pytest-xdist",
+        "execnet",
+        "hypothesis",
+        "sortedcontainers",
+    ),
 )
-"""What such a machine lacks, or may: ours needs the first, Transformer Engine the second."""
+"""What such a machine lacks, or may: ours needs the first, Transformer Engine the second, our tests the third."""
+PYTHON, TORCH = "3.12", "2.11.0"
+"""Of the machine: Transformer Engine's extension is built for them."""
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17)), "manylinux2014_x86_64")
 ENGINE = ("transformer_engine*", "nvdlfw_inspect*")
 """What is taken of Transformer Engine's folder."""
@@ -36,11 +51,14 @@ ARCHITECTURES = (90,)
 """Hopper's: H100 and H200."""
 
 
-def run(*command: str | Path) -> None:
-    """Runs a command, or ends the program with its exit code."""
+def run(*command: str | Path, **environment: str) -> str:
+    """What a command prints on stdout; ends the program with its exit code if it fails."""
     print("+", *command, file=sys.stderr)
-    if code := subprocess.run([str(part) for part in command], cwd=ROOT).returncode:
-        sys.exit(code)
+    words = [str(part) for part in command]
+    ran = subprocess.run(words, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+    if ran.returncode:
+        sys.exit(ran.returncode)
+    return ran.stdout
 
 
 def locked(names: Iterable[str]) -> list[str]:
@@ -55,12 +73,22 @@ def fetch(wheels: Path) -> None:
     """Our wheels, and those of others for Python 3.12."""
     for package in PACKAGES:
         run("uv", "build", "--quiet", "--wheel", "--package", package, "--out-dir", wheels)
-    target = ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
+    target = ["--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp"]
     for platform in PLATFORMS:
         target += ["--platform", platform]
     run("uvx", "pip", "download", "--quiet", "--no-deps", *target, "--dest", wheels, *locked(MISSING))
     for left in wheels.glob(".gitignore"):
         left.unlink()
+
+
+def build_engine() -> Path:
+    """The folder of Transformer Engine for the machine's Python and torch, built here if it never was."""
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as folder:
+        python = Path(folder) / "there" / "bin" / "python"
+        run("uv", "venv", "--quiet", "--python", PYTHON, python.parent.parent)
+        run("uv", "pip", "install", "--quiet", "--python", python, f"torch=={TORCH}", "packaging")
+        built = run(python, ROOT / "tools" / "build_transformer_engine.py", MCA_TE_OPTIMISE="2")
+    return Path(built.strip())
 
 
 def pack_engine(source: Path, scratch: Path, target: Path) -> None:
@@ -92,7 +120,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--engine", type=Path)
+    parser.add_argument("--engine", type=Path, help="Transformer Engine, built elsewhere")
     args = parser.parse_args()
     folder: Path = args.folder.absolute()
     if folder.exists():
@@ -100,11 +128,8 @@ def main() -> int:
         return 1
     (folder / "wheels").mkdir(parents=True)
     fetch(folder / "wheels")
-    if args.engine is not None:
-        scratch = folder / "engine"
-        scratch.mkdir()
-        pack_engine(args.engine, scratch, folder / "engine.tar.xz")
-        shutil.rmtree(scratch)
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as scratch:
+        pack_engine(args.engine or build_engine(), Path(scratch), folder / "engine.tar.xz")
     size = size_of(folder)
     print(f"{folder}: {size / 2**20:.1f} MiB of {LIMIT >> 20}, which the repository shares")
     return int(size > LIMIT)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from tools.gpu_kit.kit import Kit, LeftOut
+from tools.gpu_kit.needs import length_for
 from tools.gpu_kit.rivals import BareLoop, HuggingFace
 
 ROUNDS, EACH, WARM = 4, 3, 3
@@ -75,9 +76,8 @@ def document_of(size: str, tiny: bool) -> dict[str, Any]:
     return _QWEN3 | SIZES[size] | (TINY if tiny else {})
 
 
-def length_of(tiny: bool) -> int:
-    """Tokens of a sample."""
-    return 64 if tiny else 4096
+LENGTH, TINY_LENGTH = 4096, 64
+"""Tokens of a sample."""
 
 
 def tokens_of(count: int, length: int, vocabulary: int) -> list[torch.Tensor]:
@@ -86,8 +86,8 @@ def tokens_of(count: int, length: int, vocabulary: int) -> list[torch.Tensor]:
     return [torch.randint(0, vocabulary, (length,), generator=generator) for _ in range(count)]
 
 
-def trainer_of(kit: Kit, size: str, steps: int, **changes: Any) -> Any:
-    """McaTrainer of a random model in bf16, on full samples."""
+def trainer_of(kit: Kit, size: str, length: int, steps: int, **changes: Any) -> Any:
+    """McaTrainer of a random model in bf16, on full samples of so many tokens."""
     from mca_config import TrainingArguments
     from mca_models import AutoModel
     from mca_models.templates import config_from_hf
@@ -109,7 +109,6 @@ def trainer_of(kit: Kit, size: str, steps: int, **changes: Any) -> Any:
     }
     args = TrainingArguments(**(settings | changes))
     model = AutoModel.from_config(config_from_hf(document), args, dtype="bfloat16")
-    length = length_of(kit.tiny)
     data = [{"input_ids": row} for row in tokens_of(4 * ACCUMULATION, length, document["vocab_size"])]
     if args.per_device_train_batch_size > 1:
         data = [_half_a_target(sample["input_ids"]) for sample in data]
@@ -122,8 +121,22 @@ def _half_a_target(row: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": row, "labels": row.masked_fill(half, -100)}
 
 
-def turns(kit: Kit, trainer: Any, seconds: list[float], rival: Rival | None, theirs: list[float]) -> Any:
-    """A callback that times the trainer's steps, and gives the rival its turns."""
+def turns(
+    kit: Kit,
+    seconds: list[float],
+    rival: Rival | None = None,
+    theirs: list[float] | None = None,
+    report: Callable[[], None] = lambda: None,
+) -> Any:
+    """A callback that times the trainer's steps.
+
+    Args:
+        kit: The step's.
+        seconds: Gets the time of each step.
+        rival: What is given its turn after every `EACH` steps.
+        theirs: Gets the times of its steps, of which the first `WARM` do not count.
+        report: Called after each round.
+    """
     from transformers import TrainerCallback
 
     class Turns(TrainerCallback):  # type: ignore[misc]
@@ -135,9 +148,12 @@ def turns(kit: Kit, trainer: Any, seconds: list[float], rival: Rival | None, the
             kit.synchronise()
             if state.global_step > WARM:
                 seconds.append(time.perf_counter() - self.since)
-            if rival is not None and state.global_step >= WARM and (state.global_step - WARM) % EACH == 0:
-                theirs.extend(rival.take(WARM if state.global_step == WARM else EACH))
+            done = state.global_step - WARM
+            if rival is not None and theirs is not None and done >= 0 and done % EACH == 0:
+                theirs.extend(rival.take(EACH if done else WARM))
                 kit.synchronise()
+                if done:
+                    report()
             self.since = time.perf_counter()
 
     return Turns()
@@ -147,24 +163,29 @@ def speed(kit: Kit, size: str, rival: str) -> None:
     """One size against one rival."""
     if rival == "bare":
         _require_engine(kit, "a bare loop over local layers holds the scores of every layer")
-    document, length = document_of(size, kit.tiny), length_of(kit.tiny)
-    trainer = trainer_of(kit, size, WARM + ROUNDS * EACH)
+    document = document_of(size, kit.tiny)
+    length = _length_here(kit, document, rival)
+    trainer = trainer_of(kit, size, length, WARM + ROUNDS * EACH)
     kinds: dict[str, Callable[..., Rival]] = {"bare": BareLoop, "hf": HuggingFace}
     rows = tokens_of(4 * ACCUMULATION, length, document["vocab_size"])
     other = kinds[rival](kit, document, rows, ACCUMULATION)
     ours: list[float] = []
     theirs: list[float] = []
-    trainer.add_callback(turns(kit, trainer, ours, other, theirs))
+
+    def report() -> None:
+        _report(kit, trainer, "mca", ours, length)
+        _report(kit, trainer, rival, theirs[WARM:], length)
+        kit.figure(f"seconds of mca for those of {rival}", _ratio(ours, theirs))
+        kit.figure("rounds", len(ours) // EACH)
+
+    trainer.add_callback(turns(kit, ours, other, theirs, report))
     try:
         trainer.train()
         loss = other.loss
     finally:
         other.end()
-    _report(kit, trainer, "mca", ours)
-    _report(kit, trainer, rival, theirs[WARM:])
-    ratio = statistics.median(ours) / statistics.median(theirs[WARM:])
-    kit.figure(f"seconds of mca for those of {rival}", ratio)
-    kit.check(f"seconds of mca for those of {rival}", ratio, LIMITS[rival] if kit.device == "cuda" else 100.0)
+    limit = LIMITS[rival] if kit.device == "cuda" else 100.0
+    kit.check(f"seconds of mca for those of {rival}", _ratio(ours, theirs), limit)
     mine = next(log["loss"] for log in trainer.state.log_history if "loss" in log)
     kit.figure("loss", mine)
     kit.check("losses differ by", abs(mine - loss) / loss, 0.1)
@@ -172,10 +193,24 @@ def speed(kit: Kit, size: str, rival: str) -> None:
         kit.figure("GiB at most, of both", torch.cuda.max_memory_allocated() / 2**30)
 
 
-def _report(kit: Kit, trainer: Any, name: str, seconds: list[float]) -> None:
+def _length_here(kit: Kit, document: dict[str, Any], rival: str) -> int:
+    """Tokens of a sample for which the device has the memory; the figures say how many, and what that should need."""
+    if kit.tiny:
+        return TINY_LENGTH
+    there = torch.cuda.get_device_properties(0).total_memory if kit.device == "cuda" else None
+    length, needed = length_for(document, rival, there, LENGTH)
+    kit.figure("tokens of a sample", length)
+    kit.figure("GiB needed of both, by arithmetic", needed / 2**30)
+    return length
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(ours) / statistics.median(theirs[WARM:])
+
+
+def _report(kit: Kit, trainer: Any, name: str, seconds: list[float], length: int) -> None:
     from mca_train.metrics.throughput import ModelFlops, peak_flops
 
-    length = length_of(kit.tiny)
     median = statistics.median(seconds)
     kit.figure(f"{name}: s a step", median)
     kit.figure(f"{name}: spread", (max(seconds) - min(seconds)) / median)
@@ -237,8 +272,9 @@ def fusions(kit: Kit) -> None:
 def _logged(kit: Kit, name: str) -> dict[str, float]:
     """What the trainer logs of a variant, whose steps are timed."""
     seconds: list[float] = []
-    trainer = trainer_of(kit, "0.6b", WARM + EACH, **VARIANTS[name])
-    trainer.add_callback(turns(kit, trainer, seconds, None, []))
+    length = TINY_LENGTH if kit.tiny else LENGTH
+    trainer = trainer_of(kit, "0.6b", length, WARM + EACH, **VARIANTS[name])
+    trainer.add_callback(turns(kit, seconds))
     trainer.train()
     kit.figure(f"doubt 16, fused {name}: s a step", statistics.median(seconds))
     logged: dict[str, float] = next(log for log in trainer.state.log_history if "loss" in log)

@@ -45,35 +45,39 @@ class Step:
         getattr(importlib.import_module(f"tools.gpu_kit.{module}"), function)(kit, **self.options)
 
 
-def _both(name: str, call: str, part: int, seconds: int, *, exact: bool, **options: Any) -> list[Step]:
+def _both(
+    name: str, call: str, part: int, seconds: int, *, exact: bool, least: int = 30, **options: Any
+) -> list[Step]:
     """A step for each kind of layers."""
     return [
-        Step(f"{name}-{layers}", call, part, seconds, options={"layers": layers, **options}, exact=exact)
-        for layers in ("engine", "local")
+        Step(f"{name}-{layers}", call, part, seconds, least, {"layers": layers, **options}, exact)
+        for layers in ("local", "engine")
+    ]
+
+
+def _speed(size: str, part: int) -> list[Step]:
+    """A step for each rival."""
+    return [
+        Step(f"speed-{size}-{rival}", "speed:speed", part, 110, 60, {"size": size, "rival": rival})
+        for rival in ("bare", "hf")
     ]
 
 
 STEPS: tuple[Step, ...] = (
     Step("smoke", "smoke:smoke", 1, 90),
-    Step("kinds", "kinds:kinds", 1, 120, least=90),
-    *_both("parity-fp32", "parity:fp32", 1, 100, exact=True),
+    *_both("parity-fp32", "parity:fp32", 1, 100, exact=True, least=45),
     *_both("parity-bf16", "parity:bf16", 1, 80, exact=False),
     *_both("packing", "packing:packing", 1, 60, exact=True),
-    *_both("files", "files:files", 1, 100, exact=True),
+    *_both("lora", "packing:lora", 1, 60, exact=True),
+    *_both("files", "files:files", 1, 120, exact=True, least=75),
     Step("memory", "memory:memory", 2, 150, least=90),
-    *(
-        Step(
-            *(f"speed-{size}-{rival}", "speed:speed", part, 110),
-            least=60,
-            options={"size": size, "rival": rival},
-        )
-        for size, part in (("0.6b", 2), ("1.7b", 2), ("8b-shape", 3))
-        for rival in ("bare", "hf")
-    ),
+    *_speed("0.6b", 2),
+    *_speed("1.7b", 2),
+    *_speed("8b-shape", 3),
+    Step("stream", "stream:stream", 3, 60, least=60),
+    Step("kinds", "kinds:kinds", 3, 120, least=90),
     Step("fusions", "speed:fusions", 3, 120, least=60),
-    Step("tests", "pytest_step:gpu_tests", 3, 240, least=120, exact=True),
-    Step("stream", "stream:stream", 3, 60, least=20),
-    *_both("lora", "packing:lora", 3, 60, exact=True),
+    Step("tests", "pytest_step:gpu_tests", 3, 240, least=90, exact=True),
     *_both("parity-more", "parity:fp32", 3, 100, exact=True, more=True),
 )
 
