@@ -61,7 +61,17 @@ ARROWS = (
 LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "mca_config": (
         ("errors", "types", "lazy_names", "suggestions", "printable", "page_tables", "_megatron_keys"),
-        ("bounds", "completion", "fields", "files", "layout_string", "metrics", "rope", "streams", "yaml_text"),
+        (
+            "bounds",
+            "completion",
+            "fields",
+            "files",
+            "layout_string",
+            "metrics",
+            "rope",
+            "streams",
+            "yaml_text",
+        ),
         ("_documents", "_hf_arguments", "_layers", "_roll", "layout", "parser"),
         ("arguments", "command_line", "pipeline", "program"),
         ("model_config", "reference", "training"),
