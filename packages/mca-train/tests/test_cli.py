@@ -288,6 +288,14 @@ def test_all_that_is_wrong_with_a_run_is_told_at_once_and_the_plan_tells_the_sam
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("kind", ["pretrain", "dpo"])
+def test_an_unknown_key_leads_to_the_help_of_its_kind(kind, run, capsys):
+    assert main([kind, run(zzzzzz=1)]) == 2
+    assert f"unknown key 'zzzzzz'; mca-train {kind} --help lists the keys" in capsys.readouterr().err
+    assert main([kind, "--zzzzzz", "1"]) == 2
+    assert f"unknown flag --zzzzzz; mca-train {kind} --help lists the keys" in capsys.readouterr().err
+
+
 def test_wrong_keys_and_wrong_values_are_told_together(run, capsys):
     wrong = {
         "seq_lenth": 3,

@@ -22,6 +22,7 @@ __all__ = [
     "TrainingArguments",
     "Upstream",
     "VirtualModels",
+    "Wrapper",
 ]
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ OptimizerState = Any
 
 Router = Any
 """``megatron.core.transformer.moe.router.TopKRouter``, with what `losses` hangs on it."""
+
+Wrapper = Any
+"""``megatron.core.distributed.DistributedDataParallel`` around a chunk, with its buffers and hooks."""
 
 Chunk = Any
 """``GPTModel``, alone or wrapped by Megatron's ``DistributedDataParallel``: the model of one virtual stage."""

@@ -31,7 +31,7 @@ class Example:
 
 
 def make(values):
-    return build([Example], values, where="c.yaml")[0]
+    return build([Example], values, where="c.yaml", otherwise="the manual lists them")[0]
 
 
 def test_values_take_the_types_of_their_fields():
@@ -45,7 +45,7 @@ def test_values_take_the_types_of_their_fields():
     ("values", "message"),
     [
         ({"name": "n", "rte": 1}, "c.yaml: unknown key 'rte'; did you mean 'rate'?"),
-        ({"name": "n", "zzzz": 1}, "c.yaml: unknown key 'zzzz'; mca-train sft --help lists the keys"),
+        ({"name": "n", "zzzz": 1}, "c.yaml: unknown key 'zzzz'; the manual lists them"),
         ({}, "c.yaml: missing name"),
         ({"name": "n", "rate": "fast"}, "rate must be a number, not 'fast'"),
         ({"name": "n", "steps": 1.5}, "steps must be an integer, not 1.5"),

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mca_models.templates import config_from_hf
-from mca_train.metrics.throughput import peak_flops
+from mca_train.metrics.throughput import PEAK_TFLOPS, peak_flops
+from mca_train.plan.hardware import hardware_of
 
 SIZE = {
     "vocab_size": 100,
@@ -143,6 +144,9 @@ def test_a_frozen_text_model_gets_no_gradient():
         ("NVIDIA L40S", 362),
         ("NVIDIA L40", 181),
         ("NVIDIA L4", 121),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("NVIDIA RTX A1000", None),
         ("NVIDIA GeForce RTX 3090", None),
     ],
 )
@@ -151,6 +155,12 @@ def test_the_peak_is_of_the_named_gpu_and_of_none_with_a_longer_name(name, peak,
     for dtype in ("bfloat16", "float16"):
         assert peak_flops(SimpleNamespace(), dtype, torch.device("cuda")) == (peak and peak * 1e12)
     assert peak_flops(SimpleNamespace(), "float32", torch.device("cuda")) is None
+
+
+def test_the_peak_of_a_device_that_a_plan_knows_is_the_same_there():
+    for device in ("h100-80", "h200", "b200"):
+        name = device.partition("-")[0].upper()
+        assert PEAK_TFLOPS[name] == hardware_of(device).device.tflops, device
 
 
 def test_the_peak_is_what_is_given_or_unknown():

@@ -1,7 +1,7 @@
 """A pickle reader that executes nothing.
 
 The standard library's interpreter does the parsing; every global it meets comes from the literal table
-in ``stand_ins`` or stops the reading. What comes back holds only plain values and stand-ins. That bounds
+in ``allowed_globals`` or stops the reading. What comes back holds only plain values and stand-ins. That bounds
 what a pickle can do, not how much memory the interpreter asks for on its behalf.
 """
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mca_config.types import JsonObject
 from mca_train.engine.offload import MASTER, is_precise
-from mca_train.types import MegatronOptimizer, OptimizerState, Sample
+from mca_train.types import MegatronOptimizer, OptimizerState
 
 PREFIX = "optimizer.state.fp32_param"
 _WEIGHTS = "mca_weights"
@@ -104,6 +104,6 @@ def take_beside_weights(optimizer: MegatronOptimizer) -> None:
                     param.copy_(state[MASTER])
 
 
-def _singles(optimizer: MegatronOptimizer) -> list[Sample]:
-    found: list[Sample] = getattr(optimizer, "chained_optimizers", [optimizer])
+def _singles(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    found: list[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
     return found

@@ -16,6 +16,7 @@ def build(
     values: Values,
     *,
     where: str,
+    otherwise: str,
     only: Iterable[str] = (),
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     flags: Iterable[str] = (),
@@ -26,6 +27,7 @@ def build(
         classes: Dataclasses; a key that several have goes to all of them.
         values: Keys and values.
         where: What to name in an error.
+        otherwise: What to say of an unknown key that resembles no other.
         only: Names that must have a value although some class has a default for them.
         elsewhere: What to say of keys that have no meaning here but have one elsewhere.
         flags: Names of the command's flags that are no keys, one of which can be meant by an unknown key.
@@ -38,6 +40,6 @@ def build(
         if key in elsewhere:
             return f"{key}: {elsewhere[key]}"
         words = [*known, *(f"--{flag}" for flag in flags)]
-        return f"unknown key '{key}'{suggestion(key, words, 'mca-train sft --help lists the keys')}"
+        return f"unknown key '{key}'{suggestion(key, words, otherwise)}"
 
     return fields.build(classes, values, where=where, unknown=unknown, only=only)

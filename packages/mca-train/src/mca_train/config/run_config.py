@@ -53,6 +53,7 @@ def parse(
     values: Values,
     where: str,
     *,
+    kind: str,
     data: type[DataArguments] = DataArguments,
     own: type | None = None,
     elsewhere: Mapping[str, str] = MappingProxyType({}),
@@ -63,6 +64,7 @@ def parse(
     Args:
         values: Keys and values.
         where: What to call them in an error.
+        kind: The word after ``mca-train``, whose help lists the keys.
         data: The class of model and files.
         own: The class of what the kind of run alone understands.
         elsewhere: What to say of the keys of other kinds; those of other programs are known.
@@ -78,6 +80,7 @@ def parse(
         [*classes, *([own] if own else [])],
         _for_this_machine(values),
         where=where,
+        otherwise=f"mca-train {kind} --help lists the keys",
         only=["output_dir"],
         elsewhere={**RENAMED, **elsewhere},
         flags=flags,

@@ -70,8 +70,10 @@ def sources_of(entries: Sequence[Values]) -> list[Source]:
     Raises:
         UsageError: Keys or values are wrong, names stand twice, or only some have a weight.
     """
+    otherwise = f"its keys are {', '.join(field.name for field in dataclasses.fields(Source))}"
     found = [
-        build([Source], entry, where=f"datasets, entry {place}")[0] for place, entry in enumerate(entries)
+        build([Source], entry, where=f"datasets, entry {place}", otherwise=otherwise)[0]
+        for place, entry in enumerate(entries)
     ]
     names = [source.called for source in found]
     problems = [f"two are called {name}; set name" for name in dict.fromkeys(names) if names.count(name) > 1]

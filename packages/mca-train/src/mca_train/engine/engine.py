@@ -23,7 +23,7 @@ from mca_train.engine.wrapping import remember, unwrap, wrapper_of
 from mca_train.losses import moe_aux, prediction
 from mca_train.losses.step_counts import ItemCount, count_step
 from mca_train.losses.token_loss import LossFunction, StepLoss, num_targets
-from mca_train.types import Chunk, MegatronOptimizer, Sample, TrainingArguments, Upstream
+from mca_train.types import Chunk, MegatronOptimizer, TrainingArguments, Upstream, Wrapper
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Engine(Pipeline):
         for chunk in self.chunks:
             chunk.train()
 
-    def _wrap(self, chunks: Sequence[Chunk]) -> list[Sample]:
+    def _wrap(self, chunks: Sequence[Chunk]) -> list[Wrapper]:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         half = self.params_dtype != torch.float32

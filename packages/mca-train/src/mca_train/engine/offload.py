@@ -4,7 +4,7 @@ It holds a copy of every offloaded parameter (``inner`` here) in an optimizer on
 the device. Two things go wrong with it in megatron-core 0.16.1 and 0.19.2, on every device:
 
 - A whole optimizer in mixed precision puts its main parameters in place after the hybrid one was made, which then
-  knows none of them (KeyError): `settle`.
+  knows none of them (KeyError): `rebuild_hybrids`.
 - Its own state cannot be loaded where a parameter is fp32 (KeyError), the step of its part on the device is not saved,
   and the tensors have other names than those of an optimizer that is not offloaded: `as_plain`. So a state is
   the same in a checkpoint whatever is offloaded, and resumes with another fraction, or with none.
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from mca_train.types import HybridOptimizer, MegatronOptimizer, Sample, Upstream
+from mca_train.types import HybridOptimizer, MegatronOptimizer, Upstream
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _PRECISION_AWARE = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
@@ -105,7 +105,7 @@ def begin_precise(optimizer: Upstream, *_: object) -> None:
             optimizer.initialize_state(param, store_param_remainders=False)
 
 
-def _hybrids(optimizer: MegatronOptimizer) -> list[Sample]:
+def _hybrids(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """The Megatron optimizers of this rank whose inner one is hybrid."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 

@@ -11,21 +11,24 @@ from weakref import WeakKeyDictionary, ref
 
 from torch.nn import Module
 
-from mca_train.types import Chunk, Sample
+from mca_train.types import Chunk, Wrapper
 
 _log = logging.getLogger(__name__)
-_WRAPPERS: WeakKeyDictionary[Module, "ref[Sample]"] = WeakKeyDictionary()
-"""A wrapper lives as long as one of its hooks, so none that still does something is forgotten."""
+_WRAPPERS: WeakKeyDictionary[Module, "ref[Wrapper]"] = WeakKeyDictionary()
+"""A wrapper lives as long as one of its hooks, so none that still does something is forgotten.
+
+It is noted here and not on the chunk: what hangs on a module goes along when that is copied or pickled.
+"""
 _CALLED = ("no_sync_func", "grad_sync_func", "param_sync_func")
 
 
-def wrapper_of(chunk: Chunk) -> Sample | None:
+def wrapper_of(chunk: Chunk) -> Wrapper | None:
     """Megatron's ``DistributedDataParallel`` that ``chunk`` trains in; None: it never trained."""
     found = _WRAPPERS.get(chunk)
     return None if found is None else found()
 
 
-def remember(chunk: Chunk, wrapper: Sample) -> None:
+def remember(chunk: Chunk, wrapper: Wrapper) -> None:
     """Notes that ``wrapper`` is that of ``chunk`` from now on."""
     _WRAPPERS[chunk] = ref(wrapper)
 

@@ -10,6 +10,7 @@ their weights alone.
 MFU is model FLOP/s divided by ranks x peak.
 """
 
+import re
 import resource
 from dataclasses import dataclass
 from math import prod
@@ -46,7 +47,7 @@ PEAK_TFLOPS = {
     "A10G": 70.0,
     "V100": 125.0,
 }
-"""Dense bf16 (V100: fp16) peaks, by a part of the device's name; the first that fits holds."""
+"""Dense bf16 (V100: fp16) peaks by NVIDIA's data sheets, by whole words of the device's name; the first holds."""
 
 _TERA = 1e12
 _GIB = 1024**3
@@ -123,7 +124,9 @@ def peak_flops(args: TrainingArguments, dtype: DtypeName, device: torch.device) 
     if device.type != "cuda" or dtype == "float32":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak * _TERA for part, peak in PEAK_TFLOPS.items() if part in name), None)
+    known = (peak for words, peak in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", name))
+    peak = next(known, None)
+    return None if peak is None else peak * _TERA
 
 
 def peak_memory(device: torch.device) -> float:

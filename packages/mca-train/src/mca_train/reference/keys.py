@@ -67,6 +67,8 @@ def unknown_flags(tasks: Iterable[Task], flags: Sequence[str], words: Iterable[s
     """
     from mca_config._hf_arguments import REFUSED
 
+    tasks = list(tasks)
+    kind = tasks[0].name if len(tasks) == 1 else "KIND"
     known = [f"--{name}" for name in dict.fromkeys(key.name for task in tasks for key in keys_of(task))]
     problems = []
     for flag in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
@@ -74,7 +76,7 @@ def unknown_flags(tasks: Iterable[Task], flags: Sequence[str], words: Iterable[s
         if name in RENAMED:
             problems.append(f"{flag}: {RENAMED[name]}")
         elif flag not in known and name not in REFUSED:
-            ending = suggestion(flag, [*known, *flags], "mca-train sft --help lists the keys")
+            ending = suggestion(flag, [*known, *flags], f"mca-train {kind} --help lists the keys")
             problems.append(f"unknown flag {flag}{ending}")
     return problems
 

@@ -15,7 +15,7 @@ from mca_train.tasks.task import Task
 if TYPE_CHECKING:
     from mca_config.parser import Parser
 
-_KEYS = "Keys of the configuration can follow as --key value; `mca-train sft --help` lists them."
+_KEYS = "Keys of the configuration can follow as --key value; `mca-train KIND --help` lists them."
 _KIND = "Without KIND it is the first kind that has a key of its own in the file, else sft. "
 _TEXT = (
     "Trains a Hugging Face or MCA checkpoint with Megatron, over tensor, pipeline, virtual pipeline, context, expert "

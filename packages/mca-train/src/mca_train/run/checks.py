@@ -96,6 +96,7 @@ def settings_of(task: Task, values: Values, where: str, flags: Iterable[str] = (
     return parse(
         values,
         where,
+        kind=task.name,
         data=task.data_arguments,
         own=task.own_arguments,
         elsewhere=_OF_PLANS | keys_of_others(task),

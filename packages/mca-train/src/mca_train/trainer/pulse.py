@@ -29,6 +29,8 @@ _TIMES = 10.0  # of the longest time that the same took before
 _UNKNOWN = 300.0  # seconds that something may take which was not done before
 _FINDING = "finding"
 _TIMED_OUT = ("timed out", "timeout")
+_GLOO = ("/gloo/", "operation timed out!", "monitoredbarrier")
+"""What texts of gloo's errors have, which have no class of their own; NCCL's and those of stores are `DistError`."""
 
 
 def _connection(store: Store) -> Store:
@@ -37,6 +39,15 @@ def _connection(store: Store) -> Store:
     while isinstance(kept, PrefixStore):
         kept = kept.underlying_store
     return store.clone() if isinstance(kept, TCPStore) else store
+
+
+def is_time_out(error: BaseException | None) -> bool:
+    """Whether ranks waited for another in vain, and not a loader or a client for something else."""
+    text = str(error).lower()
+    of_ranks = isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(words in text for words in _GLOO)
+    )
+    return of_ranks and any(words in text for words in _TIMED_OUT)
 
 
 class Pulse:
@@ -82,7 +93,7 @@ class Pulse:
         self._ended.set()
         self._thread.join(self._beat)
         self._thread = None
-        if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _TIMED_OUT):
+        if is_time_out(error):
             raise McaError(f"{self._finding()} (waited for {2 * self._limit:.0f} s, ddp_timeout)") from error
 
     def now(self, what: str, step: int) -> None:
