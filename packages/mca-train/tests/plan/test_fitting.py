@@ -146,19 +146,58 @@ def test_what_a_search_writes_replaces_the_virtual_stages_of_a_checkpoint(tmp_pa
         assert changed(args, each.changes).layout(base) == each.layout
 
 
-def test_a_users_table_adds_a_device(tmp_path: Path) -> None:
+NUMBERS = (
+    "memory_gib = 30\ntflops = 100\nfp8_tflops = 200\nmemory_gb_s = 900\nlink_gb_s = 30\nnetwork_gb_s = 10\n"
+)
+MINE = f"[devices.mine]\n{NUMBERS}link_us = 9\nnetwork_us = 0\nnode = 4\n"
+
+
+def test_a_users_table_adds_a_device_or_changes_keys_of_one(tmp_path: Path) -> None:
     table = tmp_path / "mine.toml"
-    numbers = "memory_gib = 30\ntflops = 100\nfp8_tflops = 200\nmemory_gb_s = 900\nlink_gb_s = 30\nnetwork_gb_s = 10\n"
-    table.write_text(f"[devices.mine]\n{numbers}link_us = 9\nnetwork_us = 30\nnode = 4\n")
+    table.write_text(MINE + "[devices.h100-80]\nnetwork_gb_s = 25\n[efficiency]\noverlapped = 0\n")
     assert hardware_of("mine", table).device.node == 4
-    assert hardware_of("gib:40").device.memory_gib == 40
-    table.write_text("[devices.mine]\nmemory_gib = 30\n")
-    with pytest.raises(UsageError, match="wrong or missing keys: fp8_tflops"):
-        hardware_of("mine", table)
+    own, changed_one = hardware_of("h100-80"), hardware_of("h100-80", table)
+    assert changed_one.device == replace(own.device, network_gb_s=25)
+    assert changed_one.efficiency == replace(own.efficiency, overlapped=0)
+    assert hardware_of("gib:40", table).device == replace(changed_one.device, name="gib:40", memory_gib=40)
     with pytest.raises(UsageError, match="expected h100-80, h200, b200 or gib:N"):
         hardware_of("h1000")
-    with pytest.raises(UsageError, match="a number of GiB above 4"):
-        hardware_of("gib:many")
+
+
+@pytest.mark.parametrize("size", ["many", "inf", "-inf", "nan", "-40", "4", ""])
+def test_a_device_of_no_size_is_refused(size: str) -> None:
+    with pytest.raises(UsageError, match=f"--device gib:{size}: expected a number of GiB above 4"):
+        hardware_of(f"gib:{size}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("devices = 3", "devices = 3: expected a table"),
+        ("efficiency = true", "efficiency = True: expected a table"),
+        ("[devices]\nmine = 3", "devices.mine = 3: expected a table"),
+        ("[efficency]\nmemory = 1", "the file has unknown keys: efficency; expected devices, efficiency"),
+        ("[efficiency]\nlinks = 1", r"\[efficiency\] has unknown keys: links; expected attention, "),
+        ("[devices.h200]\nname = 1", r"\[devices.h200\] has unknown keys: name; expected fp8_tflops, "),
+        ("[devices.mine]\nmemory_gib = 30", r"\[devices.mine\] lacks the keys fp8_tflops, .*, tflops$"),
+        ("[devices.h200]\ntflops = 0", "tflops = 0: expected a number above 0$"),
+        ("[devices.h200]\ntflops = true", "tflops = True: expected a number above 0$"),
+        ("[devices.h200]\ntflops = inf", "tflops = inf: expected a number above 0$"),
+        ("[devices.h200]\nlink_gb_s = nan", "link_gb_s = nan: expected a number above 0$"),
+        ("[devices.h200]\nlink_us = -1", "link_us = -1: expected a number of at least 0$"),
+        ("[devices.h200]\nlink_us = '8'", "link_us = '8': expected a number of at least 0$"),
+        ("[devices.h200]\nmemory_gib = 4", "memory_gib = 4: expected a number above 4$"),
+        ("[devices.h200]\nnode = 0", "node = 0: expected a whole number of at least 1$"),
+        ("[devices.h200]\nnode = 1.5", "node = 1.5: expected a whole number of at least 1$"),
+        ("[efficiency]\nmemory = 2", "memory = 2: expected a number above 0 and at most 1$"),
+    ],
+)
+def test_a_wrong_table_is_refused_in_one_line(text: str, said: str, tmp_path: Path) -> None:
+    table = tmp_path / "mine.toml"
+    table.write_text(text)
+    with pytest.raises(UsageError, match=said) as caught:
+        hardware_of("h100-80", table)
+    assert str(caught.value).startswith(f"--hardware {table}: ") and "\n" not in str(caught.value)
 
 
 def test_the_plans_own_words_are_told_from_the_runs() -> None:

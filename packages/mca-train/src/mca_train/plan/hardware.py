@@ -1,8 +1,10 @@
 """The table of devices that a plan is made for: `hardware.toml`, and what a user's file adds to it."""
 
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
+from math import inf
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +15,7 @@ RESERVED_GIB = 4.0
 """Of a device's memory: its context, communication buffers and workspaces of kernels."""
 T = TypeVar("T")
 _BARE = "gib:"
+_MAY_BE_ZERO = ("link_us", "network_us", "launch_us", "overlapped")
 _REFERENCE = "h100-80"
 
 
@@ -65,25 +68,28 @@ def hardware_of(name: str, table: Path | None = None) -> Hardware:
 
     Args:
         name: A device of the table, or ``gib:N``: as fast as an H100 with N GiB.
-        table: A user's file.
+        table: A user's file: whole devices, or keys of those that are known.
 
     Raises:
         UsageError: There is no such device, or the file is wrong.
     """
-    document = _read(None)
-    if table is not None:
-        given = _read(table)
-        for section in ("devices", "efficiency"):
-            document[section] = document[section] | given.get(section, {})
-    devices = document["devices"]
-    efficiency = _made(Efficiency, document["efficiency"], "efficiency", table)
+    own, given = _sections(None), _sections(table) if table is not None else {}
+    known = own["devices"] | {
+        section: own["devices"].get(section, {}) | _table(values, f"devices.{section}", table)
+        for section, values in given.get("devices", {}).items()
+    }
+    efficiency = _made(Efficiency, own["efficiency"] | given.get("efficiency", {}), "efficiency", table)
+    devices = {
+        section: _made(Device, values, f"devices.{section}", table, name=section)
+        for section, values in known.items()
+    }
     if name.startswith(_BARE):
-        device = _made(Device, devices[_REFERENCE] | {"name": name}, _REFERENCE, table)
-        return Hardware(device=replace(device, memory_gib=_gib(name)), efficiency=efficiency)
+        bare = replace(devices[_REFERENCE], name=name, memory_gib=_gib(name))
+        return Hardware(device=bare, efficiency=efficiency)
     if name not in devices:
-        known = ", ".join(devices)
-        raise UsageError(f"--device {name}: expected {known} or gib:N, or a device of a --hardware file")
-    return Hardware(device=_made(Device, devices[name] | {"name": name}, name, table), efficiency=efficiency)
+        named = ", ".join(devices)
+        raise UsageError(f"--device {name}: expected {named} or gib:N, or a device of a --hardware file")
+    return Hardware(device=devices[name], efficiency=efficiency)
 
 
 def _gib(name: str) -> float:
@@ -91,24 +97,54 @@ def _gib(name: str) -> float:
         size = float(name.removeprefix(_BARE))
     except ValueError:
         size = 0.0
-    if not size > RESERVED_GIB:
+    if not RESERVED_GIB < size < inf:
         raise UsageError(f"--device {name}: expected a number of GiB above {RESERVED_GIB:g}, such as gib:40")
     return size
 
 
-def _read(table: Path | None) -> dict[str, JsonObject]:
+def _sections(table: Path | None) -> dict[str, JsonObject]:
     try:
         text = (files(__package__) / "hardware.toml").read_text() if table is None else table.read_text()
-        return tomllib.loads(text)
+        found: JsonObject = tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise UsageError(f"--hardware {table}: {error}; see the comment in hardware.toml") from None
+    _only_known(found, ("devices", "efficiency"), "the file", table)
+    return {section: _table(values, section, table) for section, values in found.items()}
 
 
-def _made(kind: type[T], values: JsonObject, section: str, table: Path | None) -> T:
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    wrong = sorted(names ^ values.keys())
-    bad = [name for name, value in values.items() if name != "name" and not isinstance(value, int | float)]
-    if wrong or bad:
-        told = ", ".join([*wrong, *bad])
-        raise UsageError(f"--hardware {table}: [{section}] has wrong or missing keys: {told}")
-    return kind(**values)
+def _table(values: object, section: str, table: Path | None) -> JsonObject:
+    if not isinstance(values, dict):
+        raise UsageError(
+            f"--hardware {table}: {section} = {values!r}: expected a table such as [devices.NAME]"
+        )
+    return values
+
+
+def _only_known(values: JsonObject, known: Collection[str], where: str, table: Path | None) -> None:
+    if wrong := sorted(values.keys() - known):
+        told = ", ".join(sorted(known))
+        raise UsageError(f"--hardware {table}: {where} has unknown keys: {', '.join(wrong)}; expected {told}")
+
+
+def _made(kind: type[T], values: JsonObject, section: str, table: Path | None, **more: str) -> T:
+    names = {field.name for field in fields(kind)} - more.keys()  # type: ignore[arg-type]
+    _only_known(values, names, f"[{section}]", table)
+    if missing := sorted(names - values.keys()):
+        raise UsageError(f"--hardware {table}: [{section}] lacks the keys {', '.join(missing)}")
+    for name, value in values.items():
+        if (expected := _expected(name, value, share=kind is Efficiency)) is not None:
+            raise UsageError(f"--hardware {table}: [{section}] {name} = {value!r}: expected {expected}")
+    return kind(**values, **more)
+
+
+def _expected(name: str, value: object, *, share: bool) -> str | None:
+    """What ``name`` may be; None: it is."""
+    least = RESERVED_GIB if name == "memory_gib" else 0.0
+    most = 1.0 if share and name != "launch_us" else inf
+    known = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+    if name == "node":
+        return None if known and isinstance(value, int) and value else "a whole number of at least 1"
+    if known and value != inf and (value != least or name in _MAY_BE_ZERO):
+        return None
+    told = "a number of at least 0" if name in _MAY_BE_ZERO else f"a number above {least:g}"
+    return told + (f" and at most {most:g}" if most < inf else "")
