@@ -122,13 +122,14 @@ def _about_keys(command: str, words: list[str]) -> int:
 
 
 def _report(options: "Namespace") -> int:
-    from mca_train.report.page import write_report
+    from mca_train.report.writing import write_report
 
     if len(options.operands) != 1:
         raise UsageError(
             "mca-train report needs the output_dir of one run: mca-train report RUN_DIR [--compare OTHER_DIR]"
         )
-    return write_report(*map(Path, options.operands), compare=options.compare, output=options.output)
+    (folder,) = map(Path, options.operands)
+    return write_report(folder, compare=options.compare, output=options.output, json=options.json)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mca_train.cli import main
-from mca_train.report.page import write_report
 from mca_train.report.reading import read_run
+from mca_train.report.writing import write_report
 
 BROWSER = next(
     (found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), None
@@ -158,12 +158,89 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed here")
-def test_a_browser_shows_the_page(tmp_path):
+def test_planned_memory_is_the_total_of_the_plan(tmp_path):
     folder = a_run(tmp_path / "one", 6.0)
+    record = json.loads((folder / "run.json").read_text())
+    record["plan"]["stages"].append({"weights": 1 << 29, "total": 13 << 30})
+    (folder / "run.json").write_text(json.dumps(record))
     write_report(folder)
-    picture = tmp_path / "page.png"
+    text = (folder / "report.html").read_text()
+    assert "planned 13 GiB on the fullest rank" in text
+    assert "evaluation, or a reference computed first: 12.5 GiB" in text
+    assert ">0.5 GiB</text>" in text and ">13 GiB</text>" in text, "the ends of the bars of both stages"
+
+
+def test_the_same_is_printed_as_one_object(tmp_path, capsys):
+    one, other = a_run(tmp_path / "one", 6.0), a_run(tmp_path / "other", 9.0)
+    (other / "run.json").unlink()
+    assert main(["report", str(one), "--compare", str(other), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (found["schema"], found["version"]) == ("mca-train/report", 1)
+    first, second = found["runs"]
+    assert first.keys() == second.keys()
+    assert [run["name"] for run in found["runs"]] == ["one", "other"]
+    record = json.loads((one / "run.json").read_text())
+    assert {name: first[name] for name in record} == record
+    assert [second[name] for name in record] == [None] * len(record)
+    assert first["curves"]["loss"] == [[1.0, 6.0], [2.0, 3.0], [3.0, 2.0]]
+    assert first["curves"]["eval_loss"] == [[3.0, None]], "not a number"
+    assert (first["measured_bytes"], first["seconds"]) == (1 << 29, 21.0)
+    assert first["checkpoints"] == [{"name": "checkpoint-2", "bytes": 1024}]
+    assert not (one / "report.html").exists()
+    page = (Path(__file__).parents[4] / "docs/planning.md").read_text().partition("## Reports")[2]
+    assert all(f"`{name}" in page for name in {*found, *first}), "docs/planning.md lists the keys"
+    assert main(["report", str(one), "--json", "--output", "x"]) == 2
+    assert "--json prints the report and writes no page; leave out --output" in capsys.readouterr().err
+
+
+class Shown(HTMLParser):
+    """What a page says, but for its style, and how many curves it draws."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.headings: list[str] = []
+        self.curves = 0
+        self._within = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self._within = tag
+        self.curves += tag == "polyline"
+
+    def handle_data(self, data):
+        if self._within == "h2":
+            self.headings.append(data.strip())
+        elif self._within != "style":
+            self.words.append(data.strip())
+
+    def handle_endtag(self, tag):
+        self._within = ""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed here")
+def test_a_browser_shows_the_page_of_two_runs(tmp_path):
+    one, other = a_run(tmp_path / "one", 6.0), a_run(tmp_path / "other", 9.0)
+    page, picture = tmp_path / "both.html", tmp_path / "page.png"
+    write_report(one, compare=str(other), output=str(page))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1100,1600"]
-    address = (folder / "report.html").as_uri()
-    subprocess.run([BROWSER, *flags, f"--screenshot={picture}", address], check=True, timeout=120)
+
+    def browse(*more: str) -> bytes:
+        command = [BROWSER, *flags, *more, page.as_uri()]
+        return subprocess.run(command, check=True, timeout=120, stdout=subprocess.PIPE).stdout
+
+    shown = Shown(browse("--dump-dom").decode())
+    assert shown.headings == ["Overview", "Curves", "Memory", "Checkpoints", "Configuration", "Versions"]
+    assert shown.curves == 2 * 4, "loss, gradient norm, memory and balance of both runs"
+    for said in (
+        "one and other",
+        "planned memory, one",
+        "planned memory, other",
+        "moe_balance",
+        "learning_rate",
+    ):
+        assert any(said in word for word in shown.words), said
+    for run in ("one", "other"):
+        assert shown.words.count(run) >= 4, f"{run} heads a column of each table, and its row of checkpoints"
+    browse(f"--screenshot={picture}")
     assert picture.stat().st_size > 20_000

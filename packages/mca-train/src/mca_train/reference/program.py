@@ -116,13 +116,14 @@ def _files() -> dict[str, Command]:
         examples=("tokenize run.yaml --output_prefix data/corpus",),
     )
     report = Command(
-        usage="RUN_DIR [--compare OTHER_DIR] [--output FILE]",
+        usage="RUN_DIR [--compare OTHER_DIR] [--output FILE | --json]",
         summary="writes one page of HTML about a run, or about two beside each other",
         text="Writes one page of HTML about a run, which needs no network: curves of all that was logged, memory "
-        "planned and measured, checkpoints, configuration, versions.",
+        "planned and measured, checkpoints, configuration, versions. docs/planning.md lists the keys of --json.",
         flags=_flags(
             compare=("OTHER_DIR", "another run to show beside it"),
             output=("FILE", "where to write the page; default: RUN_DIR/report.html"),
+            json=("", "print one JSON object instead of writing a page"),
         ),
         examples=("report runs/first", "report runs/second --compare runs/first"),
     )
@@ -179,4 +180,5 @@ def _add(meanings: dict[str, tuple[str, str]], parser: "Parser") -> None:
 
     _operands(parser)
     for name, (value, text) in meanings.items():
-        add_flag(parser, name, metavar=value, help=text)
+        how: dict[str, str] = {"metavar": value} if value else {"action": "store_true"}
+        add_flag(parser, name, help=text, **how)

@@ -1,17 +1,18 @@
-"""``mca-train report`` writes one page of HTML about a run, or about two beside each other."""
+"""One page of HTML about a run, or about two beside each other."""
 
 import json
-import sys
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 
-from mca_config.errors import UsageError
-from mca_train.plots.drawing import COLOURS as PARTS
+from mca_config.types import JsonObject
+from mca_train.plots.drawing import COLOURS as OF_A_STEP
 from mca_train.report.charts import COLOURS, bars, lines
-from mca_train.report.reading import RunFiles, read_run
+from mca_train.report.reading import RunFiles
 
-_GIB = 1024**3
+GIB = 1024**3
+_BEYOND = "evaluation, or a reference computed first"
+_PARTS = OF_A_STEP | {_BEYOND: "#9d755d"}
+"""Of planned memory; the last is what more is needed than in a step, as the total of a plan counts."""
 _FIRST = (
     "loss",
     "eval_loss",
@@ -35,29 +36,6 @@ figure{display:inline-block;margin:0 12px 12px 0}figcaption{font-weight:600}svg{
 svg text{font:11px system-ui,sans-serif;fill:#444}
 table{border-collapse:collapse}td,th{padding:2px 12px 2px 0;text-align:left;vertical-align:top}
 td{border-top:1px solid #eee}code{white-space:pre-wrap}"""
-
-
-def write_report(folder: Path, *, compare: str | None = None, output: str | None = None) -> int:
-    """Writes the page about a run; prints where it is.
-
-    Args:
-        folder: The run's ``output_dir``.
-        compare: That of another run, to show beside it.
-        output: The page; None: ``report.html`` in ``folder``.
-
-    Raises:
-        UsageError: There is no run, or the page cannot be written.
-    """
-    runs = [read_run(folder), *([read_run(Path(compare))] if compare else [])]
-    path = Path(output) if output else folder / "report.html"
-    try:
-        path.write_text(page(runs), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"--output {path}: cannot be written ({error.strerror}); name another file"
-        ) from None
-    sys.stdout.write(f"{path}\n")
-    return 0
 
 
 def page(runs: Sequence[RunFiles]) -> str:
@@ -114,22 +92,28 @@ def _memory(runs: Sequence[RunFiles]) -> str:
         stages = run.recorded("plan").get("stages")
         if not stages:
             continue
-        rows = [
-            (f"stage {number}", {part: stage.get(part, 0) / _GIB for part in PARTS})
-            for number, stage in enumerate(stages)
-        ]
-        found.append(bars(f"planned memory, {run.name}", PARTS, rows, "GiB"))
+        rows = [(f"stage {number}", _planned(stage)) for number, stage in enumerate(stages)]
+        parts = {part: colour for part, colour in _PARTS.items() if any(sizes[part] for _, sizes in rows)}
+        found.append(bars(f"planned memory, {run.name}", parts, rows, "GiB"))
         if run.peak is not None:
             planned = max(sum(sizes.values()) for _, sizes in rows)
             found.append(
                 f"<p>{escape(run.name)}: planned {planned:.3g} GiB on the fullest rank, measured {run.peak:.3g} GiB "
-                "(of a GPU what was allocated there; without one the whole process, libraries too)</p>"
+                "on the fullest of all (of a GPU what was allocated there; "
+                "without one the whole process, libraries too)</p>"
             )
     return "<h2>Memory</h2>" + "".join(found) if found else ""
 
 
+def _planned(stage: JsonObject) -> dict[str, float]:
+    """GiB by part, which add up to the stage's total."""
+    of_a_step = {part: stage.get(part, 0) / GIB for part in OF_A_STEP}
+    beyond = stage.get("total", 0) / GIB - sum(of_a_step.values())
+    return of_a_step | {_BEYOND: max(beyond, 0.0)}
+
+
 def _checkpoints(runs: Sequence[RunFiles]) -> str:
-    rows = [[run.name, name, f"{size / _GIB:.3f}"] for run in runs for name, size in run.checkpoints]
+    rows = [[run.name, name, f"{size / GIB:.3f}"] for run in runs for name, size in run.checkpoints]
     return "<h2>Checkpoints</h2>" + _table(["run", "checkpoint", "GiB"], rows) if rows else ""
 
 
