@@ -138,6 +138,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tp sp": ("sft", 2, {TP: 2, "sequence_parallel": True, "bf16": True}),
     "pp": ("pretrain", 2, {PP: 2}),
     "vpp": ("pretrain", 2, {PP: 2, VPP: 2}),
+    "pp 4": ("pretrain", 4, {PP: 4, "bf16": True}),
     "cp packed": ("sft", 2, {CP: 2, "sequence_packing": True}),
     "dp split": ("sft", 2, {"bf16": True} | SPLIT),
     "tp pp dpo": ("dpo", 4, {TP: 2, PP: 2} | SPLIT),
@@ -174,6 +175,7 @@ SAMPLE = (
     "dpo of an adapter",
     "tp sp",
     "vpp",
+    "pp 4",
     "experts ep",
     "experts fp16",
     "unnormalised sinkhorn",
@@ -184,8 +186,14 @@ CHOSEN = tuple(CASES) if os.environ.get("MCA_DRY_RUNS") else SAMPLE
 WIDE = (
     ()
     if CHOSEN is not SAMPLE
-    else ("offloaded", "dpo of an adapter", "latent again", "unnormalised sinkhorn", "vpp")
+    else ("offloaded", "dpo of an adapter", "latent again", "unnormalised sinkhorn", "vpp", "pp 4")
 )
+
+
+def be_no_rank() -> None:
+    """What a process of the harness does not know of itself, as the one of ``mca-train plan``."""
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(variable, None)
 
 
 def prepared(folder: Path, kind: str, changes: dict[str, Any], world_size: int) -> Any:
@@ -223,8 +231,7 @@ def without_memory(folder: Path, kind: str, changes: dict[str, Any], rank: int, 
     """Runs in a process of its own, which is no rank."""
     from mca_train.dry_run.step import step_needs
 
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        os.environ.pop(name, None)
+    be_no_rank()
     run = prepared(folder, kind, changes | EVALUATED, world_size)
     return step_needs(run.task, run.settings, run.model, rank, world_size, 4, images_in(run), ordered=4)
 
@@ -274,7 +281,8 @@ def test_a_step_needs_what_it_needs_with_memory_and_ranks(size: int, names: list
     real = run_ranks(size, with_memory, folder, names, timeout=300)
     for name in names:
         kind, _, changes = CASES[name]
-        for rank in {0, size - 1 if PP in changes else 0}:
+        stages = changes.get(PP, 1)
+        for rank in {*range(0, size, size // stages), size - 1 if stages > 1 else 0}:
             given = folder / model_of(name), kind, changes, rank, size
             (planned,) = run_ranks(1, without_memory, *given, process_group=False, timeout=300)
             compare(f"{name}, rank {rank}", planned, real[rank][name])
@@ -286,7 +294,7 @@ def compare(name: str, planned: StepNeeds, real: StepNeeds) -> None:
     for part in ("peak", "activations", "temporaries"):
         mine, its = getattr(planned, part), getattr(real, part)
         assert mine == pytest.approx(its, abs=WITHIN * real.peak), (name, part)
-    assert planned.module == real.module, name
+    assert (planned.module, planned.operation) == (real.module, real.operation), name
     pp, vpp = (CASES[name.split(", rank")[0]][2].get(key) or 1 for key in (PP, VPP))
     assert planned.order == real.passes, name
     assert list(planned.passes) == list(Order(pp, vpp, planned.micro_batches).of_rank(planned.stage)), name
@@ -303,8 +311,7 @@ def of_stages(folder: Path) -> list[StepNeeds]:
     """Runs in a process of its own, which is no rank and forks one for each stage."""
     from mca_train.dry_run.stages import needs_of_stages
 
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        os.environ.pop(name, None)
+    be_no_rank()
     run = prepared(folder, "pretrain", IN_GROUPS | UNSEEN, 2)
     return needs_of_stages(run.task, run.settings, run.model, run.layout, run.world_size, ordered=True)
 

@@ -13,6 +13,7 @@ import pytest
 from harness import run_ranks
 from layouts import tiered
 from plan_cases import CASES, MODELS, SAMPLE, values_of
+from test_dry_run import be_no_rank
 
 pytestmark = pytest.mark.ranks
 
@@ -32,12 +33,6 @@ def prepared(name: str, folder: str) -> Any:
     findings = check(TASKS[kind], settings, lambda *_: world_size)
     assert not findings.impossible
     return findings.run
-
-
-def be_no_rank() -> None:
-    """What a process of the harness does not know of itself, as the one of ``mca-train plan``."""
-    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        os.environ.pop(variable, None)
 
 
 def plan_and_dry_run(name: str, folder: str, stage: int) -> tuple[int, list[int]]:
@@ -73,6 +68,25 @@ def test_the_plan_of_a_stage_is_what_the_engine_allocates(name: str, folder: Pat
     for stage in range(stages) if os.environ.get("MCA_DRY_RUNS") else (stages - 1,):
         ((real, planned),) = run_ranks(1, plan_and_dry_run, name, model, stage, process_group=False)
         assert planned[stage] == pytest.approx(real, rel=OF_SAMPLE if name in SAMPLE else WITHIN), name
+
+
+def test_the_table_of_the_documents_has_every_stage_of_every_case() -> None:
+    """What they say of its mean and largest difference is computed of it."""
+    root = Path(__file__).parents[1] / "docs"
+    text = "".join((root / page).read_text() for page in ("planning.md", "evidence.md"))
+    head, rows = "| run | % | run | % | run | % |\n", []
+    for line in text.partition(head)[2].splitlines()[1:]:
+        if not line.startswith("|"):
+            break
+        rows += [cell.strip() for cell in line.strip("|").split("|")]
+    found = {name: list(map(float, told.split())) for name, told in zip(rows[::2], rows[1::2], strict=True)}
+    assert {name: len(told) for name, told in found.items()} == {
+        name: case[3].get("pipeline_model_parallel_size", 1) for name, case in CASES.items()
+    }
+    every = [abs(one) for told in found.values() for one in told]
+    mean, most = sum(every) / len(every), max(every)
+    said = f"{len(CASES)} runs of all kinds, {len(every)} stages: mean difference {mean:.1f} %, largest {most:.1f} %"
+    assert said in text
 
 
 EVALUATED: tuple[dict[str, Any], ...] = ({"bf16": True}, {"bf16": True, "loss_chunk_size": 64})

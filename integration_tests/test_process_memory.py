@@ -1,7 +1,8 @@
 """What the process of a rank takes beyond what it took before the run is what the dry run says, to a tenth.
 
-What is there before is subtracted: the interpreter and all that is imported. What comes on top of tensors is listed in
-docs/planning.md. ``MCA_DRY_RUNS=1`` runs every case, the default one.
+What is there before is subtracted: the interpreter and all that is imported. Of what comes on top of tensors, pages
+that the allocator keeps free are left out (`memory.peak`); docs/planning.md says how many they are. ``MCA_DRY_RUNS=1``
+runs every case, the default one.
 """
 
 import json
@@ -13,7 +14,8 @@ import pytest
 
 import memory
 from harness import run_ranks
-from test_dry_run import DENSE, FULL, PP, SPLIT, TP, prepared
+from mca_train.dry_run.step import StepNeeds
+from test_dry_run import CP, DENSE, EXPERTS, FULL, LORA, PP, SPLIT, TP, be_no_rank, prepared
 
 pytestmark = pytest.mark.ranks
 
@@ -27,6 +29,14 @@ MODEL = DENSE | {
     "num_key_value_heads": 12,
     "head_dim": 64,
 }
+OF_EXPERTS = EXPERTS | {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one rank": ("pretrain", 1, {}),
     "recomputed": ("pretrain", 1, FULL),
@@ -35,34 +45,49 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tp sp": ("pretrain", 2, {TP: 2, "sequence_parallel": True}),
     "pp": ("pretrain", 2, {PP: 2, "gradient_accumulation_steps": 2}),
     "dp split": ("pretrain", 2, SPLIT),
+    "lora": ("sft", 1, LORA),
+    "cp": ("pretrain", 2, {CP: 2}),
+    "experts": ("pretrain", 1, {}),
+    "experts ep": ("pretrain", 2, {"expert_model_parallel_size": 2} | SPLIT),
 }
 CHOSEN = tuple(CASES) if os.environ.get("MCA_DRY_RUNS") else ("one rank",)
 STEP = {"seq_length": 512, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
 
 
+def write_model(folder: Path, name: str) -> None:
+    """The configuration of a case's model."""
+    model = OF_EXPERTS if name.startswith("experts") else MODEL
+    (folder / "config.json").write_text(json.dumps(model))
+
+
 def taken(folder: Path, name: str) -> int:
     """Bytes of this process at most for building a run and for a step of it; runs on every rank."""
+    kind, size, changes = CASES[name]
+    return stepped(prepared(folder, kind, STEP | changes, size))[0]
+
+
+def stepped(run: Any) -> tuple[int, StepNeeds]:
+    """The same of a run, and what the tracker counts of its step."""
     from mca_models import AutoModel
     from mca_train.batching.loaders import steps_of
     from mca_train.dry_run.modules import ModuleNames
+    from mca_train.dry_run.routing import route_evenly
     from mca_train.dry_run.step import Modes, build, measure
     from mca_train.dry_run.tracker import Tracker
 
-    kind, size, changes = CASES[name]
-    run = prepared(folder, kind, STEP | changes, size)
     with memory.peak() as found:
         modes = Modes(Tracker(ModuleNames()))
         trainer, engine = build(run.task, run.settings, run.model, modes, AutoModel.from_config)
-        measure(trainer, engine, modes, next(steps_of(trainer.get_train_dataloader())))
-    return found[0]
+        route_evenly(engine.models)
+        needs = measure(trainer, engine, modes, next(steps_of(trainer.get_train_dataloader())))
+    return found[0], needs
 
 
 def said(folder: Path, name: str, rank: int) -> int:
     """Bytes that the dry run says; runs in a process of its own, which is no rank."""
     from mca_train.dry_run.step import step_needs
 
-    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        os.environ.pop(variable, None)
+    be_no_rank()
     kind, size, changes = CASES[name]
     run = prepared(folder, kind, STEP | changes, size)
     accumulated = run.settings.training.gradient_accumulation_steps
@@ -71,7 +96,7 @@ def said(folder: Path, name: str, rank: int) -> int:
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_process_takes_what_the_dry_run_says(name: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    write_model(tmp_path, name)
     real = run_ranks(CASES[name][1], taken, tmp_path, name, timeout=300)
     for rank, bytes_of_process in enumerate(real):
         (planned,) = run_ranks(1, said, tmp_path, name, rank, process_group=False)

@@ -7,11 +7,12 @@ import pytest
 from mca_config.errors import UsageError
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.pipeline import pipeline_plan
+from mca_train.dry_run.report import DryRun
 from mca_train.dry_run.step import StepNeeds
 from mca_train.dry_run.tracker import Message
 from mca_train.plan.schedule import Order
 from mca_train.plots.drawing import ready
-from mca_train.plots.pictures import draw_all, group_name, ran_of
+from mca_train.plots.pictures import draw_all, group_name, ran_of, waiting
 
 GIB = 1024**3
 STAGES, MICRO_BATCHES = 16, 16
@@ -34,7 +35,7 @@ def stage(number: int) -> StepNeeds:
         curve=tuple(20 * GIB + step * GIB // 100 for step in range(100)),
         flops=10**12,
         messages=(
-            Message("_allgather_base", GRID.group_of("tp", rank), 40, 8 * GIB),
+            Message("_allgather_base", GRID.group_of("tp", rank), 40, 8 * GIB, 2.5, GIB / 2),
             Message("allreduce", GRID.group_of("dp", rank), 4, 5 << 10),
         ),
         passes=(),
@@ -46,7 +47,8 @@ def stage(number: int) -> StepNeeds:
 
 def test_every_picture_is_written_and_says_what_it_shows(tmp_path: Path) -> None:
     stages = [stage(number) for number in range(STAGES)]
-    paths = draw_all(tmp_path, stages, pipeline_plan(LAYOUT, 2 * STAGES), GRID, 75.1)
+    ran = DryRun(stages=stages, accumulated=64, implementation="local", note="measured elsewhere")
+    paths = draw_all(tmp_path, ran, pipeline_plan(LAYOUT, 2 * STAGES), GRID, 75.1)
     assert sorted(path.name for path in paths) == sorted(
         f"{name}.{kind}"
         for name in ("schedule", "memory", "memory_over_step", "layers", "messages")
@@ -55,12 +57,17 @@ def test_every_picture_is_written_and_says_what_it_shows(tmp_path: Path) -> None
     for path in paths:
         head = path.read_bytes()[:200]
         assert head.startswith(b"\x89PNG") if path.suffix == ".png" else b"<?xml" in head
-    assert "stage 15" in (tmp_path / "schedule.svg").read_text()
+    schedule = (tmp_path / "schedule.svg").read_text()
+    assert "stage 15" in schedule
+    assert "19% waiting in a step of 64 micro-batches, 48% in the 16 shown" in schedule  # 15 of 79, of 31
+    for name in ("memory", "memory_over_step"):
+        assert "measured elsewhere" in (tmp_path / f"{name}.svg").read_text()
     assert "75.1 usable" in (tmp_path / "memory.svg").read_text()
     assert "30-31 head" in (tmp_path / "layers.svg").read_text()
     messages = (tmp_path / "messages.svg").read_text()
     assert "tp (2 ranks)" in messages
-    assert "8 GiB, 40 times" in messages and "5 KiB, 4 times" in messages
+    assert "in a step of 64 micro-batches, 16 of which were run" in messages
+    assert "32 GiB, 160 times" in messages and "5 KiB, 4 times" in messages
 
 
 def test_passes_that_take_equally_long_wait_as_the_formula_of_the_bubble_says() -> None:
@@ -68,6 +75,8 @@ def test_passes_that_take_equally_long_wait_as_the_formula_of_the_bubble_says() 
     end = max(run.end for run in ran)
     busy = sum(run.end - run.start for run in ran) / STAGES
     assert 1 - busy / end == pytest.approx(LAYOUT.bubble(MICRO_BATCHES))
+    for micro_batches in (MICRO_BATCHES, 128):
+        assert waiting(ran, STAGES, micro_batches) == pytest.approx(LAYOUT.bubble(micro_batches))
 
 
 def test_groups_are_named_by_their_axis() -> None:

@@ -27,6 +27,7 @@ class Passes:
 
     def __init__(self, tracker: Tracker) -> None:
         self.ran: list[Pass] = []
+        self._numbers: list[int] = []
         self._tracker = tracker
         self._of_output: dict[int, tuple[int, int]] = {}
         self._begun: dict[int, int] = {}
@@ -34,8 +35,24 @@ class Passes:
     def forget(self) -> None:
         """Begins anew."""
         self.ran.clear()
+        self._numbers.clear()
         self._begun.clear()
         self._of_output.clear()
+
+    def of_a_micro_batch(self) -> list[int]:
+        """The tracker's numbers of one forward and one backward pass of each chunk, of micro-batches in the middle.
+
+        With the first forward passes weights are gathered, and with the last backward passes gradients are summed.
+        """
+        both = list(zip(self.ran, self._numbers, strict=True))
+        forward = {step.chunk: number for step, number in both if step.forward}
+        backward = {step.chunk: number for step, number in reversed(both) if not step.forward}
+        return [*forward.values(), *backward.values()]
+
+    def _begin(self, step: Pass) -> None:
+        self._tracker.next_pass()
+        self.ran.append(step)
+        self._numbers.append(self._tracker.number)
 
     @contextmanager
     def followed(self, *, stand_in: bool = False) -> Iterator[None]:
@@ -47,17 +64,15 @@ class Passes:
             forward, backward = _no_forward, _no_backward
 
         def forward_told(*args: Any, **kwargs: Any) -> Any:
-            self._tracker.next_pass()
             chunk = kwargs.get("vp_stage") or 0
             number = self._begun[chunk] = self._begun.get(chunk, -1) + 1
-            self.ran.append(Pass(True, chunk, number))
+            self._begin(Pass(True, chunk, number))
             result = forward(*args, **kwargs)
             self._of_output[_identity(result[0])] = chunk, number
             return result
 
         def backward_told(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            self._tracker.next_pass()
-            self.ran.append(Pass(False, *self._of_output.pop(_identity(output_tensor))))
+            self._begin(Pass(False, *self._of_output.pop(_identity(output_tensor))))
             return backward(input_tensor, output_tensor, *args, **kwargs)
 
         with ExitStack() as stack:

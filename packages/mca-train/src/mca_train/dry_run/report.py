@@ -1,11 +1,12 @@
 """What a dry run found, as text."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from mca_config.types import JsonObject
 from mca_train.dry_run.step import StepNeeds
 from mca_train.dry_run.tracker import Message
+from mca_train.plan.chunks import Implementation
 from mca_train.plan.memory import GIB
 
 _COLUMNS = ("weights", "gradients", "optimizer", "reference", "activations", "temporaries", "peak")
@@ -13,20 +14,38 @@ _SHOWN = 12
 SCHEMA, VERSION = "mca-train/dry-run", 1
 
 
-def render_dry_run(stages: Sequence[StepNeeds], accumulated: int) -> str:
-    """The needs of each stage, and what the one with the most sends.
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """A step of a run on tensors without memory.
 
     Args:
         stages: One rank of each.
         accumulated: Micro-batches of a step of the run.
+        implementation: Whose layers ran.
+        note: How they differ from those of the device that is planned for; None: they do not.
     """
+
+    stages: Sequence[StepNeeds]
+    accumulated: int
+    implementation: Implementation
+    note: str | None = None
+
+    @property
+    def fullest(self) -> StepNeeds:
+        """The stage that needs most."""
+        return max(self.stages, key=lambda stage: stage.peak)
+
+
+def render_dry_run(dry_run: DryRun) -> str:
+    """The needs of each stage, and what the one with the most sends."""
+    stages, accumulated, fullest = dry_run.stages, dry_run.accumulated, dry_run.fullest
     ran = [stage.micro_batches for stage in stages]
     count = f"{min(ran)} to {max(ran)}" if len(set(ran)) > 1 else str(ran[0])
     more = "" if set(ran) == {accumulated} else f" of {accumulated}, as more need no more memory"
-    fullest = max(stages, key=lambda stage: stage.peak)
     columns = [name for name in _COLUMNS if name != "reference" or any(s.reference for s in stages)]
     lines = [
         f"dry run      one step by the run's own engine on tensors without memory; micro-batches: {count}{more}",
+        *([f"             {dry_run.note}"] if dry_run.note else []),
         "",
         f"{'stage':>5}{'rank':>7}" + "".join(f"{name:>13}" for name in columns) + "   at the peak",
     ]
@@ -37,11 +56,17 @@ def render_dry_run(stages: Sequence[StepNeeds], accumulated: int) -> str:
         "",
         "GiB at the peak of a rank of each stage; kernels, allocators and communication buffers come on top",
         f"computed     {_flops(stages, accumulated) / 1e12:,.3g} TFLOP a step by these ranks",
-        f"messages     of rank {fullest.rank}, stage {fullest.stage}, in its step:",
+        f"messages     of rank {fullest.rank}, stage {fullest.stage}, in {in_a_step(fullest, accumulated)}:",
     ]
-    messages = sorted(fullest.messages, key=lambda message: -message.bytes)
+    messages = sorted(fullest.messages_of(accumulated), key=lambda message: -message.bytes)
     lines += [f"  {_told(message)}" for message in messages[:_SHOWN] if message.bytes]
     return "\n".join(lines) + "\n"
+
+
+def in_a_step(stage: StepNeeds, accumulated: int) -> str:
+    """Of how many micro-batches, and how many of them were run."""
+    ran = "" if stage.micro_batches == accumulated else f", {stage.micro_batches} of which were run"
+    return f"a step of {accumulated} micro-batch{'es' * (accumulated != 1)}{ran}"
 
 
 def _flops(stages: Sequence[StepNeeds], accumulated: int) -> float:
@@ -62,6 +87,28 @@ def _told(message: Message) -> str:
     )
 
 
-def document_of_dry_run(stages: Sequence[StepNeeds]) -> JsonObject:
+def document_of_dry_run(dry_run: DryRun) -> JsonObject:
     """The same as a JSON object: ``mca-train/dry-run``, version 1; sizes in bytes."""
-    return {"schema": SCHEMA, "version": VERSION, "stages": [asdict(stage) for stage in stages]}
+    return {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "implementation": dry_run.implementation,
+        "stages": [
+            asdict(stage) | {"messages": _messages(stage, dry_run.accumulated)} for stage in dry_run.stages
+        ],
+    }
+
+
+def _messages(stage: StepNeeds, accumulated: int) -> list[JsonObject]:
+    both = zip(stage.messages, stage.messages_of(accumulated), strict=True)
+    return [
+        {
+            "operation": ran.operation,
+            "ranks": ran.ranks,
+            "count": ran.count,
+            "bytes": ran.bytes,
+            "count_of_step": whole.count,
+            "bytes_of_step": whole.bytes,
+        }
+        for ran, whole in both
+    ]

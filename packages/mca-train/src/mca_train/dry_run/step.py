@@ -23,6 +23,7 @@ from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.config.model import adapter_of, model_config
 from mca_train.config.parts import trained_parts
 from mca_train.dry_run.answers import Answers
+from mca_train.dry_run.messages import in_step, told_apart
 from mca_train.dry_run.modules import ModuleNames
 from mca_train.dry_run.passes import Passes, order_of
 from mca_train.dry_run.routing import known_as_arrays, no_rounds_of_sinkhorn, route_evenly
@@ -70,12 +71,17 @@ class StepNeeds:
     """Over the step, at most a thousand points."""
     flops: int
     messages: tuple[Message, ...]
+    """Of as many micro-batches as were run."""
     passes: tuple[Pass, ...]
     """In the order in which they ran."""
     order: tuple[Pass, ...] = ()
     """Of as many micro-batches as were asked for, in the order in which the engine's schedule runs them."""
     synchronisations: int
     """How often the host read a value."""
+
+    def messages_of(self, micro_batches: int) -> tuple[Message, ...]:
+        """Those of a step of so many."""
+        return tuple(in_step(message, micro_batches - self.micro_batches) for message in self.messages)
 
 
 def step_needs(
@@ -234,6 +240,7 @@ def measure(trainer: "McaTrainer", engine: "Engine", modes: Modes, batch: StepBa
         for tensor in chain.from_iterable(each.tensors() for each in given.micro_batches):
             tracker.add(tensor)
         trainer.before_forward(given)
+        before = {kind: replace(message) for kind, message in tracker.tally.messages.items()}
         passes.forget()  # those of a reference
         engine.forward_backward(given)
         tracker.next_pass()
@@ -256,7 +263,7 @@ def measure(trainer: "McaTrainer", engine: "Engine", modes: Modes, batch: StepBa
         backward=tally.peak.backward,
         curve=_thinned(tally.curve),
         flops=tally.flops,
-        messages=tuple(tally.messages.values()),
+        messages=told_apart(tally, before, passes.of_a_micro_batch(), len(batch.micro_batches)),
         passes=tuple(passes.ran),
         synchronisations=sum(tally.synchronisations.values()),
     )

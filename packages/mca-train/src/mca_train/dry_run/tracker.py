@@ -57,6 +57,10 @@ class Peak:
         return sizes
 
 
+MessageKind = tuple[str, tuple[int, ...]]
+"""An operation, and the ranks of its group."""
+
+
 @dataclass
 class Message:
     """Collectives, or messages between pipeline stages, of one kind in one group."""
@@ -66,6 +70,14 @@ class Message:
     count: int = 0
     bytes: int = 0
     """Of this rank's largest buffer in each."""
+    each_count: float = 0.0
+    each_bytes: float = 0.0
+    """What every micro-batch adds; the rest is of a step, whatever their number."""
+
+    def add(self, size: int) -> None:
+        """Counts one more."""
+        self.count += 1
+        self.bytes += size
 
 
 @dataclass
@@ -77,7 +89,9 @@ class Tally:
     flops: int = 0
     curve: list[int] = field(default_factory=list)
     """Bytes after each operation that changed them."""
-    messages: dict[tuple[str, tuple[int, ...]], Message] = field(default_factory=dict)
+    messages: dict[MessageKind, Message] = field(default_factory=dict)
+    messages_in: dict[int, dict[MessageKind, Message]] = field(default_factory=dict)
+    """The same of each pass, and what follows it."""
     synchronisations: Counter[str] = field(default_factory=Counter)
     """Reads of a value by the host, by module: a GPU would be waited for."""
 
@@ -121,6 +135,11 @@ class Tracker(TorchDispatchMode):
             yield
         finally:
             self._phase = before
+
+    @property
+    def number(self) -> int:
+        """Of the pass that runs."""
+        return self._pass
 
     def next_pass(self) -> None:
         """From here on another pass runs."""
@@ -208,9 +227,8 @@ class Tracker(TorchDispatchMode):
         group = next((found for arg in args if (found := _group(arg)) is not None), None)
         ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else ()
         name = str(func._overloadpacket).removeprefix("c10d.").rstrip("_")
-        message = self.tally.messages.setdefault((name, ranks), Message(name, ranks))
-        message.count += 1
-        message.bytes += max(sizes, default=0)
+        for told in (self.tally.messages, self.tally.messages_in.setdefault(self._pass, {})):
+            told.setdefault((name, ranks), Message(name, ranks)).add(max(sizes, default=0))
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

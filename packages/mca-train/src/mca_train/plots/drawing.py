@@ -37,13 +37,15 @@ def ready(folder: Path) -> None:
         ) from None
 
 
-def axes(width: float, height: float, title: str) -> tuple[Any, Any]:
-    """A figure and its axes."""
+def axes(width: float, height: float, title: str, note: str | None = None) -> tuple[Any, Any]:
+    """A figure and its axes; ``note`` stands small below."""
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(width, height), layout="constrained")
     found = figure.subplots()
     found.set_title(title, loc="left", fontsize=11)
+    if note is not None:
+        figure.supxlabel(note, x=0.01, ha="left", fontsize=8)
     for side in ("top", "right"):
         found.spines[side].set_visible(False)
     return figure, found

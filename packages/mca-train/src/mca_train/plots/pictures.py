@@ -7,6 +7,7 @@ from typing import Any
 
 from mca_config.layout import RankGrid
 from mca_config.pipeline import PipelinePlan
+from mca_train.dry_run.report import DryRun, in_a_step
 from mca_train.dry_run.step import StepNeeds
 from mca_train.dry_run.tracker import Message
 from mca_train.plan.memory import GIB, layers_of
@@ -18,25 +19,24 @@ _AXES = ("tp", "cp", "dp", "dp-cp", "tp-cp", "tp-dp-cp", "pp", "ep", "etp", "etp
 
 
 def draw_all(
-    folder: Path, stages: Sequence[StepNeeds], plan: PipelinePlan, grid: RankGrid, limit_gib: float | None
+    folder: Path, dry_run: DryRun, plan: PipelinePlan, grid: RankGrid, limit_gib: float | None
 ) -> list[Path]:
     """Writes every picture into ``folder``.
 
     Args:
         folder: Is there.
-        stages: The dry run of each pipeline stage, with the order of as many micro-batches on all.
+        dry_run: With the order of as many micro-batches on all stages.
         plan: Layers on stages.
         grid: Who stands where.
         limit_gib: Of the device; None: no line.
     """
-    ran = ran_of(stages, len(plan.chunks[0]))
-    fullest = max(stages, key=lambda stage: stage.peak)
+    ran = ran_of(dry_run.stages, len(plan.chunks[0]))
     return [
-        *draw_schedule(folder, ran, len(stages)),
-        *draw_memory(folder, stages, limit_gib),
-        *draw_step(folder, fullest, limit_gib),
+        *draw_schedule(folder, ran, len(dry_run.stages), dry_run.accumulated),
+        *draw_memory(folder, dry_run, limit_gib),
+        *draw_step(folder, dry_run, limit_gib),
         *draw_layers(folder, plan),
-        *draw_messages(folder, fullest, grid),
+        *draw_messages(folder, dry_run, grid),
     ]
 
 
@@ -51,12 +51,25 @@ def ran_of(stages: Sequence[StepNeeds], chunks: int) -> list[Ran]:
     return timeline([stage.order for stage in stages], chunks, duration)
 
 
-def draw_schedule(folder: Path, ran: Sequence[Ran], ranks: int) -> list[Path]:
+def waiting(ran: Sequence[Ran], ranks: int, micro_batches: int) -> float:
+    """The share of their time that ranks wait in a step of so many; those that are not in ``ran`` repeat others."""
+    busy = [0.0] * ranks
+    for run in ran:
+        busy[run.rank] += run.end - run.start
+    shown = 1 + max(run.step.micro_batch for run in ran)
+    further = micro_batches / shown - 1
+    end = max(run.end for run in ran) + further * max(busy)
+    return 1 - sum(busy) * (1 + further) / (end * ranks)
+
+
+def draw_schedule(folder: Path, ran: Sequence[Ran], ranks: int, accumulated: int) -> list[Path]:
     """Passes of every pipeline rank over time; what is white is waiting."""
-    end = max(run.end for run in ran)
+    end, shown = max(run.end for run in ran), 1 + max(run.step.micro_batch for run in ran)
     width = min(max(8.0, end * 0.2), 30.0)
-    idle = 1 - sum(run.end - run.start for run in ran) / (end * ranks)
-    figure, found = axes(width, 1.6 + 0.32 * ranks, f"schedule as the engine runs it; {idle:.0%} waiting")
+    title = f"schedule as the engine runs it; {waiting(ran, ranks, accumulated):.0%} waiting in a step"
+    if shown < accumulated:
+        title += f" of {accumulated} micro-batches, {waiting(ran, ranks, shown):.0%} in the {shown} shown"
+    figure, found = axes(width, 1.6 + 0.32 * ranks, title)
     chunks = 1 + max(run.step.chunk for run in ran)
     for run in ran:
         colours = CHUNKS if run.step.forward else BACKWARD
@@ -100,11 +113,10 @@ def _legend_of_chunks(found: Any, chunks: int) -> None:
     )
 
 
-def draw_memory(folder: Path, stages: Sequence[StepNeeds], limit_gib: float | None) -> list[Path]:
+def draw_memory(folder: Path, dry_run: DryRun, limit_gib: float | None) -> list[Path]:
     """Bars of every stage at its fullest moment."""
-    figure, found = axes(
-        max(6.0, 2.5 + 0.62 * len(stages)), 4.6, "memory of a rank of each stage at its peak"
-    )
+    stages, title = dry_run.stages, "memory of a rank of each stage at its peak"
+    figure, found = axes(max(6.0, 2.5 + 0.62 * len(stages)), 4.6, title, dry_run.note)
     bottoms = [0.0] * len(stages)
     for part, colour in COLOURS.items():
         sizes = [getattr(stage, part) / GIB for stage in stages]
@@ -126,9 +138,10 @@ def draw_memory(folder: Path, stages: Sequence[StepNeeds], limit_gib: float | No
     return save(figure, folder, "memory")
 
 
-def draw_step(folder: Path, stage: StepNeeds, limit_gib: float | None) -> list[Path]:
-    """Memory over the step of one stage."""
-    figure, found = axes(9.0, 3.6, f"memory over the step, stage {stage.stage} (the fullest)")
+def draw_step(folder: Path, dry_run: DryRun, limit_gib: float | None) -> list[Path]:
+    """Memory over the step of the fullest stage."""
+    stage = dry_run.fullest
+    figure, found = axes(9.0, 3.6, f"memory over the step, stage {stage.stage} (the fullest)", dry_run.note)
     curve = [size / GIB for size in stage.curve]
     found.fill_between(range(len(curve)), curve, color=COLOURS["activations"], alpha=0.35, linewidth=0)
     found.plot(curve, color=COLOURS["activations"], linewidth=1.0)
@@ -174,10 +187,12 @@ def draw_layers(folder: Path, plan: PipelinePlan) -> list[Path]:
     return save(figure, folder, "layers")
 
 
-def draw_messages(folder: Path, stage: StepNeeds, grid: RankGrid) -> list[Path]:
-    """Who the fullest stage's rank talks to, how often and how much."""
-    told = sorted((m for m in stage.messages if m.bytes), key=lambda message: message.bytes)[-14:]
-    title = f"messages of rank {stage.rank} (stage {stage.stage}), {stage.micro_batches} micro-batches"
+def draw_messages(folder: Path, dry_run: DryRun, grid: RankGrid) -> list[Path]:
+    """Who the fullest stage's rank talks to in a step, how often and how much."""
+    stage, accumulated = dry_run.fullest, dry_run.accumulated
+    sent = (message for message in stage.messages_of(accumulated) if message.bytes)
+    told = sorted(sent, key=lambda message: message.bytes)[-14:]
+    title = f"messages of rank {stage.rank} (stage {stage.stage}) in {in_a_step(stage, accumulated)}"
     figure, found = axes(9.0, 1.4 + 0.36 * max(len(told), 1), title)
     sizes = [message.bytes / GIB for message in told]
     found.barh(range(len(told)), sizes, color=COLOURS["weights"], height=0.7)

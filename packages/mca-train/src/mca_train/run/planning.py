@@ -34,7 +34,7 @@ from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
     from mca_models.megatron.factory.target import Target
-    from mca_train.dry_run.step import StepNeeds
+    from mca_train.dry_run.report import DryRun
 
 _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -88,16 +88,16 @@ def print_plan(task: Task | None, config: Path, overrides: list[str], options: P
 
         ready(options.plot)
     planned = _Planned.of(findings.run, hardware, images)
-    stages: list[StepNeeds] = []
+    dry_run = None
     if options.dry_run or options.plot:
         run = findings.run if target is None else _here(findings.run)
-        stages = _dry_run(run, images.counted, ordered=options.plot is not None)
-    if options.plot is not None:
-        planned.draw(options.plot, stages)
+        dry_run = _dry_run(run, planned, ordered=options.plot is not None)
+    if options.plot is not None and dry_run is not None:
+        planned.draw(options.plot, dry_run)
     if options.json:
-        sys.stdout.write(json.dumps(planned.document(findings, stages), indent=2) + "\n")
+        sys.stdout.write(json.dumps(planned.document(findings, dry_run), indent=2) + "\n")
     else:
-        sys.stdout.write(_first_line(task, named=named) + planned.text(findings, stages))
+        sys.stdout.write(_first_line(task, named=named) + planned.text(findings, dry_run))
     return 0
 
 
@@ -243,17 +243,17 @@ class _Planned:
             found = remedies(subject, training, run.layout, run.world_size, hardware.device)
         return cls(run, plan, hardware, found, images)
 
-    def text(self, findings: Findings, stages: "list[StepNeeds]") -> str:
+    def text(self, findings: Findings, dry_run: "DryRun | None") -> str:
         """For people."""
         device = self.hardware.device if self.hardware else None
         settings = self.run.settings
         told = render(self.plan, settings, self.run.model, device)
         if device is not None and over(self.plan, device):
             told += render_remedies(self.remedies, device)
-        if stages:
+        if dry_run is not None:
             from mca_train.dry_run.report import render_dry_run
 
-            told += "\n" + render_dry_run(stages, settings.training.gradient_accumulation_steps)
+            told += "\n" + render_dry_run(dry_run)
         if long := positions_exceeded(self.run.model, settings.data.seq_length):
             told += f"seq_length {settings.data.seq_length}: {long}\n"
         told += self.images.told()
@@ -263,24 +263,24 @@ class _Planned:
             )
         return told
 
-    def draw(self, folder: Path, stages: "list[StepNeeds]") -> None:
+    def draw(self, folder: Path, dry_run: "DryRun") -> None:
         """Pictures."""
         from mca_train.plots.pictures import draw_all
 
         run = self.run
         limit = self.hardware.device.usable_gib if self.hardware else None
         chunks = replace(run.model, layout=run.layout).pipeline_plan()
-        draw_all(folder, stages, chunks, RankGrid(run.layout, run.world_size), limit)
+        draw_all(folder, dry_run, chunks, RankGrid(run.layout, run.world_size), limit)
 
-    def document(self, findings: Findings, stages: "list[StepNeeds]") -> JsonObject:
+    def document(self, findings: Findings, dry_run: "DryRun | None") -> JsonObject:
         """For programs."""
         device = self.hardware.device if self.hardware else None
         found = document_of(self.plan, self.run.model, device, self.remedies)
         found["missing"] = list(findings.missing)
-        if stages:
+        if dry_run is not None:
             from mca_train.dry_run.report import document_of_dry_run
 
-            found["dry_run"] = document_of_dry_run(stages)
+            found["dry_run"] = document_of_dry_run(dry_run)
         return found
 
 
@@ -294,9 +294,27 @@ def _implementation(settings: Settings, hardware: Hardware | None) -> Implementa
     return "transformer_engine" if hardware is not None else implementation_of(settings.training)
 
 
-def _dry_run(run: Run, images: Images | None, *, ordered: bool) -> "list[StepNeeds]":
+def _dry_run(run: Run, planned: _Planned, *, ordered: bool) -> "DryRun":
+    """Of ``run``, which is what this machine can do of what is planned."""
+    from mca_train.dry_run.report import DryRun
     from mca_train.dry_run.stages import needs_of_stages
 
-    return needs_of_stages(
-        run.task, run.settings, run.model, run.layout, run.world_size, ordered=ordered, images=images
+    implementation, device = _implementation(run.settings, None), planned.hardware and planned.hardware.device
+    note = None
+    if implementation != planned.plan.implementation:
+        where = f" on {device.name}" if device else ""
+        note = f"measured with Megatron's own layers; Transformer Engine's{where} keep less"
+    return DryRun(
+        stages=needs_of_stages(
+            run.task,
+            run.settings,
+            run.model,
+            run.layout,
+            run.world_size,
+            ordered=ordered,
+            images=planned.images.counted,
+        ),
+        accumulated=run.settings.training.gradient_accumulation_steps,
+        implementation=implementation,
+        note=note,
     )
