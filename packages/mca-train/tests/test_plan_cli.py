@@ -69,8 +69,14 @@ def test_plan_is_no_rank_and_fits_a_device(run, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
     path = run(tensor_model_parallel_size=2)
-    assert main(["plan", "sft", path, "--gpus", "16", "--device", "gib:4.01"]) == 0
-    assert "data parallel 8" in capsys.readouterr().out
+    assert main(["plan", "sft", path, "--gpus", "16", "--device", "gib:4.001"]) == 0
+    text = capsys.readouterr().out
+    assert "data parallel 8" in text
+    (stage,) = [line for line in text.splitlines() if line.startswith("    0  embedding 0-3 head")]
+    assert "  does not fit: " in stage and stage.endswith(" GiB too much")
+    assert "makes it fit" in text and " GiB on the fullest stage)\n" in text
+    assert main(["plan", "sft", path, "--gpus", "16", "--device", "h200"]) == 0
+    assert "fit" not in capsys.readouterr().out
     assert main(["plan", "sft", path, "--gpus", "16", "--device", "h200", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["schema"], found["version"], found["world_size"]) == ("mca-train/plan", 1, 16)
@@ -116,7 +122,7 @@ def test_what_only_a_device_does_is_planned_for_one_and_refused_on_a_machine_wit
 
 def test_a_dry_run_for_a_device_keeps_what_this_machine_has_too(run, monkeypatch):
     made = []
-    monkeypatch.setattr(planning, "_dry_run", lambda run, *_, **__: made.append(run.settings.training) or [])
+    monkeypatch.setattr(planning, "_dry_run", lambda run, *_, **__: made.append(run.settings.training))
     for dispatcher in ("allgather", "flex"):
         path = run(bf16=True, attention_backend="flash", moe_token_dispatcher_type=dispatcher)
         assert main(["plan", "sft", path, "--device", "h100-80", "--dry_run"]) == 0
@@ -272,6 +278,8 @@ def test_a_search_keeps_to_what_the_run_does_not_exclude(run, kind, changes, lef
     layouts = json.loads(capsys.readouterr().out)["layouts"]
     assert layouts
     assert all([name for name in OVERLAP if name in found["changes"]] == left for found in layouts)
+    times = [found["time"] for found in layouts]
+    assert all((time["beside"] > 0) == (kind in ("dpo", "kto")) for time in times), "a reference is run"
 
 
 def test_what_a_run_writes_down_has_the_images_of_the_plan(run, vision, capsys):

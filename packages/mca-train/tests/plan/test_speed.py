@@ -5,27 +5,56 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mca_config import TrainingArguments
+from mca_config.layout import ParallelLayout
+from mca_config.model_config import McaModelConfig, trained_dtype
+from mca_models.megatron.factory.target import Target
+from mca_models.megatron.factory.transformer_config import transformer_config
 from mca_models.templates import config_from_hf
+from mca_train.plan.chunks import Implementation
 from mca_train.plan.counts import ModelCounts
+from mca_train.plan.fitting import changed
 from mca_train.plan.hardware import hardware_of
 from mca_train.plan.memory import Subject
-from mca_train.plan.search import predicted
+from mca_train.plan.search import predicted, recomputations
+from mca_train.plan.speed import StepTime
+from mca_train.plan.towers import images_of
 
-QWEN3_8B = Path(__file__).parents[4] / "tools/recipes/qwen3-8b.json"
+ROOT = Path(__file__).parents[4]
+QWEN3_8B = ROOT / "tools/recipes/qwen3-8b.json"
+FOLDERS = (
+    ROOT / "tools/recipes",
+    *(ROOT / "packages/mca-models/tests/data" / n for n in ("configs", "vision_configs")),
+)
 WIDE: dict[str, Any] = {"num_attention_heads": 64, "num_query_groups": 16, "kv_channels": 256}
 
 
 def seconds(folder: Path, **changes: Any) -> float:
     """Of the passes of a step through 4 layers on one rank."""
-    args = TrainingArguments(output_dir=str(folder), bf16=True, use_cpu=True, report_to="none")
     config = config_from_hf(json.loads(QWEN3_8B.read_text()) | {"num_hidden_layers": 4})
-    config = replace(config, **changes)
-    model = ModelCounts.of(config)
-    subject = Subject(
-        config=config, seq_length=8192, model=model, implementation="transformer_engine", on_gpu=True
-    )
-    return predicted(subject, args, config.layout, 1, hardware_of("h100-80")).passes
+    return step(folder, replace(config, **changes)).passes
+
+
+def step(folder: Path, config: McaModelConfig, *, again: tuple[str, ...] = (), **of_subject: Any) -> StepTime:
+    """A step of ``config`` on one rank."""
+    args = TrainingArguments(output_dir=str(folder), bf16=True, use_cpu=True, report_to="none")
+    if again:
+        args = changed(args, {"recompute_granularity": "selective", "recompute_modules": list(again)})
+    subject = a_subject(config, **of_subject)
+    return predicted(subject, args, config.layout, 1, hardware_of("h100-80"))
+
+
+def a_subject(config: McaModelConfig, **more: Any) -> Subject:
+    values = {"implementation": "transformer_engine", "on_gpu": True} | more
+    return Subject(config=config, seq_length=8192, model=ModelCounts.of(config), **values)
+
+
+def model_of(name: str, **changes: Any) -> McaModelConfig:
+    """A published model, of few layers."""
+    file = next(path for folder in FOLDERS if (path := folder / f"{name}.json").exists())
+    return config_from_hf(json.loads(file.read_text()) | changes)
 
 
 def test_each_layer_takes_the_time_of_its_own_heads(tmp_path: Path) -> None:
@@ -46,3 +75,62 @@ def test_narrow_values_and_keys_that_are_taken_save_time(tmp_path: Path) -> None
     assert seconds(tmp_path, values_are_keys=True) < whole
     assert seconds(tmp_path, num_kv_shared_layers=2) < whole
     assert seconds(tmp_path, attention_output_gate=True) > whole
+
+
+def test_frozen_weights_have_no_gradients_and_a_reference_has_forward_passes(tmp_path: Path) -> None:
+    config = model_of("qwen3-8b", num_hidden_layers=4)
+    whole = step(tmp_path, config)
+    adapted = step(tmp_path, config, adapter=ModelCounts(config, ()))
+    assert 0.65 < adapted.passes / whole.passes < 0.85, "one of three products of each weight is left out"
+    compared = step(tmp_path, config, forwards=1)
+    assert (compared.passes, whole.beside) == (whole.passes, 0.0)
+    assert compared.total == pytest.approx(whole.total + compared.beside)
+    assert 0.25 < compared.beside / compared.passes < 0.4, "a forward pass of three as long"
+    assert step(tmp_path, config, forwards=3).beside == pytest.approx(3 * compared.beside)
+
+
+def test_images_take_the_time_of_their_tower(tmp_path: Path) -> None:
+    config = replace(model_of("qwen3-vl-235b-a22b"), num_layers=2, moe_layer_freq=None)
+    passes = {}
+    for parts in ((), ("language",), ("language", "vision")):
+        images = images_of(config, frozenset(parts), 8192, takes=True) if parts else None
+        passes[parts] = step(tmp_path, config, images=images).passes
+    alone, frozen, trained = passes.values()
+    assert trained - alone == pytest.approx(3 * (frozen - alone))
+    each = (
+        2 * 28**2 * 27 * (4 * 1152**2 + 2 * 1152 * 4304 + 2 * 1152 * 28**2)
+    )  # of 27 layers; 28 x 28 patches
+    least = each / 989e12 / 0.70
+    assert least < (frozen - alone) / 8 < 1.2 * least, "of each of 8 samples"
+
+
+def test_what_is_computed_again_takes_its_time(tmp_path: Path) -> None:
+    config = model_of("qwen3-30b-a3b", num_hidden_layers=2)
+    plain = step(tmp_path, config).passes
+    some = step(tmp_path, config, again=("moe_act", "layernorm")).passes
+    most = step(tmp_path, config, again=("moe",)).passes
+    assert plain < some < most
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "changes", "modules"),
+    [
+        ("qwen3-8b", "transformer_engine", {}, ["mlp"]),
+        ("qwen3-30b-a3b", "transformer_engine", {}, ["moe_act", "layernorm"]),
+        ("qwen3-30b-a3b", "transformer_engine", {"fp8": "hybrid"}, ["moe"]),
+        ("qwen3-30b-a3b", "local", {}, ["moe"]),
+        ("deepseek-v3", "transformer_engine", {}, ["mlp", "moe_act", "layernorm"]),
+    ],
+)
+def test_a_search_tries_what_the_layers_can_compute_again(
+    name: str, implementation: Implementation, changes: dict[str, Any], modules: list[str], tmp_path: Path
+) -> None:
+    settings = {"output_dir": str(tmp_path), "bf16": True, "use_cpu": True, "report_to": "none"}
+    args, config = TrainingArguments(**settings), model_of(name, num_hidden_layers=4)
+    nothing, some, everything = recomputations(
+        a_subject(config, implementation=implementation), changed(args, changes)
+    )
+    assert (nothing["recompute_granularity"], everything["recompute_granularity"]) == (None, "full")
+    assert some["recompute_modules"] == modules
+    given, target = TrainingArguments(**settings, **some), Target.planned(implementation)
+    transformer_config(config, given, ParallelLayout(), trained_dtype(config, given), target)  # takes them

@@ -13,6 +13,7 @@ import pytest
 from mca_config import TrainingArguments
 from mca_models.templates import config_from_hf
 from mca_train.plan.chunks import Implementation, Model
+from mca_train.plan.memory import make_plan
 from mca_train.plan.sizes import Sizes
 
 ROOT = Path(__file__).parents[4]
@@ -93,6 +94,45 @@ def test_recomputed_experts_keep_their_input_alone(tmp_path: Path) -> None:
 def test_a_norm_that_is_computed_again_keeps_its_input(tmp_path: Path) -> None:
     again = kept("qwen3-30b-a3b", tmp_path, **CORE | {"recompute_modules": ["layernorm"]})
     assert kept("qwen3-30b-a3b", tmp_path) - again == 2 * 2048
+
+
+def test_the_inputs_of_an_adapter_are_kept_as_they_are(tmp_path: Path) -> None:
+    config = config_from_hf(json.loads((ROOT / "tools/recipes/llama-3.1-8b.json").read_text()))
+
+    def bytes_of(*, fp8: str | None, frozen: bool) -> float:
+        args = TrainingArguments(output_dir=str(tmp_path), bf16=True, use_cpu=True, report_to="none")
+        args.fp8 = fp8
+        sizes = Sizes.of(config, args, TOKENS, frozen=frozen, on_gpu=True)
+        return Model(config, args, sizes, "transformer_engine", True).layer(0).kept
+
+    half = bytes_of(fp8=None, frozen=False)
+    assert bytes_of(fp8="hybrid", frozen=False) < half, "products keep what they take in fp8"
+    assert bytes_of(fp8="hybrid", frozen=True) == bytes_of(fp8=None, frozen=True) == half
+
+
+@pytest.mark.parametrize(
+    ("ranks", "others"), [(8, 8 * 8), (64, 64 * 2)], ids=["experts for all choices", "two experts"]
+)
+def test_the_worst_routing_sends_all_that_could_be_sent_to_a_rank(
+    ranks: int, others: int, tmp_path: Path
+) -> None:
+    """``others``: choices of one token of every rank of the group that experts of one rank can be."""
+    file = ROOT / "tools/recipes/qwen3-30b-a3b.json"
+    layers, hidden, inner, topk = 48, 2048, 768, 8
+    args = TrainingArguments(
+        output_dir=str(tmp_path),
+        bf16=True,
+        use_cpu=True,
+        report_to="none",
+        per_device_train_batch_size=1,
+        expert_model_parallel_size=ranks,
+    )
+    config = config_from_hf(json.loads(file.read_text()))
+    plan = make_plan(config, args, TOKENS, ranks, implementation="transformer_engine", on_gpu=True)
+    of_each = 2 * (hidden + 3 * inner)  # as sent, gate and up, and the second product's input
+    assert plan.stages[0].worst_routing == layers * TOKENS * (others - topk) * of_each
+    limit = Sizes.of(replace(config, layout=plan.layout), args, TOKENS, on_gpu=True)
+    assert replace(limit, capacity=1.5).dispatched(worst=True) == 1.5 * TOKENS * topk
 
 
 def test_experts_padded_to_their_capacity_are_sent_as_much(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ class Subject:
         evaluated: Whether rows are evaluated too, in micro-batches of their own size.
         precomputed: Whether log-probabilities of the reference are computed before training, in such micro-batches;
             it is gone by then.
+        forwards: Forward passes of all samples of a step beside training, as of a reference.
     """
 
     config: McaModelConfig
@@ -120,6 +121,7 @@ class Subject:
     images: Images | None = None
     evaluated: bool = False
     precomputed: bool = False
+    forwards: int = 0
     _on: dict[ParallelLayout, McaModelConfig] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -20,11 +20,6 @@ from mca_train.plan.speed import Speed, StepTime
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
 
-_RECOMPUTE: tuple[JsonObject, ...] = (
-    {"recompute_granularity": None},
-    {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-    FULL,
-)
 _ENDS_COUNT: JsonObject = {
     "account_for_embedding_in_pipeline_split": True,
     "account_for_loss_in_pipeline_split": True,
@@ -91,7 +86,8 @@ def fitting(
     """
     tried = []
     overlap = {name: True for name in OVERLAPS[0] if getattr(training, name)}
-    for layout, keys in _candidates(subject, batch, gpus, hardware.device.node):
+    again = recomputations(subject, training)
+    for layout, keys in _candidates(subject, batch, gpus, hardware.device.node, again):
         if not allowed(layout):
             continue
         changes = overlap | keys
@@ -132,14 +128,29 @@ def predicted(
         frozen=subject.adapter is not None,
         on_gpu=subject.on_gpu,
     )
-    model = Model(config, training, sizes, subject.implementation, subject.on_gpu)
+    model = Model(config, training, sizes, subject.implementation, subject.on_gpu, subject.images)
     trained = subject.trained_by_stage(layout)
     share = shares(training.use_distributed_optimizer, grid)
-    return Speed(model, grid, hardware).step(trained, share, roughly=roughly)
+    return Speed(model, grid, hardware).step(trained, share, forwards=subject.forwards, roughly=roughly)
+
+
+def recomputations(subject: Subject, training: "TrainingArguments") -> tuple[JsonObject, ...]:
+    """Nothing, what saves most for its time, and everything."""
+    config = subject.config
+    kinds = {config.is_moe_layer(number) for number in range(config.num_layers) if config.has_mlp(number)}
+    modules = ["mlp"] if False in kinds else []
+    if True in kinds:
+        scaled_late = training.fp8 and training.fp8_recipe in (None, "delayed")
+        grouped = subject.implementation == "transformer_engine" and not scaled_late
+        modules += ["moe_act"] if grouped else ["moe"]
+        if grouped and config.parallel_block == "none" and not config.moe_shortcut:
+            modules.append("layernorm")
+    some: JsonObject = {"recompute_granularity": "selective", "recompute_modules": modules}
+    return {"recompute_granularity": None}, *([some] if modules else []), FULL
 
 
 def _candidates(
-    subject: Subject, batch: int, gpus: int, node: int
+    subject: Subject, batch: int, gpus: int, node: int, recomputations: tuple[JsonObject, ...]
 ) -> Iterator[tuple[ParallelLayout, JsonObject]]:
     for layout in _layouts(subject, gpus, node):
         data = gpus // layout.model_parallel_size
@@ -149,7 +160,7 @@ def _candidates(
                 continue
             if layout.pp > 1 and accumulated < layout.pp:
                 continue
-            for recompute in _RECOMPUTE:
+            for recompute in recomputations:
                 changes = _keys(subject.config, layout) | recompute
                 changes |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulated}
                 if subject.runs_forward_alone:

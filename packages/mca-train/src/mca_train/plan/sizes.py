@@ -102,7 +102,9 @@ class Sizes:
         width = width_of(config, training)
         return cls(
             width=width,
-            operand=EIGHTH if training.fp8 else width,
+            operand=EIGHTH
+            if training.fp8 and not frozen
+            else width,  # an adapter takes what no cast has changed
             sequences=count,
             length=length,
             tokens=tokens,

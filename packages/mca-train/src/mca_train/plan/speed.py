@@ -31,6 +31,7 @@ _PADDED = 4
 """How often tokens of experts are copied so that each has a number of them that fp8 products take."""
 _REARRANGED = 16
 """How often the hidden states of tokens sent to experts are read or written: sorted, sent, and all that back."""
+_MOVED_AGAIN = frozenset({"moe_act", "layernorm"})
 _STEPPED = 30
 """Bytes that the optimizer reads and writes for a parameter: weight, gradient and two moments."""
 
@@ -48,6 +49,8 @@ class StepTime:
     optimizer: float
     of_messages: float
     """The part of `passes` that is messages of tensor, expert and context ranks."""
+    beside: float = 0.0
+    """Forward passes that nothing is trained with: of a reference, and of kto's mismatched answers."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,15 @@ class Speed:
     grid: RankGrid
     hardware: Hardware
 
-    def step(self, trained: list[Count], share: Count, *, roughly: bool = False) -> StepTime:
+    def step(
+        self, trained: list[Count], share: Count, *, forwards: int = 0, roughly: bool = False
+    ) -> StepTime:
         """Of a step.
 
         Args:
             trained: Parameters with a gradient on each pipeline rank.
             share: Over how many ranks optimizer state is split.
+            forwards: Forward passes of all samples beside training.
             roughly: By the formula of the bubble, not by the order of passes.
         """
         layout, training = self.grid.layout, self.model.training
@@ -85,7 +91,8 @@ class Speed:
             training.microbatch_group_size_per_vp_stage,
         )
         passes = max(sum(t.forward + t.backward for t in of_rank) for of_rank in times) * order.micro_batches
-        end = passes * (1 + (order.pp - 1) / order.vpp / order.micro_batches)
+        filled = 1 + (order.pp - 1) / order.vpp / order.micro_batches
+        end = passes * filled
         if not roughly:
             end = self._pipeline(order, times)
         gradients = max(self._gradients(count) for count in trained)
@@ -93,13 +100,16 @@ class Speed:
             (count.dense / share.dense + count.experts / share.experts) * _STEPPED for count in trained
         ) / (self.hardware.device.memory_gb_s * 1e9 * self.hardware.efficiency.memory)
         messages = max(sum(t.messages for t in of_rank) for of_rank in times) * order.micro_batches
+        forward = max(sum(t.forward for t in of_rank) for of_rank in times) * order.micro_batches
+        beside = forwards * forward * filled
         return StepTime(
-            total=end + gradients + optimizer,
+            total=end + gradients + optimizer + beside,
             passes=passes,
             waiting=end - passes,
             gradients=gradients,
             optimizer=optimizer,
             of_messages=messages,
+            beside=beside,
         )
 
     def _pipeline(self, order: Order, times: list[list[_Layer]]) -> float:
@@ -128,7 +138,25 @@ class Speed:
         again = 1.0 if self.model.training.recompute_granularity == "full" else 0.0
         forward = sum(layer.forward for layer in layers)
         backward = sum(layer.backward + layer.forward * again for layer in layers)
-        return _Layer(forward + head, backward + 2 * head, sum(layer.messages for layer in layers))
+        images, of_images = self._images() if chunk.has_embedding else (0.0, 0.0)
+        return _Layer(
+            forward + head + images,
+            backward + self._gradients_of_products * head + of_images,
+            sum(layer.messages for layer in layers),
+        )
+
+    @property
+    def _gradients_of_products(self) -> float:
+        """What a product's backward pass takes of its forward pass: a frozen weight has no gradient, its input has."""
+        return 1.0 if self.model.sizes.frozen else 2.0
+
+    def _images(self) -> tuple[float, float]:
+        """Seconds of the tower's forward and backward passes; tensor ranks share its images."""
+        images, sizes = self.model.images, self.model.sizes
+        if images is None:
+            return 0.0, 0.0
+        forward = self._products(images.flops(sizes.sequences) / sizes.layout.tp, half=True)
+        return forward, 2 * forward if "vision" in images.trained else 0.0
 
     def _head(self) -> float:
         """The output layer and the loss, forward."""
@@ -160,21 +188,27 @@ class Speed:
         # a gate, a projection, and a share of what makes the embeddings of all layers
         beside = 3 * config.per_layer_input_size * config.hidden_size
         products = self._products(2 * (sizes.tokens * attention + sizes.split * beside)) + mlp
-        moved = self._moved(2.5 * self.model.layer(number).kept)
+        moved = self._moved(2.5 * sum(line.bytes for line in self.model.lines(number)))
         launch = _KERNELS * (2 if moe else 1) * self.hardware.efficiency.launch_us * 1e-6
         experts = self._experts() if moe else _Layer(0.0, 0.0, 0.0)
         halves = config.has_attention(number) + config.has_mlp(number)
         messages = self._tensor_messages() * halves / 2
         rest = self._context_messages(number, scores) if config.has_attention(number) else 0.0
-        again = self._again({"core_attn": scores, "moe" if moe else "mlp": experts.forward if moe else mlp})
+        again = self._again(
+            number, {"core_attn": scores, "mlp": mlp, "moe": experts.forward + experts.messages}
+        )
         forward = max(products + scores + moved, launch) + experts.forward
-        backward = max(2 * products + 2.5 * scores + moved, 2 * launch) + again + experts.backward
+        gradients = self._gradients_of_products * products
+        backward = max(gradients + 2.5 * scores + moved, 2 * launch) + again + experts.backward
         spent = messages + experts.messages
         return _Layer(forward + spent + rest, backward + spent + 2 * rest, 2 * spent + 3 * rest)
 
-    def _again(self, seconds: dict[str, float]) -> float:
-        """What selective recomputation adds to a backward pass."""
-        return sum(time for module, time in seconds.items() if module in recomputed(self.model.training))
+    def _again(self, number: int, seconds: dict[str, float]) -> float:
+        """What selective recomputation adds to a backward pass; `_MOVED_AGAIN` takes the time of what it makes."""
+        modules = recomputed(self.model.training)
+        made = set() if "moe" in modules else modules & _MOVED_AGAIN
+        moved = sum(line.bytes for line in self.model.lines(number) if line.module in made) if made else 0.0
+        return self._moved(2.5 * moved) + sum(time for name, time in seconds.items() if name in modules)
 
     def _mlp(self, inner: float) -> float:
         return (3 if self.model.config.gated_linear_unit else 2) * inner * self.model.config.hidden_size
@@ -260,7 +294,7 @@ class Speed:
             messages *= 1 - self.hardware.efficiency.overlapped
         return _Layer(
             max(products, once) + moved + beside,
-            max(2 * products, twice) + moved + 2 * beside,
+            max(self._gradients_of_products * products, twice) + moved + self._gradients_of_products * beside,
             messages,
         )
 

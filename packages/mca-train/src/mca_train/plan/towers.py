@@ -160,6 +160,16 @@ class Images:
         """Of the images of one sequence."""
         return self.count * self.tokens * self.tower.merge**2
 
+    def flops(self, sequences: int) -> float:
+        """Of the forward pass of so many: products, attention of whole images, and projectors."""
+        tower, patches = self.tower, sequences * self.patches
+        merged = tower.hidden * tower.merge**2
+        factors = 3 if _BLOCKS.get(tower.kind, _Block()).inner == _GATED.inner else 2
+        layer = 4 * tower.hidden**2 + factors * tower.hidden * tower.inner
+        layer += 2 * tower.hidden * self.tokens * tower.merge**2  # scores, and what they weigh
+        projected = tower.projectors * (merged + tower.features) * tower.hidden
+        return 2.0 * patches * (tower.depth * layer + tower.values * tower.hidden + projected)
+
     def __str__(self) -> str:
         trained = "trained" if "vision" in self.trained else "frozen"
         return (

@@ -182,6 +182,7 @@ def _reason(one: Found, best: Found, usable: float) -> str:
         "computing": time.passes - time.of_messages,
         "messages within layers": time.of_messages,
         "waiting in the pipeline": time.waiting,
+        "forward passes of a reference": time.beside,
         "gradients and weights": time.gradients,
         "optimizer": time.optimizer,
     }

@@ -72,5 +72,6 @@ def subject_of(
         on_gpu=on_gpu or platform.device_type() == "cuda",
         images=images,
         evaluated=bool(settings.data.eval_file),
+        forwards=run.task.forwards_beside(settings),
         precomputed=getattr(settings.own, "precompute_ref_log_probs", False),
     )

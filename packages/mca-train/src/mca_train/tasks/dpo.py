@@ -141,6 +141,11 @@ class Dpo(AnswerTask):
 
         return model_problems(megatron)
 
+    def forwards_beside(self, settings: "Settings") -> int:
+        """One of the reference, unless it was run before."""
+        own = _own(settings)
+        return int(own.loss().needs_reference and not own.precompute_ref_log_probs)
+
     def reference(self, settings: "Settings") -> str | None:
         """The model named as such, or the model itself as it begins; with an adapter, that without it serves."""
         own = _own(settings)

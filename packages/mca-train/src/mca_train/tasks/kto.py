@@ -101,6 +101,10 @@ class Kto(Sft):
 
         return step_problems(samples)
 
+    def forwards_beside(self, settings: "Settings") -> int:
+        """Of the reference with the answers; of both models with the mismatched ones."""
+        return 3
+
     def reference(self, settings: "Settings") -> str | None:
         """The model named as such, or the model itself as it begins; with an adapter, that without it serves."""
         path = _own(settings).reference_model_name_or_path

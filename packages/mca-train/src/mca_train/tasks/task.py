@@ -172,6 +172,10 @@ class Task(ABC):
         """``data`` with what it leaves to the model, which has the head of this kind."""
         return data
 
+    def forwards_beside(self, settings: "Settings") -> int:
+        """Forward passes of all samples of a step that nothing is trained with."""
+        return 0
+
     def reference(self, settings: "Settings") -> str | None:
         """The directory of a frozen model that stands beside the trained one; None: none does."""
         return None
