@@ -96,6 +96,12 @@ FAMILY = with_vision(
     "gemma3",
     "Gemma3ForConditionalGeneration",
     {"gemma3_text": text_family()},
-    VisionPart(tensors=tensors, spellings=SPELLINGS, projector=(PROJECTOR,), unused=(f"{TOWER}head.",)),
+    VisionPart(
+        tensors=tensors,
+        spellings=SPELLINGS,
+        projector=(PROJECTOR,),
+        unused=(f"{TOWER}head.",),
+        image_tokens="fixed",
+    ),
     TextInside(text_model_type="", tied=True, defaults={"mm_tokens_per_image": 256}),
 )

@@ -70,6 +70,7 @@ FAMILY = with_vision(
         tensors=tensors,
         spellings=(beside_text(TOWER, PROJECTOR), as_modules(TOWER, PROJECTOR)),
         projector=(PROJECTOR,),
+        image_tokens="tiles",
     ),
     TextInside(text_model_type="", tied=True),
 )

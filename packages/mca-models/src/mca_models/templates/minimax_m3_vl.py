@@ -59,6 +59,11 @@ FAMILY = with_vision(
     "minimax_m3_vl",
     "MiniMaxM3SparseForConditionalGeneration",
     {"minimax_m3_vl_text": minimax_m3_vl_text.FAMILY},
-    VisionPart(tensors=tensors, spellings=(PUBLISHED, as_modules(TOWER, PROJECTOR)), projector=(PROJECTOR,)),
+    VisionPart(
+        tensors=tensors,
+        spellings=(PUBLISHED, as_modules(TOWER, PROJECTOR)),
+        projector=(PROJECTOR,),
+        image_tokens=None,
+    ),
     TextInside(text_model_type="", text_ties=True),
 )

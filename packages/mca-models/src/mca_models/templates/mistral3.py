@@ -58,6 +58,7 @@ FAMILY = with_vision(
         tensors=tensors,
         spellings=(beside_text(TOWER, PROJECTOR), as_modules(TOWER, PROJECTOR)),
         projector=(PROJECTOR,),
+        image_tokens="lines",
     ),
     TextInside(text_model_type="", tied=True),
     assumed=True,

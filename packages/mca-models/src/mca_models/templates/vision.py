@@ -5,6 +5,7 @@ Which tensors a vision model has is said in the family's own file, with ``linear
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
@@ -21,6 +22,10 @@ PREFIX = "vision_model."
 
 SPELLING, MORE = "hf_spelling", "hf_vision_more"
 """Facts in ``extra``: which of the family's spellings a checkpoint has; tensors that no table names, with shapes."""
+
+ImageTokenKind = Literal["patches", "tiles", "lines", "fixed"]
+"""How an image is cut into tokens: a grid of merged patches, tiles of equally many tokens, lines with a mark after
+each, or as many tokens for every image."""
 
 _TEXT, _HEAD = "model.", "lm_head."
 _KEYS = (
@@ -108,12 +113,15 @@ class VisionPart:
         spellings: How files may name things, that of published ones first, that of transformers' modules last.
         projector: Beginnings of the names of what makes the text's features of the tower's.
         unused: Beginnings of the names of what no feature depends on.
+        image_tokens: How an image in a row becomes tokens; None: the processor puts tokens around it that mca does not
+            write.
     """
 
     tensors: Callable[[McaModelConfig], Shapes]
     spellings: tuple[Spelling, ...]
     projector: tuple[str, ...]
     unused: tuple[str, ...] = ()
+    image_tokens: ImageTokenKind | None = "patches"
 
     def part_of(self, name: str) -> str:
         """Which part of a model the vision model's ``name`` is: ``vision``, ``projector``, or ``unused``."""

@@ -9,7 +9,7 @@ Gemma 3      as many tokens for every image, between two marks and empty lines
 import copy
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,8 @@ from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_models.images import ImagePlace, placeholders
+from mca_models.templates import family_of
+from mca_models.templates.vision import ImageTokenKind
 from mca_train.data.image_tokens import Grid, ImageTokens
 from mca_train.types import ImageProcessor
 
@@ -193,30 +195,65 @@ def image_tokens(
     """
     if config.vision is None:
         raise UsageError(f"a {config.model_type} model takes no images; leave them out of the rows")
-    if config.model_type == "minimax_m3_vl":
+    kind = _kind(config)
+    if kind is None:
         raise UsageError(
-            "images of minimax_m3_vl are not supported in rows: mca does not write the tokens that its processor puts "
-            "around an image; remove the images from the rows of the dataset"
+            f"images of {config.model_type} are not supported in rows: mca does not write the tokens that its "
+            "processor puts around an image; remove the images from the rows of the dataset"
         )
     vision, processor = config.vision, _processor(directories)
     token = placeholders(vision).get("image")
     if token is None:
         raise UsageError(f"config.json: image_token_id is missing, the placeholder of {config.model_type}")
-    if config.model_type == "internvl":
-        marks = _ids(tokenizer, "<img>", "</img>")
-        return TileTokens(processor, token, vision.get("image_seq_length", 256), marks)
-    if config.model_type == "mistral3":
-        side = vision["vision_config"].get("patch_size", 16) * vision.get("spatial_merge_size", 2)
-        return LineTokens(processor, token, side, _ids(tokenizer, "[IMG_BREAK]", "[IMG_END]"))
-    if config.model_type == "gemma3":
-        length, written = vision.get("mm_tokens_per_image", 256), _of_gemma(tokenizer, vision)[1]
-        return FixedTokens(processor, token, length, _marks_of_gemma(vision), written)
-    patches = PatchTokens(processor, token)
-    patches.before, patches.after = (
+    return _MAKERS[kind](processor, token, vision, tokenizer)
+
+
+def _kind(config: McaModelConfig) -> ImageTokenKind | None:
+    """How the family of ``config`` cuts images into tokens; None if in no way that is known, or if it takes none."""
+    part = family_of(config.model_type).vision
+    return part.image_tokens if part is not None else None
+
+
+def _patches(
+    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    made = PatchTokens(processor, token)
+    made.before, made.after = (
         [vision[key] for key in (f"vision_{side}_token_id", f"image_{side}_token_id") if key in vision]
         for side in ("start", "end")
     )
-    return patches
+    return made
+
+
+def _tiles(
+    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    return TileTokens(
+        processor, token, vision.get("image_seq_length", 256), _ids(tokenizer, "<img>", "</img>")
+    )
+
+
+def _lines(
+    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    side = vision["vision_config"].get("patch_size", 16) * vision.get("spatial_merge_size", 2)
+    return LineTokens(processor, token, side, _ids(tokenizer, "[IMG_BREAK]", "[IMG_END]"))
+
+
+def _fixed(
+    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    length, written = vision.get("mm_tokens_per_image", 256), _of_gemma(tokenizer, vision)[1]
+    return FixedTokens(processor, token, length, _marks_of_gemma(vision), written)
+
+
+_Maker = Callable[[ImageProcessor, int, Values, "PreTrainedTokenizerBase"], ImageTokens]
+_MAKERS: Mapping[ImageTokenKind, _Maker] = {
+    "patches": _patches,
+    "tiles": _tiles,
+    "lines": _lines,
+    "fixed": _fixed,
+}
 
 
 def _processor(directories: Sequence[Path]) -> ImageProcessor:
@@ -260,7 +297,7 @@ def with_image_marks(
     one token with those beside them.
     """
     template = tokenizer.chat_template
-    if config.model_type != "gemma3" or config.vision is None or not isinstance(template, str):
+    if _kind(config) != "fixed" or config.vision is None or not isinstance(template, str):
         return tokenizer
     changed = copy.copy(tokenizer)
     changed.chat_template = template.replace(*_of_gemma(tokenizer, config.vision))
