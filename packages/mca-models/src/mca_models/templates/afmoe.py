@@ -13,7 +13,14 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.exaone4 import rotated_windows
 from mca_models.templates.family import Family
-from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields, moe_params, require_sigmoid_choice
+from mca_models.templates.moe import (
+    SIGMOID_ROUTER,
+    expert_fields,
+    moe_params,
+    require_sigmoid_choice,
+    restore_shared_experts,
+    shared_experts_as_one,
+)
 from mca_models.templates.names import MoeNames
 from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
 from mca_models.weights import Param
@@ -30,19 +37,16 @@ def derive(hf: HfConfig) -> JsonObject:
     return {
         **rotated_windows(kinds),
         "moe_layer_freq": tuple(int(i >= hf.get("num_dense_layers", 1)) for i in range(count)),
-        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * hf.get("num_shared_experts", 2)
-        or None,
+        **shared_experts_as_one(hf, "num_shared_experts", 2),
         "embedding_multiplier": hf["hidden_size"] ** 0.5 if hf.get("mup_enabled") else 1.0,
     }
 
 
 def restore(config: McaModelConfig) -> HfConfig:
     """See ``ConfigTable.restore``."""
-    shared, width = config.moe_shared_expert_intermediate_size or 0, config.moe_ffn_hidden_size or 1
     dense = [layer for layer in range(config.num_layers) if not config.is_moe_layer(layer)]
-    scaled = config.embedding_multiplier != 1.0
-    counts = {"num_dense_layers": len(dense), "num_shared_experts": shared // width}
-    return {**counts, "mup_enabled": scaled, **restore_kinds(config)}
+    counts = {"num_dense_layers": len(dense), **restore_shared_experts(config, "num_shared_experts")}
+    return {**counts, "mup_enabled": config.embedding_multiplier != 1.0, **restore_kinds(config)}
 
 
 CONFIG = ConfigTable(

@@ -3,39 +3,25 @@
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
 from mca_models.templates.common import renamed
-from mca_models.templates.config_table import (
-    NO_ATTENTION_BIAS,
-    NO_MLP_BIAS,
-    SILU,
-    ConfigTable,
-    Field,
-    HfConfig,
-    dense_fields,
-)
+from mca_models.templates.config_table import SWIGLU_WITHOUT_BIASES, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.moe import TRANSPOSED, moe_params
+from mca_models.templates.moe import (
+    TRANSPOSED,
+    found_stacked,
+    moe_params,
+    restore_shared_experts,
+    shared_experts_as_one,
+)
 from mca_models.templates.names import EXPERTS_TURNED, MoeNames
 from mca_models.weights import Param
 
 NAMES = MoeNames(router="mlp.router.weight")
+SHARED = "moe_num_shared_experts"
 FILES = {
     "mlp.experts.gate_up_proj": "mlp.experts.fc1.weight",
     "mlp.experts.down_proj": "mlp.experts.fc2.weight",
 }
-
-
-def derive(hf: HfConfig) -> JsonObject:
-    """The shared experts as one wide one."""
-    shared = hf["intermediate_size"] * hf.get("moe_num_shared_experts", 2)
-    return {"moe_shared_expert_intermediate_size": shared or None}
-
-
-def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
-    shared = config.moe_shared_expert_intermediate_size or 0
-    return {"moe_num_shared_experts": shared // config.ffn_hidden_size}
 
 
 CONFIG = ConfigTable(
@@ -46,9 +32,9 @@ CONFIG = ConfigTable(
         Field("moe_router_topk", "moe_topk", 2),
     ),
     defaults={"pad_token_id": 2},
-    fixed=(SILU, NO_ATTENTION_BIAS, NO_MLP_BIAS),
-    derive=derive,
-    restore=restore,
+    fixed=SWIGLU_WITHOUT_BIASES,
+    derive=lambda hf: shared_experts_as_one(hf, SHARED, 2, "intermediate_size"),
+    restore=lambda config: restore_shared_experts(config, SHARED),
 )
 
 
@@ -65,8 +51,6 @@ FAMILY = Family(
     architecture="AriaTextForCausalLM",
     config=CONFIG,
     params=params,
-    found=lambda config, names, shapes: (
-        {"fused_experts": True} if any(name.endswith("experts.gate_up_proj") for name in names) else {}
-    ),
+    found=found_stacked,
     fp8_unread=EXPERTS_TURNED,
 )

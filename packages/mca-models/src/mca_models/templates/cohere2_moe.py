@@ -8,7 +8,13 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import cohere, cohere2
 from mca_models.templates.config_table import HfConfig, read_rope
-from mca_models.templates.moe import expert_fields, moe_params, require_sigmoid_choice, restore_listed_layers
+from mca_models.templates.moe import (
+    expert_fields,
+    moe_params,
+    require_sigmoid_choice,
+    restore_listed_layers,
+    restore_shared_experts,
+)
 from mca_models.templates.names import MoeNames
 from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
 
@@ -51,10 +57,9 @@ def restore(config: McaModelConfig) -> HfConfig:
     kinds = {**restore_kinds(config), **restore_listed_layers(config)}
     dense = {"prefix_dense_intermediate_size": config.ffn_hidden_size}
     score = {"expert_selection_fn": config.moe_router_score_function}
-    shared, width = config.moe_shared_expert_intermediate_size or 0, config.moe_ffn_hidden_size or 1
     beside = {
         "norm_topk_prob": config.moe_router_normalised,
-        "num_shared_experts": shared // width,
+        **restore_shared_experts(config, "num_shared_experts"),
         "shared_expert_combination_strategy": "average" if config.moe_shared_expert_mean else "sum",
     }
     eps, root = config.layernorm_epsilon, config.normalization == "RMSNorm"

@@ -86,6 +86,30 @@ class Fixed:
             )
 
 
+@dataclass(frozen=True)
+class DropoutTogether:
+    """Dropout of embeddings, which Megatron has only where it has dropout behind layers.
+
+    Args:
+        embeddings: HF's key of that of embeddings.
+        layers: HF's key of that behind layers.
+        default: What an absent key means.
+    """
+
+    embeddings: str
+    layers: str
+    default: float = 0.0
+
+    def check(self, hf: Values) -> None:
+        """Refuses the first without the second, by name."""
+        own, theirs = hf.get(self.embeddings, self.default), hf.get(self.layers, self.default)
+        if own and not theirs:
+            raise HfConfigError(
+                f"config.json: '{self.embeddings}' is {own} and '{self.layers}' {theirs or 0}; supported: 0 both, or "
+                "neither (Megatron drops of embeddings as of layers)"
+            )
+
+
 CAUSAL = Fixed("is_causal", (True,), "Megatron's decoder is causal")
 
 
@@ -97,7 +121,7 @@ class ConfigTable:
         fields: Facts that both name.
         defaults: What absent HF keys mean, where it is not what the fields say.
         constants: ``McaModelConfig`` fields that follow from the family alone.
-        fixed: HF keys with values that cannot be represented.
+        fixed: HF keys with values that cannot be represented, alone or together.
         derive: Further fields computed from the HF dict.
         restore: The HF keys for what ``derive`` computed; used only when there is no source ``config.json``.
         aliases: Other names of HF keys, which win in transformers where a file has both.
@@ -109,7 +133,7 @@ class ConfigTable:
     fields: tuple[Field, ...]
     defaults: Values = dataclasses.field(default_factory=dict)
     constants: Values = dataclasses.field(default_factory=dict)
-    fixed: tuple[Fixed, ...] = ()
+    fixed: tuple[Fixed | DropoutTogether, ...] = ()
     derive: Callable[[HfConfig], JsonObject] = lambda hf: {}
     restore: Callable[[FamilyConfig], HfConfig] = lambda config: {}
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -257,16 +281,6 @@ def _original_context(rope: Values, hf: Values) -> Typed:
     return hf.get(ORIGINAL) or rope.get(ORIGINAL) or hf.get("max_position_embeddings")
 
 
-def require_dropouts(hf: Values, embeddings: str, layers: str, default: float = 0.0) -> None:
-    """Refuses dropout of embeddings without dropout behind layers, which Megatron knows together only."""
-    own, theirs = hf.get(embeddings, default), hf.get(layers, default)
-    if own and not theirs:
-        raise HfConfigError(
-            f"config.json: '{embeddings}' is {own} and '{layers}' {theirs or 0}; supported: 0 both, or neither "
-            "(Megatron drops of embeddings as of layers)"
-        )
-
-
 def head_dim(hf: Values) -> int:
     """HF's default head dimension."""
     return int(hf["hidden_size"] // hf["num_attention_heads"])
@@ -305,6 +319,7 @@ def _no_bias(hf: str, alone: str) -> Fixed:
 NO_ATTENTION_BIAS = _no_bias("attention_bias", "the attention projections alone, output included")
 NO_MLP_BIAS = _no_bias("mlp_bias", "the MLP alone")
 SILU = Fixed("hidden_act", ("silu",), "this family's gated MLP is built with SwiGLU")
+SWIGLU_WITHOUT_BIASES = (SILU, NO_ATTENTION_BIAS, NO_MLP_BIAS)
 
 
 def _plain(value: Typed) -> Typed:

@@ -4,9 +4,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import (
-    NO_ATTENTION_BIAS,
-    NO_MLP_BIAS,
-    SILU,
+    SWIGLU_WITHOUT_BIASES,
     ConfigTable,
     HfConfig,
     dense_fields,
@@ -43,7 +41,7 @@ def restore(config: McaModelConfig) -> HfConfig:
 CONFIG = ConfigTable(
     fields=dense_fields(eps=1e-5),
     defaults={"num_key_value_heads": 8, "rope_theta": _ROPE["rope_theta"]},
-    fixed=(SILU, NO_ATTENTION_BIAS, NO_MLP_BIAS),
+    fixed=SWIGLU_WITHOUT_BIASES,
     derive=derive,
     restore=restore,
 )

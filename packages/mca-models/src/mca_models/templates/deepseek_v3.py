@@ -13,7 +13,14 @@ from mca_models.templates.config_table import (
     dense_fields,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields, moe_params, require_sigmoid_choice
+from mca_models.templates.moe import (
+    SIGMOID_ROUTER,
+    expert_fields,
+    moe_params,
+    require_sigmoid_choice,
+    restore_shared_experts,
+    shared_experts_as_one,
+)
 from mca_models.templates.mtp import mtp_copies
 from mca_models.templates.names import HF_ATTN, MoeNames
 from mca_models.weights import COLUMN, ROW, Alternating, Concat, GroupedHeads, Param
@@ -50,8 +57,7 @@ def grouped_experts(hf: HfConfig) -> JsonObject:
     groups = hf.get("n_group") or 1
     return {
         "moe_layer_freq": tuple(int(layer >= dense) for layer in range(layers)),
-        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * (hf.get("n_shared_experts") or 0)
-        or None,
+        **shared_experts_as_one(hf, "n_shared_experts", 0),
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": (hf.get("topk_group") or 1) if groups > 1 else None,
         "mtp_num_layers": hf.get("num_nextn_predict_layers") or 0,
@@ -60,11 +66,10 @@ def grouped_experts(hf: HfConfig) -> JsonObject:
 
 def restore_groups(config: McaModelConfig) -> HfConfig:
     """See ``ConfigTable.restore``."""
-    shared, width = config.moe_shared_expert_intermediate_size or 0, config.moe_ffn_hidden_size or 1
     dense = [layer for layer in range(config.num_layers) if not config.is_moe_layer(layer)]
     return {
         "first_k_dense_replace": len(dense),
-        "n_shared_experts": shared // width,
+        **restore_shared_experts(config, "n_shared_experts"),
         "n_group": config.moe_router_num_groups or 1,
         "topk_group": config.moe_router_group_topk or 1,
         "num_nextn_predict_layers": config.mtp_num_layers,

@@ -42,11 +42,7 @@ CONFIG = ConfigTable(
         **{"num_key_value_heads": 4, "head_dim": 128, "mlp_only_layers": [0, 1], "norm_topk_prob": True},
         "router_aux_loss_coef": 0.0005,
     },
-    constants={
-        "qk_layernorm": True,
-        "softmax_type": "learnable",
-        "moe_router_score_function": "sigmoid",
-    },
+    constants={"qk_layernorm": True, "softmax_type": "learnable", "moe_router_score_function": "sigmoid"},
     fixed=(SILU, NO_ATTENTION_BIAS, Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores")),
     derive=derive,
     restore=lambda config: qwen3_moe.restore_sparse(config) | restore_kinds(config),
@@ -59,10 +55,4 @@ def params(config: McaModelConfig) -> list[Param]:
     return rules if config.extra.get("fused_experts") else renamed(rules, {"sinks": "softmax_offset"})
 
 
-FAMILY = Family(
-    model_type="flint",
-    architecture="FlintForCausalLM",
-    config=CONFIG,
-    params=params,
-    moe=NAMES,
-)
+FAMILY = Family(model_type="flint", architecture="FlintForCausalLM", config=CONFIG, params=params, moe=NAMES)

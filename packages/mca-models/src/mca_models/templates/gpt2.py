@@ -7,7 +7,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject, Values
 from mca_models.templates import gptj
 from mca_models.templates.common import attention, dense_mlp, embedding, fused_qkv, head, positions, renamed
-from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, require_dropouts
+from mca_models.templates.config_table import ConfigTable, DropoutTogether, Field, Fixed, HfConfig
 from mca_models.templates.family import Family
 from mca_models.templates.gpt_neox import token_head
 from mca_models.templates.shapes import Shape
@@ -23,7 +23,6 @@ BARE = "hf_without_prefix"
 
 def derive(hf: HfConfig) -> JsonObject:
     """Sizes of a head."""
-    require_dropouts(hf, "embd_pdrop", "resid_pdrop", 0.1)
     return {"num_query_groups": hf["n_head"], "kv_channels": hf["n_embd"] // hf["n_head"]}
 
 
@@ -45,6 +44,7 @@ CONFIG = ConfigTable(
         "learned_positions": True,
     },
     fixed=(
+        DropoutTogether("embd_pdrop", "resid_pdrop", 0.1),
         Fixed("scale_attn_weights", (True,), "scores are divided by the root of a head's channels"),
         Fixed("scale_attn_by_inverse_layer_idx", (False,), "scores of all layers have one scale"),
         Fixed("add_cross_attention", (False,), "a decoder without an encoder"),

@@ -1,15 +1,13 @@
 """Granite 3 with experts: HF ``GraniteMoeForCausalLM``: stacked experts, Granite's factors."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import Values
 from mca_models.templates import granite
 from mca_models.templates.common import attention, embedding, head, inner
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable
 from mca_models.templates.family import Family
-from mca_models.templates.moe import aux_loss, expert_fields, restore_aux_loss
-from mca_models.templates.shapes import Shape
+from mca_models.templates.moe import aux_loss, expert_fields, found_stacked, restore_aux_loss
 from mca_models.weights import GATED, ROW, Param, each
 
 CONFIG = ConfigTable(
@@ -27,11 +25,6 @@ CONFIG = ConfigTable(
 BLOCK = "block_sparse_moe."
 FILES = ("router.layer.weight", "input_linear.weight", "output_linear.weight")
 MEMORY = ("router.weight", "experts.gate_up_proj", "experts.down_proj")
-
-
-def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whether tensors have the names that transformers' modules (5.x) give them."""
-    return {"fused_experts": True} if any(name.endswith(BLOCK + MEMORY[1]) for name in names) else {}
 
 
 def shared_mlp(config: McaModelConfig) -> list[Param]:
@@ -72,5 +65,5 @@ FAMILY = Family(
     architecture="GraniteMoeForCausalLM",
     config=CONFIG,
     params=params,
-    found=found,
+    found=found_stacked,
 )

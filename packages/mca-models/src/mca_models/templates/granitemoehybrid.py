@@ -6,7 +6,7 @@ from mca_models.templates import granite
 from mca_models.templates.common import embedding, head, inner
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, Field, HfConfig
 from mca_models.templates.family import Family
-from mca_models.templates.granitemoe import expert_layers, found
+from mca_models.templates.granitemoe import expert_layers
 from mca_models.templates.mamba import (
     BAMBA,
     PLAIN_STEPS,
@@ -17,7 +17,7 @@ from mca_models.templates.mamba import (
     mixed_layers,
     restored_as_in_bamba,
 )
-from mca_models.templates.moe import aux_loss, restore_aux_loss
+from mca_models.templates.moe import aux_loss, found_stacked, restore_aux_loss
 from mca_models.weights import GATED, ROW, Param, each
 
 
@@ -87,5 +87,5 @@ FAMILY = Family(
     architecture="GraniteMoeHybridForCausalLM",
     config=CONFIG,
     params=params,
-    found=found,
+    found=found_stacked,
 )

@@ -1,14 +1,14 @@
 """Helium: HF ``HeliumForCausalLM``, Llama's weights; the rope turns neighbouring channels."""
 
 from mca_models.templates.common import dense_layers
-from mca_models.templates.config_table import NO_ATTENTION_BIAS, NO_MLP_BIAS, SILU, ConfigTable, dense_fields
+from mca_models.templates.config_table import SWIGLU_WITHOUT_BIASES, ConfigTable, dense_fields
 from mca_models.templates.family import Family
 
 CONFIG = ConfigTable(
     fields=dense_fields(eps=1e-8),
     defaults={"num_key_value_heads": 20, "head_dim": 128, "rope_theta": 1e5, "pad_token_id": 3},
     constants={"rotary_interleaved": True},
-    fixed=(SILU, NO_ATTENTION_BIAS, NO_MLP_BIAS),
+    fixed=SWIGLU_WITHOUT_BIASES,
 )
 
 FAMILY = Family(model_type="helium", architecture="HeliumForCausalLM", config=CONFIG, params=dense_layers)

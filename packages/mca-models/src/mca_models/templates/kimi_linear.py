@@ -20,7 +20,13 @@ from mca_models.templates.deepseek_v3 import LATENT_FIELDS, SCALED, latent_atten
 from mca_models.templates.family import Family
 from mca_models.templates.gated_delta_net import fused, restore_layers
 from mca_models.templates.mixtral import NAMES as MIXTRAL
-from mca_models.templates.moe import SIGMOID_ROUTER, listed_layers, mlp_layers, restore_listed_layers
+from mca_models.templates.moe import (
+    SIGMOID_ROUTER,
+    listed_layers,
+    mlp_layers,
+    restore_listed_layers,
+    restore_shared_experts,
+)
 from mca_models.templates.names import HF_ATTN
 from mca_models.templates.shapes import Shape
 from mca_models.weights import COLUMN, ROW, SEPARATE, Concat, Layout, Param, Shaped, each
@@ -63,11 +69,12 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """See ``ConfigTable.restore``."""
-    shared = (config.moe_shared_expert_intermediate_size or 0) // (config.moe_ffn_hidden_size or 1)
     return {
-        **{"num_shared_experts": shared, "num_expert_group": config.moe_router_num_groups or 1},
-        **{"topk_group": config.moe_router_group_topk or 1, "linear_num_heads": config.linear_num_key_heads},
-        **{"linear_head_dim": config.linear_key_head_dim},
+        **restore_shared_experts(config, "num_shared_experts"),
+        "num_expert_group": config.moe_router_num_groups or 1,
+        "topk_group": config.moe_router_group_topk or 1,
+        "linear_num_heads": config.linear_num_key_heads,
+        "linear_head_dim": config.linear_key_head_dim,
         "linear_conv_kernel_dim": config.linear_conv_kernel_dim,
         **restore_layers(config),
         **restore_listed_layers(config),

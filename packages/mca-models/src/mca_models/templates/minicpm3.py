@@ -6,9 +6,7 @@ from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import youtu
 from mca_models.templates.config_table import (
-    NO_ATTENTION_BIAS,
-    NO_MLP_BIAS,
-    SILU,
+    SWIGLU_WITHOUT_BIASES,
     ConfigTable,
     Field,
     HfConfig,
@@ -48,7 +46,7 @@ CONFIG = ConfigTable(
         **{"scale_depth": 1.4, "dim_model_base": 256, "num_key_value_heads": 40, "initializer_range": 0.1},
     },
     constants={"qk_layernorm": True, "rotary_halves": True},
-    fixed=(SILU, NO_ATTENTION_BIAS, NO_MLP_BIAS),
+    fixed=SWIGLU_WITHOUT_BIASES,
     derive=derive,
     restore=restore,
     config_class=MlaMcaModelConfig,

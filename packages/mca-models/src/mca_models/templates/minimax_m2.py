@@ -40,11 +40,7 @@ def derive(hf: HfConfig) -> JsonObject:
 CONFIG = ConfigTable(
     fields=(*dense_fields(), *expert_fields(count="num_local_experts", default=256, ffn="intermediate_size")),
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6},
-    constants={
-        "qk_layernorm": True,
-        "qk_layernorm_full_width": True,
-        **SIGMOID_ROUTER,
-    },
+    constants={"qk_layernorm": True, "qk_layernorm_full_width": True, **SIGMOID_ROUTER},
     fixed=(
         SILU,
         NO_ATTENTION_BIAS,

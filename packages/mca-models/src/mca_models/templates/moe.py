@@ -3,12 +3,12 @@
 How tokens are routed is known to Megatron and to `mca_models.megatron.families`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
-from mca_config.types import Values
+from mca_config.types import JsonObject, Values
 from mca_models.templates.common import (
     MLP,
     attention,
@@ -25,6 +25,7 @@ from mca_models.templates.common import (
 from mca_models.templates.config_table import Field, Fixed, HfConfig
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.names import FUSED, HF, MoeNames
+from mca_models.templates.shapes import Shape
 from mca_models.weights import COLUMN, GATED, ROW, SEPARATE, Concat, Layout, Param, Transposed, each
 
 SIGMOID_ROUTER: Values = {
@@ -160,6 +161,11 @@ def last_layer(config: McaModelConfig, names: MoeNames, attention: Sequence[Para
     return [*attention, *router(config, names), *shared_experts(config, names), *own]
 
 
+def found_stacked(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
+    """Whether files have the stacked experts under the names of transformers' modules (5.x); see ``Family.found``."""
+    return {"fused_experts": True} if any(name.endswith("experts.gate_up_proj") for name in names) else {}
+
+
 def expert_fields(
     *, count: str, default: int | None = None, ffn: str = "moe_intermediate_size"
 ) -> tuple[Field, ...]:
@@ -175,6 +181,25 @@ def expert_fields(
         Field("moe_ffn_hidden_size", ffn),
         Field("moe_router_topk", "num_experts_per_tok"),
     )
+
+
+def shared_experts_as_one(
+    hf: HfConfig, key: str, default: int, ffn: str = "moe_intermediate_size"
+) -> JsonObject:
+    """The experts that every token passes, as one that is so many times as wide.
+
+    Args:
+        hf: ``config.json``.
+        key: HF's key of their number.
+        default: Their number where there is no such key.
+        ffn: HF's key of the width of one.
+    """
+    return {"moe_shared_expert_intermediate_size": hf[ffn] * (hf.get(key, default) or 0) or None}
+
+
+def restore_shared_experts(config: McaModelConfig, key: str) -> HfConfig:
+    """See ``ConfigTable.restore``."""
+    return {key: (config.moe_shared_expert_intermediate_size or 0) // (config.moe_ffn_hidden_size or 1)}
 
 
 def listed_layers(hf: HfConfig) -> dict[str, object]:

@@ -3,20 +3,14 @@
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
+from mca_models.templates import phi
 from mca_models.templates.arcee import CONSTANTS, RELU2
 from mca_models.templates.common import attention, dense_mlp, embedding, grouped_qkv, head, renamed
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, dense_fields, norm_epsilon
 from mca_models.templates.family import Family
 from mca_models.weights import Param, each
 
-NAMES = {
-    "o_proj": "dense",
-    "q_norm": "q_layernorm",
-    "k_norm": "k_layernorm",
-    "up_proj": "dense_h_to_4h",
-    "down_proj": "dense_4h_to_h",
-    "model.norm": "model.final_layernorm",
-}
+NAMES = {**phi.NAMES, "up_proj": "dense_h_to_4h", "down_proj": "dense_4h_to_h"}
 
 FIELDS = tuple(
     field

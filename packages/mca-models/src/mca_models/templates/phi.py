@@ -1,16 +1,8 @@
 """Phi 1, 1.5, 2: HF ``PhiForCausalLM``: attention and MLP side by side after one LayerNorm, biases everywhere."""
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers, renamed
-from mca_models.templates.config_table import (
-    ConfigTable,
-    Field,
-    HfConfig,
-    dense_fields,
-    norm_epsilon,
-    require_dropouts,
-)
+from mca_models.templates.config_table import ConfigTable, DropoutTogether, Field, dense_fields, norm_epsilon
 from mca_models.templates.family import Family
 from mca_models.weights import Param
 
@@ -18,12 +10,6 @@ NAMES = {
     **{"o_proj": "dense", "q_norm": "q_layernorm", "k_norm": "k_layernorm"},
     **{"up_proj": "fc1", "down_proj": "fc2", "model.norm": "model.final_layernorm"},
 }
-
-
-def derive(hf: HfConfig) -> JsonObject:
-    """Nothing; dropouts that Megatron cannot tell apart are refused."""
-    require_dropouts(hf, "embd_pdrop", "resid_pdrop")
-    return {}
 
 
 CONFIG = ConfigTable(
@@ -42,7 +28,7 @@ CONFIG = ConfigTable(
         "gated_linear_unit": False,
         "parallel_block": "one_norm",
     },
-    derive=derive,
+    fixed=(DropoutTogether("embd_pdrop", "resid_pdrop"),),
     partial_rotary=True,
 )
 

@@ -3,14 +3,7 @@
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers
-from mca_models.templates.config_table import (
-    NO_ATTENTION_BIAS,
-    NO_MLP_BIAS,
-    SILU,
-    ConfigTable,
-    HfConfig,
-    dense_fields,
-)
+from mca_models.templates.config_table import SWIGLU_WITHOUT_BIASES, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.qwen2 import restore_window
 
@@ -37,7 +30,7 @@ def restore(config: McaModelConfig) -> HfConfig:
 CONFIG = ConfigTable(
     fields=dense_fields(tied=True),
     defaults={"rope_theta": 2e6, "num_key_value_heads": 4, "pad_token_id": 128004},
-    fixed=(SILU, NO_ATTENTION_BIAS, NO_MLP_BIAS),
+    fixed=SWIGLU_WITHOUT_BIASES,
     derive=derive,
     restore=restore,
 )

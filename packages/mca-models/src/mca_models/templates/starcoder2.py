@@ -1,27 +1,18 @@
 """StarCoder 2: HF ``Starcoder2ForCausalLM``: LayerNorms, biases everywhere, an MLP without a gate."""
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers, renamed
 from mca_models.templates.config_table import (
     ConfigTable,
+    DropoutTogether,
     Field,
     Fixed,
-    HfConfig,
     dense_fields,
     norm_epsilon,
-    require_dropouts,
 )
 from mca_models.templates.family import Family
 from mca_models.templates.gemma3_text import GELU
 from mca_models.weights import Param
-
-
-def derive(hf: HfConfig) -> JsonObject:
-    """Nothing; dropouts that Megatron cannot tell apart are refused."""
-    require_dropouts(hf, "embedding_dropout", "residual_dropout")
-    return {}
-
 
 CONFIG = ConfigTable(
     fields=(
@@ -33,8 +24,10 @@ CONFIG = ConfigTable(
     ),
     defaults={"num_key_value_heads": 2, "initializer_range": 0.018042},
     constants={"normalization": "LayerNorm", "hidden_act": GELU, "gated_linear_unit": False},
-    fixed=(Fixed("hidden_act", (GELU,), "this family's MLP"),),
-    derive=derive,
+    fixed=(
+        Fixed("hidden_act", (GELU,), "this family's MLP"),
+        DropoutTogether("embedding_dropout", "residual_dropout"),
+    ),
 )
 
 
