@@ -85,6 +85,33 @@ def stored_bytes(name: str, shape: tuple[int, ...], method: str) -> int:
     return (4 if name.endswith("e_score_correction_bias") else 2) * elements
 
 
+PUBLISHED = json.loads((CONFIGS.parent / "published.json").read_text())
+UNCUT = ("gemma-4-e2b", "gemma-4-e4b")
+"""All layers stand on one pipeline stage, which makes the embeddings of each."""
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_every_written_down_configuration_is_planned(name: str, tmp_path: Path, capsys) -> None:
+    """Each on two pipeline stages, with the size that is published."""
+    from mca_models.templates import config_from_hf, family_of
+
+    known = PUBLISHED[name]
+    config = config_from_hf(known["config"])
+    (tmp_path / "config.json").write_text(json.dumps(known["config"]))
+    layout: dict[str, int | str] = {} if name in UNCUT else {"pp": 2, "first": (config.num_layers + 1) // 2}
+    plan = planned(capsys, "--checkpoint_path", str(tmp_path), "--to", "mca", *flags(layout))
+    assert plan["refusals"] == [] and len(plan["stages"]) == layout.get("pp", 1)
+    shapes = family_of(config.model_type).hf_shapes(config)
+    assert (plan["tensors"], plan["parameters"]) == (len(shapes), sum(map(math.prod, shapes.values())))
+    if "found" in known:  # what the prediction layers are made of is seen in the names of tensors alone
+        assert plan["parameters"] < known["parameters"]
+    elif "parameters" in known:
+        assert plan["parameters"] == known["parameters"]
+    else:
+        assert plan["parameters"] / 1e9 == pytest.approx(known["billions"], rel=0.002)
+
+
 def test_every_published_model_has_a_layout() -> None:
     assert {path.stem for path in CONFIGS.glob("*.json")} == set(LAYOUTS)
 

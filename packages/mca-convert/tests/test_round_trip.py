@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from files import LAYOUT, assert_same_tensors, layout_flags, tree
+from tiny_hf import ALIKE, TIERED
 from tiny_hf import SOME as CASES
-from tiny_hf import TIERED
 
 from mca_config.checks import check_layout
 from mca_config.layout import ParallelLayout
@@ -61,12 +61,40 @@ def test_round_trip_is_bit_exact_on_every_layout(case: str, tiny, convert, tmp_p
             continue
         mca = convert(source, f"mca{number}", **layout)
         back = convert(mca, f"hf{number}")
-        assert_same_tensors(source, back)
-        assert json.loads((back / "config.json").read_text()) == json.loads(
-            (source / "config.json").read_text()
-        )
+        assert_same_tensors_and_config(source, back)
         shutil.rmtree(mca)
         shutil.rmtree(back)
+
+
+def assert_same_tensors_and_config(source: Path, back: Path) -> None:
+    assert_same_tensors(source, back)
+    assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+CUT = [{"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2, "vpp": 2}, {"pp": 3, "last": 2}, {"tp": 2}]
+CUT_EXPERTS = [
+    {"tp": 2, "ep": 2, "etp": 1, "pp": 2},
+    {"ep": 2, "pp": 2},
+    {"tp": 2, "pp": 2, "vpp": 2, "ep": 4, "etp": 1},
+    {"ep": 4},
+]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("case", sorted(ALIKE))
+def test_families_of_shared_parts_come_back_from_one_layout(case: str, tiny, convert) -> None:
+    """From the first that the model can be trained in; each begins with another."""
+    source, number = tiny(case, "bfloat16"), sorted(ALIKE).index(case)
+    config = McaModelConfig.load(convert(source, "any"))
+    layouts = CUT_EXPERTS if config.num_moe_experts else CUT
+    turned = layouts[number % len(layouts) :] + layouts[: number % len(layouts)]
+    fitting = [
+        layout
+        for layout in turned
+        if not check_layout(config, ParallelLayout(**{LAYOUT[key]: size for key, size in layout.items()}))
+    ]
+    back = convert(convert(source, "mca", **fitting[0]), "hf")
+    assert_same_tensors_and_config(source, back)
 
 
 @pytest.mark.parametrize("case", TIERED)
