@@ -1,6 +1,7 @@
 """A step for CUDA of every family mixes no devices, and waits for the GPU only where it must; see `test_cuda_paths`.
 
-``MCA_DRY_RUNS=1`` runs every family, padded and packed, and those with a vision model on images; the default two.
+``MCA_DRY_RUNS=1`` runs every family, padded and packed, and those with a vision model on images; the default two. It
+can be done in pieces: only what ``-k`` selects is run.
 """
 
 import json
@@ -17,7 +18,7 @@ import transformers
 from test_cuda_paths import ALWAYS, ONCE, waits_of
 from test_plan_families import described
 
-pytestmark = pytest.mark.fork
+pytestmark = [pytest.mark.fork, pytest.mark.timeout(0)]  # the processes have limits of their own
 RUN = {"bf16": True, "transformer_impl": "local"}
 KINDS: dict[str, dict[str, Any]] = {"padded": {}, "packed": {"sequence_packing": True}}
 OF_IMAGES = {"count": 2, "pixels": 32}
@@ -70,14 +71,16 @@ def case_of(name: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folders = [tmp_path_factory.mktemp("families") for _ in range(min(PROCESSES, len(CHOSEN) // 2))]
+def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    items = [item for item in request.session.items if item.path == request.path]
+    chosen = [item.callspec.params["name"] for item in items if isinstance(item, pytest.Function)]
+    folders = [tmp_path_factory.mktemp("families") for _ in range(max(min(PROCESSES, len(chosen) // 2), 1))]
     cases = [
-        {name: case_of(name, folder) for name in CHOSEN[number :: len(folders)]}
+        {name: case_of(name, folder) for name in chosen[number :: len(folders)]}
         for number, folder in enumerate(folders)
     ]
     with ThreadPoolExecutor(len(folders)) as pool:
-        results = list(pool.map(waits_of, folders, cases, [120 + 60 * len(each) for each in cases]))
+        results = list(pool.map(waits_of, folders, cases, [120 + 180 * len(each) for each in cases]))
     return {name: waits for result in results for name, waits in result.items()}
 
 
