@@ -81,11 +81,11 @@ def fetch(wheels: Path) -> None:
         left.unlink()
 
 
-def build_engine() -> Path:
-    """The folder of Transformer Engine for the machine's Python and torch, built here if it never was."""
+def build_engine(kind: str) -> Path:
+    """The folder of Transformer Engine for the machine's torch and a Python like its, built here if it never was."""
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as folder:
         python = Path(folder) / "there" / "bin" / "python"
-        run("uv", "venv", "--quiet", "--python", PYTHON, python.parent.parent)
+        run("uv", "venv", "--quiet", "--python", kind, python.parent.parent)
         run("uv", "pip", "install", "--quiet", "--python", python, f"torch=={TORCH}", "packaging")
         built = run(python, ROOT / "tools" / "build_transformer_engine.py", MCA_TE_OPTIMISE="2")
     return Path(built.strip())
@@ -121,6 +121,9 @@ def main() -> int:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--engine", type=Path, help="Transformer Engine, built elsewhere")
+    parser.add_argument(
+        "--python", default=PYTHON, help=f"a Python {PYTHON} to build it with, where uv finds none"
+    )
     args = parser.parse_args()
     folder: Path = args.folder.absolute()
     if folder.exists():
@@ -129,7 +132,7 @@ def main() -> int:
     (folder / "wheels").mkdir(parents=True)
     fetch(folder / "wheels")
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as scratch:
-        pack_engine(args.engine or build_engine(), Path(scratch), folder / "engine.tar.xz")
+        pack_engine(args.engine or build_engine(args.python), Path(scratch), folder / "engine.tar.xz")
     size = size_of(folder)
     print(f"{folder}: {size / 2**20:.1f} MiB of {LIMIT >> 20}, which the repository shares")
     return int(size > LIMIT)

@@ -197,7 +197,12 @@ def _length_here(kit: Kit, document: dict[str, Any], rival: str) -> int:
     """Tokens of a sample for which the device has the memory; the figures say how many, and what that should need."""
     if kit.tiny:
         return TINY_LENGTH
-    there = torch.cuda.get_device_properties(0).total_memory if kit.device == "cuda" else None
+    there = None
+    if kit.device == "cuda":
+        from mca_models.megatron import platform
+
+        platform.use_own_device()  # whose variable must stand before CUDA begins
+        there = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     length, needed = length_for(document, rival, there, LENGTH)
     kit.figure("tokens of a sample", length)
     kit.figure("GiB needed of both, by arithmetic", needed / 2**30)
