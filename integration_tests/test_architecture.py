@@ -1,5 +1,6 @@
 """Who may import whom in the four packages, checked on their source. Each check is shown to fail on planted source."""
 
+import ast
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -138,6 +139,45 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
+# At the border of libraries without types; elsewhere `Any` as a name may become rarer, not more frequent.
+BORDER = ("mca_config.types", "mca_models.megatron.types", "mca_train.types")
+
+
+ANY = {
+    "mca_config.arguments._additional": 1,
+    "mca_config.command_line": 1,
+    "mca_config.fields": 5,
+    "mca_config.lazy_names": 2,
+    "mca_config.reference": 1,
+    "mca_convert.commands.verify": 1,
+    "mca_models": 1,
+    "mca_models.megatron.families.sparse_mixer": 2,
+    "mca_models.megatron.platform.block_padding": 10,
+    "mca_models.storage.safetensors": 1,
+    "mca_models.torch_checkpoint.allowed_globals": 1,
+    "mca_models.weights.arrays": 5,
+    "mca_train.config.arguments": 1,
+    "mca_train.dry_run.answers": 16,
+    "mca_train.dry_run.passes": 15,
+    "mca_train.dry_run.step": 7,
+    "mca_train.dry_run.tracker": 15,
+    "mca_train.lr_schedule": 1,
+    "mca_train.plots.drawing": 4,
+    "mca_train.plots.pictures": 1,
+}
+
+
+def more_any(source: Source) -> list[str]:
+    """Whether a module that is no border has more `Any` than `ANY` allows it."""
+    if source.module in BORDER or "Any" not in source.text:
+        return []
+    nodes = list(ast.walk(ast.parse(source.text)))
+    found = sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes)
+    found += sum(isinstance(node, ast.Attribute) and node.attr == "Any" for node in nodes)
+    allowed = ANY.get(source.module, 0)
+    return [f"{source.module} has {found} Any, allowed are {allowed}"] if found > allowed else []
+
+
 def wrong_arrows(source: Source) -> list[str]:
     """Imports against an arrow. A package's `__init__` may offer its extra's names lazily."""
     problems = []
@@ -254,6 +294,16 @@ def test_rooms_import_only_rooms_below():
 
 def test_no_module_imports_itself_around_a_circle():
     assert not circles(SOURCES)
+
+
+def test_any_stands_at_the_borders_and_is_not_spreading():
+    assert not report(more_any(source) for source in SOURCES)
+
+
+@pytest.mark.parametrize("text", ["x: Any = 1", "def f(x: typing.Any): ...", "Row = dict[str, Any]"])
+def test_a_planted_any_is_caught(text):
+    assert more_any(Source("mca_train.data.load", text))
+    assert not more_any(Source("mca_train.types", text))
 
 
 def test_every_import_is_declared():

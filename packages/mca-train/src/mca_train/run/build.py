@@ -5,10 +5,9 @@ The kind of run says which trainer that is and whether there is a second model.
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mca_config.errors import UsageError, checking_usage
+from mca_config.errors import checking_usage
 from mca_train.config.model import peft_task
 from mca_train.config.parts import trained_parts
 from mca_train.config.run_config import Settings
@@ -16,8 +15,6 @@ from mca_train.data.scored import padding_of
 from mca_train.run.inputs import Inputs
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from mca_models import VirtualModels
     from mca_models.templates.heads import Head
     from mca_train.trainer.parts import TrainerOptions
@@ -33,9 +30,12 @@ def make_trainer(inputs: Inputs) -> "McaTrainer":
     if head is not None:
         head = replace(head, pad_token_id=padding_of(inputs.tokenizer))
     if (path := run.task.reference(settings)) is not None:
-        reference = _base(settings, path, inputs.tokenizer)  # first: building a model seeds the random states
+        assert run.reference is not None, "it has been read with the run"
+        # the reference first, as building a model seeds the random states
+        reference = _base(settings, path, run.reference.vocab_size, len(inputs.tokenizer))
         reference.requires_grad_(False)
-    model = _base(settings, settings.data.model_name_or_path, inputs.tokenizer, head)
+    path = settings.data.model_name_or_path
+    model = _base(settings, path, run.model.vocab_size, len(inputs.tokenizer), head)
     if any(getattr(samples, "has_images", False) for samples in (inputs.train, inputs.evaluation)):
         with checking_usage():
             model.require_images()
@@ -52,23 +52,15 @@ def make_trainer(inputs: Inputs) -> "McaTrainer":
 
 
 def _base(
-    settings: Settings, path: str, tokenizer: "PreTrainedTokenizerBase", head: "Head | None" = None
+    settings: Settings, path: str, rows: int, tokens: int, head: "Head | None" = None
 ) -> "VirtualModels":
-    """The model at ``path``, its vocabulary grown to the tokenizer's where that is larger, with ``head`` if given."""
+    """The model at ``path``, its vocabulary of ``rows`` grown to ``tokens`` if these are more, with a ``head``."""
     from mca_models import AutoModel
-    from mca_models.opening import open_checkpoint
 
-    seed, tokens = settings.training.seed, len(tokenizer)
-    known = open_checkpoint(Path(path)).config.vocab_size
-    if tokens <= known:
+    seed = settings.training.seed
+    if tokens <= rows:
         return AutoModel.from_pretrained(path, settings.training, seed=seed, head=head)
-    if settings.lora.wanted:
-        raise UsageError(
-            f"the tokenizer has {tokens} tokens, the model's vocabulary {known}, and an adapter does not hold the new "
-            f"rows; write a larger base model first: AutoModel.from_pretrained({path!r}, vocab_size={tokens})"
-            ".save_pretrained_as_hf(...)"
-        )
-    logger.info("the vocabulary of %s grows from %d to the tokenizer's %d", path, known, tokens)
+    logger.info("the vocabulary of %s grows from %d to the tokenizer's %d", path, rows, tokens)
     return AutoModel.from_pretrained(path, settings.training, seed=seed, vocab_size=tokens, head=head)
 
 

@@ -26,6 +26,7 @@ from mca_train.config.model import layout_of, model_config, num_local_ranks
 from mca_train.config.parts import part_problems
 from mca_train.config.run_config import Settings, parse
 from mca_train.plan.options import PlanOptions
+from mca_train.run.vocabulary import tokenizer_problems, vocabulary_problems
 from mca_train.tasks.columns import column_problems
 from mca_train.tasks.table import keys_of_others
 from mca_train.tasks.task import Task
@@ -48,14 +49,18 @@ class Run:
     Args:
         task: Its kind.
         settings: Its arguments.
-        model: The architecture of the model; read once.
+        stored: The architecture of the model's checkpoint; read once.
+        model: The same with the head that is trained.
+        reference: The architecture of the model that stands beside it; None: there is none.
         layout: How the ranks stand.
         world_size: Their number.
     """
 
     task: Task
     settings: Settings
+    stored: McaModelConfig
     model: McaModelConfig
+    reference: McaModelConfig | None
     layout: ParallelLayout
     world_size: int
 
@@ -124,18 +129,29 @@ def check(
     impossible = [*contradictions(settings), *task.problems(settings), *column_problems(task, settings)]
     impossible += _metric(task, settings)
     missing = [*data_problems(settings), *_directories(settings), *_output_dir(settings), *_start(settings)]
-    missing += [*_packages(settings), *_side_files(settings)]
+    missing += [*_packages(settings), *_side_files(settings), *tokenizer_problems(settings.data)]
     run = None
     try:
-        model = _with_head(task, settings, model_config(settings.data.model_name_or_path))
+        stored = model_config(settings.data.model_name_or_path)
+        model = _with_head(task, settings, stored)
         settings = replace(settings, data=task.data_of(settings.data, model))
         layout = layout_of(settings.training, model)
         world_size = ranks(settings.launch, layout)
-        run = Run(task=task, settings=settings, model=model, layout=layout, world_size=world_size)
+        reference, of_reference = _reference(task, settings, model)
+        run = Run(
+            task=task,
+            settings=settings,
+            stored=stored,
+            model=model,
+            reference=reference,
+            layout=layout,
+            world_size=world_size,
+        )
     except McaError as error:
         impossible += problems_of(error)
     if run is not None:
-        impossible += [*_architecture(run, target), *_reference(run), *_images(run)]
+        impossible += [*_architecture(run, target), *of_reference, *_images(run)]
+        impossible += vocabulary_problems(settings, model.vocab_size)
     return Findings(
         where=settings.where,
         run=run,
@@ -174,6 +190,7 @@ def _metric(task: Task, settings: Settings) -> Iterator[str]:
 def _architecture(run: Run, target: "Target | None") -> list[str]:
     """What the ranks cannot hold; if they can, what Megatron would not do with the model."""
     from mca_models.megatron.factory.transformer_config import transformer_config
+    from mca_models.megatron.families.image_limits import image_problems
 
     args, config = run.settings.training, run.model
     if problems := check_layout(config, run.layout, run.world_size):
@@ -187,24 +204,32 @@ def _architecture(run: Run, target: "Target | None") -> list[str]:
     samples *= RankGrid(run.layout, run.world_size).data_parallel_size
     of_steps = run.task.problems_in_steps(samples)
     config = replace(config, layout=run.layout)
-    of_adapter = list(adapter_problems(run.settings, config))
-    of_parts = [] if of_adapter else part_problems(args, run.settings.lora, config, megatron)
+    new_head = config.num_labels is not None and run.stored.num_labels is None
+    of_adapter = list(adapter_problems(run.settings, config, new_head=new_head))
+    of_parts = [] if of_adapter else [*part_problems(args, run.settings.lora, config, megatron)]
+    if not of_parts and config.vision is not None and run.settings.data.image_folder is not None:
+        of_parts = [f"image_folder: {problem}" for problem in image_problems(config, run.layout, megatron)]
     of_task = [*run.task.problems_in_megatron(run.settings, megatron), *of_steps]
     return [*of_dtype, *of_adapter, *of_parts, *of_task]
 
 
-def _reference(run: Run) -> Iterator[str]:
-    """What keeps the model that stands beside the trained one from being its reference."""
+def _reference(
+    task: Task, settings: Settings, model: McaModelConfig
+) -> tuple[McaModelConfig | None, list[str]]:
+    """The model that stands beside the trained one, and what keeps it from being its reference."""
     from mca_train.losses.preference import reference_problems
 
-    path = run.task.reference(run.settings)
-    if path is None or path == run.settings.data.model_name_or_path or not Path(path).is_dir():
-        return  # there is none, it is the same, or it is missing
+    path, reference = task.reference(settings), None
+    if path is None or path == settings.data.model_name_or_path:
+        return None if path is None else model, []
+    if not Path(path).is_dir():
+        return None, []  # which is told with the other directories
     try:
-        problems = [*reference_problems(model_config(path), run.model)]
+        reference = model_config(path)
+        problems = [*reference_problems(reference, model)]
     except McaError as error:
         problems = [*problems_of(error)]
-    yield from (f"reference_model_name_or_path: {problem}" for problem in problems)
+    return reference, [f"reference_model_name_or_path: {problem}" for problem in problems]
 
 
 def data_problems(settings: Settings) -> Iterator[str]:

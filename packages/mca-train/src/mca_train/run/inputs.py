@@ -17,6 +17,7 @@ from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.config.run_config import Settings
 from mca_train.data.addresses import shown
 from mca_train.run.checks import Run, require_start
+from mca_train.run.vocabulary import growth_problem
 from mca_train.tasks.load import load_mixture, load_stream, load_tokenized
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def read_inputs(run: Run, lock: OutputLock) -> Inputs:
     with checking_usage():
         require_start(run.settings)  # again: another run may have ended there before the lock was taken
         tokenizer = load_tokenizer(run.settings)
+        if told := growth_problem(run.settings, len(tokenizer), run.model.vocab_size):
+            raise UsageError(told)  # `check` counts the tokens of tokenizer.json alone
     paths = data.train_file or [str(entry.get("path")) for entry in data.datasets]
     logger.info("reading %s", ", ".join(map(shown, paths)))
     images = image_reader(run.settings, run.model)

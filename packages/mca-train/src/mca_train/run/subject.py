@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import trained_dtype
-from mca_train.config.model import adapter_of, model_config
+from mca_train.config.model import adapter_of
 from mca_train.config.parts import adapted_parts, trained_parts
 from mca_train.plan.chunks import Implementation
 from mca_train.plan.counts import ModelCounts
@@ -54,12 +54,11 @@ def subject_of(
     from mca_models.megatron import platform
 
     settings, config = run.settings, replace(run.model, layout=run.layout)
-    parts, path = trained_parts(settings.training), run.task.reference(settings)
+    parts = trained_parts(settings.training)
     adapter = adapter_of(settings.lora, config, parts)
     reference = None
-    if path is not None:
-        other = run.model if path == settings.data.model_name_or_path else model_config(path)
-        reference = ModelCounts.of(replace(other, layout=run.layout))
+    if run.reference is not None:
+        reference = ModelCounts.of(replace(run.reference, layout=run.layout))
     return Subject(
         config=run.model,
         seq_length=settings.data.seq_length,

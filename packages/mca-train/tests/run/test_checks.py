@@ -1,0 +1,86 @@
+"""A run is checked once, and what it is made of is read once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mca_train.cli import main
+from mca_train.config import model
+from mca_train.run import checks, planning, train
+
+
+class Counted:
+    """A function, and the first arguments of its calls."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, []
+
+    def __call__(self, *arguments, **others):
+        self.calls.append(arguments[0])
+        return self.function(*arguments, **others)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    check, parse = Counted(checks.check), Counted(model.model_config)
+    monkeypatch.setattr(planning, "check", check)
+    monkeypatch.setattr(train, "check", check)
+    monkeypatch.setattr(model, "model_config", parse)
+    monkeypatch.setattr(checks, "model_config", parse)
+    return check, parse
+
+
+@pytest.mark.usefixtures("own_threads")
+def test_a_run_and_its_plan_are_checked_once_and_parse_each_model_once(counted, run, tmp_path, monkeypatch):
+    check, parse = counted
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((tmp_path / "model" / "config.json").read_text())
+    path = run(reference_model_name_or_path=str(other), lora_rank=2)
+    assert main(["plan", "dpo", path]) == 0
+    assert [task.name for task in check.calls] == ["dpo"]
+    assert parse.calls == [str(tmp_path / "model"), str(other)]
+    check.calls.clear(), parse.calls.clear()
+    prepared = []
+    monkeypatch.setattr(train, "prepare_inputs", lambda run, lock: prepared.append(run))
+    monkeypatch.setattr(train.launcher, "fork_ranks", lambda rank, ranks, folder: 0)
+    assert main(["dpo", path]) == 0
+    assert [task.name for task in check.calls] == ["dpo"]
+    assert parse.calls == [str(tmp_path / "model"), str(other)]
+    assert prepared[0].reference == prepared[0].model == prepared[0].stored
+
+
+def refusals(path, capsys):
+    """What the run says, and the plan with what is missing."""
+    assert main(["sft", path]) == 2
+    told = capsys.readouterr().err
+    main(["plan", "sft", path])
+    return told, capsys.readouterr().out
+
+
+def test_a_tokenizer_that_is_not_there_or_damaged_is_told_of_by_the_run_and_the_plan(run, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for wrong, expected in (
+        (tmp_path / "gone", f"tokenizer_name_or_path: directory {tmp_path / 'gone'} does not exist"),
+        (tmp_path / "empty", f"no tokenizer in {tmp_path / 'empty'} (set tokenizer_name_or_path)"),
+    ):
+        path = run(tokenizer_name_or_path=str(wrong), train_file="/none.jsonl")
+        for told in refusals(path, capsys):
+            assert expected in told
+            assert "file /none.jsonl does not exist" in told
+    file = tmp_path / "model" / "tokenizer.json"
+    file.write_text(file.read_text()[:100])
+    for told in refusals(run(), capsys):
+        assert str(file) in told
+
+
+def test_a_tokenizer_with_more_tokens_than_an_adapter_has_rows_is_told_of_by_the_run_and_the_plan(
+    run, tmp_path, capsys
+):
+    file: Path = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"vocab_size": 100}))
+    for told in refusals(run(lora_rank=2), capsys):
+        assert "the model's vocabulary 100, and an adapter does not hold the new rows" in told
+    assert main(["plan", "sft", run()]) == 0
