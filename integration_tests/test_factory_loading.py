@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_hf import save
 
 from harness import RanksFailed, run_ranks
 from layouts import arguments, sample, world_size
 from mca_config.errors import McaError
-from reference import Reference, make_reference
+from reference import FAMILY_CASES, Reference, make_reference
 from test_factory_checkpoints import tensors_of
 
 pytestmark = pytest.mark.ranks
@@ -177,6 +178,49 @@ def test_a_vocabulary_grows_alike_on_every_layout(case: str, tmp_path: Path) -> 
     rows = again.get_input_embeddings().weight.detach()
     assert float((rows[70:] - rows[:70].mean(0)).abs().max()) < float(rows[:70].std()), "near the mean"
     assert float((rows[70] - rows[71]).abs().max()) > 0, "but not alike"
+
+
+GROWN = {
+    "tp1": tuple(FAMILY_CASES),
+    "tp2": ("phi", "gptj", "phimoe", "opt", "gemma4_text-e2b", "gpt_neox", "qwen3-tied", "deepseek_v3"),
+}
+"""On two ranks those with a bias on the logits, with embeddings for all layers, under other names, tied, of latents."""
+
+
+def grow_all(paths: list[Path], layout: str, folder: Path) -> None:
+    from mca_models.megatron import AutoModel
+
+    for path in paths:
+        model = AutoModel.from_pretrained(path, arguments(layout), vocab_size=77, seed=3)
+        model.save_pretrained_as_hf(folder / path.name)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("layout", GROWN)
+def test_the_vocabulary_of_every_family_grows(layout: str, tmp_path: Path) -> None:
+    """Old rows are kept bit for bit, of biases too; new ones lie within noise of the mean; transformers takes them."""
+    import transformers
+
+    paths = [save(case, tmp_path / "small" / case) for case in GROWN[layout]]
+    run_ranks(world_size(layout), grow_all, paths, layout, tmp_path / "grown", timeout=900)
+    for path in paths:
+        before = load_file(path / "model.safetensors")
+        after = load_file(tmp_path / "grown" / path.name / "model.safetensors")
+        assert before.keys() == after.keys(), path.name
+        grown = {name for name, rows in after.items() if rows.shape != before[name].shape}
+        assert grown == {name for name, rows in before.items() if rows.shape[:1] == (70,)}, path.name
+        for name, rows in after.items():
+            assert torch.equal(rows[:70] if name in grown else rows, before[name]), (path.name, name)
+        for name in grown:
+            old, new = before[name].double(), after[name][70:].double()
+            assert new.shape == (7, *old.shape[1:]), (path.name, name)
+            away = (new - old.mean(0)) / old.std(0, unbiased=False)
+            # a tenth of the deviation: six times that is not drawn, and seven rows are not alike
+            assert 0 < float(away.abs().max()) < 0.6 and float((new[0] - new[1]).abs().max()) > 0, name
+        _, told = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "grown" / path.name, output_loading_info=True
+        )
+        assert not told["missing_keys"] and not told["mismatched_keys"], path.name
 
 
 def test_a_vocabulary_does_not_shrink(tmp_path: Path) -> None:
