@@ -51,7 +51,7 @@ _QUANTISED = (
     "weights are not trained quantised; for less memory use lora_rank, more ranks, or optimizer_cpu_offload"
 )
 _ANOTHER_WAY = {
-    "stage": "the kind of run is the word after mca-train (pretrain, sft, dpo, kto, reward, classify); remove the key",
+    "stage": "the kind of run is the word after mca-train, and mca-train --help lists the kinds; remove the key",
     "finetuning_type": "a whole model is trained unless lora_rank is set; set that or remove the key",
     "use_peft": "a whole model is trained unless lora_rank is set; set that or remove the key",
     "template": "conversations are rendered by the tokenizer's own chat template; remove the key",
