@@ -77,7 +77,7 @@ def inspect_directory(path: Path, top: int = 5) -> Inspection:
         else:
             _model(path, kind, found, top)
     except McaError as error:
-        found.problem = str(error)
+        found.problem = found.problem or str(error)
     return found
 
 
@@ -98,6 +98,9 @@ def _model(path: Path, kind: CheckpointKind, found: Inspection, top: int) -> Non
         found.facts["vision parameters"] = sum(
             prod(source.whole_shape(param)) for param in source.params if param.stage is Stage.VISION
         )
+    carried = [param for param in source.params if param.stage is Stage.CARRIED]
+    if carried:
+        found.facts["parameters that no model here has"] = sum(map(prod, map(source.whole_shape, carried)))
     if isinstance(source, HfSource):
         shapes = [(info.name, info.dtype, list(info.shape)) for info in source.tensors()]
     else:
@@ -114,10 +117,20 @@ def _configuration(path: Path, kind: CheckpointKind, found: Inspection) -> None:
         if kind is CheckpointKind.HF:
             config = read_config(path)
             found.facts["model_type"] = config.get("model_type")
+            found.problem = _unsupported(config)
         else:
             _describe(load_config(path), found)
     except McaError:
         pass
+
+
+def _unsupported(config: JsonObject) -> str | None:
+    """Why models of this type are not read, whether their weights are there or not."""
+    try:
+        family_of(str(config.get("model_type")))
+    except McaError as error:
+        return str(error)
+    return None
 
 
 def _describe(config: McaModelConfig, found: Inspection) -> None:

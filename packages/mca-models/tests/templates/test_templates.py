@@ -13,8 +13,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
 from mca_models.opening import open_checkpoint
 from mca_models.templates import FAMILIES, config_from_hf, config_to_hf, family_of
+from mca_models.templates.carried import without_carried
 from mca_models.templates.config_table import REQUIRED
 from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
@@ -253,8 +255,6 @@ def test_what_embeddings_of_each_layers_own_cannot_be(change: dict[str, Any], me
 UNREAD = {
     "gpt_neox": ("gpt_neox.layers.3.attention.bias", "gpt_neox.layers.0.attention.masked_bias"),
     "gptj": ("transformer.h.3.attn.bias", "transformer.h.0.attn.masked_bias"),
-    "mimo_v2_flash": ("model.mtp.layers.0.eh_proj.weight",),
-    "olmo_hybrid": ("mtp.fc.weight",),
     "stablelm": ("model.layers.0.self_attn.rotary_emb.inv_freq",),
 }
 
@@ -268,6 +268,51 @@ def test_published_tensors_that_transformers_passes_over(case: str, tmp_path: Pa
     transformers.AutoModelForCausalLM.from_pretrained(directory)
     known = {name for param in open_checkpoint(directory).params for name in param.hf_names()}
     assert known == tensors.keys()
+
+
+CARRIED = {
+    "ernie4_5_moe": ("model.mtp_block.0.mlp.up_proj.weight", "model.mtp_linear_proj.0.weight"),
+    "exaone_moe": ("mtp.layers.0.self_attn.q_proj.weight", "mtp.fc.weight"),
+    "hy_v3": ("model.layers.4.eh_proj.weight", "model.layers.4.mlp.expert_bias"),
+    "longcat_flash": ("model.mtp.layers.0.eh_proj.weight", "model.mtp.norm.weight"),
+    "mellum": ("model.layers.4.eh_proj.weight", "model.layers.4.mlp.gate.weight"),
+    "mimo_v2_flash": ("model.mtp.layers.0.eh_proj.weight", "model.mtp.layers.0.mlp.up_proj.weight"),
+    "minimax_m3_vl_text": ("mtp.layers.0.eh_proj.weight", "model.mtp.norm.weight"),
+    "nemotron_h": ("mtp.layers.0.eh_proj.weight", "mtp.layers.1.mixer.gate.weight"),
+    "olmo_hybrid": ("mtp.fc.weight", "mtp.norm.weight"),
+}
+"""Tensors of prediction layers, under names of published files; the tiny models have four layers."""
+
+
+@pytest.mark.parametrize("case", CARRIED)
+def test_prediction_layers_that_are_not_built_are_carried(case: str, tmp_path: Path, caplog: Any) -> None:
+    directory = tiny_hf.save(case, tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    more = {name: torch.zeros(3, 2) for name in CARRIED[case]}
+    save_file({**tensors, **more}, directory / "model.safetensors", {"format": "pt"})
+    transformers.AutoModelForCausalLM.from_pretrained(directory)
+    source = open_checkpoint(directory)
+    shapes = {name: whole_shape(param, source.config) for param in source.params for name in param.hf_names()}
+    assert shapes.keys() == {**tensors, **more}.keys()
+    assert all(shapes[name] == (3, 2) for name in more)
+    assert f"2 tensors of prediction layers ({min(more)}, ...) are copied unchanged" in caplog.text
+    counted = replace(source.config, hf_config={**source.config.hf_config, "num_nextn_predict_layers": 1})
+    assert config_to_hf(counted)["num_nextn_predict_layers"] == 1
+    built = without_carried(McaModelConfig.from_json(counted.to_json()))
+    names = {name for param in family_of(built.model_type).params(built) for name in param.hf_names()}
+    assert names == tensors.keys()
+    assert config_to_hf(built) == {**config_to_hf(counted), "num_nextn_predict_layers": 0}
+
+
+def test_every_family_that_carries_prediction_layers_is_here() -> None:
+    found = set()
+    for kind, different in tiny_hf.ALL.values():
+        hf = transformers.AutoConfig.for_model(kind, **{**tiny_hf.SIZE, **different}).to_dict()
+        config, family = config_from_hf(hf), FAMILIES[kind]
+        names = {*family.hf_shapes(config), "mtp.norm.weight"}
+        if "hf_carried" in family.as_found(config, names, {"mtp.norm.weight": (2,)}).extra:
+            found.add(kind)
+    assert found == CARRIED.keys()
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def stage_of(param: Param, plan: PipelinePlan) -> int:
         return plan.first.pp
     if param.stage is Stage.NORM:
         return plan.final_norm.pp
-    if param.stage is Stage.LAST:
+    if param.stage in (Stage.LAST, Stage.CARRIED):
         return plan.last.pp
     if param.layer is None:
         raise ValueError(f"{param.mca}: a parameter of stage {param.stage} needs a layer")

@@ -20,7 +20,7 @@ _LINEARS = frozenset(
 """Megatron modules that are linears in HF models too."""
 _RENAMED = (".shared_experts.", ".self_attention.")
 """Where linears stand whose names in files are not those of modules."""
-UNSAVED = (Stage.MTP, Stage.VISION)
+UNSAVED = (Stage.MTP, Stage.VISION, Stage.CARRIED)
 """Whose parameters are not saved whole."""
 _TABLES = ("pos_embed", "position_embedding")
 """Modules of vision models that are embeddings."""
@@ -110,7 +110,7 @@ def _targets_of(param: Param) -> Iterator[Target]:
     kind = owner.rpartition(".")[2]
     head, router, gate = kind == "output_layer", kind == "router", leaf == "gate_weight"
     weight = leaf in ("weight", "weight{expert}") and (kind in _LINEARS or head or router)
-    if param.stage in (Stage.MTP, Stage.VISION) or param.alias_of or param.stacked or not (weight or gate):
+    if param.stage in UNSAVED or param.alias_of or param.stacked or not (weight or gate):
         return
     for part, name in enumerate(param.hf_names()):
         linear = not (head or router or param.expert is not None)

@@ -24,6 +24,7 @@ from mca_models.megatron.virtual_models import VirtualModels
 from mca_models.opening import open_checkpoint
 from mca_models.storage.source import ModelSource
 from mca_models.templates import family_of
+from mca_models.templates.carried import CARRIED, counting, without_carried
 from mca_models.templates.heads import SCORE, Head, with_head
 from mca_models.weights import Param
 
@@ -141,6 +142,14 @@ def _build(
     seed: int,
     source: Path | None,
 ) -> VirtualModels:
+    if carried := config.extra.get(CARRIED):
+        _log.warning(
+            "%d tensors of prediction layers (%s, ...) are not loaded: nothing here builds them, so what this model "
+            "saves has none, and its config.json counts none",
+            len(carried),
+            min(carried),
+        )
+        config = without_carried(config)
     if args.mtp_num_layers is not None and args.mtp_num_layers != config.mtp_num_layers:
         config = _with_prediction_layers(config, args.mtp_num_layers)
     layout = args.layout(config.layout)
@@ -206,4 +215,4 @@ def _with_prediction_layers(config: McaModelConfig, count: int) -> McaModelConfi
         raise McaError(
             f"mtp_num_layers {count} is more than the model's {config.mtp_num_layers} prediction layers; lower it"
         )
-    return replace(config, mtp_num_layers=count)
+    return replace(config, mtp_num_layers=count, hf_config=counting(config.hf_config, count))

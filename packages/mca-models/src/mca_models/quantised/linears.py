@@ -13,11 +13,10 @@ _NEVER_QUANTISED = (
     "position_embeddings.weight",
     "indexer.weights_proj",  # transformers keeps it in fp32, engines leave it as it is
 )
+_NOT_INSIDE = (Stage.LAST, Stage.VISION, Stage.CARRIED)
 
 
 def is_linear(param: Param, whole: Shape) -> bool:
     """Whether a method of quantisation takes ``param``, whose whole shape is ``whole``, for the weight of a linear."""
-    left_out = (
-        param.vocab or param.stage in (Stage.LAST, Stage.VISION) or param.mca.endswith(_NEVER_QUANTISED)
-    )
+    left_out = param.vocab or param.stage in _NOT_INSIDE or param.mca.endswith(_NEVER_QUANTISED)
     return len(whole) == 2 and not left_out

@@ -272,7 +272,6 @@ _REASONS: Mapping[str, str] = {
         "gemma4_assistant gemma4_unified_assistant"
     ),
     "several residual streams, and inputs of each layer's own": "gemma3n_text",
-    "attention within chunks, queries and keys normalised after the rope": "",
     "layers have different numbers of attention heads": "laguna",
     "experts inside attention": "jetmoe",
     "differences of two attentions": "diffllama",
@@ -283,7 +282,6 @@ _REASONS: Mapping[str, str] = {
     "layers that run several times over": "hrm_text",
     "residuals are weighed anew in each layer": "beam",
     "experts are chosen by logits with a bias and weighed by their sigmoid": "kolibri1",
-    "embeddings are normalised, and norms have no weights": "",
     "a projection and a norm between the last layer and the head": "modernbert-decoder",
     "not a decoder that predicts the next token from all before it": "reformer xlnet",
 }

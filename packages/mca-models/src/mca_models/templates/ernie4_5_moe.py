@@ -3,11 +3,11 @@
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import ernie4_5
+from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.common import in_fp32
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.moe import aux_loss, moe_params, restore_aux_loss
-from mca_models.templates.mtp import left_behind, predictions_left_behind
 from mca_models.templates.names import MoeNames
 from mca_models.weights import Param, Shaped
 
@@ -63,12 +63,12 @@ def params(config: McaModelConfig) -> list[Param]:
     return in_fp32(moe_params(config, NAMES), "router.weight")
 
 
-FAMILY = Family(
-    model_type="ernie4_5_moe",
-    architecture="Ernie4_5_MoeForCausalLM",
-    config=CONFIG,
-    params=params,
-    moe=NAMES,
-    ignored_hf=left_behind,
-    found=predictions_left_behind,
+FAMILY = carrying_predictions(
+    Family(
+        model_type="ernie4_5_moe",
+        architecture="Ernie4_5_MoeForCausalLM",
+        config=CONFIG,
+        params=params,
+        moe=NAMES,
+    )
 )

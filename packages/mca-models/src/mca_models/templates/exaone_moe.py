@@ -5,11 +5,11 @@ from functools import partial
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import exaone4
+from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.config_table import SILU, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, restore_groups, sigmoid_experts
 from mca_models.templates.family import Family
 from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields, listed_layers, moe_params
-from mca_models.templates.mtp import left_behind, predictions_left_behind
 from mca_models.templates.names import MoeNames
 
 BIAS = "mlp.e_score_correction_bias"
@@ -42,12 +42,12 @@ CONFIG = ConfigTable(
     restore=restore,
 )
 
-FAMILY = Family(
-    model_type="exaone_moe",
-    architecture="ExaoneMoeForCausalLM",
-    config=CONFIG,
-    params=partial(moe_params, names=NAMES),
-    moe=NAMES,
-    ignored_hf=left_behind,
-    found=predictions_left_behind,
+FAMILY = carrying_predictions(
+    Family(
+        model_type="exaone_moe",
+        architecture="ExaoneMoeForCausalLM",
+        config=CONFIG,
+        params=partial(moe_params, names=NAMES),
+        moe=NAMES,
+    )
 )

@@ -30,7 +30,6 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.gemma3_text import GELU, GELU_ONLY
-from mca_models.templates.mtp import left_behind
 from mca_models.templates.names import HF, HF_ATTN, HF_MLP
 from mca_models.templates.shapes import Shape
 from mca_models.templates.two_ropes import BY_KIND, FULL, SLIDING, restore_kinds
@@ -231,6 +230,11 @@ def unused_keys(config: McaModelConfig, names: Collection[str], shapes: Mapping[
             left[0],
         )
     return {"hf_left_behind": left} if left else {}
+
+
+def left_behind(config: McaModelConfig) -> frozenset[str]:
+    """What ``unused_keys`` found."""
+    return frozenset(config.extra.get("hf_left_behind", ()))
 
 
 FAMILY = Family(

@@ -4,6 +4,7 @@ from functools import partial
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
+from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
@@ -22,7 +23,6 @@ from mca_models.templates.moe import (
     moe_params,
     restore_listed_layers,
 )
-from mca_models.templates.mtp import left_behind, predictions_left_behind
 from mca_models.templates.names import MoeNames
 
 NAMES = MoeNames(
@@ -68,12 +68,12 @@ CONFIG = ConfigTable(
     restore=restore,
 )
 
-FAMILY = Family(
-    model_type="hy_v3",
-    architecture="HYV3ForCausalLM",
-    config=CONFIG,
-    params=partial(moe_params, names=NAMES),
-    moe=NAMES,
-    ignored_hf=left_behind,
-    found=predictions_left_behind,
+FAMILY = carrying_predictions(
+    Family(
+        model_type="hy_v3",
+        architecture="HYV3ForCausalLM",
+        config=CONFIG,
+        params=partial(moe_params, names=NAMES),
+        moe=NAMES,
+    )
 )

@@ -9,6 +9,7 @@ from dataclasses import replace
 from mca_config.bounds import require_bounded
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_config.types import JsonObject
+from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.common import dense_mlp, embedding, head, renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -22,7 +23,6 @@ from mca_models.templates.config_table import (
 from mca_models.templates.deepseek_v3 import LATENT_FIELDS, SCALED, latent_attention
 from mca_models.templates.family import Family
 from mca_models.templates.moe import experts, router, shared_experts
-from mca_models.templates.mtp import left_behind, predictions_left_behind
 from mca_models.templates.names import HF, MoeNames
 from mca_models.weights import Param
 
@@ -123,23 +123,24 @@ def _half(
 
 
 def ignored_hf(config: McaModelConfig) -> frozenset[str]:
-    """Prediction layers, and matrices that transformers saves for experts which do not compute with any."""
+    """Matrices that transformers saves for experts which do not compute with any."""
     first = config.num_moe_experts or 0
-    return left_behind(config) | {
+    return frozenset(
         f"{HF}{NAMES.experts}{expert}.{part}".format(layer=layer)
         for layer in range(config.num_layers // 2)
         for expert in range(first, first + config.moe_identity_experts)
         for part in (NAMES.gate, NAMES.up)
-    }
+    )
 
 
-FAMILY = Family(
-    model_type="longcat_flash",
-    architecture="LongcatFlashForCausalLM",
-    config=CONFIG,
-    params=params,
-    moe=NAMES,
-    ignored_hf=ignored_hf,
-    found=predictions_left_behind,
-    unadapted=frozenset({"classifier"}),
+FAMILY = carrying_predictions(
+    Family(
+        model_type="longcat_flash",
+        architecture="LongcatFlashForCausalLM",
+        config=CONFIG,
+        params=params,
+        moe=NAMES,
+        ignored_hf=ignored_hf,
+        unadapted=frozenset({"classifier"}),
+    )
 )

@@ -5,9 +5,9 @@ from dataclasses import replace
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import qwen3_moe
+from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.config_table import Field, HfConfig
 from mca_models.templates.moe import listed_layers, restore_listed_layers
-from mca_models.templates.mtp import left_behind, predictions_left_behind
 from mca_models.templates.two_ropes import BY_KIND, FULL, restore_kinds, restore_ropes, two_ropes
 
 
@@ -35,11 +35,11 @@ CONFIG = replace(
     restore=restore,
 )
 
-FAMILY = replace(
-    qwen3_moe.FAMILY,
-    model_type="mellum",
-    architecture="MellumForCausalLM",
-    config=CONFIG,
-    ignored_hf=left_behind,
-    found=predictions_left_behind,
+FAMILY = carrying_predictions(
+    replace(
+        qwen3_moe.FAMILY,
+        model_type="mellum",
+        architecture="MellumForCausalLM",
+        config=CONFIG,
+    )
 )

@@ -3,6 +3,7 @@
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
+from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.common import renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -23,7 +24,6 @@ from mca_models.templates.moe import (
     require_sigmoid_choice,
     restore_listed_layers,
 )
-from mca_models.templates.mtp import left_behind, predictions_left_behind
 from mca_models.templates.names import MoeNames
 from mca_models.templates.two_ropes import BY_KIND, FULL, SLIDING, restore_kinds
 from mca_models.weights import Param
@@ -107,12 +107,12 @@ def params(config: McaModelConfig) -> list[Param]:
     return rules if config.extra.get("fused_experts") else renamed(rules, {"sinks": "attention_sink_bias"})
 
 
-FAMILY = Family(
-    model_type="mimo_v2_flash",
-    architecture="MiMoV2FlashForCausalLM",
-    config=CONFIG,
-    params=params,
-    moe=NAMES,
-    ignored_hf=left_behind,
-    found=predictions_left_behind,
+FAMILY = carrying_predictions(
+    Family(
+        model_type="mimo_v2_flash",
+        architecture="MiMoV2FlashForCausalLM",
+        config=CONFIG,
+        params=params,
+        moe=NAMES,
+    )
 )

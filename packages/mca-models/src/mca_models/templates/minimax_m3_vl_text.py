@@ -7,6 +7,7 @@ from itertools import chain
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
+from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.common import attention, embedding, head, inner
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, dense_fields, read_rope
 from mca_models.templates.deepseek_v3 import SCALED
@@ -21,7 +22,6 @@ from mca_models.templates.moe import (
     restore_aux_loss,
     restore_listed_layers,
 )
-from mca_models.templates.mtp import left_behind, predictions_left_behind
 from mca_models.templates.shapes import Shape
 from mca_models.weights import SEPARATE, Param, each
 
@@ -147,7 +147,7 @@ CONFIG = ConfigTable(
 def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
     """Whether transformers wrote the files of the text model alone."""
     own = any(name.endswith((".mlp.gate.weight", ".mlp.gate_up_proj.weight")) for name in names)
-    return {**({MODULES: True} if own else {}), **predictions_left_behind(config, names, shapes)}
+    return {MODULES: True} if own else {}
 
 
 def indexer(config: McaModelConfig) -> Iterator[Param]:
@@ -180,13 +180,14 @@ def params(config: McaModelConfig) -> list[Param]:
     return [_one_tensor(rule) for rule in rules] if modules else rules
 
 
-FAMILY = Family(
-    model_type="minimax_m3_vl_text",
-    architecture="MiniMaxM3VLForCausalLM",
-    config=CONFIG,
-    params=params,
-    ignored_hf=left_behind,
-    moe=NAMES,
-    found=found,
-    module_names={MODULES: True},
+FAMILY = carrying_predictions(
+    Family(
+        model_type="minimax_m3_vl_text",
+        architecture="MiniMaxM3VLForCausalLM",
+        config=CONFIG,
+        params=params,
+        moe=NAMES,
+        found=found,
+        module_names={MODULES: True},
+    )
 )

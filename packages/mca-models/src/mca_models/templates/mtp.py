@@ -3,17 +3,13 @@
 How their loss is computed is the trainer's matter.
 """
 
-import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import Values
 from mca_models.templates.names import HF, HF_EMBEDDING, HF_HEAD
-from mca_models.templates.shapes import Shape
 from mca_models.weights import COLUMN, REPLICATED, Param, Stage
 
-logger = logging.getLogger(__name__)
 DECODER, MTP = "decoder.layers.{layer}.", "mtp.layers.{layer}."
 
 
@@ -52,27 +48,6 @@ def mtp_params(
         for layer in range(config.mtp_num_layers)
         for rule in (*around, *moved)
     ]
-
-
-def predictions_left_behind(
-    config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]
-) -> Values:
-    """The tensors of prediction layers that transformers leaves out of its model, and nothing here builds."""
-    own = ("mtp.", "model.mtp.", f"model.layers.{config.num_layers}.")
-    left = sorted(name for name in names if name.startswith(own))
-    if left:
-        logger.warning(
-            "%d tensors of prediction layers are left out (%s, ...): they are not supported for this family, "
-            "and an export has none",
-            len(left),
-            left[0],
-        )
-    return {"hf_left_behind": left} if left else {}
-
-
-def left_behind(config: McaModelConfig) -> frozenset[str]:
-    """What ``predictions_left_behind`` found."""
-    return frozenset(config.extra.get("hf_left_behind", ()))
 
 
 def mtp_copies(config: McaModelConfig) -> dict[str, str]:

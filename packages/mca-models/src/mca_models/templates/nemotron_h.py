@@ -6,6 +6,7 @@ from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.arcee import CONSTANTS
+from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.common import attention, dense_mlp, embedding, head, renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -29,7 +30,6 @@ from mca_models.templates.mamba import (
     require_groups,
 )
 from mca_models.templates.moe import SIGMOID_ROUTER, moe_layers, require_sigmoid_choice
-from mca_models.templates.mtp import left_behind, predictions_left_behind
 from mca_models.templates.names import MoeNames
 from mca_models.templates.shapes import Shape
 from mca_models.weights import Param, each
@@ -167,19 +167,19 @@ def params(config: McaModelConfig) -> list[Param]:
 
 
 def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whose names the files have, and what they hold of prediction layers."""
-    as_modules = {MODULES: True} if any(name.startswith("model.layers.") for name in names) else {}
-    return {**as_modules, **predictions_left_behind(config, names, shapes)}
+    """Whose names the files have."""
+    return {MODULES: True} if any(name.startswith("model.layers.") for name in names) else {}
 
 
-FAMILY = Family(
-    model_type="nemotron_h",
-    architecture="NemotronHForCausalLM",
-    config=CONFIG,
-    params=params,
-    moe=NAMES,
-    ignored_hf=left_behind,
-    found=found,
-    unadapted=frozenset({"out_proj"}),
-    module_names={MODULES: True},
+FAMILY = carrying_predictions(
+    Family(
+        model_type="nemotron_h",
+        architecture="NemotronHForCausalLM",
+        config=CONFIG,
+        params=params,
+        moe=NAMES,
+        found=found,
+        unadapted=frozenset({"out_proj"}),
+        module_names={MODULES: True},
+    )
 )

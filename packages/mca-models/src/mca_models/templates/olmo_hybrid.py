@@ -8,10 +8,10 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates import gated_delta_net as delta
 from mca_models.templates import olmo2
+from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.common import attention, dense_mlp, embedding, head, renamed
 from mca_models.templates.config_table import ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.mtp import left_behind, predictions_left_behind
 from mca_models.templates.names import HF
 from mca_models.templates.shapes import Shape
 from mca_models.weights import Concat, Param, each
@@ -73,14 +73,13 @@ SAVED_BY_HF = "hf_saved_by_transformers"
 
 
 def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whether transformers wrote the files, and what they hold of prediction layers.
+    """Whether transformers wrote the files.
 
     It renames a norm, and cuts convolutions in three that are alike.
     """
     full = next(layer for layer in range(config.num_layers) if not config.is_linear_layer(layer))
     saved = f"model.layers.{full}.feedforward_layer_norm.weight" in names
-    own = {SAVED_BY_HF: True} if saved else {}
-    return {**own, **predictions_left_behind(config, names, shapes)}
+    return {SAVED_BY_HF: True} if saved else {}
 
 
 def delta_net(config: McaModelConfig) -> list[Param]:
@@ -111,11 +110,12 @@ def params(config: McaModelConfig) -> list[Param]:
     return [embedding(), *chain.from_iterable(layers), *head(config)]
 
 
-FAMILY = Family(
-    model_type="olmo_hybrid",
-    architecture="OlmoHybridForCausalLM",
-    config=CONFIG,
-    params=params,
-    found=found,
-    ignored_hf=left_behind,
+FAMILY = carrying_predictions(
+    Family(
+        model_type="olmo_hybrid",
+        architecture="OlmoHybridForCausalLM",
+        config=CONFIG,
+        params=params,
+        found=found,
+    )
 )

@@ -73,6 +73,7 @@ class Stage(Enum):
     LAST = "last"  # the chunk with the loss
     MTP = "mtp"  # the chunk that holds multi-token-prediction layer ``Param.layer``
     VISION = "vision"  # the chunk with the embedding, and never a copy of it
+    CARRIED = "carried"  # none: no model has it, and files have it with the loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,7 @@ class Param:
         layer: Decoder (or MTP) layer, from 0.
         hf_layer: The HF model's number of that layer; ``layer`` if None.
         expert: Global expert index; None for dense parameters.
-        shape: Of the whole, where no table says it (vision models).
+        shape: Of the whole, where no table says it (vision models, what is carried).
     """
 
     mca: str

@@ -37,6 +37,7 @@ def model_config(path: str) -> McaModelConfig:
     from mca_models.checkpoint.mca_directory import is_mca, load_config
     from mca_models.opening import CheckpointKind, kind_of, open_checkpoint
     from mca_models.templates import config_from_hf
+    from mca_models.templates.carried import without_carried
 
     folder = Path(path)
     if not folder.is_dir():
@@ -44,7 +45,7 @@ def model_config(path: str) -> McaModelConfig:
     if kind_of(folder) in (CheckpointKind.ROLL, CheckpointKind.TORCH_DIST):
         return open_checkpoint(folder).config
     if is_mca(folder):
-        return load_config(folder)
+        return without_carried(load_config(folder))
     document = read_config(folder)
     with naming_config(folder):
         return config_from_hf(unquantised(document))

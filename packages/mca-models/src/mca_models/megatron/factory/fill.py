@@ -75,7 +75,8 @@ def require_same_names(source: ModelSource, config: McaModelConfig, where: str) 
         config: The model.
         where: Names the checkpoint in errors.
     """
-    there = {param.mca_name() for param in source.params if param.alias_of is None}
+    built = (param for param in source.params if param.stage is not Stage.CARRIED)
+    there = {param.mca_name() for param in built if param.alias_of is None}
     here = {p.mca_name() for p in family_of(config.model_type).params(config) if p.alias_of is None}
     if faults := different_names(there, here):
         raise McaError(f"{where}: holds another model than this one: {faults}")
