@@ -16,6 +16,7 @@ NUMBERED = {
     "hnorm": "model.layers.{layer}.hnorm",
     "eh_proj": "model.layers.{layer}.eh_proj",
     "head_norm": "model.layers.{layer}.shared_head.norm",
+    "inside": "model.layers.{layer}.",
 }
 """DeepSeek's and GLM's names: numbered after the decoder's layers."""
 APART = {
@@ -23,8 +24,17 @@ APART = {
     "hnorm": "mtp.pre_fc_norm_hidden",
     "eh_proj": "mtp.fc",
     "head_norm": "mtp.norm",
+    "inside": "mtp.layers.{layer}.",
 }
 """Qwen's names."""
+BESIDE = {
+    "enorm": "model.mtp_layers.{layer}.token_layernorm",
+    "hnorm": "model.mtp_layers.{layer}.hidden_layernorm",
+    "eh_proj": "model.mtp_layers.{layer}.input_proj",
+    "head_norm": "model.mtp_layers.{layer}.final_layernorm",
+    "inside": "model.mtp_layers.{layer}.",
+}
+"""MiMo's names; its layer takes hidden states before the final norm, and these before the embedding."""
 
 
 SCALE = 0.3
@@ -34,8 +44,9 @@ SCALE = 0.3
 class PredictionLayer(torch.nn.Module):
     """One layer that sees the last hidden states and the embedding of the token after."""
 
-    def __init__(self, main: Any, generator: torch.Generator) -> None:
+    def __init__(self, main: Any, generator: torch.Generator, *, hidden_first: bool = False) -> None:
         super().__init__()
+        self.hidden_first = hidden_first
         config = main.config
         norm = type(main.model.norm)
         self.enorm, self.hnorm, self.head_norm = (
@@ -50,11 +61,12 @@ class PredictionLayer(torch.nn.Module):
 
     def own(self) -> dict[str, torch.Tensor]:
         """The tensors around the decoder layer."""
-        return {name: getattr(self, name).weight for name in NUMBERED}
+        return {name: getattr(self, name).weight for name in ("enorm", "hnorm", "eh_proj", "head_norm")}
 
     def forward(self, hidden: torch.Tensor, following: torch.Tensor, rotary: Any) -> torch.Tensor:
         """The next hidden states ``[b, s, hidden]`` from the last ones and the embeddings of the tokens after."""
-        mixed = self.eh_proj(torch.cat([self.enorm(following), self.hnorm(hidden)], -1))
+        both = [self.enorm(following), self.hnorm(hidden)]
+        mixed = self.eh_proj(torch.cat(both[::-1] if self.hidden_first else both, -1))
         length = hidden.shape[1]
         mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
         out = self.layer(mixed, attention_mask=mask, position_embeddings=rotary)
@@ -82,14 +94,20 @@ class WithPrediction(torch.nn.Module):
         super().__init__()
         self.main, self.names = main, names
         generator = torch.Generator().manual_seed(3)
-        self.layers = torch.nn.ModuleList(PredictionLayer(main, generator) for _ in range(count))
+        self.layers = torch.nn.ModuleList(
+            PredictionLayer(main, generator, hidden_first=names is BESIDE) for _ in range(count)
+        )
 
     def logits(self, input_ids: torch.Tensor) -> list[torch.Tensor]:
         """Of the next token, then of the one after it, and so on: ``[b, s, vocab]`` each."""
         inner = self.main.model
+        before: list[torch.Tensor] = []
+        hook = inner.norm.register_forward_pre_hook(lambda norm, args: before.extend(args))
         hidden = inner(input_ids, use_cache=False).last_hidden_state
+        hook.remove()
         found = [self.main.lm_head(hidden)]
         rotary = inner.rotary_emb(hidden, torch.arange(input_ids.shape[1])[None])
+        hidden = before[0] if self.names is BESIDE else hidden
         for depth, layer in enumerate(self.layers, 1):
             hidden = layer(hidden, inner.embed_tokens(input_ids.roll(-depth, 1)), rotary)
             found.append(self.main.lm_head(hidden))
@@ -97,13 +115,17 @@ class WithPrediction(torch.nn.Module):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of the prediction layers by their names in checkpoints."""
-        first, found = self.main.config.num_hidden_layers, {}
+        found = {}
         for number, each in enumerate(self.layers):
             for name, tensor in each.own().items():
-                found[f"{self.names[name]}.weight".format(layer=first + number)] = tensor
-            prefix = f"model.layers.{first + number}." if self.names is NUMBERED else f"mtp.layers.{number}."
+                found[f"{self.names[name]}.weight".format(layer=self._number(number))] = tensor
+            prefix = self.names["inside"].format(layer=self._number(number))
             found |= {prefix + name: tensor for name, tensor in each.layer.state_dict(keep_vars=True).items()}
         return found
+
+    def _number(self, number: int) -> int:
+        """HF's number of a prediction layer."""
+        return number + (self.main.config.num_hidden_layers if self.names is NUMBERED else 0)
 
     def save(self, path: Path) -> Path:
         """A checkpoint as such models are published."""
@@ -120,16 +142,15 @@ class WithPrediction(torch.nn.Module):
     def _saved(self, layer: Any, path: Path) -> dict[str, torch.Tensor]:
         """As transformers would save ``layer`` if it were the decoder's last, which takes experts apart."""
         last = self.main.config.num_hidden_layers - 1
-        number = [*self.layers].index(layer)
+        number = self._number([*self.layers].index(layer))
         alone = copy.deepcopy(self.main)
         alone.model.layers[last] = layer.layer
         alone.save_pretrained(path / "layer")
         saved = load_file(path / "layer" / "model.safetensors")
-        old = f"model.layers.{last}."
-        new = f"model.layers.{last + 1 + number}." if self.names is NUMBERED else f"mtp.layers.{number}."
+        old, new = f"model.layers.{last}.", self.names["inside"].format(layer=number)
         moved = {name.replace(old, new): x for name, x in saved.items() if name.startswith(old)}
         own = {f"{self.names[name]}.weight": x.detach() for name, x in layer.own().items()}
-        return moved | {name.format(layer=last + 1 + number): x for name, x in own.items()}
+        return moved | {name.format(layer=number): x for name, x in own.items()}
 
 
 def deepseek_with_prediction() -> WithPrediction:

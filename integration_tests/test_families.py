@@ -161,7 +161,7 @@ RENAMED = (
         "helium",
     ),
     *("hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "internlm3", "iquestcoder", "jais2", "kimi_k2"),
-    *("mellum", "ministral", "phi", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu"),
+    *("mellum", "mimo", "ministral", "phi", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu"),
 )
 ALIKE_GRID = spread(ALIKE_DENSE, DENSE_LAYOUTS) + spread(ALIKE_MOE, MOE_LAYOUTS)
 # by default on two ranks, on which they cost a third

@@ -1,18 +1,20 @@
 """Multi-token prediction: loss, gradients and export equal a plain PyTorch model on transformers' layers."""
 
 import copy
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
 from harness import RanksFailed, run_ranks
 from layouts import arguments, sample, world_size
 from mca_models.megatron import platform
-from prediction import SCALE, WithPrediction, deepseek_with_prediction
+from prediction import BESIDE, SCALE, WithPrediction, deepseek_with_prediction
 from reference import Reference, hf_model, make_reference
 from test_gradient_parity import TOLERANCE, export_gradient, read, worst_errors
 
@@ -87,6 +89,20 @@ def test_prediction_layers_have_an_indexer_of_their_own(case: str, tmp_path: Pat
     assert any("layers.4.self_attn.indexer." in name for name in read(found / "tp1-hf"))
 
 
+BEFORE_NORM = sample(("tp1", "tp2sp", "pp2", "pp2vpp2"), "tp1", "tp2sp", "pp2vpp2")
+
+
+def test_prediction_layers_before_the_final_norm(tmp_path: Path) -> None:
+    mimo = WithPrediction(copy.deepcopy(hf_model("mimo")), names=BESIDE)
+    found = computed("mimo", mimo, tmp_path, BEFORE_NORM)
+    for layout in BEFORE_NORM:
+        worst = worst_errors(found / "expected", found / f"{layout}-gradients")
+        assert worst[0][1] <= TOLERANCE, (layout, worst)
+        source, export = read(found / "with"), read(found / f"{layout}-hf")
+        assert source.keys() == export.keys()
+        assert all(torch.equal(source[name], export[name]) for name in source)
+
+
 def test_megatrons_own_loss_over_context_ranks_is_refused(folder: Path) -> None:
     plain = make_reference(CASE, folder, batch=BATCH)
     reference = Reference(CASE, folder / "with", plain.input_ids, plain.logits)
@@ -95,13 +111,32 @@ def test_megatrons_own_loss_over_context_ranks_is_refused(folder: Path) -> None:
         run_ranks(2, export_gradient, reference, "cp2", folder / "never", calculate_per_token_loss=False)
 
 
-def without(path: Path, folder: Path) -> list[str]:
+def without(path: Path, export: Path, count: int | None = 0) -> list[str]:
     from mca_models.megatron import AutoModel
 
-    model = AutoModel.from_pretrained(path, arguments("tp1", mtp_num_layers=0))
+    model = AutoModel.from_pretrained(path, arguments("tp1", mtp_num_layers=count))
+    model.save_pretrained_as_hf(export, overwrite=True)
     return [name for name, _ in model.canonical_parameters() if name.startswith("mtp.")]
 
 
+def counted(path: Path) -> int:
+    count: int = json.loads((path / "config.json").read_text())["num_nextn_predict_layers"]
+    return count
+
+
 def test_prediction_layers_can_be_left_out(folder: Path) -> None:
-    assert run_ranks(1, without, folder / "tp1-mca", folder) == [[]]
-    assert run_ranks(1, without, folder / "with", folder) == [[]]
+    for source in ("tp1-mca", "with"):
+        assert run_ranks(1, without, folder / source, folder / "without") == [[]]
+        assert (counted(folder / "with"), counted(folder / "without")) == (1, 0)
+
+
+def test_prediction_layers_that_are_not_built_are_not_counted_in_an_export(tmp_path: Path) -> None:
+    reference = make_reference("hy_v3", tmp_path / "plain")
+    plain = read(reference.path)
+    published = {**plain, "model.layers.4.eh_proj.weight": torch.ones(3, 2)}
+    save_file(published, reference.path / "model.safetensors", {"format": "pt"})
+    config = json.loads((reference.path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (reference.path / "config.json").write_text(json.dumps(config))
+    assert run_ranks(1, without, reference.path, tmp_path / "export", None) == [[]]
+    assert counted(tmp_path / "export") == 0
+    assert read(tmp_path / "export").keys() == plain.keys()

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 from parity import _EXPERTS
-from prediction import APART, NUMBERED
+from prediction import APART, BESIDE, NUMBERED
 from reference import FAMILY_CASES
 from test_lora_gradients import CASES as ADAPTED
 
@@ -36,6 +36,7 @@ PREDICTING = {
     "glm4_moe": NUMBERED,
     "glm4_moe_lite": NUMBERED,
     "glm_moe_dsa": NUMBERED,
+    "mimo": BESIDE,
     "qwen3_next": APART,
     "qwen3_5_text": APART,
     "qwen3_5_moe_text": APART,
@@ -130,10 +131,10 @@ def _experts(rng: random.Random, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def prediction_layers(rng: random.Random, base: str) -> int:
-    """Of families that have them; Qwen's have one at most."""
+    """Of families that have them; Qwen's and MiMo's have one at most."""
     if base not in PREDICTING:
         return 0
-    return min(rng.choice((0, 1, 1, 2)), 1 if PREDICTING[base] is APART else 2)
+    return min(rng.choice((0, 1, 1, 2)), 2 if PREDICTING[base] is NUMBERED else 1)
 
 
 def adapter(rng: random.Random, base: str) -> dict[str, Any] | None:

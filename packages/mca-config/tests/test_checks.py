@@ -36,13 +36,16 @@ def model(**more: Any) -> McaModelConfig:
     return McaModelConfig(**(DENSE | more))
 
 
-def layout(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None) -> ParallelLayout:
+def layout(
+    tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, string: str | None = None
+) -> ParallelLayout:
     return ParallelLayout(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
+        pipeline_model_parallel_layout=string,
     )
 
 
@@ -59,6 +62,12 @@ def layout(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int | None =
         ({"vocab_size": 4099}, layout(tp=8), None, None),
         ({"per_layer_input_size": 4, "num_kv_shared_layers": 6}, layout(tp=2), None, None),
         ({"num_kv_shared_layers": 3}, layout(pp=2), None, None),
+        (
+            {"mtp_num_layers": 1, "mtp_before_final_norm": True, "num_layers": 2},
+            layout(pp=2, string="Et|tmL"),
+            None,
+            None,
+        ),
     ],
 )
 def test_what_fits(more: dict[str, Any], sizes: ParallelLayout, world: int | None, seq: int | None) -> None:
@@ -101,6 +110,11 @@ def test_what_fits(more: dict[str, Any], sizes: ParallelLayout, world: int | Non
             ],
         ),
         ({"mtp_num_layers": 1, "hidden_size": 66}, layout(tp=4), ["hidden_size (of prediction layers) 66"]),
+        (
+            {"mtp_num_layers": 1, "mtp_before_final_norm": True, "num_layers": 2},
+            layout(pp=2, string="Ett|mL"),
+            ["without the final norm; move m of pipeline_model_parallel_layout"],
+        ),
         ({"linear_num_key_heads": 2}, layout(tp=4), ["linear_num_key_heads 2"]),
         (
             {"mamba_num_groups": 3, "mamba_num_heads": 6, "mamba_state_dim": 4},

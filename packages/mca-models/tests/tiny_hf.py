@@ -361,6 +361,18 @@ class KimiK2ForCausalLM(transformers.DeepseekV3ForCausalLM):  # type: ignore[mis
     config_class = KimiK2Config
 
 
+class MiMoConfig(transformers.Qwen2Config):  # type: ignore[misc]
+    """transformers has the architecture, but for prediction layers."""
+
+    model_type = "mimo"
+
+
+class MiMoForCausalLM(transformers.Qwen2ForCausalLM):  # type: ignore[misc]
+    """Qwen 2 of that type."""
+
+    config_class = MiMoConfig
+
+
 # it has a property of that name, which no size can be given for
 transformers.FalconConfig.head_dim = property(
     lambda self: self.hidden_size // self.num_attention_heads, lambda self, size: None
@@ -369,6 +381,8 @@ transformers.FalconConfig.head_dim = property(
 modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["mistral4"] = "Mistral4ForCausalLM"
 transformers.AutoConfig.register("kimi_k2", KimiK2Config)
 transformers.AutoModelForCausalLM.register(KimiK2Config, KimiK2ForCausalLM)
+transformers.AutoConfig.register("mimo", MiMoConfig)
+transformers.AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
 conversion_mapping.register_checkpoint_conversion_mapping(
     "kimi_k2", conversion_mapping.get_checkpoint_conversion_mapping("deepseek_v3")
 )

@@ -121,6 +121,7 @@ LATEST: dict[str, tuple[str, dict[str, Any]]] = {
             **{"moe_intermediate_size": 16, "routed_scaling_factor": 1.5, "num_hidden_layers": 8},
         },
     ),
+    "mimo": ("mimo", {"head_dim": 8}),
 }
 
 

@@ -239,7 +239,15 @@ def _prediction(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     if not model.mtp_num_layers:
         return []
     name = "hidden_size (of prediction layers)"
-    return _indivisible(name, model.hidden_size, "tensor_model_parallel_size", layout.tp)
+    problems = _indivisible(name, model.hidden_size, "tensor_model_parallel_size", layout.tp)
+    if model.mtp_before_final_norm and not _layers(model, layout):
+        plan = pipeline_plan(layout, model.num_layers, model.mtp_num_layers)
+        if plan.final_norm != plan.chunk_of_mtp(0):
+            problems.append(
+                f"prediction layers of {model.model_type} take what the last decoder layer gives, without the final "
+                "norm; move m of pipeline_model_parallel_layout into the stage of the last t"
+            )
+    return problems
 
 
 def _experts(model: McaModelConfig, layout: ParallelLayout) -> list[str]:

@@ -228,6 +228,8 @@ class McaModelConfig(Layers):
     """HF's ``router_aux_loss_coef``: of a loss over all layers together; arguments take Megatron's, of each layer's."""
     moe_router_load_balancing_type: str = "none"
     mtp_num_layers: int = 0
+    mtp_before_final_norm: bool = False
+    """Prediction layers take what the last decoder layer gives, without the final norm."""
 
     text_model_type: str | None = None
     """HF ``model_type`` of the text part, where the model has a vision model beside it."""

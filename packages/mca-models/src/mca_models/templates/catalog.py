@@ -172,6 +172,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "MLP; in E2B and E4B embeddings of each layer's own, and late layers with the keys and values of earlier ones",
         "our heads, norms, ropes and embeddings",
     ),
+    "mimo": ("MiMo 7B: `qwen2` with a prediction layer, before the final norm", "Megatron's with hooks"),
     "mimo_v2_flash": (
         "layers with a window have sinks and twice the keys; values are narrower than keys",
         "our heads and core attention",

@@ -20,12 +20,17 @@ from mca_models.weights import Param
 logger = logging.getLogger(__name__)
 
 
-def counted_layers(config: McaModelConfig, names: Collection[str]) -> int:
+def counted_layers(config: McaModelConfig, names: Collection[str], prefix: str | None = None) -> int:
     """The prediction layers that ``config.json`` counts; none if the checkpoint holds none.
 
-    HF numbers them after the decoder's; ``transformers`` saves models without them.
+    ``transformers`` saves models without them.
+
+    Args:
+        config: The model.
+        names: Of all tensors.
+        prefix: What theirs begin with; None: HF numbers them after the decoder's.
     """
-    mtp = f"model.layers.{config.num_layers}."
+    mtp = prefix or f"model.layers.{config.num_layers}."
     if config.mtp_num_layers and not any(name.startswith(mtp) for name in names):
         logger.warning(
             "config.json counts %d prediction layers; the checkpoint holds none", config.mtp_num_layers

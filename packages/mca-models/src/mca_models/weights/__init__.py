@@ -9,6 +9,7 @@ from mca_models.weights.layouts import (
     Layout,
     Separate,
     Shaped,
+    SwappedHalves,
     Transposed,
 )
 from mca_models.weights.rules import COLUMN, GATED, REPLICATED, ROW, Param, Shard, Stage, each
@@ -29,6 +30,7 @@ __all__ = [
     "Shaped",
     "Shard",
     "Stage",
+    "SwappedHalves",
     "Transposed",
     "each",
 ]

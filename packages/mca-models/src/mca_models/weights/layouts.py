@@ -109,6 +109,19 @@ class Transposed:
 
 
 @dataclass(frozen=True)
+class SwappedHalves:
+    """The halves of each row have changed places: a linear that takes two things side by side, in the other order."""
+
+    def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
+        """See ``Layout.pack``."""
+        return tuple(concat(split_ratio(x, 1, (1, 1))[::-1], 1) for x in parts)
+
+    def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        """See ``Layout.unpack``."""
+        return self.pack(stored)
+
+
+@dataclass(frozen=True)
 class Shaped:
     """Numbers in a row that are stored in another shape, e.g. ``[heads, channels]`` for the weight of a norm.
 

@@ -21,6 +21,7 @@ from mca_models.megatron.families.norms import add_post_norms, normalise_after_r
 from mca_models.megatron.families.output_bias import add_output_bias
 from mca_models.megatron.families.parallel_block import set_side_by_side
 from mca_models.megatron.families.per_layer_inputs import add_per_layer_inputs
+from mca_models.megatron.families.prediction_input import predict_before_norm
 from mca_models.megatron.families.scales import add_scales
 from mca_models.megatron.families.settings import after_building
 from mca_models.megatron.families.shared_keys import share_keys
@@ -55,6 +56,8 @@ def finish(model: GptModel, config: McaModelConfig) -> None:
     if config.embedding_layernorm:
         add_embedding_norm(model)
     add_scales(model, config)
+    if config.mtp_before_final_norm:
+        predict_before_norm(model)
     _add_to_layers(model, config)
     train_embedding_like_hf(model, config)
     add_vision_model(model, config)

@@ -1,0 +1,52 @@
+"""MiMo 7B: HF ``MiMoForCausalLM`` (remote code): Qwen 2, with a prediction layer before the final norm."""
+
+from dataclasses import replace
+from functools import partial
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import qwen2
+from mca_models.templates.common import attention, dense_layers, dense_mlp
+from mca_models.templates.config_table import Field, Fixed
+from mca_models.templates.family import counted_layers
+from mca_models.templates.mtp import mtp_params
+from mca_models.weights import Param, SwappedHalves
+
+MTP = "model.mtp_layers."
+PREFIX = f"{MTP}{{layer}}."
+OWN = {
+    "enorm": f"{PREFIX}token_layernorm",
+    "hnorm": f"{PREFIX}hidden_layernorm",
+    "eh_proj": f"{PREFIX}input_proj",
+    "final_layernorm": f"{PREFIX}final_layernorm",
+}
+
+CONFIG = replace(
+    qwen2.CONFIG,
+    fields=(*qwen2.CONFIG.fields, Field("mtp_num_layers", "num_nextn_predict_layers", 0)),
+    constants={**qwen2.CONFIG.constants, "mtp_before_final_norm": True},
+    fixed=(
+        *qwen2.CONFIG.fixed,
+        Fixed("num_nextn_predict_layers", (0, 1), "what a second prediction layer takes is not known"),
+        Fixed("use_sliding_window", (False,), "no published model has windows"),
+    ),
+)
+
+
+def params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order; ``input_proj`` takes the states before the embedding."""
+    mtp = mtp_params(config, [*attention(config), *dense_mlp(config)], OWN, PREFIX)
+    swapped = [
+        replace(rule, hf_layout=SwappedHalves()) if rule.mca.endswith("eh_proj.weight") else rule
+        for rule in mtp
+    ]
+    return [*dense_layers(config), *swapped]
+
+
+FAMILY = replace(
+    qwen2.FAMILY,
+    model_type="mimo",
+    architecture="MiMoForCausalLM",
+    config=CONFIG,
+    params=params,
+    prediction_layers=partial(counted_layers, prefix=MTP),
+)
