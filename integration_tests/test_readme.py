@@ -72,6 +72,30 @@ def test_a_wrong_promise_is_caught():
     assert not wrong_values("x = 1\nx + 1  # 2: as ever\n")
 
 
+EXAMPLES = re.compile(r"'\w'|\b(?:N|nan|inf)\b|\.\.\.")
+
+
+def quoted_messages(page: str) -> list[str]:
+    """The parts of messages in the first column of a table that hold no name or number of an example."""
+    cells = re.findall(r"^\| ([^|]*`[^|]*) \|", page, re.MULTILINE)
+    messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+    parts = [part.strip(" ;?") for message in messages for part in re.split(EXAMPLES, message)]
+    return [part for part in parts if part]
+
+
+def test_the_messages_in_troubleshooting_are_those_of_the_programs():
+    said = "".join(path.read_text() for path in ROOT.glob("packages/*/src/**/*.py"))
+    said = re.sub(r'"\s*\n\s*[rf]*"', "", said)  # strings that go on in the next line
+    messages = quoted_messages((ROOT / "docs" / "troubleshooting.md").read_text())
+    assert len(messages) > 14
+    assert not [message for message in messages if message not in said]
+
+
+def test_examples_in_a_message_are_left_out():
+    page = "| message | to do |\n|---|---|\n| `no 'x'; did you mean 'y'?`, `N rows ... lost` | `set it` |\n"
+    assert quoted_messages(page) == ["no", "did you mean", "rows", "lost"]
+
+
 def _help(command: str, *arguments: str) -> str:
     program = [str(Path(sys.executable).parent / command), *arguments, "--help"]
     return subprocess.run(
