@@ -1,7 +1,7 @@
 """What the process of a rank takes beyond what it took before the run is what the dry run says, to a tenth.
 
 What is there before is subtracted: the interpreter and all that is imported. Of what comes on top of tensors, pages
-that the allocator keeps free are left out (`memory.peak`); docs/planning.md says how many they are. ``MCA_DRY_RUNS=1``
+that the allocator keeps free are left out (`memory.peak`); docs/evidence.md says how many they are. ``MCA_DRY_RUNS=1``
 runs every case, the default one.
 """
 

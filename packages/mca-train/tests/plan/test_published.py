@@ -1,4 +1,4 @@
-"""Predicted speeds against those that Megatron-Bridge publishes with the misses that docs/planning.md has.
+"""Predicted speeds against those that Megatron-Bridge publishes with the misses that docs/evidence.md has.
 
 Source: docs/performance-summary.md and performance-summary-archive.md of NVIDIA-NeMo/Megatron-Bridge, releases 25.09,
 25.11 and 26.02, tables DGX-H100 and DGX-B200, all rows without FSDP but those of DeepSeek-V3. Products are in fp8 but
@@ -134,7 +134,7 @@ MISSED = (
     ("Qwen3 235B-A22B", "25.09", B),
 )
 DISORDERED = {("Qwen3 235B-A22B", "25.11", B), ("gpt-oss 120B", "26.02", B)}
-"""docs/planning.md says why."""
+"""docs/evidence.md says why."""
 APART = 1.05
 """Published speeds whose order is looked at; nearer ones say as much of the day as of the layout."""
 
@@ -205,7 +205,7 @@ def test_published_speeds_are_predicted_within_a_third_and_in_their_order_or_nam
     for row in ROWS:
         *_, published, ratio, fits = row
         speed, fitted = _ran(row, tmp_path)
-        assert speed / published == pytest.approx(ratio, abs=0.02), row  # what docs/planning.md says
+        assert speed / published == pytest.approx(ratio, abs=0.02), row  # what docs/evidence.md says
         assert (abs(speed / published - 1) <= 0.35) == (row[:3] not in MISSED), row
         assert fitted == fits, row
         if row[:3] not in MISSED:
