@@ -143,7 +143,7 @@ def test_keys_that_say_nothing_are_refused(folder, kind, changes, message):
 def run_example(folder: Path) -> list[float]:
     import runpy
 
-    module = runpy.run_path(str(_HERE.parent / "examples" / "custom_loss.py"))
+    module = runpy.run_path(str(_HERE.parent / "examples" / "custom_loss" / "train.py"))
     losses: list[float] = quietly(lambda: module["train"](str(folder), 1))
     return losses
 

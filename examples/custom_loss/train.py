@@ -1,7 +1,7 @@
 """A custom loss: focal loss, which gives less weight to tokens that the model already predicts well.
 
-    python examples/custom_loss.py                                # one process, a few seconds on a CPU
-    torchrun --nproc-per-node 2 examples/custom_loss.py --tp 2    # the same numbers, over two tensor ranks
+    python train.py                                # one process, a few seconds on a CPU
+    torchrun --nproc-per-node 2 train.py --tp 2    # the same numbers, over two tensor ranks
 
 The model is a random one of two layers, so nothing has to be downloaded.
 """
