@@ -1,12 +1,15 @@
 """Every command and every snippet that the documents show is run, in order, page by page, on tiny models and data.
 
 ``Qwen3-8B`` is a random model of four layers and ``data/`` has a few rows. Only sizes are changed (`_SMALL`).
-By default two pages are run; ``MCA_EVERY_DOCUMENT=1`` runs all.
+What a page shows as printed (its blocks of ``text``) must be printed, but for the numbers.
+By default a few pages are run; ``MCA_EVERY_DOCUMENT=1`` runs all.
 """
 
 import json
 import os
 import re
+import resource
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -28,10 +31,26 @@ PAGES = [
     for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md", "examples/*/README.md")
     for path in sorted(ROOT.glob(pattern))
 ]
-SAMPLE = ("README.md", "docs/converter.md")
-ELSEWHERE = {"docs/reinforcement_learning.md": "test_reinforcement_learning.py runs it, on two ranks"}
+SAMPLE = (
+    "README.md",
+    "docs/converter.md",
+    *(f"examples/{name}/README.md" for name in ("export", "lora", "slurm")),
+)
+ELSEWHERE = {
+    "docs/reinforcement_learning.md": "test_reinforcement_learning.py runs it, on two ranks",
+    "docs/add_a_family.md": "its commands are tests, which run anyway, and its snippet is a line of tiny_hf.py",
+}
+EXAMPLE_SECONDS = 120
+"""Of a processor, for all commands of an example: each job is promised to take a minute on two of them.
+
+Seconds of processors and not of a clock, so that other work on the machine does not count. `_run` forks ``mca-train``
+and scripts from this process, so what they import (some ten seconds each time) does not count either.
+"""
+AS_PUBLISHED = {"docs/planning.md": "tools/recipes/qwen3-8b.json"}
+"""Pages whose sizes are not changed, as plans need neither weights nor data; and the model's ``config.json``."""
 NOT_RUN = ("pip ", "uv ", "sbatch ", "python tools/", "PYTHONPATH=", "git ", "#", "eval ", "mkdocs ")
 """Beginnings of commands that install, lock, or need another machine."""
+_UNITS = {"min", "ms", "us", "KB", "MB", "GB", "MiB", "GiB"}
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _SMALL = {
     "max_steps": 4,
@@ -42,6 +61,7 @@ _SMALL = {
     "num_train_epochs": 1,
     "per_device_train_batch_size": 1,
     "gradient_accumulation_steps": 2,
+    "dataloader_num_workers": 1,
 }
 _SMALL_FLAGS = _SMALL | {"max_steps": 6, "nproc-per-node": 4}  # over those of the file: a run that goes on
 
@@ -58,6 +78,18 @@ def _commands(text: str) -> Iterator[str]:
 
 def _is_run(command: str) -> bool:
     return not command.startswith(NOT_RUN)
+
+
+def _words(line: str) -> tuple[str, ...]:
+    """Those of a printed line that are the same in every run: neither numbers nor their units."""
+    return tuple(word for word in re.findall(r"[A-Za-z_]{2,}", line) if word not in _UNITS)
+
+
+def _not_printed(shown: str, printed: str) -> list[str]:
+    """The lines of ``shown`` with which no line of ``printed`` begins."""
+    found = {_words(line) for line in printed.splitlines()}
+    begun = {words[:count] for words in found for count in range(len(words) + 1)}
+    return [line for line in shown.splitlines() if _words(line) not in begun]
 
 
 def _small(text: str) -> str:
@@ -105,6 +137,7 @@ def place(tmp_path_factory):
         "model_name_or_path": "Qwen3-8B",
         "train_file": "data/text.jsonl",
         "output_dir": "runs/run",
+        "seq_length": 128,
         "save_strategy": "'no'",
     }
     (folder / "run.yaml").write_text(
@@ -124,24 +157,44 @@ def _adapter(folder: Path) -> None:
     assert _program(["mca-convert", *paths], folder).returncode == 0
 
 
+def _seeing(folder: Path) -> None:
+    """``Qwen/Qwen2.5-VL-7B-Instruct``, a random model that sees, and ``pictures/train.jsonl``."""
+    import tiny_vision
+    import transformers
+    from drawn_images import draw, image_tokenizer, processor
+
+    marks = {"vision_start_token_id": 260, "image_token_id": 261, "vision_end_token_id": 262}
+    config = tiny_vision.described("qwen2_5_vl", vocab_size=264) | marks | {"video_token_id": 263}
+    settings = transformers.AutoConfig.for_model(**config)
+    model = transformers.AutoModelForImageTextToText.from_config(settings)
+    for part in (model, image_tokenizer(), processor()):
+        part.save_pretrained(folder / "Qwen" / "Qwen2.5-VL-7B-Instruct")
+    turns = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "a cat"}]
+    _rows(folder / "pictures" / "train.jsonl", [{"messages": turns, "images": ["cat.png"]}] * 8)
+    draw(folder / "pictures" / "cat.png", 24, 16)
+
+
 def _program(words: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if words[0] == "torchrun":
         words = [sys.executable, "-m", "torch.distributed.run", "--master-port", "29777", *words[1:]]
-    elif words[0] == "python":
-        words = [sys.executable, *words[1:]]
     else:
         words = [str(Path(sys.executable).parent / words[0]), *words[1:]]
     return subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment, cwd=folder)
 
 
-def _run(command: str, folder: Path) -> None:
+def _run(command: str, folder: Path) -> str:
+    """What it printed; a script prints where this process does."""
     words = _small_words(command)
+    if words[0] == "python":
+        run_ranks(1, _script, words[1:], process_group=False, timeout=240)
+        return ""
     if words[0] == "mca-train":
         done = forked_cli.launched([sys.executable, "-m", "mca_train", *words[1:]])
     else:
         done = _program(words, folder)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return f"{done.stdout}\n{done.stderr}\n"
 
 
 def _workplace(page: Path, place: Path, folder: Path) -> Path:
@@ -157,42 +210,75 @@ def _made_before(folder: Path, commands: str, snippets: str) -> None:
     """What a page takes from another job."""
     if "lora-mca" in commands:
         _adapter(folder)
+    if "images.yaml" in commands:
+        _seeing(folder)
     if '"qwen3-mca")  # a directory' in snippets:
         _run("mca-convert --checkpoint_path Qwen3-8B --output_path qwen3-mca", folder)
 
 
-def _execute(text: str, page: str) -> None:
+def _processor_seconds() -> float:
+    """Of all child processes that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _alone() -> None:
+    """As in a process that no launcher has started."""
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(variable, None)
     os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def _execute(text: str, page: str) -> None:
+    _alone()
     exec(compile(text, page, "exec"), {"__name__": "__main__"})
 
 
+def _script(words: list[str]) -> None:
+    """``python WORDS`` in a fork of this process, which has imported most of what a script needs."""
+    _alone()
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def _not_run_here(name: str, shown: list[str]) -> str:
+    """Why a page is not run; empty if it is."""
+    if not shown:
+        return "shows nothing that is run"
+    if name not in SAMPLE and not os.environ.get("MCA_EVERY_DOCUMENT"):
+        return ELSEWHERE.get(name, "MCA_EVERY_DOCUMENT=1 runs all pages")
+    return ELSEWHERE.get(name, "")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
-def test_what_a_page_shows_runs(page, place, tmp_path, monkeypatch):
+def test_what_a_page_shows_runs(page, place, tmp_path, monkeypatch, capfd):
     name = str(page.relative_to(ROOT))
     blocks = list(_blocks(page))
     snippets = [text for language, text in blocks if language == "python"]
     commands = [
         c for language, text in blocks if language == "console" for c in _commands(text) if _is_run(c)
     ]
-    if not snippets and not commands:
-        pytest.skip("shows nothing that is run")
-    if name in ELSEWHERE:
-        pytest.skip(ELSEWHERE[name])
-    if name not in SAMPLE and not os.environ.get("MCA_EVERY_DOCUMENT"):
-        pytest.skip("MCA_EVERY_DOCUMENT=1 runs all pages")
+    if why := _not_run_here(name, commands + snippets):
+        pytest.skip(why)
     folder = _workplace(page, place, tmp_path)
+    if name in AS_PUBLISHED:
+        shutil.copy(ROOT / AS_PUBLISHED[name], folder / "Qwen3-8B" / "config.json")
     monkeypatch.chdir(folder)
     _made_before(folder, " ".join(commands), " ".join(snippets))
+    printed, before = "", _processor_seconds()
     for language, text in blocks:
         if language == "yaml" and (named := re.match(r"# (\S+\.yaml)\n", text)):
-            (folder / named[1]).write_text(_small(text))
+            (folder / named[1]).write_text(text if name in AS_PUBLISHED else _small(text))
         for command in _commands(text) if language == "console" else ():
             if _is_run(command):
-                _run(command, folder)
+                printed += _run(command, folder)
     if snippets:
         run_ranks(1, _execute, "\n".join(snippets), name, process_group=False, timeout=240)
+    printed += "\n".join(capfd.readouterr())
+    shown = "".join(text for language, text in blocks if language == "text")
+    assert not _not_printed(shown, printed), printed
+    if page.parent.parent.name == "examples":
+        assert _processor_seconds() - before < EXAMPLE_SECONDS
 
 
 @pytest.mark.skipif(not os.environ.get("MCA_EVERY_DOCUMENT"), reason="MCA_EVERY_DOCUMENT=1 runs it")
@@ -209,6 +295,13 @@ def test_a_command_that_fails_and_a_snippet_that_does_not_run_are_caught(place, 
         _run("mca-convert inspect no-such-directory", place)
     with pytest.raises(Exception, match="dataset"):
         run_ranks(1, _execute, "print(dataset)", "page", process_group=False, timeout=60)
+
+
+def test_what_is_shown_but_not_printed_is_caught():
+    printed = "step  1/4  loss 5.86  1 min 02 s left\nsaved runs/first\n  78 - 82  ###  1\n"
+    assert not _not_printed("step 10/500  loss 2.31  3 s left\n  10 - 20  #  7\n...\nsaved ...\n", printed)
+    assert _not_printed("step 1/4  norm 5.86\n", printed) == ["step 1/4  norm 5.86"]
+    assert _not_printed("saved runs/first\nsaved runs/second\n", printed) == ["saved runs/second"]
 
 
 def test_sizes_alone_are_changed():
