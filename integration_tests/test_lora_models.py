@@ -267,7 +267,8 @@ def of_dropped(base: Path, layout: str) -> dict[str, list[torch.Tensor]]:
     return found | {"in one chunk": gradients()}
 
 
-@pytest.mark.parametrize("layout", [pytest.param("tp1", marks=pytest.mark.wide), "tp2sp"])
+@pytest.mark.wide
+@pytest.mark.parametrize("layout", ["tp1", "tp2sp"])
 def test_what_is_computed_again_drops_the_same(layout: str, tmp_path: Path) -> None:
     base = make_reference("qwen2", tmp_path).path
     for found in run_ranks(world_size(layout), of_dropped, base, layout):

@@ -77,7 +77,13 @@ def compare_all(references: list[Reference], layouts: list[str]) -> dict[Pair, t
     }
 
 
-@pytest.mark.parametrize("size", sorted({world_size(layout) for layout in LAYOUTS}))
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(size, marks=[pytest.mark.wide] if size == 4 else [])
+        for size in sorted({world_size(layout) for layout in LAYOUTS})
+    ],
+)
 def test_packed_equals_separate(size: int, tmp_path: Path) -> None:
     references = [make_reference(case, tmp_path) for case in CASES]
     layouts = [layout for layout in LAYOUTS if world_size(layout) == size]

@@ -218,7 +218,7 @@ def find_all(folders: dict[str, Path]) -> dict[str, tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("ckpt_format", ["mca", "torch_dist"])
+@pytest.mark.parametrize("ckpt_format", ["mca", pytest.param("torch_dist", marks=pytest.mark.wide)])
 def test_any_damage_to_any_file_is_told_and_the_one_before_is_taken(
     ckpt_format, checkpoint, finished, tmp_path
 ):
@@ -279,6 +279,7 @@ def test_nothing_starts_anew_where_every_checkpoint_is_damaged(checkpoint, finis
     assert "bytes, the manifest says" in message
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", sample(SAVED, "two ranks"))
 def test_a_full_disk_leaves_the_checkpoints_before(name, whole, checkpoint, small_disk):
     from mca_train.checkpoint.directory import checkpoints

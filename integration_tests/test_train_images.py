@@ -296,6 +296,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("layout", LAYOUTS if EVERY else ["tp2"])
 def test_judged_answers_to_pictures_train_as_in_transformers(layout: str, folder: Path) -> None:
     told = ("--freeze", "[]", "--kto_beta", "1", "--save_hf_model", "false", *LAYOUTS[layout])

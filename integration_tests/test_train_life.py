@@ -47,6 +47,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "in an epoch after one that a callback ended": (4, SHORT),
 }
 """Runs, and the step at which they are interrupted; with MCA_EVERY_INTERRUPTION=1 at every step."""
+MORE = (
+    "early stopping",
+    "steps that end epochs",
+    "begins with an evaluation",
+    "epochs that a callback ended",
+)
 TIMES = ("runtime", "per_second", "step_time", "tflops", "memory", "time", "slowest")
 
 
@@ -177,7 +183,8 @@ def differences(
 ) -> list[str]:
     """Which interruptions changed something, and what."""
     found = []
-    for number, (name, (steps, changes)) in enumerate(cases.items()):
+    for name, (steps, changes) in cases.items():
+        number = list(CASES).index(name)
         folder = output / name.replace(" ", "-")
         whole = outcome(made(checkpoint, folder / "whole", **changes), folder / "whole")
         assert whole["logged"]
@@ -188,16 +195,31 @@ def differences(
                 for key in whole
                 if one[key] != whole[key]
             ]
-    found += beginning_epochs_anew(checkpoint, output / "anew")
-    return found + going_on_after_a_pause(checkpoint, output / "paused")
+    return found
 
 
-def test_an_interrupted_run_is_the_whole_one(tmp_path):
+def other_differences(checkpoint: Path, output: Path) -> list[str]:
+    """What changed in runs that are ended more than once, or by a callback."""
+    return beginning_epochs_anew(checkpoint, output / "anew") + going_on_after_a_pause(
+        checkpoint, output / "paused"
+    )
+
+
+@pytest.mark.wide
+def test_runs_that_are_ended_again_or_by_a_callback_are_whole_ones(tmp_path):
+    model = tiny_checkpoint(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    (found,) = run_ranks(1, other_differences, model, tmp_path, timeout=600)
+    assert found == []
+
+
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.wide)], ids=["", "more"])
+def test_an_interrupted_run_is_the_whole_one(more, tmp_path):
     model = tiny_checkpoint(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
     last = RUN["max_steps"]
     cases = {
         name: (list(range(1, last + 1)) if EVERY else [step], changes)
         for name, (step, changes) in CASES.items()
+        if (name in MORE) == more
     }
     (found,) = run_ranks(1, differences, model, tmp_path, cases, timeout=3600 if EVERY else 600)
     assert found == []

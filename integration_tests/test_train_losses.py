@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness import run_ranks
-from layouts import sample
+from layouts import sample, tiered
 from loss_curves import worst
 from memory import MIB, peak
 from train_cases import (
@@ -42,7 +42,9 @@ def unpacked(checkpoint, tmp_path_factory):
     return run_ranks(1, train_losses, checkpoint, tmp_path_factory.mktemp("out"), **PLAIN)[0]
 
 
-@pytest.mark.parametrize("name", sample(LAYOUTS, "single", "micro-batch-2", "cp2", "pp2"))
+@pytest.mark.parametrize(
+    "name", tiered(sample(LAYOUTS, "single", "micro-batch-2", "cp2", "pp2"), "single", "pp2")
+)
 def test_packed_losses_equal_unpacked_ones(name, unpacked, checkpoint, tmp_path):
     size, changes = LAYOUTS[name]
     found = run_ranks(size, train_losses, checkpoint, tmp_path, **(PACKED | changes))[0]

@@ -171,7 +171,7 @@ def test_experts_go_on(before, after, experts, tmp_path, record_property):
     [
         pytest.param("qwen3_next", {}, id="whole", marks=pytest.mark.wide),
         pytest.param("qwen3_next", ZERO, id="split"),
-        pytest.param("nemotron_h", ZERO, id="state-space"),
+        pytest.param("nemotron_h", ZERO, id="state-space", marks=pytest.mark.wide),
     ],
 )
 def test_layers_with_fused_projections_go_on(case, changes, tmp_path):
@@ -229,7 +229,7 @@ WITH_EXPERTS = EXPERTS_ALONE | {"target_modules": ["q_proj"]}
             id="with-experts",
             marks=pytest.mark.wide,
         ),
-        pytest.param("phi3", SP, ZERO | HALF, GATE_AND_UP, id="gate-and-up"),
+        pytest.param("phi3", SP, ZERO | HALF, GATE_AND_UP, id="gate-and-up", marks=pytest.mark.wide),
     ],
 )
 def test_adapters_go_on(case, before, after, adapted, tmp_path):
@@ -294,7 +294,7 @@ def run_as_it_once_was(*args: Any, **changes: Any) -> Any:
         return run(*args, **changes)
 
 
-@pytest.mark.parametrize("case", ["deepseek_v3", "phi3"])
+@pytest.mark.parametrize("case", [pytest.param("deepseek_v3", marks=pytest.mark.wide), "phi3"])
 def test_states_are_found_under_their_earlier_names(case, tmp_path):
     from reference import make_reference
     from test_train_moe import tokens

@@ -69,6 +69,7 @@ def test_resuming_changes_no_bit(name, checkpoint, tmp_path):
         assert found["state"] == {"steps": 5, "equal_weights": True}
 
 
+@pytest.mark.wide
 def test_layers_that_differ_in_shape_resume(tmp_path):
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
@@ -216,6 +217,7 @@ def by_another_metric(checkpoint: Path, output_dir: Path) -> list[Any]:
     return [(same[0] == losses[0], *same[1:]), other, told]
 
 
+@pytest.mark.wide
 def test_the_best_model_by_another_metric_is_none(checkpoint, tmp_path):
     ((same, other, told),) = run_ranks(1, by_another_metric, checkpoint, tmp_path)
     assert same == (True, str(tmp_path / "checkpoint-1"), 1, 1)
@@ -332,7 +334,7 @@ def saved_as_hf(checkpoint: Path, output_dir: Path, **changes: Any) -> Any:
     return trainer.model.logits(ids())
 
 
-@pytest.mark.parametrize("name", AS_HF)
+@pytest.mark.parametrize("name", tiered(tuple(AS_HF), "ep2-distributed-optimizer"))
 def test_transformers_loads_what_a_checkpoint_holds_for_it(name, checkpoint, experts, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM

@@ -163,6 +163,7 @@ def again_without_reference(folder: Path, *, factor: float = 1.0) -> list[float]
     return history(trainer, "loss")
 
 
+@pytest.mark.wide
 def test_kept_log_probabilities_serve_the_run_that_goes_on(folder: Path, ours: Any) -> None:
     first = ours(*KEPT)["loss"]
     assert run_ranks(1, again_without_reference, folder)[0] == first

@@ -45,7 +45,23 @@ EXPERT_LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=list(adapters.CASES))
+RESEMBLING = (
+    "deepseek_v3-no-q-lora",
+    "llama-head",
+    "mixtral-down",
+    "qwen2-regex",
+    "qwen3-layers",
+    "qwen3_moe-layers",
+)
+"""Of parts that other cases have too."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.wide] if name in RESEMBLING else []) for name in adapters.CASES
+    ],
+)
 def saved(request: Any, tmp_path_factory: Any) -> tuple[Path, Path]:
     return adapters.save(request.param, tmp_path_factory.mktemp("adapter"))
 
