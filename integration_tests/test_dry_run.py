@@ -186,7 +186,15 @@ CHOSEN = tuple(CASES) if os.environ.get("MCA_DRY_RUNS") else SAMPLE
 WIDE = (
     ()
     if CHOSEN is not SAMPLE
-    else ("offloaded", "dpo of an adapter", "latent again", "unnormalised sinkhorn", "vpp", "pp 4")
+    else (
+        "offloaded",
+        "dpo of an adapter",
+        "experts fp16",
+        "latent again",
+        "unnormalised sinkhorn",
+        "vpp",
+        "pp 4",
+    )
 )
 
 
