@@ -1,8 +1,11 @@
 """Packed rows, smoothed labels and other losses train as the plain thing does."""
 
+import logging
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from harness import run_ranks
 from layouts import sample, tiered
 from loss_curves import worst
 from memory import MIB, peak
+from prediction import deepseek_with_prediction
 from train_cases import (
     VOCAB,
     arguments,
@@ -287,3 +291,94 @@ def fused_gradients(dtype: torch.dtype) -> float:
 )
 def test_the_fused_cross_entropy_has_the_gradients_of_its_dtype(dtype, error):
     assert max(run_ranks(2, fused_gradients, dtype)) < error
+
+
+def sequences(count: int, *, targets: bool = True) -> list[Any]:
+    draw = np.random.default_rng(count)
+    lengths = draw.integers(8, 20, count)
+    return [(draw.integers(1, 60, length), np.full(length, targets)) for length in lengths]
+
+
+def with_an_empty_step(
+    checkpoint: Path, output: Path, steps: list[Any], **changes: Any
+) -> tuple[Any, list[str]]:
+    """A trainer that has taken ``steps``, each of two samples, and what it has warned of."""
+    from mca_config.errors import McaError
+    from mca_train import TokenDataset
+
+    run = {"lr_scheduler_type": "constant", "warmup_steps": 0, "train_sampling_strategy": "sequential"}
+    data = TokenDataset.from_samples([sample for step in steps for sample in step])
+    trainer = make_trainer(checkpoint, output, train_dataset=data, max_steps=len(steps), **run | changes)
+    handler = BufferingHandler(1000)
+    logging.getLogger("mca_train.trainer.monitor").addHandler(handler)
+    logging.disable(logging.NOTSET)
+    try:
+        quietly(trainer.train)
+        told = []
+    except McaError as error:
+        told = [str(error)]
+    finally:
+        logging.disable(logging.WARNING)
+        logging.getLogger("mca_train.trainer.monitor").removeHandler(handler)
+    return trainer, [record.getMessage() for record in handler.buffer] + told
+
+
+def steps_without_targets(cases: list[tuple[Path, dict[str, Any]]], output: Path) -> list[dict[str, Any]]:
+    found = []
+    empty, (first, last) = sequences(2, targets=False), (sequences(2), sequences(4)[2:])
+    for checkpoint, changes in cases:
+        plain, silent = with_an_empty_step(checkpoint, output, [first, last], **changes)
+        trainer, told = with_an_empty_step(checkpoint, output, [first, empty, last], **changes)
+        before, after = (dict(made.model.export_weights()) for made in (plain, trainer))
+        keys = ("loss", "grad_norm", "train_loss")
+        found.append(
+            {
+                "moved": [name for name in before if not torch.equal(before[name], after[name])],
+                "other": [key for key in keys if history(plain, key) != history(trainer, key)],
+                "skipped": history(trainer, "skipped_steps"),
+                "told": (silent, told),
+            }
+        )
+    return found
+
+
+def test_a_step_without_a_target_moves_nothing(checkpoint, tmp_path):
+    biased = deepseek_with_prediction().save(tmp_path / "biased")
+    split = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    staged = {"pipeline_model_parallel_size": 2, "moe_router_bias_update_rate": 0.1}
+    cases = [
+        (checkpoint, split | {"gradient_accumulation_steps": 1}),
+        (biased, staged | {"gradient_accumulation_steps": 2}),
+    ]
+    for of_rank in run_ranks(2, steps_without_targets, cases, tmp_path / "run"):
+        for found in of_rank:
+            assert found["moved"] == found["other"] == []
+            assert found["skipped"] == [1]
+            silent, (first, last) = found["told"]
+            assert silent == []
+            assert first.startswith("step 2 was skipped: its loss is over 0 targets (all labels are -100")
+            assert last == "1 of 3 steps of the run were skipped: their losses are over 0 targets"
+
+
+def without_any_target(checkpoint: Path, output: Path) -> list[tuple[list[str], dict[str, float]]]:
+    """What a run says that has nothing to learn, with the loss of tokens and with another; its last log."""
+    from mca_train import McaTrainer
+
+    class Other(McaTrainer):
+        def compute_loss(self, output: torch.Tensor, batch: Any, **_: Any) -> Any:
+            return (output * batch.loss_mask).sum(), batch.loss_mask.sum()
+
+    found = []
+    for kind in (McaTrainer, Other):
+        steps = [sequences(2, targets=False)] * 2
+        changes = {"kind": kind, "gradient_accumulation_steps": 2}
+        trainer, told = with_an_empty_step(checkpoint, output, steps, **changes)
+        found.append((told, trainer.state.log_history[-1]))
+    return found
+
+
+def test_a_run_without_any_target_fails_unless_its_loss_counts_something_else(checkpoint, tmp_path):
+    (((failed, _), (told, log)),) = run_ranks(1, without_any_target, checkpoint, tmp_path)
+    assert failed[-1].startswith("all 2 steps of the run were skipped, no token of their samples is a target")
+    assert told[1:] == ["2 of 2 steps of the run were skipped: their losses are over 0 targets"]
+    assert "train_runtime" in log and "train_loss" not in log

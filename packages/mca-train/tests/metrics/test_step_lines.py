@@ -27,6 +27,8 @@ def test_a_step_is_one_line_without_what_never_changes():
         "6 min 20 s left"
     )
     assert "left" not in (line_of(STEP, 200, 200) or "")
+    skipped = {"learning_rate": 1e-4, "skipped_steps": 1, "tokens_per_second": 12.0}
+    assert line_of(skipped, 10, 20) == "step 10/20  lr 1.00e-04  skipped_steps 1  12 tokens/s"
 
 
 def test_an_evaluation_is_one_line_and_the_end_is_the_summary():

@@ -25,11 +25,13 @@ class Totals:
     """Of the whole run."""
 
     loss: float = 0.0
-    """Of all logged steps."""
+    """Of all logged steps with a target."""
     steps: int = 0
     """Of which that is the sum."""
     updates: int = 0
     """Steps that were not skipped."""
+    without_targets: int = 0
+    """Of those that were."""
     logged: int = 0
     """The last step that a log covers."""
     grad_norm: float | None = None

@@ -31,8 +31,10 @@ class StepResult:
     """What an optimizer step did."""
 
     updated: bool
-    """False if fp16 overflowed and the step was skipped."""
+    """False if the step was skipped: fp16 overflowed, or it had no target."""
     grad_norm: float | None
+    had_targets: bool = True
+    """False if the number that the loss of the global batch is over is 0."""
 
 
 def optimizer_settings(args: TrainingArguments, params_dtype: torch.dtype) -> JsonObject:
@@ -126,6 +128,7 @@ class Engine(Pipeline):
         self._num_items = num_items
         self.weighed_by: list[float] = []
         """For each step since the last log, what losses beside the model's own take for the number that its is over."""
+        self._number: Tensor | None = None  # that the loss of the last step is over, on all ranks
         self._balances_globally = moe_aux.balances_globally(self.configs[0])
         self.params_dtype: torch.dtype = self.configs[0].params_dtype
         self.chunks = self._wrap(chunks)
@@ -226,8 +229,10 @@ class Engine(Pipeline):
         """Reduces the gradients, and divides them by the number that the loss is over, which need not be whole."""
         from megatron.core.distributed import finalize_model_grads
 
+        self._number = number = groups.sum_over_data(self._added_up().targets)
+        if self.configs[0].moe_router_enable_expert_bias:
+            moe_aux.keep_counts(self.models, number != 0)
         finalize_model_grads(chunks, **options)
-        number = groups.sum_over_data(self._added_up().targets)
         scale = torch.where(number > 0, 1 / number, 1.0).float()
         for chunk in chunks:
             chunk.scale_gradients(scale)
@@ -273,7 +278,9 @@ class Engine(Pipeline):
                 moe_aux.count_load(self.models, lambda: self.run(batch, forward_only=True, loss=_none))
 
     def optimizer_step(self) -> StepResult:
-        """Clips, and updates the parameters."""
+        """Clips, and updates the parameters; after a step without a target nothing moves, all ranks alike."""
+        if self._number is not None and float(self._number) == 0:
+            return StepResult(updated=False, grad_norm=None, had_targets=False)
         updated, grad_norm, _ = self.optimizer.step()
         return StepResult(bool(updated), None if grad_norm is None else float(grad_norm))
 

@@ -301,6 +301,13 @@ def _count_for_bias(router: Router, routing_map: Tensor, padding_mask: Tensor | 
             router.local_tokens_per_expert += counts.sum(0)
 
 
+def keep_counts(chunks: Iterable[torch.nn.Module], kept: Tensor) -> None:
+    """What was counted for experts' biases in the running step moves them only if ``kept``."""
+    for router in routers(chunks):
+        if router.enable_expert_bias:
+            router.local_tokens_per_expert.mul_(kept)
+
+
 _OWN: Mapping[str, Callable[..., Tensor | None]] = {
     "_apply_aux_loss": _of_micro_batch,
     "_apply_seq_aux_loss": _of_sequences,

@@ -17,7 +17,8 @@ from mca_train.metrics.step_rows import StepRows
 class LossMeter:
     """Collects the steps' losses; ranks talk only when a log is due.
 
-    The loss of a log is the mean of its steps' losses, each a mean over all targets of the global batch.
+    The loss of a log is the mean of its steps' losses, each a mean over all targets of the global batch. A step
+    without a target has none.
     """
 
     context_parallel_rank: int
@@ -41,9 +42,10 @@ class LossMeter:
         steps = self._steps.flush(groups.sum_over_data)
         checksum, self._checksum = self._checksum, 0
         targets = steps[:, 1]
-        losses = steps[:, 0] / targets.where(targets > 0, 1)
+        over = targets != 0
         return LossReport(
-            losses=losses.tolist(),
+            losses=(steps[over, 0] / targets[over]).tolist(),
+            num_steps=len(steps),
             loss_sum=float(steps[:, 0].sum()),
             targets=targets.tolist(),
             num_tokens=int(steps[:, 2].sum()),
@@ -92,7 +94,9 @@ class LossReport:
     """What happened since the last log, over all ranks."""
 
     losses: list[float]
-    """Of each step."""
+    """Of each step with a target."""
+    num_steps: int
+    """With a target or without."""
     loss_sum: float
     targets: list[float]
     """Of each step, what its loss is over: the number of targets, or what else a custom loss counts."""
@@ -108,15 +112,15 @@ class LossReport:
 
     @property
     def mean(self) -> float:
-        """The mean loss."""
+        """The mean loss; 0 without a target."""
         return sum(self.losses) / max(len(self.losses), 1)
 
     def speed(self) -> dict[str, float]:
         """Tokens and samples per second, all ranks together, and seconds per step."""
-        if not self.losses or self.seconds <= 0:
+        if not self.num_steps or self.seconds <= 0:
             return {}
         return {
             "tokens_per_second": round(self.num_tokens / self.seconds, 1),
             "samples_per_second": round(self.num_samples / self.seconds, 3),
-            "step_time": round(self.seconds / len(self.losses), 4),
+            "step_time": round(self.seconds / self.num_steps, 4),
         }

@@ -12,10 +12,9 @@ from transformers import ProgressCallback
 from mca_config.types import JsonObject
 from mca_train.types import TrainerControl, TrainerState, TrainingArguments
 
+_FIRST = {"loss": "loss {:.4f}", "learning_rate": "lr {:.2e}", "grad_norm": "norm {:.3g}"}
 _SHOWN = {
-    "loss",
-    "learning_rate",
-    "grad_norm",
+    *_FIRST,
     "tokens_per_second",
     "step_time",
     "peak_memory_gib",
@@ -114,18 +113,18 @@ def line_of(logs: Mapping[str, object], step: int, steps: int) -> str | None:
     """The line of a log; None: the log ends the run, which the summary describes."""
     if "train_runtime" in logs:
         return None
-    parts = list(_of_step(logs, steps - step) if "loss" in logs else _of_evaluation(logs))
+    parts = list(
+        _of_step(logs, steps - step) if logs.keys() & {"loss", "learning_rate"} else _of_evaluation(logs)
+    )
     place = [f"step {step:>{len(str(steps))}}/{steps}"] if steps else []  # none where nothing is trained
     return "  ".join([*place, *parts]) if parts else None
 
 
 def _of_step(logs: Mapping[str, object], left: int) -> Iterator[str]:
     values = {name: value for name, value in logs.items() if isinstance(value, int | float)}
-    yield f"loss {values['loss']:.4f}"
-    if "learning_rate" in values:
-        yield f"lr {values['learning_rate']:.2e}"
-    if "grad_norm" in values:
-        yield f"norm {values['grad_norm']:.3g}"
+    for name, form in _FIRST.items():
+        if name in values:
+            yield form.format(values[name])
     for name, value in values.items():
         if name not in _SHOWN | _IN_THE_FILE_ONLY:
             yield f"{name} {value:.4g}"

@@ -20,6 +20,7 @@ from mca_train.batching.same_samples import require_same_samples
 from mca_train.checkpoint.carried import Carried, Due
 from mca_train.data.mixture import Mixture
 from mca_train.engine.engine import StepResult
+from mca_train.engine.finite import require_finite_weights
 from mca_train.losses.token_loss import StepLoss
 from mca_train.metrics.meter import LossReport
 from mca_train.metrics.source_losses import SourceLosses
@@ -57,6 +58,7 @@ class WithLogs(TrainerParts):
             self._sources.end_step()
         self._totals.grad_norm, self._totals.rate = result.grad_norm, rate
         self._totals.updates += result.updated
+        self._totals.without_targets += not result.had_targets
         with self._checkpoint_completed():
             self.watch.after_step(result, loss, self.engine.optimizer, self.state.global_step + 1)
             if self.engine.weighed_by and self.state.global_step == self.started_at_step:
@@ -99,7 +101,7 @@ class WithLogs(TrainerParts):
     def _log_step(self) -> None:
         report = self._meter.flush()
         self._add_up(report)
-        logs: dict[str, float] = {"loss": report.mean}
+        logs: dict[str, float] = {"loss": report.mean} if report.losses else {}
         if self._totals.grad_norm is not None:
             logs["grad_norm"] = self._totals.grad_norm
         if report.image_tokens:
@@ -143,6 +145,11 @@ class WithLogs(TrainerParts):
                     f"is over, num_items {known:g}, which weighs the losses of experts and prediction layers; "
                     "override num_items with what compute_loss counts"
                 )
+
+    def _require_trained(self, *, over_tokens: bool) -> None:
+        """Raises if the run has changed nothing, or broken the model."""
+        self.watch.require_updates(self._totals, self.state.global_step, over_tokens=over_tokens)
+        require_finite_weights(self.state.global_step, self.model.trained())
 
     def _add_up(self, report: LossReport) -> None:
         first, last = max(self._totals.logged, self.started_at_step) + 1, self.state.global_step

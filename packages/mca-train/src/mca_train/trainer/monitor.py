@@ -13,7 +13,7 @@ from transformers import TrainerControl
 from mca_config.errors import McaError
 from mca_config.training import TrainingArguments
 from mca_train import groups
-from mca_train.checkpoint.carried import Due
+from mca_train.checkpoint.carried import Due, Totals
 from mca_train.engine.engine import StepResult
 from mca_train.engine.finite import require_finite, require_finite_weights
 from mca_train.groups import Ranks
@@ -52,6 +52,7 @@ class Watch:
         self._model = model
         self._throughput = Throughput(args, model, ranks)
         self._skipped = 0
+        self._has_told = False
         self._unhelped = 0
         self._scale = math.inf
 
@@ -69,6 +70,9 @@ class Watch:
             McaError: A step that was taken had gradients that are not finite; or one was skipped and no loss scale
                 will help.
         """
+        if not result.had_targets:
+            self._tell_without_target(step)
+            return
         if result.updated:
             self._unhelped, self._scale = 0, math.inf
             require_finite(None, result.grad_norm, step, self._model.trained())
@@ -91,13 +95,37 @@ class Watch:
                 f"scale, {scale:g}, {why}; {self._advice('resume from the last checkpoint with a lower learning_rate')}"
             )
 
-    def require_updates(self, updates: int, steps: int) -> None:
-        """Refuses the end of a run that has changed nothing.
+    def _tell_without_target(self, step: int) -> None:
+        self._skipped += 1
+        if not self._has_told:
+            logger.warning(
+                "step %d was skipped: its loss is over 0 targets (all labels are -100, or compute_loss counted "
+                "nothing), so it moves no weights and is in no mean; skipped_steps counts others like it",
+                step,
+            )
+        self._has_told = True
+
+    def require_updates(self, totals: Totals, steps: int, *, over_tokens: bool) -> None:
+        """Refuses the end of a run that has changed nothing, and says how many steps had no target.
+
+        Args:
+            totals: Of the run.
+            steps: Of the run.
+            over_tokens: The loss is the mean of target tokens; others may have runs with nothing to learn.
 
         Raises:
             McaError: All its steps were skipped.
         """
-        if steps and not updates:
+        if empty := totals.without_targets:
+            logger.warning(
+                "%d of %d steps of the run were skipped: their losses are over 0 targets", empty, steps
+            )
+        if empty == steps and over_tokens and steps:
+            raise McaError(
+                f"all {steps} steps of the run were skipped, no token of their samples is a target: the model has not "
+                "changed; give samples labels other than -100"
+            )
+        if steps > empty and not totals.updates:
             raise McaError(
                 f"all {steps} steps of the run were skipped, their gradients overflowed: the model has not changed; "
                 f"{self._advice('begin it anew with a lower initial_loss_scale or learning_rate')}"
@@ -132,8 +160,10 @@ class Watch:
         if not scaled:
             require_finite(report.mean, None, step, self._model.trained())
         found = report.speed() | self._throughput.report(report)
-        found |= self.stragglers.report(len(report.losses), found.get("step_time", 0.0), step)
+        found |= self.stragglers.report(report.num_steps, found.get("step_time", 0.0), step)
         if scaled:
-            found |= {"loss_scale": float(optimizer.get_loss_scale()), "skipped_steps": self._skipped}
+            found["loss_scale"] = float(optimizer.get_loss_scale())
+        if scaled or self._skipped:
+            found["skipped_steps"] = self._skipped
         self._skipped = 0
         return found

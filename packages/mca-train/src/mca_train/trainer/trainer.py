@@ -38,7 +38,6 @@ from mca_train.checkpoint.training_state import TrainingState
 from mca_train.checkpoint.writer import CheckpointWriter, remove_unfinished
 from mca_train.data.token_dataset import Samples
 from mca_train.engine.engine import Engine, StepResult
-from mca_train.engine.finite import require_finite_weights
 from mca_train.engine.part_rates import choose_parts
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import seed_dropout
@@ -384,8 +383,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         steps = self.state.global_step - first
         self._add_up(self._meter.flush())
         if steps and not self.watch.stopped:
-            self.watch.require_updates(self._totals.updates, self.state.global_step)
-            require_finite_weights(self.state.global_step, self.model.trained())
+            self._require_trained(over_tokens=type(self).compute_loss is McaTrainer.compute_loss)
         samples = self._samples
         metrics = speed_metrics("train", started, num_samples=samples, num_steps=steps)
         if self._totals.steps:
