@@ -43,6 +43,7 @@ EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2-split": (2, EP | ZERO | HALF | ASYNC),
     "tp2-sp-ep2-etp1": (2, SP | EP | ETP1),
     "dp2-etp2-split": (2, ETP2 | ZERO | HALF),
+    "dp2-etp2-split-torch-dist": (2, ETP2 | ZERO | HALF | TORCH_DIST),
     "tp2-sp-etp1": (2, SP | ETP1),
     "pp2-ep2-split": (4, PP | EP | ZERO | HALF | TORCH_DIST),
 }
@@ -52,9 +53,19 @@ SOME_DENSE = (
     ("cp2", "dp2-pp2-vpp2-split"),
 )
 SOME_RATES = (("pp2", "dp2-split"),)
-SOME_EXPERTS = (("ep2-split", "one"), ("ep2", "ep2"), ("dp2-etp2-split", "tp2-sp-etp1"))
-"""Of all pairs, 185 in all, which are run with MCA_EVERY_TRANSITION=1."""
-WIDE = (("cp2", "dp2-pp2-vpp2-split"), ("ep2", "ep2"), ("one", "tp2-sp-dp2-split"))
+SOME_EXPERTS = (
+    ("ep2-split", "one"),
+    ("ep2", "ep2"),
+    ("dp2-etp2-split", "tp2-sp-etp1"),
+    ("dp2-etp2-split-torch-dist", "tp2-sp-etp1"),
+)
+"""Of all pairs, 202 in all, which are run with MCA_EVERY_TRANSITION=1."""
+WIDE = (
+    ("cp2", "dp2-pp2-vpp2-split"),
+    ("ep2", "ep2"),
+    ("one", "tp2-sp-dp2-split"),
+    ("dp2-etp2-split-torch-dist", "tp2-sp-etp1"),
+)
 
 
 def pairs(layouts: dict[str, Any], some: tuple[tuple[str, str], ...]) -> Any:

@@ -39,6 +39,7 @@ SOME = (
     "one-rank-bf16",
     "dp2-pp2-vpp2-overlap",
     "tp2-rates-of-their-own",
+    "dp2-pp2-distributed-optimizer-rates-of-their-own",
     "the-same-rate-as-one-of-its-own",
     "torch-dist",
     "dp2-distributed-optimizer-in-background",
@@ -57,6 +58,7 @@ def checkpoint(tmp_path_factory):
         sample(LAYOUTS, *SOME),
         *(
             "dp2-pp2-vpp2-overlap",
+            "dp2-pp2-distributed-optimizer-rates-of-their-own",
             "the-same-rate-as-one-of-its-own",
             "dp2-distributed-optimizer-in-background",
         ),

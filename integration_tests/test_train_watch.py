@@ -216,7 +216,7 @@ def test_without_a_known_peak_there_is_no_mfu(checkpoint, tmp_path):
 
 
 def overflowing(checkpoint: Path, output_dir: Path) -> tuple[list[list[dict[str, Any]]], list[str]]:
-    """Logs and the error of a run that asks for fp16, and of a run of a checkpoint in float16 that does not."""
+    """Logs and errors of runs: one asks for fp16, one has a checkpoint in float16, one a least loss scale."""
     from mca_config.errors import McaError
 
     half = output_dir.with_name("half")
@@ -225,6 +225,7 @@ def overflowing(checkpoint: Path, output_dir: Path) -> tuple[list[list[dict[str,
     (half / "config.json").write_text(json.dumps(document | {"dtype": "float16"}))
     changes = {"fp16": True, "initial_loss_scale": 2.0**60, "hysteresis": 1}
     runs = [(checkpoint, output_dir, changes), (half, output_dir.with_name("of half"), {})]
+    runs += [(checkpoint, output_dir.with_name("least"), changes | {"min_loss_scale": 2.0**59})]
     found = [overflowed(*run[:2], **run[2]) for run in runs]
     for name, changes in {"muon": {"optimizer": "muon"}, "nan": {"check_for_nan_in_grad": True}}.items():
         with pytest.raises(
@@ -246,9 +247,10 @@ def overflowed(checkpoint: Path, output_dir: Path, **changes: Any) -> tuple[list
 
 
 def test_skipped_steps_are_counted_and_a_run_of_nothing_else_fails(checkpoint, tmp_path):
-    (((logs, of_half), (error, _)),) = run_ranks(1, overflowing, checkpoint, tmp_path / "run")
+    (((logs, of_half, at_least), (error, *_)),) = run_ranks(1, overflowing, checkpoint, tmp_path / "run")
     assert [log["skipped_steps"] for log in logs if "loss" in log] == [1, 1, 1]
-    assert logs[0]["loss_scale"] > logs[1]["loss_scale"]
+    assert [log["loss_scale"] for log in logs if "loss" in log] == [2.0**59, 2.0**58, 2.0**57]
+    assert [log["loss_scale"] for log in at_least if "loss" in log] == [2.0**59] * 3
     assert logs[1]["learning_rate"] == logs[0]["learning_rate"], "a skipped step moves no schedule"
     assert error.startswith("all 3 steps of the run were skipped") and "lower initial_loss_scale" in error
     assert {"loss_scale", "skipped_steps"} <= of_half[0].keys(), "fp16 by config.json is fp16"

@@ -36,6 +36,9 @@ KNOWN: Mapping[str, Case] = {
     "prediction-rates": small_case(
         15, "deepseek_v3", ranks=4, prediction=1, options=_STAGES | _SPLIT | _RATES, changes=_GROUPS
     ),
+    "prediction-rates-of-one-replica": small_case(
+        19, "deepseek_v3", prediction=1, options=_STAGES | _RATES, changes=_GROUPS
+    ),
     # a pass that counts what experts are sent comes before parameters are gathered, and through all virtual stages
     "counted-overlap": small_case(
         16,
