@@ -1,4 +1,4 @@
-"""A small server of the endpoints of the Hub on loopback, for a model and a dataset: listing, file ranges, uploads."""
+"""A small server of the Hub's endpoints on loopback, for a model, an adapter and a dataset: listing, files, uploads."""
 
 import base64
 import hashlib
@@ -26,12 +26,16 @@ class Hub:
         private: Only with the token.
         cut_at: Bytes of the next download after which the connection ends; None: it does not.
         datasets: The files of the data set ``org/rows`` by revision.
+        adapters: The files of ``org/adapter`` by revision.
+        ranges: Whether a part of a file is sent to who asks for one; else the whole is.
     """
 
     folders: dict[str, Path]
     private: bool = False
     cut_at: int | None = None
     datasets: dict[str, Path] = field(default_factory=dict)
+    adapters: dict[str, Path] = field(default_factory=dict)
+    ranges: bool = True
     address: str = ""
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     """Method, path and range of each request."""
@@ -128,6 +132,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._json({"name": "somebody"}, 200 if self.headers.get("Authorization") else 401)
         for kind, name, folders in (
             ("models", "org/model", self.hub.folders),
+            ("models", "org/adapter", self.hub.adapters),
             ("datasets", "org/rows", self.hub.datasets),
         ):
             files = f"/{name}/resolve/" if kind == "models" else f"/{kind}/{name}/resolve/"
@@ -161,7 +166,7 @@ class Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": COMMITS[known], "ETag": f'"{hashlib.sha256(data).hexdigest()}"'}
         headers |= {"Accept-Ranges": "bytes", "X-Linked-Size": str(len(data))}
         span = self.headers.get("Range", "")
-        if body and span.startswith("bytes="):
+        if body and span.startswith("bytes=") and self.hub.ranges:
             first, _, last = span.removeprefix("bytes=").partition("-")
             stop = min(int(last) + 1 if last else len(data), len(data))
             headers["Content-Range"] = f"bytes {first}-{stop - 1}/{len(data)}"

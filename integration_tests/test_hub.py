@@ -2,8 +2,10 @@
 
 import json
 import os
+import struct
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -52,7 +54,6 @@ def _environment(hub: Hub, cache: Path, **others: str) -> dict[str, str]:
         "HF_ENDPOINT": hub.address,
         "HF_HOME": str(cache),
         "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         **others,
     }
 
@@ -79,9 +80,71 @@ def test_a_plan_reads_headers_alone(hub, tmp_path):
     assert "/mca-hub-" not in shown.stdout
 
 
+def test_of_a_server_without_ranges_no_more_is_read_than_headers(hub, tmp_path, monkeypatch):
+    import huggingface_hub.utils
+    from huggingface_hub import constants
+
+    from mca_models.hub import headers_of
+
+    for name, value in _settings(str(tmp_path / "cache"), hub.address).items():
+        monkeypatch.setattr(constants, name, value)
+    header = b'{"a": {"dtype": "U8", "shape": [33554432], "data_offsets": [0, 33554432]}}'.ljust(1 << 18)
+    whole = struct.pack("<Q", len(header)) + header + bytes(1 << 25)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(whole)
+    hub.folders, hub.ranges = {"main": tmp_path / "model"}, False
+    read = []
+    session = huggingface_hub.utils.get_session()
+    stream = session.stream
+
+    @contextmanager
+    def counting(*given, **named):
+        with stream(*given, **named) as response:
+            yield response
+            read.append((str(response.url), response.num_bytes_downloaded))
+
+    monkeypatch.setattr(session, "stream", counting)
+    with headers_of("org/model", needs_weights=True) as folder:
+        file = folder / "model.safetensors"
+        assert file.stat().st_size == len(whole)
+        assert file.read_bytes()[: 8 + len(header)] == whole[: 8 + len(header)]
+    sizes = [size for address, size in read if address.endswith("model.safetensors")]
+    assert len(sizes) == 2, "the beginning, and the rest of the header"
+    assert sum(sizes) < 1 << 20
+
+
+def test_an_adapter_is_fetched_by_its_id_and_merged(hub, folders, tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    name = "model.layers.{}.self_attn.q_proj"
+    parts = {name.format(layer): (torch.randn(2, 64), torch.randn(64, 2)) for layer in range(2)}
+    tensors = {}
+    for module, (down, up) in parts.items():
+        tensors[f"base_model.model.{module}.lora_A.weight"] = down
+        tensors[f"base_model.model.{module}.lora_B.weight"] = up
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    hub.adapters = {"main": adapter}
+    words = ["--checkpoint_path", "org/model", "--adapter_path", "org/adapter", "--merge"]
+    done = _convert(hub, tmp_path, *words, "--output_path", "merged")
+    assert done.returncode == 0, done.stderr
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (folders["main"], tmp_path / "merged")
+    )
+    for module, (down, up) in parts.items():
+        expected = before[f"{module}.weight"] + 2 * up @ down
+        torch.testing.assert_close(after[f"{module}.weight"], expected)
+
+
 def test_a_conversion_fetches_what_it_needs_and_then_works_offline(hub, folders, tmp_path):
     done = _convert(hub, tmp_path, "--checkpoint_path", "org/model", "--output_path", "mca")
     assert done.returncode == 0, done.stderr
+    assert "Fetching" not in done.stderr, "a bar where no terminal is"
     fetched = {
         path.rpartition("/")[2] for method, path, _ in hub.asked if method == "GET" and "/resolve/" in path
     }

@@ -1,5 +1,6 @@
 """What a push to the Hub deletes there and when, what it needs, and models of which no headers can be fetched."""
 
+import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
 from mca_config.errors import McaError, UsageError
-from mca_models.hub import headers_of, older, require_upload, upload
+from mca_models.hub import directory_of, headers_of, older, require_upload, upload
 
 _EARLIER = [
     *(
@@ -149,6 +150,39 @@ def test_what_an_upload_needs_is_looked_for_before(api, monkeypatch):
         McaError, match=r"needs the Hub's client; install it with pip install 'mca-convert\[hub\]'"
     ):
         require_upload("org/name")
+
+
+@pytest.mark.parametrize(
+    ("terminal", "variables", "level", "shown"),
+    [
+        (True, {}, logging.NOTSET, True),
+        (True, {"LOCAL_RANK": "0"}, logging.INFO, True),
+        (False, {}, logging.NOTSET, False),
+        (True, {"LOCAL_RANK": "1"}, logging.NOTSET, False),
+        (True, {"SLURM_LOCALID": "3"}, logging.NOTSET, False),
+        (True, {}, logging.WARNING, False),  # --quiet
+    ],
+)
+def test_bars_are_drawn_where_somebody_watches(
+    terminal, variables, level, shown, api, tmp_path, monkeypatch, caplog
+):
+    found = []
+
+    def fetch(*_: object, **__: object) -> str:
+        found.append(not huggingface_hub.utils.are_progress_bars_disabled())
+        return str(tmp_path)
+
+    monkeypatch.setattr(api, "files", ["config.json"], raising=False)
+    monkeypatch.setattr(api, "snapshot_download", fetch, raising=False)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: terminal))
+    for name in ("LOCAL_RANK", "SLURM_LOCALID", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    caplog.set_level(level, logger="mca_models")
+    directory_of("org/name")
+    assert found == [shown]
+    assert not huggingface_hub.utils.are_progress_bars_disabled(), "as it was"
 
 
 def test_of_pickled_weights_no_headers_are_fetched(api, tmp_path, monkeypatch, caplog):

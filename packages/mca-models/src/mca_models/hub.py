@@ -6,10 +6,12 @@ is fetched. A directory of that name on this machine comes first.
 """
 
 import logging
+import os
 import re
 import struct
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -53,6 +55,7 @@ _ANY_WEIGHTS = re.compile(
     rf"{_ADAPTERS_WEIGHTS.pattern}|(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
 )
 _BEGINNING = 1 << 17  # bytes of a file that are asked for first; most headers are shorter
+_LONGEST_HEADER = 100_000_000  # bytes that safetensors allows
 
 
 def is_id(name: str | Path) -> bool:
@@ -254,7 +257,7 @@ def _write_header(address: str, file: Path) -> None:
     """A sparse file with the length and the header of that at ``address``, read by ranges."""
     beginning, size = _range(address, 0, _BEGINNING)
     (length,) = struct.unpack("<Q", beginning[:8]) if len(beginning) >= 8 else (0,)
-    if len(beginning) < 8 + length <= size:
+    if len(beginning) < 8 + length <= size and length <= _LONGEST_HEADER:
         beginning += _range(address, len(beginning), 8 + length)[0]
     with file.open("wb") as stream:
         stream.write(beginning[: 8 + length])
@@ -262,17 +265,55 @@ def _write_header(address: str, file: Path) -> None:
 
 
 def _range(address: str, start: int, stop: int) -> tuple[bytes, int]:
-    """Bytes ``start:stop`` of what is at ``address``, and how many there are in all."""
+    """Bytes ``start:stop`` of what is at ``address``, and how many there are in all.
+
+    Of a server that sends the whole file instead no more is read than up to ``stop``.
+    """
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-    headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}"}
-    response = get_session().get(address, headers=headers)
-    hf_raise_for_status(response)
-    whole = response.headers.get("content-range", "").rpartition("/")[2]
-    content: bytes = response.content
-    if response.status_code != 206 or not whole.isdigit():
-        return content[start:stop], len(content)
-    return content, int(whole)
+    span = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+    headers, session = {**build_hf_headers(), **span}, get_session()
+    with ExitStack() as stack:
+        if hasattr(session, "stream"):
+            response = stack.enter_context(session.stream("GET", address, headers=headers))
+            pieces = response.iter_bytes
+        else:  # requests, which the client used before its version 1.0
+            response = stack.enter_context(session.get(address, headers=headers, stream=True))
+            pieces = response.iter_content
+        hf_raise_for_status(response)
+        is_part = response.status_code == 206
+        size = response.headers.get("content-range" if is_part else "content-length", "").rpartition("/")[2]
+        if not size.isdigit():
+            raise McaError(
+                f"{address}: the server does not say how long the file is; fetch the model instead"
+            )
+        first, content = 0 if is_part else start, bytearray()
+        for piece in pieces(1 << 16):
+            content += piece
+            if len(content) >= first + stop - start:
+                break
+    return bytes(content[first : first + stop - start]), int(size)
+
+
+@contextmanager
+def _bars_where_watched() -> Iterator[None]:
+    """A block in which the client draws bars only on a terminal, by one rank of a machine, unless warnings alone count.
+
+    ``HF_HUB_DISABLE_PROGRESS_BARS=0`` draws them everywhere.
+    """
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    is_first = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) in ("0", "-1")
+    is_quiet = logging.getLogger("mca_models").level > logging.INFO
+    watched = sys.stderr is not None and sys.stderr.isatty() and is_first and not is_quiet
+    if watched or are_progress_bars_disabled() or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "0":
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 _WHY = {
@@ -311,7 +352,8 @@ def _naming_upload(name: str) -> AbstractContextManager[None]:
 def _in_one_line(install: str, about: str, known: Mapping[str, str]) -> Iterator[None]:
     """A block whose errors are one line: ``install`` where the client is missing, else the reason behind ``about``."""
     try:
-        yield
+        with _bars_where_watched():
+            yield
     except McaError:
         raise
     except ImportError:
