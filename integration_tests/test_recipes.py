@@ -25,6 +25,21 @@ def tool():
     return module
 
 
+def test_every_recipe_below_the_first_lines_is_a_configuration(tool, tmp_path):
+    from mca_train.config.run_config import parse
+    from mca_train.config.source import read_yaml
+
+    head, *recipes = re.findall(r"```yaml\n(.*?)```", tool.PAGE.read_text(), re.DOTALL)
+    assert len(recipes) == 2 * len(tool.RECIPES)
+    for number, recipe in enumerate(recipes):
+        (tmp_path / "sft.yaml").write_text(head + recipe)
+        values = read_yaml(tmp_path / "sft.yaml")
+        assert values.pop("bf16") is True  # refused by Hugging Face where there is no GPU
+        settings = parse(values, "sft.yaml")
+        assert settings.data.model_name_or_path == tool.RECIPES[number // 2].model
+        assert settings.training.learning_rate == (1e-4 if settings.lora.lora_rank else 1e-5)
+
+
 def test_recipes_need_what_the_page_says(tool):
     sections = {part.partition("\n")[0]: part for part in tool.PAGE.read_text().split("\n## ")[1:]}
     assert list(sections) == [recipe.model for recipe in tool.RECIPES]

@@ -55,6 +55,7 @@ _RUN: dict[str, Any] = {
     "overlap_param_gather": True,
 }
 _SAMPLES = 128
+_WHOLE = {"learning_rate": 1.0e-5}
 _LORA = {"lora_rank": 16, "learning_rate": 1.0e-4}
 _HEAD = f"""# Recipes
 
@@ -70,9 +71,7 @@ Paste a recipe below these lines, and enter the path of your data:
 # sft.yaml
 train_file: data/chat.jsonl
 output_dir: runs/sft
-model_name_or_path: Qwen3-8B
 num_train_epochs: 1
-learning_rate: 1.0e-5
 save_hf_model: true
 ```
 """
@@ -95,7 +94,7 @@ def _sections(page: str) -> dict[str, str]:
 def recipe_text(recipe: Recipe) -> str:
     """The section of one model."""
     texts = [f"## {recipe.model}\n"]
-    for title, gpus, more in (("Whole model", recipe.whole, {}), ("LoRA", recipe.adapter, _LORA)):
+    for title, gpus, more in (("Whole model", recipe.whole, _WHOLE), ("LoRA", recipe.adapter, _LORA)):
         sys.stderr.write(f"{recipe.model}, {title.lower()}, {gpus} devices\n")
         values = _RUN | more
         found = _said(recipe, values | _samples(gpus), gpus, "--search")["layouts"]
