@@ -1,6 +1,7 @@
 """Megatron's indexed datasets: what is written is what is read, by us and by Megatron."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from tokenizers_for_tests import byte_tokenizer
 from mca_config.errors import McaError, UsageError
 from mca_train.cli import main
 from mca_train.config.arguments import DataArguments
+from mca_train.data import largest_token
 from mca_train.data.indexed import indexed_blocks, write_indexed
 from mca_train.run import tokenizing
 from mca_train.tasks.load import load_mixture, load_tokenized
@@ -81,6 +83,45 @@ def test_small_and_large_vocabularies_are_kept_exactly(vocab, tmp_path):
         5,
         *[7] * 5,
     ]
+
+
+def test_the_largest_token_is_looked_for_once_and_again_when_the_file_changes(tmp_path, monkeypatch, caplog):
+    read = []
+    looked_for = largest_token._looked_for
+    monkeypatch.setattr(largest_token, "_looked_for", lambda *given: read.append(1) or looked_for(*given))
+    monkeypatch.setattr(largest_token, "_LONG", 2)
+    monkeypatch.setattr(largest_token, "_PIECE", 2)
+    caplog.set_level("INFO")
+    write_indexed(tmp_path / "a", [[1, 9, 3], [5, 2]], 300)
+
+    def times(vocab=10, cache=None):
+        read.clear()
+        indexed_blocks(tmp_path / "a", 4, vocab, cache)
+        return len(read)
+
+    kept = tmp_path / "a.largest.json"
+    assert [times(), times()] == [1, 0]
+    assert f"a.bin: all 0.0 GiB are read for the largest token, once; it is kept in {kept}" in caplog.text
+    with pytest.raises(McaError, match="holds token 9, the tokenizer has 9"):
+        times(vocab=9)
+    kept.write_text("{")
+    assert [times(), times()] == [1, 0]
+    cache = str(tmp_path / "cache of tokens")
+    assert [times(cache=cache), times(cache=cache)] == [1, 0]
+    data = np.fromfile(tmp_path / "a.bin", np.uint16)
+    data[0] = 11
+    before = (tmp_path / "a.bin").stat()
+    data.tofile(tmp_path / "a.bin")
+    os.utime(tmp_path / "a.bin", ns=(before.st_atime_ns, before.st_mtime_ns))
+    for folder in (None, cache):
+        with pytest.raises(McaError, match="holds token 11, the tokenizer has 10"):
+            times(cache=folder)
+    kept.unlink()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    caplog.clear()
+    assert [times(vocab=12), times(vocab=12)] == [1, 1]
+    assert "at each start, as its folder cannot be written; set tokenized_cache" in caplog.text
+    assert not kept.exists()
 
 
 def test_files_that_do_not_belong_together_are_named(tmp_path):

@@ -12,6 +12,7 @@ import numpy as np
 
 from mca_config.errors import McaError, UsageError
 from mca_config.files import cannot_write
+from mca_train.data.largest_token import largest_token
 from mca_train.data.token_dataset import TokenDataset
 
 _ENDS = (".bin", ".idx")
@@ -27,13 +28,14 @@ def prefix_of(path: str) -> Path | None:
     return prefix if there else None
 
 
-def indexed_blocks(prefix: Path, length: int, vocab_size: int) -> TokenDataset:
+def indexed_blocks(prefix: Path, length: int, vocab_size: int, cache: str | None = None) -> TokenDataset:
     """All documents one after another, cut into blocks of ``length`` tokens.
 
     Args:
         prefix: Of the two files.
         length: Tokens of a block.
         vocab_size: Of the tokenizer: a larger token is of another one.
+        cache: Where `largest_token` keeps what it finds.
 
     Raises:
         McaError: The files are damaged, or made with another tokenizer.
@@ -55,19 +57,12 @@ def indexed_blocks(prefix: Path, length: int, vocab_size: int) -> TokenDataset:
         raise McaError(
             f"{prefix}.bin: has {len(tokens)} tokens, {prefix}.idx counts {int(lengths.sum())}; one of them is damaged"
         )
-    largest = max((int(piece.max()) for piece in _pieces(tokens)), default=0)
+    largest = largest_token(Path(f"{prefix}.bin"), tokens, cache)
     if largest >= vocab_size:
         raise McaError(
             f"{prefix}.bin: holds token {largest}, the tokenizer has {vocab_size}; it was made with another tokenizer"
         )
     return TokenDataset.in_blocks(tokens, length)
-
-
-def _pieces(
-    tokens: "np.memmap[tuple[int], np.dtype[np.int32]]",
-) -> Iterable["np.ndarray[tuple[int], np.dtype[np.int32]]"]:
-    size = 1 << 22
-    return (tokens[start : start + size] for start in range(0, len(tokens), size))
 
 
 def write_indexed(prefix: Path, documents: Iterable[Sequence[int]], vocab_size: int) -> tuple[int, int]:

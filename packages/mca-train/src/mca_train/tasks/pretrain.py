@@ -42,7 +42,7 @@ class Pretrain(Task):
         """See `Task`."""
         from mca_train.data.indexed import indexed_blocks
 
-        return indexed_blocks(prefix, data.seq_length, len(tokenizer))
+        return indexed_blocks(prefix, data.seq_length, len(tokenizer), data.tokenized_cache)
 
     def samples(
         self,
