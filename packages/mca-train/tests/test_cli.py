@@ -124,6 +124,11 @@ def test_wrong_configurations_are_one_line_and_2(run, changes, flags, message, c
     [
         ({"model_name_or_path": "/none"}, "model_name_or_path: directory /none does not exist"),
         ({"train_file": "/none.jsonl"}, "train_file: file /none.jsonl does not exist"),
+        (
+            {"train_file": "org/rows"},
+            "org/rows does not exist; if it is a dataset of the Hub, set datasets: [{path: org/rows}]",
+        ),
+        ({"eval_file": "org/rows"}, "if it is a dataset of the Hub, save its rows to a file and name that"),
         ({"tensor_model_parallel_size": 3}, "tensor_model_parallel_size 3"),
         ({"tensor_model_parallel_size": 2, "local_ranks": 3}, "3"),
         ({"output_dir": "model"}, "output_dir: model is where the run reads model, which it would overwrite"),
@@ -212,9 +217,10 @@ def test_the_backend_of_this_machine_may_be_named(run):
     assert settings.training.ddp_backend is None
 
 
-def test_help_imports_nothing_heavy():
+@pytest.mark.parametrize("words", [["--help"], ["sft", "--help"]])
+def test_help_imports_nothing_heavy(words):
     code = (
-        "import sys; from mca_train.cli import main; main(['--help']); "
+        f"import sys; from mca_train.cli import main; main({words}); "
         "print(sorted({'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -39,7 +39,7 @@ def keys_of(task: Task) -> tuple[Key, ...]:
     """All keys of ``task``, group by group; those that are always refused are left out."""
     from mca_config._hf_arguments import REFUSED
     from mca_config.arguments import MegatronArguments
-    from mca_config.training import TrainingArguments
+    from mca_train.reference.hf_fields import hf_arguments
 
     groups = [
         ("model and data", task.data_arguments),
@@ -47,7 +47,7 @@ def keys_of(task: Task) -> tuple[Key, ...]:
         ("ranks of this machine", LaunchArguments),
         ("LoRA", LoraArguments),
         ("Megatron: parallelism, experts, optimizer, checkpoints", MegatronArguments),
-        ("Hugging Face's TrainingArguments", TrainingArguments),
+        ("Hugging Face's TrainingArguments", hf_arguments()),
     ]
     found: dict[str, Key] = {}
     for group, cls in groups:

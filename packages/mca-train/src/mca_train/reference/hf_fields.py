@@ -1,0 +1,52 @@
+"""`hf_arguments` has the fields of Hugging Face's ``TrainingArguments`` without its import, which takes seconds.
+
+They are read from the source of the transformers that is installed, with the words that some of them choose from.
+"""
+
+import ast
+import dataclasses
+import enum
+import typing
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+_CLASS, _WORDS = "TrainingArguments", "ExplicitEnum"
+_FILES = ("debug_utils.py", "trainer_utils.py", "training_args.py")
+
+
+def hf_arguments() -> type:
+    """A dataclass with those fields: their names, types, defaults and texts.
+
+    Where the source cannot be read so, it is the class itself.
+    """
+    try:
+        return _read()
+    except Exception:  # whatever another version's source has
+        from mca_config.training import TrainingArguments
+
+        return TrainingArguments
+
+
+def _read() -> type:
+    found = find_spec("transformers")
+    assert found is not None and found.origin is not None
+    texts = [Path(found.origin).with_name(name).read_text(encoding="utf-8") for name in _FILES]
+    classes = [node for text in texts for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    kept = [node for node in classes if node.name == _CLASS or _WORDS in map(ast.unparse, node.bases)]
+    for node in kept:
+        node.body = [each for part in node.body for each in _kept(part)]
+        node.decorator_list = []
+    known = {_WORDS: enum.Enum, "field": dataclasses.field, "Any": typing.Any, "Literal": typing.Literal}
+    known |= {"ParallelismConfig": typing.Any, "trainer_log_levels": {}}
+    exec(compile(ast.Module(kept, []), str(found.origin), "exec"), known)
+    return dataclasses.dataclass(typing.cast(type, known[_CLASS]))
+
+
+def _kept(node: ast.stmt) -> Iterator[ast.stmt]:
+    """Fields and constants of a class; of a constant that depends on the machine the last value."""
+    if isinstance(node, ast.AnnAssign):
+        yield node
+    elif isinstance(node, ast.Assign | ast.If):
+        inner = (each for each in ast.walk(node) if isinstance(each, ast.Assign))
+        yield from (each for each in inner if isinstance(each.value, ast.Constant))
