@@ -114,12 +114,12 @@ def test_labels_without_names_are_those_of_the_model(run, tmp_path, capsys):
         (
             "sft",
             {"prompt_column": "q", "data_format": "messages"},
-            "prompt_column: data_format messages does not read it; remove one of the two",
+            "prompt_column: format messages does not read it; remove one of the two",
         ),
         (
             "dpo",
             {"prompt_column": "q", "data_format": "alpaca"},
-            "prompt_column: data_format alpaca does not",
+            "prompt_column: format alpaca does not",
         ),
     ],
 )
@@ -130,17 +130,17 @@ def test_columns_that_are_not_read_are_refused(run, kind, changes, message, caps
 
 def test_columns_that_some_source_reads_are_taken(run, tmp_path, capsys):
     names = ("text", "messages", None)
-    entries = [{"path": f"{tmp_path}/{name}.jsonl", "data_format": name} for name in names]
+    entries = [{"path": f"{tmp_path}/{name}.jsonl", "kind": name} for name in names]
     changes = {"train_file": ..., "datasets": entries[:2], "text_column": "t", "messages_column": "m"}
     assert main(["plan", "sft", run(**changes)]) == 0
     changes["completion_column"] = "a"
     assert main(["plan", "sft", run(**changes)]) == 2
-    assert "completion_column: data_format messages, text does not read it" in capsys.readouterr().out
+    assert "completion_column: format messages, text does not read it" in capsys.readouterr().out
     for more in ({"eval_file": f"{tmp_path}/c.jsonl"}, {"datasets": entries}):  # whose format is not named
         assert main(["plan", "sft", run(**{**changes, **more})]) == 0
-    changes["datasets"] = [{**entries[0], "data_format": ["text"]}]
+    changes["datasets"] = [{**entries[0], "kind": ["text"]}]
     assert main(["plan", "sft", run(**changes)]) == 0
-    assert "data_format must be 'messages' or" in capsys.readouterr().out
+    assert "kind must be 'messages' or" in capsys.readouterr().out
     assert main(["plan", "dpo", run(prompt_column="q", tools_column="t", chosen_column="c")]) == 0
 
 
@@ -149,8 +149,8 @@ def test_columns_that_some_source_reads_are_taken(run, tmp_path, capsys):
     [
         (
             "reward",
-            {"train_file": ..., "datasets": [{"path": "a.jsonl", "data_format": "text"}]},
-            "data_format text: mca-train reward reads",
+            {"train_file": ..., "datasets": [{"path": "a.jsonl", "kind": "text"}]},
+            "kind text: mca-train reward reads",
         ),
         (
             "reward",

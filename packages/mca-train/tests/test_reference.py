@@ -11,13 +11,25 @@ import yaml
 from mca_config.page_tables import updated
 from mca_train.cli import main
 from mca_train.config.renamed import RENAMED
-from mca_train.reference.keys import REQUIRED, keys_of
+from mca_train.reference.flags import shown, value_of
+from mca_train.reference.hf_fields import _read
+from mca_train.reference.keys import REQUIRED, declared, keys_of
 from mca_train.reference.pages import TABLES
 from mca_train.reference.schema import schema
 from mca_train.reference.starter import starter
 from mca_train.tasks.table import TASKS
 
 KINDS = sorted(TASKS)
+
+
+def test_fields_read_from_the_source_are_those_of_the_class():
+    import transformers
+
+    read, real = (
+        {key.name: (value_of(key.hint), shown(key.default), key.help) for key in declared(cls, "")}
+        for cls in (_read(), transformers.TrainingArguments)
+    )
+    assert read == real
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,6 +148,14 @@ def test_completion_for_another_shell_is_refused(capsys):
         ("beta", "dpo_beta or kto_beta"),
         ("max_seq_length", "is called seq_length here"),
         ("stage", "the word after mca-train"),
+        ("dataset_name", "train_file for a file, or datasets: [{path: org/name}] for a dataset of the Hub"),
+        ("mask_history", "give rows with prompt and completion"),
+        ("assistant_only_loss", "the answers of conversations are the targets"),
+        ("interleave_probs", "set weight in the entries of datasets"),
+        ("image_max_pixels", "preprocessor_config.json"),
+        ("max_prompt_length", "at most seq_length tokens"),
+        ("pref_ftx", "is called rpo_alpha here"),
+        ("plot_loss", "loss.png is drawn"),
         ("global_batch_size", "set gradient_accumulation_steps instead"),
     ],
 )

@@ -97,7 +97,7 @@ def test_sources_of_every_kind_are_read_and_columns_renamed(tmp_path):
             {"path": str(tmp_path / "saved"), "columns": columns},
             {"path": str(tmp_path / "splits"), "columns": columns, "split": "test"},
             {"path": str(tmp_path / "folder"), "columns": columns, "split": "train[:1]", "name": "sliced"},
-            {"path": alpaca, "data_format": "alpaca"},
+            {"path": alpaca, "kind": "alpaca"},
         ]
     )
     assert mixture.names == ("file", "saved", "splits", "sliced", "alpaca")
@@ -132,7 +132,7 @@ def test_columns_that_entries_and_the_run_name_win_over_others(tmp_path):
     with pytest.raises(
         McaError, match=r"^datasets, rows: columns: prompt, completion: format messages does not"
     ):
-        loaded([renamed | {"data_format": "messages"}])
+        loaded([renamed | {"kind": "messages"}])
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,15 @@ def test_columns_that_entries_and_the_run_name_win_over_others(tmp_path):
         ([{"path": "a.jsonl"}, {"path": "b/a.jsonl"}], "datasets: two are called a; set name"),
         ([{"path": "a", "weight": 1}, {"path": "b"}], "datasets: some entries have a weight and some do not"),
         ([{"path": "a", "weigth": 1}], "datasets, entry 0: unknown key 'weigth'; did you mean 'weight'"),
+        (
+            [{"path": "a", "zzzz": 1}],
+            "datasets, entry 0: unknown key 'zzzz'; its keys are path, name, split, subset, revision, columns, kind, "
+            "weight, max_samples",
+        ),
+        (
+            [{"path": "a", "data_format": "text"}],
+            "datasets, entry 0: data_format: is called kind in an entry; set that instead",
+        ),
         ([{"path": "a", "weight": 0}], "datasets, entry 0: weight is 0.0; expected a number above 0"),
         ([{"weight": 1}], "datasets, entry 0: missing path"),
     ],
@@ -209,7 +218,7 @@ def test_a_text_in_a_directory_is_a_document_and_files_without_a_split_are_told(
     assert not caplog.text
     assert len(loaded([{"path": str(tmp_path / "chats")}])) == 1
     assert (
-        "1 files are left out, as the names of others say train, test or validation (more.jsonl"
+        "leaves out 1 file (more.jsonl, ...), as the names of others say train, test or validation"
         in caplog.text
     )
 

@@ -36,7 +36,7 @@ class DataArguments:
         default_factory=list,
         metadata={
             "help": "Several sources instead of train_file, a mapping each: path (file, directory or dataset of the "
-            "Hub), name, split, subset, revision, columns, data_format, weight, max_samples."
+            "Hub), name, split, subset, revision, columns, kind, weight, max_samples."
         },
     )
     eval_file: list[str] = field(default_factory=list, metadata={"help": "Evaluation file(s), same formats."})

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 from mca_config.errors import McaError, UsageError
 from mca_config.types import JsonObject, Values
+from mca_models.hub import is_id
 from mca_train.config.arguments import DataArguments
 from mca_train.data.addresses import (
     fetched,
@@ -146,9 +147,21 @@ def _require_there(path: Path, key: str) -> None:
     if path.is_dir():
         raise McaError(f"{key}: {path} is a directory; name its files")
     if not path.is_file():
-        raise McaError(f"{key}: file {path} does not exist")
+        raise McaError(f"{key}: file {path} does not exist{_meant(path, key)}")
     if path.stat().st_size == 0 and _suffix(str(path)) in _READERS:
         raise McaError(f"{key}: {path} is empty")
+
+
+def _meant(path: Path, key: str) -> str:
+    """Where ``path`` belongs if it is the name of a dataset of the Hub."""
+    if reader_of(str(path)) != "a dataset" or not is_id(path):
+        return ""
+    advice = (
+        f"set datasets: [{{path: {path}}}]"
+        if key == "train_file"
+        else "save its rows to a file and name that"
+    )
+    return f"; if it is a dataset of the Hub, {advice}"
 
 
 def _suffix(file: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mca_config.errors import McaError, UsageError, raise_problems
+from mca_config.printable import counted
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_ELSEWHERE = {"data_format": "is called kind in an entry; set that instead"}
+
 
 @dataclasses.dataclass(kw_only=True)
 class Source:
@@ -37,7 +40,7 @@ class Source:
         subset: Of a dataset with several configurations.
         revision: Of a dataset of the Hub.
         columns: Our column names by the dataset's: ``{"prompt": "question"}``.
-        data_format: The shape of its rows; None: as ``data_format`` of the run.
+        kind: The shape of its rows; None: as ``data_format`` of the run.
         weight: Its share of the samples of an epoch, in proportion to the others'.
         max_samples: Rows to use; None: all.
     """
@@ -48,7 +51,7 @@ class Source:
     subset: str | None = None
     revision: str | None = None
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
-    data_format: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = None
+    kind: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = None
     weight: float | None = None
     max_samples: int | None = None
 
@@ -72,7 +75,7 @@ def sources_of(entries: Sequence[Values]) -> list[Source]:
     """
     otherwise = f"its keys are {', '.join(field.name for field in dataclasses.fields(Source))}"
     found = [
-        build([Source], entry, where=f"datasets, entry {place}", otherwise=otherwise)[0]
+        build([Source], entry, where=f"datasets, entry {place}", elsewhere=_ELSEWHERE, otherwise=otherwise)[0]
         for place, entry in enumerate(entries)
     ]
     names = [source.called for source in found]
@@ -110,13 +113,13 @@ def arguments_of(
             names[column] = Usual(name)
     choosing = {column for columns in READ.values() for column in columns}
     own = {column: name for column, name in names.items() if name in source.columns and column in choosing}
-    kind = source.data_format or arguments.data_format
+    kind = source.kind or arguments.data_format
     if kind is None and not own:
         kind = next((OF_SHAPES[name] for name in source.columns if name in OF_SHAPES), None)
     if kind is not None and not isinstance(arguments, PairArguments):
         if unread := [name for column, name in own.items() if column not in READ[kind]]:
             raise UsageError(
-                f"{key}: columns: {', '.join(unread)}: format {kind} does not read it; remove it, or set data_format"
+                f"{key}: columns: {', '.join(unread)}: format {kind} does not read it; remove it, or set kind"
             )
     return dataclasses.replace(arguments, data_format=kind, **names)
 
@@ -215,11 +218,11 @@ def _options_of(path: Path, source: Source, key: str) -> JsonObject:
     ]
     if left and builder.config.name == "default":
         logger.warning(
-            "%s: %s: %d files are left out, as the names of others say train, test or validation (%s, ...); name each "
-            "file as an entry, or rename them",
+            "%s: %s: leaves out %s (%s, ...), as the names of others say train, test or validation; name each file as "
+            "an entry, or rename them",
             key,
             shown(source.path),
-            len(left),
+            counted(len(left), "file"),
             left[0].relative_to(path),
         )
     # a text is a document as in a file that is named, not each of its lines

@@ -198,22 +198,20 @@ class Task(ABC):
 def data_format_problems(kind: str, settings: "Settings") -> Iterator[str]:
     """What a kind that reads columns alone says of shapes of rows."""
     if shapes := _asked_shapes(settings, ("text",)):
-        yield f"data_format {shapes}: mca-train {kind} reads columns, not shapes of rows; remove it"
+        yield f"{shapes}: mca-train {kind} reads columns, not shapes of rows; remove it"
 
 
 def pair_format_problems(kind: str, settings: "Settings") -> Iterator[str]:
     """What a kind that reads pairs says of shapes that have one answer."""
     if shapes := _asked_shapes(settings, ("alpaca", "sharegpt")):
-        yield (
-            f"data_format {shapes}: mca-train {kind} reads the columns of pairs, or alpaca or sharegpt; remove it"
-        )
+        yield f"{shapes}: mca-train {kind} reads the columns of pairs, or alpaca or sharegpt; remove it"
 
 
 def _asked_shapes(settings: "Settings", known: Sequence[str]) -> str:
-    """What ``data_format`` names beside ``known``."""
+    """What ``data_format`` and the ``kind`` of entries name beside ``known``, with the key."""
     data = settings.data
-    asked = [data.data_format, *(entry.get("data_format") for entry in data.datasets)]
-    return ", ".join(sorted({str(each) for each in asked if each is not None} - {*known}))
+    asked = [("data_format", data.data_format), *(("kind", entry.get("kind")) for entry in data.datasets)]
+    return ", ".join(sorted({f"{key} {each}" for key, each in asked if each not in (None, *known)}))
 
 
 class AnswerTask(Task):
