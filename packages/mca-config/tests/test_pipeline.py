@@ -119,7 +119,7 @@ def test_one_chunk_begins_and_one_ends_the_model(case: tuple[PipelinePlan, int])
         (
             pp(2, num_layers_in_first_pipeline_stage=3, num_layers_in_last_pipeline_stage=4),
             8,
-            ["leaves 1 layers for 0 further", "num_layers_in_first_pipeline_stage 3"],
+            ["leaves 1 layer for 0 further pipeline stages", "num_layers_in_first_pipeline_stage 3"],
         ),
         (pp(4, num_layers_in_first_pipeline_stage=3), 10, ["leaves 7 layers for 3 further"]),
         (

@@ -312,7 +312,7 @@ def test_images_are_counted_only_where_the_run_takes_them(run, vision, capsys):
     late = ["--pipeline_model_parallel_size", "4"]  # one layer on the first stage, which needs two
     words = ["plan", "sft", path, "--image_size", "64"]
     assert main([*words, *late]) == 2
-    assert "images: the first pipeline stage has 1 layers" in capsys.readouterr().out
+    assert "images: the first pipeline stage has 1 layer;" in capsys.readouterr().out
     assert main([*words, "--gpus", "4", "--search", "--json"]) == 0
     chunks = [found["layout_sizes"] for found in json.loads(capsys.readouterr().out)["layouts"]]
     assert all(4 // sizes["pp"] // sizes["vpp"] >= 2 for sizes in chunks)
@@ -322,7 +322,7 @@ def test_images_are_counted_only_where_the_run_takes_them(run, vision, capsys):
     assert "images       1 of 448 x 448" in capsys.readouterr().out
     assert main(["plan", "sft", path, *late]) == 0
     text = capsys.readouterr().out
-    assert "images: the first pipeline stage has 1 layers" in text and "(none were counted)" in text
+    assert "images: the first pipeline stage has 1 layer;" in text and "(none were counted)" in text
 
 
 def test_images_that_the_layers_of_a_device_do_not_take_are_not_counted(run, tmp_path, capsys):

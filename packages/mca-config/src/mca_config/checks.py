@@ -10,6 +10,7 @@ from mca_config.errors import McaError, raise_problems
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import pipeline_plan
+from mca_config.printable import counted
 
 
 def check_layout(
@@ -163,8 +164,8 @@ def _pairs(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     parted = [chunk for chunk in pipeline_plan(layout, model.num_layers) if len(chunk.layers) % 2]
     return [
         f"pipeline_model_parallel_size {layout.pp} x virtual_pipeline_model_parallel_size {layout.vpp} leaves a stage "
-        f"with {len(chunk.layers)} layers, and layers of {model.model_type} come in pairs that share a stage; change "
-        "these sizes, or give pipeline_model_parallel_layout with an even number of t in each stage"
+        f"with {counted(len(chunk.layers), 'layer')}, and layers of {model.model_type} come in pairs that share a "
+        "stage; change these sizes, or give pipeline_model_parallel_layout with an even number of t in each stage"
         for chunk in parted[:1]
     ]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mca_config.errors import McaError
 from mca_config.layout_string import parse_layout
+from mca_config.printable import counted
 
 SIZE_FIELDS = {
     "tp": "tensor_model_parallel_size",
@@ -82,14 +83,14 @@ class ParallelLayout:
         stages = len(parse_layout(text))
         if stages % self.pp:
             raise McaError(
-                f"pipeline_model_parallel_layout {text!r} has {stages} stages, which "
+                f"pipeline_model_parallel_layout {text!r} has {counted(stages, 'stage')}, which "
                 f"pipeline_model_parallel_size {self.pp} does not divide; change one of the two"
             )
         size = stages // self.pp
         given = self.virtual_pipeline_model_parallel_size
         if given is not None and given != size:
             raise McaError(
-                f"pipeline_model_parallel_layout {text!r} has {stages} stages, so at "
+                f"pipeline_model_parallel_layout {text!r} has {counted(stages, 'stage')}, so at "
                 f"pipeline_model_parallel_size {self.pp} the virtual size is {size}; remove "
                 f"virtual_pipeline_model_parallel_size {given}"
             )
@@ -193,7 +194,7 @@ class RankGrid:
         """The place of ``rank`` in both grids."""
         if not 0 <= rank < self.world_size:
             raise McaError(
-                f"rank {rank} is not one of the {self.world_size} ranks 0 to {self.world_size - 1}"
+                f"rank {rank} is outside 0 to {self.world_size - 1}, of {counted(self.world_size, 'rank')}"
             )
         places: dict[str, int] = {}
         for sizes in self._grids:
@@ -258,7 +259,7 @@ def _rank(place: Mapping[str, int], sizes: Mapping[str, int]) -> int:
     rank, stride = 0, 1
     for name, size in sizes.items():
         if not 0 <= place[name] < size:
-            raise McaError(f"{name} {place[name]} is outside the {size} ranks of that axis")
+            raise McaError(f"{name} {place[name]} is outside 0 to {size - 1}, the ranks of that axis")
         rank += stride * place[name]
         stride *= size
     return rank

@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.layout_string import parse_layout
+from mca_config.printable import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ class PipelinePlan:
     def chunk_of_layer(self, layer: int) -> PipelineChunk:
         """The chunk that holds decoder ``layer``."""
         if layer not in self._by_layer:
-            raise McaError(f"layer {layer} is outside the model's {len(self._by_layer)} layers")
+            raise McaError(f"layer {layer} is outside the model's {counted(len(self._by_layer), 'layer')}")
         return self._by_layer[layer]
 
     def chunk_of_mtp(self, index: int) -> PipelineChunk:
@@ -193,8 +194,9 @@ def _uneven_counts(layout: ParallelLayout, num_layers: int) -> list[int]:
     asked = ", ".join(f"{name} {value}" for name, value in _asked(first, last))
     if middle < 0 or bool(middle) != bool(stages) or (stages and middle % stages):
         raise McaError(
-            f"num_layers {num_layers} with {asked} leaves {middle} layers for {stages} further pipeline "
-            "stages, which must share them evenly; change one of these or pipeline_model_parallel_size"
+            f"num_layers {num_layers} with {asked} leaves {counted(middle, 'layer')} for "
+            f"{counted(stages, 'further pipeline stage')}, which must share them evenly; change one "
+            "of these or pipeline_model_parallel_size"
         )
     per_rank = [middle // stages if stages else 0] * layout.pp
     if first is not None:
@@ -204,7 +206,7 @@ def _uneven_counts(layout: ParallelLayout, num_layers: int) -> list[int]:
     uneven = sorted({count for count in per_rank if count % layout.vpp})
     if uneven:
         raise McaError(
-            f"a pipeline rank with {uneven[0]} layers ({asked}) cannot be divided into "
+            f"a pipeline rank with {counted(uneven[0], 'layer')} ({asked}) cannot be divided into "
             f"virtual_pipeline_model_parallel_size {layout.vpp} equal chunks; change one of these, or give "
             "pipeline_model_parallel_layout"
         )

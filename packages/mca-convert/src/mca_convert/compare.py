@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mca_config.model_config import McaModelConfig
+from mca_config.printable import counted
 from mca_config.types import Typed, Values
 from mca_convert.chunks import Chunk, cut_exactly
 from mca_convert.collect import Buffers, Collector
@@ -141,7 +142,9 @@ def _different_models(first: ModelSource, second: ModelSource, tolerance: float 
     its = {param.mca_name(): param for param in second.params}
     for path, names in ((first.path, mine.keys() - its.keys()), (second.path, its.keys() - mine.keys())):
         if names:
-            problems.append(f"{len(names)} parameters only in {path} ({', '.join(sorted(names)[:4])})")
+            problems.append(
+                f"{counted(len(names), 'parameter')} only in {path} ({', '.join(sorted(names)[:4])})"
+            )
     dtypes = source_dtypes(first), source_dtypes(second)
     for name in mine.keys() & its.keys():
         shapes = first.whole_shape(mine[name]), second.whole_shape(its[name])

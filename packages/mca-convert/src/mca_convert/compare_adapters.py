@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
+from mca_config.printable import counted
 from mca_convert.compare import Comparison
 from mca_models.checkpoint.mca_directory import load_config
 from mca_models.opening import kind_of
@@ -44,7 +45,9 @@ def compare_adapters(first: Path, second: Path, *, tolerance: float | None = Non
     mine, its = _tensors(first, model), _tensors(second, model)
     for path, names in ((first, mine.keys() - its.keys()), (second, its.keys() - mine.keys())):
         if names:
-            result.problems.append(f"{len(names)} tensors only in {path} ({', '.join(sorted(names)[:4])})")
+            result.problems.append(
+                f"{counted(len(names), 'tensor')} only in {path} ({', '.join(sorted(names)[:4])})"
+            )
     for name in sorted(mine.keys() & its.keys()):
         _compare(name, mine[name](), its[name](), result, tolerance)
     return result

@@ -33,7 +33,7 @@ def megatron(**settings: Any) -> SimpleNamespace:
         ("qwen3_vl", {}, {"vision": None}, "has no vision model"),
         ("gemma3", {}, {"attn_logit_softcapping": 30.0}, "softcapping cannot be combined with images"),
         ("qwen3_5", {}, {"mtp_num_layers": 1}, "set mtp_num_layers to 0"),
-        ("qwen3_vl", VIRTUAL, {}, "the first pipeline stage has 1 layers; .* the first 2"),
+        ("qwen3_vl", VIRTUAL, {}, "the first pipeline stage has 1 layer; .* the first 2"),
     ],
 )
 def test_what_cannot_take_images_says_why(

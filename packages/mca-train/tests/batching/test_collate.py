@@ -171,7 +171,7 @@ def test_padding_is_known_of_samples_in_every_type_of_integers(kind):
             {"input_ids": torch.tensor([[1, 5, 6], [1, 7, 0]])},
             "return attention_mask",
         ),
-        (("labels",), {"input_ids": torch.tensor([[5, 6, 7, 8]])}, "made 1 rows of 2 samples; make one row"),
+        (("labels",), {"input_ids": torch.tensor([[5, 6, 7, 8]])}, "made 1 row of 2 samples; make one row"),
     ],
 )
 def test_what_a_collator_must_say_itself_is_one_line(names, changes, message):

@@ -145,7 +145,7 @@ def test_a_place_in_a_row_without_images_is_text_and_told_once(made, tokenizer, 
     found = made(texts, tokenizer, folder, kind="pretrain")
     assert "run <image><|eos|>" in tokenizer.decode(found[0]["input_ids"])
     assert "without an image in images or image is trained as text" in caplog.text
-    with pytest.raises(McaError, match=r"row 0: 2 places for images .* but 1 images"):
+    with pytest.raises(McaError, match=r"row 0: 2 places for images .* but 1 image;"):
         made([{"messages": asks, "image": "small.png"}], tokenizer, folder)
 
 
@@ -267,7 +267,7 @@ def test_a_template_without_images_is_told_of_long_rows_too(folder):
     blind.add_tokens(list(MARKS), special_tokens=True)
     row = {"messages": [*asked(text("none?"))["messages"], *asked(IMAGE, text("what?"))["messages"]]}
     for made in (load, streamed):
-        with pytest.raises(McaError, match=r"row 0: the chat template makes 0 placeholders .* of 1 images"):
+        with pytest.raises(McaError, match=r"row 0: the chat template makes 0 placeholders .* of 1 image;"):
             made([row], blind, folder, seq_length=40)
 
 

@@ -112,15 +112,15 @@ def test_pixels_are_read_when_a_batch_is_made_and_the_row_is_named_then(tokenize
 
 
 WRONG = {
-    "row 0: 1 places for images .* but 2 images": {
+    "row 0: 1 place for images .* but 2 images": {
         **asked({"type": "image"}, text("?")),
         "images": ["small.png", "wide.png"],
     },
-    "row 0: 2 places for images .* but 1 images": {
+    "row 0: 2 places for images .* but 1 image;": {
         "messages": [{"role": "user", "content": "<image><image>?"}, ANSWER],
         "images": ["small.png"],
     },
-    "row 0: 1 places for images .* but 0 images": {**asked({"type": "image"}, text("?")), "images": []},
+    "row 0: 1 place for images .* but 0 images": {**asked({"type": "image"}, text("?")), "images": []},
     "row 0: image .*nowhere.png is not there": asked({"type": "image", "path": "nowhere.png"}),
     "row 0: image .*broken.png is no image that PIL can read": asked({"type": "image", "path": "broken.png"}),
     "row 0: an image in base64, 'no base64'..., cannot": asked({"type": "image", "base64": "no base64"}),
@@ -143,7 +143,7 @@ WRONG = {
         "picture": "small.png",
     },
     "row 0: the text contains the image placeholder .*, but the row has no image": asked(text(MARKS[1])),
-    "row 0: the chat template makes 2 placeholders .* of 1 images": asked(
+    "row 0: the chat template makes 2 placeholders .* of 1 image;": asked(
         {"type": "image", "path": "small.png"}, text(MARKS[1])
     ),
 }

@@ -110,7 +110,7 @@ def test_a_stream_of_texts_names_what_is_wrong(tokenizer, folder):
     ):
         streamed(TEXTS, tokenizer, folder, kind="pretrain", seq_length=5)
     wrong = [TEXTS[1], {"text": "none", "images": ["small.png"]}]
-    with pytest.raises(McaError, match=r"^train_file, row 1: 0 places for images .* but 1 images"):
+    with pytest.raises(McaError, match=r"^train_file, row 1: 0 places for images .* but 1 image;"):
         streamed(wrong, tokenizer, folder, kind="pretrain")
     (folder / "gone.png").write_bytes((folder / "wide.png").read_bytes())
     late = streamed(
@@ -127,7 +127,7 @@ def test_blocks_of_texts_name_what_is_wrong(tokenizer, folder):
     ):
         load(TEXTS, tokenizer, folder, kind="pretrain", seq_length=5)
     wrong = [TEXTS[1], {"text": "none", "images": ["small.png"]}]
-    with pytest.raises(McaError, match=r"^train_file, row 1: 0 places for images .* but 1 images"):
+    with pytest.raises(McaError, match=r"^train_file, row 1: 0 places for images .* but 1 image;"):
         load(wrong, tokenizer, folder, kind="pretrain")
     spelt = {"text": f"{MARKS[1]} <image>", "images": ["small.png"]}  # it would move every later image
     with pytest.raises(McaError, match=r"^train_file, row 1: .* 2 placeholders"):

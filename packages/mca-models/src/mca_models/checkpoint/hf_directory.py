@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from mca_config.errors import HfConfigError, McaError, named, raise_problems
 from mca_config.files import inside, present, read_json
 from mca_config.model_config import McaModelConfig
+from mca_config.printable import counted
 from mca_config.types import JsonObject
 from mca_models.checkpoint.placement import stored
 from mca_models.quantised.hf_config import plain_config, quantisation_of
@@ -237,9 +238,8 @@ def _what_else(path: Path) -> str:
     names = sorted(file.name for file in path.iterdir())
     shards = [name for name in names if name.endswith(".safetensors")]
     if shards:
-        return (
-            f"holds {len(shards)} files of weights ({shards[0]}, ...), but {INDEX} is missing; fetch it too"
-        )
+        what = f"{counted(len(shards), 'file')} of weights ({shards[0]}, ...)"
+        return f"holds {what}, but {INDEX} is missing; fetch it too"
     if any(name == "latest_checkpointed_iteration.txt" or name.startswith("iter_") for name in names):
         return "looks like a checkpoint of MCA or Megatron, but mca_config.json is missing; put it back there"
     if other := [name for name in names if name.endswith((".gguf", ".pth", ".h5", ".msgpack", ".onnx"))]:
@@ -256,7 +256,7 @@ def _indexed_tensors(path: Path) -> list[TensorInfo]:
     absent = [name for name in files if not paths[name].exists()]
     if absent:
         raise McaError(
-            f"{path}: {len(absent)} of {len(files)} files named in {INDEX} are missing ({', '.join(absent[:4])}"
+            f"{path}: {len(absent)} of {counted(len(files), 'file')} named in {INDEX} missing ({', '.join(absent[:4])}"
             f"{', ...' if len(absent) > 4 else ''}); download them again"
         )
     tensors: dict[str, TensorInfo] = {}

@@ -11,6 +11,7 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.checks import require_layout
 from mca_config.errors import McaError, checking_usage
 from mca_config.model_config import DtypeName, McaModelConfig, trained_dtype
+from mca_config.printable import counted
 from mca_models.hub import directory_of
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
@@ -213,6 +214,7 @@ def _embedding_ranks(config: McaModelConfig) -> tuple[int, ...]:
 def _with_prediction_layers(config: McaModelConfig, count: int) -> McaModelConfig:
     if count > config.mtp_num_layers:
         raise McaError(
-            f"mtp_num_layers {count} is more than the model's {config.mtp_num_layers} prediction layers; lower it"
+            f"mtp_num_layers {count} is more than the model's {counted(config.mtp_num_layers, 'prediction layer')}; "
+            "lower it"
         )
     return replace(config, mtp_num_layers=count, hf_config=counting(config.hf_config, count))

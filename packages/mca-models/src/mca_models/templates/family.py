@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
+from mca_config.printable import counted
 from mca_config.types import FamilyConfig, Values
 from mca_models.templates.config_table import ConfigTable
 from mca_models.templates.names import HF_HEAD, MoeNames
@@ -33,7 +34,8 @@ def counted_layers(config: McaModelConfig, names: Collection[str], prefix: str |
     mtp = prefix or f"model.layers.{config.num_layers}."
     if config.mtp_num_layers and not any(name.startswith(mtp) for name in names):
         logger.warning(
-            "config.json counts %d prediction layers; the checkpoint holds none", config.mtp_num_layers
+            "config.json counts %s; the checkpoint holds none",
+            counted(config.mtp_num_layers, "prediction layer"),
         )
         return 0
     return config.mtp_num_layers
@@ -160,8 +162,8 @@ class Family:
             extra["hf_duplicates"] = [spelling.of_text(name) for name in extra["hf_duplicates"]]
         if more := vision.more(config, spelling, names, shapes):
             logger.warning(
-                "%d tensors of the vision model are not known (%s); they are copied unchanged",
-                len(more),
+                "copies unchanged what is not known of the vision model: %s (%s)",
+                counted(len(more), "tensor"),
                 next(iter(more)),
             )
             extra[MORE] = more

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
+from mca_config.printable import counted
 from mca_config.types import JsonObject, Typed, Values
 from mca_models.templates.common import (
     MLP,
@@ -224,9 +225,9 @@ def unused_keys(config: McaModelConfig, names: Collection[str], shapes: Mapping[
     left = sorted(known.intersection(names))
     if left:
         logger.warning(
-            "%d tensors of keys and values are left out (%s, ...): their layers take those of earlier ones, and an "
+            "leaves out %s of keys and values (%s, ...): their layers take those of earlier ones, and an "
             "export has none",
-            len(left),
+            counted(len(left), "tensor"),
             left[0],
         )
     return {"hf_left_behind": left} if left else {}

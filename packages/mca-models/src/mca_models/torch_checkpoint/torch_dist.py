@@ -19,6 +19,7 @@ from pathlib import Path
 from mca_config.errors import McaError
 from mca_config.files import inside, present, read_json, read_text
 from mca_config.model_config import FILE_NAME, McaModelConfig
+from mca_config.printable import counted
 from mca_models.checkpoint.hf_directory import naming_config
 from mca_models.checkpoint.hf_directory import read_config as read_hf_config
 from mca_models.checkpoint.mca_directory import iteration_name, latest_iteration
@@ -72,7 +73,9 @@ def open_torch_dist(path: Path, config: McaModelConfig | None = None) -> Foreign
     config = config or _config_near(folder)
     if config.mtp_num_layers and not any("mtp.layers." in name for name in directory.tensors):
         logger.warning(
-            "the configuration counts %d prediction layers; %s holds none", config.mtp_num_layers, folder
+            "the configuration counts %s; %s holds none",
+            counted(config.mtp_num_layers, "prediction layer"),
+            folder,
         )
         config = replace(config, mtp_num_layers=0)
     return _Reader(directory, config).source(path)

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from mca_config.checks import require_learned
 from mca_config.errors import McaError
+from mca_config.printable import counted
 from mca_config.types import JsonObject
 from mca_models.megatron.layers.zigzag import take
 from mca_train.batching.image_batch import ImageBatching
@@ -275,7 +276,9 @@ def _tokens_of_rows(batch: Mapping[str, Tensor], features: Sequence[Sample]) -> 
     """How many tokens of each row of a collator are no padding: by its ``attention_mask``, or by the samples."""
     ids = batch["input_ids"]
     if len(ids) != len(features):
-        raise McaError(f"data_collator made {len(ids)} rows of {len(features)} samples; make one row of each")
+        raise McaError(
+            f"data_collator made {counted(len(ids), 'row')} of {counted(len(features), 'sample')}; make one row of each"
+        )
     mask = batch.get("attention_mask", torch.ones_like(ids))
     _require_own_rows(batch, mask)
     if "attention_mask" in batch:

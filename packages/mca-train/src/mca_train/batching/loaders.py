@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from mca_config.checks import sequence_multiple, step_of_lengths, tokens_of_fp8
 from mca_config.errors import McaError, UsageError
+from mca_config.printable import counted
 from mca_train.batching.collate import Collator, CountedSamples, PadCollator, StepCollator
 from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.micro_batch import StepBatch
@@ -256,8 +257,8 @@ def continued(place: RunPosition, sampler: StepSampler | StepStream) -> RunPosit
     size, samples = sampler.shape.global_size, sampler.num_samples
     if isinstance(sampler, StepStream) and place.batch not in (0, size):
         raise UsageError(
-            f"the checkpoint's steps have {place.batch} samples, this run's {size}; a stream can only be resumed with "
-            "steps of the same size: change gradient_accumulation_steps or per_device_train_batch_size"
+            f"the checkpoint's steps have {counted(place.batch, 'sample')}, this run's {size}; a stream can only "
+            "be resumed with steps of the same size: change gradient_accumulation_steps or per_device_train_batch_size"
         )
     if place.units not in ("", sampler.units):
         logger.warning(
@@ -274,9 +275,9 @@ def continued(place: RunPosition, sampler: StepSampler | StepStream) -> RunPosit
         )
     elif isinstance(sampler, StepSampler) and place.of not in (0, samples):
         logger.warning(
-            "the checkpoint is in an epoch of %d samples, this run's have %d: some samples of this "
+            "the checkpoint is in an epoch of %s, this run's have %d: some samples of this "
             "epoch may be used twice or not at all",
-            place.of,
+            counted(place.of, "sample"),
             samples,
         )
     return replace(place.in_steps_of(size), of=samples, units=sampler.units, order=sampler.order)

@@ -14,6 +14,7 @@ import torch.utils.data
 from torch.utils.data import IterableDataset
 
 from mca_config.errors import McaError
+from mca_config.printable import counted
 from mca_train.batching.packing import OpenPacks, packs_of, sequences_of
 from mca_train.batching.sampling import SAMPLES, BatchShape, deal
 from mca_train.types import Sample, SampleSource
@@ -120,8 +121,9 @@ class StepStream(IterableDataset[list[tuple[Sample, bool]]]):
                 yield group
             if given == before:
                 raise McaError(
-                    f"train_dataset gave nothing in pass {number + 1}, after {given} of {self.num_steps} steps; "
-                    "a stream must hold samples, and begin anew when it is iterated again"
+                    f"train_dataset gave nothing in pass {number + 1}, after {given} of "
+                    f"{counted(self.num_steps, 'step')}; a stream must hold samples, and begin anew "
+                    "when it is iterated again"
                 )
 
 

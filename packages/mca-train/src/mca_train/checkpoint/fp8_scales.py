@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mca_config.files import reading
+from mca_config.printable import counted
 from mca_models.megatron import platform
 from mca_models.storage.safetensors import TensorInfo, read_header
 from mca_train import groups
@@ -66,10 +67,10 @@ def load(folder: Path, chunks: Sequence[Chunk]) -> None:
     anew = [name for name, module in _modules(chunks) if not _restore(name, module, recipe, saved)]
     if anew:
         _log.warning(
-            "%s: holds no fp8 ranges of %d modules (%s, ...), which begin anew: it was written with another recipe or "
+            "%s: holds no fp8 ranges of %s (%s, ...), which begin anew: it was written with another recipe or "
             "another expert_model_parallel_size",
             folder,
-            len(anew),
+            counted(len(anew), "module"),
             anew[0],
         )
 

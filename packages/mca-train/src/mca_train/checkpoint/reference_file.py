@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mca_config.files import cannot_write, replacing
+from mca_config.printable import counted
 from mca_models.megatron.state.fingerprint import fingerprint
 from mca_train.data.sample_images import SampleImages
 from mca_train.types import SampleSource, VirtualModels
@@ -82,7 +83,10 @@ class ReferenceFile:
             raise cannot_write(self.path, error) from error
         known = np.isfinite(log_probs).all(1).sum()
         logger.info(
-            "%s: log-probabilities of the reference for %d of %d samples", self.path, known, len(log_probs)
+            "%s: log-probabilities of the reference for %d of %s",
+            self.path,
+            known,
+            counted(len(log_probs), "sample"),
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError
+from mca_config.printable import counted
 from mca_config.types import Values
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
@@ -88,9 +89,9 @@ class AnsweredRows:
                 kept += 1
                 yield row
         if total and not kept:
-            raise McaError(f"{self._told}: all {total} rows")
+            raise McaError(f"{self._told}: all {counted(total, 'row')}")
         if kept < total and not self._has_told:
-            logger.warning("%s and are left out: %d of %d rows", self._told, total - kept, total)
+            logger.warning("%s and are left out: %d of %s", self._told, total - kept, counted(total, "row"))
             self._has_told = True
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from mca_config.errors import McaError
+from mca_config.printable import counted
 from mca_config.types import JsonObject
 from mca_train.data.image_files import ImageFile, image_file
 from mca_train.data.image_words import PLACE
@@ -99,7 +100,7 @@ def require_as_many(places: int, images: int) -> None:
     """
     if places != images:
         raise McaError(
-            f"{places} places for images ({PLACE}, or parts of type image) but {images} images; "
+            f"{counted(places, 'place')} for images ({PLACE}, or parts of type image) but {counted(images, 'image')}; "
             "their numbers must be equal"
         )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from mca_config.errors import McaError
+from mca_config.printable import counted
 from mca_models.images import ImagePlace
 from mca_train.types import ImageProcessor
 
@@ -91,8 +92,9 @@ class ImageTokens(ABC):
         """
         if (found := list(tokens).count(self.token)) != len(grids):
             raise McaError(
-                f"the chat template makes {found} placeholders (token {self.token}) of {len(grids)} images; use a "
-                "template that writes one for each image, and no text that contains it"
+                f"the chat template makes {counted(found, 'placeholder')} (token {self.token}) of "
+                f"{counted(len(grids), 'image')}; use a template that writes one for each image, and no text that "
+                "contains it"
             )
         ids: list[int] = []
         learnt: list[bool] = []

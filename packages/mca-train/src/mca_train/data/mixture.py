@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from mca_config.printable import counted
 from mca_train.data.token_dataset import Sample, order_of
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Mixture(Dataset[Sample]):
         """How much there is of each source."""
         counts = self._counts()
         return ", ".join(
-            f"{name} {count:,} of {len(part):,} samples ({epochs:.2f} epochs)"
+            f"{name} {count:,} of {counted(len(part), 'sample')} ({epochs:.2f} epochs)"
             for name, count, part, epochs in zip(self.names, counts, self.parts, self.epochs, strict=True)
         )
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from mca_config.printable import counted
 from mca_config.types import JsonObject
 from mca_train.dry_run.step import StepNeeds
 from mca_train.dry_run.tracker import Message
@@ -81,10 +82,8 @@ def _where(stage: StepNeeds) -> str:
 def _told(message: Message) -> str:
     ranks = message.ranks
     shown = ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
-    return (
-        f"{message.operation:<34}{message.count:>8} times{message.bytes / GIB:>12.3f} GiB   over {len(ranks)} ranks "
-        f"({shown})"
-    )
+    over = f"{counted(len(ranks), 'rank')} ({shown})"
+    return f"{message.operation:<34}{message.count:>8} times{message.bytes / GIB:>12.3f} GiB   over {over}"
 
 
 def document_of_dry_run(dry_run: DryRun) -> JsonObject:

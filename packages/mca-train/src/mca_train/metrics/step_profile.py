@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
 from mca_config.files import replacing
+from mca_config.printable import counted
 from mca_train.types import TrainerControl, TrainerState, TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -40,9 +41,9 @@ class StepProfile(TrainerCallback):  # type: ignore[misc]
         steps = state.max_steps - self._began
         if self._rank == 0 and 0 < steps < args.profile_step_start:
             logger.warning(
-                "profile_step_start is %d, but this run makes %d steps: none is profiled; set it to 1 or more",
+                "profile_step_start is %d, but this run makes %s: none is profiled; set it to 1 or more",
                 args.profile_step_start,
-                steps,
+                counted(steps, "step"),
             )
 
     def on_step_begin(

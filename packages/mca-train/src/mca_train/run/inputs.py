@@ -13,6 +13,7 @@ from mca_config.checks import positions_exceeded
 from mca_config.errors import UsageError, checking_usage
 from mca_config.files import read_json
 from mca_config.model_config import McaModelConfig
+from mca_config.printable import counted
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.config.run_config import Settings
 from mca_train.data.addresses import shown
@@ -96,7 +97,7 @@ def _training_data(
         logger.info("%s", mixture.described())
         return mixture, int(mixture.lengths.max())
     train = load_tokenized(run.task, data.train_file, tokenizer, data, images=images)
-    logger.info("%d training samples of %d tokens", len(train), int(train.lengths.sum()))
+    logger.info("%s of %d tokens", counted(len(train), "training sample"), int(train.lengths.sum()))
     return train, int(train.lengths.max())
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from mca_config.errors import UsageError
 from mca_config.fields import cast
+from mca_config.printable import counted
 from mca_config.types import Values
 from mca_train.checkpoint.directory import PREFIX, STATE_FILE
 from mca_train.checkpoint.output_lock import OutputLock
@@ -75,7 +76,7 @@ def _launch(task: Task, values: Values, where: str, command: list[str]) -> int:
     set_log_levels(settings.training)
     run = check(task, settings).require()
     ranks = run.world_size
-    logger.info("starting %d rank%s: %s", ranks, "s" if ranks > 1 else "", run.layout)
+    logger.info("starting %s: %s", counted(ranks, "rank"), run.layout)
     from mca_models.megatron import platform
 
     with scratch_folder() as folder:

@@ -10,6 +10,7 @@ from typing import cast
 from torch.utils.data import DataLoader
 
 from mca_config.errors import McaError
+from mca_config.printable import counted
 from mca_config.training import TrainingArguments
 from mca_train.batching.loaders import steps_of
 from mca_train.batching.micro_batch import StepBatch
@@ -85,10 +86,10 @@ class WithStepLoaders(TrainerParts):
 def log_plan(args: TrainingArguments, ranks: Ranks, length: Length, samples: int, done: int) -> None:
     """Says what the run is about to do: ``samples`` a step, after ``done`` steps."""
     logger.info(
-        "training %d steps (%d an epoch) of %d samples = %d micro x %d accumulated x %d data parallel; %s",
-        length.max_steps,
+        "training %s (%d an epoch) of %s = %d micro x %d accumulated x %d data parallel; %s",
+        counted(length.max_steps, "step"),
         length.steps_per_epoch,
-        samples,
+        counted(samples, "sample"),
         args.per_device_train_batch_size,
         args.gradient_accumulation_steps,
         ranks.data_parallel_size,

@@ -11,6 +11,7 @@ from mca_config.errors import raise_problems
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_config.pipeline import PipelinePlan, pipeline_plan
+from mca_config.printable import counted
 from mca_config.rope import require_rope
 from mca_config.types import Values
 from mca_models.megatron.factory.execution import waits_for_sends
@@ -127,8 +128,8 @@ def _recomputation(
     uneven = [number for number in layers if number % count]
     if uneven:
         yield (
-            f"megatron-core 0.16 cannot recompute the {max(uneven)} layers of a pipeline stage {count} at a time; "
-            "change recompute_num_layers to 1, or use recompute_method block"
+            f"megatron-core 0.16 cannot recompute the {counted(max(uneven), 'layer')} of a pipeline stage {count} at a "
+            "time; change recompute_num_layers to 1, or use recompute_method block"
         )
 
 

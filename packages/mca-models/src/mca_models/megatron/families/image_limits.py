@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import pipeline_plan
+from mca_config.printable import counted
 from mca_models.megatron.types import MegatronConfig
 
 
@@ -32,7 +33,7 @@ def _problems(config: McaModelConfig, layout: ParallelLayout, megatron: Megatron
     first = len(pipeline_plan(layout, config.num_layers, config.mtp_num_layers).first.layers)
     if first < config.deepstack_layers:
         yield (
-            f"the first pipeline stage has {first} layers; features of images enter after each of the first "
+            f"the first pipeline stage has {counted(first, 'layer')}; features of images enter after each of the first "
             f"{config.deepstack_layers}: give it more, or use fewer stages"
         )
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from mca_config.errors import McaError, raise_problems
+from mca_config.printable import counted
 
 _PLACE = ("RANK", "WORLD_SIZE")
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
@@ -58,7 +59,7 @@ def local_rank(environment: Mapping[str, str], gpus: int) -> int:
         raise McaError(f"LOCAL_RANK is {given!r}; expected a number")
     if int(given) >= gpus:
         raise McaError(
-            f"LOCAL_RANK is {given}, but this process sees {gpus} GPU{'s' if gpus > 1 else ''}; start at most one rank "
+            f"LOCAL_RANK is {given}, but this process sees {counted(gpus, 'GPU')}; start at most one rank "
             "for each GPU, and set it to 0 where each rank sees only its own"
         )
     return int(given)
