@@ -39,7 +39,7 @@ def _read() -> type:
         node.decorator_list = []
     known = {_WORDS: enum.Enum, "field": dataclasses.field, "Any": typing.Any, "Literal": typing.Literal}
     known |= {"ParallelismConfig": typing.Any, "trainer_log_levels": {}}
-    exec(compile(ast.Module(kept, []), str(found.origin), "exec"), known)
+    exec(compile(ast.Module([*kept], []), str(found.origin), "exec"), known)
     return dataclasses.dataclass(typing.cast(type, known[_CLASS]))
 
 
