@@ -256,8 +256,8 @@ def _indexed_tensors(path: Path) -> list[TensorInfo]:
     absent = [name for name in files if not paths[name].exists()]
     if absent:
         raise McaError(
-            f"{path}: {len(absent)} of {counted(len(files), 'file')} named in {INDEX} missing ({', '.join(absent[:4])}"
-            f"{', ...' if len(absent) > 4 else ''}); download them again"
+            f"{path}: {len(absent)} of {counted(len(files), 'file')} named in {INDEX} are missing "
+            f"({', '.join(absent[:4])}{', ...' if len(absent) > 4 else ''}); download them again"
         )
     tensors: dict[str, TensorInfo] = {}
     faults: list[str] = []
