@@ -37,8 +37,8 @@ def _read() -> type:
     for node in kept:
         node.body = [each for part in node.body for each in _kept(part)]
         node.decorator_list = []
-    known = {_WORDS: enum.Enum, "field": dataclasses.field, "Any": typing.Any, "Literal": typing.Literal}
-    known |= {"ParallelismConfig": typing.Any, "trainer_log_levels": {}}
+    known = {_WORDS: enum.Enum, "field": dataclasses.field, "Any": object, "Literal": typing.Literal}
+    known |= {"ParallelismConfig": object, "trainer_log_levels": {}}
     exec(compile(ast.Module([*kept], []), str(found.origin), "exec"), known)
     return dataclasses.dataclass(typing.cast(type, known[_CLASS]))
 
