@@ -35,7 +35,7 @@ def test_every_recipe_below_the_first_lines_is_a_configuration(tool, tmp_path):
         (tmp_path / "sft.yaml").write_text(head + recipe)
         values = read_yaml(tmp_path / "sft.yaml")
         assert values.pop("bf16") is True  # refused by Hugging Face where there is no GPU
-        settings = parse(values, "sft.yaml")
+        settings = parse(values, "sft.yaml", kind="sft")
         assert settings.data.model_name_or_path == tool.RECIPES[number // 2].model
         assert settings.training.learning_rate == (1e-4 if settings.lora.lora_rank else 1e-5)
 
