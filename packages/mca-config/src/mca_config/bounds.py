@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError
-from mca_config.printable import counted
 from mca_config.types import Values
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def require_fitting(values: Values) -> None:
     for name in ("moe_layer_freq", "layer_types", "no_rope_freq"):
         entries = values[name]
         if entries is not None and len(entries) != layers:
-            raise McaError(f"{name} has {counted(len(entries), 'value')}, expected num_layers {layers}")
+            raise McaError(f"{name} has {len(entries)} entries, expected num_layers {layers}")
     for name, count in _FACTORS.items():
         found = values[name]
         if found is not None and (len(found) != count or not all(map(_is_finite, found))):
