@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 ONCE = {
     "value in clip_grads.py:get_grad_norm_fp32": 1,  # the gradient norm, which is logged
+    "value in engine.py:optimizer_step": 1,  # whether there was a target; all that the norm waits for has run then
 }
 """What a step may wait for, and how often."""
 ALWAYS = {
