@@ -42,7 +42,7 @@ def needs(folder: Path, name: str, micro_batches: int) -> StepNeeds:
     return step_needs(run.task, run.settings, run.model, 0, size, micro_batches)
 
 
-@pytest.mark.parametrize("name", tiered(STEPS, "vpp tp dp", "dpo pp"))
+@pytest.mark.parametrize("name", tiered([*STEPS], *STEPS))
 def test_messages_of_a_few_micro_batches_tell_those_of_a_step(name: str, folder: Path) -> None:
     few, whole = (
         run_ranks(1, needs, folder, name, count, process_group=False)[0] for count in (STEPS[name][2], WHOLE)
