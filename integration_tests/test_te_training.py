@@ -9,11 +9,11 @@ from emulated_te import needs_te, run_emulated
 from loss_curves import worst
 from reference import make_reference
 from test_train_layouts import CP, SP, TP, ZERO
+from test_train_loss_scale import resumed_before_the_first_update
 from test_train_moe import tokens
 from test_train_offload import after_loading
 from test_train_precision import in_fp32
 from test_train_reshard import EP, ETP1, FIRST, HALF, TORCH_DIST, run
-from test_train_watch import resumed_before_the_first_update
 from train_cases import filled_packs, stop_and_resume, train_losses
 
 pytestmark = [pytest.mark.ranks, needs_te]

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_classes
 import torch
 import transformers
 from tiny_newer import LATEST, NEWER
 from tiny_sizes import BAMBA, DELTA_NET, EXPERTS, GROUPED, LATENT, MAMBA, OLD_GROUPS, SHARED, SIZE
-from transformers import conversion_mapping
-from transformers.models.auto import modeling_auto
 
 # name -> (model_type, what differs from SIZE)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -347,45 +346,7 @@ TIERED = [
     for case in sorted(SOME)
 ]
 """`SOME`, of which ``pytest -m wide`` takes those."""
-
-
-class KimiK2Config(transformers.DeepseekV3Config):  # type: ignore[misc]
-    """transformers has the architecture, not the type."""
-
-    model_type = "kimi_k2"
-
-
-class KimiK2ForCausalLM(transformers.DeepseekV3ForCausalLM):  # type: ignore[misc]
-    """DeepSeek's model of that type."""
-
-    config_class = KimiK2Config
-
-
-class MiMoConfig(transformers.Qwen2Config):  # type: ignore[misc]
-    """transformers has the architecture, but for prediction layers."""
-
-    model_type = "mimo"
-
-
-class MiMoForCausalLM(transformers.Qwen2ForCausalLM):  # type: ignore[misc]
-    """Qwen 2 of that type."""
-
-    config_class = MiMoConfig
-
-
-# it has a property of that name, which no size can be given for
-transformers.FalconConfig.head_dim = property(
-    lambda self: self.hidden_size // self.num_attention_heads, lambda self, size: None
-)
-# it has this one among those with images only
-modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["mistral4"] = "Mistral4ForCausalLM"
-transformers.AutoConfig.register("kimi_k2", KimiK2Config)
-transformers.AutoModelForCausalLM.register(KimiK2Config, KimiK2ForCausalLM)
-transformers.AutoConfig.register("mimo", MiMoConfig)
-transformers.AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
-conversion_mapping.register_checkpoint_conversion_mapping(
-    "kimi_k2", conversion_mapping.get_checkpoint_conversion_mapping("deepseek_v3")
-)
+tiny_classes.register()
 
 
 def save(case: str, directory: Path, dtype: str = "float32", seed: int = 0, **overrides: Any) -> Path:
