@@ -4,6 +4,7 @@ A sample alone has no padding, no neighbours in a row and no ranks, so this is w
 """
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,26 @@ def expected(folder: Path, kind: str) -> Path:
         with routers.watched() as found:
             sums = sums + torch.stack([_entropies(model, *sample) for sample in batch]).sum(0)
         routed.append(found)
-    targets = [sum(int(mask[first:].sum()) for _, mask in samples()) for first in (1, 2)]
+    targets = targets_of()
     loss = sums[0] / targets[0] + SCALE * sums[1] / targets[1]
     if kind != "none":
         loss = loss + COEFFICIENTS["moe_aux_loss_coeff"] * routers.loss(kind, routed)
         loss = loss + COEFFICIENTS["moe_z_loss_coeff"] * routers.z_loss(routed)
     loss.backward()
     return _save(model, folder, lambda: routers.move_biases(BIAS_RATE, routed))
+
+
+def targets_of() -> list[int]:
+    """Of the model and of the prediction layer."""
+    return [sum(int(mask[first:].sum()) for _, mask in samples()) for first in (1, 2)]
+
+
+@cache
+@torch.no_grad()
+def prediction_loss() -> float:
+    """Of the prediction layer before the first step."""
+    model = deepseek_with_prediction()
+    return float(sum(_entropies(model, *sample)[1] for sample in samples())) / targets_of()[1]
 
 
 def batched(every: list[Sample]) -> list[list[Sample]]:

@@ -1,12 +1,15 @@
 """Losses of experts and of prediction layers, and experts' biases, are what they are defined as on every layout."""
 
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from balance_reference import BIAS_RATE, COEFFICIENTS, PER_MICRO_BATCH, expected, samples
+from balance_reference import BIAS_RATE, COEFFICIENTS, PER_MICRO_BATCH, expected, prediction_loss, samples
 from harness import run_ranks
 from layouts import EVERY, selected, tiered
 from prediction import SCALE, deepseek_with_prediction
@@ -74,7 +77,35 @@ def weighted(weight: float, *, told: bool = True) -> Any:
     return Weighted
 
 
-def gradients(checkpoint: Path, output: Path, settings: Settings) -> None:
+@dataclass(frozen=True)
+class Rank:
+    """What a rank has after a step.
+
+    Args:
+        logged: Losses of its prediction layer.
+        held: Digests of the weights, by their names and by the piece of them.
+    """
+
+    logged: list[float]
+    held: dict[tuple[Any, ...], str]
+
+
+def digests(pairs: Iterable[tuple[Any, torch.Tensor]]) -> dict[tuple[Any, ...], str]:
+    """Of this rank's weights; those with one key are copies of each other, on whatever ranks and stages."""
+    from megatron.core import parallel_state as state
+
+    found = {}
+    for item, x in pairs:
+        if not getattr(x, "allreduce", True):
+            piece = (state.get_expert_model_parallel_rank(), state.get_expert_tensor_parallel_rank())
+        else:
+            piece = (state.get_tensor_model_parallel_rank(),) * getattr(x, "tensor_model_parallel", False)
+        key = (item.param.mca_name(), *piece)
+        found[key] = hashlib.sha256(x.detach().contiguous().numpy().tobytes()).hexdigest()
+    return found
+
+
+def gradients(checkpoint: Path, output: Path, settings: Settings) -> Rank:
     """The gradients of the first step, exported as if they were weights; routers' biases as they have moved."""
     from transformers import TrainerCallback
 
@@ -96,25 +127,35 @@ def gradients(checkpoint: Path, output: Path, settings: Settings) -> None:
             ]
 
     keep, data = Keep(), TokenDataset.from_samples(samples())
-    quietly(kind(model=model, args=args, train_dataset=data, pack_length=32, callbacks=[keep]).train)
+    trainer = kind(model=model, args=args, train_dataset=data, pack_length=32, callbacks=[keep])
+    quietly(trainer.train)
+    found = Rank(history(trainer, "mtp_1_loss"), digests(model.held()))
     with torch.no_grad():
         for parameter, gradient in keep.kept:
             parameter.copy_(gradient)
     model.save_pretrained_as_hf(output / "gradients")
+    return found
 
 
-def all_gradients(checkpoint: Path, folder: Path, cases: dict[str, Settings]) -> None:
-    for name, settings in cases.items():
-        gradients(checkpoint, folder / name, settings)
+def all_gradients(checkpoint: Path, folder: Path, cases: dict[str, Settings]) -> dict[str, Rank]:
+    return {name: gradients(checkpoint, folder / name, settings) for name, settings in cases.items()}
 
 
 def settings_of(kind: str, settings: Settings) -> Settings:
     return COEFFICIENTS | {"moe_router_load_balancing_type": kind} | settings
 
 
+@dataclass(frozen=True)
+class Trained:
+    """The gradients of every case, and those expected; and what each of its ranks has."""
+
+    folder: Path
+    ranks: dict[str, list[Rank]]
+
+
 @pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The gradients of every case, and those expected."""
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    ranks: dict[str, list[Rank]] = {}
     folder = tmp_path_factory.mktemp("balance")
     checkpoint = deepseek_with_prediction().save(folder / "model")
     chosen = selected(request, list(CASES))
@@ -127,8 +168,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             if CASES[case, layout][0] == size
         }
         if cases:
-            run_ranks(size, all_gradients, checkpoint, folder, cases, timeout=400)
-    return folder
+            found = run_ranks(size, all_gradients, checkpoint, folder, cases, timeout=400)
+            ranks |= {case: [each[case] for each in found] for case in cases}
+    return Trained(folder, ranks)
 
 
 LEFT_OUT = (
@@ -153,14 +195,25 @@ WIDE = (
 @pytest.mark.parametrize(
     "case,layout", tiered([case for case in CASES if EVERY or case not in LEFT_OUT], *WIDE)
 )
-def test_gradients_are_those_of_the_definition(case: str, layout: str, folder: Path) -> None:
-    right, ours = folder / case, folder / f"{case}-{layout}" / "gradients"
+def test_gradients_are_those_of_the_definition(case: str, layout: str, trained: Trained) -> None:
+    right, ours = trained.folder / case, trained.folder / f"{case}-{layout}" / "gradients"
     worst = worst_errors(right, ours)
     assert worst[0][1] <= TOLERANCE, worst
     moved, found = read(right), read(ours)
     biases = [name for name in moved if "e_score_correction_bias" in name]
     assert len(biases) == 4
     assert max(float((moved[name] - found[name]).abs().max()) for name in biases) < BIAS_RATE / 10
+    ranks = trained.ranks[f"{case}-{layout}"]
+    assert all(rank.logged == ranks[0].logged for rank in ranks)
+    assert ranks[0].logged == pytest.approx([prediction_loss()], rel=1e-6)  # sums of fp32
+    assert_copies_are_equal(ranks)
+
+
+def assert_copies_are_equal(ranks: list[Rank]) -> None:
+    """Bit by bit: ranks that differ in one go different ways from then on."""
+    first: dict[tuple[Any, ...], str] = {}
+    for rank in ranks:
+        assert [key for key, digest in rank.held.items() if first.setdefault(key, digest) != digest] == []
 
 
 def losses(checkpoint: Path, output: Path, settings: Settings) -> list[float]:
