@@ -112,7 +112,8 @@ def gradients(checkpoint: Path, output: Path, settings: Settings) -> Rank:
     from mca_models import AutoModel
     from mca_train import TokenDataset
 
-    run = {"max_steps": 1, "learning_rate": 1e-3, "max_grad_norm": 1e9, "mtp_loss_scaling_factor": SCALE}
+    run = {"max_steps": 1, "learning_rate": 1e-3, "warmup_steps": 0, "max_grad_norm": 1e9}
+    run |= {"mtp_loss_scaling_factor": SCALE}
     run |= {"per_device_train_batch_size": PER_MICRO_BATCH, "gradient_accumulation_steps": 2}
     run |= {"train_sampling_strategy": "sequential", "moe_router_bias_update_rate": BIAS_RATE}
     run |= settings
