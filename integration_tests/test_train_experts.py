@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from harness import run_ranks
 from layouts import chosen, sample, tiered
 from reference import make_reference
+from tiny_hf import save
 from train_cases import arguments, history, quietly
 
 pytestmark = pytest.mark.ranks
@@ -75,7 +76,7 @@ def rows() -> list[np.ndarray[Any, Any]]:
     return [draw.integers(1, 70, draw.integers(LENGTH // 2, LENGTH + 1)) for _ in range(STEPS * ROWS)]
 
 
-def in_plain_torch(model: Any, path: Path) -> Trained:
+def in_plain_torch(model: Any, path: Path, clip: float = CLIP) -> Trained:
     """The run that the others are compared with."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, RATE, eps=EPSILON, weight_decay=0.0)
@@ -87,7 +88,7 @@ def in_plain_torch(model: Any, path: Path) -> Trained:
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=0)
         optimizer.zero_grad()
         loss.backward()
-        found.norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
+        found.norms.append(float(torch.nn.utils.clip_grad_norm_(trained, clip)))
         found.losses.append(float(loss.detach()))
         optimizer.step()
     model.save_pretrained(path)
@@ -115,7 +116,7 @@ def run(base: Path, adapter: Path | None, output: Path, settings: dict[str, Any]
         "weight_decay": 0.0,
         "moe_aux_loss_coeff": 0.0,
     }
-    args = arguments(output / "run", train_sampling_strategy="sequential", **fixed, **settings)
+    args = arguments(output / "run", train_sampling_strategy="sequential", **(fixed | settings))
     model = AutoModel.from_pretrained(base, args)
     args.gradient_accumulation_steps = ROWS // parallel_state.get_data_parallel_world_size()
     model = model if adapter is None else load_adapter(model, adapter)
@@ -136,10 +137,12 @@ def on_all(
     return found
 
 
-def compare(expected: Trained, found: Trained, start: dict[str, torch.Tensor]) -> None:
+def compare(
+    expected: Trained, found: Trained, start: dict[str, torch.Tensor], clip: float = CLIP
+) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert found.norms == pytest.approx(expected.norms, rel=1e-5)
-    assert min(expected.norms) > 2 * CLIP
+    assert min(expected.norms) > 2 * clip
     right, ours = tensors(expected.path), tensors(found.path)
     assert ours.keys() == right.keys()
     moved = {name: float((x - start[name]).abs().max()) for name, x in right.items()}
@@ -211,3 +214,14 @@ def test_adapters_of_experts_train_as_in_peft(
 ) -> None:
     expected, found = adapted
     compare(expected, found[name], tensors(adapter))
+
+
+@pytest.mark.wide
+def test_three_of_eight_experts_cut_in_four_train_as_in_transformers(tmp_path: Path) -> None:
+    """Experts are cut over all ranks and the rest over none, and every step is clipped to a small part."""
+    clip, larger = 0.1, {"num_local_experts": 8, "num_experts_per_tok": 3, "initializer_range": 0.15}
+    base = save("mixtral", tmp_path / "base", **larger)
+    expected = in_plain_torch(from_base(base), tmp_path / "torch", clip)
+    settings = {"expert_tensor_parallel_size": 4, "max_grad_norm": clip}
+    for found in run_ranks(4, by_megatron, base, None, tmp_path, {"etp4": settings}, timeout=400):
+        compare(expected, found["etp4"], tensors(base), clip)
