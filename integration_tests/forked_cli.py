@@ -23,7 +23,7 @@ def launched(
 
     Args:
         command: The words.
-        stdout: A file to print to or "|", a pipe that nobody reads; then what was printed is not known.
+        stdout: A file to print to, "|" (a pipe that nobody reads) or "-" (closed); what was printed is not known.
         before: Done in the fork before it starts.
     """
     import matplotlib.backends.backend_agg
@@ -74,18 +74,23 @@ def _main(words: list[str], folder: Path, stdout: str | None, before: Callable[[
     for number, stream in ((1, stdout or "stdout"), (2, "stderr")):
         _redirect(number, folder, stream)
     logging.root.handlers.clear()  # pytest's
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    # where it is closed, a process starts with None
+    sys.stdout = None if stdout == "-" else os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     before()
     try:
         return main(words)
     finally:
+        sys.stdout = sys.stdout or sys.stderr  # for what comes after
         sys.stdout.flush()
         sys.stderr.flush()
 
 
 def _redirect(number: int, folder: Path, stream: str) -> None:
-    """Has the descriptor ``number`` go to ``stream``, a file of ``folder`` or a whole path; "|" has no reader."""
+    """Has the descriptor ``number`` go to ``stream``, a file of ``folder`` or a whole path, "|" or "-"."""
+    if stream == "-":
+        os.close(number)
+        return
     if stream == "|":
         reader, writer = os.pipe()
         os.close(reader)

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 import forked_cli
+from harness import run_ranks
 from mca_models.checkpoint.side_files import side_files
+from mca_train.checkpoint import integrity
 from train_cases import tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -114,14 +116,18 @@ def test_sft_on_two_replicas_and_resume(folder):
     ]
 
 
-@pytest.mark.parametrize("stdout", ["|", "/dev/full"])
-def test_training_goes_on_where_nothing_can_be_printed(folder, stdout):
-    command = config(folder, f"mute{len(stdout)}", local_ranks=2, max_steps=2)
+@pytest.mark.parametrize("stdout,name", [("|", "unread"), ("/dev/full", "full"), ("-", "closed")])
+def test_training_goes_on_where_nothing_can_be_printed(folder, stdout, name):
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    command = config(folder, name, local_ranks=2, max_steps=2, **saving)
     done = forked_cli.launched(command, stdout)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    assert ("standard output cannot be written (No space left" in done.stderr) == (stdout != "|")
-    assert [log["step"] for log in logs(folder / f"mute{len(stdout)}") if "loss" in log] == [1, 2]
+    assert ("standard output cannot be written (No space left" in done.stderr) == (name == "full")
+    assert [log["step"] for log in logs(folder / name) if "loss" in log] == [1, 2]
+    assert [path.name for path in (folder / name).glob("checkpoint-*")] == ["checkpoint-2"]
+    checked = run_ranks(1, integrity.faults, folder / name / "checkpoint-2", 0, 1)
+    assert checked == [[]], "nothing is printed into its files"
 
 
 def test_a_full_disk_is_one_line(folder, small_disk):

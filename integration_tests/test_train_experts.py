@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_hf import save
 
 from harness import run_ranks
 from layouts import chosen, sample, tiered
 from reference import make_reference
-from tiny_hf import save
 from train_cases import arguments, history, quietly
 
 pytestmark = pytest.mark.ranks
@@ -137,9 +137,7 @@ def on_all(
     return found
 
 
-def compare(
-    expected: Trained, found: Trained, start: dict[str, torch.Tensor], clip: float = CLIP
-) -> None:
+def compare(expected: Trained, found: Trained, start: dict[str, torch.Tensor], clip: float = CLIP) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert found.norms == pytest.approx(expected.norms, rel=1e-5)
     assert min(expected.norms) > 2 * clip
