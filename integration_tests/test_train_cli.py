@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,6 +100,19 @@ def hugging_face_loss(folder: Path, model_path: Path) -> float:
                 total += model(input_ids=block, labels=block).loss.item() * targets
                 count += targets
     return total / count
+
+
+def test_the_best_model_is_the_one_that_is_written_and_whose_loss_is_printed(folder):
+    every = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    first = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    of_model = {"eval_file": str(folder / "eval.jsonl"), "save_hf_model": True, "max_steps": 2}
+    done = forked_cli.launched(config(folder, "best", **every, **first, **of_model))
+    assert done.returncode == 0, done.stderr
+    losses = [log["eval_loss"] for log in logs(folder / "best") if "eval_loss" in log]
+    assert losses[0] > 1.01 * losses[1], "the best is not the last"
+    (printed,) = re.findall(r"evaluation loss +([0-9.]+) \(the best, of step 1\)", done.stdout)
+    written = hugging_face_loss(folder, folder / "best" / "hf")
+    assert float(printed) == pytest.approx(written, rel=1e-5)  # six digits are printed
 
 
 def test_sft_on_two_replicas_and_resume(folder):
