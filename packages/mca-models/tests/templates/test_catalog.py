@@ -1,5 +1,7 @@
 """Every causal language model of transformers is supported or refused by name, and the documentation says so."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,20 @@ def test_every_causal_language_model_of_transformers_has_a_line() -> None:
 def test_what_is_supported_has_a_template_and_nothing_else_has() -> None:
     assert SUPPORTED.keys() == FAMILIES.keys()
     assert not SUPPORTED.keys() & REFUSED.keys()
+
+
+def test_only_the_family_that_is_asked_for_is_imported() -> None:
+    program = """
+import sys
+from mca_models.templates import FAMILIES, family_of
+before = set(sys.modules)
+assert len(FAMILIES) > 100 and "qwen3_moe" in FAMILIES
+assert not before & {f"mca_models.templates.{kind}" for kind in FAMILIES}
+family_of("llama")
+new = sys.modules.keys() - before
+assert [name for name in new if hasattr(sys.modules[name], "FAMILY")] == ["mca_models.templates.llama"], new
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_the_documented_families_are_those_of_the_catalog() -> None:
