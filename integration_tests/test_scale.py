@@ -11,19 +11,20 @@ from typing import Any
 import pytest
 
 from harness import run_ranks
+from train_cases import tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
 FEW, MANY = 64, 512
 
 
-def _benchmark() -> ModuleType:
-    path = Path(__file__).parent.parent / "benchmarks" / "scale.py"
-    spec = importlib.util.spec_from_file_location("scale", path)
+def _benchmark(name: str = "scale") -> ModuleType:
+    path = Path(__file__).parent.parent / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["scale"] = module  # its dataclasses look for it
+    sys.modules[name] = module  # its dataclasses look for it
     spec.loader.exec_module(module)
     return module
 
@@ -48,6 +49,24 @@ def test_nothing_grows_faster_than_the_world():
         assert found["state"] / ranks <= found["asked"] <= 3 * found["state"] / ranks, (
             "a share, and what lies over its borders"
         )
+
+
+def of_replicas(checkpoint: Path, folder: Path) -> dict[str, int]:
+    found: dict[str, int] = _benchmark("replicas").measure(checkpoint, folder, split=True)
+    return found
+
+
+@pytest.mark.wide
+def test_a_replica_holds_and_reads_its_share_of_the_optimizer(tmp_path):
+    sizes = _benchmark("replicas").SIZES
+    checkpoint = tiny_checkpoint(tmp_path / "hf", **sizes)
+    ranks = run_ranks(4, of_replicas, checkpoint, tmp_path)
+    share = 3 * ranks[0]["of the model"] / 4
+    assert sum(rank["held"] for rank in ranks) == 4 * share, "each parameter's state is written once"
+    for rank in ranks:
+        assert 0.9 * share <= rank["held"] <= 1.1 * share
+        assert rank["held"] <= rank["asked"] <= 1.3 * share, "and what lies over the borders of a share"
+        assert rank["asked"] + rank["index"] <= rank["read"] <= 1.4 * share
 
 
 @pytest.mark.parametrize("size", [1, 2, 64, 65, 72, 512, 1024, 16384, 1000, 131 * 8])
