@@ -68,6 +68,26 @@ def test_the_same_rows_are_not_tokenized_again_and_what_was_said_is_said_again(
     assert any(line.startswith("tokenized before: ") for line in told)
 
 
+@pytest.mark.parametrize("evaluation", [False, True])
+@pytest.mark.parametrize("kind", TASKS)
+def test_of_each_kind_the_next_rank_reads_what_one_made(kind, evaluation, tmp_path, monkeypatch):
+    rows = [ROWS[0] | {"text": "abc" * number, "label": number % 2} for number in range(1, 5)]
+    file = jsonl(tmp_path / "a.jsonl", rows)
+    own = {"num_labels": 2} if kind == "classify" else {}
+    given = TASKS[kind].data_arguments(
+        model_name_or_path="m", seq_length=8, tokenized_cache=str(tmp_path / "cache"), **own
+    )
+
+    def load():
+        found = load_tokenized(TASKS[kind], [file], byte_tokenizer(), given, evaluation=evaluation)
+        return [{name: each.tolist() for name, each in found[place].items()} for place in range(len(found))]
+
+    first = load()
+    assert len(first) >= 2
+    monkeypatch.setattr(type(TASKS[kind]), "samples", None)  # what would make them
+    assert load() == first
+
+
 def test_other_rows_settings_kinds_and_tokenizers_are_others(tmp_path):
     cache = tmp_path / "cache"
     file = jsonl(tmp_path / "a.jsonl", ROWS)

@@ -13,7 +13,7 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_models.megatron import platform
 from mca_train.cli import main
-from mca_train.config.arguments import LaunchArguments
+from mca_train.config.arguments import DataArguments, LaunchArguments
 from mca_train.config.model import num_local_ranks
 from mca_train.launch.environment import is_first
 from mca_train.run import record, train
@@ -34,6 +34,22 @@ def test_the_process_that_starts_ranks_leaves_their_gpus_alone(monkeypatch: pyte
         with pytest.raises(Seen) as seen:
             train._launch(task, {"seed": 1}, "run.yaml", [])
         assert seen.value.args == (expected,)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [("2", {}), ("1", {}), ("2", {"tokenized_cache": "kept"}), ("2", {"streaming": True})],
+)
+def test_ranks_that_each_tokenize_all_rows_say_so(
+    ranks: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    settings: Any = SimpleNamespace(data=DataArguments(model_name_or_path="m", **changes))
+    told = train._tokenized_by_each(settings)
+    expected = (
+        "each of the 2 ranks here tokenizes all rows; with tokenized_cache DIR one rank does it for all"
+    )
+    assert told == (expected if ranks == "2" and not changes else None)
 
 
 @pytest.mark.parametrize(
