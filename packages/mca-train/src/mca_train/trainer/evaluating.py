@@ -4,12 +4,14 @@ When an evaluation is due is decided by the callbacks. What the loss is made of 
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import speed_metrics
 
+from mca_config.printable import counted
 from mca_models.megatron.distributed.collectives import on_first
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.same_samples import require_same_samples
@@ -19,6 +21,8 @@ from mca_train.losses.chunked import kept_output
 from mca_train.metrics.meter import LossMeter, LossReport
 from mca_train.metrics.signals import Signals
 from mca_train.trainer.loading import WithStepLoaders
+
+logger = logging.getLogger(__name__)
 
 
 class EvaluationStopped(Exception):
@@ -34,7 +38,7 @@ class WithEvaluation(WithStepLoaders):
         ignore_keys: object = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """The mean loss over all targets of ``eval_dataset``, every sample counted once."""
+        """The mean loss over all targets of ``eval_dataset``, every sample counted once; without a target no loss."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, dict):
             found: dict[str, float] = {}
@@ -45,7 +49,7 @@ class WithEvaluation(WithStepLoaders):
         loader = self._evaluation_loader(dataset)
         with self._other_signals() as signals:
             report = self._evaluate_loss(loader)
-            metrics = {f"{metric_key_prefix}_loss": report.loss_sum / (sum(report.targets) or 1.0)}
+            metrics = _loss(report, f"{metric_key_prefix}_loss")
             metrics |= {f"{metric_key_prefix}_{name}": mean for name, mean in signals.flush().items()}
         require_same_samples(self.ranks, report.checksum, "evaluation")
         metrics |= speed_metrics(
@@ -89,3 +93,16 @@ class WithEvaluation(WithStepLoaders):
                 if self._can_put_off and self.watch.signal.agreed():
                     raise EvaluationStopped
         return meter.flush()
+
+
+def _loss(report: LossReport, name: str) -> dict[str, float]:
+    """The mean loss of an evaluation, called ``name``; where it is over nothing that is said, and there is none."""
+    if targets := sum(report.targets):
+        return {name: report.loss_sum / targets}
+    logger.warning(
+        "the evaluation has no %s: the loss of its %s is over 0 targets (all labels are -100, or compute_loss counted "
+        "nothing)",
+        name,
+        counted(report.num_samples, "sample"),
+    )
+    return {}
