@@ -14,9 +14,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
 #include <sys/uio.h>
+#include <sys/vfs.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
 static int (*asked)(const char *name, const char *path);
@@ -142,19 +145,37 @@ ON_FD(ssize_t, pwritev64, -1, (int fd, const struct iovec *parts, int n, off64_t
 ON_FD(ssize_t, pwritev64v2, -1, (int fd, const struct iovec *parts, int n, off64_t at, int flags),
       (fd, parts, n, at, flags))
 
+ON_FD(off_t, lseek, -1, (int fd, off_t at, int from), (fd, at, from))
+ON_FD(off64_t, lseek64, -1, (int fd, off64_t at, int from), (fd, at, from))
+ON_FD(int, posix_fadvise64, errno, (int fd, off64_t at, off64_t size, int how), (fd, at, size, how))
+ON_FD(int, lockf64, -1, (int fd, int how, off64_t size), (fd, how, size))
+ON_FD(ssize_t, sendfile, -1, (int fd, int in, off_t *at, size_t size), (fd, in, at, size))
+
 ON_FD(int, fsync, -1, (int fd), (fd))
+ON_FD(int, syncfs, -1, (int fd), (fd))
 ON_FD(int, fdatasync, -1, (int fd), (fd))
 ON_FD(int, sync_file_range, -1, (int fd, off64_t at, off64_t size, unsigned flags), (fd, at, size, flags))
 ON_FD(int, ftruncate, -1, (int fd, off_t size), (fd, size))
 ON_FD(int, ftruncate64, -1, (int fd, off64_t size), (fd, size))
 ON_FD(int, posix_fallocate, errno, (int fd, off_t at, off_t size), (fd, at, size))
 ON_FD(int, posix_fallocate64, errno, (int fd, off64_t at, off64_t size), (fd, at, size))
+ON_FD(int, fallocate, -1, (int fd, int mode, off_t at, off_t size), (fd, mode, at, size))
 ON_FD(int, fallocate64, -1, (int fd, int mode, off64_t at, off64_t size), (fd, mode, at, size))
 ON_FD(int, flock, -1, (int fd, int how), (fd, how))
 ON_FD(int, fchmod, -1, (int fd, mode_t mode), (fd, mode))
 ON_FD(int, fchown, -1, (int fd, uid_t user, gid_t group), (fd, user, group))
+ON_FD(int, futimens, -1, (int fd, const struct timespec times[2]), (fd, times))
 ON_FD(int, fstat, -1, (int fd, struct stat *found), (fd, found))
 ON_FD(int, fstat64, -1, (int fd, struct stat64 *found), (fd, found))
+ON_FD(int, __fxstat, -1, (int version, int fd, struct stat *found), (version, fd, found))
+ON_FD(int, __fxstat64, -1, (int version, int fd, struct stat64 *found), (version, fd, found))
+ON_FD(int, fstatfs64, -1, (int fd, struct statfs64 *found), (fd, found))
+ON_FD(int, fstatvfs, -1, (int fd, struct statvfs *found), (fd, found))
+ON_FD(int, fstatvfs64, -1, (int fd, struct statvfs64 *found), (fd, found))
+ON_FD(ssize_t, flistxattr, -1, (int fd, char *names, size_t size), (fd, names, size))
+ON_FD(ssize_t, fgetxattr, -1, (int fd, const char *name, void *value, size_t size), (fd, name, value, size))
+ON_FD(int, fsetxattr, -1, (int fd, const char *name, const void *value, size_t size, int flags),
+      (fd, name, value, size, flags))
 ON_FD(int, dup, -1, (int fd), (fd))
 ON_FD(DIR *, fdopendir, NULL, (int fd), (fd))
 ON_FD(void *, mmap, (void *)-1, (void *where, size_t size, int allowed, int flags, int fd, off_t at),
@@ -168,19 +189,44 @@ ON_PATH(int, lstat, AT_FDCWD, -1, (const char *path, struct stat *found), (path,
 ON_PATH(int, lstat64, AT_FDCWD, -1, (const char *path, struct stat64 *found), (path, found))
 ON_PATH(int, fstatat, fd, -1, (int fd, const char *path, struct stat *found, int flags), (fd, path, found, flags))
 ON_PATH(int, fstatat64, fd, -1, (int fd, const char *path, struct stat64 *found, int flags), (fd, path, found, flags))
+ON_PATH(int, statx, fd, -1, (int fd, const char *path, int flags, unsigned mask, struct statx *found),
+        (fd, path, flags, mask, found))
+ON_PATH(int, __xstat, AT_FDCWD, -1, (int version, const char *path, struct stat *found), (version, path, found))
+ON_PATH(int, __xstat64, AT_FDCWD, -1, (int version, const char *path, struct stat64 *found), (version, path, found))
+ON_PATH(int, __lxstat, AT_FDCWD, -1, (int version, const char *path, struct stat *found), (version, path, found))
+ON_PATH(int, __lxstat64, AT_FDCWD, -1, (int version, const char *path, struct stat64 *found), (version, path, found))
+ON_PATH(int, statfs64, AT_FDCWD, -1, (const char *path, struct statfs64 *found), (path, found))
+ON_PATH(int, statvfs, AT_FDCWD, -1, (const char *path, struct statvfs *found), (path, found))
+ON_PATH(int, statvfs64, AT_FDCWD, -1, (const char *path, struct statvfs64 *found), (path, found))
+ON_PATH(ssize_t, listxattr, AT_FDCWD, -1, (const char *path, char *names, size_t size), (path, names, size))
+ON_PATH(ssize_t, llistxattr, AT_FDCWD, -1, (const char *path, char *names, size_t size), (path, names, size))
+ON_PATH(ssize_t, getxattr, AT_FDCWD, -1, (const char *path, const char *name, void *value, size_t size),
+        (path, name, value, size))
+ON_PATH(ssize_t, lgetxattr, AT_FDCWD, -1, (const char *path, const char *name, void *value, size_t size),
+        (path, name, value, size))
+ON_PATH(int, setxattr, AT_FDCWD, -1, (const char *path, const char *name, const void *value, size_t size, int flags),
+        (path, name, value, size, flags))
+ON_PATH(int, lsetxattr, AT_FDCWD, -1, (const char *path, const char *name, const void *value, size_t size, int flags),
+        (path, name, value, size, flags))
 ON_PATH(int, access, AT_FDCWD, -1, (const char *path, int mode), (path, mode))
 ON_PATH(int, faccessat, fd, -1, (int fd, const char *path, int mode, int flags), (fd, path, mode, flags))
 ON_PATH(int, linkat, fd, -1, (int fd, const char *path, int fd2, const char *to, int flags), (fd, path, fd2, to, flags))
 ON_PATH(ssize_t, readlink, AT_FDCWD, -1, (const char *path, char *to, size_t size), (path, to, size))
 ON_PATH(ssize_t, readlinkat, fd, -1, (int fd, const char *path, char *to, size_t size), (fd, path, to, size))
+ON_PATH(char *, realpath, AT_FDCWD, NULL, (const char *path, char *to), (path, to))
+ON_PATH(int, chdir, AT_FDCWD, -1, (const char *path), (path))
+ON_PATH(int, truncate, AT_FDCWD, -1, (const char *path, off_t size), (path, size))
+ON_PATH(int, truncate64, AT_FDCWD, -1, (const char *path, off64_t size), (path, size))
 ON_PATH(DIR *, opendir, AT_FDCWD, NULL, (const char *path), (path))
 ON_PATH(int, mkdir, AT_FDCWD, -1, (const char *path, mode_t mode), (path, mode))
 ON_PATH(int, mkdirat, fd, -1, (int fd, const char *path, mode_t mode), (fd, path, mode))
 ON_PATH(int, rmdir, AT_FDCWD, -1, (const char *path), (path))
 ON_PATH(int, unlink, AT_FDCWD, -1, (const char *path), (path))
 ON_PATH(int, unlinkat, fd, -1, (int fd, const char *path, int flags), (fd, path, flags))
+ON_PATH(int, remove, AT_FDCWD, -1, (const char *path), (path))
 ON_PATH(int, link, AT_FDCWD, -1, (const char *path, const char *to), (path, to))
 ON_PATH(int, symlink, AT_FDCWD, -1, (const char *to, const char *path), (to, path))
+ON_PATH(int, symlinkat, fd, -1, (const char *to, int fd, const char *path), (to, fd, path))
 ON_PATH(int, rename, AT_FDCWD, -1, (const char *path, const char *to), (path, to))
 ON_PATH(int, renameat, fd, -1, (int fd, const char *path, int fd2, const char *to), (fd, path, fd2, to))
 ON_PATH(int, renameat2, fd, -1, (int fd, const char *path, int fd2, const char *to, unsigned flags),
@@ -188,8 +234,55 @@ ON_PATH(int, renameat2, fd, -1, (int fd, const char *path, int fd2, const char *
 ON_PATH(int, chmod, AT_FDCWD, -1, (const char *path, mode_t mode), (path, mode))
 ON_PATH(int, fchmodat, fd, -1, (int fd, const char *path, mode_t mode, int flags), (fd, path, mode, flags))
 ON_PATH(int, chown, AT_FDCWD, -1, (const char *path, uid_t user, gid_t group), (path, user, group))
+ON_PATH(int, lchown, AT_FDCWD, -1, (const char *path, uid_t user, gid_t group), (path, user, group))
+ON_PATH(int, fchownat, fd, -1, (int fd, const char *path, uid_t user, gid_t group, int flags),
+        (fd, path, user, group, flags))
 ON_PATH(int, utimensat, fd, -1, (int fd, const char *path, const struct timespec times[2], int flags),
         (fd, path, times, flags))
+
+/* Functions of a buffered file, whose own calls to the system nobody sees. */
+#define ON_FILE(type, name, failed, declared, given) \
+    type name declared { \
+        static __typeof__(&name) real; \
+        if (!real) real = REAL(name); \
+        return fails(#name, fileno(file), NULL) ? failed : real given; \
+    }
+
+ON_FILE(size_t, fread, 0, (void *data, size_t size, size_t n, FILE *file), (data, size, n, file))
+ON_FILE(size_t, fwrite, 0, (const void *data, size_t size, size_t n, FILE *file), (data, size, n, file))
+ON_FILE(char *, fgets, NULL, (char *data, int size, FILE *file), (data, size, file))
+ON_FILE(int, fseeko64, -1, (FILE *file, off64_t at, int from), (file, at, from))
+ON_FILE(off64_t, ftello64, -1, (FILE *file), (file))
+
+int fclose(FILE *file) {
+    static int (*real)(FILE *);
+    if (!real) real = dlsym(RTLD_NEXT, "fclose");
+    int failed = fails("fclose", fileno(file), NULL);
+    int code = real(file);
+    if (failed) errno = failed;
+    return failed ? EOF : code;
+}
+
+#define WITH_ARGUMENT(name, type) \
+    int name(int fd, type what, ...) { \
+        static int (*real)(int, type, ...); \
+        va_list rest; \
+        va_start(rest, what); \
+        void *argument = va_arg(rest, void *); \
+        va_end(rest); \
+        if (!real) real = dlsym(RTLD_NEXT, #name); \
+        return fails(#name, fd, NULL) ? -1 : real(fd, what, argument); \
+    }
+
+WITH_ARGUMENT(fcntl, int)
+WITH_ARGUMENT(fcntl64, int)
+WITH_ARGUMENT(ioctl, unsigned long)
+
+struct dirent *readdir(DIR *folder) {
+    static struct dirent *(*real)(DIR *);
+    if (!real) real = dlsym(RTLD_NEXT, "readdir");
+    return fails("readdir", dirfd(folder), NULL) ? NULL : real(folder);
+}
 
 struct dirent64 *readdir64(DIR *folder) {
     static struct dirent64 *(*real)(DIR *);
