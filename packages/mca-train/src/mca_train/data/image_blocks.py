@@ -18,6 +18,7 @@ from mca_train.data.encoding import block_tokenizer
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.image_tokens import Grid, ImageTokens
 from mca_train.data.placeholders import require_words
+from mca_train.data.row_map import map_in_memory
 from mca_train.data.sample_images import ImagesOfRows, ImageTable
 from mca_train.data.token_dataset import TokenDataset
 
@@ -84,15 +85,12 @@ def _tokenized(
     def lists(kind: str) -> "datasets.Sequence":
         return datasets.Sequence(datasets.Value(kind))
 
-    features = {"input_ids": lists("int32"), "is_target": lists("bool")}
-    return rows.map(
-        made,
-        with_indices=True,
-        remove_columns=rows.column_names,
-        num_proc=arguments.preprocessing_num_workers,
-        keep_in_memory=True,
-        features=datasets.Features({**features, "grids": datasets.Sequence(lists("int32"))}),
-    )
+    features = {
+        "input_ids": lists("int32"),
+        "is_target": lists("bool"),
+        "grids": datasets.Sequence(lists("int32")),
+    }
+    return map_in_memory(rows, made, features, arguments.preprocessing_num_workers)
 
 
 def text_encoder(names: Sequence[str], read: ImageRows, arguments: DataArguments, key: str) -> TextEncoder:

@@ -18,6 +18,7 @@ from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, block_token
 from mca_train.data.formats import image_columns
 from mca_train.data.image_rows import ImageRows, undecoded
 from mca_train.data.image_tokens import Grid
+from mca_train.data.row_map import map_in_memory
 from mca_train.data.sample_images import ImagesOfRows, ImageTable, within
 from mca_train.data.token_dataset import TokenDataset
 
@@ -51,15 +52,9 @@ def pretrain_blocks(
         values = zip(*(batch[name] for name in looked_at), strict=True)
         return {"input_ids": tokenize([dict(zip(looked_at, row, strict=True)) for row in values], places)}
 
-    tokenized = undecoded(rows).map(
-        tokenize_batch,
-        batched=True,
-        with_indices=True,
-        remove_columns=names,
-        num_proc=arguments.preprocessing_num_workers,
-        keep_in_memory=True,
-        features=datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int32"))}),
-    )
+    features = {"input_ids": datasets.Sequence(datasets.Value("int32"))}
+    workers = arguments.preprocessing_num_workers
+    tokenized = map_in_memory(undecoded(rows), tokenize_batch, features, workers, batched=True)
     if empty := len(rows) - len(tokenized):
         told = f"{key}: {empty} of {len(rows)} rows have no text in column '{column}'"
         if empty == len(rows):
@@ -168,14 +163,8 @@ def _tokenized(
     features = {"input_ids": lists("int32"), "is_target": lists("bool")}
     features["grids"] = datasets.Sequence(lists("int32"))
     features["numbers"] = datasets.Sequence(value("float64"))
-    return rows.map(
-        tokenize,
-        with_indices=True,
-        remove_columns=rows.column_names,
-        num_proc=arguments.preprocessing_num_workers,
-        keep_in_memory=True,
-        features=datasets.Features({**features, "is_cut": value("bool")}),
-    )
+    features["is_cut"] = value("bool")
+    return map_in_memory(rows, tokenize, features, arguments.preprocessing_num_workers)
 
 
 def _whole_images(
