@@ -11,6 +11,7 @@ import contextlib
 import gc
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("MCA_DEVICE", "cpu")  # before anything asks; what tests start inherits it
@@ -101,7 +102,8 @@ _ASK_LITTLE_OF_MEGATRON = (
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives the tests of a module one group; skips what the chosen device is not for."""
+    """Gives the tests of a module one group; skips what the chosen device is not for; leaves out what is sampled."""
+    _sample(items)
     items.sort(key=_turn)  # a stable sort
     for item in items:
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
@@ -121,6 +123,19 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Lets libraries free at exit what they imported: some tell what is left."""
     gc.unfreeze()
+
+
+def _sample(items: list[pytest.Item]) -> None:
+    """Marks ``wide`` all but each n-th case of a test that is marked ``sampled(n)``."""
+    seen: Counter[tuple[Path, str]] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is None or item.get_closest_marker("wide") or "MCA_EVERY_LAYOUT" in os.environ:
+            continue
+        test = item.path, item.name.partition("[")[0]
+        if seen[test] % mark.args[0]:
+            item.add_marker(pytest.mark.wide)
+        seen[test] += 1
 
 
 def _turn(item: pytest.Item) -> int:

@@ -31,11 +31,8 @@ PAGES = [
     for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md", "examples/*/README.md")
     for path in sorted(ROOT.glob(pattern))
 ]
-SAMPLE = (
-    "README.md",
-    "docs/converter.md",
-    *(f"examples/{name}/README.md" for name in ("export", "lora", "slurm")),
-)
+WIDE = ("docs/converter.md", *(f"examples/{name}/README.md" for name in ("export", "lora", "slurm")))
+SAMPLE = ("README.md", *WIDE)
 ELSEWHERE = {
     "docs/reinforcement_learning.md": "test_reinforcement_learning.py runs it, on two ranks",
     "docs/add_a_family.md": "its commands are tests, which run anyway, and its snippet is a line of tiny_hf.py",
@@ -250,7 +247,13 @@ def _not_run_here(name: str, shown: list[str]) -> str:
     return ELSEWHERE.get(name, "")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(ROOT / name, id=name, marks=[pytest.mark.wide] if name in WIDE else [])
+        for name in (str(page.relative_to(ROOT)) for page in PAGES)
+    ],
+)
 def test_what_a_page_shows_runs(page, place, tmp_path, monkeypatch, capfd):
     name = str(page.relative_to(ROOT))
     blocks = list(_blocks(page))

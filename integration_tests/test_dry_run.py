@@ -284,6 +284,7 @@ GROUPS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("size", "names"), GROUPS)
 def test_a_step_needs_what_it_needs_with_memory_and_ranks(size: int, names: list[str], folder: Path) -> None:
     real = run_ranks(size, with_memory, folder, names, timeout=300)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from harness import RanksFailed, run_ranks
-from layouts import EVERY, arguments, world_size
+from layouts import EVERY, arguments, chosen, world_size
 from mca_config.errors import McaError
 from mca_convert.cli import main as convert
 from mca_models.opening import CheckpointKind, kind_of
@@ -42,6 +42,12 @@ CASES = (
 )
 CASES = tuple(case for case in CASES if EVERY or case[0] not in ("gpt_oss", "mixtral"))
 Case = tuple[str, str, str]
+OFTEN = (CASES[0], CASES[1], CASES[3])
+"""What is tested by default, and what other tests of the module take."""
+TIERED = [
+    pytest.param(case, id="-".join(case), marks=[] if case in OFTEN or EVERY else [pytest.mark.wide])
+    for case in CASES
+]
 
 
 def _hf(family: str) -> str:
@@ -68,25 +74,27 @@ def export_all(cases: list[Case], folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every case, saved on one layout and exported from another."""
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case that is needed, saved on one layout and exported from another."""
     folder = tmp_path_factory.mktemp("torch_dist")
-    for family, *_ in CASES:
+    needed = chosen(request, "case")
+    cases = [case for case in CASES if case in OFTEN or case in needed]
+    for family, *_ in cases:
         make_reference(family, folder / "hf", _hf(family).rpartition("-")[2])
     for size in (1, 2, 4):
-        run_ranks(size, save_all, [c for c in CASES if world_size(c[1]) == size], folder / "hf", folder)
+        run_ranks(size, save_all, [c for c in cases if world_size(c[1]) == size], folder / "hf", folder)
     for size in (1, 2, 4):
-        run_ranks(size, export_all, [c for c in CASES if world_size(c[2]) == size], folder)
+        run_ranks(size, export_all, [c for c in cases if world_size(c[2]) == size], folder)
     return folder
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("case", TIERED)
 def test_another_layout_loads_every_bit(case: Case, saved: Path) -> None:
     family, layout, _ = case
     assert tensors_of(saved / f"{family}-{layout}-hf") == tensors_of(saved / "hf" / _hf(family))
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("case", TIERED)
 def test_the_converter_exports_every_bit(case: Case, saved: Path, tmp_path: Path) -> None:
     family, layout, _ = case
     checkpoint, source = saved / f"{family}-{layout}", saved / "hf" / _hf(family)

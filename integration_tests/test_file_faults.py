@@ -149,6 +149,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("name", "workers"), CASES)
 def test_every_call_of_a_conversion_fails_once(

@@ -136,6 +136,7 @@ def ours(
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("case", "layout"), tiered(PAIRS, *WIDE))
 def test_training_equals_peft(
     case: str,

@@ -230,6 +230,7 @@ def test_every_family_is_here() -> None:
     assert {REFERENCES[case][0] for case, _ in CASES.values()} == text
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case,layout", tiered(GRID, *WIDE))
 def test_gradients_equal_pefts(
     case: str, layout: str, expected: dict[str, Expected], found: dict[Pair, Found]

@@ -72,7 +72,8 @@ def small(request: pytest.FixtureRequest) -> dict[str, Verdict]:
     return {verdict.case.name: verdict for verdict in verdicts(cases)}
 
 
-@pytest.mark.parametrize("name", tiered(tuple(FAULTS), *tuple(FAULTS)[1:]))
+@pytest.mark.wide
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen(name: str, small: dict[str, Verdict]) -> None:
     _, case, where = FAULTS[name]
     without, wrong = small[case.name], small[replace(case, fault=name).name].wrong

@@ -77,6 +77,7 @@ def compare_all(references: list[Reference], layouts: list[str]) -> dict[Pair, t
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "size",
     [

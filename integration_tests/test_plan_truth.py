@@ -61,6 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", tiered(CHOSEN, *(WIDE if CHOSEN is SAMPLE else ())))
 def test_the_plan_of_a_stage_is_what_the_engine_allocates(name: str, folder: Path) -> None:
     model = str(folder / CASES[name][0])

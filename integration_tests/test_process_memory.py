@@ -94,6 +94,7 @@ def said(folder: Path, name: str, rank: int) -> int:
     return step_needs(run.task, run.settings, run.model, rank, size, accumulated).peak
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_process_takes_what_the_dry_run_says(name: str, tmp_path: Path) -> None:
     write_model(tmp_path, name)

@@ -193,6 +193,7 @@ WIDE = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case,layout", tiered([case for case in CASES if EVERY or case not in LEFT_OUT], *WIDE)
 )

@@ -105,6 +105,7 @@ def same(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> None:
     assert ours["rewards/accuracies"] == pytest.approx(theirs["rewards/accuracies"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo", "orpo"])
 def test_losses_and_gradients_equal_plain_torch(kind, plain, checkpoint, tmp_path):
     ours = run_ranks(1, with_megatron, checkpoint, tmp_path, kind)[0]
@@ -115,6 +116,7 @@ def test_losses_and_gradients_equal_plain_torch(kind, plain, checkpoint, tmp_pat
     assert "eval_rewards/margins" in ours["eval_keys"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sample(list(LAYOUTS)[1:], "micro-batch-2", "pp2", "packed-cp2"))
 def test_layouts_and_packing_change_nothing(name, plain, checkpoint, tmp_path):
     size, changes = LAYOUTS[name]

@@ -206,6 +206,7 @@ def test_experts_train_as_in_transformers(
     compare(expected, found[name], tensors(base))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", tiered(SOME_ADAPTED, "ep2-etp2"))
 def test_adapters_of_experts_train_as_in_peft(
     name: str, adapter: Path, adapted: tuple[Trained, dict[str, Trained]]

@@ -108,6 +108,7 @@ def fault_of(kind: str, found: Found, whole: Found, failed: str) -> str | None:
     return None if complete in ({}, expected) else f"incomplete: {sorted(complete)[:5]}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("turn", tiered(tuple(TURNS), *tuple(TURNS)[1:]))
 @pytest.mark.parametrize("kind", KINDS)

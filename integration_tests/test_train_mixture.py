@@ -79,6 +79,7 @@ def _assert_same_losses(steady: list[dict[str, float]], cut: list[dict[str, floa
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("packed", [True, False] if os.environ.get("MCA_EVERY_LAYOUT") else [True])
 def test_sources_have_losses_of_their_own_on_every_layout_and_after_resuming(folder, packed):
     steady = _trained(folder, f"steady{packed}", sequence_packing=packed)

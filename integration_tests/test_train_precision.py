@@ -40,6 +40,7 @@ def in_fp32(model: Path, output_dir: Path, changes: dict[str, Any]) -> list[Any]
     return [tensor.tolist() for tensor in begun]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("changes", [ZERO, {}], ids=["split", "whole"])
 def test_ranks_go_on_in_fp32_with_the_same_weights(changes, model, tmp_path):
     first, second = run_ranks(2, in_fp32, model, tmp_path, changes)

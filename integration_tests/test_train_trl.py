@@ -119,6 +119,7 @@ def ours(request: pytest.FixtureRequest, folder: Path) -> Any:
     return lambda kind, layout: of_size(1 if layout == "single" else 4)[kind, layout]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("case", "layout"), tiered(GRID, *WIDE))
 def test_every_step_is_that_of_trl(case: str, layout: str, theirs: Theirs, ours: Any) -> None:
     kind = case

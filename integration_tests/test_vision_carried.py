@@ -11,7 +11,7 @@ import torch
 
 import reference  # noqa: F401 (finds tiny_vision)
 from harness import run_ranks
-from layouts import EVERY, arguments, world_size
+from layouts import EVERY, arguments, selected, world_size
 from mca_convert.cli import main as convert
 from test_factory_checkpoints import tensors_of
 from test_gradient_parity import TOLERANCE
@@ -45,18 +45,20 @@ def carried(work: list[tuple[Path, torch.Tensor, torch.Tensor, str]], folder: Pa
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, str], float]]:
-    folder = tmp_path_factory.mktemp("carried")
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[tuple[str, str], float]]:
+    grid, folder = selected(request, GRID), tmp_path_factory.mktemp("carried")
     input_ids = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(0))
     work: dict[str, tuple[Path, torch.Tensor, torch.Tensor]] = {}
-    for case in CASES:
+    for case in dict.fromkeys(case for case, _ in grid):
         model = tiny_vision.model_of(case).eval()
         model.save_pretrained(folder / case)
         with torch.no_grad():
             work[case] = folder / case, input_ids, model(input_ids=input_ids, use_cache=False).logits
     differences = {}
     for size in (1, 2, 4):
-        mine = [(case, layout) for case, layout in GRID if world_size(layout) == size]
+        mine = [(case, layout) for case, layout in grid if world_size(layout) == size]
         each_rank = run_ranks(size, carried, [(*work[case], layout) for case, layout in mine], folder)
         differences |= {
             pair: max(found) for pair, found in zip(mine, zip(*each_rank, strict=True), strict=True)
@@ -64,6 +66,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[st
     return folder, differences
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case,layout", GRID)
 def test_text_computes_the_same_and_everything_is_exported(
     case: str, layout: str, found: Any, tmp_path: Path

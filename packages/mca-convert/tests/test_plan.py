@@ -26,6 +26,7 @@ LAYOUTS: dict[str, dict[str, int | str]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",
     [

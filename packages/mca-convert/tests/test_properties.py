@@ -179,6 +179,7 @@ RESEMBLING = (
 """Those whose tensors another one has too, cut alike."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "family",
     [

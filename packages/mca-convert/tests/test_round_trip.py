@@ -43,6 +43,7 @@ def trainable(case: str, layout: dict) -> dict:
     return {**layout, "etp": 1} if case == "gpt_oss" else layout
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", TIERED)
 def test_round_trip_is_bit_exact_on_every_layout(case: str, tiny, convert, tmp_path: Path) -> None:
     """Every family meets every third layout that it can be trained in, and every layout every third family."""
@@ -97,6 +98,7 @@ def test_families_of_shared_parts_come_back_from_one_layout(case: str, tiny, con
     assert_same_tensors_and_config(source, back)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", TIERED)
 def test_verify_finds_them_the_same(case: str, tiny, convert) -> None:
     source = tiny(case, "bfloat16")

@@ -53,6 +53,7 @@ def sizes(layout: dict) -> ParallelLayout:
     return ParallelLayout(**{LAYOUT[key]: size for key, size in layout.items()})
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_everything_goes_both_ways_on_every_layout(case: str, saved, convert) -> None:
     source = saved(case)

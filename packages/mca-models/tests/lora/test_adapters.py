@@ -45,22 +45,13 @@ EXPERT_LAYOUTS = [
 ]
 
 
-RESEMBLING = (
-    "deepseek_v3-no-q-lora",
-    "llama-head",
-    "mixtral-down",
-    "qwen2-regex",
-    "qwen3-layers",
-    "qwen3_moe-layers",
-)
-"""Of parts that other cases have too."""
+OFTEN = ("deepseek_v3", "llama-saved", "qwen3_moe")
+"""Between them these have every kind of part; the other cases are wide."""
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(name, marks=[pytest.mark.wide] if name in RESEMBLING else []) for name in adapters.CASES
-    ],
+    params=[pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.wide]) for name in adapters.CASES],
 )
 def saved(request: Any, tmp_path_factory: Any) -> tuple[Path, Path]:
     return adapters.save(request.param, tmp_path_factory.mktemp("adapter"))

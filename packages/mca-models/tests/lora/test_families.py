@@ -55,6 +55,7 @@ def targets(model: Any) -> dict[str, list[str]]:
     return {"target_modules": sorted(linears), "target_parameters": sorted(stacked)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", tiny_hf.TIERED)
 def test_every_linear_of_every_family(case: str, tmp_path: Path) -> None:
     base = tiny_hf.save(case, tmp_path / "base")

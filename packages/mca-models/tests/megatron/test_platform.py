@@ -33,7 +33,6 @@ print(json.dumps(needed))
 
 
 CODES = {
-    "probe": PROBE,
     "after megatron": (
         "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')\n"
         "from mca_models.megatron import platform; platform.prepare()"
@@ -98,21 +97,27 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each of `CODES`, and the probe, printed, and its exit code."""
+    """What each of `CODES` printed, and its exit code."""
     engine = tmp_path_factory.mktemp("engine") / "transformer_engine" / "__init__.py"
     engine.parent.mkdir()
     engine.touch()
     codes = {name: code.replace("ENGINE", repr(str(engine.parents[1]))) for name, code in CODES.items()}
-    command = [sys.executable, "-c", FORKS, json.dumps([*codes.values()])]
+    return dict(zip(codes, forked([*codes.values()]), strict=True))
+
+
+def forked(codes: list[str]) -> list[dict[str, Any]]:
+    """Of each code, in a fork: its exit code and what it printed."""
+    command = [sys.executable, "-c", FORKS, json.dumps(codes)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return dict(zip(codes, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.fixture(scope="module")
-def needed(ended: dict[str, dict[str, Any]]) -> dict[str, list[bool]]:
+def needed() -> dict[str, list[bool]]:
     """Whether each patch was needed before and after it was made, in a fresh process."""
-    done = ended["probe"]
+    (done,) = forked([PROBE])
     assert done["returncode"] == 0, done["stderr"]
     found: dict[str, list[bool]] = json.loads(done["stdout"].splitlines()[-1])
     return found
@@ -150,17 +155,21 @@ def test_patch_mends_the_fault(name: str, needed: dict[str, list[bool]]) -> None
     assert needed[name][1] is False
 
 
+@pytest.mark.wide
 def test_prepare_after_megatron_is_refused(ended: dict[str, dict[str, Any]]) -> None:
     assert "before mca_models.megatron.platform.prepare()" in ended["after megatron"]["stderr"]
 
 
+@pytest.mark.wide
 def test_prepare_is_quiet_idempotent_and_gives_compile_back(ended: dict[str, dict[str, Any]]) -> None:
     assert ended["twice"] == {"returncode": 0, "stderr": "", "stdout": ""}
 
 
+@pytest.mark.wide
 def test_the_cpu_of_a_machine_with_a_gpu_leaves_the_gpu_alone(ended: dict[str, dict[str, Any]]) -> None:
     assert ended["cpu beside a gpu"]["returncode"] == 0, ended["cpu beside a gpu"]["stderr"]
 
 
+@pytest.mark.wide
 def test_an_unknown_device_is_refused(ended: dict[str, dict[str, Any]]) -> None:
     assert "MCA_DEVICE is 'tpu'" in ended["unknown device"]["stderr"]

@@ -72,6 +72,7 @@ def write(tmp_path: Path, made: Any, at: ParallelLayout, *args: Any, **options: 
     return tmp_path / "roll", hf
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("case", "at", "rename"), SPELLED, ids=spelled)
 def test_every_layout_and_spelling_is_recovered(
     tmp_path: Path, checkpoint: Any, case: str, at: ParallelLayout, rename: Any
@@ -80,10 +81,11 @@ def test_every_layout_and_spelling_is_recovered(
     source = open_roll(directory)
     source.check_duplicates()
     assert_same(source, hf)
+    wholes = roll_tree.wholes(source.config, hf)
     for param in source.params:
         for side in (1, 2):
             pieces = source.read(param, side)
-            whole = roll_tree.wholes(source.config, hf)[param.mca_name()].view(torch.int16).numpy()
+            whole = wholes[param.mca_name()].view(torch.int16).numpy()
             whole = whole[: source.whole_shape(param)[0]]
             if param.vocab:
                 whole = np.concatenate([whole, np.zeros((-len(whole) % side, *whole.shape[1:]), whole.dtype)])
@@ -91,6 +93,7 @@ def test_every_layout_and_spelling_is_recovered(
                 assert (piece.view(np.int16) == param.shard.take(whole, rank, side)).all()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rename", [roll_tree.te_grouped, roll_tree.local_sequential])
 @pytest.mark.parametrize("case", tiny_hf.SOME)
 def test_every_family_is_recovered(tmp_path: Path, checkpoint: Any, case: str, rename: Any) -> None:
