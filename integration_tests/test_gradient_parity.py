@@ -243,6 +243,7 @@ def worst_errors(expected: Path, found: Path) -> list[tuple[str, float]]:
     return sorted(errors.items(), key=lambda item: -item[1])[:3]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case,layout", tiered(GRID, *WIDE))
 def test_logits_and_gradients_equal_transformers(case: str, layout: str, computed: Computed) -> None:
     computed.check(case, layout)

@@ -178,7 +178,10 @@ def test_gradients_are_those_of_whole_logits(width: int, vocab: int) -> None:
 
 
 def measured(entropy: bool) -> tuple[int, int]:
-    """What a call needs, and what its chunk predicts. Runs on one rank."""
+    """What a call needs, and what its chunk predicts. Runs on one rank.
+
+    Of three calls the middle one: where others compute, a look at the memory may come between its two numbers.
+    """
     from mca_config.model_config import McaModelConfig
     from mca_models.megatron import AutoModel
     from mca_models.templates import config_from_hf
@@ -188,9 +191,12 @@ def measured(entropy: bool) -> tuple[int, int]:
     models = AutoModel.from_config(config, arguments("tp1"), dtype="bfloat16")
     ids = torch.randint(0, 32_000, (1, 512))
     models.log_probs(ids[:, :64], entropy=entropy, chunk_size=8)
-    with peak() as most:
-        models.log_probs(ids, entropy=entropy, chunk_size=256)
-    return most[0], TokenValues(entropy=entropy).peak_bytes(256, 32_000, 2)
+    found = []
+    for _ in range(3):
+        with peak() as most:
+            models.log_probs(ids, entropy=entropy, chunk_size=256)
+        found.append(most[0])
+    return sorted(found)[1], TokenValues(entropy=entropy).peak_bytes(256, 32_000, 2)
 
 
 _WIDE = {

@@ -82,6 +82,7 @@ def test_a_planted_fault_is_seen(name: str, small: dict[str, Verdict]) -> None:
     assert any(line.startswith(where) for line in wrong), wrong
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", tiered(tuple(KNOWN), "prediction-rates-of-one-replica"))
 def test_what_was_found_before_is_right(name: str, small: dict[str, Verdict]) -> None:
     verdict = small[KNOWN[name].name]

@@ -130,6 +130,7 @@ def test_sft_on_two_replicas_and_resume(folder):
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stdout,name", [("|", "unread"), ("/dev/full", "full"), ("-", "closed")])
 def test_training_goes_on_where_nothing_can_be_printed(folder, stdout, name):
     saving = {"save_strategy": "steps", "save_steps": 2}

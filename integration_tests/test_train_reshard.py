@@ -170,6 +170,7 @@ def test_rates_of_their_own_go_on(before, after, rates, tmp_path, record_propert
     assert difference < 1e-4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("before", "after"), pairs(EXPERTS, SOME_EXPERTS))
 def test_experts_go_on(before, after, experts, tmp_path, record_property):
     difference = experts.difference(before, after, tmp_path)

@@ -222,6 +222,7 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder, references, by_pair
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case,layout", tiered(GRID, *WIDE))
 def test_losses_and_gradients_equal_transformers(case: str, layout: str, computed: Computed) -> None:
     folder, references, by_pair = computed
