@@ -1,6 +1,7 @@
 """Products in fp8 on ranks without a GPU: recipes, scales, histories and reductions are Transformer Engine's.
 
-Emulated is the rounding of a tensor to fp8 and the product of what was rounded; delayed and tensorwise scaling alone.
+Emulated is the rounding of a tensor to fp8 and the product of what was rounded. Scales of a whole tensor are those that
+its quantizer keeps or finds; those of blocks follow the quantizer's block, along the dimension that a product adds up.
 """
 
 import os
@@ -12,6 +13,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+_OF_TENSORS = ("Float8Quantizer", "Float8CurrentScalingQuantizer")
+_OF_BLOCKS = ("MXFP8Quantizer", "Float8BlockQuantizer")
 
 
 def install() -> dict[str, Callable[..., None]]:
@@ -67,37 +71,81 @@ class _Product(torch.autograd.Function):
         assert_dim_for_fp8_exec(rows, weight)
         assert len(rows) % 16 == 0 and weight.shape[0] % 16 == 0, f"{len(rows)} tokens, {tuple(weight.shape)}"
         scaled = module.quantizers["scaling_fwd"]
-        rows, kept = _rounded(rows, scaled[3 * gemm]), _rounded(weight, scaled[3 * gemm + 1]).to(x.dtype)
-        ctx.save_for_backward(rows, kept)
+        of_rows, of_weight = scaled[3 * gemm], scaled[3 * gemm + 1]
+        along, kept = _rounded(rows, of_rows), _rounded(weight, of_weight).to(x.dtype)
+        # what the backward pass adds up lies across
+        across = (_across(rows, of_rows, along), _across(weight, of_weight, kept).to(x.dtype))
+        ctx.save_for_backward(*across)
         ctx.module, ctx.gemm, ctx.first = module, gemm, first
-        return functional.linear(rows, kept).reshape(*x.shape[:-1], -1)
+        return functional.linear(along, kept).reshape(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
         rows, weight = ctx.saved_tensors
-        over = _rounded(grad.reshape(-1, grad.shape[-1]), ctx.module.quantizers["scaling_bwd"][2 * ctx.gemm])
+        flat, quantizer = (
+            grad.reshape(-1, grad.shape[-1]),
+            ctx.module.quantizers["scaling_bwd"][2 * ctx.gemm],
+        )
+        over = _rounded(flat, quantizer)
         of_input = (over @ weight).reshape(*grad.shape[:-1], -1)
         if ctx.first:
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
-        return of_input, over.mT @ rows, None, None, None
+        return of_input, _across(flat, quantizer, over).mT @ rows, None, None, None
 
 
-def _rounded(x: Tensor, quantizer: Any) -> Tensor:
-    """``x`` as it is after a way to fp8 and back; a quantizer of delayed scaling is told its largest value."""
+def _rounded(x: Tensor, quantizer: Any, block: tuple[int, int] | None = None) -> Tensor:
+    """``x`` as it is after a way to fp8 and back; a quantizer of delayed scaling is told its largest value.
+
+    Args:
+        x: ``[rows, columns]``.
+        quantizer: Transformer Engine's.
+        block: What has a scale of its own, if the tensor has not one; by default along a row.
+    """
     from transformer_engine.pytorch.constants import DType
 
     dtype = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}[quantizer.dtype]
-    largest, most = x.detach().abs().max().float().reshape(1), torch.finfo(dtype).max
+    most, exact = torch.finfo(dtype).max, x.detach().float()
     kind = type(quantizer).__name__
-    assert kind in ("Float8Quantizer", "Float8CurrentScalingQuantizer"), f"{kind} is not emulated"
-    if kind == "Float8Quantizer":
-        quantizer.amax.copy_(torch.maximum(quantizer.amax, largest))
+    assert kind in (*_OF_TENSORS, *_OF_BLOCKS), f"{kind} is not emulated"
+    if kind in _OF_BLOCKS:
+        assert kind != "MXFP8Quantizer" or quantizer.is_quantizable(x), f"{tuple(x.shape)} for {kind}"
+        largest = _largest(exact, block or _block(quantizer)).clamp(
+            min=getattr(quantizer, "amax_epsilon", 0.0)
+        )
+        scale = torch.exp2(-torch.log2(largest / most).ceil())  # a power of two that lets nothing overflow
+        scale = torch.where(largest > 0, scale, torch.ones_like(scale))
+    elif kind == "Float8Quantizer":
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, exact.abs().max().reshape(1)))
         scale = quantizer.scale
     else:
+        largest = exact.abs().max().reshape(1)
         scale = torch.where(largest > 0, most / largest, torch.ones_like(largest))
-    return ((x.detach().float() * scale).clamp(-most, most).to(dtype).float() / scale).to(x.dtype)
+    return ((exact * scale).clamp(-most, most).to(dtype).float() / scale).to(x.dtype)
+
+
+def _across(x: Tensor, quantizer: Any, along: Tensor) -> Tensor:
+    """`_rounded` where a product adds up the rows of ``x``; ``along`` where that is the same."""
+    block = _block(quantizer) if type(quantizer).__name__ in _OF_BLOCKS else None
+    return along if block is None or block[0] == block[1] else _rounded(x, quantizer, (block[1], block[0]))
+
+
+def _block(quantizer: Any) -> tuple[int, int]:
+    """Rows and columns that share a scale, along a row where they lie in one."""
+    if type(quantizer).__name__ == "MXFP8Quantizer":
+        assert not quantizer.with_2d_quantization
+        return 1, 32
+    assert quantizer.force_pow_2_scales
+    return (1 if quantizer.block_scaling_dim == 1 else quantizer.block_len), quantizer.block_len
+
+
+def _largest(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """The largest value of each element's block; the last ones may be smaller."""
+    rows, columns = x.shape
+    whole = functional.pad(x.abs(), (0, -columns % block[1], 0, -rows % block[0]))
+    of_blocks = whole.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0])).amax((1, 3))
+    return of_blocks.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows, :columns]
 
 
 def _padded(rows: Tensor, out: Tensor, lengths: list[int], padded: list[int]) -> None:

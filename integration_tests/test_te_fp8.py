@@ -15,7 +15,15 @@ from layouts import arguments
 from mca_config.errors import McaError
 from mca_train.checkpoint import fp8_scales
 from test_train_layouts import CP, PP, SP
-from train_cases import make_trainer, quietly, sparse_checkpoint, stop_and_resume, tiny_checkpoint
+from train_cases import (
+    make_trainer,
+    quietly,
+    samples,
+    sparse_checkpoint,
+    stop_and_resume,
+    tiny_checkpoint,
+    train_losses,
+)
 
 pytestmark = [pytest.mark.ranks, needs_te]
 
@@ -47,6 +55,29 @@ def test_resuming_under_delayed_scaling_changes_no_bit(checkpoint: Path, tmp_pat
             f"decoder.layers.{layer}.mlp.linear_fc2.scaling_bwd.scale" for layer in range(4)
         }
         assert min(float(scale.max()) for scale in scales.values()) > 1  # gradients are small
+
+
+def under_blocks(checkpoint: Path, folder: Path, recipe: str) -> tuple[dict[str, Any], list[float]]:
+    """What a run that is resumed logs under a recipe of blocks, and its losses without fp8."""
+    from transformer_engine.pytorch import quantization
+
+    quantization._MXFP8_SUPPORT = (True, "")  # not an H100, then
+    short = {**SHORT, "train_dataset": samples(44, longest=16)}  # fewer tokens than a block has
+    plain = train_losses(checkpoint, folder / "plain", **short)
+    settings = {"fp8": "hybrid", "fp8_recipe": recipe}
+    return stop_and_resume(checkpoint, folder / recipe, 2, **settings, **short), plain["loss"]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "blockwise"])
+def test_scales_of_blocks_leave_losses_near_and_nothing_to_keep(
+    recipe: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    ((found, plain),) = run_emulated(1, under_blocks, checkpoint, tmp_path, recipe)
+    assert found["resumed"] == found["straight"]
+    assert found["state"] == {"steps": 3, "equal_weights": True}
+    errors = [abs(loss / exact - 1) for loss, exact in zip(found["straight"]["loss"], plain, strict=True)]
+    assert 1e-5 < max(errors) < 2e-3  # a factor has 3 bits; 3e-4 was found
+    assert not list((tmp_path / recipe / "checkpoint-2" / "training").glob("fp8_*"))
 
 
 def refusals(folder: Path) -> list[str]:
