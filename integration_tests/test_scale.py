@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -103,3 +104,21 @@ def test_ranks_of_a_grid_stop_after_the_same_step():
     lines, step = found[0]
     assert lines == 2
     assert 3 < step <= 3 + 2 * lines
+
+
+def agreed_beside_a_group_of_one() -> bool:
+    """Whether ranks find each other if one is in a group more, and torch names groups as it did below 2.15."""
+    from torch.distributed import distributed_c10d as c10d
+
+    from mca_train.trainer.stop_signal import StopSignal
+
+    def named(ranks: list[int]) -> str:
+        return f"{ranks} {len(c10d._world.pg_names)}"
+
+    c10d.new_group([0])
+    with mock.patch.object(c10d, "_hash_ranks_to_str", named), StopSignal() as stop:
+        return stop.agreed()
+
+
+def test_ranks_in_other_groups_agree_on_any_torch():
+    assert run_ranks(2, agreed_beside_a_group_of_one, timeout=20) == [False, False]

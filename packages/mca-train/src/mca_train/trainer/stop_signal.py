@@ -4,6 +4,8 @@ It does not save and does not end the run: `monitor` tells the trainer's control
 """
 
 import contextlib
+import hashlib
+import itertools
 import math
 import os
 import signal
@@ -12,9 +14,11 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from mca_models.megatron.distributed import parallel
 
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
 _AGAIN = 1.0  # seconds; launchers and schedulers may both deliver the same signal
 _EVERY = 1.0  # seconds between the exchanges of steps that are shorter
 _LONGEST = 1000  # steps, in case that a step takes no time
+_made = itertools.count()  # groups
 _WIDEST = 64  # ranks of a group: gloo connects each with each, and keeps a list of all for every rank
 
 
@@ -129,7 +134,16 @@ class StopSignal:
 
 
 def _own_group(ranks: list[int]) -> dist.ProcessGroup:
-    group = dist.new_group(ranks, backend="gloo", timeout=parallel.timeout(), use_local_synchronization=True)
+    """A group that its members alone create; each rank creates as many.
+
+    Torch below 2.15 names it after the number of groups that a rank is in. Ranks of other pipeline stages are in more
+    or fewer, so that they would wait for each other under two names (seen with 2.11).
+    """
+    name = hashlib.sha1(f"mca {next(_made)} {ranks}".encode(), usedforsecurity=False).hexdigest()
+    with mock.patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
+        group = dist.new_group(
+            ranks, backend="gloo", timeout=parallel.timeout(), use_local_synchronization=True
+        )
     return cast("dist.ProcessGroup", group)
 
 
