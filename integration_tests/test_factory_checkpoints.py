@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoint_files import round_trip, tensors_of
 from harness import RanksFailed, run_ranks
 from layouts import EVERY, arguments, spread, world_size
 from mca_convert.cli import main as convert
 from mca_models.checkpoint.mca_directory import McaSource
-from mca_models.storage.safetensors import read_header
 from reference import Reference, make_reference
 
 pytestmark = pytest.mark.ranks
@@ -36,26 +36,6 @@ LOADED = [
 HALVES = [(case, "float16", layout) for case, layout in zip(CASES, reversed(LAYOUTS), strict=True)]
 GRID = list(dict.fromkeys([*GRID, *((case, "bfloat16", layout) for case, layout in PAIRS), *LOADED, *HALVES]))
 PAIRS = [(case, layout) for case, dtype, layout in GRID if dtype == "bfloat16"]
-
-
-def tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Every tensor of a directory's safetensors files: dtype, shape and bytes."""
-    found = {}
-    for file in sorted(path.rglob("*.safetensors")):
-        for name, info in read_header(file).tensors.items():
-            key = name if path == file.parent else f"{file.relative_to(path)}: {name}"
-            found[key] = (info.dtype, info.shape, info.array().tobytes())
-    return found
-
-
-def round_trip(pairs: list[tuple[Path, str]], folder: Path) -> None:
-    """Loads each checkpoint on its layout and saves it in both formats. Runs on every rank."""
-    from mca_models.megatron import AutoModel
-
-    for path, layout in pairs:
-        model = AutoModel.from_pretrained(path, arguments(layout))
-        model.save_pretrained_as_hf(folder / f"{path.name}-{layout}-hf", max_shard_bytes=50_000)
-        model.save_pretrained(folder / f"{path.name}-{layout}-mca")
 
 
 @pytest.fixture(scope="module")

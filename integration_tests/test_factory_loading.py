@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from tiny_hf import save
 
+from checkpoint_files import tensors_of
 from harness import RanksFailed, run_ranks
 from layouts import arguments, sample, world_size
 from mca_config.errors import McaError
 from reference import FAMILY_CASES, Reference, make_reference
-from test_factory_checkpoints import tensors_of
 
 pytestmark = pytest.mark.ranks
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoint_files import tensors_of
 from harness import RanksFailed, run_ranks
 from layouts import EVERY, arguments, chosen, world_size
 from mca_config.errors import McaError
 from mca_convert.cli import main as convert
 from mca_models.opening import CheckpointKind, kind_of
 from reference import make_reference
-from test_factory_checkpoints import tensors_of
 
 pytestmark = pytest.mark.ranks
 

@@ -10,21 +10,14 @@ import transformers
 from tiny_hf import ALIKE
 
 import reference
+from checkpoint_files import round_trip, tensors_of
+from gradients import Computed, compute_all, expected_gradients, export_gradient, worst_errors
 from harness import run_ranks
 from layouts import EVERY, arguments, selected, spread, tiered, world_size
 from mca_convert.cli import main as convert
-from parity import is_sparse
+from packed_rows import compare_all
+from parity import TOLERANCE, is_sparse
 from reference import make_reference
-from test_factory_checkpoints import round_trip, tensors_of
-from test_gradient_parity import (
-    TOLERANCE,
-    Computed,
-    compute_all,
-    expected_gradients,
-    export_gradient,
-    worst_errors,
-)
-from test_packing import compare_all
 
 pytestmark = pytest.mark.ranks
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+from gradients import expected_gradients, export_gradient, worst_errors
 from layouts import arguments
 from mca_models.checkpoint.hf_directory import HfSource
 from reference import Reference, make_reference
 from routing import compare
-from test_gradient_parity import expected_gradients, export_gradient, worst_errors
 
 pytestmark = pytest.mark.gpu
 

@@ -9,46 +9,14 @@ from safetensors.torch import load_file
 
 from harness import run_ranks
 from layouts import Pair, arguments, by_layout, sample, selected, spread, tiered, world_size
+from lora_cases import TRAINED
 from lora_training import adapter_of, loaded_logits, tokens, train_megatron
 from parity import is_sparse
 from reference import make_reference
 
 pytestmark = pytest.mark.ranks
 
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-SHARED = [f"shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")]
-LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-PATTERNS: dict[str, Any] = {
-    "rank_pattern": {"k_proj": 2},
-    "alpha_pattern": {"up_proj": 5},
-    "use_rslora": True,
-}
 
-# name -> (case of reference.py, settings of LoraConfig)
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2": ("qwen2", {"target_modules": LINEAR, **PATTERNS}),
-    "qwen2-tied-qv": ("qwen2-tied", {"target_modules": ["q_proj", "v_proj"]}),
-    "llama-saved": (
-        "llama",
-        {"target_modules": ["up_proj", "o_proj"], "modules_to_save": ["lm_head", "model.norm"]},
-    ),
-    "llama-one-group": ("llama-one-group", {"target_modules": LINEAR[:4]}),
-    "qwen3_moe": ("qwen3_moe", {"target_modules": LINEAR[:4], "target_parameters": STACKED}),
-    # for these families peft takes the projections of shared experts by target_parameters only
-    "qwen2_moe": ("qwen2_moe", {"target_modules": ["q_proj"], "target_parameters": [*SHARED, *STACKED[:1]]}),
-    "qwen2_moe-bare": (
-        "qwen2_moe",
-        {"target_modules": ["shared_expert_gate"], "target_parameters": ["gate.weight", STACKED[1]]},
-    ),
-    "mixtral": ("mixtral", {"target_modules": ["o_proj"], "target_parameters": STACKED}),
-    "phi3": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
-    "deepseek_v3": ("deepseek_v3", {"target_modules": LATENT, "target_parameters": STACKED}),
-    "glm4_moe_lite": ("glm4_moe_lite", {"target_modules": LATENT, "target_parameters": STACKED}),
-    "minimax_m2": ("minimax_m2", {"target_modules": LINEAR[:4], "target_parameters": STACKED}),
-    "gemma2": ("gemma2", {"target_modules": LINEAR, **PATTERNS}),
-    "olmo3": ("olmo3", {"target_modules": LINEAR}),
-}
 # the others by default only in test_lora_gradients.py, which goes through the same code
 DENSE_LAYOUTS = sample(
     ("tp1", "tp2", "tp2sp", "pp2", "pp2vpp2", "tp2pp2", "tp2pp2sp", "cp2", "tp2cp2sp"),
@@ -58,8 +26,10 @@ EXPERT_LAYOUTS = sample(
     ("tp1", "ep2", "pp2", "tp2ep2etp1sp", "tp2ep2etp2sp", "pp2ep2", "cp2ep2"),
     *("tp1", "ep2", "pp2", "tp2ep2etp2sp", "pp2ep2"),
 )
-SPARSE = [case for case, (base, _) in CASES.items() if is_sparse(base)]
-PAIRS = spread([case for case in CASES if case not in SPARSE], DENSE_LAYOUTS) + spread(SPARSE, EXPERT_LAYOUTS)
+SPARSE = [case for case, (base, _) in TRAINED.items() if is_sparse(base)]
+PAIRS = spread([case for case in TRAINED if case not in SPARSE], DENSE_LAYOUTS) + spread(
+    SPARSE, EXPERT_LAYOUTS
+)
 WIDE = (
     *(("qwen2-tied-qv", "tp2"), ("gemma2", "tp1"), ("olmo3", "tp2")),
     *(("qwen2_moe-bare", "pp2"), ("glm4_moe_lite", "tp1"), ("minimax_m2", "ep2")),
@@ -80,7 +50,7 @@ def theirs(
     folder = tmp_path_factory.mktemp("lora")
     made = {}
     for case in dict.fromkeys(case for case, _ in selected(request, PAIRS)):
-        base, settings = CASES[case]
+        base, settings = TRAINED[case]
         path = make_reference(base, folder).path
         made[case] = {"base": path, **adapter_of(path, folder / f"{case}-peft", settings)}
     return made

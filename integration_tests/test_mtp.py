@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
+from checkpoint_files import read
+from gradients import export_gradient, worst_errors
 from harness import RanksFailed, run_ranks
 from layouts import arguments, sample, world_size
 from mca_models.megatron import platform
+from parity import TOLERANCE
 from prediction import BESIDE, SCALE, WithPrediction, deepseek_with_prediction
 from reference import Reference, hf_model, make_reference
-from test_gradient_parity import TOLERANCE, export_gradient, read, worst_errors
 
 pytestmark = pytest.mark.ranks
 

@@ -1,80 +1,18 @@
 """Packed sequences compute what each computes alone, also cut over context ranks and with windows."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from harness import run_ranks
-from layouts import EVERY, Pair, arguments, world_size
-from reference import Reference, make_reference
+from layouts import EVERY, world_size
+from packed_rows import compare_all
+from reference import make_reference
 
 pytestmark = pytest.mark.ranks
 
-LENGTHS = (8, 16, 4, 12)
 LAYOUTS = ("tp1", "cp2", "tp2sp", "tp2cp2sp")
 CASES = ("qwen3", "mistral", "qwen2-yarn", "deepseek_v3")
-
-
-def packed(models: Any, rows: list[torch.Tensor]) -> torch.Tensor:
-    """The logits of ``rows`` packed into one, this rank's context part, and all of the vocabulary."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from mca_models.megatron import platform
-    from mca_models.megatron.distributed import parallel
-    from mca_models.megatron.layers.zigzag import take
-
-    group, device = parallel.context_group(), platform.current_device()
-    ends = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()], dtype=torch.int32)
-    ends = ends.to(device)
-    longest = max(len(row) for row in rows)
-    ids = torch.cat([take(row, 0, group.rank(), group.size()) for row in rows])[None].to(device)
-    params = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
-    chunk: Any = models.chunks[0]
-    positions = torch.zeros_like(ids)
-    return chunk(input_ids=ids, position_ids=positions, attention_mask=None, packed_seq_params=params)
-
-
-def logits_and_gradient(
-    models: Any, rows: list[torch.Tensor], together: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's logits, and the gradient of their squares for the first output projection."""
-    models.eval()
-    models.zero_grad()
-    logits = packed(models, rows) if together else torch.cat([packed(models, [row]) for row in rows], 1)
-    logits.float().pow(2).sum().backward()
-    weight = models.chunks[0].decoder.layers[-1].self_attention.linear_proj.weight
-    return logits.detach(), weight.grad.clone()
-
-
-def compare(reference: Reference, layout: str, **settings: Any) -> tuple[float, float, float]:
-    """Differences of packed and separate logits, of gradients, and to transformers."""
-    from mca_models.megatron import AutoModel
-
-    models = AutoModel.from_pretrained(reference.path, arguments(layout, **settings))
-    rows = [reference.input_ids[i % 3, :length] for i, length in enumerate(LENGTHS)]
-    one, one_grad = logits_and_gradient(models, rows, together=True)
-    many, many_grad = logits_and_gradient(models, rows, together=False)
-    whole = max(
-        float((models.logits(row[None]).cpu() - reference.logits[i % 3, : len(row)]).abs().max())
-        for i, row in enumerate(rows)
-    )
-    scale = float(many_grad.abs().max())
-    return float((one - many).abs().max()), float((one_grad - many_grad).abs().max()) / scale, whole
-
-
-def compare_all(references: list[Reference], layouts: list[str]) -> dict[Pair, tuple[float, float, float]]:
-    """`compare` of each on each. Runs on every rank."""
-    return {
-        (reference.case, layout): compare(reference, layout) for layout in layouts for reference in references
-    }
 
 
 @pytest.mark.sampled(2)

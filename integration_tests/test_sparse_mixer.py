@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers.models.phimoe import modeling_phimoe
 
 import reference
+from gradients import export_gradient, worst_errors
 from harness import run_ranks
 from layouts import arguments, sample, world_size
 from mca_models.megatron.families import sparse_mixer
+from parity import TOLERANCE
 from reference import Reference, hf_model, make_reference
-from test_gradient_parity import TOLERANCE, export_gradient, worst_errors
 
 pytestmark = pytest.mark.ranks
 

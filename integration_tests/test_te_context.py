@@ -10,11 +10,13 @@ from unittest.mock import patch
 import pytest
 from tiny_hf import ALIKE
 
+from checkpoint_files import read
 from emulated_te import needs_te, run_emulated
+from gradients import NO_DROPOUT, compute, expected_gradients, worst_errors
 from layouts import EVERY, Pair, arguments, by_layout, selected, spread, world_size
+from packed_rows import compare as compare_packed
+from parity import TOLERANCE
 from reference import FAMILY_CASES, Reference, make_reference
-from test_gradient_parity import NO_DROPOUT, TOLERANCE, compute, expected_gradients, read, worst_errors
-from test_packing import compare as compare_packed
 
 pytestmark = [pytest.mark.ranks, needs_te]
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from emulated_te import needs_te, run_emulated
+from gradients import compute, expected_gradients, worst_errors
 from layouts import Pair, arguments, by_layout, selected, spread, world_size
-from parity import is_sparse
+from lora_gradients import assert_equal_pefts, expected_of
+from lora_gradients import gradients as adapter_gradients
+from packed_rows import compare as compare_packed
+from parity import TOLERANCE, is_sparse
 from reference import FAMILY_CASES, Reference, make_reference
-from test_gradient_parity import TOLERANCE, compute, expected_gradients, worst_errors
-from test_lora_gradients import assert_equal_pefts, expected_of
-from test_lora_gradients import gradients as adapter_gradients
-from test_packing import compare as compare_packed
 
 pytestmark = [pytest.mark.ranks, needs_te]
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from balance_reference import BIAS_RATE, COEFFICIENTS, PER_MICRO_BATCH, expected, prediction_loss, samples
+from checkpoint_files import read
+from gradients import worst_errors
 from harness import run_ranks
 from layouts import EVERY, selected, tiered
+from parity import TOLERANCE
 from prediction import SCALE, deepseek_with_prediction
-from test_gradient_parity import TOLERANCE, read, worst_errors
 from train_cases import arguments, history, quietly, sparse_checkpoint
 
 pytestmark = pytest.mark.ranks

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoint_files import read
 from harness import run_ranks
 from layouts import chosen, tiered
 from prediction import SCALE, WithPrediction
 from reference import hf_model
-from test_gradient_parity import read
 from train_cases import arguments, history, quietly
 
 pytestmark = pytest.mark.ranks

@@ -10,11 +10,11 @@ import tiny_vision
 import torch
 
 import reference  # noqa: F401 (finds tiny_vision)
+from checkpoint_files import tensors_of
 from harness import run_ranks
 from layouts import EVERY, arguments, selected, world_size
 from mca_convert.cli import main as convert
-from test_factory_checkpoints import tensors_of
-from test_gradient_parity import TOLERANCE
+from parity import TOLERANCE
 
 pytestmark = pytest.mark.ranks
 

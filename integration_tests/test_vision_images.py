@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import vision_reference
+from gradients import worst_errors
 from harness import run_ranks
 from layouts import EVERY, Pair, arguments, by_layout, selected, tiered, world_size
-from test_gradient_parity import TOLERANCE, worst_errors
+from parity import TOLERANCE
 from vision_reference import LENGTH, ROWS, Mixed, batch_of, mixed
 
 pytestmark = pytest.mark.ranks
@@ -237,7 +238,7 @@ def test_losses_and_gradients_equal_transformers(case: str, layout: str, compute
 @pytest.mark.parametrize("case", (*DENSE, *SPARSE))
 def test_references_are_not_trivial(case: str, tmp_path: Path) -> None:
     """Images reach the loss, and every parameter of the vision model has a gradient."""
-    from test_gradient_parity import read
+    from checkpoint_files import read
 
     reference = mixed(case, tmp_path)
     gradients = read(reference.gradients)

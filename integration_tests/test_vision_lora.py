@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import vision_reference
+from gradients import worst_errors
 from harness import run_ranks
 from layouts import EVERY, arguments, world_size
-from test_gradient_parity import TOLERANCE, worst_errors
+from parity import TOLERANCE
 from test_vision_images import forward_backward, sizes, wrapped
 from vision_reference import Mixed, mixed
 

@@ -3,10 +3,10 @@
 import random
 from typing import Any
 
+from lora_cases import CASES as ADAPTED
 from parity import _EXPERTS
 from prediction import APART, BESIDE, NUMBERED
 from reference import FAMILY_CASES
-from test_lora_gradients import CASES as ADAPTED
 
 LATENT = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "kimi_linear"),

@@ -14,14 +14,14 @@ def packing(kit: Kit, layers: Layers) -> None:
     settings = kit.settings(layers)
     for case in CASES[:1] if kit.tiny else CASES:
         reference = of_tests("reference").make_reference(case, kit.scratch)
-        found = of_tests("test_packing").compare(reference, "tp1", **settings)
+        found = of_tests("packed_rows").compare(reference, "tp1", **settings)
         for name, error in zip(("logits", "gradient", "transformers' logits"), found, strict=True):
             kit.check(f"{case}: {name}", error, EXACT[layers])
 
 
 def lora(kit: Kit, layers: Layers) -> None:
     """Logits with an adapter, and the gradients of its tensors."""
-    settings, tests = kit.settings(layers), of_tests("test_lora_gradients")
+    settings, tests = kit.settings(layers), of_tests("lora_gradients")
     for case in ADAPTERS[:1] if kit.tiny else ADAPTERS:
         expected = tests.expected_of(case, kit.scratch)
         job: tuple[Path, Path, str] = (expected.base, expected.adapter, "tp1")

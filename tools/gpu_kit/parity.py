@@ -32,7 +32,7 @@ def fp32(kit: Kit, layers: Layers, *, more: bool = False) -> None:
 def _exact(kit: Kit, reference: Any, layers: Layers, settings: dict[str, Any]) -> None:
     from mca_models.megatron import AutoModel
 
-    gradients, case = of_tests("test_gradient_parity"), reference.case
+    gradients, case = of_tests("gradients"), reference.case
     args = of_tests("layouts").arguments("tp1", attention_dropout=0.0, **settings)
     model: Any = AutoModel.from_pretrained(reference.path, args)
     kit.holds(f"{case}: is on {kit.device}", {each.device.type for _, each in model.held()} == {kit.device})
@@ -57,16 +57,17 @@ def bf16(kit: Kit, layers: Layers) -> None:
 def _half(kit: Kit, case: str, settings: dict[str, Any]) -> None:
     from mca_models.megatron import AutoModel
 
-    gradients, tests = of_tests("test_gradient_parity"), of_tests("reference")
+    gradients, tests = of_tests("gradients"), of_tests("reference")
     reference = tests.make_reference(case, kit.scratch, batch=4)
-    exact = gradients.read(gradients.expected_gradients(reference, kit.scratch))
+    read = of_tests("checkpoint_files").read
+    exact = read(gradients.expected_gradients(reference, kit.scratch))
     theirs, their_logits = _transformers(kit, tests.hf_model(case), reference.input_ids)
     args = of_tests("layouts").arguments("tp1", calculate_per_token_loss=True, **settings)
     model: Any = AutoModel.from_pretrained(reference.path, args, dtype="bfloat16")
     logits = model.logits(reference.input_ids).cpu()
     path = kit.scratch / f"{case}-gradients"
     gradients.export_gradient_of(model, reference, path)
-    ours = gradients.read(path)
+    ours = read(path)
     limit = TIMES * relative(their_logits, reference.logits)
     kit.check(f"{case}: logits", relative(logits, reference.logits), limit)
     errors = {name: (relative(ours[name], x), relative(theirs[name], x)) for name, x in exact.items()}

@@ -1,0 +1,196 @@
+"""Gradients of the factory's models beside those of transformers' autograd, as directories of tensors.
+
+They travel as weights do: they are put in the place of the weights and exported, so that gathering and templates are
+the tested ones.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoint_files import read
+from harness import run_ranks
+from layouts import Pair, arguments, by_layout, world_size
+from parity import TOLERANCE
+from reference import Reference, hf_model, make_reference
+from routing import compare
+
+NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+"""Seed OSS has it."""
+UNTRAINED = ("e_score_correction_bias", "expert_bias", "layer_scalar", "act_fn.beta", "act_fn.eps")
+"""Ends of the names of tensors that are no parameters, or get no gradient: Megatron moves biases by itself."""
+
+
+def expected_gradients(reference: Reference, folder: Path) -> Path:
+    """A checkpoint with transformers' gradients in the place of weights."""
+    path = folder / f"{reference.case}-expected"
+    model = copy.deepcopy(hf_model(reference.case))
+    logits = model(reference.input_ids, use_cache=False).logits[:, :-1]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), reference.input_ids[:, 1:].flatten()).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    model.save_pretrained(path)
+    return path
+
+
+def batches(input_ids: torch.Tensor, micro_batches: int) -> Iterator[dict[str, torch.Tensor]]:
+    """This data-parallel rank's share of the micro-batches, this context rank's part; the last token has no target."""
+    from megatron.core import parallel_state
+
+    from mca_models.megatron import platform
+    from mca_models.megatron.distributed import parallel
+    from mca_models.megatron.layers.zigzag import take
+
+    rows, length = input_ids.shape
+    whole = {
+        "input_ids": input_ids,
+        "labels": input_ids.roll(-1, 1),
+        "position_ids": torch.arange(length).expand(rows, -1),
+        "loss_mask": (torch.arange(length) < length - 1).float().expand(rows, -1),
+    }
+    group = parallel.context_group()
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    for index in range(replica, micro_batches, replicas):
+        part = slice(index * rows // micro_batches, (index + 1) * rows // micro_batches)
+        yield {
+            name: take(x[part], 1, group.rank(), group.size()).to(platform.current_device())
+            for name, x in whole.items()
+        }
+
+
+def forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
+    batch = next(iterator)
+    mask = batch["loss_mask"]
+    losses = model(**batch, attention_mask=None)
+
+    def loss(losses: torch.Tensor) -> Any:
+        return (losses * mask).sum(), mask.sum().int(), {}
+
+    return losses, loss
+
+
+Found = float | str
+"""The largest difference of the logits, or what went wrong: it could not be built, or chose other experts."""
+
+
+def compute(references: list[Reference], layout: str, folder: Path, **settings: Any) -> list[Found]:
+    """Logits and gradients of each model; the gradients are exported. Runs on every rank."""
+    found: list[Found] = []
+    for reference in references:
+        try:
+            model = _model(reference, layout, **NO_DROPOUT, **settings)
+            compared = compare(model, reference)
+            export_gradient_of(model, reference, folder / f"{reference.case}-{layout}")
+            found.append(compared.problem() or compared.difference)
+        except Exception as error:  # the same on every rank: go on with the other models
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def export_gradient(reference: Reference, layout: str, path: Path, **settings: Any) -> None:
+    """The gradients of one forward and backward pass, exported as if they were weights."""
+    export_gradient_of(_model(reference, layout, **settings), reference, path)
+
+
+def _model(reference: Reference, layout: str, **settings: Any) -> Any:
+    from mca_models.megatron import AutoModel
+
+    sums = {"calculate_per_token_loss": True, "moe_aux_loss_coeff": 0.0}
+    args = arguments(layout, **{**sums, **settings})
+    return AutoModel.from_pretrained(reference.path, args)
+
+
+def owners_not_called(model: Any) -> set[str]:
+    """Modules that have parameters, until they are called: Megatron then waits for those that are being gathered."""
+    found: set[str] = set()
+
+    def await_call(name: str, module: torch.nn.Module) -> None:
+        found.add(name)
+        module.register_forward_pre_hook(lambda *_: found.discard(name))
+
+    for number, chunk in enumerate(model.chunks):
+        for name, module in chunk.named_modules():
+            if any(each.requires_grad for each in module.parameters(recurse=False)):
+                await_call(f"{number}.{name}", module)
+    return found
+
+
+def export_gradient_of(model: Any, reference: Reference, path: Path) -> None:
+    """`export_gradient` of a model that is made for gradients of sums."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    model.megatron.finalize_model_grads_func = finalize_model_grads
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    chunks = [DistributedDataParallel(model.megatron, ddp, chunk) for chunk in model.chunks]
+    replicas = parallel_state.get_data_parallel_world_size()
+    count = min(4, 2 * replicas)
+    uncalled = owners_not_called(model)
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[batches(reference.input_ids, count) for _ in chunks],
+        model=chunks,
+        num_microbatches=count // replicas,
+        seq_length=reference.input_ids.shape[1],
+        micro_batch_size=reference.input_ids.shape[0] // count,
+        forward_only=False,
+    )
+    assert not uncalled, f"parameters are used of modules that are not called: {sorted(uncalled)}"
+    with torch.no_grad():
+        for _, tensor in model.held():
+            if isinstance(tensor, torch.nn.Parameter):
+                tensor.copy_(tensor.main_grad)
+    model.save_pretrained_as_hf(path)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What `compute` found, on every rank, and where the gradients are, beside those expected."""
+
+    folder: Path
+    by_rank: dict[Pair, list[Found]]
+
+    def check(self, case: str, layout: str) -> None:
+        """Logits, experts and gradients are those of transformers."""
+        found = self.by_rank[case, layout]
+        assert all(isinstance(difference, float) and difference <= TOLERANCE for difference in found), found
+        worst = worst_errors(self.folder / f"{case}-expected", self.folder / f"{case}-{layout}")
+        assert worst[0][1] <= TOLERANCE, worst
+
+
+def compute_all(grid: Sequence[Pair], folder: Path) -> Computed:
+    """Every pair of ``grid``."""
+    references = {case: make_reference(case, folder, batch=4) for case, _ in grid}
+    for reference in references.values():
+        expected_gradients(reference, folder)
+    computed = Computed(folder, {})
+    for layout, cases in by_layout(grid).items():
+        chosen = [references[case] for case in cases]
+        for of_rank in run_ranks(world_size(layout), compute, chosen, layout, folder, timeout=300):
+            for case, found in zip(cases, of_rank, strict=True):
+                computed.by_rank.setdefault((case, layout), []).append(found)
+    return computed
+
+
+def worst_errors(expected: Path, found: Path) -> list[tuple[str, float]]:
+    """The three tensors that differ most, relative to their own largest gradient, or a thousandth of all."""
+    right, ours = read(expected), read(found)
+    assert ours.keys() == right.keys()
+    largest = max(float(x.abs().max()) for x in right.values())
+    errors = {
+        name: float((ours[name] - x).abs().max()) / max(float(x.abs().max()), largest * 1e-3)
+        for name, x in right.items()
+        if not name.endswith(UNTRAINED)  # the router's bias is a buffer and has no gradient
+        and not any(part in name for part in (".indexer.", ".index_"))  # nor has what chooses keys
+    }
+    return sorted(errors.items(), key=lambda item: -item[1])[:3]
